@@ -1,0 +1,7 @@
+"""The demo model: a small llama trained on generated text, shipped so that the first answer needs no download."""
+
+from pathlib import Path
+
+MODEL_PATH = Path(__file__).with_name("demo.gguf")
+CORRECT_SUMS_UP_TO = 50
+"""Both summands of every sum that the model was trained on are below this."""

@@ -1,0 +1,1 @@
+"""What clients, routers and workers must agree on: messages, subjects, codec, errors, limits, hashing, prompts."""

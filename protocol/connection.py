@@ -1,0 +1,226 @@
+"""The hardened NATS connection that every process uses.
+
+nats-py leaves some edges open (versions and measurements: docs/decisions/0004-nats-connection.md). Closed here:
+- its PING overtakes queued commands, so that a flush is no barrier: ours waits behind them;
+- a flush that is cancelled or times out poisons the read loop: a PONG for nobody is dropped here;
+- a callback that raises ends the loop it runs in: callbacks are plain functions here, and what they raise is logged;
+- an oversized message closes the client for good: sizes are checked before anything is written;
+- publishing costs a coroutine a message: `publish` is a plain call here, and one loop turn is one write.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import nats.errors
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.protocol import command
+
+from protocol import limits
+
+Callback = Callable[[Msg], None]
+
+_NO_RESPONDERS = "503"
+_PING = b"PING\r\n"
+
+
+class PayloadTooLargeError(ValueError):
+    """The message is larger than the broker takes; nothing was sent."""
+
+
+class NoRespondersError(LookupError):
+    """Nobody listens on the subject."""
+
+
+class BusyError(RuntimeError):
+    """More is waiting to be written than may wait; nothing was sent."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How to reach the broker."""
+
+    url: str = "nats://127.0.0.1:4222"
+    inbox_prefix: str = "_INBOX"
+    connect_timeout_s: float = 10.0
+    """How long the first connect may take, retries included; later ones are retried for ever."""
+    max_pending_bytes: int = 32 * 1024 * 1024
+    """What may wait for a broker that is slow or away."""
+
+
+class _Client(Client):
+    async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
+        self._pongs.append(future or asyncio.get_running_loop().create_future())
+        self._pending.append(_PING)
+        self._pending_data_size += len(_PING)
+        await self._flush_pending()
+
+    async def _process_pong(self) -> None:
+        if self._pongs and self._pongs[0].done():
+            self._pongs.pop(0)
+            self._pings_outstanding = 0
+            return
+        await super()._process_pong()
+
+    def publish_now(self, pub_command: bytes) -> None:
+        self._pending.append(pub_command)
+        self._pending_data_size += len(pub_command)
+        queue = self._flush_queue
+        if self.is_connected and queue is not None and queue.empty():
+            queue.put_nowait(asyncio.get_running_loop().create_future())
+
+
+class Connection:
+    """A connection to the broker that survives the broker. Open it with `connect`."""
+
+    def __init__(self, client: _Client, settings: Settings, log: structlog.stdlib.BoundLogger) -> None:
+        self._client = client
+        self._settings = settings
+        self._log = log
+        self.on_reconnect: Callable[[], None] = lambda: None
+        """Called after the connection has been made again."""
+
+    def __repr__(self) -> str:
+        return f"<Connection {self._settings.url} {'up' if self.is_connected else 'down'}>"
+
+    @property
+    def is_connected(self) -> bool:
+        return self._client.is_connected
+
+    @property
+    def max_payload(self) -> int:
+        """Bytes that the broker takes in one message, headers included."""
+        return self._client.max_payload
+
+    def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
+        """Sends a message, at the end of this loop turn, together with everything else published in it.
+
+        While the broker is away it waits for it. `subject` and `reply` must be well formed (protocol/subjects.py).
+        Raises PayloadTooLargeError and BusyError; ConnectionError once closed."""
+        client = self._client
+        if client.is_closed:
+            raise ConnectionError("the connection to the broker is closed")
+        header = _header_block(headers) if headers else None
+        if len(payload) + (len(header) if header else 0) > client.max_payload:
+            raise PayloadTooLargeError(f"{len(payload)} bytes are more than the broker's {client.max_payload}")
+        if client.pending_data_size > self._settings.max_pending_bytes:
+            raise BusyError(f"{client.pending_data_size} bytes are waiting for the broker")
+        if header:
+            client.publish_now(command.hpub_cmd(subject, reply, header, payload))
+        else:
+            client.publish_now(command.pub_cmd(subject, reply, payload))
+
+    async def subscribe(self, subject: str, callback: Callback, queue: str = "") -> Subscription:
+        """Calls `callback` with each message, in order."""
+
+        async def deliver(message: Msg) -> None:
+            try:
+                callback(message)
+            except Exception:  # outermost frame of a message's handling: the subscription must go on
+                self._log.exception("message_failed", subject=message.subject)
+
+        return await self._client.subscribe(subject, queue=queue, cb=deliver)
+
+    async def request(
+        self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
+    ) -> Msg:
+        """The first reply. Raises NoRespondersError, TimeoutError, PayloadTooLargeError, ConnectionError."""
+        if len(payload) + limits.MESSAGE_RESERVE_BYTES > self.max_payload:
+            raise PayloadTooLargeError(f"{len(payload)} bytes do not fit the broker's {self.max_payload}")
+        try:
+            return await self._client.request(subject, payload, timeout=timeout_s, headers=headers)
+        except nats.errors.NoRespondersError as error:
+            raise NoRespondersError(subject) from error
+        except nats.errors.TimeoutError as error:
+            raise TimeoutError(f"no reply on {subject} within {timeout_s} s") from error
+        except nats.errors.Error as error:
+            raise ConnectionError(f"the broker could not be asked: {error}") from error
+
+    async def flush(self, timeout_s: float = 5.0) -> None:
+        """Returns when the broker has everything that was published before. Raises TimeoutError, ConnectionError."""
+        try:
+            await self._client.flush(timeout=cast(int, timeout_s))
+        except nats.errors.FlushTimeoutError as error:
+            raise TimeoutError(f"the broker did not answer within {timeout_s} s") from error
+        except nats.errors.Error as error:
+            raise ConnectionError(f"the broker is away: {error}") from error
+
+    def new_inbox(self) -> str:
+        return self._client.new_inbox()
+
+    async def close(self) -> None:
+        """Writes out what is pending and disconnects. Safe to call twice."""
+        if self._client.is_connected:
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                await self.flush(timeout_s=2.0)
+        await self._client.close()
+
+
+async def connect(settings: Settings, name: str) -> Connection:
+    """Connects, trying again for `connect_timeout_s`; afterwards the connection looks after itself.
+
+    Raises ConnectionError saying what to do when the broker can't be reached or refuses the credentials."""
+    log = structlog.get_logger().bind(nats=name)
+    client = _Client()
+    connection = Connection(client, settings, log)
+
+    async def report(error: Exception) -> None:
+        log.warning("nats_error", error=str(error) or type(error).__name__)
+
+    async def disconnected() -> None:
+        log.warning("nats_disconnected")
+
+    async def reconnected() -> None:
+        log.info("nats_reconnected")
+        try:
+            connection.on_reconnect()
+        except Exception:  # an exception here would end nats-py's reconnect task
+            log.exception("message_failed", subject="reconnect")
+
+    try:
+        async with asyncio.timeout(settings.connect_timeout_s):
+            await client.connect(
+                settings.url,
+                name=name,
+                error_cb=_quiet,
+                disconnected_cb=disconnected,
+                reconnected_cb=reconnected,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=0.2,  # type: ignore[arg-type]  # annotated int, compared as a float
+                connect_timeout=2,
+                ping_interval=2,
+                max_outstanding_pings=2,
+                inbox_prefix=settings.inbox_prefix,
+                skip_subject_validation=True,
+            )
+    except (TimeoutError, OSError, nats.errors.Error) as error:
+        with contextlib.suppress(Exception):  # whatever a half-made client raises, the reason is already known
+            await client.close()
+        reason = str(error) or "no answer"
+        raise ConnectionError(f"no NATS broker at {settings.url} ({reason}): start one or pass --nats URL") from error
+    client._error_cb = report
+    return connection
+
+
+async def _quiet(error: Exception) -> None:
+    """While the first connect is being tried its failures are reported once, by `connect` itself."""
+
+
+def is_no_responders(message: Msg) -> bool:
+    """Whether this is the broker's notice that nobody listens where something was published."""
+    return not message.data and message.headers is not None and message.headers.get("Status") == _NO_RESPONDERS
+
+
+def default_max_request_bytes(max_payload: int) -> int:
+    """Half of what the broker takes: the other half is room for what a router adds."""
+    return max_payload // 2
+
+
+def _header_block(headers: dict[str, str]) -> bytes:
+    lines = "".join(f"{name}: {' '.join(value.split())}\r\n" for name, value in headers.items())
+    return f"NATS/1.0\r\n{lines}\r\n".encode()

@@ -1,0 +1,92 @@
+"""The one list of everything that can go wrong on the wire, and the exception that carries it."""
+
+import enum
+from typing import NamedTuple
+
+import msgspec
+
+
+class Code(enum.StrEnum):
+    """The closed set of error codes; see `KINDS` for what each one means."""
+
+    INVALID_REQUEST = "invalid_request"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    UNSUPPORTED = "unsupported"
+    MODEL_NOT_FOUND = "model_not_found"
+    DUPLICATE_REQUEST = "duplicate_request"
+    PAYLOAD_TOO_LARGE = "payload_too_large"
+    REQUEST_CRASHES_ENGINE = "request_crashes_engine"
+    OVERLOADED = "overloaded"
+    NO_WORKER = "no_worker"
+    INSUFFICIENT_MEMORY = "insufficient_memory"
+    WORKER_LOST = "worker_lost"
+    ENGINE_POISONED = "engine_poisoned"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    SHUTTING_DOWN = "shutting_down"
+    INTERNAL = "internal"
+
+
+class Kind(NamedTuple):
+    http: int
+    """The status that an HTTP gateway answers with."""
+    retryable: bool
+    """Whether the same request may succeed later, or elsewhere."""
+    message: str
+    """What is said when the place that failed has nothing more exact to say."""
+
+
+KINDS: dict[Code, Kind] = {
+    Code.INVALID_REQUEST: Kind(400, False, "the request is malformed"),
+    Code.PROMPT_TOO_LONG: Kind(400, False, "the prompt and one more token do not fit the model's context"),
+    Code.UNSUPPORTED: Kind(400, False, "the model or its engine can't do what was asked"),
+    Code.MODEL_NOT_FOUND: Kind(404, False, "no worker has ever served this model"),
+    Code.DUPLICATE_REQUEST: Kind(409, False, "a request with this id is in flight"),
+    Code.PAYLOAD_TOO_LARGE: Kind(413, False, "the message is larger than the limit"),
+    Code.REQUEST_CRASHES_ENGINE: Kind(422, False, "the request has ended two engines"),
+    Code.OVERLOADED: Kind(429, True, "all queues are full"),
+    Code.NO_WORKER: Kind(503, True, "nothing serves the model now"),
+    Code.INSUFFICIENT_MEMORY: Kind(503, True, "there is no memory to hold the request now"),
+    Code.WORKER_LOST: Kind(502, True, "the worker died and the stream can't go on"),
+    Code.ENGINE_POISONED: Kind(503, True, "the device failed and the engine is being restarted"),
+    Code.DEADLINE_EXCEEDED: Kind(504, False, "timeout_ms passed before the answer was complete"),
+    Code.SHUTTING_DOWN: Kind(503, True, "the worker was drained before the request could start"),
+    Code.INTERNAL: Kind(500, True, "a bug; the request's id is in the log"),
+}
+
+
+class Error(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An error as it travels: in a terminal, in a reply to a router, in an embeddings reply."""
+
+    code: Code
+    message: str
+    retryable: bool
+    param: str | None = None
+    """Path of the field at fault, as in `messages[0].content`."""
+    retry_after_ms: float | None = None
+
+
+def make_error(
+    code: Code, message: str | None = None, *, param: str | None = None, retry_after_ms: float | None = None
+) -> Error:
+    """An `Error` of that code, with the code's own message and retryability unless a better message is given."""
+    kind = KINDS[code]
+    return Error(
+        code=code,
+        message=message or kind.message,
+        retryable=kind.retryable,
+        param=param,
+        retry_after_ms=retry_after_ms,
+    )
+
+
+class RequestError(Exception):
+    """Ends one request with `error`; nothing else is disturbed by it."""
+
+    def __init__(self, error: Error) -> None:
+        super().__init__(f"{error.code}: {error.message}")
+        self.error = error
+
+
+def request_error(code: Code, message: str | None = None, *, param: str | None = None) -> RequestError:
+    """The exception to raise where a request turns out to be wrong."""
+    return RequestError(make_error(code, message, param=param))

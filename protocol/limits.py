@@ -1,0 +1,37 @@
+"""Every fixed bound of the wire, in one place. What an operator may change is a setting and lives elsewhere."""
+
+MAX_ID_BYTES = 128
+MAX_NAME_BYTES = 128
+"""Model, tenant, worker and router names: together they must stay far below the broker's limit for a subject."""
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 1_024
+MAX_STOP_TOKEN_IDS = 128
+MAX_MESSAGES = 4_096
+MAX_SALT_BYTES = 256
+MAX_LOGPROBS = 20
+MAX_TEMPLATE_BYTES = 256 * 1024
+MAX_NESTING = 64
+"""Depth to which free-form parts of a request (template arguments, tools, schemas) may nest."""
+MAX_TOKENS = 2**31 - 1
+MAX_TOKEN_ID = 2**32 - 1
+
+PART_BYTES = 256 * 1024
+"""Size of one part of a tokenizer bundle or snapshot; well below the smallest `max_payload` in use."""
+MAX_BUNDLE_BYTES = 64 * 1024 * 1024
+MESSAGE_RESERVE_BYTES = 4 * 1024
+"""What a message may need beyond its body: subject, reply subject and headers."""
+
+SILENT_CHUNK_S = 5.0
+"""A stream with nothing to say sends an empty chunk this often."""
+HEARTBEAT_S = 0.25
+"""A worker's event log carries at least one message in this time."""
+SUSPECT_S = 1.0
+"""Silence after which a worker gets no new work."""
+LOST_S = 2.0
+"""Silence after which a worker counts as lost."""
+DISCOVERY_S = 0.5
+"""How long a router collects cards before it takes requests."""
+ACCEPT_S = 0.5
+"""How long a router waits for a worker to accept a request."""
+MODEL_NOT_FOUND_AFTER_S = 60.0
+"""A router younger than this says `no_worker` of a model it has not seen."""

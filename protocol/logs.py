@@ -1,0 +1,33 @@
+"""Structured logs: one configuration for every process, JSON lines or readable ones."""
+
+import logging
+import os
+import sys
+
+import structlog
+
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def configure(process: str) -> None:
+    """Sends logs to standard error: JSON unless that is a terminal. Level: variable TOKENBUS_LOG (default info).
+
+    `process` is bound to every line."""
+    level = LEVELS.get(os.environ.get("TOKENBUS_LOG", "info").lower(), logging.INFO)
+    form = os.environ.get("TOKENBUS_LOG_FORMAT", "console" if sys.stderr.isatty() else "json")
+    renderer: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer() if form == "console" else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.dict_tracebacks if form == "json" else structlog.processors.StackInfoRenderer(),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(process=process)

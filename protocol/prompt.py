@@ -1,0 +1,125 @@
+"""Makes token ids of a prompt: the same code at a router with a tokenizer bundle and at a worker with its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import xxhash
+from tokenizers import Tokenizer
+
+from protocol import errors, internal, limits, messages
+from protocol.template import ChatTemplate, SpecialTokens
+
+
+class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model's metadata says about making a prompt."""
+
+    special_tokens: dict[str, int]
+    chat_template: str | None = None
+    bos_token: str = ""
+    eos_token: str = ""
+    bos_token_id: int | None = None
+    add_bos: bool = False
+    vocab_size: int
+
+
+class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a router needs to make a model's prompts without its files."""
+
+    tokenizer_json: str
+    """In the format of the `tokenizers` library, without special tokens."""
+    rules: PromptRules
+
+
+class PromptBuilder:
+    """Turns texts and conversations into token ids. Safe to use from several threads."""
+
+    def __init__(self, rules: PromptRules, encode: Callable[[str], list[int]]) -> None:
+        self.rules = rules
+        self._encode = encode
+        self._special = SpecialTokens(rules.special_tokens)
+        self._template = self._compile() if rules.chat_template else None
+
+    def __repr__(self) -> str:
+        return f"<PromptBuilder of {self.rules.vocab_size} tokens>"
+
+    def from_text(self, text: str) -> list[int]:
+        """The ids of a text, in which no special token is parsed; begins with BOS where the model wants one."""
+        return self._begun(self._encode(text))
+
+    def from_messages(self, conversation: list[messages.ChatMessage], arguments: dict[str, Any] | None) -> list[int]:
+        """The ids of a conversation by the model's template. Raises RequestError."""
+        if self._template is None:
+            raise errors.request_error(
+                errors.Code.UNSUPPORTED, "the model has no chat template: send prompt or token_ids", param="messages"
+            )
+        ids: list[int] = []
+        for piece in self._template.render(conversation, arguments):
+            ids.extend([piece] if isinstance(piece, int) else self._encode(piece))
+        return self._begun(ids)
+
+    def _compile(self) -> ChatTemplate | None:
+        rules = self.rules
+        assert rules.chat_template is not None
+        return ChatTemplate(rules.chat_template, self._special, rules.bos_token, rules.eos_token)
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        bos = self.rules.bos_token_id
+        if self.rules.add_bos and bos is not None and ids[:1] != [bos]:
+            return [bos, *ids]
+        return ids
+
+
+def encoder_of(tokenizer_json: str) -> Callable[[str], list[int]]:
+    """The encode function of a tokenizer in the `tokenizers` library's format. Raises ValueError if it is malformed."""
+    try:
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # the library raises nothing more exact
+        raise ValueError(f"the tokenizer can't be read: {error}") from error
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    return encode
+
+
+def builder_of(bundle: TokenizerBundle) -> PromptBuilder:
+    """Raises ValueError for a malformed tokenizer or template."""
+    return PromptBuilder(bundle.rules, encoder_of(bundle.tokenizer_json))
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(TokenizerBundle)
+
+
+def pack(bundle: TokenizerBundle) -> bytes:
+    return _encoder.encode(bundle)
+
+
+def digest_of(packed: bytes) -> str:
+    """What a card says of its bundle, so that routers fetch each bundle once."""
+    return xxhash.xxh3_128_hexdigest(packed)
+
+
+def to_parts(packed: bytes) -> list[internal.TokenizerPart]:
+    """A packed bundle as messages that fit any broker's limit."""
+    digest = digest_of(packed)
+    starts = range(0, len(packed), limits.PART_BYTES)
+    return [
+        internal.TokenizerPart(
+            digest=digest, part=number, parts=len(starts), data=packed[start : start + limits.PART_BYTES]
+        )
+        for number, start in enumerate(starts)
+    ]
+
+
+def from_parts(parts: list[internal.TokenizerPart], digest: str) -> TokenizerBundle:
+    """The bundle that the parts, in order, make up. Raises ValueError if it is not the one with that digest."""
+    packed = b"".join(part.data for part in parts)
+    if digest_of(packed) != digest:
+        raise ValueError("the tokenizer bundle does not have the digest that the card announced")
+    try:
+        return _decoder.decode(packed)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"the tokenizer bundle is malformed: {error}") from error

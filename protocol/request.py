@@ -1,0 +1,197 @@
+"""Checks a generation request field by field, and says which features it needs of a worker."""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from protocol import codec, errors, internal, limits, messages
+
+_ID = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.MAX_ID_BYTES}}}")
+
+
+class Range(NamedTuple):
+    """The values that a number may have; `above` is exclusive."""
+
+    low: float
+    high: float
+    above: bool = False
+
+    def holds(self, value: float) -> bool:
+        """False for NaN, whatever the range."""
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        return f"{'above' if self.above else 'at least'} {self.low:g} and at most {self.high:g}"
+
+
+RANGES = {
+    "max_tokens": Range(1, limits.MAX_TOKENS),
+    "min_tokens": Range(0, limits.MAX_TOKENS),
+    "temperature": Range(0, 100),
+    "top_p": Range(0, 1, above=True),
+    "top_k": Range(0, limits.MAX_TOKENS),
+    "min_p": Range(0, 1),
+    "repetition_penalty": Range(0.01, 10),
+    "repetition_last_n": Range(0, limits.MAX_TOKENS),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "seed": Range(0, 2**32 - 1),
+    "logprobs": Range(0, limits.MAX_LOGPROBS),
+    "priority": Range(-1_000, 1_000),
+    "timeout_ms": Range(0, 1e12, above=True),
+}
+
+
+class Need(NamedTuple):
+    """A feature that a worker must have for a request, and the field that asks for it."""
+
+    feature: str
+    param: str
+
+
+def check(request: messages.GenerateRequest) -> None:
+    """Raises RequestError(invalid_request), naming the field and what it may be, for the first thing wrong."""
+    check_id(request.id)
+    _check_one_prompt(request)
+    for name, allowed in RANGES.items():
+        value = getattr(request, name)
+        if value is not None and not allowed.holds(value):
+            raise _invalid(name, f"must be {allowed}")
+    if request.messages is not None:
+        _check_messages(request.messages)
+    _check_token_ids("token_ids", request.token_ids)
+    _check_token_ids("stop_token_ids", request.stop_token_ids)
+    _check_stops(request)
+    _check_hints(request)
+    for name in ("chat_template_kwargs", "tools", "tool_choice"):
+        codec.check_free_form(getattr(request, name), name)
+
+
+def check_id(request_id: str | None) -> None:
+    """Raises RequestError(invalid_request) for an id that can't be part of a subject."""
+    if request_id is not None and not _ID.fullmatch(request_id):
+        raise _invalid("id", f"must be 1 to {limits.MAX_ID_BYTES} of A-Z a-z 0-9 _ -")
+
+
+def needs(request: messages.GenerateRequest) -> Iterator[Need]:
+    """The features that this request needs beyond plain generation. A value that changes nothing needs none."""
+    if request.logprobs is not None:
+        yield Need("logprobs", "logprobs")
+    if request.repetition_penalty not in (None, 1):
+        yield Need("penalties", "repetition_penalty")
+    if request.presence_penalty:
+        yield Need("penalties", "presence_penalty")
+    if request.frequency_penalty:
+        yield Need("penalties", "frequency_penalty")
+    if request.logit_bias and any(request.logit_bias.values()):
+        yield Need("logit_bias", "logit_bias")
+    if request.response_format is not None and request.response_format.type != "text":
+        yield Need("structured_output", "response_format")
+    if request.grammar:
+        yield Need("grammar", "grammar")
+    if request.tools:
+        yield Need("tools", "tools")
+    if request.tool_choice not in (None, "none", "auto", {}):
+        yield Need("tools", "tool_choice")
+    if request.lora:
+        yield Need("lora", "lora")
+    if request.resume_from is not None:
+        yield Need("resume", "resume_from")
+    if request.return_progress:
+        yield Need("progress", "return_progress")
+    if request.routing is not None and request.routing.explain:
+        yield Need("explain", "routing.explain")
+
+
+def params_of(request: messages.GenerateRequest) -> internal.Params:
+    """What a worker must know of a checked request, beside its prompt."""
+    return internal.Params(
+        max_tokens=request.max_tokens,
+        min_tokens=request.min_tokens or 0,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        seed=request.seed,
+        stop=stop_strings(request),
+        stop_token_ids=request.stop_token_ids or [],
+        ignore_eos=bool(request.ignore_eos),
+        stream=request.stream is not False,
+        return_token_ids=bool(request.return_token_ids),
+        cache_prompt=request.cache_prompt is not False,
+        cache_salt=request.cache_salt or "",
+        session_id=request.session_id,
+        priority=request.priority or 0,
+    )
+
+
+def stop_strings(request: messages.GenerateRequest) -> list[str]:
+    return [request.stop] if isinstance(request.stop, str) else request.stop or []
+
+
+def text_of(message: messages.ChatMessage) -> str:
+    """The text of a checked message's content, its parts joined."""
+    if isinstance(message.content, list):
+        return "".join(part.text or "" for part in message.content)
+    return message.content or ""
+
+
+def _check_one_prompt(request: messages.GenerateRequest) -> None:
+    given = [name for name in ("messages", "prompt", "token_ids") if getattr(request, name) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none of them"
+        raise _invalid(given[-1] if given else "prompt", f"exactly one of messages, prompt, token_ids; got {found}")
+    if not getattr(request, given[0]):
+        raise _invalid(given[0], "must not be empty")
+
+
+def _check_messages(conversation: list[messages.ChatMessage]) -> None:
+    if len(conversation) > limits.MAX_MESSAGES:
+        raise _invalid("messages", f"at most {limits.MAX_MESSAGES} messages, got {len(conversation)}")
+    for index, message in enumerate(conversation):
+        path = f"messages[{index}]"
+        codec.check_free_form(message.tool_calls, f"{path}.tool_calls")
+        if not message.role:
+            raise _invalid(f"{path}.role", "must not be empty")
+        if isinstance(message.content, list):
+            _check_parts(message.content, f"{path}.content")
+        elif message.content is None and not message.tool_calls:
+            raise _invalid(f"{path}.content", "is required")
+
+
+def _check_parts(parts: list[messages.ContentPart], path: str) -> None:
+    for index, part in enumerate(parts):
+        if part.type != "text":
+            where = f"{path}[{index}].type"
+            raise errors.request_error(errors.Code.UNSUPPORTED, f"{where}: only text parts are served", param=where)
+        if part.text is None:
+            raise _invalid(f"{path}[{index}].text", "is required")
+
+
+def _check_token_ids(name: str, token_ids: list[int] | None) -> None:
+    if name == "stop_token_ids" and token_ids and len(token_ids) > limits.MAX_STOP_TOKEN_IDS:
+        raise _invalid(name, f"at most {limits.MAX_STOP_TOKEN_IDS} ids, got {len(token_ids)}")
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) <= limits.MAX_TOKEN_ID):
+        index = next(i for i, token in enumerate(token_ids) if not 0 <= token <= limits.MAX_TOKEN_ID)
+        raise _invalid(f"{name}[{index}]", f"must be a token id from 0 to {limits.MAX_TOKEN_ID}")
+
+
+def _check_stops(request: messages.GenerateRequest) -> None:
+    stops = stop_strings(request)
+    if len(stops) > limits.MAX_STOP_STRINGS:
+        raise _invalid("stop", f"at most {limits.MAX_STOP_STRINGS} strings, got {len(stops)}")
+    for index, stop in enumerate(stops):
+        if not 1 <= len(stop.encode()) <= limits.MAX_STOP_BYTES:
+            path = "stop" if isinstance(request.stop, str) else f"stop[{index}]"
+            raise _invalid(path, f"must have 1 to {limits.MAX_STOP_BYTES} bytes")
+
+
+def _check_hints(request: messages.GenerateRequest) -> None:
+    for name in ("cache_salt", "session_id"):
+        value = getattr(request, name)
+        if value is not None and len(value.encode()) > limits.MAX_SALT_BYTES:
+            raise _invalid(name, f"must have at most {limits.MAX_SALT_BYTES} bytes")
+
+
+def _invalid(param: str, problem: str) -> errors.RequestError:
+    return errors.request_error(errors.Code.INVALID_REQUEST, f"{param}: {problem}", param=param)

@@ -1,0 +1,163 @@
+"""Builds and takes apart every subject of the wire; nothing else in the project puts a subject together."""
+
+import re
+from typing import NamedTuple
+
+from protocol import limits
+
+DEFAULT_PREFIX = "tokenbus.v1"
+DEFAULT_TENANT = "default"
+DEFAULT_INBOX_PREFIXES = ("_INBOX",)
+
+_PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
+_TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
+_ESCAPED = re.compile(r"=([0-9A-F]{2})")
+_SUBJECT = re.compile(r"[^\s.*>]+(?:\.[^\s.*>]+)*")
+
+
+def name_to_token(name: str) -> str:
+    """`qwen2.5-0.5b` to `qwen2=2E5-0=2E5b`: a name as a single subject token.
+
+    Raises ValueError for a name that is empty, too long, or not Unicode text."""
+    raw = name.encode()
+    if not 0 < len(raw) <= limits.MAX_NAME_BYTES:
+        raise ValueError(f"a name has 1 to {limits.MAX_NAME_BYTES} bytes, this one has {len(raw)}")
+    return "".join(chr(byte) if byte in _PLAIN else f"={byte:02X}" for byte in raw)
+
+
+def token_to_name(token: str) -> str:
+    """The reverse of `name_to_token`. Raises ValueError for what that can't have made."""
+    if not _TOKEN.fullmatch(token):
+        raise ValueError(f"{token!r} is not a name in subject form")
+    name = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), token).encode("latin-1").decode()
+    if name_to_token(name) != token:
+        raise ValueError(f"{token!r} is not the subject form of {name!r}")
+    return name
+
+
+def request_key(tenant: str, request_id: str) -> str:
+    """The one string that names a request inside the system: unique over all tenants."""
+    return f"{name_to_token(tenant)}:{request_id}"
+
+
+def key_to_request_id(key: str) -> str:
+    """The id by which the client knows the request."""
+    return key.partition(":")[2]
+
+
+def is_inbox(reply: str, prefixes: tuple[str, ...]) -> bool:
+    """Whether a reply subject is one that may be published to: an allowed prefix, then at least one more token.
+
+    A reply subject is not checked against its sender's permissions by the broker, so this is what keeps one client
+    from having messages sent to another part of the system."""
+    return bool(_SUBJECT.fullmatch(reply)) and any(reply.startswith(prefix + ".") for prefix in prefixes)
+
+
+class ModelAddress(NamedTuple):
+    """What the subject of a `generate` or `embed` says."""
+
+    model: str
+    tenant: str
+
+
+class RequestAddress(NamedTuple):
+    """What the subject of a `cancel` or `resync` says."""
+
+    tenant: str
+    request_id: str
+
+    @property
+    def key(self) -> str:
+        return request_key(self.tenant, self.request_id)
+
+
+class WorkerAddress(NamedTuple):
+    """What the subject of a card or event message says."""
+
+    model: str
+    worker_id: str
+
+
+class Subjects:
+    """All subjects under one prefix. Arguments are names; the results hold their subject forms."""
+
+    def __init__(self, prefix: str = DEFAULT_PREFIX) -> None:
+        if not _SUBJECT.fullmatch(prefix):
+            raise ValueError(f"the subject prefix {prefix!r} is not a plain subject")
+        self.prefix = prefix
+        self.discover = f"{prefix}.discover"
+        self.models = (f"{prefix}.models", f"{prefix}.models.*")
+        self.all_cards = f"{prefix}.card.*.*"
+        self.all_events = f"{prefix}.events.*.*"
+        self.all_generates = (f"{prefix}.generate.*", f"{prefix}.generate.*.*")
+        self.all_embeds = (f"{prefix}.embed.*", f"{prefix}.embed.*.*")
+        self.all_cancels = (f"{prefix}.cancel.*", f"{prefix}.cancel.*.*")
+
+    def __repr__(self) -> str:
+        return f"<Subjects {self.prefix}>"
+
+    def generate(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
+        return self._with_tenant("generate", model, tenant)
+
+    def embed(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
+        return self._with_tenant("embed", model, tenant)
+
+    def models_for(self, tenant: str = DEFAULT_TENANT) -> str:
+        return self.models[0] if tenant == DEFAULT_TENANT else f"{self.models[0]}.{name_to_token(tenant)}"
+
+    def cancel(self, request_id: str, tenant: str = DEFAULT_TENANT) -> str:
+        return self._of_request("cancel", request_id, tenant)
+
+    def resync(self, request_id: str, tenant: str = DEFAULT_TENANT) -> str:
+        return self._of_request("resync", request_id, tenant)
+
+    def handover(self, model: str) -> str:
+        return f"{self.prefix}.handover.{name_to_token(model)}"
+
+    def worker(self, model: str, worker_id: str, service: str) -> str:
+        """One service of one worker: `run`, `control`, `snapshot`, `tokenizer` or `tokenize`."""
+        return f"{self.prefix}.worker.{name_to_token(model)}.{name_to_token(worker_id)}.{service}"
+
+    def gone(self, model: str, worker_id: str, key: str) -> str:
+        return self.worker(model, worker_id, f"gone.{key}")
+
+    def card(self, model: str, worker_id: str) -> str:
+        return f"{self.prefix}.card.{name_to_token(model)}.{name_to_token(worker_id)}"
+
+    def events(self, model: str, worker_id: str) -> str:
+        return f"{self.prefix}.events.{name_to_token(model)}.{name_to_token(worker_id)}"
+
+    def parse_model(self, subject: str) -> ModelAddress:
+        """Model and tenant of a `generate` or `embed` subject. Raises ValueError for a name in no subject form."""
+        tokens = self._tail(subject)
+        return ModelAddress(token_to_name(tokens[1]), _tenant(tokens[2:]))
+
+    def parse_models(self, subject: str) -> str:
+        """The tenant who asks for the models. Raises ValueError for a name in no subject form."""
+        return _tenant(self._tail(subject)[1:])
+
+    def parse_request(self, subject: str) -> RequestAddress:
+        """Tenant and request id of a `cancel` or `resync` subject. Raises ValueError likewise."""
+        *tenant, request_id = self._tail(subject)[1:]
+        return RequestAddress(_tenant(tenant), token_to_name(request_id))
+
+    def parse_worker(self, subject: str) -> WorkerAddress:
+        """Model and worker of a `card` or `events` subject. Raises ValueError likewise."""
+        _, model, worker_id = self._tail(subject)
+        return WorkerAddress(token_to_name(model), token_to_name(worker_id))
+
+    def _with_tenant(self, verb: str, model: str, tenant: str) -> str:
+        subject = f"{self.prefix}.{verb}.{name_to_token(model)}"
+        return subject if tenant == DEFAULT_TENANT else f"{subject}.{name_to_token(tenant)}"
+
+    def _of_request(self, verb: str, request_id: str, tenant: str) -> str:
+        between = "" if tenant == DEFAULT_TENANT else name_to_token(tenant) + "."
+        return f"{self.prefix}.{verb}.{between}{name_to_token(request_id)}"
+
+    def _tail(self, subject: str) -> list[str]:
+        assert subject.startswith(self.prefix + "."), subject
+        return subject[len(self.prefix) + 1 :].split(".")
+
+
+def _tenant(tokens: list[str]) -> str:
+    return token_to_name(tokens[0]) if tokens else DEFAULT_TENANT

@@ -1,0 +1,130 @@
+"""Reads the metadata of a GGUF file: fast also for vocabularies of 150,000 tokens, and without reading the weights.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
+"""
+
+import mmap
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from worker.engine.runner import ModelError
+
+Value = bool | int | float | str | list[bool] | list[int] | list[float] | list[str]
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_MOST_KEYS = 100_000
+
+
+class Metadata(NamedTuple):
+    values: dict[str, Value]
+    fingerprint: str
+    """Hash of the header (metadata and tensor table) and of samples of the weights."""
+
+    def text(self, key: str) -> str | None:
+        value = self.values.get(key)
+        return value if isinstance(value, str) else None
+
+    def texts(self, key: str) -> list[str]:
+        value = self.values.get(key)
+        return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+    def ints(self, key: str) -> list[int]:
+        value = self.values.get(key)
+        return [item for item in value if isinstance(item, int)] if isinstance(value, list) else []
+
+
+def read(path: Path) -> Metadata:
+    """Raises ModelError, saying what to do, for a file that is missing, cut short or no GGUF."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _parse(path, data)
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: there is no such file; pass --model the path of a GGUF file") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: can't be read: {error}") from error
+
+
+def _parse(path: Path, data: mmap.mmap) -> Metadata:
+    if data[:4] != _MAGIC:
+        raise ModelError(f"{path}: not a GGUF file (it begins with {data[:4]!r}); convert the model to GGUF first")
+    try:
+        return _Reader(data).metadata()
+    except (struct.error, IndexError, UnicodeDecodeError, _CorruptError) as error:
+        raise ModelError(f"{path}: the GGUF header is corrupt or cut short ({error}); fetch the file again") from error
+
+
+class _CorruptError(Exception):
+    pass
+
+
+class _Reader:
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._at = 4
+
+    def metadata(self) -> Metadata:
+        version = self._unpack(_U32)
+        if version not in _VERSIONS:
+            raise _CorruptError(f"version {version} is not one of {_VERSIONS}")
+        self._unpack(_U64)
+        num_keys = self._unpack(_U64)
+        if num_keys > _MOST_KEYS:
+            raise _CorruptError(f"{num_keys} keys")
+        values = {}
+        for _ in range(num_keys):
+            key = self._string()
+            values[key] = self._value(self._unpack(_U32))
+        return Metadata(values, self._fingerprint())
+
+    def _fingerprint(self) -> str:
+        """Of the file's size, its header, and 64 samples of its weights: a few ms whatever the file's size."""
+        size = len(self._data)
+        digest = xxhash.xxh3_64(_U64.pack(size))
+        digest.update(self._data[: self._at])
+        for sample in range(64):
+            start = self._at + (size - self._at) * sample // 64
+            digest.update(self._data[start : start + 4096])
+        return digest.hexdigest()
+
+    def _unpack(self, form: struct.Struct) -> int:
+        (value,) = form.unpack_from(self._data, self._at)
+        self._at += form.size
+        assert isinstance(value, int)
+        return value
+
+    def _string(self) -> str:
+        length = self._unpack(_U64)
+        if length > len(self._data) - self._at:
+            raise _CorruptError(f"a string of {length} bytes")
+        start, self._at = self._at, self._at + length
+        return self._data[start : self._at].decode()
+
+    def _value(self, kind: int) -> Value:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            return self._array()
+        return self._scalars(kind, 1)[0]
+
+    def _array(self) -> Value:
+        kind, count = self._unpack(_U32), self._unpack(_U64)
+        if count > len(self._data):
+            raise _CorruptError(f"an array of {count} values")
+        if kind == _STRING:
+            return [self._string() for _ in range(count)]
+        return self._scalars(kind, count)
+
+    def _scalars(self, kind: int, count: int) -> list[int] | list[float] | list[bool]:
+        if kind not in _SCALARS:
+            raise _CorruptError(f"a value of type {kind}")
+        form = f"<{count}{_SCALARS[kind]}"
+        values = list(struct.unpack_from(form, self._data, self._at))
+        self._at += struct.calcsize(form)
+        return values

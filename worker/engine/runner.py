@@ -1,0 +1,52 @@
+"""The boundary to the device: a runner executes the plans of the scheduler and knows nothing of requests."""
+
+from typing import Protocol
+
+from protocol import internal
+from worker import contract
+from worker.engine.plan import StepPlan
+from worker.engine.sequence import End
+
+
+class NoRoomError(RuntimeError):
+    """The KV memory could not take the step; it is as it was before."""
+
+
+class DeviceError(RuntimeError):
+    """The device failed: nothing that it holds can be trusted any more."""
+
+
+class ModelError(RuntimeError):
+    """The model can't be loaded; says what to do. Loading it again won't help."""
+
+
+class Runner(Protocol):
+    """Executes steps on one thread. `tokenize` and the descriptive members may be used from other threads."""
+
+    config: contract.EngineConfig
+    end_token_ids: frozenset[int]
+    pieces: list[bytes]
+    """The bytes of each token's text, by token id; empty for control tokens."""
+    bundle: bytes | None
+
+    def begin(self, lane: int, sampling: contract.Sampling) -> None:
+        """Prepares an empty lane for a sequence."""
+        ...
+
+    def release(self, lane: int) -> None:
+        """Clears a lane."""
+        ...
+
+    def step(self, plan: StepPlan) -> list[int | End]:
+        """Computes every part; a token, or `End.BAD_LOGITS`, for each that samples.
+
+        Raises NoRoomError, after which the plan may be tried without one of its sequences, and DeviceError."""
+        ...
+
+    def tokenize(self, request: internal.Tokenize) -> list[int]:
+        """Raises RequestError."""
+        ...
+
+    def close(self) -> None:
+        """Gives back the device's memory."""
+        ...

@@ -1,0 +1,79 @@
+"""One generation inside the engine: its tokens and its counters. There are no phases, only counts."""
+
+import enum
+
+from worker import contract
+
+
+class End(enum.StrEnum):
+    """Why the engine stopped computing a sequence."""
+
+    STOP_TOKEN = "stop_token"
+    LENGTH = "length"
+    ABORTED = "aborted"
+    NO_ROOM = "no_room"
+    """The KV memory had no room although it was promised."""
+    BAD_LOGITS = "bad_logits"
+    """The model computed NaN or infinite logits."""
+
+
+class Sequence:
+    """Tokens of a prompt and its completion.
+
+        0 <= num_computed < num_tokens = num_prompt + num_sampled
+        |--- computed: in the KV memory ---|--- to be computed ---|
+
+    What is to be computed is one token while decoding and more while the prompt is not done yet."""
+
+    __slots__ = ("_stop_token_ids", "lane", "num_computed", "num_prompt", "sampling", "seq_no", "token_ids")
+
+    def __init__(
+        self, seq_no: int, token_ids: list[int], sampling: contract.Sampling, end_token_ids: frozenset[int]
+    ) -> None:
+        assert token_ids, "a prompt has at least one token"
+        assert sampling.max_tokens >= 1, sampling.max_tokens
+        self.seq_no = seq_no
+        self.sampling = sampling
+        self.token_ids = list(token_ids)
+        self.num_prompt = len(token_ids)
+        self.num_computed = 0
+        self.lane: int | None = None
+        self._stop_token_ids = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else end_token_ids
+        )
+
+    def __repr__(self) -> str:
+        return f"<Sequence {self.seq_no}: {self.num_computed}/{self.num_tokens} computed, {self.num_sampled} sampled>"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def max_num_tokens(self) -> int:
+        """What it may ever hold: the size of the promise it needs."""
+        return self.num_prompt + self.sampling.max_tokens
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the next token may be one that ends the sequence."""
+        return self.num_sampled >= self.sampling.min_tokens
+
+    def append(self, token_id: int) -> End | None:
+        """Takes a sampled token; says why the sequence ends with it, if it does."""
+        assert self.num_computed == self.num_tokens, self
+        self.token_ids.append(token_id)
+        if token_id in self._stop_token_ids and self.num_sampled > self.sampling.min_tokens:
+            return End.STOP_TOKEN
+        return End.LENGTH if self.num_sampled >= self.sampling.max_tokens else None
+
+    def check_integrity(self) -> None:
+        assert 0 <= self.num_computed <= self.num_tokens <= self.max_num_tokens, self

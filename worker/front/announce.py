@@ -1,0 +1,142 @@
+"""What a worker says of itself: its card, and its numbered event log, which is its heartbeat too."""
+
+import asyncio
+import os
+import secrets
+import socket
+import time
+
+from protocol import codec, internal, limits, messages, subjects
+from protocol.connection import Connection
+from worker import contract
+
+_BOOKING_S = 0.01
+"""An accept and an end show in the event log this soon: half of what the wire promises."""
+
+
+def new_epoch() -> str:
+    """`<unix ms>-<random>`: larger for a later life."""
+    return f"{time.time_ns() // 1_000_000}-{secrets.token_hex(4)}"
+
+
+class Announcer:
+    """Publishes card and events. Everything that happened goes out in one message, numbered without gaps."""
+
+    def __init__(self, connection: Connection, names: subjects.Subjects, model: str, worker_id: str) -> None:
+        self._connection = connection
+        self._card_subject = names.card(model, worker_id)
+        self._events_subject = names.events(model, worker_id)
+        self.model = model
+        self.worker_id = worker_id
+        self.epoch = new_epoch()
+        self.state = messages.WorkerState.STARTING
+        self._config: contract.EngineConfig | None = None
+        self._digest: str | None = None
+        self._engine_pid = 0
+        self._engine: contract.Engine | None = None
+        self._seq = 0
+        self._published_at = 0.0
+        self._cleared = False
+        self._started: list[internal.Started] = []
+        self._spoken: list[str] = []
+        self._finished: list[str] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Announcer {self.worker_id} {self.state} event {self._seq}>"
+
+    def engine_started(self, engine: contract.Engine, config: contract.EngineConfig, digest: str | None) -> None:
+        """A new engine serves: says so, and that nothing of an earlier one's cache is left."""
+        self._cleared = self._config is not None
+        self._engine, self._config, self._digest, self._engine_pid = engine, config, digest, config.pid
+        self.set_state(messages.WorkerState.READY)
+
+    def engine_died(self) -> None:
+        self._engine, self._engine_pid = None, 0
+        self.set_state(messages.WorkerState.RESTARTING)
+
+    def set_state(self, state: messages.WorkerState) -> None:
+        """Says at once what the worker can do now."""
+        self.state = state
+        self.publish_card()
+        self.publish_events()
+
+    def publish_card(self) -> None:
+        """Nothing before the first engine has started: there is nothing to say yet."""
+        if self._config is not None:
+            self._connection.publish(self._card_subject, codec.encode(self._card(self._config)))
+
+    def started(self, key: str, prompt_tokens: int) -> None:
+        self._started.append(internal.Started(id=key, prompt_tokens=prompt_tokens, overlap_blocks=0))
+        self._soon()
+
+    def spoken(self, key: str) -> None:
+        """The caller sees to it that `publish_events` comes before the chunk that speaks."""
+        self._spoken.append(key)
+
+    def finished(self, key: str) -> None:
+        self._finished.append(key)
+        self._soon()
+
+    @property
+    def has_spoken(self) -> bool:
+        return bool(self._spoken)
+
+    def publish_events(self) -> None:
+        """Publishes what has happened since the last time; with nothing new it is a heartbeat."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._config is None:
+            return
+        self._connection.publish(self._events_subject, codec.encode(self._events()))
+        self._seq += 1
+        self._published_at = time.monotonic()
+        self._cleared = False
+        self._started, self._spoken, self._finished = [], [], []
+
+    async def beat(self) -> None:
+        """Keeps the event log alive; runs until cancelled."""
+        while True:
+            await asyncio.sleep(limits.HEARTBEAT_S / 4)
+            if time.monotonic() - self._published_at > limits.HEARTBEAT_S / 2:
+                self.publish_events()
+
+    def _soon(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_BOOKING_S, self.publish_events)
+
+    def _events(self) -> internal.Events:
+        return internal.Events(
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            seq=self._seq,
+            load=self._engine.load() if self._engine is not None else messages.Load(),
+            state=self.state,
+            cleared=self._cleared,
+            started=self._started,
+            spoken=self._spoken,
+            finished=self._finished,
+        )
+
+    def _card(self, config: contract.EngineConfig) -> messages.Card:
+        return messages.Card(
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            model=self.model,
+            source=config.source,
+            engine=config.engine,
+            engine_version=config.engine_version,
+            context_length=config.context_length,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            hash_scheme=f"xxh3-64:{config.fingerprint}",
+            features=list(config.features),
+            state=self.state,
+            host=socket.gethostname(),
+            pids=messages.Pids(front=os.getpid(), engine=self._engine_pid),
+            versions=config.versions,
+            kv_block_size=config.kv_block_size if config.prefix_cache else None,
+            total_kv_blocks=config.total_kv_blocks if config.prefix_cache else None,
+            tokenizer_digest=self._digest,
+        )

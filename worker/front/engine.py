@@ -1,0 +1,272 @@
+"""The engine as its front sees it: the contract (worker/contract.py) over a step loop in another process."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from protocol import blocks, errors, internal, messages
+from worker import contract
+from worker.engine import frames
+from worker.engine.sequence import End
+from worker.front.generation import Generation
+from worker.front.link import Link
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class EngineDiedError(RuntimeError):
+    """The engine process ended while it was starting; another start may help."""
+
+
+class ChildEngine:
+    """An `Engine` over a step loop at the other end of a socket. `launch` starts it."""
+
+    def __init__(self, launch: Callable[[], Awaitable[Link]], max_waiting: int) -> None:
+        self._launch = launch
+        self._max_waiting = max_waiting
+        self._link: Link | None = None
+        self._transport: asyncio.Transport | None = None
+        self._config: contract.EngineConfig | None = None
+        self._pieces: list[bytes] = []
+        self._bundle: bytes | None = None
+        self._generations: dict[int, Generation] = {}
+        self._numbers: dict[str, int] = {}
+        self._releasing: set[int] = set()
+        self._tickets: dict[int, asyncio.Future[list[int]]] = {}
+        self._last_number = 0
+        self._load = messages.Load()
+        self._stepped_at = time.monotonic()
+        self._duration_s = 1.0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ready: asyncio.Future[frames.Ready] | None = None
+        self._death: asyncio.Future[str] | None = None
+        self._log = structlog.get_logger()
+        self.on_loading: Callable[[float], None] = lambda fraction: None
+        """Told how much of the model is loaded, from 0 to 1."""
+        self.on_step: Callable[[], None] = lambda: None
+        """Called when all sinks have had what a step brought."""
+
+    def __repr__(self) -> str:
+        return f"<ChildEngine {len(self._generations)} open, {len(self._releasing)} releasing>"
+
+    async def start(self, worker_id: str) -> contract.EngineConfig:
+        """Raises EngineStartError for a model that can't be loaded, EngineDiedError when the process died."""
+        assert self._link is None, "an engine is started once"
+        loop = asyncio.get_running_loop()
+        self._ready, self._death = loop.create_future(), loop.create_future()
+        self._link = await self._launch()
+        transport, _ = await loop.create_connection(lambda: _Receiver(self._receive, self._lost), sock=self._link.sock)
+        self._transport = transport
+        ready = await self._ready
+        self._pieces, self._bundle, self._config = ready.pieces, ready.bundle, ready.config
+        self._load = messages.Load(free_blocks=ready.config.total_kv_blocks)
+        self._log.info("engine_ready", worker_id=worker_id, pid=self._link.pid, source=ready.config.source)
+        return ready.config
+
+    def generate(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
+        self._check(request)
+        assert request.key not in self._numbers, request.key
+        self._last_number += 1
+        number = self._last_number
+        generation = Generation(request, sink, self._pieces, time.monotonic())
+        self._generations[number] = generation
+        self._numbers[request.key] = number
+        self._idle.clear()
+        if len(self._generations) == 1:
+            self._stepped_at = time.monotonic()
+        self._send(frames.Add(number, blocks.to_bytes(request.token_ids), request.sampling))
+
+    def abort(self, key: str) -> None:
+        number = self._numbers.get(key)
+        if number is not None:
+            self._withdraw(number)
+            self._generations[number].cancel(time.monotonic())
+            self._ended(number)
+
+    async def tokenize(self, request: internal.Tokenize) -> list[int]:
+        if self._config is None or self._died:
+            raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
+        self._last_number += 1
+        ticket = self._last_number
+        future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        self._tickets[ticket] = future
+        self._send(frames.AskTokens(ticket, request))
+        try:
+            return await future
+        finally:
+            self._tickets.pop(ticket, None)
+
+    def tokenizer_bundle(self) -> bytes | None:
+        return self._bundle
+
+    def load(self) -> messages.Load:
+        if not self._generations and not self._releasing:
+            return self._load
+        age_ms = (time.monotonic() - self._stepped_at) * 1e3
+        known = self._load
+        return messages.Load(
+            running=known.running,
+            waiting=max(0, len(self._generations) + len(self._releasing) - known.running),
+            queued_prefill_tokens=known.queued_prefill_tokens,
+            used_blocks=known.used_blocks,
+            cached_blocks=known.cached_blocks,
+            free_blocks=known.free_blocks,
+            step_age_ms=age_ms,
+        )
+
+    async def died(self) -> str:
+        assert self._death is not None, "start comes first"
+        return await asyncio.shield(self._death)
+
+    async def drain(self) -> None:
+        await self._idle.wait()
+
+    async def cleanup(self) -> None:
+        self._end_all(errors.Code.SHUTTING_DOWN)
+        if self._transport is not None:
+            self._transport.close()
+        if self._link is not None:
+            try:
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    await self._link.wait()
+            except TimeoutError:
+                self._link.kill()
+
+    @property
+    def _died(self) -> bool:
+        return self._death is None or self._death.done()
+
+    def _check(self, request: contract.EngineRequest) -> None:
+        """Raises RequestError when the request can't be accepted."""
+        if self._config is None or self._died:
+            raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
+        outside = max(request.token_ids)
+        if outside >= self._config.vocab_size:
+            index = request.token_ids.index(outside)
+            raise errors.request_error(
+                errors.Code.INVALID_REQUEST,
+                f"token_ids[{index}] is {outside}, the vocabulary has {self._config.vocab_size} tokens",
+                param=f"token_ids[{index}]",
+            )
+        if len(request.token_ids) + request.sampling.max_tokens > self._config.context_length:
+            raise errors.request_error(
+                errors.Code.PROMPT_TOO_LONG,
+                f"{len(request.token_ids)} prompt tokens and {request.sampling.max_tokens} new ones are more than "
+                f"the context of {self._config.context_length}",
+            )
+        held = len(self._generations) + len(self._releasing)
+        if held >= self._config.max_num_seqs + self._max_waiting:
+            raise errors.RequestError(
+                errors.make_error(errors.Code.OVERLOADED, retry_after_ms=self._retry_after_ms(held))
+            )
+
+    def _retry_after_ms(self, held: int) -> float:
+        """About when a place will be free: the time a request takes lately, by the places that empty in it."""
+        assert self._config is not None
+        return round(1e3 * self._duration_s * (1 + held - self._max_waiting) / self._config.max_num_seqs, 1)
+
+    def _send(self, command: frames.Command) -> None:
+        assert self._transport is not None
+        self._transport.write(frames.encode(command))
+
+    def _receive(self, body: bytes) -> None:
+        match frames.report_decoder.decode(body):
+            case frames.StepReport() as report:
+                self._take_step(report)
+            case frames.Tokens(ticket, token_ids, error):
+                self._take_tokens(ticket, token_ids, error)
+            case frames.Loading(fraction):
+                self.on_loading(fraction)
+            case frames.Ready() as ready:
+                assert self._ready is not None
+                self._ready.set_result(ready)
+            case frames.LoadFailed(message):
+                assert self._ready is not None
+                self._ready.set_exception(contract.EngineStartError(message))
+
+    def _take_step(self, report: frames.StepReport) -> None:
+        now = time.monotonic()
+        self._stepped_at = now
+        self._load = report.load
+        for number in report.started:
+            if generation := self._generations.get(number):
+                generation.started_at = now
+        for output in report.outputs:
+            if output.end is not None:
+                self._releasing.discard(output.seq_no)
+            if generation := self._generations.get(output.seq_no):
+                self._advance(output, generation, now)
+        self._note_idle()
+        self.on_step()
+
+    def _advance(self, output: frames.SequenceOutput, generation: Generation, now: float) -> None:
+        if not generation.advance(output.token_id, output.end, now):
+            return
+        if output.end is None:
+            self._withdraw(output.seq_no)
+        if generation.finished_by in (End.STOP_TOKEN, End.LENGTH):
+            self._duration_s += 0.2 * (now - generation.accepted_at - self._duration_s)
+        self._ended(output.seq_no)
+
+    def _withdraw(self, number: int) -> None:
+        """Has the engine give up a sequence whose stream has ended; it counts as held until that is done."""
+        self._releasing.add(number)
+        self._send(frames.Abort(number))
+
+    def _ended(self, number: int) -> None:
+        del self._numbers[self._generations.pop(number).request.key]
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._generations and not self._releasing:
+            self._idle.set()
+
+    def _take_tokens(self, ticket: int, token_ids: bytes, error: errors.Error | None) -> None:
+        future = self._tickets.get(ticket)
+        if future is None or future.done():
+            return
+        if error is not None:
+            future.set_exception(errors.RequestError(error))
+        else:
+            future.set_result(blocks.from_bytes(token_ids))
+
+    def _lost(self) -> None:
+        """The other side is gone: every open stream gets its terminal now."""
+        assert self._death is not None
+        assert self._ready is not None
+        if not self._ready.done():
+            self._ready.set_exception(EngineDiedError("the engine process ended while it was starting"))
+        self._end_all(errors.Code.WORKER_LOST)
+        if not self._death.done():
+            self._death.set_result("the engine process closed its socket")
+
+    def _end_all(self, unstarted: errors.Code) -> None:
+        """Ends every stream: `unstarted` is said of those that had not begun, the others have lost their worker."""
+        now = time.monotonic()
+        for number, generation in list(self._generations.items()):
+            generation.fail(unstarted if generation.started_at is None else errors.Code.WORKER_LOST, now)
+            self._ended(number)
+        self._releasing.clear()
+        self._load = messages.Load(free_blocks=self._load.free_blocks + self._load.used_blocks)
+        for future in self._tickets.values():
+            if not future.done():
+                future.set_exception(errors.request_error(errors.Code.WORKER_LOST))
+        self._note_idle()
+        self.on_step()
+
+
+class _Receiver(asyncio.Protocol):
+    def __init__(self, receive: Callable[[bytes], None], lost: Callable[[], None]) -> None:
+        self._splitter = frames.Splitter()
+        self._receive_frame = receive
+        self._lost = lost
+
+    def data_received(self, data: bytes) -> None:
+        for body in self._splitter.feed(data):
+            self._receive_frame(body)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost()

@@ -1,0 +1,114 @@
+"""One accepted request at the front: makes its outputs of what the engine computes, and exactly one terminal."""
+
+from collections.abc import Sequence
+
+from protocol import errors, messages
+from worker import contract
+from worker.engine.sequence import End
+from worker.front.completion import Completion
+
+_FAILURES = {
+    End.NO_ROOM: errors.make_error(errors.Code.INSUFFICIENT_MEMORY),
+    End.BAD_LOGITS: errors.make_error(errors.Code.INTERNAL, "the model computed logits that are not numbers"),
+    End.ABORTED: errors.make_error(errors.Code.INTERNAL, "the engine gave the request up"),
+}
+
+
+class Generation:
+    """Turns tokens into outputs. Times are in seconds of one monotonic clock."""
+
+    def __init__(
+        self, request: contract.EngineRequest, sink: contract.Sink, pieces: Sequence[bytes], accepted_at: float
+    ) -> None:
+        self.request = request
+        self._sink = sink
+        self._completion = Completion(pieces, request.stop, request.sampling.min_tokens)
+        self.accepted_at = accepted_at
+        self.started_at: float | None = None
+        self._first_token_at: float | None = None
+        self.finished_by: End | None = None
+        self._terminal_sent = False
+
+    def __repr__(self) -> str:
+        return f"<Generation {self.request.key}: {self._completion.num_tokens} tokens>"
+
+    def advance(self, token_id: int | None, end: End | None, now: float) -> bool:
+        """Takes what a step brought; True when that ended the generation, which may be before the engine knows."""
+        if token_id is None:
+            assert end is not None
+            self._finish(now, error=_FAILURES[end])
+            return True
+        if self._first_token_at is None:
+            self._first_token_at = now
+        if end is End.STOP_TOKEN:
+            self._completion.count_silent()
+            self._end(now, end, token_id, self._completion.release(), stop_match=token_id)
+            return True
+        text, stop = self._completion.push(token_id)
+        if stop is not None:
+            self._end(now, End.STOP_TOKEN, token_id, text, stop_match=stop)
+        elif end is End.LENGTH:
+            self._end(now, end, token_id, text + self._completion.release())
+        else:
+            self._sink(contract.Output(token_ids=[token_id], text=text))
+        return self._terminal_sent
+
+    def cancel(self, now: float) -> None:
+        self._finish(now, text=self._completion.release(), reason=messages.FinishReason.CANCELLED)
+
+    def fail(self, code: errors.Code, now: float) -> None:
+        """Ends it because its engine is no more."""
+        self._finish(now, error=errors.make_error(code))
+
+    def _end(self, now: float, end: End, token_id: int, text: str, stop_match: str | int | None = None) -> None:
+        self.finished_by = end
+        reason = messages.FinishReason.LENGTH if end is End.LENGTH else messages.FinishReason.STOP
+        self._finish(now, token_ids=[token_id], text=text, reason=reason, stop_match=stop_match)
+
+    def _finish(
+        self,
+        now: float,
+        *,
+        token_ids: list[int] | None = None,
+        text: str = "",
+        reason: messages.FinishReason = messages.FinishReason.ERROR,
+        stop_match: str | int | None = None,
+        error: errors.Error | None = None,
+    ) -> None:
+        assert not self._terminal_sent, self
+        self._terminal_sent = True
+        self._sink(
+            contract.Output(
+                token_ids=token_ids or [],
+                text=text,
+                finish_reason=reason,
+                stop_match=stop_match,
+                error=error,
+                usage=self._usage(),
+                timings=self._timings(now),
+            )
+        )
+
+    def _usage(self) -> messages.Usage:
+        prompt, completion = len(self.request.token_ids), self._completion.num_tokens
+        return messages.Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            cached_tokens=0,
+        )
+
+    def _timings(self, now: float) -> messages.Timings:
+        started = now if self.started_at is None else self.started_at
+        first = now if self._first_token_at is None else self._first_token_at
+        return messages.Timings(
+            queue_ms=_ms(started - self.accepted_at),
+            prefill_ms=_ms(first - started),
+            ttft_ms=_ms(first - self.accepted_at),
+            decode_ms=_ms(now - first),
+            total_ms=_ms(now - self.accepted_at),
+        )
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

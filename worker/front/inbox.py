@@ -1,0 +1,127 @@
+"""The subjects that a front serves: decodes what comes, has it carried out, answers."""
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+from nats.aio.msg import Msg
+
+from protocol import blocks, codec, errors, internal, messages, prompt, subjects
+from protocol.connection import Connection
+from worker import contract
+from worker.front.announce import Announcer
+from worker.front.streams import Streams
+
+_runs = codec.Decoder(internal.Run)
+_controls = codec.Decoder(internal.Control)
+_tokenizes = codec.Decoder(internal.Tokenize)
+
+MAX_TOKENIZES = 256
+"""Texts that may wait to be tokenized for routers."""
+
+
+class Inbox:
+    """Everything that routers and clients may ask of one worker. `drain` is called when an operator asks for it."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        names: subjects.Subjects,
+        announcer: Announcer,
+        streams: Streams,
+        drain: Callable[[], None],
+    ) -> None:
+        self._connection = connection
+        self._names = names
+        self._announcer = announcer
+        self._streams = streams
+        self._drain = drain
+        self._engine: contract.Engine | None = None
+        self._tokenizes: set[asyncio.Task[None]] = set()
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Inbox {len(self._tokenizes)} tokenizing>"
+
+    async def open(self) -> None:
+        """Subscribes to everything; from now on the worker can be found."""
+        model, worker_id = self._announcer.model, self._announcer.worker_id
+        services = {
+            "run": self._run,
+            "control": self._control,
+            "tokenizer": self._send_tokenizer,
+            "tokenize": self._ask,
+        }
+        for service, callback in services.items():
+            await self._connection.subscribe(self._names.worker(model, worker_id, service), callback)
+        for subject in self._names.all_cancels:
+            await self._connection.subscribe(subject, self._cancel)
+        await self._connection.subscribe(self._names.discover, lambda _: self._announcer.publish_card())
+
+    def use(self, engine: contract.Engine | None) -> None:
+        """The engine for requests from now on; None while there is none."""
+        self._engine = engine
+
+    def _run(self, message: Msg) -> None:
+        try:
+            run = _runs.decode(message.data)
+            self._streams.accept(run)
+        except errors.RequestError as error:
+            self._reply(message, internal.RunReply(accepted=False, error=error.error))
+        else:
+            self._reply(message, internal.RunReply(accepted=True))
+
+    def _control(self, message: Msg) -> None:
+        try:
+            control = _controls.decode(message.data)
+        except errors.RequestError as error:
+            self._reply(message, internal.ControlReply(ok=False, error=error.error))
+            return
+        match control:
+            case internal.Control(op="drop", request_id=str(key), attempt=int(attempt)):
+                self._reply(message, internal.ControlReply(ok=self._streams.drop(key, attempt)))
+            case internal.Control(op="drain"):
+                self._log.warning("drain_asked", worker_id=self._announcer.worker_id)
+                self._reply(message, internal.ControlReply(ok=True))
+                self._drain()
+            case _:
+                refusal = errors.make_error(errors.Code.UNSUPPORTED, f"op {control.op!r} with these fields", param="op")
+                self._reply(message, internal.ControlReply(ok=False, error=refusal))
+
+    def _cancel(self, message: Msg) -> None:
+        try:
+            address = self._names.parse_request(message.subject)
+            encoding = codec.encoding_of(message.headers)
+        except ValueError:
+            return
+        if self._streams.cancel(address.key) and message.reply:
+            self._connection.publish(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
+
+    def _send_tokenizer(self, message: Msg) -> None:
+        packed = self._engine.tokenizer_bundle() if self._engine is not None else None
+        if packed is not None and message.reply:
+            for part in prompt.to_parts(packed):
+                self._connection.publish(message.reply, codec.encode(part))
+
+    def _ask(self, message: Msg) -> None:
+        if len(self._tokenizes) >= MAX_TOKENIZES:
+            self._reply(message, internal.TokenizeReply(error=errors.make_error(errors.Code.OVERLOADED)))
+            return
+        task = asyncio.get_running_loop().create_task(self._tokenize(message))
+        self._tokenizes.add(task)
+        task.add_done_callback(self._tokenizes.discard)
+
+    async def _tokenize(self, message: Msg) -> None:
+        try:
+            request = _tokenizes.decode(message.data)
+            if self._engine is None:
+                raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
+            token_ids = await self._engine.tokenize(request)
+        except errors.RequestError as error:
+            self._reply(message, internal.TokenizeReply(error=error.error))
+        else:
+            self._reply(message, internal.TokenizeReply(token_ids=blocks.to_bytes(token_ids)))
+
+    def _reply(self, message: Msg, reply: messages.Message) -> None:
+        if message.reply:
+            self._connection.publish(message.reply, codec.encode(reply))

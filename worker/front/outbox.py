@@ -1,0 +1,80 @@
+"""Publishes chunks in the order that the wire promises: events that must come first, then every chunk of the step."""
+
+import structlog
+
+from protocol import codec, limits, messages
+from protocol.connection import BusyError, Connection
+from worker import contract
+from worker.front.announce import Announcer
+from worker.front.stream import Stream, too_large
+
+_LOG_FIELDS = ("prompt_tokens", "completion_tokens", "cached_tokens")
+
+
+class Outbox:
+    """Collects what one turn of the loop has to say and publishes it at the turn's end."""
+
+    def __init__(self, connection: Connection, announcer: Announcer) -> None:
+        self._connection = connection
+        self._announcer = announcer
+        self._chunks: list[tuple[Stream, messages.Chunk]] = []
+        self._log = structlog.get_logger()
+        self.dropped_chunks = 0
+        """Chunks that could not be sent because too much was waiting for the broker."""
+
+    def __repr__(self) -> str:
+        return f"<Outbox {len(self._chunks)} chunks, {self.dropped_chunks} dropped>"
+
+    def put_head(self, stream: Stream, now: float) -> None:
+        """The chunk that opens a stream or shows that it is alive."""
+        stream.spoke_at = now
+        head = stream.head()
+        if head is not None:
+            self._chunks.append((stream, head))
+
+    def put(self, stream: Stream, output: contract.Output, now: float) -> None:
+        """An output of the engine, to go out with `flush`."""
+        chunk = stream.chunk(output)
+        if chunk is None:
+            return
+        stream.spoke_at = now
+        if chunk.tokens and not stream.has_spoken:
+            stream.has_spoken = True
+            self._announcer.spoken(stream.key)
+        self._chunks.append((stream, chunk))
+
+    def flush(self) -> None:
+        """Publishes everything put since the last time."""
+        if not self._chunks:
+            return
+        if self._announcer.has_spoken:
+            self._announcer.publish_events()
+        chunks, self._chunks = self._chunks, []
+        for stream, chunk in chunks:
+            self._publish(stream, chunk)
+            if chunk.finish_reason is not None:
+                self._announcer.finished(stream.key)
+                self._log_end(stream, chunk)
+
+    def _publish(self, stream: Stream, chunk: messages.Chunk) -> None:
+        payload = codec.encode(chunk, stream.run.encoding)
+        headers = codec.error_headers(chunk.error) if chunk.error else None
+        if len(payload) + limits.MESSAGE_RESERVE_BYTES > self._connection.max_payload:
+            chunk = too_large(chunk)
+            payload = codec.encode(chunk, stream.run.encoding)
+        try:
+            self._connection.publish(stream.run.reply, payload, headers=headers)
+        except BusyError:
+            self.dropped_chunks += 1
+
+    def _log_end(self, stream: Stream, chunk: messages.Chunk) -> None:
+        self._log.info(
+            "request_finished",
+            request_id=stream.key,
+            worker_id=self._announcer.worker_id,
+            attempt=chunk.attempt,
+            finish_reason=chunk.finish_reason,
+            code=chunk.error.code if chunk.error else None,
+            **({name: getattr(chunk.usage, name) for name in _LOG_FIELDS} if chunk.usage else {}),
+            **({"ttft_ms": chunk.timings.ttft_ms, "total_ms": chunk.timings.total_ms} if chunk.timings else {}),
+        )

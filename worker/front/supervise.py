@@ -1,0 +1,80 @@
+"""Keeps an engine running: starts it, notices its end, starts the next one with growing pauses."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+
+from worker import contract
+from worker.front.engine import ChildEngine, EngineDiedError
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 15.0
+HEALTHY_AFTER_S = 30.0
+"""An engine that has lived this long has earned a quick restart."""
+
+
+class Listener(Protocol):
+    """Who must know which engine serves."""
+
+    def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None: ...
+
+    def engine_died(self) -> None: ...
+
+
+def next_pause(pause_s: float, lived_s: float) -> float:
+    """How long to wait before the next start, after an engine that lived for `lived_s`."""
+    return FIRST_PAUSE_S if lived_s >= HEALTHY_AFTER_S else min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+class Supervisor:
+    """Runs one engine after another made by `make_engine`."""
+
+    def __init__(self, make_engine: Callable[[], ChildEngine], worker_id: str, listener: Listener) -> None:
+        self._make_engine = make_engine
+        self._worker_id = worker_id
+        self._listener = listener
+        self._engine: ChildEngine | None = None
+        self.restarts = 0
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Supervisor of {self._engine!r}, {self.restarts} restarts>"
+
+    @property
+    def engine(self) -> ChildEngine | None:
+        return self._engine
+
+    async def run(self) -> None:
+        """Until cancelled. Raises EngineStartError when the first engine says that starting again won't help."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            began = time.monotonic()
+            reason = await self._live()
+            pause_s = next_pause(pause_s, time.monotonic() - began) if self.restarts else FIRST_PAUSE_S
+            self.restarts += 1
+            self._log.error("engine_died", worker_id=self._worker_id, reason=reason, restart_in_s=pause_s)
+            await asyncio.sleep(pause_s)
+
+    async def cleanup(self) -> None:
+        if self._engine is not None:
+            await self._engine.cleanup()
+
+    async def _live(self) -> str:
+        """One engine's life; returns why it ended."""
+        engine = self._engine = self._make_engine()
+        try:
+            config = await engine.start(self._worker_id)
+            self._listener.engine_started(engine, config)
+            return await engine.died()
+        except EngineDiedError as error:
+            return str(error)
+        except contract.EngineStartError as error:
+            if self.restarts == 0:
+                raise
+            return str(error)
+        finally:
+            self._listener.engine_died()
+            await engine.cleanup()
