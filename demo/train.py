@@ -7,6 +7,7 @@ from the same numbers.
 
 import argparse
 import itertools
+import json
 import math
 import time
 from pathlib import Path
@@ -129,7 +130,7 @@ def mistakes(model: DemoModel, tokenizer: Tokenizer) -> tuple[int, int]:
 @torch.inference_mode()
 def wrong_answers(model: DemoModel, tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> int:
     wrong = 0
-    for batch in itertools.batched(pairs, 250) if hasattr(itertools, "batched") else _batched(pairs, 250):
+    for batch in (pairs[start : start + 250] for start in range(0, len(pairs), 250)):
         prompts = [len(tokenizer.encode(corpus.chat([(q, "")])).ids) - 1 for q, _ in batch]
         rows = [tokenizer.encode(corpus.chat([pair])).ids for pair in batch]
         longest = max(map(len, rows))
@@ -141,14 +142,11 @@ def wrong_answers(model: DemoModel, tokenizer: Tokenizer, pairs: list[tuple[str,
     return wrong
 
 
-def _batched(items: list[tuple[str, str]], size: int) -> list[list[tuple[str, str]]]:
-    return [items[i : i + size] for i in range(0, len(items), size)]
-
-
 def train(model: DemoModel, tokenizer: Tokenizer, steps: int, peak: float) -> None:
-    """AdamW with warm-up and cosine decay; the last sixth of the steps sees rows as long as half the context."""
-    long_from = steps * 5 // 6
-    shapes = [(32, 160)] * long_from + [(5, 1024)] * (steps - long_from)
+    """AdamW with warm-up and cosine decay; every sixth step sees rows as long as half the context.
+
+    Long rows at the end alone spoilt the sums: the model had to learn the far positions with what rate was left."""
+    shapes = [(5, 1024) if step % 6 == 5 else (32, 160) for step in range(steps)]
     data = token_stream(tokenizer, seed=2, count=sum(rows * (length + 1) for rows, length in shapes))
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() == 1]
@@ -223,8 +221,6 @@ def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
 
 
 def merges_of(model: models.BPE) -> list[str]:
-    import json
-
     state = json.loads(model.__getstate__())
     return [merge if isinstance(merge, str) else " ".join(merge) for merge in state["merges"]]
 

@@ -13,6 +13,7 @@ from protocol import errors, limits
 
 MessageT = TypeVar("MessageT")
 ValueT = TypeVar("ValueT")
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 CONTENT_TYPE = "Content-Type"
 _FREE_FORM = frozenset({"chat_template_kwargs", "tools", "tool_choice", "json_schema", "tool_calls"})
@@ -145,3 +146,8 @@ def error_headers(error: errors.Error) -> dict[str, str]:
     """Headers of an error terminal, so that ordinary NATS tools show it."""
     kind = errors.KINDS[error.code]
     return {"Nats-Service-Error-Code": str(kind.http), "Nats-Service-Error": f"{error.code}: {error.message}"[:512]}
+
+
+def replaced(message: StructT, **changes: Any) -> StructT:
+    """A copy of a frozen message with some fields changed."""
+    return msgspec.structs.replace(message, **changes)

@@ -82,6 +82,7 @@ class Connection:
         self._client = client
         self._settings = settings
         self._log = log
+        self.is_closing = False
         self.on_reconnect: Callable[[], None] = lambda: None
         """Called after the connection has been made again."""
 
@@ -126,6 +127,11 @@ class Connection:
 
         return await self._client.subscribe(subject, queue=queue, cb=deliver)
 
+    async def unsubscribe(self, subscription: Subscription) -> None:
+        """Ends a subscription after the messages that the broker has already sent for it."""
+        with contextlib.suppress(nats.errors.Error, TimeoutError):
+            await subscription.drain()  # type: ignore[no-untyped-call]
+
     async def request(
         self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
     ) -> Msg:
@@ -155,6 +161,7 @@ class Connection:
 
     async def close(self) -> None:
         """Writes out what is pending and disconnects. Safe to call twice."""
+        self.is_closing = True
         if self._client.is_connected:
             with contextlib.suppress(TimeoutError, ConnectionError):
                 await self.flush(timeout_s=2.0)
@@ -173,7 +180,8 @@ async def connect(settings: Settings, name: str) -> Connection:
         log.warning("nats_error", error=str(error) or type(error).__name__)
 
     async def disconnected() -> None:
-        log.warning("nats_disconnected")
+        if not connection.is_closing:
+            log.warning("nats_disconnected")
 
     async def reconnected() -> None:
         log.info("nats_reconnected")

@@ -229,7 +229,7 @@ class EmbedRequest(Message, frozen=True, kw_only=True):
     """Asks for embeddings of one or several inputs, as text or as token ids."""
 
     id: str | None = None
-    input: str | list[str] | list[list[int]] | None = None
+    input: str | list[str | list[int]] | None = None
     dimensions: int | None = None
     encoding: Literal["float", "base64"] | None = None
     normalize: bool | None = None

@@ -31,7 +31,7 @@ class WorkerSettings:
     served_name: str
     """The model's name on the wire."""
     engine: EngineSettings
-    nats: nats.Settings = dataclasses.field(default_factory=nats.Settings)
+    broker: nats.Settings = dataclasses.field(default_factory=nats.Settings)
     prefix: str = subjects.DEFAULT_PREFIX
     worker_id: str = ""
     """Stable name of this worker; made up from host name and process id where absent."""
@@ -83,7 +83,7 @@ async def serve(settings: WorkerSettings) -> None:
     worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     structlog.contextvars.bind_contextvars(worker_id=worker_id)
     async with contextlib.AsyncExitStack() as stack:
-        connection = await nats.connect(settings.nats, name=f"worker {worker_id}")
+        connection = await nats.connect(settings.broker, name=f"worker {worker_id}")
         stack.push_async_callback(connection.close)
         names = subjects.Subjects(settings.prefix)
         announcer = Announcer(connection, names, settings.served_name, worker_id)

@@ -1,0 +1,43 @@
+# Everything sets itself up: `make up` and `make test` work on a fresh clone with Python, make and a C++ compiler.
+
+PYTHON ?= python3
+ARGS ?=
+LLAMA_CPP_PYTHON := 0.3.36
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: up test check format bench demo-model clean
+
+up: $(READY)
+	@$(BIN)/tokenbus up $(ARGS)
+
+test: check
+	$(BIN)/pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/laws
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python -m bench $(ARGS)
+
+demo-model: $(READY)
+	$(BIN)/pip install -q -e '.[train]'
+	$(BIN)/python -m demo.train
+
+$(READY): pyproject.toml constraints.txt deploy/llama_cpp_wheel.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed: make PYTHON=python3.12"; exit 1; }
+	@echo "Setting up .venv"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@wheel=$$($(BIN)/python deploy/llama_cpp_wheel.py $(LLAMA_CPP_PYTHON)) && \
+	  $(BIN)/pip install -q -c constraints.txt "$$wheel" -e '.[dev]'
+	@touch $(READY)
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist

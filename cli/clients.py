@@ -1,0 +1,134 @@
+"""The commands that are clients: `generate`, `models`, `cancel`."""
+
+import argparse
+import asyncio
+import signal
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from client import Client, Stream
+from protocol import codec, errors, messages
+
+_CANCELLED = 130
+_ASKED = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "id", "timeout_ms")
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Streams an answer to standard output; returns the exit status."""
+    return _with_client(options, _generate)
+
+
+def models(options: argparse.Namespace) -> int:
+    """Lists models and workers."""
+    return _with_client(options, _models)
+
+
+def cancel(options: argparse.Namespace) -> int:
+    """Cancels a request by its id."""
+    return _with_client(options, _cancel)
+
+
+def _with_client(options: argparse.Namespace, command: Any) -> int:
+    async def run() -> int:
+        async with await Client.connect(options.nats, tenant=options.tenant, prefix=options.prefix) as client:
+            status: int = await command(options, client)
+            return status
+
+    try:
+        return asyncio.run(run())
+    except (ConnectionError, ValueError) as error:
+        return _complain(str(error))
+    except errors.RequestError as error:
+        return _complain(_sentence(error.error))
+
+
+async def _generate(options: argparse.Namespace, client: Client) -> int:
+    stream = client.generate(options.model, **_fields(options))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stream.cancel)
+    return await (_print_messages(stream) if options.json else _print_text(stream))
+
+
+def _fields(options: argparse.Namespace) -> dict[str, Any]:
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    fields = {name: value for name in _ASKED if (value := getattr(options, name)) is not None}
+    if options.raw:
+        return fields | {"prompt": text}
+    system = [{"role": "system", "content": options.system}] if options.system else []
+    return fields | {"messages": [*system, {"role": "user", "content": text}]}
+
+
+async def _print_messages(stream: Stream) -> int:
+    reason = None
+    async for chunk in stream:
+        print(codec.encode(chunk, codec.Encoding.JSON).decode(), flush=True)
+        reason = chunk.finish_reason
+    return _status(reason)
+
+
+async def _print_text(stream: Stream) -> int:
+    async for chunk in stream:
+        sys.stdout.write(chunk.text)
+        sys.stdout.flush()
+        if chunk.finish_reason is not None:
+            _print_end(chunk)
+            return _status(chunk.finish_reason)
+    raise AssertionError("a stream ends with a terminal")
+
+
+def _print_end(terminal: messages.Chunk) -> None:
+    """The line below the answer: on standard error, so that the answer can be piped."""
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if terminal.error:
+        _complain(_sentence(terminal.error))
+        return
+    usage, timings = terminal.usage, terminal.timings
+    counts = f", {usage.prompt_tokens} + {usage.completion_tokens} tokens" if usage else ""
+    times = f", first after {timings.ttft_ms:.0f} ms, all in {timings.total_ms:.0f} ms" if timings else ""
+    print(f"[{terminal.finish_reason}{counts}{times}, {terminal.worker_id or 'router'}]", file=sys.stderr)
+
+
+def _status(reason: messages.FinishReason | None) -> int:
+    if reason is messages.FinishReason.CANCELLED:
+        return _CANCELLED
+    return 1 if reason in (None, messages.FinishReason.ERROR) else 0
+
+
+async def _models(options: argparse.Namespace, client: Client) -> int:
+    reply = await client.models()
+    if options.json:
+        print(codec.encode(reply, codec.Encoding.JSON).decode())
+        return 0
+    table = Table("model", "context", "worker", "state", "engine", "running", "waiting", "features")
+    for served in reply.models:
+        for card in served.workers or []:
+            load = card.load or messages.Load()
+            numbers = (str(load.running), str(load.waiting))
+            features = " ".join(card.features)
+            table.add_row(
+                served.model, str(served.context_length), card.worker_id, card.state, card.engine, *numbers, features
+            )
+        if not served.workers:
+            table.add_row(served.model, str(served.context_length))
+    Console().print(table if reply.models else "no model is being served")
+    return 0
+
+
+async def _cancel(options: argparse.Namespace, client: Client) -> int:
+    if await client.cancel(options.request_id):
+        print(f"{options.request_id} is cancelled")
+        return 0
+    return _complain(f"nobody holds a request {options.request_id}")
+
+
+def _sentence(error: errors.Error) -> str:
+    again = f" (try again in {error.retry_after_ms:.0f} ms)" if error.retry_after_ms else ""
+    return f"{error.code}: {error.message}{again}"
+
+
+def _complain(text: str) -> int:
+    print(f"tokenbus: {text}", file=sys.stderr)
+    return 1

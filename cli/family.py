@@ -1,0 +1,91 @@
+"""Child processes that are kept running: started, watched, started again with growing pauses, and ended."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cli.parent import die_with_parent
+
+EXIT_REFUSED = 2
+"""Exit status of a process whose settings or model are wrong: starting it again won't help."""
+
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 10.0
+_HEALTHY_AFTER_S = 30.0
+
+
+class RefusedError(RuntimeError):
+    """A child refused its settings; the message is its own last line."""
+
+
+class Child:
+    """One `tokenbus` process with its own log file. `say` is told, in a line each, what happens to it."""
+
+    def __init__(self, name: str, arguments: list[str], log_path: Path, say: Callable[[str], None]) -> None:
+        self.name = name
+        self._arguments = arguments
+        self._log_path = log_path
+        self._say = say
+        self._process: asyncio.subprocess.Process | None = None
+
+    def __repr__(self) -> str:
+        return f"<Child {self.name} pid {self.pid}>"
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def keep(self) -> None:
+        """Runs it, again and again, until cancelled. Raises RefusedError when that would not help.
+
+        Must run on the main thread, to which the child's life is bound."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            began = time.monotonic()
+            self._process = await self._start()
+            status = await self._process.wait()
+            if status == EXIT_REFUSED:
+                raise RefusedError(self._last_line())
+            pause_s = _FIRST_PAUSE_S if time.monotonic() - began > _HEALTHY_AFTER_S else pause_s
+            self._say(f"{self.name} ended with status {status}; starting it again in {pause_s:g} s")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def terminate(self) -> None:
+        """Asks it to finish what it has and leave."""
+        if self.pid is not None:
+            assert self._process is not None
+            self._process.terminate()
+
+    async def gone(self, timeout_s: float) -> None:
+        """Waits for its end, and brings it about after that time."""
+        if self._process is None:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        with self._log_path.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "cli.main",
+                *self._arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"TOKENBUS_LOG_FORMAT": "json"},
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+    def _last_line(self) -> str:
+        lines = self._log_path.read_text(errors="replace").strip().splitlines()
+        return lines[-1].removeprefix("tokenbus: ") if lines else f"{self.name} said nothing"

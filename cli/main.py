@@ -1,0 +1,217 @@
+"""The `tokenbus` command: parses the arguments and hands over to the part that was asked for."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from cli import clients, up
+from cli.family import EXIT_REFUSED
+from protocol import connection as nats
+from protocol import logs, subjects
+from router import serve as router
+from router.placement import POLICIES
+from worker import contract
+from worker.engine.settings import EngineSettings
+from worker.front import serve as worker
+
+DEFAULT_NATS = "nats://127.0.0.1:4222"
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    try:
+        sys.exit(options.run(options))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tokenbus", description="LLM inference workers behind a NATS broker.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_up(commands.add_parser("up", help="run everything on this machine, in the foreground"))
+    _add_worker(commands.add_parser("worker", help="run one worker"))
+    _add_router(commands.add_parser("router", help="run one router"))
+    _add_generate(commands.add_parser("generate", help="ask for a completion and stream it"))
+    models = commands.add_parser("models", help="list what is being served")
+    _add_broker(models)
+    models.add_argument("--json", action="store_true", help="print the reply as it came")
+    models.set_defaults(run=clients.models)
+    cancel = commands.add_parser("cancel", help="cancel a running request")
+    _add_broker(cancel)
+    cancel.add_argument("request_id", metavar="ID")
+    cancel.set_defaults(run=clients.cancel)
+    return parser
+
+
+def _add_broker(parser: argparse.ArgumentParser) -> None:
+    default = os.environ.get("TOKENBUS_NATS", DEFAULT_NATS)
+    parser.add_argument(
+        "--nats", metavar="URL", default=default, help=f"the broker (variable TOKENBUS_NATS; now {default})"
+    )
+    parser.add_argument("--prefix", default=subjects.DEFAULT_PREFIX, help="prefix of all subjects (%(default)s)")
+    parser.add_argument("--tenant", default=subjects.DEFAULT_TENANT, help="on whose behalf (%(default)s)")
+
+
+def _add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    parser.add_argument("--model", metavar="PATH", type=Path, required=required, help="a GGUF file")
+    parser.add_argument("--served-name", metavar="NAME", help="the model's name on the wire (the file's name)")
+    parser.add_argument(
+        "--threads", type=_at_least(0), default=0, help="CPU threads of each worker; 0 shares the cores"
+    )
+
+
+def _add_up(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, required=False)
+    parser.add_argument("--workers", type=_at_least(1), default=2, help="worker replicas (%(default)s)")
+    parser.add_argument("--port", type=_port, default=4222, help="port of the embedded broker; 0 takes a free one")
+    parser.add_argument("--nats", metavar="URL", help="use this broker instead of an embedded one")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON once it serves")
+    parser.set_defaults(run=up.run)
+
+
+def _add_worker(parser: argparse.ArgumentParser) -> None:
+    chosen = EngineSettings(model="")
+    _add_broker(parser)
+    _add_model(parser, required=True)
+    parser.add_argument("--worker-id", default="", help="stable name of this worker")
+    whole = {
+        "--context-length": (chosen.context_length, "tokens of one sequence; 0: the model's, at most 8,192"),
+        "--kv-tokens": (chosen.kv_tokens, "tokens of KV memory for all sequences; 0: four contexts, at most 16,384"),
+        "--kv-block-size": (chosen.kv_block_size, "tokens of one block of KV memory"),
+        "--max-num-seqs": (chosen.max_num_seqs, "sequences that run at the same time"),
+        "--max-num-batched-tokens": (chosen.max_num_batched_tokens, "tokens that one step may carry"),
+        "--max-waiting": (worker.WorkerSettings.max_waiting, "accepted requests that may wait for their turn"),
+        "--max-new-tokens": (worker.WorkerSettings.max_new_tokens, "length of a completion without max_tokens"),
+    }
+    for flag, (default, text) in whole.items():
+        parser.add_argument(flag, type=int, default=default, help=f"{text} ({default})")
+    parser.add_argument("--gpu-layers", type=int, default=chosen.gpu_layers, help="layers on a GPU; -1: all")
+    parser.add_argument("--step-target-ms", type=float, default=chosen.step_target_ms, help="how long a step may take")
+    parser.add_argument("--grace-s", type=float, default=30.0, help="time for running requests after SIGTERM")
+    parser.set_defaults(run=_worker)
+
+
+def _add_router(parser: argparse.ArgumentParser) -> None:
+    _add_broker(parser)
+    parser.add_argument("--router-id", default="", help="name of this router in logs")
+    parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0], help="how workers are chosen (%(default)s)")
+    parser.add_argument(
+        "--inbox-prefix",
+        action="append",
+        metavar="PREFIX",
+        help="what a client's reply subject may begin with (_INBOX); may be repeated",
+    )
+    parser.add_argument(
+        "--max-request-bytes", type=_at_least(0), default=0, help="largest request; 0: half the broker's"
+    )
+    parser.set_defaults(run=_router)
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    _add_broker(parser)
+    parser.add_argument("prompt", metavar="PROMPT", help="the text; - reads standard input")
+    parser.add_argument("--model", metavar="NAME", required=True, help="the served model")
+    parser.add_argument("--raw", action="store_true", help="send the text as it is, without the chat template")
+    parser.add_argument("--system", metavar="TEXT", help="a system message before it")
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--min-p", type=float)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; may be repeated")
+    parser.add_argument("--id", help="the request's id")
+    parser.add_argument("--timeout-ms", type=float)
+    parser.add_argument("--json", action="store_true", help="print the raw messages, one a line")
+    parser.set_defaults(run=clients.generate)
+
+
+def _worker(options: argparse.Namespace) -> int:
+    engine = EngineSettings(
+        model=str(options.model),
+        context_length=options.context_length,
+        kv_tokens=options.kv_tokens,
+        kv_block_size=options.kv_block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        step_target_ms=options.step_target_ms,
+        threads=options.threads,
+        gpu_layers=options.gpu_layers,
+    )
+    settings = worker.WorkerSettings(
+        served_name=options.served_name or options.model.stem.lower(),
+        engine=engine,
+        broker=nats.Settings(url=options.nats),
+        prefix=options.prefix,
+        worker_id=options.worker_id,
+        max_waiting=options.max_waiting,
+        max_new_tokens=options.max_new_tokens,
+        grace_s=options.grace_s,
+    )
+    return _run("worker", worker.serve(settings))
+
+
+def _router(options: argparse.Namespace) -> int:
+    settings = router.RouterSettings(
+        broker=nats.Settings(url=options.nats),
+        prefix=options.prefix,
+        router_id=options.router_id,
+        policy=options.policy,
+        inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
+        max_request_bytes=options.max_request_bytes,
+    )
+    return _run("router", router.serve(settings))
+
+
+def _run(process: str, life: Coroutine[Any, Any, None]) -> int:
+    """A server process: what stops it is one line that says what to do."""
+    logs.configure(process)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(life)
+    except (contract.EngineStartError, ValueError) as error:
+        print(f"tokenbus: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    except ConnectionError as error:
+        print(f"tokenbus: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _loop_factory() -> Any:
+    if sys.platform == "win32":
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+def _at_least(low: int) -> Any:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}, got {value}")
+        return value
+
+    parse.__name__ = "number"
+    return parse
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65_535:
+        raise argparse.ArgumentTypeError(f"must be 0 to 65535, got {value}")
+    return value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""Binds a child process to the life of its parent, so that a killed `up` leaves nothing running."""
+
+import ctypes
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def die_with_parent() -> None:
+    """To be called in the child between fork and exec; from then on it gets SIGTERM when its parent ends.
+
+    The kernel binds it to the forking thread, so the parent must start it from its main thread. Linux only."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

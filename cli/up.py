@@ -1,0 +1,149 @@
+"""`tokenbus up`: the whole system on one machine, in the foreground."""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from cli import broker, screen
+from cli.family import Child, RefusedError
+from client import Client
+from demo import MODEL_PATH
+from protocol import errors, messages
+
+_READY_TIMEOUT_S = 600.0
+_POLL_S = 0.2
+_WATCH_S = 1.0
+_GRACE_S = 10.0
+
+
+class Up:
+    """Starts broker, router and workers, shows them, and takes them down in reverse."""
+
+    def __init__(self, options: argparse.Namespace, log_folder: Path, out: screen.Screen) -> None:
+        self._options = options
+        self._log_folder = log_folder
+        self._out = out
+        self._broker: broker.Broker | None = None
+        self._url = ""
+        self._children: list[Child] = []
+        self._keepers: list[asyncio.Task[None]] = []
+
+    def __repr__(self) -> str:
+        return f"<Up at {self._url} with {len(self._children)} processes>"
+
+    async def run(self) -> None:
+        """Until SIGINT or SIGTERM. Raises BrokerError, RefusedError and ConnectionError."""
+        leave = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, leave.set)
+        left = asyncio.create_task(leave.wait())
+        serving = asyncio.create_task(self._serve())
+        try:
+            await asyncio.wait([left, serving], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+        finally:
+            left.cancel()
+            serving.cancel()
+            await asyncio.gather(left, serving, return_exceptions=True)
+            self._out.say("stopping: running requests have up to 10 s to finish; Ctrl-C again to stop at once")
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+            await self._stop()
+
+    async def _serve(self) -> None:
+        await self._start_broker()
+        self._start_children()
+        async with await Client.connect(self._url) as client:
+            reply = await self._until_ready(client)
+            self._out.ready(self._url, reply, self._options.served_name, self._log_folder)
+            while True:
+                self._raise_refusals()
+                self._out.show(await self._ask(client))
+                await asyncio.sleep(_WATCH_S)
+
+    async def _start_broker(self) -> None:
+        if self._options.nats:
+            self._url = self._options.nats
+            return
+        self._broker = await broker.start(self._options.port, self._log_folder / "nats-server.log")
+        self._url = self._broker.url
+
+    def _start_children(self) -> None:
+        options = self._options
+        common = ["--nats", self._url]
+        self._add("router", ["router", *common])
+        threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)
+        model = ["--model", str(options.model), "--served-name", options.served_name, "--threads", str(threads)]
+        for number in range(1, options.workers + 1):
+            name = f"worker-{number}"
+            self._add(name, ["worker", *common, *model, "--worker-id", name, "--grace-s", str(_GRACE_S)])
+
+    def _add(self, name: str, arguments: list[str]) -> None:
+        child = Child(name, arguments, self._log_folder / f"{name}.log", self._out.say)
+        self._children.append(child)
+        self._keepers.append(asyncio.create_task(child.keep()))
+
+    async def _until_ready(self, client: Client) -> messages.ModelsReply:
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self._raise_refusals()
+            reply = await self._ask(client)
+            if reply is not None and _num_ready(reply, self._options.served_name) >= self._options.workers:
+                return reply
+            self._out.loading(reply, self._options.workers)
+            await asyncio.sleep(_POLL_S)
+        raise RefusedError(f"not ready after {_READY_TIMEOUT_S:g} s; logs: {self._log_folder}")
+
+    async def _ask(self, client: Client) -> messages.ModelsReply | None:
+        try:
+            return await client.models(timeout_s=2.0)
+        except errors.RequestError:
+            return None
+
+    def _raise_refusals(self) -> None:
+        for keeper in self._keepers:
+            if keeper.done():
+                keeper.result()
+
+    async def _stop(self) -> None:
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        workers_first = sorted(self._children, key=lambda child: child.name == "router")
+        for child in workers_first:
+            child.terminate()
+            if child.name == "router":
+                await child.gone(_GRACE_S)
+        await asyncio.gather(*(child.gone(_GRACE_S + 5) for child in workers_first))
+        if self._broker is not None:
+            self._broker.stop()
+
+
+def _num_ready(reply: messages.ModelsReply, name: str) -> int:
+    return sum(worker.state is messages.WorkerState.READY for worker in screen.workers_of(reply, name))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs `up`; returns the exit status."""
+    if options.model is None:
+        options.model, options.served_name = MODEL_PATH, options.served_name or "demo"
+    options.served_name = options.served_name or Path(options.model).stem.lower()
+    out = screen.make(as_json=options.json)
+    log_folder = Path(tempfile.mkdtemp(prefix="tokenbus-"))
+    try:
+        with contextlib.closing(out):
+            asyncio.run(Up(options, log_folder, out).run())
+    except (broker.BrokerError, RefusedError, ConnectionError) as error:
+        print(f"tokenbus: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0

@@ -1,0 +1,73 @@
+"""What a router itself says to a client: refusals, and the terminals of requests that it owns."""
+
+import time
+
+import structlog
+
+from protocol import codec, errors, messages
+from protocol.connection import BusyError, Connection, PayloadTooLargeError
+from router.flight import Flight
+
+
+class Answers:
+    """Publishes a router's own terminals, each with its line in the log."""
+
+    def __init__(self, connection: Connection, router_id: str) -> None:
+        self._connection = connection
+        self._router_id = router_id
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Answers of {self._router_id}>"
+
+    def refuse(self, reply: str, encoding: codec.Encoding, request_id: str, error: errors.Error) -> None:
+        """The terminal of a request that was never taken."""
+        chunk = messages.Chunk(id=request_id, finish_reason=messages.FinishReason.ERROR, error=error)
+        self._publish(reply, encoding, chunk)
+        self._log.info(
+            "request_refused", request_id=request_id, router_id=self._router_id, code=error.code, param=error.param
+        )
+
+    def fail(self, flight: Flight, error: errors.Error) -> None:
+        """The terminal of a taken request that ends in an error."""
+        self._end(flight, messages.FinishReason.ERROR, error)
+
+    def cancelled(self, flight: Flight) -> None:
+        """The terminal of a request that was cancelled before a worker had it."""
+        self._end(flight, messages.FinishReason.CANCELLED, None)
+
+    def _end(self, flight: Flight, reason: messages.FinishReason, error: errors.Error | None) -> None:
+        chunk = messages.Chunk(
+            id=flight.request_id,
+            attempt=flight.attempt,
+            finish_reason=reason,
+            worker_id=None,
+            model=flight.model,
+            created=int(time.time()),
+            error=codec.given(error),
+        )
+        self._publish(flight.reply, flight.encoding, chunk)
+        self._log_end(flight, reason, error)
+
+    def handed_over(self, flight: Flight) -> None:
+        """Notes the end of a request whose terminal its worker has sent."""
+        self._log_end(flight, "by_worker", None)
+
+    def _log_end(self, flight: Flight, reason: str, error: errors.Error | None) -> None:
+        self._log.info(
+            "request_finished",
+            request_id=flight.key,
+            router_id=self._router_id,
+            worker_id=flight.worker_id,
+            attempt=flight.attempt,
+            finish_reason=reason,
+            code=error.code if error else None,
+            total_ms=round((time.monotonic() - flight.received_at) * 1e3, 3),
+        )
+
+    def _publish(self, reply: str, encoding: codec.Encoding, chunk: messages.Chunk) -> None:
+        headers = codec.error_headers(chunk.error) if chunk.error else None
+        try:
+            self._connection.publish(reply, codec.encode(chunk, encoding), headers=headers)
+        except (BusyError, PayloadTooLargeError) as error:
+            self._log.error("terminal_not_sent", request_id=chunk.id, error=str(error))

@@ -1,0 +1,167 @@
+"""What a router believes of its workers: pure, fed with cards and events and the time, all in seconds."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from protocol import internal, limits, messages
+
+MAX_WORKERS = 4_096
+"""Workers beyond this are not taken in: a router's memory stays bounded whatever is published."""
+_BOOKING_LAPSES_S = 5.0
+"""A booking that no event has confirmed by then was lost on the way."""
+
+
+class Worker:
+    """One worker as the last card and events describe it, and what was placed there since."""
+
+    def __init__(self, card: messages.Card, now: float) -> None:
+        self.card = card
+        self.state = card.state
+        self.load = messages.Load()
+        self.heard_at = now
+        self.seq: int | None = None
+        self.bookings: dict[str, float] = {}
+        self.num_lost_events = 0
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.card.worker_id} {self.state} {self.num_requests} requests>"
+
+    @property
+    def num_requests(self) -> int:
+        """Requests there: those it reports, and those placed that its reports can't know of yet."""
+        return self.load.running + self.load.waiting + len(self.bookings)
+
+
+class Heard(NamedTuple):
+    """What an event message changed for requests placed earlier."""
+
+    spoken: tuple[str, ...] = ()
+    finished: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    """Workers whose earlier streams can't go on: a new life has begun."""
+
+
+class Fleet:
+    """All workers of all models. Nothing here waits, reads a clock, or sends."""
+
+    def __init__(self, began_at: float) -> None:
+        self._began_at = began_at
+        self._workers: dict[str, Worker] = {}
+        self._seen_models: dict[str, None] = {}
+
+    def __repr__(self) -> str:
+        return f"<Fleet {len(self._workers)} workers, {len(self._seen_models)} models seen>"
+
+    def take_card(self, card: messages.Card, now: float) -> Heard:
+        """Notes a card: a new worker, a new life of one, or a change."""
+        known = self._workers.get(card.worker_id)
+        if card.state is messages.WorkerState.STOPPED:
+            if known is not None and known.card.epoch == card.epoch:
+                del self._workers[card.worker_id]
+                return Heard(lost=(card.worker_id,))
+            return Heard()
+        if known is None:
+            if len(self._workers) < MAX_WORKERS:
+                self._workers[card.worker_id] = Worker(card, now)
+                self._remember(card.model)
+            return Heard()
+        if known.card.epoch == card.epoch:
+            known.card, known.state, known.heard_at = card, card.state, now
+            return Heard()
+        if not self._supersedes(card.epoch, known, now):
+            return Heard()
+        self._workers[card.worker_id] = Worker(card, now)
+        return Heard(lost=(card.worker_id,))
+
+    def take_events(self, events: internal.Events, now: float) -> Heard | None:
+        """Notes an entry of an event log; None where the worker or its life is unknown, and should be discovered."""
+        worker = self._workers.get(events.worker_id)
+        if worker is None or worker.card.epoch != events.epoch:
+            return None
+        if worker.seq is not None and events.seq <= worker.seq:
+            return Heard()
+        if worker.seq is not None and events.seq > worker.seq + 1:
+            worker.num_lost_events += events.seq - worker.seq - 1
+        worker.seq, worker.heard_at = events.seq, now
+        worker.load, worker.state = events.load, events.state
+        for started in events.started:
+            worker.bookings.pop(started.id, None)
+        for key in events.finished:
+            worker.bookings.pop(key, None)
+        return Heard(spoken=tuple(events.spoken), finished=tuple(events.finished))
+
+    def lapse(self, now: float) -> list[str]:
+        """Removes the workers that have been silent for too long and says which; forgets old bookings."""
+        lost = [name for name, worker in self._workers.items() if now - worker.heard_at >= limits.LOST_S]
+        for name in lost:
+            del self._workers[name]
+        for worker in self._workers.values():
+            for key in [key for key, at in worker.bookings.items() if now - at >= _BOOKING_LAPSES_S]:
+                del worker.bookings[key]
+        return lost
+
+    def forgive(self, now: float) -> None:
+        """Starts counting silence anew: the router itself was away."""
+        for worker in self._workers.values():
+            worker.heard_at = now
+
+    def book(self, worker_id: str, key: str, now: float) -> None:
+        """Counts a request as being there, until an event says so."""
+        self._workers[worker_id].bookings[key] = now
+
+    def unbook(self, worker_id: str, key: str) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.bookings.pop(key, None)
+
+    def find(self, worker_id: str) -> Worker | None:
+        return self._workers.get(worker_id)
+
+    def of_model(self, model: str) -> list[Worker]:
+        """All workers that serve a model, whatever their state."""
+        return [worker for worker in self._workers.values() if worker.card.model == model]
+
+    def candidates(self, model: str, now: float) -> list[Worker]:
+        """The workers that may be given a request for that model now."""
+        return [
+            worker
+            for worker in self.of_model(model)
+            if worker.state is messages.WorkerState.READY
+            and now - worker.heard_at < limits.SUSPECT_S
+            and worker.load.step_age_ms <= _OLDEST_STEP_MS
+        ]
+
+    def models(self) -> Iterator[tuple[str, list[Worker]]]:
+        """Each model that is being served, with its workers."""
+        by_model: dict[str, list[Worker]] = {}
+        for worker in self._workers.values():
+            by_model.setdefault(worker.card.model, []).append(worker)
+        yield from sorted(by_model.items())
+
+    def is_unknown(self, model: str, now: float) -> bool:
+        """Whether this router is old enough to say that nobody has ever served the model."""
+        return model not in self._seen_models and now - self._began_at > limits.MODEL_NOT_FOUND_AFTER_S
+
+    def check_integrity(self) -> None:
+        assert len(self._workers) <= MAX_WORKERS
+        assert all(name == worker.card.worker_id for name, worker in self._workers.items())
+        assert len(self._seen_models) <= MAX_WORKERS
+
+    def _remember(self, model: str) -> None:
+        self._seen_models[model] = None
+        if len(self._seen_models) > MAX_WORKERS:
+            del self._seen_models[next(iter(self._seen_models))]
+
+    def _supersedes(self, epoch: str, known: Worker, now: float) -> bool:
+        """A later life always, any other once the known one has been silent long enough to be lost."""
+        return _born(epoch) > _born(known.card.epoch) or now - known.heard_at >= limits.LOST_S
+
+
+_OLDEST_STEP_MS = 2_000.0
+"""An engine whose step is older than this gets no new work."""
+
+
+def _born(epoch: str) -> tuple[int, str]:
+    """An epoch `<unix ms>-<random>` in an order in which later lives are larger."""
+    born, _, rest = epoch.partition("-")
+    return (int(born) if born.isdigit() and len(born) < 20 else 0, rest)

@@ -1,0 +1,269 @@
+"""Takes what clients publish: drops what may not be answered, refuses what is wrong, sends the rest on its way."""
+
+import asyncio
+import secrets
+import time
+
+import structlog
+from msgspec import UNSET
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from protocol import codec, errors, messages, subjects
+from protocol import request as checks
+from protocol.connection import Connection
+from router.answer import Answers
+from router.dispatch import Dispatch
+from router.fleet import Fleet, Worker
+from router.flight import Flight, Flights
+from router.vocabularies import Vocabularies
+
+_requests = codec.Decoder(messages.GenerateRequest)
+_embeds = codec.Decoder(messages.EmbedRequest)
+MAX_LOGGED_DROPS = 100
+"""Dropped messages that get a line of their own in the log; the rest are only counted."""
+
+
+class Intake:
+    """The public subjects of one router."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        names: subjects.Subjects,
+        inbox_prefixes: tuple[str, ...],
+        max_request_bytes: int,
+        fleet: Fleet,
+        flights: Flights,
+        vocabularies: Vocabularies,
+        dispatch: Dispatch,
+        answers: Answers,
+    ) -> None:
+        self._connection = connection
+        self._names = names
+        self._inbox_prefixes = inbox_prefixes
+        self._max_request_bytes = max_request_bytes
+        self._fleet = fleet
+        self._flights = flights
+        self._vocabularies = vocabularies
+        self._dispatch = dispatch
+        self._answers = answers
+        self._subscriptions: list[Subscription] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._log = structlog.get_logger()
+        self.num_dropped = 0
+        """Messages that may not be answered: their reply subject is no inbox."""
+
+    def __repr__(self) -> str:
+        return f"<Intake {self._flights!r}, {self.num_dropped} dropped>"
+
+    async def open(self) -> None:
+        """Subscribes to everything that clients publish."""
+        shared = [
+            *((subject, self._generate) for subject in self._names.all_generates),
+            *((subject, self._embed) for subject in self._names.all_embeds),
+            *((subject, self._models) for subject in self._names.models),
+        ]
+        for subject, callback in shared:
+            self._subscriptions.append(await self._connection.subscribe(subject, callback, queue="router"))
+        for subject in self._names.all_cancels:
+            await self._connection.subscribe(subject, self._cancel)
+
+    async def close(self) -> None:
+        """Takes nothing new: other routers get what is published from now on."""
+        for subscription in self._subscriptions:
+            await self._connection.unsubscribe(subscription)
+
+    async def drain(self) -> None:
+        """Waits until no request is on its way to a worker any more."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _generate(self, message: Msg) -> None:
+        if not self._may_answer(message):
+            return
+        try:
+            encoding = codec.encoding_of(message.headers)
+        except codec.MediaTypeError as error:
+            self._refuse(message, codec.Encoding.JSON, "", errors.make_error(errors.Code.INVALID_REQUEST, str(error)))
+            return
+        request_id = ""
+        try:
+            address = self._address(message)
+            request = self._decode(message, encoding)
+            checks.check_id(request.id)
+            request_id = request.id or ""
+            checks.check(request)
+            self._dispatch.check(request.routing)
+            self._take(request, address, message.reply, encoding)
+        except errors.RequestError as error:
+            self._refuse(message, encoding, request_id, error.error)
+
+    def _take(
+        self,
+        request: messages.GenerateRequest,
+        address: subjects.ModelAddress,
+        reply: str,
+        encoding: codec.Encoding,
+    ) -> None:
+        """Makes a flight of a checked request. Raises RequestError."""
+        if request.id is None:
+            request = codec.replaced(request, id=secrets.token_urlsafe(16))
+        flight = Flight(request, address, reply, encoding, time.monotonic())
+        twin = self._flights.find(flight.key)
+        if twin is not None and twin.reply == reply:
+            self._log.warning("duplicate_dropped", request_id=flight.key)
+            return
+        if twin is not None:
+            raise errors.request_error(errors.Code.DUPLICATE_REQUEST)
+        if self._flights.is_full:
+            raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=1_000.0))
+        self._flights.add(flight)
+        self._log.info("request_received", request_id=flight.key, model=flight.model)
+        task = asyncio.get_running_loop().create_task(self._carry(flight))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _carry(self, flight: Flight) -> None:
+        """From the receipt to a worker's accept, or to this router's own terminal."""
+        try:
+            worker = self._someone(flight)
+            _check_needs(flight.request, worker)
+            token_ids = await self._vocabularies.token_ids(flight.request, worker)
+            _check_length(token_ids, worker)
+            await self._dispatch.bring(flight, token_ids)
+        except errors.RequestError as error:
+            self._end(flight, error.error)
+        except Exception:  # outermost frame of a request: whatever went wrong, it gets its terminal
+            self._log.exception("request_failed", request_id=flight.key)
+            self._end(flight, errors.make_error(errors.Code.INTERNAL))
+        else:
+            if flight.worker_id is None:
+                self._flights.remove(flight)
+                self._answers.cancelled(flight)
+            elif flight.ended_at == flight.worker_id:
+                self._flights.remove(flight)
+                self._answers.handed_over(flight)
+
+    def _end(self, flight: Flight, error: errors.Error) -> None:
+        self._flights.remove(flight)
+        if flight.cancelled:
+            self._answers.cancelled(flight)
+        else:
+            self._answers.fail(flight, error)
+
+    def _someone(self, flight: Flight) -> Worker:
+        """Any worker of the model, to learn what the model needs. Raises RequestError."""
+        workers = self._fleet.of_model(flight.model)
+        if workers:
+            return workers[0]
+        if self._fleet.is_unknown(flight.model, time.monotonic()):
+            raise errors.request_error(errors.Code.MODEL_NOT_FOUND, f"no worker has ever served {flight.model!r}")
+        raise errors.request_error(errors.Code.NO_WORKER, f"nothing serves {flight.model!r} now")
+
+    def _embed(self, message: Msg) -> None:
+        if not self._may_answer(message):
+            return
+        request_id = ""
+        encoding = codec.Encoding.JSON
+        try:
+            encoding = codec.encoding_of(message.headers)
+            self._check_size(message)
+            request = _embeds.decode(message.data, encoding)
+            checks.check_id(request.id)
+            request_id = request.id or ""
+            self._address(message)
+            error = errors.make_error(errors.Code.UNSUPPORTED, "no model here makes embeddings", param="model")
+        except codec.MediaTypeError as problem:
+            error = errors.make_error(errors.Code.INVALID_REQUEST, str(problem))
+        except errors.RequestError as problem:
+            error = problem.error
+        reply = messages.EmbedReply(id=request_id, error=error)
+        self._connection.publish(message.reply, codec.encode(reply, encoding), headers=codec.error_headers(error))
+
+    def _models(self, message: Msg) -> None:
+        if not self._may_answer(message):
+            return
+        try:
+            encoding = codec.encoding_of(message.headers)
+        except codec.MediaTypeError:
+            encoding = codec.Encoding.JSON
+        reply = self._models_reply(with_workers=True)
+        payload = codec.encode(reply, encoding)
+        if len(payload) > self._connection.max_payload:
+            payload = codec.encode(self._models_reply(with_workers=False), encoding)
+        self._connection.publish(message.reply, payload)
+
+    def _models_reply(self, *, with_workers: bool) -> messages.ModelsReply:
+        served = [
+            messages.ServedModel(
+                model=model,
+                context_length=min(worker.card.context_length for worker in workers),
+                features=sorted(set.intersection(*(set(worker.card.features) for worker in workers))),
+                workers=[codec.replaced(w.card, state=w.state, load=w.load) for w in workers]
+                if with_workers
+                else UNSET,
+            )
+            for model, workers in self._fleet.models()
+        ]
+        limits = messages.ServerLimits(max_request_bytes=self._max_request_bytes)
+        return messages.ModelsReply(models=served, limits=limits, truncated=UNSET if with_workers else True)
+
+    def _cancel(self, message: Msg) -> None:
+        try:
+            address = self._names.parse_request(message.subject)
+            encoding = codec.encoding_of(message.headers)
+        except ValueError:
+            return
+        flight = self._flights.find(address.key)
+        if flight is None or flight.worker_id is not None or flight.cancelled:
+            return
+        flight.cancelled = True
+        if message.reply and subjects.is_inbox(message.reply, self._inbox_prefixes):
+            self._connection.publish(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
+
+    def _may_answer(self, message: Msg) -> bool:
+        if subjects.is_inbox(message.reply, self._inbox_prefixes):
+            return True
+        self.num_dropped += 1
+        if self.num_dropped <= MAX_LOGGED_DROPS:
+            self._log.warning("dropped_no_inbox", subject=message.subject, reply=message.reply[:200])
+        return False
+
+    def _address(self, message: Msg) -> subjects.ModelAddress:
+        try:
+            return self._names.parse_model(message.subject)
+        except ValueError as error:
+            raise errors.request_error(errors.Code.INVALID_REQUEST, str(error), param="model") from error
+
+    def _decode(self, message: Msg, encoding: codec.Encoding) -> messages.GenerateRequest:
+        self._check_size(message)
+        return _requests.decode(message.data, encoding)
+
+    def _check_size(self, message: Msg) -> None:
+        if len(message.data) > self._max_request_bytes:
+            raise errors.request_error(
+                errors.Code.PAYLOAD_TOO_LARGE,
+                f"the message has {len(message.data)} bytes, at most {self._max_request_bytes} are taken",
+            )
+
+    def _refuse(self, message: Msg, encoding: codec.Encoding, request_id: str, error: errors.Error) -> None:
+        self._answers.refuse(message.reply, encoding, request_id, error)
+
+
+def _check_needs(request: messages.GenerateRequest, worker: Worker) -> None:
+    for need in checks.needs(request):
+        if need.feature not in worker.card.features:
+            raise errors.request_error(
+                errors.Code.UNSUPPORTED, f"{need.param} is not served by this model's engine", param=need.param
+            )
+
+
+def _check_length(token_ids: list[int], worker: Worker) -> None:
+    if not token_ids:
+        raise errors.request_error(errors.Code.INVALID_REQUEST, "the prompt has no tokens", param="prompt")
+    if len(token_ids) + 1 > worker.card.context_length:
+        raise errors.request_error(
+            errors.Code.PROMPT_TOO_LONG,
+            f"the prompt has {len(token_ids)} tokens; with one to generate it must fit {worker.card.context_length}",
+        )

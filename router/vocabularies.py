@@ -1,0 +1,129 @@
+"""Fetches tokenizer bundles from workers, once for each digest, and makes prompts with them."""
+
+import asyncio
+from collections import OrderedDict
+
+import structlog
+from nats.aio.msg import Msg
+
+from protocol import blocks, codec, errors, internal, limits, messages, prompt, subjects
+from protocol import request as checks
+from protocol.connection import Connection, NoRespondersError
+from router.fleet import Worker
+
+MAX_BUNDLES = 64
+"""Tokenizers kept; the one unused for longest goes first."""
+_FETCH_TIMEOUT_S = 10.0
+_TOKENIZE_TIMEOUT_S = 10.0
+_LONG_TEXT = 16_384
+"""Characters beyond which a text is tokenized on a thread, so that the loop goes on meanwhile."""
+
+_parts = codec.Decoder(internal.TokenizerPart)
+_replies = codec.Decoder(internal.TokenizeReply)
+
+
+class Vocabularies:
+    """Makes token ids for any model of the fleet: by its bundle where there is one, else by asking a worker."""
+
+    def __init__(self, connection: Connection, names: subjects.Subjects) -> None:
+        self._connection = connection
+        self._names = names
+        self._builders: OrderedDict[str, prompt.PromptBuilder] = OrderedDict()
+        self._fetching: dict[str, asyncio.Task[prompt.PromptBuilder | None]] = {}
+        self._broken: OrderedDict[str, None] = OrderedDict()
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Vocabularies {len(self._builders)} bundles>"
+
+    async def token_ids(self, request: messages.GenerateRequest, worker: Worker) -> list[int]:
+        """The prompt of a checked request, for the model of that worker. Raises RequestError."""
+        if request.token_ids is not None:
+            return request.token_ids
+        builder = await self._builder(worker)
+        if builder is None:
+            return await self._ask(request, worker)
+        size = len(request.prompt or "") + sum(len(checks.text_of(message)) for message in request.messages or [])
+        if size > _LONG_TEXT:
+            return await asyncio.to_thread(_build, builder, request)
+        return _build(builder, request)
+
+    async def _builder(self, worker: Worker) -> prompt.PromptBuilder | None:
+        digest = worker.card.tokenizer_digest
+        if digest is None or digest in self._broken:
+            return None
+        if digest in self._builders:
+            self._builders.move_to_end(digest)
+            return self._builders[digest]
+        if digest not in self._fetching:
+            task = asyncio.get_running_loop().create_task(self._fetch(worker, digest))
+            self._fetching[digest] = task
+            task.add_done_callback(lambda _: self._fetching.pop(digest, None))
+        return await asyncio.shield(self._fetching[digest])
+
+    async def _fetch(self, worker: Worker, digest: str) -> prompt.PromptBuilder | None:
+        """None where the bundle can't be had or used; the worker is asked to tokenize then."""
+        try:
+            async with asyncio.timeout(_FETCH_TIMEOUT_S):
+                parts = await self._receive(worker, digest)
+            bundle = prompt.from_parts(parts, digest)
+            builder = await asyncio.to_thread(prompt.builder_of, bundle)
+        except ValueError as error:
+            self._log.error("tokenizer_refused", worker_id=worker.card.worker_id, error=str(error))
+            self._broken[digest] = None
+            if len(self._broken) > MAX_BUNDLES:
+                self._broken.popitem(last=False)
+            return None
+        except (TimeoutError, errors.RequestError) as error:
+            self._log.warning("tokenizer_not_fetched", worker_id=worker.card.worker_id, error=str(error))
+            return None
+        self._builders[digest] = builder
+        if len(self._builders) > MAX_BUNDLES:
+            self._builders.popitem(last=False)
+        self._log.info("tokenizer_fetched", worker_id=worker.card.worker_id, digest=digest)
+        return builder
+
+    async def _receive(self, worker: Worker, digest: str) -> list[internal.TokenizerPart]:
+        parts: dict[int, internal.TokenizerPart] = {}
+        complete = asyncio.Event()
+        inbox = self._connection.new_inbox()
+
+        def take(message: Msg) -> None:
+            if not message.data:  # a notice that nobody is there
+                complete.set()
+                return
+            part = _parts.decode(message.data)
+            if part.digest == digest and 0 <= part.part < part.parts <= limits.MAX_BUNDLE_BYTES // limits.PART_BYTES:
+                parts[part.part] = part
+                if len(parts) == part.parts:
+                    complete.set()
+
+        subscription = await self._connection.subscribe(inbox, take)
+        try:
+            subject = self._names.worker(worker.card.model, worker.card.worker_id, "tokenizer")
+            self._connection.publish(subject, b"", reply=inbox)
+            await complete.wait()
+        finally:
+            await subscription.unsubscribe()
+        return [parts[number] for number in sorted(parts)]
+
+    async def _ask(self, request: messages.GenerateRequest, worker: Worker) -> list[int]:
+        ask = internal.Tokenize(
+            text=request.prompt, messages=request.messages, chat_template_kwargs=request.chat_template_kwargs
+        )
+        subject = self._names.worker(worker.card.model, worker.card.worker_id, "tokenize")
+        try:
+            answer = await self._connection.request(subject, codec.encode(ask), _TOKENIZE_TIMEOUT_S)
+        except (NoRespondersError, TimeoutError, ConnectionError) as error:
+            raise errors.request_error(errors.Code.NO_WORKER, f"no worker tokenized the prompt: {error}") from error
+        reply = _replies.decode(answer.data)
+        if reply.error is not None:
+            raise errors.RequestError(reply.error)
+        return blocks.from_bytes(reply.token_ids or b"")
+
+
+def _build(builder: prompt.PromptBuilder, request: messages.GenerateRequest) -> list[int]:
+    if request.messages is not None:
+        return builder.from_messages(request.messages, request.chat_template_kwargs)
+    assert request.prompt is not None
+    return builder.from_text(request.prompt)
