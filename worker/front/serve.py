@@ -41,6 +41,8 @@ class WorkerSettings:
     """Length of a completion that was asked for without `max_tokens`."""
     grace_s: float = 30.0
     """How long running streams may go on after SIGTERM."""
+    debug: bool = dataclasses.field(default_factory=lambda: os.environ.get("TOKENBUS_DEBUG", "") not in ("", "0"))
+    """Hold every stream against the engine contract (variable TOKENBUS_DEBUG)."""
 
 
 class Front:
@@ -88,7 +90,7 @@ async def serve(settings: WorkerSettings) -> None:
         names = subjects.Subjects(settings.prefix)
         announcer = Announcer(connection, names, settings.served_name, worker_id)
         outbox = Outbox(connection, announcer)
-        streams = Streams(announcer, outbox, settings.max_new_tokens)
+        streams = Streams(announcer, outbox, settings.max_new_tokens, validate=settings.debug)
         inbox = Inbox(connection, names, announcer, streams, drain=leave.set)
         front = Front(announcer, streams, outbox, inbox)
         supervisor = Supervisor(_engine_maker(settings, outbox), worker_id, front)

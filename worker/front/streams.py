@@ -12,6 +12,7 @@ from worker.front.announce import Announcer
 from worker.front.outbox import Outbox
 from worker.front.sampling import resolve
 from worker.front.stream import Stream
+from worker.validator import StreamValidator
 
 _TICK_S = 1.0
 
@@ -19,10 +20,11 @@ _TICK_S = 1.0
 class Streams:
     """All accepted requests of one worker by key, while an engine serves."""
 
-    def __init__(self, announcer: Announcer, outbox: Outbox, max_new_tokens: int) -> None:
+    def __init__(self, announcer: Announcer, outbox: Outbox, max_new_tokens: int, *, validate: bool) -> None:
         self._announcer = announcer
         self._outbox = outbox
         self._max_new_tokens = max_new_tokens
+        self._validate = validate
         self._engine: contract.Engine | None = None
         self._config: contract.EngineConfig | None = None
         self._streams: dict[str, Stream] = {}
@@ -53,7 +55,8 @@ class Streams:
         )
         now = time.monotonic()
         stream = Stream(run, self._announcer.model, self._announcer.worker_id, now)
-        self._engine.generate(request, self._sink(stream))
+        sink = self._sink(stream)
+        self._engine.generate(request, StreamValidator(request, sink) if self._validate else sink)
         self._streams[stream.key] = stream
         if run.remaining_ms is not None:
             loop = asyncio.get_running_loop()

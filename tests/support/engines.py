@@ -1,0 +1,94 @@
+"""Engines for tests: the real child process with the demo model, and the same front over a loop in a thread."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+
+import demo
+from worker import contract
+from worker.engine import child
+from worker.engine.runner import DeviceError, Runner
+from worker.engine.settings import EngineSettings
+from worker.front import link
+from worker.front.engine import ChildEngine
+
+
+class ThreadLink:
+    """A step loop on a thread of this process, at the other end of a socket."""
+
+    def __init__(self, load: Callable[[Callable[[float], None]], Runner]) -> None:
+        self.sock, self._theirs = socket.socketpair()
+        self.pid = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=(load,), daemon=True)
+        self._thread.start()
+
+    def kill(self) -> None:
+        """Cuts the connection, as the death of a process does."""
+        self._theirs.shutdown(socket.SHUT_RDWR)
+
+    async def wait(self) -> str:
+        await asyncio.to_thread(self._thread.join)
+        return "the loop ended"
+
+    def _serve(self, load: Callable[[Callable[[float], None]], Runner]) -> None:
+        try:
+            child.serve(self._theirs, load, step_target_s=0.05, leave=lambda: None)
+        except (DeviceError, OSError):
+            pass
+        finally:
+            self._theirs.close()
+
+
+def thread_engine(load: Callable[[Callable[[float], None]], Runner], max_waiting: int = 64) -> ChildEngine:
+    """An engine whose loop runs here, on the runner that `load` makes."""
+
+    async def launch() -> link.Link:
+        return ThreadLink(load)
+
+    return ChildEngine(launch, max_waiting)
+
+
+DEMO = EngineSettings(
+    model=str(demo.MODEL_PATH), threads=1, max_num_seqs=8, context_length=512, kv_tokens=4096, max_num_batched_tokens=256
+)
+
+
+def demo_engine(settings: EngineSettings = DEMO) -> ChildEngine:
+    """The real engine in a process of its own, with the demo model."""
+    return ChildEngine(lambda: link.spawn(settings), max_waiting=64)
+
+
+class Recorder:
+    """A sink that keeps everything, and can be waited for."""
+
+    def __init__(self) -> None:
+        self.outputs: list[contract.Output] = []
+        self._changed = asyncio.Event()
+
+    def __call__(self, output: contract.Output) -> None:
+        self.outputs.append(output)
+        self._changed.set()
+
+    @property
+    def text(self) -> str:
+        return "".join(output.text for output in self.outputs)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for output in self.outputs for token_id in output.token_ids]
+
+    @property
+    def terminals(self) -> list[contract.Output]:
+        return [output for output in self.outputs if output.finish_reason is not None]
+
+    async def until(self, enough: Callable[["Recorder"], bool], timeout_s: float = 20.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not enough(self):
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def terminal(self, timeout_s: float = 20.0) -> contract.Output:
+        await self.until(lambda recorder: bool(recorder.terminals), timeout_s)
+        return self.terminals[0]

@@ -1,0 +1,61 @@
+"""Watches a stream of outputs and raises where it breaks the engine contract. On in tests, and in production by
+TOKENBUS_DEBUG=1."""
+
+from protocol import messages
+from worker import contract
+
+_REASONS_WITH_TOKENS = (messages.FinishReason.STOP, messages.FinishReason.LENGTH)
+
+
+class ContractError(AssertionError):
+    """An engine broke a rule of worker/contract.py."""
+
+
+class StreamValidator:
+    """A sink that checks every output before it passes it on."""
+
+    def __init__(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
+        self._request = request
+        self._sink = sink
+        self._num_tokens = 0
+        self._terminal: contract.Output | None = None
+
+    def __repr__(self) -> str:
+        return f"<StreamValidator of {self._request.key}: {self._num_tokens} tokens>"
+
+    def __call__(self, output: contract.Output) -> None:
+        """Raises ContractError."""
+        self._require(self._terminal is None, "an output after the terminal")
+        self._num_tokens += len(output.token_ids)
+        self._require(self._num_tokens <= self._request.sampling.max_tokens, "more tokens than max_tokens")
+        if output.finish_reason is None:
+            self._require(output.usage is None and output.error is None, "only a terminal has usage or error")
+        else:
+            self._check_terminal(output)
+            self._terminal = output
+        self._sink(output)
+
+    def _check_terminal(self, output: contract.Output) -> None:
+        reason, sampling = output.finish_reason, self._request.sampling
+        usage = output.usage
+        if usage is None:
+            raise ContractError(f"{self!r}: a terminal without usage")
+        self._require(usage.completion_tokens == self._num_tokens, "completion_tokens is not what was handed out")
+        self._require(usage.prompt_tokens == len(self._request.token_ids), "prompt_tokens is not the prompt's length")
+        self._require(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens, "usage does not add up")
+        self._require((reason is messages.FinishReason.ERROR) == (output.error is not None), "error and reason differ")
+        self._require(
+            reason is not messages.FinishReason.LENGTH or self._num_tokens == sampling.max_tokens,
+            "length, but fewer than max_tokens",
+        )
+        self._require(
+            (reason is messages.FinishReason.STOP) == (output.stop_match is not None), "stop, and what matched"
+        )
+        if reason is messages.FinishReason.STOP:
+            self._require(self._num_tokens > sampling.min_tokens, "stop before min_tokens")
+        if reason in _REASONS_WITH_TOKENS:
+            self._require(output.timings is not None, "a terminal without timings")
+
+    def _require(self, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ContractError(f"{self!r}: {rule}")
