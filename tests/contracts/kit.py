@@ -168,25 +168,37 @@ async def cancels_before_the_first_step(engine: contract.Engine, config: contrac
 
 
 async def cancels_in_prefill(engine: contract.Engine, config: contract.EngineConfig) -> None:
-    asked = request(prompt(config, length=config.context_length - 40))
-    recorder = start(engine, asked)
-    while engine.load().queued_prefill_tokens == 0:
-        await asyncio.sleep(0)
-    engine.abort(asked.key)
-    assert recorder.terminals[-1].finish_reason is messages.FinishReason.CANCELLED
-    await settled(engine)
+    half = config.context_length // 2
+    for _ in range(20):
+        asked = request(prompt(config, length=half), max_tokens=half)
+        recorder = start(engine, asked)
+        while engine.load().running == 0 and not recorder.outputs:
+            await asyncio.sleep(0)
+        caught = not recorder.outputs
+        engine.abort(asked.key)
+        await settled(engine)
+        if caught:
+            assert [output.finish_reason for output in recorder.outputs] == [messages.FinishReason.CANCELLED]
+            return
+    raise AssertionError("no prompt was ever seen before its first token")
 
 
 async def cancels_in_mid_stream(engine: contract.Engine, config: contract.EngineConfig) -> None:
     asked = request(prompt(config), max_tokens=200)
-    recorder = start(engine, asked)
-    await recorder.until(lambda seen: len(seen.token_ids) >= 3)
-    engine.abort(asked.key)
+    recorder = Recorder()
+
+    def abort_at_the_third(output: contract.Output) -> None:
+        recorder(output)
+        if len(recorder.token_ids) == 3:
+            engine.abort(asked.key)
+
+    engine.generate(asked, StreamValidator(asked, abort_at_the_third))
+    await recorder.terminal()
     assert recorder.outputs[-1].finish_reason is messages.FinishReason.CANCELLED
-    count = len(recorder.outputs)
+    assert len(recorder.token_ids) == 3
     engine.abort(asked.key)
     await settled(engine)
-    assert len(recorder.outputs) == count
+    assert len(recorder.terminals) == 1
 
 
 async def frees_everything_of_abandoned_streams(engine: contract.Engine, config: contract.EngineConfig) -> None:

@@ -13,7 +13,7 @@ from worker import contract
 from worker.engine.runner import ModelError, Runner
 
 FACTORIES: dict[str, Callable[[], contract.Engine]] = {
-    "arithmetic": lambda: thread_engine(lambda _: ArithmeticRunner()),
+    "arithmetic": lambda: thread_engine(lambda _: ArithmeticRunner(step_s=0.002)),
     "gguf": demo_engine,
 }
 
@@ -28,7 +28,8 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[contract.Engin
 @pytest.mark.parametrize("rule", kit.RULES, ids=lambda rule: rule.__name__)
 async def test_engine(engine: contract.Engine, rule: kit.Check) -> None:
     config = await engine.start("kit")
-    await rule(engine, config)
+    async with asyncio.timeout(60):
+        await rule(engine, config)
 
 
 @pytest.mark.parametrize("rule", kit.LIFECYCLE_RULES, ids=lambda rule: rule.__name__)

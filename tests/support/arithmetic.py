@@ -4,6 +4,7 @@ notices when it is fed anything but a sequence's tokens in order."""
 import os
 import random
 import threading
+import time
 import zlib
 
 from protocol import errors, internal
@@ -50,13 +51,15 @@ def make_config(**changes: object) -> contract.EngineConfig:
 
 
 class ArithmeticRunner:
-    """`gate`, where given, holds every step back until it is open; `fail_at` makes that step fail."""
+    """`gate`, where given, holds every step back until it is open; `failures` says which step fails, and how; `step_s`
+    is what a step takes, as it would on a device."""
 
     def __init__(
         self,
         config: contract.EngineConfig | None = None,
         gate: threading.Event | None = None,
         failures: dict[int, Exception | End] | None = None,
+        step_s: float = 0.0,
     ) -> None:
         self.config = config or make_config()
         self.end_token_ids = frozenset({END_TOKEN})
@@ -67,6 +70,7 @@ class ArithmeticRunner:
         self.closed = False
         self._gate = gate
         self._failures = failures or {}
+        self._step_s = step_s
         self._lanes: dict[int, tuple[contract.Sampling, list[int], random.Random]] = {}
 
     def begin(self, lane: int, sampling: contract.Sampling) -> None:
@@ -80,6 +84,7 @@ class ArithmeticRunner:
     def step(self, plan: StepPlan) -> list[int | End]:
         if self._gate is not None:
             self._gate.wait()
+        time.sleep(self._step_s)
         self.num_steps += 1
         failure = self._failures.get(self.num_steps)
         if isinstance(failure, Exception):

@@ -205,6 +205,8 @@ class ChildEngine:
     def _advance(self, output: frames.SequenceOutput, generation: Generation, now: float) -> None:
         if not generation.advance(output.token_id, output.end, now):
             return
+        if output.seq_no not in self._generations:  # its own sink has aborted it
+            return
         if output.end is None:
             self._withdraw(output.seq_no)
         if generation.finished_by in (End.STOP_TOKEN, End.LENGTH):

@@ -1,5 +1,6 @@
 """One accepted request at the front: makes its outputs of what the engine computes, and exactly one terminal."""
 
+import asyncio
 from collections.abc import Sequence
 
 from protocol import errors, messages
@@ -28,6 +29,7 @@ class Generation:
         self._first_token_at: float | None = None
         self.finished_by: End | None = None
         self._terminal_sent = False
+        self._sink_failed = False
 
     def __repr__(self) -> str:
         return f"<Generation {self.request.key}: {self._completion.num_tokens} tokens>"
@@ -50,8 +52,8 @@ class Generation:
         elif end is End.LENGTH:
             self._end(now, end, token_id, text + self._completion.release())
         else:
-            self._sink(contract.Output(token_ids=[token_id], text=text))
-        return self._terminal_sent
+            self._hand_out(contract.Output(token_ids=[token_id], text=text))
+        return self._terminal_sent or self._sink_failed
 
     def cancel(self, now: float) -> None:
         self._finish(now, text=self._completion.release(), reason=messages.FinishReason.CANCELLED)
@@ -77,7 +79,7 @@ class Generation:
     ) -> None:
         assert not self._terminal_sent, self
         self._terminal_sent = True
-        self._sink(
+        self._hand_out(
             contract.Output(
                 token_ids=token_ids or [],
                 text=text,
@@ -88,6 +90,14 @@ class Generation:
                 timings=self._timings(now),
             )
         )
+
+    def _hand_out(self, output: contract.Output) -> None:
+        try:
+            self._sink(output)
+        except Exception as error:  # a stream's bug ends that stream, and never the step of its neighbours
+            self._sink_failed = True
+            context = {"message": f"the sink of {self.request.key} failed", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
 
     def _usage(self) -> messages.Usage:
         prompt, completion = len(self.request.token_ids), self._completion.num_tokens

@@ -1,0 +1,318 @@
+"""The kit is worth something only if it catches engines that break the rules: here each rule is broken on purpose."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from protocol import errors, internal, messages
+from tests.contracts import kit
+from tests.support.arithmetic import ArithmeticRunner, make_config
+from tests.support.engines import thread_engine
+from worker import contract
+from worker.validator import ContractError, StreamValidator
+
+
+class Honest:
+    """Passes everything on to a real engine; subclasses break one thing."""
+
+    def __init__(self) -> None:
+        self.inner = thread_engine(lambda _: ArithmeticRunner(step_s=0.002))
+        self.sinks: dict[str, contract.Sink] = {}
+
+    async def start(self, worker_id: str) -> contract.EngineConfig:
+        return await self.inner.start(worker_id)
+
+    def generate(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
+        self.inner.generate(self.request(request), self.sink(request, sink))
+
+    def request(self, request: contract.EngineRequest) -> contract.EngineRequest:
+        return request
+
+    def sink(self, request: contract.EngineRequest, sink: contract.Sink) -> contract.Sink:
+        return lambda output: self.output(request, output, sink)
+
+    def output(self, request: contract.EngineRequest, output: contract.Output, sink: contract.Sink) -> None:
+        sink(output)
+
+    def abort(self, key: str) -> None:
+        self.inner.abort(key)
+
+    async def tokenize(self, request: internal.Tokenize) -> list[int]:
+        return await self.inner.tokenize(request)
+
+    def tokenizer_bundle(self) -> bytes | None:
+        return self.inner.tokenizer_bundle()
+
+    def load(self) -> messages.Load:
+        return self.inner.load()
+
+    async def died(self) -> str:
+        return await self.inner.died()
+
+    async def drain(self) -> None:
+        await self.inner.drain()
+
+    async def cleanup(self) -> None:
+        await self.inner.cleanup()
+
+
+def replace(value: msgspec.Struct, **changes: object) -> msgspec.Struct:
+    return msgspec.structs.replace(value, **changes)
+
+
+class SaysTheTerminalTwice(Honest):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        sink(output)
+        if output.finish_reason:
+            sink(output)
+
+
+class SpeaksAfterTheTerminal(Honest):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        sink(output)
+        if output.finish_reason:
+            asyncio.get_running_loop().call_soon(sink, contract.Output(token_ids=[], text=""))
+
+
+class ForgetsTheTerminal(Honest):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        if not output.finish_reason:
+            sink(output)
+
+
+class CallsLengthStop(Honest):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        changes = {"finish_reason": messages.FinishReason.STOP, "stop_match": 0} if output.finish_reason else {}
+        sink(replace(output, **changes))
+
+
+class CountsWrong(Honest):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        if output.usage:
+            usage = replace(output.usage, completion_tokens=output.usage.completion_tokens + 1)
+            output = replace(output, usage=usage)
+        sink(output)
+
+
+class LosesATokenId(Honest):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        sink(replace(output, token_ids=output.token_ids[1:]) if output.finish_reason else output)
+
+
+class OverlooksStopTokens(Honest):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return replace(request, sampling=replace(request.sampling, stop_token_ids=()))
+
+
+class OverlooksStopStrings(Honest):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return replace(request, stop=())
+
+
+class LetsTheStopStringOut(Honest):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        out = isinstance(output.stop_match, str)
+        sink(replace(output, text=output.text + output.stop_match) if out else output)
+
+
+class SwallowsHeldText(Honest):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        swallow = request.stop and output.finish_reason is messages.FinishReason.LENGTH
+        sink(replace(output, text="") if swallow else output)
+
+
+class StopsTooEarly(Honest):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return replace(request, sampling=replace(request.sampling, min_tokens=0))
+
+
+class IgnoresTheSeed(Honest):
+    count = 0
+
+    def request(self, request):  # type: ignore[no-untyped-def]
+        self.count += 1
+        return replace(request, sampling=replace(request.sampling, seed=self.count))
+
+
+class AlwaysTheSameSeed(Honest):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return replace(request, sampling=replace(request.sampling, seed=0))
+
+
+class MixesStreamsUp(Honest):
+    """Gives each stream the tokens of its neighbour once there are two."""
+
+    def sink(self, request, sink):  # type: ignore[no-untyped-def]
+        self.sinks[request.key] = sink
+
+        def take(output: contract.Output) -> None:
+            keys = list(self.sinks)
+            other = self.sinks[keys[keys.index(request.key) - 1]]
+            if output.finish_reason:
+                del self.sinks[request.key]
+            (sink if output.finish_reason else other)(output)
+
+        return take
+
+
+class CancelsWhenItLikes(Honest):
+    def abort(self, key: str) -> None:
+        asyncio.get_running_loop().call_later(0.05, self.inner.abort, key)
+
+
+class NeverCancels(Honest):
+    def abort(self, key: str) -> None:
+        pass
+
+
+class HoldsFewerThanItSays(Honest):
+    async def start(self, worker_id: str) -> contract.EngineConfig:
+        config = await self.inner.start(worker_id)
+        return replace(config, max_num_seqs=config.max_num_seqs * 2)  # type: ignore[return-value]
+
+
+class RefusesWhatFits(Honest):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = thread_engine(lambda _: ArithmeticRunner(make_config(context_length=128), step_s=0.002))
+
+    async def start(self, worker_id: str) -> contract.EngineConfig:
+        config = await self.inner.start(worker_id)
+        return replace(config, context_length=256)  # type: ignore[return-value]
+
+
+class AnswersWhatItRefuses(Honest):
+    def generate(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
+        try:
+            super().generate(request, sink)
+        except errors.RequestError:
+            sink(contract.Output(token_ids=[], text=""))
+            raise
+
+
+class AcceptsEverything(Honest):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return replace(request, token_ids=[token_id % 50 for token_id in request.token_ids])
+
+
+class ReportsLoadForEver(Honest):
+    def load(self) -> messages.Load:
+        return replace(self.inner.load(), running=1)  # type: ignore[return-value]
+
+
+class FailsAbortsOfTheUnknown(Honest):
+    def abort(self, key: str) -> None:
+        if key not in self.inner._numbers:
+            raise KeyError(key)
+        self.inner.abort(key)
+
+
+class LeavesStreamsOpenAtCleanup(Honest):
+    cleaning = False
+
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        if not self.cleaning:
+            sink(output)
+
+    async def cleanup(self) -> None:
+        self.cleaning = True
+        await self.inner.cleanup()
+
+
+BROKEN = {
+    SaysTheTerminalTwice: kit.ends_with_exactly_one_terminal,
+    SpeaksAfterTheTerminal: kit.ends_with_exactly_one_terminal,
+    ForgetsTheTerminal: kit.ends_with_exactly_one_terminal,
+    CallsLengthStop: kit.tells_length_truthfully,
+    CountsWrong: kit.tells_length_truthfully,
+    LosesATokenId: kit.tells_length_truthfully,
+    OverlooksStopTokens: kit.stops_at_stop_tokens,
+    OverlooksStopStrings: kit.stops_at_stop_strings_wherever_they_are_split,
+    LetsTheStopStringOut: kit.stops_at_stop_strings_wherever_they_are_split,
+    SwallowsHeldText: kit.releases_text_held_for_a_stop_string_that_never_comes,
+    StopsTooEarly: kit.does_not_stop_before_min_tokens,
+    IgnoresTheSeed: kit.repeats_an_answer_for_a_seed,
+    AlwaysTheSameSeed: kit.repeats_an_answer_for_a_seed,
+    MixesStreamsUp: kit.keeps_eight_interleaved_streams_apart,
+    CancelsWhenItLikes: kit.cancels_before_the_first_step,
+    NeverCancels: kit.cancels_in_mid_stream,
+    HoldsFewerThanItSays: kit.has_the_capacity_it_advertises,
+    RefusesWhatFits: kit.has_the_capacity_it_advertises,
+    AnswersWhatItRefuses: kit.refuses_without_a_trace,
+    AcceptsEverything: kit.refuses_without_a_trace,
+    ReportsLoadForEver: kit.drains_to_zero,
+    FailsAbortsOfTheUnknown: kit.ignores_aborts_of_the_unknown,
+    LeavesStreamsOpenAtCleanup: kit.ends_every_stream_at_cleanup,
+}
+
+
+@pytest.fixture
+async def broken(request: pytest.FixtureRequest) -> AsyncIterator[Honest]:
+    engine = request.param()
+    yield engine
+    await engine.inner.cleanup()
+
+
+@pytest.mark.parametrize(("broken", "rule"), list(BROKEN.items()), indirect=["broken"], ids=lambda value: value.__name__)
+async def test_the_kit_catches_an_engine_that(
+    broken: Honest, rule: kit.Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kit, "SETTLE_S", 0.5)
+    monkeypatch.setattr(kit.Recorder.terminal, "__defaults__", (0.5,))
+    monkeypatch.setattr(kit.Recorder.until, "__defaults__", (0.5,))
+    config = await broken.start("kit")
+    loop_errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_errors.append(context.get("exception")))
+    try:
+        async with asyncio.timeout(20):
+            await rule(broken, config)
+    except (AssertionError, TimeoutError, KeyError, errors.RequestError):
+        return
+    assert any(isinstance(error, ContractError) for error in loop_errors), "the broken engine passed"
+
+
+class CleansUpOnlyOnce(Honest):
+    cleaned = False
+
+    async def cleanup(self) -> None:
+        if self.cleaned:
+            raise RuntimeError("cleaned up already")
+        self.cleaned = True
+        await self.inner.cleanup()
+
+
+class AcceptsBeforeStart(Honest):
+    def generate(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
+        sink(contract.Output(token_ids=[], text=""))
+
+
+@pytest.mark.parametrize(
+    ("broken_life", "rule"),
+    [(CleansUpOnlyOnce, kit.cleans_up_before_start_and_twice), (AcceptsBeforeStart, kit.refuses_before_start)],
+)
+async def test_the_kit_catches_a_life_in_which_an_engine(
+    broken_life: type[Honest], rule: kit.LifecycleCheck
+) -> None:
+    with pytest.raises((AssertionError, RuntimeError)):
+        await rule(broken_life)
+
+
+@pytest.mark.parametrize("rule", kit.RULES, ids=lambda rule: rule.__name__)
+async def test_the_kit_passes_an_engine_that_breaks_nothing(rule: kit.Check) -> None:
+    engine = Honest()
+    try:
+        async with asyncio.timeout(20):
+            await rule(engine, await engine.start("kit"))
+    finally:
+        await engine.cleanup()
+
+
+def test_the_validator_raises_at_the_first_output_after_a_terminal() -> None:
+    asked = kit.request([1], max_tokens=1)
+    validator = StreamValidator(asked, lambda output: None)
+    usage = messages.Usage(prompt_tokens=1, completion_tokens=0, total_tokens=1, cached_tokens=0)
+    validator(contract.Output(token_ids=[], text="", finish_reason=messages.FinishReason.CANCELLED, usage=usage))
+    with pytest.raises(ContractError, match="after the terminal"):
+        validator(contract.Output(token_ids=[], text=""))
