@@ -1,0 +1,107 @@
+"""The laws of the architecture: who may import whom, and what pure code may not touch."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("protocol", "worker", "router", "client", "cli", "demo")
+ALLOWED = {
+    "protocol": set(),
+    "demo": set(),
+    "worker": {"protocol"},
+    "router": {"protocol"},
+    "client": {"protocol"},
+    "cli": {"protocol", "client", "worker", "router", "demo"},
+}
+PURE = (
+    "protocol/subjects.py",
+    "protocol/blocks.py",
+    "protocol/request.py",
+    "protocol/errors.py",
+    "protocol/codec.py",
+    "worker/engine/blocks.py",
+    "worker/engine/sequence.py",
+    "worker/engine/plan.py",
+    "worker/engine/scheduler.py",
+    "worker/engine/pace.py",
+    "worker/front/completion.py",
+    "router/fleet.py",
+    "router/placement.py",
+    "router/flight.py",
+    "client/order.py",
+)
+IMPURE = {"asyncio", "time", "nats", "prometheus_client", "threading", "socket", "structlog"}
+ONLY_IN = {"llama_cpp": "worker/engine/gguf/", "torch": "demo/train.py", "gguf": "demo/train.py", "onnxruntime": "none"}
+FORBIDDEN = {"pickle", "marshal", "shelve"}
+
+
+def sources() -> list[Path]:
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names of all modules that a file imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_those_it_may(package: str) -> None:
+    for path in sorted((ROOT / package).rglob("*.py")):
+        others = imports(path) & set(PACKAGES) - {package}
+        assert others <= ALLOWED[package], f"{name(path)} imports {others}"
+
+
+def test_files_that_decide_touch_no_clock_loop_broker_or_log() -> None:
+    for relative in PURE:
+        touched = imports(ROOT / relative) & IMPURE
+        assert not touched, f"{relative} imports {touched}"
+
+
+def test_an_engine_library_is_imported_only_by_its_runner() -> None:
+    for path in sources():
+        for library, home in ONLY_IN.items():
+            if library in imports(path):
+                assert name(path).startswith(home), f"{name(path)} imports {library}"
+
+
+def test_nothing_imports_what_executes_data() -> None:
+    for path in sources():
+        assert not imports(path) & FORBIDDEN, name(path)
+
+
+def test_no_file_is_named_like_a_module_of_the_standard_library() -> None:
+    clashes = [name(path) for path in sources() if path.stem in sys.stdlib_module_names and path.stem != "__init__"]
+    assert not clashes
+
+
+def test_no_broad_except_without_its_reason() -> None:
+    for path in sources():
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if "except Exception" in line or "suppress(Exception)" in line:
+                assert "#" in line, f"{name(path)}:{number} says not why"
+
+
+def test_every_module_and_public_class_says_what_it_is() -> None:
+    for path in sources():
+        tree = ast.parse(path.read_text())
+        assert ast.get_docstring(tree), f"{name(path)} has no docstring"
+
+
+def test_only_the_subjects_module_puts_subjects_together() -> None:
+    for path in sources():
+        if name(path) in ("protocol/subjects.py", "cli/screen.py"):
+            continue
+        assert "tokenbus.v1" not in path.read_text(), name(path)

@@ -1,0 +1,101 @@
+"""A whole system of real processes for tests: broker, routers, workers, each of which can be killed."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import demo
+from cli import broker
+
+READY_TIMEOUT_S = 120.0
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "cli.main", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"TOKENBUS_DEBUG": "1", "TOKENBUS_LOG_FORMAT": "json"}
+
+
+@contextlib.contextmanager
+def running_up(*arguments: str) -> Iterator[str]:
+    """`tokenbus up` on a free port; gives the broker's URL, ends it afterwards and checks that it ends well."""
+    process = subprocess.Popen(
+        command("up", "--port", "0", "--json", *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line, "tokenbus up ended before it was ready"
+        yield json.loads(line)["nats"]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=30)
+        process.stdout.close()
+
+
+class System:
+    """Broker, routers and workers as processes of their own, without anyone to restart them."""
+
+    def __init__(self, nats: broker.Broker, folder: Path) -> None:
+        self._broker = nats
+        self._folder = folder
+        self.url = nats.url
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    @classmethod
+    async def start(cls, folder: Path) -> "System":
+        return cls(await broker.start(0, folder / "nats.log"), folder)
+
+    def router(self, name: str, *arguments: str) -> None:
+        self._run(name, "router", "--router-id", name, *arguments)
+
+    def worker(self, name: str, *arguments: str) -> None:
+        settings = ["--model", str(demo.MODEL_PATH), "--served-name", "demo", "--threads", "1", "--worker-id", name]
+        self._run(name, "worker", *settings, *arguments)
+
+    def signal(self, name: str, number: int) -> None:
+        self._processes[name].send_signal(number)
+
+    def wait(self, name: str, timeout_s: float = 30.0) -> int:
+        return self._processes[name].wait(timeout=timeout_s)
+
+    def log(self, name: str) -> list[dict[str, object]]:
+        """The structured lines that a process has logged."""
+        lines = (self._folder / f"{name}.log").read_text().splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def text_log(self, name: str) -> str:
+        return (self._folder / f"{name}.log").read_text()
+
+    def stop(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        self._broker.stop()
+
+    def _run(self, name: str, *arguments: str) -> None:
+        with (self._folder / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                command(*arguments, "--nats", self.url),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment(),
+                start_new_session=True,
+            )
+
+
