@@ -8,6 +8,8 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import pytest
+
 from protocol import errors, messages
 from tests.support.engines import Recorder
 from worker import contract
@@ -103,9 +105,7 @@ async def stops_at_stop_tokens(engine: contract.Engine, config: contract.EngineC
         assert free.text.startswith(recorder.text.removesuffix("\ufffd"))
 
 
-async def stops_at_stop_strings_wherever_they_are_split(
-    engine: contract.Engine, config: contract.EngineConfig
-) -> None:
+async def stops_at_stop_strings_wherever_they_are_split(engine: contract.Engine, config: contract.EngineConfig) -> None:
     free = await run(engine, request(prompt(config)))
     assert len(free.text) > 8
     for start_at in range(len(free.text) - 4):
@@ -238,12 +238,9 @@ async def refuses_without_a_trace(engine: contract.Engine, config: contract.Engi
     }
     for code, asked in wrong.items():
         recorder = Recorder()
-        try:
+        with pytest.raises(errors.RequestError) as refusal:
             engine.generate(asked, recorder)
-        except errors.RequestError as error:
-            assert error.error.code is code, error
-        else:
-            raise AssertionError(f"{code} was not refused")
+        assert refusal.value.error.code is code
         assert not recorder.outputs
     terminal = await neighbour.terminal()
     assert terminal.finish_reason is messages.FinishReason.LENGTH
@@ -268,12 +265,9 @@ async def ends_every_stream_at_cleanup(engine: contract.Engine, config: contract
     await engine.cleanup()
     assert all(len(recorder.terminals) == 1 for recorder in recorders)
     await engine.cleanup()
-    try:
+    with pytest.raises(errors.RequestError) as refusal:
         engine.generate(request(prompt(config)), Recorder())
-    except errors.RequestError as error:
-        assert error.error.retryable
-    else:
-        raise AssertionError("a request was accepted after cleanup")
+    assert refusal.value.error.retryable
 
 
 RULES: tuple[Check, ...] = (
@@ -310,14 +304,10 @@ async def cleans_up_before_start_and_twice(make: Callable[[], contract.Engine]) 
 async def refuses_before_start(make: Callable[[], contract.Engine]) -> None:
     engine = make()
     recorder = Recorder()
-    try:
+    with pytest.raises(errors.RequestError) as refusal:
         engine.generate(request([1]), recorder)
-    except errors.RequestError as error:
-        assert error.error.retryable
-    else:
-        raise AssertionError("a request was accepted before start")
-    finally:
-        await engine.cleanup()
+    assert refusal.value.error.retryable
+    await engine.cleanup()
     assert not recorder.outputs
 
 

@@ -255,10 +255,10 @@ async def broken(request: pytest.FixtureRequest) -> AsyncIterator[Honest]:
     await engine.inner.cleanup()
 
 
-@pytest.mark.parametrize(("broken", "rule"), list(BROKEN.items()), indirect=["broken"], ids=lambda value: value.__name__)
-async def test_the_kit_catches_an_engine_that(
-    broken: Honest, rule: kit.Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("broken", "rule"), list(BROKEN.items()), indirect=["broken"], ids=lambda value: value.__name__
+)
+async def test_the_kit_catches_an_engine_that(broken: Honest, rule: kit.Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kit, "SETTLE_S", 0.5)
     monkeypatch.setattr(kit.Recorder.terminal, "__defaults__", (0.5,))
     monkeypatch.setattr(kit.Recorder.until, "__defaults__", (0.5,))
@@ -268,7 +268,7 @@ async def test_the_kit_catches_an_engine_that(
     try:
         async with asyncio.timeout(20):
             await rule(broken, config)
-    except (AssertionError, TimeoutError, KeyError, errors.RequestError):
+    except (AssertionError, pytest.fail.Exception, TimeoutError, KeyError, errors.RequestError):
         return
     assert any(isinstance(error, ContractError) for error in loop_errors), "the broken engine passed"
 
@@ -292,10 +292,8 @@ class AcceptsBeforeStart(Honest):
     ("broken_life", "rule"),
     [(CleansUpOnlyOnce, kit.cleans_up_before_start_and_twice), (AcceptsBeforeStart, kit.refuses_before_start)],
 )
-async def test_the_kit_catches_a_life_in_which_an_engine(
-    broken_life: type[Honest], rule: kit.LifecycleCheck
-) -> None:
-    with pytest.raises((AssertionError, RuntimeError)):
+async def test_the_kit_catches_a_life_in_which_an_engine(broken_life: type[Honest], rule: kit.LifecycleCheck) -> None:
+    with pytest.raises((AssertionError, pytest.fail.Exception, RuntimeError)):
         await rule(broken_life)
 
 

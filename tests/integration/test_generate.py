@@ -1,6 +1,8 @@
 """A request over the bus, end to end, seen by a client that knows only the wire's text."""
 
 import asyncio
+import json
+from typing import Any
 
 import pytest
 
@@ -145,8 +147,6 @@ async def test_a_tenant_cannot_cancel_the_request_of_another(bare: Bare) -> None
 
 
 async def test_models_lists_both_workers_with_their_load(bare: Bare) -> None:
-    import json
-
     reply = json.loads((await bare.nats.request(f"{PREFIX}.models", b"", timeout=2)).data)
     (served,) = reply["models"]
     assert served["model"] == "demo"
@@ -165,8 +165,22 @@ async def test_a_request_can_be_pinned_to_a_worker(bare: Bare) -> None:
     assert lost.messages[-1]["error"]["code"] == "no_worker"
 
 
+async def nothing_runs(bare: Bare) -> None:
+    """The router has heard that every earlier request has ended."""
+    async with asyncio.timeout(5):
+        while any(card["load"]["running"] + card["load"]["waiting"] for card in await workers(bare)):
+            pass
+
+
+async def workers(bare: Bare) -> list[dict[str, Any]]:
+    reply = json.loads((await bare.nats.request(f"{PREFIX}.models", b"", timeout=2)).data)
+    (served,) = reply["models"]
+    return list(served["workers"])
+
+
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
 async def test_load_is_spread_over_both_workers(bare: Bare, policy: str) -> None:
+    await nothing_runs(bare)
     body = {"prompt": "Once", "max_tokens": 40, "ignore_eos": True, "routing": {"policy": policy}}
     answers = [await bare.generate(body) for _ in range(12)]
     await asyncio.gather(*(answer.terminal() for answer in answers))
@@ -175,8 +189,6 @@ async def test_load_is_spread_over_both_workers(bare: Bare, policy: str) -> None
 
 
 async def test_embed_answers_with_an_error_while_nothing_makes_embeddings(bare: Bare) -> None:
-    import json
-
     reply = await bare.nats.request(f"{PREFIX}.embed.demo", b'{"id": "e1", "input": "text"}', timeout=2)
     answer = json.loads(reply.data)
     assert answer["id"] == "e1"

@@ -10,7 +10,6 @@ import zlib
 from protocol import errors, internal
 from worker import contract
 from worker.engine.plan import StepPlan
-
 from worker.engine.sequence import End
 
 END_TOKEN = 0
@@ -111,9 +110,7 @@ class ArithmeticRunner:
     def close(self) -> None:
         self.closed = True
 
-    def _next(
-        self, sampling: contract.Sampling, computed: list[int], rng: random.Random, *, may_stop: bool
-    ) -> int:
+    def _next(self, sampling: contract.Sampling, computed: list[int], rng: random.Random, *, may_stop: bool) -> int:
         draw = rng.getrandbits(30) if sampling.temperature > 0 else 0
         token = (zlib.crc32(repr(computed).encode()) + draw) % len(PIECES)
         forbidden = {END_TOKEN} if sampling.ignore_eos else set()
@@ -122,5 +119,3 @@ class ArithmeticRunner:
         while token in forbidden:
             token = (token + 1) % len(PIECES)
         return token
-
-

@@ -51,7 +51,12 @@ def thread_engine(load: Callable[[Callable[[float], None]], Runner], max_waiting
 
 
 DEMO = EngineSettings(
-    model=str(demo.MODEL_PATH), threads=1, max_num_seqs=8, context_length=512, kv_tokens=4096, max_num_batched_tokens=256
+    model=str(demo.MODEL_PATH),
+    threads=1,
+    max_num_seqs=8,
+    context_length=512,
+    kv_tokens=4096,
+    max_num_batched_tokens=256,
 )
 
 

@@ -6,13 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-
-
 from collections.abc import Iterator
 from pathlib import Path
 
 import demo
 from cli import broker
+from tests.support.bare import Bare
 
 READY_TIMEOUT_S = 120.0
 
@@ -55,6 +54,7 @@ class System:
         self._folder = folder
         self.url = nats.url
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._clients: list[Bare] = []
 
     @classmethod
     async def start(cls, folder: Path) -> "System":
@@ -81,7 +81,14 @@ class System:
     def text_log(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text()
 
-    def stop(self) -> None:
+    async def connect(self) -> Bare:
+        """A client of this system, closed together with it."""
+        self._clients.append(await Bare.connect(self.url))
+        return self._clients[-1]
+
+    async def stop(self) -> None:
+        for client in self._clients:
+            await client.close()
         for process in self._processes.values():
             process.kill()
             process.wait()
@@ -97,5 +104,3 @@ class System:
                 env=environment(),
                 start_new_session=True,
             )
-
-

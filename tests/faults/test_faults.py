@@ -1,0 +1,199 @@
+"""What a client sees when processes are killed: every accepted request ends in exactly one terminal."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from typing import Any
+
+from tests.support.bare import PREFIX, Answer, Bare, check_stream
+from tests.support.system import System
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
+"""Twelve of these fill the KV memory of one worker (8,192 tokens), so that all can speak at once."""
+
+
+async def cards(bare: Bare) -> list[dict[str, Any]]:
+    """The workers that a router knows; none while there is no router."""
+    try:
+        reply = await bare.nats.request(f"{PREFIX}.models", b"", timeout=1)
+    except Exception:  # no router yet
+        return []
+    models = json.loads(reply.data)["models"]
+    return [card for served in models for card in served["workers"]]
+
+
+async def until_ready(bare: Bare, count: int) -> list[dict[str, Any]]:
+    async with asyncio.timeout(60):
+        while True:
+            found = await cards(bare)
+            if sum(card["state"] == "ready" for card in found) >= count:
+                return found
+            await asyncio.sleep(0.02)
+
+
+async def speaking(bare: Bare, count: int, **more: object) -> list[Answer]:
+    """Streams that have all said something."""
+    answers = [await bare.generate(LONG | more) for _ in range(count)]
+    for answer in answers:
+        await answer.until(3)
+    return answers
+
+
+async def test_kill_9_of_an_engine_ends_its_streams_at_once_and_a_new_one_serves(system: System) -> None:
+    system.router("router")
+    system.worker("worker")
+    bare = await system.connect()
+    (card,) = await until_ready(bare, 1)
+    answers = await speaking(bare, 12)
+    os.kill(card["pids"]["engine"], signal.SIGKILL)
+    killed_at = time.monotonic()
+    for answer in answers:
+        terminal = await answer.terminal()
+        assert terminal["error"]["code"] == "worker_lost"
+        assert terminal["error"]["retryable"]
+        check_stream(answer)
+    assert time.monotonic() - killed_at < 1.0
+    (after,) = await until_ready(bare, 1)
+    assert after["epoch"] == card["epoch"]
+    assert after["pids"]["front"] == card["pids"]["front"]
+    assert after["pids"]["engine"] != card["pids"]["engine"]
+    answer = await bare.ask({"prompt": "12 + 30 =", "max_tokens": 3, "temperature": 0})
+    assert answer.text == " 42"
+    assert all(len(answer.terminals) == 1 for answer in answers)
+
+
+async def test_while_an_engine_restarts_its_requests_go_to_the_other_worker(system: System) -> None:
+    system.router("router")
+    system.worker("worker-a")
+    system.worker("worker-b")
+    bare = await system.connect()
+    found = await until_ready(bare, 2)
+    os.kill(found[0]["pids"]["engine"], signal.SIGKILL)
+    for _ in range(20):
+        answer = await bare.ask({"prompt": "12 + 30 =", "max_tokens": 3, "temperature": 0})
+        assert answer.text == " 42", answer.messages
+
+
+async def test_sigterm_under_load_leaves_no_stream_without_a_terminal(system: System) -> None:
+    system.router("router")
+    system.worker("worker", "--grace-s", "0.3")
+    bare = await system.connect()
+    await until_ready(bare, 1)
+    short = {"max_tokens": 5}
+    answers = await speaking(bare, 12) + [await bare.generate(LONG | short) for _ in range(30)]
+    system.signal("worker", signal.SIGTERM)
+    for answer in answers:
+        terminal = await answer.terminal()
+        if terminal["finish_reason"] == "error":
+            assert terminal["error"]["code"] in ("worker_lost", "shutting_down", "no_worker"), terminal
+        assert len(answer.terminals) == 1
+    assert system.wait("worker") == 0
+    lines = system.log("worker")
+    started = [line["request_id"] for line in lines if line["event"] == "request_started"]
+    finished = [line["request_id"] for line in lines if line["event"] == "request_finished"]
+    assert sorted(started) == sorted(finished)
+    assert len(set(finished)) == len(finished)
+    assert await cards(bare) == []
+
+
+async def test_sigterm_lets_short_requests_finish(system: System) -> None:
+    system.router("router")
+    system.worker("worker", "--grace-s", "30")
+    bare = await system.connect()
+    await until_ready(bare, 1)
+    answers = await speaking(bare, 8, max_tokens=400)
+    system.signal("worker", signal.SIGTERM)
+    for answer in answers:
+        assert (await answer.terminal())["finish_reason"] == "length"
+        check_stream(answer)
+    late = await bare.ask({"prompt": "x"})
+    assert late.messages[-1]["error"]["code"] in ("no_worker", "shutting_down")
+    assert system.wait("worker") == 0
+
+
+async def test_streams_of_a_killed_worker_end_in_worker_lost_within_the_lease(system: System) -> None:
+    system.router("router")
+    system.worker("worker")
+    bare = await system.connect()
+    await until_ready(bare, 1)
+    answers = await speaking(bare, 4)
+    system.signal("worker", signal.SIGKILL)
+    killed_at = time.monotonic()
+    for answer in answers:
+        terminal = await answer.terminal()
+        assert terminal["error"]["code"] == "worker_lost"
+        assert terminal["worker_id"] is None
+    assert time.monotonic() - killed_at < 4.0
+
+
+async def test_a_killed_front_takes_its_engine_with_it(system: System) -> None:
+    system.router("router")
+    system.worker("worker")
+    bare = await system.connect()
+    (card,) = await until_ready(bare, 1)
+    engine = os.pidfd_open(card["pids"]["engine"])
+    system.signal("worker", signal.SIGKILL)
+    gone = asyncio.Event()
+    asyncio.get_running_loop().add_reader(engine, gone.set)
+    async with asyncio.timeout(5):
+        await gone.wait()
+    asyncio.get_running_loop().remove_reader(engine)
+    os.close(engine)
+
+
+async def test_running_streams_do_not_notice_the_death_of_their_router(system: System) -> None:
+    system.router("router")
+    system.worker("worker")
+    bare = await system.connect()
+    await until_ready(bare, 1)
+    answers = await speaking(bare, 4, max_tokens=600)
+    system.signal("router", signal.SIGKILL)
+    system.wait("router")
+    system.router("router-2")
+    for answer in answers:
+        assert (await answer.terminal())["finish_reason"] == "length"
+        check_stream(answer)
+    await until_ready(bare, 1)
+    assert (await bare.ask({"prompt": "12 + 30 =", "max_tokens": 3, "temperature": 0})).text == " 42"
+
+
+async def test_sigterm_of_a_router_hands_new_requests_to_the_other(system: System) -> None:
+    system.router("router-a")
+    system.router("router-b")
+    system.worker("worker")
+    bare = await system.connect()
+    await until_ready(bare, 1)
+    for number in range(40):
+        if number == 10:
+            system.signal("router-a", signal.SIGTERM)
+        answer = await bare.ask({"prompt": "12 + 30 =", "max_tokens": 3, "temperature": 0})
+        assert answer.text == " 42", answer.messages
+    assert system.wait("router-a") == 0
+
+
+async def test_each_request_has_one_start_and_one_terminal_line_in_router_and_worker(system: System) -> None:
+    system.router("router")
+    system.worker("worker")
+    bare = await system.connect()
+    await until_ready(bare, 1)
+    for number in range(5):
+        await bare.ask({"id": f"line-{number}", "prompt": "hello", "max_tokens": 4})
+    system.signal("worker", signal.SIGTERM)
+    system.signal("router", signal.SIGTERM)
+    for name, first in (("worker", "request_started"), ("router", "request_received")):
+        assert system.wait(name) == 0
+        lines = system.log(name)
+        for event in (first, "request_finished"):
+            ids = [line["request_id"] for line in lines if line["event"] == event]
+            assert sorted(str(one) for one in ids) == [f"default:line-{number}" for number in range(5)], (name, event)
+        assert "hello" not in system.text_log(name)
+
+
+async def test_a_worker_that_cannot_serve_its_model_says_why_in_one_line(system: System) -> None:
+    system.worker("missing", "--model", "/nowhere/model.gguf")
+    assert system.wait("missing") == 2
+    assert system.text_log("missing").splitlines()[-1] == (
+        "tokenbus: /nowhere/model.gguf: there is no such file; pass --model the path of a GGUF file"
+    )
