@@ -13,7 +13,8 @@ from client import Client, Stream
 from protocol import codec, errors, messages
 
 _CANCELLED = 130
-_ASKED = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "id", "timeout_ms")
+_CONNECT_TIMEOUT_S = 2.0
+_ASKED = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "id", "timeout_ms")
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -33,7 +34,7 @@ def cancel(options: argparse.Namespace) -> int:
 
 def _with_client(options: argparse.Namespace, command: Any) -> int:
     async def run() -> int:
-        async with await Client.connect(options.nats, tenant=options.tenant, prefix=options.prefix) as client:
+        async with await _connect(options) as client:
             status: int = await command(options, client)
             return status
 
@@ -43,6 +44,12 @@ def _with_client(options: argparse.Namespace, command: Any) -> int:
         return _complain(str(error))
     except errors.RequestError as error:
         return _complain(_sentence(error.error))
+
+
+async def _connect(options: argparse.Namespace) -> Client:
+    return await Client.connect(
+        options.nats, tenant=options.tenant, prefix=options.prefix, connect_timeout_s=_CONNECT_TIMEOUT_S
+    )
 
 
 async def _generate(options: argparse.Namespace, client: Client) -> int:

@@ -129,6 +129,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-p", type=float)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; may be repeated")
+    parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on behind the model's end token")
     parser.add_argument("--id", help="the request's id")
     parser.add_argument("--timeout-ms", type=float)
     parser.add_argument("--json", action="store_true", help="print the raw messages, one a line")

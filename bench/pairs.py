@@ -1,0 +1,33 @@
+"""Compares two ways of doing the same thing in interleaved pairs (A B A B ...) of CPU seconds."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Ratio(NamedTuple):
+    """B's CPU time as a share of A's, over all pairs."""
+
+    first_quartile: float
+    median: float
+    third_quartile: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} (quartiles {self.first_quartile:.2f} to {self.third_quartile:.2f})"
+
+
+def cpu_seconds(work: Callable[[], None]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def compare(first: Callable[[], None], second: Callable[[], None], pairs: int = 9) -> tuple[float, float, Ratio]:
+    """Median CPU seconds of each, and the ratio second / first. One unmeasured pair goes before."""
+    first()
+    second()
+    times = [(cpu_seconds(first), cpu_seconds(second)) for _ in range(pairs)]
+    low, middle, high = statistics.quantiles([b / a for a, b in times], n=4)
+    medians = [statistics.median(column) for column in zip(*times, strict=True)]
+    return medians[0], medians[1], Ratio(low, middle, high)

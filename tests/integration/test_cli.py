@@ -1,0 +1,132 @@
+"""The command line as a person or a script uses it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.system import command
+
+
+def tokenbus(url: str, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"TOKENBUS_NATS": url}
+    return subprocess.run(
+        command(*arguments), env=environment, input=stdin, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_generate_prints_the_answer_and_its_end_apart(url: str) -> None:
+    done = tokenbus(url, "generate", "--model", "demo", "--temperature", "0", "What is 20 + 22?")
+    assert done.returncode == 0
+    assert done.stdout == "20 + 22 = 42.\n"
+    assert done.stderr.startswith("[stop, 14 + 12 tokens, first after ")
+
+
+def test_generate_reads_the_prompt_from_standard_input(url: str) -> None:
+    arguments = ["generate", "--model", "demo", "--raw", "--temperature", "0", "--max-tokens", "3", "-"]
+    assert tokenbus(url, *arguments, stdin="12 + 30 =").stdout == " 42\n"
+
+
+def test_generate_json_prints_the_raw_messages(url: str) -> None:
+    done = tokenbus(url, "generate", "--model", "demo", "--json", "--max-tokens", "4", "hello")
+    chunks = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert chunks[-1]["usage"]["completion_tokens"] == 4
+
+
+def test_an_error_is_one_line_and_a_status(url: str) -> None:
+    done = tokenbus(url, "generate", "--model", "nobody", "hello")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["tokenbus: no_worker: nothing serves 'nobody' now"]
+
+
+def test_no_broker_is_one_line_that_says_what_to_do() -> None:
+    done = tokenbus("nats://127.0.0.1:1", "models")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "no NATS broker at nats://127.0.0.1:1" in line
+    assert "--nats" in line
+
+
+def test_models_lists_what_is_served(url: str) -> None:
+    assert "worker-1" in tokenbus(url, "models").stdout
+    reply = json.loads(tokenbus(url, "models", "--json").stdout)
+    assert [served["model"] for served in reply["models"]] == ["demo"]
+
+
+def test_ctrl_c_cancels_the_request(url: str) -> None:
+    arguments = [
+        "generate",
+        "--model",
+        "demo",
+        "--json",
+        "--id",
+        "interrupted",
+        "--raw",
+        "--max-tokens",
+        "1900",
+        "Once",
+    ]
+    process = subprocess.Popen(
+        command(*arguments), env=os.environ | {"TOKENBUS_NATS": url}, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(3)]
+    process.send_signal(signal.SIGINT)
+    lines += process.stdout.readlines()
+    process.stdout.close()
+    assert process.wait(timeout=10) == 130
+    assert json.loads(lines[-1])["finish_reason"] == "cancelled"
+
+
+def test_cancel_of_an_unknown_id_says_so(url: str) -> None:
+    done = tokenbus(url, "cancel", "nobody")
+    assert done.returncode == 1
+    assert done.stderr == "tokenbus: nobody holds a request nobody\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "there is no such file"),
+        (b"", "can't be read"),
+        (b"not a model at all", "not a GGUF file"),
+        (b"GGUF\x03\0\0\0" + b"\0" * 8 + b"\xff" * 30, "corrupt or cut short"),
+    ],
+    ids=["missing", "empty", "something else", "corrupt"],
+)
+def test_up_with_a_bad_model_stops_with_one_line(tmp_path: Path, content: bytes | None, reason: str) -> None:
+    path = tmp_path / "model.gguf"
+    if content is not None:
+        path.write_bytes(content)
+    done = subprocess.run(
+        command("up", "--port", "0", "--json", "--model", str(path)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"tokenbus: {path}: ")
+    assert reason in last
+
+
+def test_up_says_so_when_its_port_is_taken(url: str) -> None:
+    port = url.rpartition(":")[2]
+    done = subprocess.run(command("up", "--port", port), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "--port 0" in done.stderr.splitlines()[-1]
+
+
+def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cli.main", "up", "--workers", "0"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "--workers" in done.stderr

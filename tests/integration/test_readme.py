@@ -1,0 +1,77 @@
+"""The README's snippets, as they stand there, against a running system."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+RIGHT = "The capital of Avaria is Limora."
+TRANSPORT = "@nats-io/transport-node@3.4.0"
+
+
+def snippets(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def run(command: list[str], folder: Path, url: str) -> str:
+    environment = os.environ | {"TOKENBUS_NATS": url, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("number", range(2), ids=["bare nats-py", "client library"])
+def test_a_python_snippet_streams_an_answer(url: str, tmp_path: Path, number: int) -> None:
+    (tmp_path / "snippet.py").write_text(snippets("python")[number])
+    output = run([sys.executable, "-W", "ignore", "snippet.py"], tmp_path, url)
+    answer, end = output.strip().splitlines()
+    assert answer == RIGHT
+    assert end.startswith("stop")
+    assert re.search(r"completion_tokens\W+14", end)
+
+
+@pytest.fixture(scope="session")
+def node_folder() -> Path:
+    """A folder in which the npm package that the README names is installed, kept between runs."""
+    cache = Path(os.environ.get("TOKENBUS_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder = cache / "tokenbus" / "node"
+    if not (folder / "node_modules" / "@nats-io" / "transport-node").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "package.json").write_text('{"private": true, "type": "module"}')
+        npm = ["npm", "install", "--no-audit", "--no-fund", TRANSPORT]
+        subprocess.run(npm, cwd=folder, check=True, capture_output=True, timeout=120)
+    return folder
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
+def test_the_javascript_snippet_streams_an_answer(url: str, node_folder: Path) -> None:
+    (snippet,) = snippets("js")
+    path = node_folder / f"snippet-{os.getpid()}.mjs"
+    path.write_text(snippet)
+    try:
+        output = run(["node", path.name], node_folder, url)
+    finally:
+        path.unlink()
+    answer, end = output.strip().splitlines()
+    assert answer == RIGHT
+    assert '"completion_tokens":14' in end
+    assert end.startswith("stop")
+
+
+@pytest.mark.parametrize("question", re.findall(r'generate --model demo "([^"]+)"', README))
+def test_the_first_commands_of_the_readme_work(url: str, tmp_path: Path, question: str) -> None:
+    command = [sys.executable, "-m", "cli.main", "generate", "--model", "demo", question]
+    output = run(command, tmp_path, url)
+    assert output.strip()
+
+
+def test_every_file_that_the_readme_links_to_is_there() -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
