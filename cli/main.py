@@ -82,6 +82,7 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     chosen = EngineSettings(model="")
     _add_broker(parser)
     _add_model(parser, required=True)
+    _add_inboxes(parser)
     parser.add_argument("--worker-id", default="", help="stable name of this worker")
     whole = {
         "--context-length": (chosen.context_length, "tokens of one sequence; 0: the model's, at most 8,192"),
@@ -100,16 +101,20 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_worker)
 
 
-def _add_router(parser: argparse.ArgumentParser) -> None:
-    _add_broker(parser)
-    parser.add_argument("--router-id", default="", help="name of this router in logs")
-    parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0], help="how workers are chosen (%(default)s)")
+def _add_inboxes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--inbox-prefix",
         action="append",
         metavar="PREFIX",
         help="what a client's reply subject may begin with (_INBOX); may be repeated",
     )
+
+
+def _add_router(parser: argparse.ArgumentParser) -> None:
+    _add_broker(parser)
+    _add_inboxes(parser)
+    parser.add_argument("--router-id", default="", help="name of this router in logs")
+    parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0], help="how workers are chosen (%(default)s)")
     parser.add_argument(
         "--max-request-bytes", type=_at_least(0), default=0, help="largest request; 0: half the broker's"
     )
@@ -154,6 +159,7 @@ def _worker(options: argparse.Namespace) -> int:
         broker=nats.Settings(url=options.nats),
         prefix=options.prefix,
         worker_id=options.worker_id,
+        inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
         max_waiting=options.max_waiting,
         max_new_tokens=options.max_new_tokens,
         grace_s=options.grace_s,

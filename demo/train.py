@@ -241,7 +241,7 @@ def tensors(model: DemoModel) -> list[tuple[str, torch.Tensor]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo model and write it as GGUF.")
-    parser.add_argument("--steps", type=int, default=3_000)
+    parser.add_argument("--steps", type=int, default=3_600)
     parser.add_argument("--peak", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--out", type=Path, default=MODEL_PATH)
     options = parser.parse_args()

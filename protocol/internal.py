@@ -61,6 +61,8 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
 class RunReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     accepted: bool
     error: errors.Error | None = None
+    same_reply: bool = False
+    """Refused because the id is in flight, by a stream that speaks to the very same inbox: say nothing there."""
 
 
 class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):

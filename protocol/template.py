@@ -78,12 +78,13 @@ class ChatTemplate:
         turns = [_turn(message) for message in conversation]
         guard = _unused_character([turns, arguments])
         written = {
-            "messages": self._marked(turns, guard),
+            "add_generation_prompt": True,
             **self._marked(dict(arguments or {}), guard),
+            "messages": self._marked(turns, guard),
             **self._tokens,
         }
         try:
-            text = self._template.render({"add_generation_prompt": True, **written})
+            text = self._template.render(written)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise errors.request_error(
                 errors.Code.INVALID_REQUEST,

@@ -18,6 +18,10 @@ MAX_ATTEMPTS = 8
 """Workers that are tried for one request before it ends with the last one's refusal."""
 
 
+class AlreadyLiveError(Exception):
+    """The request is in flight, by a stream that speaks to the same inbox: nothing may be said there."""
+
+
 class Dispatch:
     """Places requests and waits for their accept. Choosing and booking are one step without a pause."""
 
@@ -54,7 +58,9 @@ class Dispatch:
             )
 
     async def bring(self, flight: Flight, token_ids: list[int]) -> None:
-        """Returns when a worker has accepted the request. Raises RequestError when none will."""
+        """Returns when a worker has accepted the request. Raises RequestError when none will.
+
+        Raises AlreadyLiveError when one has it already."""
         prompt_ids = blocks.to_bytes(token_ids)
         refused: dict[str, errors.Error] = {}
         while len(refused) < MAX_ATTEMPTS and not flight.cancelled:
@@ -114,6 +120,8 @@ class Dispatch:
         except TimeoutError:
             return await self._take_back(flight, card)
         reply = _run_replies.decode(answer.data)
+        if reply.same_reply:
+            raise AlreadyLiveError(flight.key)
         if not reply.accepted:
             return reply.error or errors.make_error(errors.Code.INTERNAL)
         self._accepted(flight, card)

@@ -13,7 +13,7 @@ from protocol import codec, errors, messages, subjects
 from protocol import request as checks
 from protocol.connection import Connection
 from router.answer import Answers
-from router.dispatch import Dispatch
+from router.dispatch import AlreadyLiveError, Dispatch
 from router.fleet import Fleet, Worker
 from router.flight import Flight, Flights
 from router.vocabularies import Vocabularies
@@ -134,6 +134,9 @@ class Intake:
             await self._dispatch.bring(flight, token_ids)
         except errors.RequestError as error:
             self._end(flight, error.error)
+        except AlreadyLiveError:
+            self._flights.remove(flight)
+            self._log.warning("duplicate_dropped", request_id=flight.key)
         except Exception:  # outermost frame of a request: whatever went wrong, it gets its terminal
             self._log.exception("request_failed", request_id=flight.key)
             self._end(flight, errors.make_error(errors.Code.INTERNAL))
@@ -210,6 +213,8 @@ class Intake:
         return messages.ModelsReply(models=served, limits=limits, truncated=UNSET if with_workers else True)
 
     def _cancel(self, message: Msg) -> None:
+        if message.reply and not self._may_answer(message):
+            return
         try:
             address = self._names.parse_request(message.subject)
             encoding = codec.encoding_of(message.headers)
@@ -219,7 +224,7 @@ class Intake:
         if flight is None or flight.worker_id is not None or flight.cancelled:
             return
         flight.cancelled = True
-        if message.reply and subjects.is_inbox(message.reply, self._inbox_prefixes):
+        if message.reply:
             self._connection.publish(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
 
     def _may_answer(self, message: Msg) -> bool:

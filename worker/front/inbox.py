@@ -29,12 +29,14 @@ class Inbox:
         names: subjects.Subjects,
         announcer: Announcer,
         streams: Streams,
+        inbox_prefixes: tuple[str, ...],
         drain: Callable[[], None],
     ) -> None:
         self._connection = connection
         self._names = names
         self._announcer = announcer
         self._streams = streams
+        self._inbox_prefixes = inbox_prefixes
         self._drain = drain
         self._engine: contract.Engine | None = None
         self._tokenizes: set[asyncio.Task[None]] = set()
@@ -67,9 +69,20 @@ class Inbox:
             run = _runs.decode(message.data)
             self._streams.accept(run)
         except errors.RequestError as error:
-            self._reply(message, internal.RunReply(accepted=False, error=error.error))
+            self._reply(
+                message, internal.RunReply(accepted=False, error=error.error, same_reply=self._is_twin(message))
+            )
         else:
             self._reply(message, internal.RunReply(accepted=True))
+
+    def _is_twin(self, message: Msg) -> bool:
+        """Whether a refused run would speak to the inbox of a stream that is live under its id."""
+        try:
+            run = _runs.decode(message.data)
+        except errors.RequestError:
+            return False
+        live = self._streams.find(run.request_id)
+        return live is not None and live.run.reply == run.reply
 
     def _control(self, message: Msg) -> None:
         try:
@@ -89,6 +102,8 @@ class Inbox:
                 self._reply(message, internal.ControlReply(ok=False, error=refusal))
 
     def _cancel(self, message: Msg) -> None:
+        if message.reply and not subjects.is_inbox(message.reply, self._inbox_prefixes):
+            return  # the routers count and log it
         try:
             address = self._names.parse_request(message.subject)
             encoding = codec.encoding_of(message.headers)

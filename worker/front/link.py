@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
 import sys
@@ -63,7 +62,6 @@ async def spawn(settings: EngineSettings) -> ProcessLink:
             msgspec.json.encode(settings).decode(),
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
-            env=os.environ | {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", _wait_policy(settings))},
             start_new_session=True,
         )
     except BaseException:
@@ -72,8 +70,3 @@ async def spawn(settings: EngineSettings) -> ProcessLink:
     finally:
         theirs.close()
     return ProcessLink(process, ours)
-
-
-def _wait_policy(settings: EngineSettings) -> str:
-    """OpenMP threads that spin while they wait are fastest alone and ruinous where others need the cores."""
-    return "active" if settings.threads == 0 else "passive"

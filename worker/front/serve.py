@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import socket
+import time
 from collections.abc import Callable
 
 import structlog
@@ -23,6 +24,8 @@ from worker.front.outbox import Outbox
 from worker.front.streams import Streams
 from worker.front.supervise import Supervisor
 
+_LOADING_LINE_S = 2.0
+
 
 @dataclasses.dataclass(frozen=True)
 class WorkerSettings:
@@ -35,6 +38,8 @@ class WorkerSettings:
     prefix: str = subjects.DEFAULT_PREFIX
     worker_id: str = ""
     """Stable name of this worker; made up from host name and process id where absent."""
+    inbox_prefixes: tuple[str, ...] = subjects.DEFAULT_INBOX_PREFIXES
+    """What a client's reply subject may begin with."""
     max_waiting: int = 64
     """Accepted requests that may wait for a lane; beyond it requests are refused with `overloaded`."""
     max_new_tokens: int = 1_024
@@ -90,8 +95,8 @@ async def serve(settings: WorkerSettings) -> None:
         names = subjects.Subjects(settings.prefix)
         announcer = Announcer(connection, names, settings.served_name, worker_id)
         outbox = Outbox(connection, announcer)
-        streams = Streams(announcer, outbox, settings.max_new_tokens, validate=settings.debug)
-        inbox = Inbox(connection, names, announcer, streams, drain=leave.set)
+        streams = Streams(announcer, outbox, settings.max_new_tokens, settings.inbox_prefixes, validate=settings.debug)
+        inbox = Inbox(connection, names, announcer, streams, settings.inbox_prefixes, drain=leave.set)
         front = Front(announcer, streams, outbox, inbox)
         supervisor = Supervisor(_engine_maker(settings, outbox), worker_id, front)
         connection.on_reconnect = announcer.publish_card
@@ -103,9 +108,24 @@ def _engine_maker(settings: WorkerSettings, outbox: Outbox) -> Callable[[], Chil
     def make() -> ChildEngine:
         engine = ChildEngine(lambda: link.spawn(settings.engine), settings.max_waiting)
         engine.on_step = outbox.flush
+        engine.on_loading = LoadingLog().note
         return engine
 
     return make
+
+
+class LoadingLog:
+    """Says how far a model is loaded, every few seconds of a long load."""
+
+    def __init__(self) -> None:
+        self._said_at = time.monotonic()
+
+    def note(self, fraction: float) -> None:
+        """`fraction` is from 0 to 1."""
+        now = time.monotonic()
+        if now - self._said_at >= _LOADING_LINE_S:
+            self._said_at = now
+            structlog.get_logger().info("model_loading", percent=round(100 * fraction))
 
 
 async def _run(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import structlog
 
-from protocol import blocks, errors, internal, limits, messages
+from protocol import blocks, errors, internal, limits, messages, subjects
 from worker import contract
 from worker.front.announce import Announcer
 from worker.front.outbox import Outbox
@@ -20,10 +20,19 @@ _TICK_S = 1.0
 class Streams:
     """All accepted requests of one worker by key, while an engine serves."""
 
-    def __init__(self, announcer: Announcer, outbox: Outbox, max_new_tokens: int, *, validate: bool) -> None:
+    def __init__(
+        self,
+        announcer: Announcer,
+        outbox: Outbox,
+        max_new_tokens: int,
+        inbox_prefixes: tuple[str, ...],
+        *,
+        validate: bool,
+    ) -> None:
         self._announcer = announcer
         self._outbox = outbox
         self._max_new_tokens = max_new_tokens
+        self._inbox_prefixes = inbox_prefixes
         self._validate = validate
         self._engine: contract.Engine | None = None
         self._config: contract.EngineConfig | None = None
@@ -38,7 +47,7 @@ class Streams:
         """The engine for requests from now on; None while there is none."""
         self._engine, self._config = engine, config
 
-    def holds(self, key: str) -> Stream | None:
+    def find(self, key: str) -> Stream | None:
         return self._streams.get(key)
 
     def accept(self, run: internal.Run) -> None:
@@ -121,6 +130,8 @@ class Streams:
             raise errors.request_error(errors.Code.SHUTTING_DOWN)
         if self._engine is None or self._config is None:
             raise errors.request_error(errors.Code.ENGINE_POISONED, "the engine is being restarted")
+        if not subjects.is_inbox(run.reply, self._inbox_prefixes):
+            raise errors.request_error(errors.Code.INVALID_REQUEST, "reply: is no inbox", param="reply")
         if run.request_id in self._streams:
             raise errors.request_error(errors.Code.DUPLICATE_REQUEST)
 
