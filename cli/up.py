@@ -31,6 +31,7 @@ class Up:
         self._out = out
         self._broker: broker.Broker | None = None
         self._url = ""
+        self._serves = False
         self._children: list[Child] = []
         self._keepers: list[asyncio.Task[None]] = []
 
@@ -53,7 +54,8 @@ class Up:
             left.cancel()
             serving.cancel()
             await asyncio.gather(left, serving, return_exceptions=True)
-            self._out.say("stopping: running requests have up to 10 s to finish; Ctrl-C again to stop at once")
+            if self._serves:
+                self._out.say("stopping: running requests have up to 10 s to finish; Ctrl-C again to stop at once")
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
             await self._stop()
@@ -63,6 +65,7 @@ class Up:
         self._start_children()
         async with await Client.connect(self._url) as client:
             reply = await self._until_ready(client)
+            self._serves = True
             self._out.ready(self._url, reply, self._options.served_name, self._log_folder)
             while True:
                 self._raise_refusals()

@@ -45,8 +45,8 @@ def build(version: str, folder: Path) -> None:
         options = f"-DLLAVA_BUILD=OFF -DCMAKE_PROJECT_INCLUDE={lean} {os.environ.get('CMAKE_ARGS', '')}".strip()
         cores = str(os.cpu_count() or 1)
         environment = os.environ | {"CMAKE_ARGS": options, "CMAKE_BUILD_PARALLEL_LEVEL": cores}
-        command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir", "--no-binary", "llama-cpp-python"]
-        command += ["--wheel-dir", scratch, f"llama-cpp-python=={version}"]
+        command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir", "--wheel-dir", scratch]
+        command += ["--no-binary", "llama-cpp-python", f"llama-cpp-python=={version}"]
         subprocess.run(command, env=environment, check=True, stdout=sys.stderr)
         folder.mkdir(parents=True, exist_ok=True)
         (wheel,) = Path(scratch).glob("*.whl")

@@ -110,7 +110,8 @@ class Dispatch:
         )
         subject = self._names.worker(card.model, card.worker_id, "run")
         try:
-            answer = await self._connection.request(subject, codec.encode(run), limits.ACCEPT_S)
+            headers = {"traceparent": flight.traceparent} if flight.traceparent else None
+            answer = await self._connection.request(subject, codec.encode(run), limits.ACCEPT_S, headers)
         except NoRespondersError:
             return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} does not answer")
         except PayloadTooLargeError as error:

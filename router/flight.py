@@ -18,6 +18,7 @@ class Flight:
         "request",
         "spoken",
         "tenant",
+        "traceparent",
         "worker_id",
     )
 
@@ -28,6 +29,7 @@ class Flight:
         reply: str,
         encoding: codec.Encoding,
         received_at: float,
+        traceparent: str | None = None,
     ) -> None:
         assert request.id is not None
         self.request = request
@@ -37,6 +39,7 @@ class Flight:
         self.reply = reply
         self.encoding = encoding
         self.received_at = received_at
+        self.traceparent = traceparent
         self.attempt = 0
         """The highest attempt that was dispatched."""
         self.worker_id: str | None = None

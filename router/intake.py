@@ -95,7 +95,7 @@ class Intake:
             request_id = request.id or ""
             checks.check(request)
             self._dispatch.check(request.routing)
-            self._take(request, address, message.reply, encoding)
+            self._take(request, address, message, encoding)
         except errors.RequestError as error:
             self._refuse(message, encoding, request_id, error.error)
 
@@ -103,13 +103,14 @@ class Intake:
         self,
         request: messages.GenerateRequest,
         address: subjects.ModelAddress,
-        reply: str,
+        message: Msg,
         encoding: codec.Encoding,
     ) -> None:
         """Makes a flight of a checked request. Raises RequestError."""
         if request.id is None:
             request = codec.replaced(request, id=secrets.token_urlsafe(16))
-        flight = Flight(request, address, reply, encoding, time.monotonic())
+        reply, traceparent = message.reply, (message.headers or {}).get("traceparent")
+        flight = Flight(request, address, reply, encoding, time.monotonic(), traceparent)
         twin = self._flights.find(flight.key)
         if twin is not None and twin.reply == reply:
             self._log.warning("duplicate_dropped", request_id=flight.key)

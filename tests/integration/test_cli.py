@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import demo
 from tests.support.system import command
 
 
@@ -89,15 +90,22 @@ def test_cancel_of_an_unknown_id_says_so(url: str) -> None:
     assert done.stderr == "tokenbus: nobody holds a request nobody\n"
 
 
+def unknown_architecture() -> bytes:
+    whole = demo.MODEL_PATH.read_bytes()
+    return whole.replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0zzzzz", 1)
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
+        (unknown_architecture(), "unknown model architecture: 'zzzzz'; llama-cpp-python"),
+        (demo.MODEL_PATH.read_bytes()[:900_000], "fetch the file again"),
         (None, "there is no such file"),
         (b"", "can't be read"),
         (b"not a model at all", "not a GGUF file"),
         (b"GGUF\x03\0\0\0" + b"\0" * 8 + b"\xff" * 30, "corrupt or cut short"),
     ],
-    ids=["missing", "empty", "something else", "corrupt"],
+    ids=["architecture", "cut short", "missing", "empty", "something else", "corrupt"],
 )
 def test_up_with_a_bad_model_stops_with_one_line(tmp_path: Path, content: bytes | None, reason: str) -> None:
     path = tmp_path / "model.gguf"

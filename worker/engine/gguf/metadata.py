@@ -47,6 +47,8 @@ def read(path: Path) -> Metadata:
             return _parse(path, data)
     except FileNotFoundError as error:
         raise ModelError(f"{path}: there is no such file; pass --model the path of a GGUF file") from error
+    except IsADirectoryError as error:
+        raise ModelError(f"{path}: is a directory; pass --model the path of a GGUF file") from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: can't be read: {error}") from error
 

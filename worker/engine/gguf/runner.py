@@ -148,8 +148,18 @@ def _load(path: Path, settings: EngineSettings, progress: Callable[[float], None
     params.progress_callback = llama.llama_progress_callback(report)
     model: llama.llama_model_p | None = llama.llama_model_load_from_file(str(path).encode(), params)
     if model is None:
-        raise ModelError(f"{path}: llama.cpp can't load it: {library.last_error()}")
+        raise ModelError(f"{path}: {_what_to_do(library.last_error())}")
     return model
+
+
+def _what_to_do(complaint: str) -> str:
+    """llama.cpp's reason for not loading a file, and what may help."""
+    reason = complaint.rpartition("error loading model: ")[2]
+    if "unknown model architecture" in reason:
+        return f"{reason}; llama-cpp-python {llama_cpp.__version__} can't run it, a later version may"
+    if "file bounds" in reason or "corrupt" in reason:
+        return f"{reason}; fetch the file again"
+    return f"llama.cpp can't load it: {reason}"
 
 
 def _make_context(model: llama.llama_model_p, settings: EngineSettings) -> llama.llama_context_p:
