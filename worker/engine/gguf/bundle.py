@@ -42,7 +42,11 @@ PROBES = (
 
 def build(metadata: Metadata, rules: prompt.PromptRules, encode: Callable[[str], list[int]]) -> bytes | None:
     """The packed bundle, or None where this vocabulary can't be rebuilt exactly. `encode` is llama.cpp's own."""
-    tokenizer = _tokenizer(metadata)
+    try:
+        tokenizer = _tokenizer(metadata)
+    except Exception as error:  # the library raises nothing more exact for merges that make no sense
+        structlog.get_logger().warning("tokenizer_not_built", error=str(error))
+        return None
     if tokenizer is None:
         return None
     for probe in PROBES:

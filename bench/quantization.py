@@ -1,0 +1,78 @@
+"""The quantizations a model can be written in: three directly, the others through llama.cpp's own quantizer."""
+
+import ctypes
+import os
+from pathlib import Path
+
+import gguf
+from llama_cpp import llama_cpp as llama
+
+from bench.shape import ImpossibleModelError, Shape, tensors
+from worker.engine.gguf import library
+
+PLAIN = {
+    "f32": (llama.LLAMA_FTYPE_ALL_F32, gguf.GGMLQuantizationType.F32),
+    "f16": (llama.LLAMA_FTYPE_MOSTLY_F16, gguf.GGMLQuantizationType.F16),
+    "bf16": (llama.LLAMA_FTYPE_MOSTLY_BF16, gguf.GGMLQuantizationType.BF16),
+}
+"""What needs no quantizer: the file type, and the type of the matrices."""
+
+# The same aliases as those of llama.cpp's tools/quantize.
+_ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}
+# A file type that llama.h names and the quantizer can't write.
+_UNWRITABLE = "nvfp4"
+# These give some tensor a type that llama.cpp quantizes with an importance matrix only: `tensor_requires_imatrix` in
+# src/llama-quant.cpp.
+_WANTS_IMPORTANCES = frozenset(("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq2_m", "iq3_xxs", "iq3_xs", "q2_k_s"))
+# A tensor whose rows are no whole blocks falls back to a type with smaller ones (`tensor_type_fallback` there), but
+# for this one.
+_BLOCK_WITHOUT_FALLBACK = {"q1_0": 128}
+_BUFFER_BYTES = 64 << 20
+"""Instead of llama.cpp's 8 GiB."""
+
+
+def file_types() -> dict[str, int]:
+    """The name of every quantization there is, and llama.cpp's number of that file type."""
+    types = {
+        name.removeprefix(prefix).lower(): value
+        for prefix in ("LLAMA_FTYPE_ALL_", "LLAMA_FTYPE_MOSTLY_")
+        for name, value in vars(llama).items()
+        if name.startswith(prefix)
+    }
+    types.pop(_UNWRITABLE, None)
+    return types | {alias: types[name] for alias, name in _ALIASES.items()}
+
+
+def check(shape: Shape, quantization: str) -> None:
+    """Raises ImpossibleModelError for a name that is none, and for rows that can't be cut into its blocks."""
+    if quantization not in (known := file_types()):
+        raise ImpossibleModelError(f"quantization {quantization!r} is none of {', '.join(sorted(known))}")
+    block = _BLOCK_WITHOUT_FALLBACK.get(quantization, 1)
+    for name, columns in (("width", shape.width), ("feed_forward", shape.feed_forward)):
+        if columns % block:
+            raise ImpossibleModelError(f"{name} must be a multiple of {block} for {quantization}, got {columns}")
+
+
+def quantize(plain: Path, quantized: Path, shape: Shape, quantization: str, threads: int) -> None:
+    """Writes `quantized` from the F16 file `plain`, on so many threads; 0 takes all cores."""
+    library.start()
+    library.last_error()
+    params = llama.llama_model_quantize_default_params()
+    params.ftype = file_types()[quantization]
+    params.nthread = threads
+    params.max_buf_size = _BUFFER_BYTES
+    if quantization in _WANTS_IMPORTANCES:
+        params.imatrix = _equal_importances(shape)
+    if llama.llama_model_quantize(os.fsencode(plain), os.fsencode(quantized), ctypes.byref(params)) != 0:
+        raise ImpossibleModelError(f"llama.cpp can't write {quantization}: {library.last_error()}")
+
+
+def _equal_importances(shape: Shape) -> ctypes.Array[llama.llama_model_imatrix_data]:
+    """An importance matrix in which every weight counts the same, ended by an entry without a name."""
+    ones = (ctypes.c_float * max(shape.width, shape.feed_forward))()
+    ones[:] = [1.0] * len(ones)
+    matrices = [tensor for tensor in tensors(shape) if tensor.is_matrix]
+    entries = (llama.llama_model_imatrix_data * (len(matrices) + 1))()
+    for entry, tensor in zip(entries, matrices, strict=False):
+        entry.name, entry.data, entry.size = tensor.name.encode(), ones, tensor.shape[-1]
+    return entries

@@ -1,0 +1,101 @@
+"""The sizes of a llama model: what they may be, and which weights follow from them."""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from bench import random_vocabulary
+
+_MOST_LAYERS = 512
+"""LLAMA_MAX_LAYERS: one more ends the process that loads the model."""
+_LARGEST = 2**31 - 1
+_EMBEDDING_STD = 0.02
+
+
+class ImpossibleModelError(ValueError):
+    """There can be no such model; says in one line why."""
+
+
+class Shape(NamedTuple):
+    """A head is `width // heads` wide; every KV head serves `heads // kv_heads` heads."""
+
+    layers: int
+    width: int
+    feed_forward: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    """Tokens in the vocabulary."""
+    context: int
+    """Tokens that the model claims to be trained for."""
+    tied: bool = True
+    """The embedding serves as output too."""
+
+
+PRESETS = {
+    # The narrowest whose rows are whole blocks of a K-quant, so that nothing falls back to another type.
+    "tiny": Shape(layers=2, width=256, feed_forward=512, heads=4, kv_heads=2, vocab=384, context=1_024),
+    "demo": Shape(layers=4, width=128, feed_forward=384, heads=4, kv_heads=2, vocab=512, context=2_048),
+    # Qwen2-0.5B without its biases.
+    "0.5b": Shape(layers=24, width=896, feed_forward=4_864, heads=14, kv_heads=2, vocab=151_936, context=32_768),
+}
+SIZES = tuple(name for name in Shape._fields if name != "tied")
+"""The fields that are numbers."""
+
+
+class Tensor(NamedTuple):
+    """A weight by llama.cpp's name; the shape of a matrix is (outputs, inputs), of a norm (inputs,)."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) == 2
+
+    @property
+    def std(self) -> float:
+        """Keeps activations near 1 in every layer. A token's own embedding is made small beside what the layers add
+        to it, because with a tied embedding it would make every token its own likeliest successor."""
+        return _EMBEDDING_STD if self.name == "token_embd.weight" else 1 / math.sqrt(self.shape[-1])
+
+
+def tensors(shape: Shape) -> list[Tensor]:
+    """Every weight, in the order of the file."""
+    width, kv_width = shape.width, shape.width // shape.heads * shape.kv_heads
+    parts = {
+        "attn_norm": (width,), "attn_q": (width, width), "attn_k": (kv_width, width), "attn_v": (kv_width, width),
+        "attn_output": (width, width), "ffn_norm": (width,), "ffn_gate": (shape.feed_forward, width),
+        "ffn_up": (shape.feed_forward, width), "ffn_down": (width, shape.feed_forward),
+    }  # fmt: skip
+    named = [Tensor("token_embd.weight", (shape.vocab, width)), Tensor("output_norm.weight", (width,))]
+    named += [] if shape.tied else [Tensor("output.weight", (shape.vocab, width))]
+    return named + [
+        Tensor(f"blk.{layer}.{part}.weight", size) for layer in range(shape.layers) for part, size in parts.items()
+    ]
+
+
+def check(shape: Shape) -> None:
+    """Raises ImpossibleModelError for what llama.cpp would refuse to load, or die of."""
+    for name in SIZES:
+        if not 1 <= (value := getattr(shape, name)) <= _LARGEST:
+            raise ImpossibleModelError(f"{name} must be 1 to {_LARGEST}, got {value}")
+    for problem in _problems(shape):
+        raise ImpossibleModelError(problem)
+
+
+def _problems(shape: Shape) -> Iterator[str]:
+    if shape.layers > _MOST_LAYERS:
+        yield f"layers must be at most {_MOST_LAYERS}, got {shape.layers}"
+    if shape.width % shape.heads:
+        yield f"width {shape.width} is not divisible by heads {shape.heads}"
+    if (head := shape.width // shape.heads) % 2:
+        yield f"width {shape.width} makes {shape.heads} heads {head} wide; an odd width can't be rotated"
+    if shape.heads % shape.kv_heads:
+        yield f"heads {shape.heads} is not divisible by kv_heads {shape.kv_heads}"
+    if shape.vocab < random_vocabulary.SMALLEST:
+        yield f"vocab must be at least {random_vocabulary.SMALLEST}, got {shape.vocab}"
