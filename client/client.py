@@ -18,6 +18,10 @@ DEFAULT_SILENCE_S = 15.0
 """Three times the longest pause that the wire allows a live stream."""
 
 
+UNSTREAMED_SILENCE_S = 600.0
+"""With `stream=False` nothing comes before the whole answer, so this bounds how long one may take."""
+
+
 class Client:
     """Open it with `connect`, close it with `close`, or use it as `async with await Client.connect(url) as client`."""
 
@@ -60,7 +64,7 @@ class Client:
         model: str,
         request: messages.GenerateRequest | None = None,
         *,
-        silence_s: float = DEFAULT_SILENCE_S,
+        silence_s: float | None = None,
         **fields: Any,
     ) -> Stream:
         """Asks for a completion and returns its stream at once.
@@ -76,7 +80,7 @@ class Client:
         stream = Stream(
             request_id,
             self._encoding,
-            silence_s,
+            silence_s or (DEFAULT_SILENCE_S if request.stream is not False else UNSTREAMED_SILENCE_S),
             cancel=lambda: self._send_cancel(request_id),
             close=lambda: self._forget(place),
         )

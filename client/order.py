@@ -25,13 +25,13 @@ class Order:
         come with the offsets of whoever sent it, who need not know how far the stream was."""
         if chunk.attempt < self.attempt:
             return False
-        self.attempt = chunk.attempt
         carries = chunk.tokens or chunk.text
         if carries and (chunk.offset, chunk.text_offset) != (self.num_tokens, self.text_bytes):
             raise BrokenStreamError(
                 f"the stream goes on at token {chunk.offset}, byte {chunk.text_offset}; "
                 f"token {self.num_tokens}, byte {self.text_bytes} was to come"
             )
+        self.attempt = chunk.attempt
         self.num_tokens += chunk.tokens
         self.text_bytes += len(chunk.text.encode())
         return True

@@ -1,12 +1,14 @@
 """One generation as its client sees it: an async iterator of chunks that always ends with one terminal."""
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
 from client.order import BrokenStreamError, Order
 from protocol import codec, errors, messages
+from protocol.connection import BusyError
 
 _chunks = codec.Decoder(messages.Chunk)
 
@@ -54,8 +56,8 @@ class Stream:
                 async with asyncio.timeout(self._silence_s):
                     await self._arrived.wait()
             except TimeoutError:
-                self._cancel()
                 self.end(errors.make_error(errors.Code.WORKER_LOST, f"nothing came for {self._silence_s:g} s"))
+                self._send_cancel()
         return self._unread.popleft()
 
     async def __aenter__(self) -> "Stream":
@@ -69,13 +71,13 @@ class Stream:
     async def aclose(self) -> None:
         """Cancels the request unless it has ended. Safe to call again."""
         if not self._ended:
-            self._cancel()
             self._finish()
+            self._send_cancel()
 
     def cancel(self) -> None:
         """Asks for the end; the stream goes on until its terminal, `cancelled` if nothing else came first."""
         if not self._ended:
-            self._cancel()
+            self._send_cancel()
 
     async def text(self) -> str:
         """The whole text, at the end. Raises RequestError if the stream ends in an error."""
@@ -97,8 +99,8 @@ class Stream:
             if len(self._unread) >= MAX_UNREAD_CHUNKS:
                 raise BrokenStreamError(f"{MAX_UNREAD_CHUNKS} chunks were not read")
         except (BrokenStreamError, errors.RequestError) as error:
-            self._cancel()
             self.end(errors.make_error(errors.Code.WORKER_LOST, str(error)))
+            self._send_cancel()
             return
         self._unread.append(chunk)
         self._arrived.set()
@@ -120,6 +122,11 @@ class Stream:
             )
         )
         self._finish()
+
+    def _send_cancel(self) -> None:
+        """Where it can't be sent the worker finds out by itself that nobody listens."""
+        with contextlib.suppress(ConnectionError, BusyError):
+            self._cancel()
 
     def _finish(self) -> None:
         self._ended = True

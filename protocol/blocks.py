@@ -31,9 +31,9 @@ class PrefixDomain(NamedTuple):
 def root_hash(domain: PrefixDomain) -> int:
     """The parent of a first block: `xxh3_64` of `fingerprint \\0 name=scale,... \\0 tenant \\0 salt`."""
     adapters = ",".join(
-        f"{subjects.name_to_token(name)}={_shortest_decimal(scale)}" for name, scale in sorted(domain.adapters)
+        f"{subjects.escape(name)}={_shortest_decimal(scale)}" for name, scale in sorted(domain.adapters)
     )
-    parts = (domain.fingerprint, adapters, _token_or_empty(domain.tenant), _token_or_empty(domain.cache_salt))
+    parts = (domain.fingerprint, adapters, subjects.escape(domain.tenant), subjects.escape(domain.cache_salt))
     return xxhash.xxh3_64_intdigest("\0".join(parts).encode())
 
 
@@ -70,10 +70,6 @@ def from_bytes(data: bytes) -> list[int]:
 def hash_to_hex(value: int) -> str:
     """A hash as it appears in JSON: 16 lower-case hex digits."""
     return f"{value:016x}"
-
-
-def _token_or_empty(name: str) -> str:
-    return subjects.name_to_token(name) if name else ""
 
 
 def _shortest_decimal(scale: float) -> str:

@@ -18,7 +18,9 @@ StructT = TypeVar("StructT", bound=msgspec.Struct)
 CONTENT_TYPE = "Content-Type"
 _FREE_FORM = frozenset({"chat_template_kwargs", "tools", "tool_choice", "json_schema", "tool_calls"})
 _LARGEST_EXACT = 2.0**53
-_ERROR_PATH = re.compile(r" - at `\$\.?(.*)`$")
+_ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_NOT_FINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]|\xca[\x7f\xff][\x80-\xff]")
+"""How a MessagePack float begins that may be no number. It may stand inside a text too, so a hit proves nothing."""
 
 
 class Encoding(enum.StrEnum):
@@ -83,7 +85,12 @@ class Decoder(Generic[MessageT]):
             return self._lenient(payload, encoding)
 
     def _strict(self, payload: bytes, encoding: Encoding) -> MessageT:
-        return self._json.decode(payload) if encoding is Encoding.JSON else self._msgpack.decode(payload)
+        if encoding is Encoding.JSON:
+            return self._json.decode(payload)
+        message = self._msgpack.decode(payload)
+        if _NOT_FINITE.search(payload):
+            _check_finite(msgspec.msgpack.decode(payload, strict=False))
+        return message
 
     def _lenient(self, payload: bytes, encoding: Encoding) -> MessageT:
         try:
@@ -99,6 +106,13 @@ class Decoder(Generic[MessageT]):
             match = _ERROR_PATH.search(text)
             path = match[1] if match else None
             raise _invalid(_ERROR_PATH.sub("", text) + (f" at {path}" if path else ""), param=path) from error
+
+
+def _check_finite(value: Any) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _invalid("NaN and infinite numbers are not allowed")
+    for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_finite(child)
 
 
 _LABELS = {Encoding.JSON: "JSON", Encoding.MSGPACK: "MessagePack"}
@@ -128,8 +142,7 @@ def _normalize(value: Any, depth: int) -> Any:
         return [_normalize(child, depth + 1) for child in value]
     if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT:
         return int(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise _invalid("NaN and infinite numbers are not allowed")
+    _check_finite(value)
     return value
 
 

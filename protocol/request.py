@@ -65,6 +65,8 @@ def check(request: messages.GenerateRequest) -> None:
     _check_hints(request)
     for name in ("chat_template_kwargs", "tools", "tool_choice"):
         codec.check_free_form(getattr(request, name), name)
+    if request.response_format is not None:
+        codec.check_free_form(request.response_format.json_schema, "response_format.json_schema")
 
 
 def check_id(request_id: str | None) -> None:

@@ -19,10 +19,15 @@ def name_to_token(name: str) -> str:
     """`qwen2.5-0.5b` to `qwen2=2E5-0=2E5b`: a name as a single subject token.
 
     Raises ValueError for a name that is empty, too long, or not Unicode text."""
-    raw = name.encode()
-    if not 0 < len(raw) <= limits.MAX_NAME_BYTES:
-        raise ValueError(f"a name has 1 to {limits.MAX_NAME_BYTES} bytes, this one has {len(raw)}")
-    return "".join(chr(byte) if byte in _PLAIN else f"={byte:02X}" for byte in raw)
+    length = len(name.encode())
+    if not 0 < length <= limits.MAX_NAME_BYTES:
+        raise ValueError(f"a name has 1 to {limits.MAX_NAME_BYTES} bytes, this one has {length}")
+    return escape(name)
+
+
+def escape(text: str) -> str:
+    """A text of any length in subject form."""
+    return "".join(chr(byte) if byte in _PLAIN else f"={byte:02X}" for byte in text.encode())
 
 
 def token_to_name(token: str) -> str:

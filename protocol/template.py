@@ -1,14 +1,15 @@
 """Renders a conversation with the model's own chat template, in a sandbox, keeping apart who wrote what.
 
-Special tokens are meant where the template writes them and never where a user did. So every place in a user's text
-where a special token begins is marked with a guard character before rendering, and a marked place is no special token.
+Special tokens are meant where the template writes them and never where a user did. So before rendering, every place in
+a user's text where a special token begins gets a guard in front, and a guarded place is no special token; and a text
+that ends like the beginning of one gets a separator behind, so that what comes next can't complete it.
 """
 
 import datetime
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import msgspec
@@ -17,8 +18,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from protocol import errors, limits, messages, request
 
-_NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Code points that Unicode reserves for a program's own use: never part of a text that means something."""
+_MARKS = [chr(code) for code in range(0x13000, 0x13400)]
+"""Where guard and separator are taken from: Egyptian hieroglyphs, any two that the request does not use.
+
+They have to be printable, so that also a list which a template prints as Python would keeps them as they are."""
+
+
+class Marks(NamedTuple):
+    """Two characters that neither the request nor the template uses."""
+
+    guard: str
+    separator: str
 
 
 class SpecialTokens:
@@ -35,17 +45,17 @@ class SpecialTokens:
     def __repr__(self) -> str:
         return f"<SpecialTokens {len(self.ids)}>"
 
-    def mark(self, text: str, guard: str) -> str:
-        """`text` with `guard` before every place where a special token begins, or could be completed behind it."""
-        marked = self._begins.sub(guard, text)
+    def mark(self, text: str, marks: Marks) -> str:
+        """`text` with marks wherever it holds, or could help to make, a special token."""
+        marked = self._begins.sub(marks.guard, text)
         ends_in_start = any(text[-length:] in self._starts for length in range(1, min(self._longest, len(text) + 1)))
-        return marked + guard if ends_in_start else marked
+        return marked + marks.separator if ends_in_start else marked
 
-    def split(self, text: str, guard: str = "\ufdd0") -> list[str | int]:
-        """`text` as special token ids and the plain texts between them, without the guards."""
+    def split(self, text: str, marks: Marks) -> list[str | int]:
+        """`text` as special token ids and the plain texts between them, without the marks."""
         pieces: list[str | int] = []
-        for piece in re.split(f"(?<!{guard})({self._any})", text):
-            plain = piece.replace(guard, "")
+        for piece in re.split(f"(?<!{marks.guard})({self._any})", text):
+            plain = piece.replace(marks.guard, "").replace(marks.separator, "")
             if piece in self.ids:
                 pieces.append(self.ids[piece])
             elif plain:
@@ -60,10 +70,11 @@ class ChatTemplate:
         if len(source.encode()) > limits.MAX_TEMPLATE_BYTES:
             raise ValueError(f"the chat template is larger than {limits.MAX_TEMPLATE_BYTES} bytes")
         self._special = special
+        self._source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # what it compiles to is Python, which has errors of its own
             raise ValueError(f"the chat template is malformed: {error}") from error
 
     def __repr__(self) -> str:
@@ -76,35 +87,31 @@ class ChatTemplate:
 
         `arguments` are extra variables for the template (`chat_template_kwargs`)."""
         turns = [_turn(message) for message in conversation]
-        guard = _unused_character([turns, arguments])
+        marks = _unused_marks([self._source, turns, arguments])
         written = {
             "add_generation_prompt": True,
-            **self._marked(dict(arguments or {}), guard),
-            "messages": self._marked(turns, guard),
+            **{name: self._marked(value, marks) for name, value in (arguments or {}).items()},
+            "messages": self._marked(turns, marks),
             **self._tokens,
         }
         try:
             text = self._template.render(written)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise errors.request_error(
-                errors.Code.INVALID_REQUEST,
-                f"the model's chat template refused the messages: {error}",
-                param="messages",
-            ) from error
-        except RecursionError as error:
-            raise errors.request_error(
-                errors.Code.INVALID_REQUEST, "the model's chat template recursed too deeply", param="messages"
-            ) from error
-        return self._special.split(text, guard)
+        except Exception as error:  # a template is a program: with the right messages it can fail in any way
+            raise _refused(f"the model's chat template refused the messages: {error}") from error
+        return self._special.split(text, marks)
 
-    def _marked(self, value: Any, guard: str) -> Any:
+    def _marked(self, value: Any, marks: Marks) -> Any:
         if isinstance(value, str):
-            return self._special.mark(value, guard)
+            return self._special.mark(value, marks)
         if isinstance(value, dict):
-            return {key: self._marked(child, guard) for key, child in value.items()}
+            return {self._marked_key(key, marks): self._marked(child, marks) for key, child in value.items()}
         if isinstance(value, list):
-            return [self._marked(child, guard) for child in value]
+            return [self._marked(child, marks) for child in value]
         return value
+
+    def _marked_key(self, key: Any, marks: Marks) -> Any:
+        """A key as it was, unless it holds a special token: templates look values up by their keys."""
+        return self._special.mark(key, marks) if isinstance(key, str) else key
 
 
 def _turn(message: messages.ChatMessage) -> dict[str, Any]:
@@ -112,12 +119,13 @@ def _turn(message: messages.ChatMessage) -> dict[str, Any]:
     return turn | {"content": request.text_of(message)}
 
 
-def _unused_character(written: object) -> str:
+def _unused_marks(written: object) -> Marks:
     used = set().union(*_strings(written))
-    for character in _NONCHARACTERS:
-        if character not in used:
-            return character
-    raise _refused("messages: hold every Unicode noncharacter there is")
+    unused = (character for character in _MARKS if character not in used)
+    guard, separator = next(unused, None), next(unused, None)
+    if guard is None or separator is None:
+        raise _refused("messages: hold nearly every Egyptian hieroglyph there is; the template needs two of them")
+    return Marks(guard, separator)
 
 
 def _refused(message: str) -> errors.RequestError:
@@ -128,7 +136,8 @@ def _strings(value: object) -> Iterable[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for child in value.values():
+        for key, child in value.items():
+            yield from _strings(key)
             yield from _strings(child)
     elif isinstance(value, list):
         for child in value:

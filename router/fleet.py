@@ -55,6 +55,7 @@ class Fleet:
     def take_card(self, card: messages.Card, now: float) -> Heard:
         """Notes a card: a new worker, a new life of one, or a change."""
         known = self._workers.get(card.worker_id)
+        self._remember(card.model)
         if card.state is messages.WorkerState.STOPPED:
             if known is not None and known.card.epoch == card.epoch:
                 del self._workers[card.worker_id]
@@ -63,7 +64,6 @@ class Fleet:
         if known is None:
             if len(self._workers) < MAX_WORKERS:
                 self._workers[card.worker_id] = Worker(card, now)
-                self._remember(card.model)
             return Heard()
         if known.card.epoch == card.epoch:
             known.card, known.state, known.heard_at = card, card.state, now
@@ -127,6 +127,7 @@ class Fleet:
             worker
             for worker in self.of_model(model)
             if worker.state is messages.WorkerState.READY
+            and worker.card.max_num_seqs > 0
             and now - worker.heard_at < limits.SUSPECT_S
             and worker.load.step_age_ms <= _OLDEST_STEP_MS
         ]
@@ -164,4 +165,4 @@ _OLDEST_STEP_MS = 2_000.0
 def _born(epoch: str) -> tuple[int, str]:
     """An epoch `<unix ms>-<random>` in an order in which later lives are larger."""
     born, _, rest = epoch.partition("-")
-    return (int(born) if born.isdigit() and len(born) < 20 else 0, rest)
+    return (int(born) if born.isascii() and born.isdigit() and len(born) < 20 else 0, rest)

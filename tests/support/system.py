@@ -11,6 +11,7 @@ from pathlib import Path
 
 import demo
 from cli import broker
+from cli.parent import die_with_parent
 from tests.support.bare import Bare
 
 READY_TIMEOUT_S = 120.0
@@ -34,6 +35,7 @@ def running_up(*arguments: str) -> Iterator[str]:
         text=True,
         env=environment(),
         start_new_session=True,
+        preexec_fn=die_with_parent,
     )
     assert process.stdout is not None
     try:
@@ -103,4 +105,5 @@ class System:
                 stderr=log,
                 env=environment(),
                 start_new_session=True,
+                preexec_fn=die_with_parent,
             )

@@ -13,7 +13,9 @@ class Text(NamedTuple):
 
 
 class StopMatcher:
-    """Finds the first of several strings in a stream of text, holding back what could be its beginning."""
+    """Finds the first of several strings to be complete in a stream of text, holding back what could be its beginning.
+
+    Of several that end at the same place it is the longest; how the text was cut makes no difference."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -24,9 +26,9 @@ class StopMatcher:
         if not self._stops:
             return Text(text)
         text = self._held + text
-        found = [(at, -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            at, _, stop = min(found)
+            _, at, stop = min(found)
             self._held = ""
             return Text(text[:at], stop)
         keep = max(_overlap(text, stop) for stop in self._stops)
@@ -69,5 +71,4 @@ class Completion:
 
     def release(self) -> str:
         """Everything that was held back, at the end of the completion; half a character becomes U+FFFD."""
-        last = self._matcher.push(self._decoder.decode(b"", final=True))
-        return last.text + self._matcher.release()
+        return self._matcher.release() + self._decoder.decode(b"", final=True)

@@ -50,22 +50,24 @@ class Outbox:
         if self._announcer.has_spoken:
             self._announcer.publish_events()
         chunks, self._chunks = self._chunks, []
-        for stream, chunk in chunks:
-            self._publish(stream, chunk)
+        for stream, wanted in chunks:
+            chunk = self._publish(stream, wanted)
             if chunk.finish_reason is not None:
                 self._announcer.finished(stream.key)
                 self._log_end(stream, chunk)
 
-    def _publish(self, stream: Stream, chunk: messages.Chunk) -> None:
+    def _publish(self, stream: Stream, chunk: messages.Chunk) -> messages.Chunk:
+        """Publishes a chunk, or what stands in for one that is too large; returns what was published."""
         payload = codec.encode(chunk, stream.run.encoding)
-        headers = codec.error_headers(chunk.error) if chunk.error else None
         if len(payload) + limits.MESSAGE_RESERVE_BYTES > self._connection.max_payload:
             chunk = too_large(chunk)
             payload = codec.encode(chunk, stream.run.encoding)
+        headers = codec.error_headers(chunk.error) if chunk.error else None
         try:
             self._connection.publish(stream.run.reply, payload, headers=headers)
         except BusyError:
             self.dropped_chunks += 1
+        return chunk
 
     def _log_end(self, stream: Stream, chunk: messages.Chunk) -> None:
         self._log.info(

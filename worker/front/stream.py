@@ -107,6 +107,9 @@ def too_large(terminal: messages.Chunk) -> messages.Chunk:
     return messages.Chunk(
         id=terminal.id,
         attempt=terminal.attempt,
+        offset=terminal.offset,
+        tokens=terminal.tokens,
+        text_offset=terminal.text_offset,
         finish_reason=messages.FinishReason.ERROR,
         worker_id=terminal.worker_id,
         model=terminal.model,

@@ -55,7 +55,7 @@ class Streams:
         self._check_state(run)
         assert self._engine is not None
         assert self._config is not None
-        token_ids = blocks.from_bytes(run.token_ids)
+        token_ids = _token_ids(run)
         request = contract.EngineRequest(
             key=run.request_id,
             token_ids=token_ids,
@@ -153,3 +153,14 @@ class Streams:
 
     def _expire(self, key: str) -> None:
         self.cancel(key, errors.make_error(errors.Code.DEADLINE_EXCEEDED))
+
+
+def _token_ids(run: internal.Run) -> list[int]:
+    """The prompt of a run. Raises RequestError for one that is empty or malformed."""
+    try:
+        token_ids = blocks.from_bytes(run.token_ids)
+    except ValueError as error:
+        raise errors.request_error(errors.Code.INVALID_REQUEST, str(error), param="token_ids") from error
+    if not token_ids:
+        raise errors.request_error(errors.Code.INVALID_REQUEST, "the prompt has no tokens", param="token_ids")
+    return token_ids

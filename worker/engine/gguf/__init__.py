@@ -1,1 +1,1 @@
-"""The gguf runner: llama.cpp through llama-cpp-python's low-level API. No other part of the product imports llama_cpp."""
+"""The gguf runner: llama.cpp through llama-cpp-python's low-level API. Only it imports llama_cpp."""

@@ -25,7 +25,7 @@ _MOST_KEYS = 100_000
 class Metadata(NamedTuple):
     values: dict[str, Value]
     fingerprint: str
-    """Hash of the header (metadata and tensor table) and of samples of the weights."""
+    """Hash of the file's size, its metadata, and samples of what follows."""
 
     def text(self, key: str) -> str | None:
         value = self.values.get(key)
@@ -86,7 +86,7 @@ class _Reader:
         return Metadata(values, self._fingerprint())
 
     def _fingerprint(self) -> str:
-        """Of the file's size, its header, and 64 samples of its weights: a few ms whatever the file's size."""
+        """64 samples stand for tensor table and weights: a few ms whatever the file's size."""
         size = len(self._data)
         digest = xxhash.xxh3_64(_U64.pack(size))
         digest.update(self._data[: self._at])

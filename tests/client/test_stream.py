@@ -1,0 +1,303 @@
+"""A client's stream always ends: with the terminal that came, or with one of its own that says what went wrong."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli import broker
+from client import Client, Stream
+from client.stream import MAX_UNREAD_CHUNKS
+from protocol import codec, errors, messages
+
+FOREVER_S = 3_600.0
+LENGTH, STOP, CANCELLED, ERROR = (
+    messages.FinishReason.LENGTH,
+    messages.FinishReason.STOP,
+    messages.FinishReason.CANCELLED,
+    messages.FinishReason.ERROR,
+)
+
+
+class Line:
+    """A stream, with counts of what it asks of its client."""
+
+    def __init__(
+        self,
+        *,
+        silence_s: float = FOREVER_S,
+        encoding: codec.Encoding = codec.Encoding.JSON,
+        cancel: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.num_cancels = 0
+        self.num_closes = 0
+        self._encoding = encoding
+        self._then = cancel
+        self.stream = Stream("r", encoding, silence_s, self._cancel, self._close)
+
+    def _cancel(self) -> None:
+        self.num_cancels += 1
+        self._then()
+
+    def _close(self) -> None:
+        self.num_closes += 1
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Cancels and closes so far."""
+        return self.num_cancels, self.num_closes
+
+    def feed(self, *chunks: messages.Chunk) -> None:
+        for chunk in chunks:
+            self.stream.feed(codec.encode(chunk, self._encoding))
+
+    async def rest(self) -> list[messages.Chunk]:
+        async with asyncio.timeout(10):
+            return [chunk async for chunk in self.stream]
+
+
+def chunk(offset: int = 0, text: str = "", tokens: int = 1, **fields: object) -> messages.Chunk:
+    """A chunk of plain ASCII, in which each token is one letter."""
+    return messages.Chunk(id="r", offset=offset, tokens=tokens, text_offset=offset, text=text, **fields)  # type: ignore[arg-type]
+
+
+HEAD = messages.Chunk(id="r", worker_id="w1", model="demo", created=1)
+WHOLE = (HEAD, chunk(0, "a"), chunk(1, "b"), chunk(2, "c", finish_reason=LENGTH))
+
+
+def code_of(terminal: messages.Chunk) -> errors.Code:
+    assert terminal.finish_reason is ERROR
+    assert terminal.error
+    return terminal.error.code
+
+
+@pytest.mark.parametrize("encoding", codec.Encoding)
+async def test_chunks_are_handed_out_in_order_and_the_iteration_ends_after_the_terminal(
+    encoding: codec.Encoding,
+) -> None:
+    line = Line(encoding=encoding)
+    line.feed(*WHOLE)
+    assert await line.rest() == list(WHOLE)
+    assert await line.rest() == []
+    assert line.counts == (0, 1)
+
+
+async def test_a_reader_that_came_first_is_woken_by_each_chunk() -> None:
+    line = Line()
+    reader = asyncio.create_task(line.rest())
+    for one in WHOLE:
+        await asyncio.sleep(0)
+        line.feed(one)
+    assert await reader == list(WHOLE)
+
+
+async def test_nothing_is_taken_after_the_terminal() -> None:
+    line = Line()
+    line.feed(*WHOLE, chunk(3, "d"), WHOLE[-1])
+    line.stream.end(errors.make_error(errors.Code.NO_WORKER))
+    assert await line.rest() == list(WHOLE)
+    assert line.counts == (0, 1)
+
+
+async def test_chunks_of_an_earlier_attempt_are_not_handed_out() -> None:
+    line = Line()
+    line.feed(HEAD, messages.Chunk(id="r", attempt=1), chunk(0, "old"), chunk(0, "a", attempt=1, finish_reason=STOP))
+    assert [one.text for one in await line.rest()] == ["", "", "a"]
+
+
+async def test_a_terminal_of_an_earlier_attempt_does_not_end_the_stream() -> None:
+    line = Line()
+    line.feed(messages.Chunk(id="r", attempt=1), messages.Chunk(id="r", finish_reason=ERROR))
+    assert line.counts == (0, 0)
+    line.feed(chunk(0, "a", attempt=1, finish_reason=STOP))
+    assert [one.finish_reason for one in await line.rest()] == [None, STOP]
+
+
+@pytest.mark.parametrize(
+    "wrong", [chunk(2, "c"), chunk(0, "a"), chunk(2, "c", finish_reason=STOP)], ids=["gap", "again", "terminal"]
+)
+async def test_a_stream_with_a_gap_ends_in_worker_lost_and_is_cancelled(wrong: messages.Chunk) -> None:
+    line = Line()
+    line.feed(HEAD, chunk(0, "a"), wrong, chunk(1, "b"))
+    *before, terminal = await line.rest()
+    assert [one.text for one in before] == ["", "a"]
+    assert code_of(terminal) is errors.Code.WORKER_LOST
+    assert (terminal.id, terminal.offset, terminal.tokens, terminal.text_offset) == ("r", 1, 0, 1)
+    assert line.counts == (1, 1)
+
+
+@pytest.mark.parametrize("payload", [b"", b"{", b"[]", b'{"offset": "x"}', b"\xff\xfe", b'{"id": 1}'])
+async def test_a_message_that_is_no_chunk_ends_the_stream_in_worker_lost(payload: bytes) -> None:
+    line = Line()
+    line.stream.feed(payload)
+    (terminal,) = await line.rest()
+    assert code_of(terminal) is errors.Code.WORKER_LOST
+    assert line.counts == (1, 1)
+
+
+async def test_silence_ends_the_stream_in_worker_lost_and_cancels_it_once() -> None:
+    line = Line(silence_s=0.01)
+    line.feed(HEAD, chunk(0, "a"))
+    *before, terminal = await line.rest()
+    assert before == [HEAD, chunk(0, "a")]
+    assert code_of(terminal) is errors.Code.WORKER_LOST
+    assert terminal.error
+    assert "0.01 s" in terminal.error.message
+    assert (terminal.offset, terminal.text_offset) == (1, 1)
+    assert line.counts == (1, 1)
+
+
+async def test_a_stream_whose_cancel_cannot_be_sent_still_ends() -> None:
+    """The broker may be gone for good: the reader must learn it from a terminal, as of everything else."""
+
+    def refuse() -> None:
+        raise ConnectionError("the connection to the broker is closed")
+
+    silent = Line(silence_s=0.01, cancel=refuse)
+    assert code_of((await silent.rest())[-1]) is errors.Code.WORKER_LOST
+    broken = Line(cancel=refuse)
+    broken.feed(chunk(5, "x"))
+    assert code_of((await broken.rest())[-1]) is errors.Code.WORKER_LOST
+    left = Line(cancel=refuse)
+    await left.stream.aclose()
+    assert left.num_closes == 1
+
+
+async def test_as_many_chunks_as_may_may_wait_unread_and_one_more_ends_the_stream() -> None:
+    full, over = Line(), Line()
+    payload = codec.encode(messages.Chunk(id="r"), codec.Encoding.JSON)
+    for line in (full, over):
+        for _ in range(MAX_UNREAD_CHUNKS):
+            line.stream.feed(payload)
+        assert line.counts == (0, 0)
+    over.stream.feed(payload)
+    assert over.counts == (1, 1)
+    chunks = await over.rest()
+    assert len(chunks) == MAX_UNREAD_CHUNKS + 1
+    assert code_of(chunks[-1]) is errors.Code.WORKER_LOST
+    await anext(full.stream)
+    full.stream.feed(payload)
+    assert full.counts == (0, 0)
+
+
+async def test_a_terminal_of_our_own_stands_where_the_stream_was() -> None:
+    line = Line()
+    line.feed(messages.Chunk(id="r", attempt=2), chunk(0, "a", attempt=2))
+    line.stream.end(errors.make_error(errors.Code.NO_WORKER, "nobody listens"))
+    terminal = (await line.rest())[-1]
+    assert (terminal.id, terminal.attempt, terminal.offset, terminal.text_offset) == ("r", 2, 1, 1)
+    assert terminal.error == errors.make_error(errors.Code.NO_WORKER, "nobody listens")
+    assert line.counts == (0, 1)
+
+
+async def test_only_the_first_end_counts() -> None:
+    line = Line()
+    line.stream.end(errors.make_error(errors.Code.NO_WORKER))
+    line.stream.end(errors.make_error(errors.Code.WORKER_LOST))
+    assert [code_of(one) for one in await line.rest()] == [errors.Code.NO_WORKER]
+    assert line.counts == (0, 1)
+
+
+async def test_closing_cancels_once_and_ends_the_iteration() -> None:
+    line = Line()
+    line.feed(HEAD)
+    await line.stream.aclose()
+    await line.stream.aclose()
+    assert line.counts == (1, 1)
+    line.feed(*WHOLE[1:])
+    assert await line.rest() == [HEAD]
+
+
+async def test_closing_wakes_a_reader() -> None:
+    line = Line()
+    reader = asyncio.create_task(line.rest())
+    await asyncio.sleep(0)
+    await line.stream.aclose()
+    assert await reader == []
+
+
+async def test_closing_what_has_ended_cancels_nothing() -> None:
+    line = Line()
+    line.feed(*WHOLE)
+    await line.stream.aclose()
+    line.stream.cancel()
+    assert line.counts == (0, 1)
+
+
+async def test_leaving_the_block_early_cancels_also_where_an_error_leaves_it() -> None:
+    left, failed = Line(), Line()
+    async with left.stream:
+        left.feed(HEAD)
+        assert await anext(left.stream) == HEAD
+    assert left.counts == (1, 1)
+    with pytest.raises(ZeroDivisionError):
+        async with failed.stream:
+            raise ZeroDivisionError
+    assert failed.counts == (1, 1)
+
+
+async def test_a_cancel_asks_for_the_end_and_the_stream_goes_on_until_its_terminal() -> None:
+    line = Line()
+    line.feed(HEAD)
+    line.stream.cancel()
+    assert line.counts == (1, 0)
+    line.feed(chunk(0, "a"), chunk(1, "", tokens=0, finish_reason=CANCELLED))
+    assert [one.finish_reason for one in await line.rest()] == [None, None, CANCELLED]
+    assert line.counts == (1, 1)
+
+
+async def test_the_text_is_that_of_all_chunks() -> None:
+    line = Line()
+    line.feed(*WHOLE)
+    assert await line.stream.text() == "abc"
+
+
+async def test_the_text_of_a_cancelled_stream_is_what_there_was() -> None:
+    line = Line()
+    line.feed(HEAD, chunk(0, "a"), chunk(1, "", tokens=0, finish_reason=CANCELLED))
+    assert await line.stream.text() == "a"
+
+
+async def test_the_text_of_a_stream_that_ends_in_an_error_is_that_error() -> None:
+    line = Line()
+    error = errors.make_error(errors.Code.OVERLOADED, retry_after_ms=20.0)
+    line.feed(HEAD, chunk(0, "a"), messages.Chunk(id="r", offset=1, text_offset=1, finish_reason=ERROR, error=error))
+    with pytest.raises(errors.RequestError) as caught:
+        await line.stream.text()
+    assert caught.value.error == error
+
+
+async def test_where_no_router_listens_a_stream_ends_at_once_in_no_worker(tmp_path: Path) -> None:
+    nats = await broker.start(0, tmp_path / "nats.log")
+    try:
+        async with await Client.connect(nats.url) as client, asyncio.timeout(10):
+            (terminal,) = [one async for one in client.generate("demo", prompt="hi", id="mine")]
+            assert (terminal.id, code_of(terminal)) == ("mine", errors.Code.NO_WORKER)
+            assert not await client.cancel("mine")
+            with pytest.raises(errors.RequestError, match="no router listens"):
+                await client.models()
+    finally:
+        nats.stop()
+
+
+async def test_a_request_too_large_for_the_broker_is_ended_and_never_sent(tmp_path: Path) -> None:
+    nats = await broker.start(0, tmp_path / "nats.log")
+    try:
+        async with await Client.connect(nats.url) as client, asyncio.timeout(10):
+            (terminal,) = [one async for one in client.generate("demo", prompt="x" * 2_000_000)]
+            assert code_of(terminal) is errors.Code.PAYLOAD_TOO_LARGE
+            (terminal,) = [one async for one in client.generate("demo", prompt="x")]
+            assert code_of(terminal) is errors.Code.NO_WORKER
+    finally:
+        nats.stop()
+
+
+async def test_a_field_of_a_wrong_type_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    nats = await broker.start(0, tmp_path / "nats.log")
+    try:
+        async with await Client.connect(nats.url) as client:
+            with pytest.raises(errors.RequestError, match="max_tokens"):
+                client.generate("demo", prompt="x", max_tokens="many")
+    finally:
+        nats.stop()

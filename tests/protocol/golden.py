@@ -1,0 +1,325 @@
+"""One instance of every message of the wire, and the script that writes down the bytes they are.
+
+`python -m tests.protocol.golden` writes golden.json anew. Do it only for an added optional field: anything else that
+changes a byte of it is version 2 of the wire."""
+
+import json
+from pathlib import Path
+from typing import TypedDict
+
+from protocol import blocks, codec, errors, internal, messages
+
+PATH = Path(__file__).parent / "golden.json"
+
+
+class Entry(TypedDict):
+    message: str
+    what: str
+    json: str | None
+    """None for internal messages, which are never JSON."""
+    msgpack: str
+    """In hex."""
+
+
+USAGE = messages.Usage(prompt_tokens=12, completion_tokens=3, total_tokens=15, cached_tokens=8)
+TIMINGS = messages.Timings(queue_ms=0.5, prefill_ms=20.25, ttft_ms=21.0, decode_ms=30.0, total_ms=51.5)
+LOAD = messages.Load(
+    running=2, waiting=1, queued_prefill_tokens=300, used_blocks=5, cached_blocks=6, free_blocks=53, step_age_ms=4.5
+)
+ROUTING = messages.RoutingReport(
+    chosen="w1",
+    policy="cost",
+    candidates=[
+        messages.Candidate(worker_id="w1", cost=1.5, overlap_blocks=2, prefill_blocks=1, decode_blocks=3, state="ready")
+    ],
+)
+CARD = messages.Card(
+    worker_id="w1",
+    epoch="1760000000000-abcdef",
+    model="qwen2.5-0.5b",
+    source="qwen2.5-0.5b-instruct-q4_k_m.gguf",
+    engine="gguf",
+    engine_version="0.3.36",
+    context_length=32_768,
+    max_num_seqs=16,
+    max_num_batched_tokens=2_048,
+    hash_scheme="xxh3_64:8f1d2c3b4a596877",
+    features=["generate"],
+    state=messages.WorkerState.READY,
+    host="host-1",
+    pids=messages.Pids(front=101, engine=102),
+    versions={"tokenbus": "0.1.0"},
+)
+FULL_CARD = codec.replaced(
+    CARD,
+    kv_block_size=16,
+    total_kv_blocks=4_096,
+    tokenizer_digest="99aa06d3014798d86001c324468d497f",
+    adapters=["style"],
+    role="decode",
+    load=LOAD,
+)
+ERROR = errors.make_error(errors.Code.OVERLOADED, "the queue holds 64 of 64", retry_after_ms=250.0)
+HASHES = [0xFEDCBA9876543210, 1, 2**64 - 1]
+
+PUBLIC: list[tuple[str, messages.Message]] = [
+    ("the simplest", messages.GenerateRequest(prompt="Hello")),
+    (
+        "everything",
+        messages.GenerateRequest(
+            id="r-1",
+            messages=[
+                messages.ChatMessage(role="system", content="Be brief."),
+                messages.ChatMessage(
+                    role="user", content=[messages.ContentPart(type="text", text="Grüß Gott \U0001f600")]
+                ),
+                messages.ChatMessage(role="assistant", tool_calls=[{"id": "c1", "function": {"name": "f"}}]),
+                messages.ChatMessage(role="tool", content="42", name="f", tool_call_id="c1"),
+            ],
+            max_tokens=64,
+            min_tokens=1,
+            temperature=0.7,
+            top_p=0.9,
+            top_k=40,
+            min_p=0.05,
+            repetition_penalty=1.1,
+            repetition_last_n=64,
+            presence_penalty=-0.5,
+            frequency_penalty=0.5,
+            seed=4_294_967_295,
+            stop=["\n\n", "END"],
+            stop_token_ids=[2, 4_294_967_295],
+            ignore_eos=False,
+            logit_bias={"50": -1.5},
+            logprobs=2,
+            response_format=messages.ResponseFormat(type="json_schema", json_schema={"type": "object"}),
+            grammar='root ::= "a"',
+            tools=[{"type": "function", "function": {"name": "f"}}],
+            tool_choice="auto",
+            chat_template_kwargs={"thinking": False, "n": None},
+            lora=[messages.Lora(name="style", scale=0.5)],
+            cache_prompt=True,
+            cache_salt="salt",
+            session_id="s",
+            priority=-5,
+            timeout_ms=1500.5,
+            stream=True,
+            resume_from=messages.ResumeFrom(token_ids=[1, 2], text_offset=7),
+            return_token_ids=True,
+            return_progress=True,
+            routing=messages.RoutingWish(worker_id="w1", policy="cost", explain=True),
+        ),
+    ),
+    ("token ids", messages.GenerateRequest(token_ids=[0, 1, 4_294_967_295], stop="x")),
+    ("a head", messages.Chunk(id="r-1", worker_id="w1", model="qwen2.5-0.5b", created=1_760_000_000)),
+    ("a router's empty chunk", messages.Chunk(id="r-1", worker_id=None, model="m", created=1_760_000_000)),
+    ("text", messages.Chunk(id="r-1", attempt=1, offset=3, tokens=2, text_offset=9, text=" wörld\n")),
+    ("a token whose text is held back", messages.Chunk(id="r-1", offset=5, tokens=1, text_offset=17)),
+    (
+        "token ids and logprobs",
+        messages.Chunk(
+            id="r-1",
+            tokens=1,
+            text="a",
+            token_ids=[97],
+            logprobs=[
+                messages.TokenLogprob(
+                    id=97,
+                    text="a",
+                    bytes=[97],
+                    logprob=-0.25,
+                    top=[messages.TokenAlternative(id=195, text="\ufffd", bytes=[195], logprob=-1.5)],
+                )
+            ],
+        ),
+    ),
+    (
+        "progress",
+        messages.Chunk(id="r-1", progress=messages.Progress(prompt_tokens=100, processed_tokens=64, cached_tokens=32)),
+    ),
+    (
+        "a terminal at a stop string",
+        messages.Chunk(
+            id="r-1",
+            offset=2,
+            tokens=1,
+            text_offset=4,
+            finish_reason=messages.FinishReason.STOP,
+            worker_id="w1",
+            model="m",
+            created=1_760_000_000,
+            usage=USAGE,
+            timings=TIMINGS,
+            stop_match="END",
+            routing=ROUTING,
+        ),
+    ),
+    (
+        "a terminal at a stop token",
+        messages.Chunk(id="r-1", finish_reason=messages.FinishReason.STOP, usage=USAGE, timings=TIMINGS, stop_match=2),
+    ),
+    (
+        "a terminal with tool calls",
+        messages.Chunk(id="r-1", finish_reason=messages.FinishReason.TOOL_CALLS, tool_calls=[{"id": "c1"}]),
+    ),
+    ("a refusal", messages.Chunk(id="", finish_reason=messages.FinishReason.ERROR, error=ERROR)),
+    ("yes", messages.CancelReply(cancelled=True)),
+    ("from a token on", messages.ResyncRequest(offset=17)),
+    ("yes", messages.ResyncReply(found=True)),
+    ("one text", messages.EmbedRequest(input="Hello")),
+    (
+        "everything",
+        messages.EmbedRequest(
+            id="e-1", input=["a", [1, 2]], dimensions=64, encoding="base64", normalize=False, timeout_ms=60_000.0
+        ),
+    ),
+    ("floats", messages.EmbedReply(id="e-1", model="m", embeddings=[[0.5, -1.0]], usage=USAGE)),
+    ("base64", messages.EmbedReply(id="e-1", model="m", embeddings=["AAAAPw=="], usage=USAGE)),
+    ("an error", messages.EmbedReply(id="e-1", error=ERROR)),
+    ("what must be there", CARD),
+    ("everything", FULL_CARD),
+    (
+        "two models",
+        messages.ModelsReply(
+            models=[
+                messages.ServedModel(model="m", context_length=512, features=["generate"], workers=[FULL_CARD]),
+                messages.ServedModel(model="n", context_length=0, features=[], workers=[]),
+            ],
+            limits=messages.ServerLimits(max_request_bytes=524_288),
+        ),
+    ),
+    (
+        "truncated",
+        messages.ModelsReply(
+            models=[messages.ServedModel(model="m", context_length=512, features=["generate"])],
+            limits=messages.ServerLimits(max_request_bytes=524_288),
+            truncated=True,
+        ),
+    ),
+]
+
+INTERNAL: list[tuple[str, messages.Message]] = [
+    (
+        "what must be there",
+        internal.Run(
+            request_id="default:r-1",
+            attempt=0,
+            epoch="1760000000000-abcdef",
+            router_id="router-1",
+            reply="_INBOX.a.b",
+            encoding=codec.Encoding.JSON,
+            token_ids=blocks.to_bytes([1, 2, 4_294_967_295]),
+            params=internal.Params(),
+        ),
+    ),
+    (
+        "everything",
+        internal.Run(
+            request_id="acme=20inc:r-1",
+            attempt=3,
+            epoch="1760000000000-abcdef",
+            router_id="router-1",
+            reply="_INBOX_acme.a.b",
+            encoding=codec.Encoding.MSGPACK,
+            token_ids=blocks.to_bytes([1]),
+            params=internal.Params(
+                max_tokens=64,
+                min_tokens=1,
+                temperature=0.0,
+                top_p=0.9,
+                top_k=40,
+                min_p=0.05,
+                seed=7,
+                stop=["END"],
+                stop_token_ids=[2],
+                ignore_eos=True,
+                stream=False,
+                return_token_ids=True,
+                cache_prompt=False,
+                cache_salt="salt",
+                session_id="s",
+                priority=-5,
+            ),
+            remaining_ms=1500.5,
+            crashes=1,
+            resume_from=internal.RunResume(
+                completion_token_ids=blocks.to_bytes([5, 6]), text_offset=7, sampler=b"\x00\xff"
+            ),
+            routing=ROUTING,
+        ),
+    ),
+    ("accepted", internal.RunReply(accepted=True)),
+    ("refused", internal.RunReply(accepted=False, error=ERROR, same_reply=True)),
+    ("drop", internal.Control(op="drop", request_id="default:r-1", attempt=2)),
+    ("drain", internal.Control(op="drain")),
+    ("done", internal.ControlReply(ok=True)),
+    ("not done", internal.ControlReply(ok=False, error=ERROR)),
+    ("a text", internal.Tokenize(text="Hello")),
+    (
+        "a conversation",
+        internal.Tokenize(
+            messages=[messages.ChatMessage(role="user", content="Hello")], chat_template_kwargs={"thinking": True}
+        ),
+    ),
+    ("token ids", internal.TokenizeReply(token_ids=blocks.to_bytes([1, 2]))),
+    ("an error", internal.TokenizeReply(error=ERROR)),
+    (
+        "the second of three",
+        internal.TokenizerPart(digest="99aa06d3014798d86001c324468d497f", part=1, parts=3, data=b"\x00\x01\xff"),
+    ),
+    (
+        "a heartbeat",
+        internal.Events(
+            worker_id="w1", epoch="1760000000000-abcdef", seq=0, load=LOAD, state=messages.WorkerState.READY
+        ),
+    ),
+    (
+        "everything",
+        internal.Events(
+            worker_id="w1",
+            epoch="1760000000000-abcdef",
+            seq=18_446_744_073_709_551_615,
+            load=LOAD,
+            state=messages.WorkerState.DRAINING,
+            cleared=True,
+            removed=[HASHES[0]],
+            stored=[internal.BlockRun(parent=HASHES[2], hashes=HASHES)],
+            started=[internal.Started(id="default:r-1", prompt_tokens=100, overlap_blocks=4)],
+            spoken=["default:r-1"],
+            finished=["default:r-2"],
+        ),
+    ),
+    (
+        "the first of two",
+        internal.SnapshotPart(
+            worker_id="w1",
+            epoch="1760000000000-abcdef",
+            seq=41,
+            part=0,
+            parts=2,
+            runs=[internal.BlockRun(parent=0, hashes=HASHES)],
+            running=[internal.RunningRequest(id="default:r-1", attempt=1, spoken=True)],
+            load=LOAD,
+        ),
+    ),
+]
+
+
+def entries() -> list[Entry]:
+    """What golden.json holds."""
+    written = [(what, message, True) for what, message in PUBLIC] + [
+        (what, message, False) for what, message in INTERNAL
+    ]
+    return [
+        Entry(
+            message=type(message).__name__,
+            what=what,
+            json=codec.encode(message, codec.Encoding.JSON).decode() if public else None,
+            msgpack=codec.encode(message, codec.Encoding.MSGPACK).hex(),
+        )
+        for what, message, public in written
+    ]
+
+
+if __name__ == "__main__":
+    PATH.write_text(json.dumps(entries(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

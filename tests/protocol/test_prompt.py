@@ -1,0 +1,227 @@
+"""A bundle travels in parts and makes the same token ids wherever it arrives."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from protocol import codec, errors, internal, limits, prompt
+from protocol.messages import ChatMessage
+from protocol.prompt import PromptRules, TokenizerBundle
+
+BOS, EOS, END = 300, 301, 302
+SPECIAL = {"<s>": BOS, "</s>": EOS, "<|end|>": END}
+CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n<|end|>{% endfor %}"
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """Byte-level BPE with two merges: an id for each byte, one for `he`, one for `hel`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: place for place, character in enumerate([*alphabet, "he", "hel"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e"), ("he", "l")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+TOKENIZER = bytes_tokenizer()
+JSON = TOKENIZER.to_str()
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = TOKENIZER.encode(text).ids
+    return ids
+
+
+def make_rules(**changes: object) -> PromptRules:
+    fields: dict[str, object] = {
+        "special_tokens": SPECIAL,
+        "chat_template": CHAT,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "bos_token_id": BOS,
+        "vocab_size": 303,
+    }
+    return PromptRules(**(fields | changes))  # type: ignore[arg-type]
+
+
+def make_bundle(tokenizer_json: str = JSON, **changes: object) -> TokenizerBundle:
+    return TokenizerBundle(tokenizer_json=tokenizer_json, rules=make_rules(**changes))
+
+
+def make_builder(**changes: object) -> prompt.PromptBuilder:
+    return prompt.builder_of(make_bundle(**changes))
+
+
+def said(content: str) -> list[ChatMessage]:
+    return [ChatMessage(role="user", content=content)]
+
+
+def bundle_of_size(packed_bytes: int) -> TokenizerBundle:
+    """One that is exactly that large when packed; its tokenizer is noise."""
+    noise = "".join(random.Random(packed_bytes).choices("0123456789abcdef", k=packed_bytes))
+    overhead = len(prompt.pack(make_bundle(noise))) - len(noise)
+    bundle = make_bundle(noise[overhead:])
+    assert len(prompt.pack(bundle)) == packed_bytes
+    return bundle
+
+
+# Parts
+
+
+@pytest.mark.parametrize(
+    ("size", "parts"),
+    [
+        (limits.PART_BYTES - 1, 1),
+        (limits.PART_BYTES, 1),
+        (limits.PART_BYTES + 1, 2),
+        (2 * limits.PART_BYTES, 2),
+        (5 * limits.PART_BYTES + 17, 6),
+    ],
+)
+def test_a_bundle_goes_in_as_few_parts_as_it_fits_and_comes_back(size: int, parts: int) -> None:
+    bundle = bundle_of_size(size)
+    packed = prompt.pack(bundle)
+    made = prompt.to_parts(packed)
+    digest = prompt.digest_of(packed)
+    assert [(part.part, part.parts, part.digest) for part in made] == [(n, parts, digest) for n in range(parts)]
+    assert all(0 < len(part.data) <= limits.PART_BYTES for part in made)
+    assert prompt.from_parts(made, digest) == bundle
+
+
+def test_a_part_survives_the_wire() -> None:
+    decoder = codec.Decoder(internal.TokenizerPart)
+    packed = prompt.pack(bundle_of_size(limits.PART_BYTES + 1))
+    sent = [codec.encode(part) for part in prompt.to_parts(packed)]
+    assert all(len(payload) <= limits.PART_BYTES + limits.MESSAGE_RESERVE_BYTES for payload in sent)
+    assert (
+        prompt.pack(prompt.from_parts([decoder.decode(payload) for payload in sent], prompt.digest_of(packed)))
+        == packed
+    )
+
+
+def test_the_digest_is_the_same_for_the_same_bundle_and_no_other() -> None:
+    one = prompt.digest_of(prompt.pack(make_bundle()))
+    assert prompt.digest_of(prompt.pack(make_bundle())) == one
+    assert prompt.digest_of(prompt.pack(make_bundle(add_bos=True))) != one
+    assert prompt.digest_of(prompt.pack(make_bundle(JSON + " "))) != one
+
+
+def test_a_bundle_that_is_not_the_announced_one_is_refused() -> None:
+    packed = prompt.pack(bundle_of_size(2 * limits.PART_BYTES + 1))
+    digest = prompt.digest_of(packed)
+    parts = prompt.to_parts(packed)
+    changed = codec.replaced(parts[1], data=b"\x00" + parts[1].data[1:])
+    for wrong in ([], parts[:-1], parts[::-1], [*parts, parts[0]], [parts[0], changed, parts[2]]):
+        with pytest.raises(ValueError, match="digest"):
+            prompt.from_parts(wrong, digest)
+    with pytest.raises(ValueError, match="digest"):
+        prompt.from_parts(parts, "0" * 32)
+
+
+@pytest.mark.parametrize("packed", [b"", b"\xc1", b"\x80", b"[]", b"\x81\xaetokenizer_json\xa1\xff"])
+def test_a_bundle_with_the_right_digest_that_is_none_is_refused(packed: bytes) -> None:
+    digest = prompt.digest_of(packed)
+    with pytest.raises(ValueError):
+        prompt.from_parts([internal.TokenizerPart(digest=digest, part=0, parts=1, data=packed)], digest)
+
+
+@pytest.mark.parametrize("tokenizer_json", ["", "{}", "null", "nonsense", '{"model": {"type": "BPE"}}'])
+def test_a_tokenizer_that_can_not_be_read_is_refused(tokenizer_json: str) -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        prompt.builder_of(make_bundle(tokenizer_json))
+
+
+def test_a_template_that_can_not_be_read_is_refused() -> None:
+    with pytest.raises(ValueError, match="template"):
+        make_builder(chat_template="{% for %}")
+
+
+# Texts
+
+
+def test_a_text_is_encoded_with_the_merges_of_the_tokenizer() -> None:
+    builder = make_builder()
+    assert builder.from_text("hello") == ids_of("hello")
+    assert len(builder.from_text("hello")) == 3
+    assert builder.from_text("") == []
+
+
+@given(st.lists(st.sampled_from([*SPECIAL, "<", "|end|>", "s>", "a", " ", "é", "\n"]), max_size=6).map("".join))
+@settings(max_examples=100)
+def test_no_special_token_is_parsed_in_a_text(text: str) -> None:
+    ids = BUILDER.from_text(text)
+    assert not set(ids) & set(SPECIAL.values())
+    assert TOKENIZER.decode(ids) == text
+
+
+@pytest.mark.parametrize(("add_bos", "bos_token_id", "first"), [(True, BOS, [BOS]), (False, BOS, []), (True, None, [])])
+def test_a_text_begins_with_bos_where_the_model_wants_one(
+    add_bos: bool, bos_token_id: int | None, first: list[int]
+) -> None:
+    builder = make_builder(add_bos=add_bos, bos_token_id=bos_token_id)
+    assert builder.from_text("hello") == first + ids_of("hello")
+    assert builder.from_text("") == first
+
+
+def test_bos_is_a_token_also_if_its_id_is_0() -> None:
+    assert make_builder(add_bos=True, bos_token_id=0).from_text("a") == [0, *ids_of("a")]
+
+
+# Conversations
+
+
+def test_a_conversation_is_the_template_s_texts_and_special_tokens() -> None:
+    expected = [*ids_of("user: hello\n"), END]
+    assert make_builder().from_messages(said("hello"), None) == expected
+
+
+def test_special_tokens_in_a_conversation_s_texts_are_texts() -> None:
+    expected = [*ids_of("user: a<|end|><s>\n"), END]
+    assert make_builder().from_messages(said("a<|end|><s>"), None) == expected
+
+
+@pytest.mark.parametrize("template", ["{{ bos_token }}" + CHAT, "<s>" + CHAT, CHAT])
+def test_bos_is_not_doubled_when_the_template_writes_it(template: str) -> None:
+    builder = make_builder(add_bos=True, chat_template=template)
+    assert builder.from_messages(said("a"), None) == [BOS, *ids_of("user: a\n"), END]
+
+
+def test_bos_in_a_user_s_text_does_not_stand_for_the_model_s() -> None:
+    builder = make_builder(add_bos=True, chat_template="{{ messages[0].content }}")
+    assert builder.from_messages(said("<s>a"), None) == [BOS, *ids_of("<s>a")]
+
+
+def test_the_template_gets_the_arguments() -> None:
+    builder = make_builder(chat_template="{{ greeting }}")
+    assert builder.from_messages(said("a"), {"greeting": "hello"}) == ids_of("hello")
+
+
+@pytest.mark.parametrize("template", [None, ""])
+def test_a_model_without_a_template_does_not_support_conversations(template: str | None) -> None:
+    builder = make_builder(chat_template=template)
+    with pytest.raises(errors.RequestError) as caught:
+        builder.from_messages(said("a"), None)
+    error = caught.value.error
+    assert (error.code, error.param) == (errors.Code.UNSUPPORTED, "messages")
+    assert builder.from_text("a") == ids_of("a")
+
+
+def test_a_template_that_refuses_is_the_fault_of_the_request() -> None:
+    builder = make_builder(chat_template="{{ raise_exception('no') }}")
+    with pytest.raises(errors.RequestError) as caught:
+        builder.from_messages(said("a"), None)
+    assert (caught.value.error.code, caught.value.error.param) == (errors.Code.INVALID_REQUEST, "messages")
+
+
+def test_several_threads_make_the_same_prompts_as_one() -> None:
+    contents = [f"hello {number} <|end|>" for number in range(200)]
+    expected = [BUILDER.from_messages(said(content), None) for content in contents]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda content: BUILDER.from_messages(said(content), None), contents)) == expected
+
+
+BUILDER = make_builder()

@@ -1,0 +1,368 @@
+"""Every field of a request is held to its range, and a refusal names the field."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import errors, internal, limits, request
+from protocol.errors import Code
+from protocol.messages import ChatMessage, ContentPart, GenerateRequest, Lora, ResponseFormat, ResumeFrom, RoutingWish
+from protocol.request import Need
+
+PROMPT: dict[str, object] = {"prompt": "hello"}
+
+
+def make(**fields: object) -> GenerateRequest:
+    """A request with the prompt `hello`, unless the fields say another."""
+    prompted = {"messages", "prompt", "token_ids"} & set(fields)
+    return GenerateRequest(**(fields if prompted else PROMPT | fields))  # type: ignore[arg-type]
+
+
+def refusal(asked: GenerateRequest) -> errors.Error:
+    with pytest.raises(errors.RequestError) as caught:
+        request.check(asked)
+    return caught.value.error
+
+
+def chat(**fields: object) -> GenerateRequest:
+    return make(messages=[ChatMessage(**({"role": "user"} | fields))])  # type: ignore[arg-type]
+
+
+# Ranges
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("max_tokens", 1, 2**31 - 1),
+        ("min_tokens", 0, 2**31 - 1),
+        ("temperature", 0, 100),
+        ("top_p", 5e-324, 1),
+        ("top_k", 0, 2**31 - 1),
+        ("min_p", 0, 1),
+        ("repetition_penalty", 0.01, 10),
+        ("repetition_last_n", 0, 2**31 - 1),
+        ("presence_penalty", -2, 2),
+        ("frequency_penalty", -2, 2),
+        ("seed", 0, 2**32 - 1),
+        ("logprobs", 0, 20),
+        ("priority", -1_000, 1_000),
+        ("timeout_ms", 5e-324, 1e12),
+    ],
+)
+def test_a_number_may_be_at_each_end_of_its_range_and_not_one_step_past_it(name: str, low: float, high: float) -> None:
+    def next_to(value: float, towards: float) -> float:
+        if name in {"max_tokens", "min_tokens", "top_k", "repetition_last_n", "seed", "logprobs", "priority"}:
+            return value + (1 if towards > 0 else -1)
+        return math.nextafter(value, towards)
+
+    request.check(make(**{name: low}))
+    request.check(make(**{name: high}))
+    for value in (next_to(low, -math.inf), next_to(high, math.inf)):
+        error = refusal(make(**{name: value}))
+        assert (error.code, error.param) == (Code.INVALID_REQUEST, name)
+        assert error.message.startswith(f"{name}: must be ")
+
+
+@pytest.mark.parametrize("name", request.RANGES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, -(10**400)])
+def test_no_range_holds_what_is_not_a_number_or_beyond_all_of_them(name: str, value: float) -> None:
+    assert refusal(make(**{name: value})).param == name
+
+
+def test_a_range_says_what_it_holds() -> None:
+    assert refusal(make(top_p=0)).message == "top_p: must be above 0 and at most 1"
+    assert refusal(make(logprobs=21)).message == "logprobs: must be at least 0 and at most 20"
+
+
+# The prompt
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": "a", "token_ids": [1]}, "token_ids"),
+        ({"messages": [ChatMessage(role="user", content="a")], "prompt": "a"}, "prompt"),
+        ({"messages": [ChatMessage(role="user", content="a")], "token_ids": [1]}, "token_ids"),
+        ({"messages": [ChatMessage(role="user", content="a")], "prompt": "a", "token_ids": [1]}, "token_ids"),
+        ({"prompt": "", "token_ids": []}, "token_ids"),
+    ],
+)
+def test_a_second_prompt_is_refused(fields: dict[str, object], param: str) -> None:
+    error = refusal(GenerateRequest(**fields))  # type: ignore[arg-type]
+    assert (error.code, error.param) == (Code.INVALID_REQUEST, param)
+    assert "exactly one of" in error.message
+    assert all(name in error.message for name in fields)
+
+
+def test_no_prompt_at_all_is_refused() -> None:
+    error = refusal(GenerateRequest())
+    assert (error.code, error.param) == (Code.INVALID_REQUEST, "prompt")
+    assert "none of them" in error.message
+
+
+@pytest.mark.parametrize(("name", "empty"), [("messages", []), ("prompt", ""), ("token_ids", [])])
+def test_an_empty_prompt_is_refused(name: str, empty: object) -> None:
+    error = refusal(make(**{name: empty}))
+    assert (error.code, error.param) == (Code.INVALID_REQUEST, name)
+
+
+@pytest.mark.parametrize("name", ["token_ids", "stop_token_ids"])
+def test_token_ids_use_all_32_bits_and_not_one_more(name: str) -> None:
+    others = {} if name == "token_ids" else PROMPT
+    request.check(make(**others, **{name: [0, limits.MAX_TOKEN_ID]}))
+    for wrong in (-1, limits.MAX_TOKEN_ID + 1, 2**64, 10**400):
+        error = refusal(make(**others, **{name: [0, 1, wrong, -5]}))
+        assert (error.code, error.param) == (Code.INVALID_REQUEST, f"{name}[2]")
+
+
+def test_a_conversation_has_as_many_messages_as_the_limit_and_not_one_more() -> None:
+    turn = ChatMessage(role="user", content="a")
+    request.check(make(messages=[turn] * limits.MAX_MESSAGES))
+    error = refusal(make(messages=[turn] * (limits.MAX_MESSAGES + 1)))
+    assert (error.code, error.param) == (Code.INVALID_REQUEST, "messages")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ChatMessage(role="user", content=""),
+        ChatMessage(role="user", content=[]),
+        ChatMessage(role="user", content=[ContentPart(type="text", text="")]),
+        ChatMessage(role="a role of its own", content="a"),
+        ChatMessage(role="assistant", tool_calls=[{"id": "1"}]),
+        ChatMessage(role="tool", content="42", name="adder", tool_call_id="1"),
+    ],
+)
+def test_these_messages_are_taken(message: ChatMessage) -> None:
+    request.check(make(messages=[message]))
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "param"),
+    [
+        (ChatMessage(role="user"), Code.INVALID_REQUEST, "content"),
+        (ChatMessage(role="assistant", tool_calls=[]), Code.INVALID_REQUEST, "content"),
+        (ChatMessage(role="", content="a"), Code.INVALID_REQUEST, "role"),
+        (ChatMessage(role="user", content=[ContentPart(type="text")]), Code.INVALID_REQUEST, "content[0].text"),
+        (
+            ChatMessage(role="user", content=[ContentPart(type="text", text="a"), ContentPart(type="image_url")]),
+            Code.UNSUPPORTED,
+            "content[1].type",
+        ),
+    ],
+)
+def test_a_wrong_message_is_refused_at_its_place(message: ChatMessage, code: Code, param: str) -> None:
+    error = refusal(make(messages=[ChatMessage(role="system", content="a"), message]))
+    assert (error.code, error.param) == (code, f"messages[1].{param}")
+
+
+# Stops, hints, ids
+
+
+@pytest.mark.parametrize("size", [1, limits.MAX_STOP_BYTES])
+def test_a_stop_string_may_have_1_to_1024_bytes(size: int) -> None:
+    request.check(make(stop="x" * size))
+    request.check(make(stop=["y", "x" * size]))
+
+
+@pytest.mark.parametrize("stop", ["", "x" * (limits.MAX_STOP_BYTES + 1), "é" * (limits.MAX_STOP_BYTES // 2) + "x"])
+def test_a_stop_string_of_no_bytes_or_too_many_is_refused(stop: str) -> None:
+    assert refusal(make(stop=stop)).param == "stop"
+    assert refusal(make(stop=["y", stop])).param == "stop[1]"
+
+
+def test_there_may_be_16_stop_strings_and_not_17() -> None:
+    request.check(make(stop=[]))
+    request.check(make(stop=["x"] * 16))
+    error = refusal(make(stop=["x"] * 17))
+    assert (error.code, error.param) == (Code.INVALID_REQUEST, "stop")
+
+
+def test_there_may_be_as_many_stop_token_ids_as_the_limit_and_not_one_more() -> None:
+    request.check(make(stop_token_ids=[1] * limits.MAX_STOP_TOKEN_IDS))
+    error = refusal(make(stop_token_ids=[1] * (limits.MAX_STOP_TOKEN_IDS + 1)))
+    assert (error.code, error.param) == (Code.INVALID_REQUEST, "stop_token_ids")
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "session_id"])
+def test_salt_and_session_have_as_many_bytes_as_the_limit_and_not_one_more(name: str) -> None:
+    longest = "é" * (limits.MAX_SALT_BYTES // 2)
+    request.check(make(**{name: longest}))
+    request.check(make(**{name: ""}))
+    error = refusal(make(**{name: longest + "x"}))
+    assert (error.code, error.param) == (Code.INVALID_REQUEST, name)
+
+
+@pytest.mark.parametrize("request_id", ["a", "A-Za-z0-9_-", "-", "x" * limits.MAX_ID_BYTES])
+def test_these_ids_are_taken(request_id: str) -> None:
+    request.check(make(id=request_id))
+    request.check_id(request_id)
+
+
+@pytest.mark.parametrize(
+    "request_id",
+    ["", "x" * (limits.MAX_ID_BYTES + 1), "a.b", "a b", "a\n", "\na", "*", ">", "a:b", "a=2E", "é", "\u0661", "a/b"],
+)
+def test_an_id_that_can_not_be_part_of_a_subject_is_refused(request_id: str) -> None:
+    error = refusal(make(id=request_id))
+    assert (error.code, error.param) == (Code.INVALID_REQUEST, "id")
+    with pytest.raises(errors.RequestError):
+        request.check_id(request_id)
+
+
+def test_a_request_without_an_id_is_taken() -> None:
+    request.check_id(None)
+
+
+def nested(levels: int) -> dict[str, object]:
+    value: dict[str, object] = {"a": 1}
+    for _ in range(levels - 2):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [("chat_template_kwargs", 0), ("tools", 1), ("tool_choice", 0), ("tool_calls", 1)],
+)
+def test_free_form_fields_nest_to_the_limit_and_not_one_level_deeper(name: str, wrap: int) -> None:
+    def asked(levels: int) -> GenerateRequest:
+        value = nested(levels - wrap)
+        field = {name: [value] if wrap else value}
+        return chat(**field) if name == "tool_calls" else make(**field)
+
+    request.check(asked(limits.MAX_NESTING))
+    error = refusal(asked(limits.MAX_NESTING + 1))
+    assert error.code is Code.INVALID_REQUEST
+    assert error.param == ("messages[0].tool_calls" if name == "tool_calls" else name)
+
+
+def test_a_schema_nests_to_the_limit_and_not_one_level_deeper() -> None:
+    def asked(levels: int) -> GenerateRequest:
+        return make(response_format=ResponseFormat(type="json_schema", json_schema=nested(levels)))
+
+    request.check(asked(limits.MAX_NESTING))
+    assert refusal(asked(limits.MAX_NESTING + 1)).param == "response_format.json_schema"
+
+
+# What it needs
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "feature", "param"),
+    [
+        ("logprobs", 0, "logprobs", "logprobs"),
+        ("logprobs", 20, "logprobs", "logprobs"),
+        ("repetition_penalty", 1.1, "penalties", "repetition_penalty"),
+        ("presence_penalty", -0.5, "penalties", "presence_penalty"),
+        ("frequency_penalty", 0.5, "penalties", "frequency_penalty"),
+        ("logit_bias", {"1": 0.0, "2": -1.0}, "logit_bias", "logit_bias"),
+        ("response_format", ResponseFormat(type="json_object"), "structured_output", "response_format"),
+        ("response_format", ResponseFormat(type="json_schema", json_schema={}), "structured_output", "response_format"),
+        ("grammar", 'root ::= "a"', "grammar", "grammar"),
+        ("tools", [{"type": "function"}], "tools", "tools"),
+        ("tool_choice", "required", "tools", "tool_choice"),
+        ("tool_choice", {"type": "function"}, "tools", "tool_choice"),
+        ("lora", [Lora(name="a")], "lora", "lora"),
+        ("resume_from", ResumeFrom(token_ids=[], text_offset=0), "resume", "resume_from"),
+        ("return_progress", True, "progress", "return_progress"),
+        ("routing", RoutingWish(explain=True), "explain", "routing.explain"),
+    ],
+)
+def test_a_value_that_changes_something_needs_a_feature(field: str, value: object, feature: str, param: str) -> None:
+    assert list(request.needs(make(**{field: value}))) == [Need(feature, param)]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("repetition_penalty", 1.0),
+        ("repetition_last_n", 64),
+        ("presence_penalty", 0.0),
+        ("frequency_penalty", -0.0),
+        ("logit_bias", {}),
+        ("logit_bias", {"1": 0.0}),
+        ("response_format", ResponseFormat(type="text")),
+        ("grammar", ""),
+        ("tools", []),
+        ("tool_choice", "none"),
+        ("tool_choice", "auto"),
+        ("tool_choice", {}),
+        ("chat_template_kwargs", {"a": 1}),
+        ("lora", []),
+        ("return_progress", False),
+        ("routing", RoutingWish(worker_id="w", policy="random", explain=False)),
+    ],
+)
+def test_a_value_that_changes_nothing_needs_nothing(field: str, value: object) -> None:
+    assert list(request.needs(make(**{field: value}))) == []
+
+
+def test_every_need_is_named_in_a_request_that_has_several() -> None:
+    asked = make(logprobs=1, presence_penalty=1.0, tools=[{}], tool_choice="required")
+    assert [need.param for need in request.needs(asked)] == ["logprobs", "presence_penalty", "tools", "tool_choice"]
+
+
+# What goes on to the worker
+
+
+def test_a_bare_request_leaves_everything_to_the_model() -> None:
+    assert request.params_of(make()) == internal.Params()
+
+
+def test_everything_that_was_asked_goes_on_to_the_worker() -> None:
+    asked = {
+        "max_tokens": 5,
+        "min_tokens": 2,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "top_k": 0,
+        "min_p": 0.25,
+        "seed": 0,
+        "stop": ["a", "b"],
+        "stop_token_ids": [7, 0],
+        "ignore_eos": True,
+        "stream": False,
+        "return_token_ids": True,
+        "cache_prompt": False,
+        "cache_salt": "salt",
+        "session_id": "session",
+        "priority": -3,
+    }
+    assert set(asked) == set(internal.Params.__struct_fields__)
+    assert request.params_of(make(**asked)) == internal.Params(**asked)  # type: ignore[arg-type]
+
+
+def test_one_stop_string_is_a_list_of_one() -> None:
+    assert request.params_of(make(stop="end")).stop == ["end"]
+    assert request.stop_strings(make(stop="end")) == ["end"]
+    assert request.stop_strings(make(stop=["a", "b"])) == ["a", "b"]
+    assert request.stop_strings(make()) == []
+
+
+def test_the_parts_of_a_content_are_joined() -> None:
+    parts = [ContentPart(type="text", text="a "), ContentPart(type="text", text=""), ContentPart(type="text", text="b")]
+    assert request.text_of(ChatMessage(role="user", content=parts)) == "a b"
+    assert request.text_of(ChatMessage(role="user", content="a b")) == "a b"
+    assert request.text_of(ChatMessage(role="assistant", tool_calls=[{}])) == ""
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            name: st.one_of(st.integers(-(2**40), 2**40), st.floats(), st.sampled_from([0, 1]))
+            for name in request.RANGES
+        },
+    )
+)
+@settings(max_examples=150)
+def test_a_request_is_taken_or_the_field_that_is_out_of_range_is_named(fields: dict[str, float]) -> None:
+    wrong = [name for name, value in fields.items() if not request.RANGES[name].holds(value)]
+    if not wrong:
+        request.check(make(**fields))
+    else:
+        assert refusal(make(**fields)).param in wrong

@@ -1,0 +1,52 @@
+"""Builders for what a router hears of its workers."""
+
+from protocol import codec, internal, messages, subjects
+from router.flight import Flight
+
+READY = messages.WorkerState.READY
+
+
+def card(worker_id: str = "w1", *, epoch: str = "100-a", model: str = "demo", **changes: object) -> messages.Card:
+    fields: dict[str, object] = {
+        "source": "demo.gguf",
+        "engine": "gguf",
+        "engine_version": "1",
+        "context_length": 512,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "hash_scheme": "xxh3-64:0",
+        "features": ["generate"],
+        "state": READY,
+        "host": "here",
+        "pids": messages.Pids(front=1, engine=2),
+        "versions": {},
+    }
+    return messages.Card(worker_id=worker_id, epoch=epoch, model=model, **(fields | changes))  # type: ignore[arg-type]
+
+
+def events(
+    worker_id: str = "w1",
+    seq: int = 0,
+    *,
+    epoch: str = "100-a",
+    load: messages.Load = messages.Load(),  # noqa: B008
+    state: messages.WorkerState = READY,
+    started: tuple[str, ...] = (),
+    spoken: tuple[str, ...] = (),
+    finished: tuple[str, ...] = (),
+) -> internal.Events:
+    return internal.Events(
+        worker_id=worker_id,
+        epoch=epoch,
+        seq=seq,
+        load=load,
+        state=state,
+        started=[internal.Started(id=key, prompt_tokens=1, overlap_blocks=0) for key in started],
+        spoken=list(spoken),
+        finished=list(finished),
+    )
+
+
+def flight(request_id: str = "r1", *, tenant: str = "default", received_at: float = 0.0, **fields: object) -> Flight:
+    request = messages.GenerateRequest(id=request_id, prompt="hi", **fields)  # type: ignore[arg-type]
+    return Flight(request, subjects.ModelAddress("demo", tenant), "_INBOX.a", codec.Encoding.JSON, received_at)

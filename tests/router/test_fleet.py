@@ -1,0 +1,430 @@
+"""The fleet believes the latest life of each worker, forgets the silent, and says who may be given work."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from protocol import messages
+from router.fleet import MAX_WORKERS, Fleet, Heard, Worker
+from tests.router.beliefs import READY, card, events
+
+DRAINING, RESTARTING, STARTING, STOPPED = (
+    messages.WorkerState.DRAINING,
+    messages.WorkerState.RESTARTING,
+    messages.WorkerState.STARTING,
+    messages.WorkerState.STOPPED,
+)
+LOAD_OF_3 = messages.Load(running=2, waiting=1)
+
+
+def fleet_of(*cards: messages.Card, now: float = 0.0) -> Fleet:
+    fleet = Fleet(began_at=0.0)
+    for one in cards:
+        fleet.take_card(one, now)
+    return fleet
+
+
+def known(fleet: Fleet, worker_id: str = "w1") -> Worker:
+    worker = fleet.find(worker_id)
+    assert worker is not None
+    return worker
+
+
+def named(workers: list[Worker]) -> list[str]:
+    return [worker.card.worker_id for worker in workers]
+
+
+def test_a_card_makes_a_worker_known_and_a_candidate() -> None:
+    fleet = fleet_of(card())
+    assert named(fleet.candidates("demo", 0.0)) == ["w1"]
+    assert fleet.candidates("other", 0.0) == []
+    assert fleet.find("w2") is None
+
+
+def test_a_card_of_the_same_life_changes_what_is_known_and_counts_as_heard() -> None:
+    fleet = fleet_of(card())
+    assert fleet.take_card(card(state=DRAINING, features=["chat"]), 1.5) == Heard()
+    assert known(fleet).card.features == ["chat"]
+    assert fleet.candidates("demo", 1.5) == []
+    assert fleet.lapse(3.0) == []
+
+
+def test_a_card_of_the_same_life_keeps_load_bookings_and_place_in_the_event_log() -> None:
+    fleet = fleet_of(card())
+    fleet.take_events(events(seq=4, load=LOAD_OF_3), 0.0)
+    fleet.book("w1", "a", 0.0)
+    fleet.take_card(card(), 0.5)
+    assert known(fleet).num_requests == 4
+    assert fleet.take_events(events(seq=4, load=messages.Load()), 0.5) == Heard()
+    assert known(fleet).num_requests == 4
+
+
+def test_a_later_life_takes_over_at_once_and_the_streams_of_the_earlier_are_lost() -> None:
+    fleet = fleet_of(card(epoch="100-b"))
+    fleet.take_events(events(epoch="100-b", seq=9, load=LOAD_OF_3), 0.0)
+    fleet.book("w1", "a", 0.0)
+    assert fleet.take_card(card(epoch="101-a"), 0.0) == Heard(lost=("w1",))
+    assert known(fleet).num_requests == 0
+    assert fleet.take_events(events(epoch="100-b", seq=10), 0.0) is None
+    assert fleet.take_events(events(epoch="101-a", seq=0), 0.0) == Heard()
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later"),
+    [("99-z", "100-a"), ("100-a", "100-b"), ("999-a", "1000-a"), ("no number", "1-a"), ("", "1-a")],
+)
+def test_lives_are_ordered_by_their_birth_and_then_by_their_random_part(earlier: str, later: str) -> None:
+    assert fleet_of(card(epoch=earlier)).take_card(card(epoch=later), 0.0) == Heard(lost=("w1",))
+    assert fleet_of(card(epoch=later)).take_card(card(epoch=earlier), 0.0) == Heard()
+
+
+@pytest.mark.parametrize("epoch", ["²-a", "٣-a", "-5-a", "1" * 30 + "-a", "\0", "1.5-a", "--"])
+def test_an_epoch_in_no_known_form_is_taken_in_without_harm(epoch: str) -> None:
+    fleet = fleet_of(card(epoch=epoch))
+    assert fleet.take_card(card(epoch="100-a"), 0.0) in (Heard(), Heard(lost=("w1",)))
+    fleet = fleet_of(card(epoch="100-a"))
+    assert fleet.take_card(card(epoch=epoch), 0.0) == Heard()
+    assert known(fleet).card.epoch == "100-a"
+
+
+@pytest.mark.parametrize(("silent_s", "taken"), [(1.999, False), (2.0, True)])
+def test_an_earlier_life_takes_over_only_once_the_known_one_is_lost(silent_s: float, taken: bool) -> None:
+    fleet = fleet_of(card(epoch="100-a"))
+    heard = fleet.take_card(card(epoch="99-a"), silent_s)
+    assert heard == (Heard(lost=("w1",)) if taken else Heard())
+    assert known(fleet).card.epoch == ("99-a" if taken else "100-a")
+
+
+def test_an_earlier_life_that_is_refused_does_not_count_as_heard() -> None:
+    fleet = fleet_of(card(epoch="100-a"))
+    fleet.take_card(card(epoch="99-a"), 1.5)
+    assert fleet.lapse(2.0) == ["w1"]
+
+
+def test_a_worker_that_stops_is_gone_with_its_streams() -> None:
+    fleet = fleet_of(card(), card("w2"))
+    assert fleet.take_card(card(state=STOPPED), 0.0) == Heard(lost=("w1",))
+    assert named(fleet.of_model("demo")) == ["w2"]
+
+
+def test_a_stop_of_another_life_or_of_an_unknown_worker_changes_nothing() -> None:
+    fleet = fleet_of(card(epoch="100-a"))
+    assert fleet.take_card(card(epoch="99-a", state=STOPPED), 0.0) == Heard()
+    assert fleet.take_card(card("w2", state=STOPPED), 0.0) == Heard()
+    assert named(fleet.of_model("demo")) == ["w1"]
+
+
+def test_events_of_an_unknown_worker_or_life_ask_for_a_discovery() -> None:
+    fleet = fleet_of(card())
+    assert fleet.take_events(events("w2"), 0.0) is None
+    assert fleet.take_events(events(epoch="101-a"), 0.0) is None
+    assert fleet.take_events(events(), 0.0) == Heard()
+
+
+def test_events_say_what_was_spoken_and_finished() -> None:
+    fleet = fleet_of(card())
+    heard = fleet.take_events(events(spoken=("a", "b"), finished=("c",)), 0.0)
+    assert heard == Heard(spoken=("a", "b"), finished=("c",))
+
+
+def test_events_set_load_and_state() -> None:
+    fleet = fleet_of(card())
+    fleet.take_events(events(load=LOAD_OF_3, state=DRAINING), 0.0)
+    assert (known(fleet).load, known(fleet).state, known(fleet).num_requests) == (LOAD_OF_3, DRAINING, 3)
+
+
+@pytest.mark.parametrize("seq", [4, 5])
+def test_events_that_were_heard_already_are_ignored_and_prove_no_life(seq: int) -> None:
+    fleet = fleet_of(card())
+    fleet.take_events(events(seq=5), 0.0)
+    heard = fleet.take_events(events(seq=seq, load=LOAD_OF_3, spoken=("a",), finished=("b",)), 1.5)
+    assert heard == Heard()
+    assert known(fleet).load == messages.Load()
+    assert fleet.lapse(2.0) == ["w1"]
+
+
+def test_gaps_in_the_log_are_counted_from_the_first_event_on() -> None:
+    fleet = fleet_of(card())
+    counts = []
+    for seq in (7, 8, 9, 11, 20, 21):
+        fleet.take_events(events(seq=seq), 0.0)
+        counts.append(known(fleet).num_lost_events)
+    assert counts == [0, 0, 0, 1, 9, 9]
+
+
+def test_a_booking_counts_until_an_event_confirms_it() -> None:
+    fleet = fleet_of(card())
+    fleet.book("w1", "a", 0.0)
+    fleet.book("w1", "b", 0.0)
+    assert known(fleet).num_requests == 2
+    fleet.take_events(events(seq=0, load=messages.Load(running=1), started=("a",)), 0.0)
+    assert known(fleet).num_requests == 2
+    fleet.take_events(events(seq=1, load=messages.Load(), finished=("a", "b")), 0.0)
+    assert known(fleet).num_requests == 0
+
+
+def test_a_booking_taken_back_counts_no_more_and_may_be_taken_back_again() -> None:
+    fleet = fleet_of(card())
+    fleet.book("w1", "a", 0.0)
+    for _ in range(2):
+        fleet.unbook("w1", "a")
+        assert known(fleet).num_requests == 0
+    fleet.unbook("nobody", "a")
+
+
+def test_booking_the_same_request_twice_counts_once() -> None:
+    fleet = fleet_of(card())
+    fleet.book("w1", "a", 0.0)
+    fleet.book("w1", "a", 1.0)
+    assert known(fleet).num_requests == 1
+
+
+@pytest.mark.parametrize(("age_s", "num_requests"), [(4.999, 1), (5.0, 0)])
+def test_a_booking_that_nobody_confirms_lapses_after_five_seconds(age_s: float, num_requests: int) -> None:
+    fleet = fleet_of(card())
+    fleet.book("w1", "a", 0.0)
+    fleet.forgive(age_s)
+    assert fleet.lapse(age_s) == []
+    assert known(fleet).num_requests == num_requests
+
+
+@pytest.mark.parametrize(("silent_s", "names"), [(0.999, ["w1"]), (1.0, [])])
+def test_a_worker_silent_for_a_second_gets_no_new_work(silent_s: float, names: list[str]) -> None:
+    fleet = fleet_of(card())
+    assert named(fleet.candidates("demo", silent_s)) == names
+    assert fleet.lapse(silent_s) == []
+
+
+def test_a_suspect_that_speaks_gets_work_again() -> None:
+    fleet = fleet_of(card())
+    assert fleet.candidates("demo", 1.5) == []
+    fleet.take_events(events(), 1.5)
+    assert named(fleet.candidates("demo", 2.4)) == ["w1"]
+
+
+@pytest.mark.parametrize(("silent_s", "lost"), [(1.999, []), (2.0, ["w1"])])
+def test_a_worker_silent_for_two_seconds_is_lost(silent_s: float, lost: list[str]) -> None:
+    fleet = fleet_of(card())
+    fleet.take_card(card("w2"), 1.0)
+    assert fleet.lapse(silent_s) == lost
+    assert fleet.lapse(silent_s) == []
+    assert (fleet.find("w1") is None) == bool(lost)
+    assert fleet.find("w2") is not None
+
+
+def test_a_lost_worker_that_speaks_again_must_be_discovered_anew() -> None:
+    fleet = fleet_of(card())
+    fleet.lapse(2.0)
+    assert fleet.take_events(events(), 2.0) is None
+    fleet.take_card(card(), 2.0)
+    assert named(fleet.candidates("demo", 2.0)) == ["w1"]
+
+
+def test_silence_while_the_router_was_away_does_not_count() -> None:
+    fleet = fleet_of(card(), card("w2"))
+    fleet.forgive(10.0)
+    assert fleet.lapse(11.999) == []
+    assert fleet.lapse(12.0) == ["w1", "w2"]
+
+
+@pytest.mark.parametrize("state", [STARTING, RESTARTING, DRAINING])
+def test_a_worker_in_any_state_but_ready_is_known_and_gets_nothing(state: messages.WorkerState) -> None:
+    fleet = fleet_of(card(state=state))
+    assert fleet.candidates("demo", 0.0) == []
+    assert named(fleet.of_model("demo")) == ["w1"]
+    fleet.take_events(events(state=READY), 0.0)
+    assert named(fleet.candidates("demo", 0.0)) == ["w1"]
+
+
+@pytest.mark.parametrize(("age_ms", "names"), [(2_000.0, ["w1"]), (2_000.1, [])])
+def test_a_worker_whose_step_is_old_gets_nothing(age_ms: float, names: list[str]) -> None:
+    fleet = fleet_of(card())
+    fleet.take_events(events(load=messages.Load(running=1, step_age_ms=age_ms)), 0.0)
+    assert named(fleet.candidates("demo", 0.0)) == names
+
+
+def test_the_number_of_workers_is_bounded_and_those_known_may_still_change() -> None:
+    fleet = fleet_of(*(card(f"w{number}") for number in range(MAX_WORKERS)))
+    assert fleet.take_card(card("one-more", model="late"), 0.0) == Heard()
+    assert fleet.find("one-more") is None
+    assert fleet.take_events(events("one-more"), 0.0) is None
+    assert fleet.take_card(card("w0", epoch="101-a"), 0.0) == Heard(lost=("w0",))
+    fleet.check_integrity()
+    fleet.take_card(card("w1", state=STOPPED), 0.0)
+    fleet.take_card(card("one-more"), 0.0)
+    assert fleet.find("one-more") is not None
+    fleet.check_integrity()
+
+
+def test_models_are_listed_by_name_with_all_their_workers() -> None:
+    fleet = fleet_of(card("w1", model="b"), card("w2", model="a"), card("w3", model="b", state=DRAINING))
+    assert [(model, named(workers)) for model, workers in fleet.models()] == [("a", ["w2"]), ("b", ["w1", "w3"])]
+
+
+@pytest.mark.parametrize(("age_s", "unknown"), [(59.0, False), (60.0, False), (60.001, True)])
+def test_only_a_router_older_than_a_minute_says_that_nobody_has_ever_served_a_model(
+    age_s: float, unknown: bool
+) -> None:
+    assert Fleet(began_at=1_000.0).is_unknown("demo", 1_000.0 + age_s) is unknown
+
+
+def test_a_model_that_was_once_served_is_never_unknown_again() -> None:
+    fleet = fleet_of(card())
+    fleet.lapse(10.0)
+    assert fleet.of_model("demo") == []
+    assert not fleet.is_unknown("demo", 100.0)
+    assert fleet.is_unknown("other", 100.0)
+
+
+@pytest.mark.parametrize("epoch", ["100-a", "101-a"])
+def test_a_model_that_a_known_worker_turned_to_was_served_too(epoch: str) -> None:
+    fleet = fleet_of(card(model="demo"))
+    fleet.take_card(card(model="other", epoch=epoch), 0.0)
+    assert named(fleet.of_model("other")) == ["w1"]
+    fleet.lapse(10.0)
+    assert not fleet.is_unknown("other", 100.0)
+
+
+def test_the_number_of_remembered_models_is_bounded() -> None:
+    fleet = Fleet(began_at=0.0)
+    for number in range(MAX_WORKERS + 1):
+        fleet.take_card(card(model=f"m{number}", epoch=f"{number}-a"), 0.0)
+        fleet.take_card(card(model=f"m{number}", epoch=f"{number}-a", state=STOPPED), 0.0)
+    fleet.check_integrity()
+    assert fleet.is_unknown("m0", 100.0)
+    assert not fleet.is_unknown("m1", 100.0)
+    assert not fleet.is_unknown(f"m{MAX_WORKERS}", 100.0)
+
+
+NAMES = ["w1", "w2", "w3"]
+EPOCHS = ["1-a", "1-b", "20-a"]
+
+
+class Belief:
+    """What the model keeps of one worker."""
+
+    def __init__(self, epoch: str, state: messages.WorkerState, now: float) -> None:
+        self.epoch, self.state, self.heard_at = epoch, state, now
+        self.seq = -1
+        self.num_lost = 0
+        self.reported = 0
+        self.bookings: dict[str, float] = {}
+
+
+class FleetHistory(RuleBasedStateMachine):
+    """Random cards, events and silence, against beliefs kept by hand. Times are quarters of a second: exact."""
+
+    @initialize()
+    def make(self) -> None:
+        self.fleet = Fleet(began_at=0.0)
+        self.beliefs: dict[str, Belief] = {}
+        self.now = 0.0
+
+    @rule(quarters=st.integers(1, 5))
+    def wait(self, quarters: int) -> None:
+        self.now += quarters / 4
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        epoch=st.sampled_from(EPOCHS),
+        state=st.sampled_from([READY, READY, DRAINING, STOPPED]),
+    )
+    def say_card(self, name: str, epoch: str, state: messages.WorkerState) -> None:
+        heard = self.fleet.take_card(card(name, epoch=epoch, state=state), self.now)
+        belief = self.beliefs.get(name)
+        lost = ()
+        if belief is None:
+            if state is not STOPPED:
+                self.beliefs[name] = Belief(epoch, state, self.now)
+        elif belief.epoch == epoch:
+            belief.state, belief.heard_at = state, self.now
+            if state is STOPPED:
+                del self.beliefs[name]
+                lost = (name,)
+        elif state is not STOPPED and (
+            EPOCHS.index(epoch) > EPOCHS.index(belief.epoch) or self.now - belief.heard_at >= 2
+        ):
+            self.beliefs[name] = Belief(epoch, state, self.now)
+            lost = (name,)
+        assert heard == Heard(lost=lost)
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        epoch=st.sampled_from(EPOCHS),
+        ahead=st.integers(-1, 3),
+        running=st.integers(0, 4),
+        started=st.sets(st.sampled_from("abc")),
+        finished=st.sets(st.sampled_from("abc")),
+    )
+    def say_events(
+        self, name: str, epoch: str, ahead: int, running: int, started: set[str], finished: set[str]
+    ) -> None:
+        belief = self.beliefs.get(name)
+        seq = max(0, (belief.seq if belief else 0) + ahead)
+        said = events(
+            name,
+            seq,
+            epoch=epoch,
+            load=messages.Load(running=running),
+            started=tuple(started),
+            finished=tuple(finished),
+        )
+        heard = self.fleet.take_events(said, self.now)
+        if belief is None or belief.epoch != epoch:
+            assert heard is None
+        elif seq <= belief.seq:
+            assert heard == Heard()
+        else:
+            assert heard == Heard(finished=tuple(finished))
+            belief.num_lost += seq - belief.seq - 1 if belief.seq >= 0 else 0
+            belief.seq, belief.heard_at, belief.state, belief.reported = seq, self.now, READY, running
+            for key in started | finished:
+                belief.bookings.pop(key, None)
+
+    @precondition(lambda self: self.beliefs)
+    @rule(data=st.data(), key=st.sampled_from("abc"))
+    def book(self, data: st.DataObject, key: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.beliefs)))
+        self.fleet.book(name, key, self.now)
+        self.beliefs[name].bookings[key] = self.now
+
+    @rule(name=st.sampled_from(NAMES), key=st.sampled_from("abc"))
+    def unbook(self, name: str, key: str) -> None:
+        self.fleet.unbook(name, key)
+        if name in self.beliefs:
+            self.beliefs[name].bookings.pop(key, None)
+
+    @rule()
+    def lapse(self) -> None:
+        silent = {name for name, belief in self.beliefs.items() if self.now - belief.heard_at >= 2}
+        assert set(self.fleet.lapse(self.now)) == silent
+        for name in silent:
+            del self.beliefs[name]
+        for belief in self.beliefs.values():
+            belief.bookings = {key: at for key, at in belief.bookings.items() if self.now - at < 5}
+
+    @rule()
+    def forgive(self) -> None:
+        self.fleet.forgive(self.now)
+        for belief in self.beliefs.values():
+            belief.heard_at = self.now
+
+    @invariant()
+    def agrees_with_the_beliefs(self) -> None:
+        self.fleet.check_integrity()
+        assert set(named(self.fleet.of_model("demo"))) == set(self.beliefs)
+        for name, belief in self.beliefs.items():
+            worker = known(self.fleet, name)
+            assert (worker.card.epoch, worker.state, worker.num_lost_events) == (
+                belief.epoch,
+                belief.state,
+                belief.num_lost,
+            )
+            assert worker.num_requests == belief.reported + len(belief.bookings)
+        may = {name for name, b in self.beliefs.items() if b.state is READY and self.now - b.heard_at < 1}
+        assert set(named(self.fleet.candidates("demo", self.now))) == may
+
+
+TestFleetHistory = FleetHistory.TestCase
+TestFleetHistory.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -1,0 +1,165 @@
+"""Flights are found by their key and by who has accepted them, from their receipt to their end."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from router.flight import Flight, Flights
+from tests.router.beliefs import flight
+
+
+def test_a_new_flight_is_nobodys_yet() -> None:
+    new = flight("r1", tenant="acme inc")
+    assert (new.request_id, new.tenant, new.key, new.model) == ("r1", "acme inc", "acme=20inc:r1", "demo")
+    assert (new.attempt, new.worker_id, new.ended_at, new.cancelled, new.spoken) == (0, None, None, False, False)
+
+
+def test_a_request_without_a_deadline_has_no_remaining_time() -> None:
+    assert flight().remaining_ms(1e9) is None
+
+
+@pytest.mark.parametrize(("now", "left"), [(10.0, 500.0), (10.25, 250.0), (10.5, 0.0), (10.75, -250.0)])
+def test_remaining_time_counts_from_the_receipt(now: float, left: float) -> None:
+    assert flight(received_at=10.0, timeout_ms=500.0).remaining_ms(now) == left
+
+
+def test_equal_ids_of_two_tenants_are_two_flights() -> None:
+    flights = Flights(capacity=2)
+    ours, theirs = flight("r1", tenant="ours"), flight("r1", tenant="theirs")
+    flights.add(ours)
+    flights.add(theirs)
+    assert (flights.find(ours.key), flights.find(theirs.key)) == (ours, theirs)
+
+
+def test_a_key_is_added_once() -> None:
+    flights = Flights(capacity=2)
+    first = flight()
+    flights.add(first)
+    with pytest.raises(AssertionError):
+        flights.add(flight())
+    assert flights.find(first.key) is first
+
+
+def test_flights_are_full_at_their_capacity_and_not_one_before() -> None:
+    flights = Flights(capacity=2)
+    one, two = flight("r1"), flight("r2")
+    flights.add(one)
+    assert not flights.is_full
+    flights.add(two)
+    assert flights.is_full
+    flights.remove(one)
+    assert not flights.is_full
+    assert len(flights) == 1
+
+
+def test_more_flights_than_there_is_capacity_for_break_the_integrity() -> None:
+    flights = Flights(capacity=1)
+    flights.add(flight("r1"))
+    flights.check_integrity()
+    flights.add(flight("r2"))
+    with pytest.raises(AssertionError):
+        flights.check_integrity()
+
+
+def test_an_accepted_flight_is_at_its_worker_until_it_is_removed() -> None:
+    flights = Flights(capacity=4)
+    one, two = flight("r1"), flight("r2")
+    flights.add(one)
+    flights.add(two)
+    flights.accept(one, "w1")
+    assert (one.worker_id, two.worker_id) == ("w1", None)
+    assert (flights.at("w1"), flights.at("w2")) == ([one], [])
+    flights.remove(one)
+    assert flights.at("w1") == []
+    assert flights.find(one.key) is None
+
+
+def test_the_flights_of_a_worker_may_be_removed_while_going_through_them() -> None:
+    flights = Flights(capacity=4)
+    for name in ("r1", "r2", "r3"):
+        new = flight(name)
+        flights.add(new)
+        flights.accept(new, "w1")
+    for there in flights.at("w1"):
+        flights.remove(there)
+    assert len(flights) == 0
+    flights.check_integrity()
+
+
+def test_a_flight_is_accepted_once_and_only_while_it_is_known() -> None:
+    flights = Flights(capacity=4)
+    known, stranger = flight("r1"), flight("r2")
+    flights.add(known)
+    flights.accept(known, "w1")
+    with pytest.raises(AssertionError):
+        flights.accept(known, "w2")
+    with pytest.raises(AssertionError):
+        flights.accept(stranger, "w1")
+    assert (known.worker_id, flights.at("w2"), stranger.worker_id) == ("w1", [], None)
+    flights.check_integrity()
+
+
+def test_a_flight_that_has_ended_can_not_be_removed_again() -> None:
+    flights = Flights(capacity=4)
+    one = flight()
+    flights.add(one)
+    flights.remove(one)
+    with pytest.raises(KeyError):
+        flights.remove(one)
+    flights.check_integrity()
+
+
+class FlightsHistory(RuleBasedStateMachine):
+    """Random receipts, accepts and ends, against one list of what is in the air."""
+
+    in_the_air = Bundle("in_the_air")
+
+    @initialize(capacity=st.integers(1, 6))
+    def make(self, capacity: int) -> None:
+        self.flights = Flights(capacity)
+        self.capacity = capacity
+        self.known: list[Flight] = []
+
+    @rule(target=in_the_air, name=st.sampled_from("abcd"), tenant=st.sampled_from(["default", "acme"]))
+    def receive(self, name: str, tenant: str) -> object:
+        new = flight(name, tenant=tenant)
+        twins = [one for one in self.known if one.key == new.key]
+        assert self.flights.find(new.key) is (twins[0] if twins else None)
+        assert self.flights.is_full == (len(self.known) >= self.capacity)
+        if twins or self.flights.is_full:
+            return multiple()
+        self.flights.add(new)
+        self.known.append(new)
+        return new
+
+    @rule(one=in_the_air, worker_id=st.sampled_from(["w1", "w2"]))
+    def accept(self, one: Flight, worker_id: str) -> None:
+        if one.worker_id is None:
+            self.flights.accept(one, worker_id)
+
+    @rule(one=consumes(in_the_air))
+    def end(self, one: Flight) -> None:
+        self.flights.remove(one)
+        self.known.remove(one)
+
+    @rule(worker_id=st.sampled_from(["w1", "w2"]))
+    def look(self, worker_id: str) -> None:
+        there = {one.key for one in self.known if one.worker_id == worker_id}
+        assert {one.key for one in self.flights.at(worker_id)} == there
+
+    @invariant()
+    def agrees_with_the_list(self) -> None:
+        self.flights.check_integrity()
+        assert len(self.flights) == len(self.known)
+        assert all(self.flights.find(one.key) is one for one in self.known)
+
+    def teardown(self) -> None:
+        for one in list(self.known):
+            self.end(one)
+            self.agrees_with_the_list()
+        assert self.flights.at("w1") == self.flights.at("w2") == []
+
+
+TestFlightsHistory = FlightsHistory.TestCase
+TestFlightsHistory.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -1,0 +1,265 @@
+"""A tokenizer bundle makes the very prompts that the worker's own llama.cpp makes, or there is none."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import demo
+from demo import corpus
+from protocol import errors, internal, messages, prompt
+from tests.support.engines import DEMO
+from worker.engine.gguf import bundle, metadata
+from worker.engine.gguf.runner import GgufRunner
+
+BOS = corpus.SPECIAL_TOKENS.index(corpus.BOS)
+Tokenize = Callable[[str], list[int]]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[GgufRunner]:
+    runner = GgufRunner(DEMO, lambda fraction: None)
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="module")
+def unpacked(runner: GgufRunner) -> prompt.TokenizerBundle:
+    packed = runner.bundle
+    assert packed is not None
+    return prompt.from_parts(prompt.to_parts(packed), prompt.digest_of(packed))
+
+
+@pytest.fixture(scope="module")
+def builder(unpacked: prompt.TokenizerBundle) -> prompt.PromptBuilder:
+    return prompt.builder_of(unpacked)
+
+
+@pytest.fixture(scope="module")
+def encode(runner: GgufRunner) -> Tokenize:
+    """llama.cpp's own ids of a text, without what begins a prompt."""
+    return lambda text: runner.tokenize(internal.Tokenize(text=text))[1:]
+
+
+@pytest.fixture(scope="module")
+def facts() -> metadata.Metadata:
+    return metadata.read(demo.MODEL_PATH)
+
+
+def turn(content: str | list[messages.ContentPart], role: str = "user") -> messages.ChatMessage:
+    return messages.ChatMessage(role=role, content=content)
+
+
+@given(text=st.text(max_size=60))
+@example(text="")
+@example(text="I'll WE'VE don'T 'ſ 12345+678 \r\n\r\n  x\t\n  ")
+@example(text="\0 \x1c\x85\u00a0\u2028\ufeff\ufffd\U0010ffff")
+@settings(max_examples=200, deadline=None)
+def test_router_and_worker_make_the_same_ids_of_any_text(
+    runner: GgufRunner, builder: prompt.PromptBuilder, text: str
+) -> None:
+    assert builder.from_text(text) == runner.tokenize(internal.Tokenize(text=text))
+
+
+@pytest.mark.parametrize("text", bundle.PROBES)
+def test_router_and_worker_agree_on_every_probe(runner: GgufRunner, builder: prompt.PromptBuilder, text: str) -> None:
+    assert builder.from_text(text) == runner.tokenize(internal.Tokenize(text=text))
+
+
+def test_router_and_worker_agree_on_what_the_model_was_trained_on(
+    runner: GgufRunner, builder: prompt.PromptBuilder
+) -> None:
+    documents = corpus.documents(seed=7)
+    for _ in range(50):
+        text = next(documents)
+        assert builder.from_text(text) == runner.tokenize(internal.Tokenize(text=text))
+
+
+def test_a_text_longer_than_any_first_guess_of_its_tokens_is_tokenized_whole(runner: GgufRunner) -> None:
+    text = "\U0001f9ff" * 5_000
+    ids = runner.tokenize(internal.Tokenize(text=text))
+    assert b"".join(runner.pieces[token_id] for token_id in ids).decode() == text
+
+
+@given(text=st.text(max_size=60))
+@settings(max_examples=150, deadline=None)
+def test_the_pieces_of_its_ids_are_the_text_again(runner: GgufRunner, text: str) -> None:
+    ids = runner.tokenize(internal.Tokenize(text=text))
+    assert b"".join(runner.pieces[token_id] for token_id in ids) == text.encode()
+
+
+@pytest.mark.parametrize("special", corpus.SPECIAL_TOKENS)
+@pytest.mark.parametrize("around", ["{}", "a{}b", "{}{}", " {} "])
+def test_special_tokens_in_a_text_are_plain_text(
+    runner: GgufRunner, builder: prompt.PromptBuilder, special: str, around: str
+) -> None:
+    text = around.replace("{}", special)
+    for ids in (runner.tokenize(internal.Tokenize(text=text)), builder.from_text(text)):
+        assert ids[0] == BOS
+        assert not set(ids[1:]) & set(range(len(corpus.SPECIAL_TOKENS)))
+        assert b"".join(runner.pieces[token_id] for token_id in ids).decode() == text
+
+
+@pytest.mark.parametrize("special", corpus.SPECIAL_TOKENS)
+def test_special_tokens_in_a_users_message_are_plain_text(
+    runner: GgufRunner, builder: prompt.PromptBuilder, special: str
+) -> None:
+    user, end, assistant = (corpus.SPECIAL_TOKENS.index(t) for t in (corpus.USER, corpus.END, corpus.ASSISTANT))
+    for content in (special, f"x{special}{special}y", f"{special[:3]}{special}"):
+        ask = internal.Tokenize(messages=[turn(content)])
+        for ids in (runner.tokenize(ask), builder.from_messages([turn(content)], None)):
+            assert [i for i in ids if i < len(corpus.SPECIAL_TOKENS)] == [BOS, user, end, assistant]
+            assert b"".join(runner.pieces[token_id] for token_id in ids).decode() == content
+
+
+@pytest.mark.parametrize("content", ["3 <", "a <|", "<|end|", "<|bos"])
+def test_a_message_that_ends_like_the_beginning_of_a_special_token_is_still_closed_by_the_templates_own(
+    runner: GgufRunner, content: str
+) -> None:
+    user, end, assistant = (corpus.SPECIAL_TOKENS.index(t) for t in (corpus.USER, corpus.END, corpus.ASSISTANT))
+    ids = runner.tokenize(internal.Tokenize(messages=[turn(content)]))
+    assert [i for i in ids if i < len(corpus.SPECIAL_TOKENS)] == [BOS, user, end, assistant]
+    assert b"".join(runner.pieces[token_id] for token_id in ids).decode() == content
+
+
+def test_a_special_token_cannot_be_made_of_two_neighbouring_parts(runner: GgufRunner) -> None:
+    parts = [messages.ContentPart(type="text", text="<|en"), messages.ContentPart(type="text", text="d|>")]
+    ids = runner.tokenize(internal.Tokenize(messages=[turn(parts)]))
+    assert ids == runner.tokenize(internal.Tokenize(messages=[turn("<|end|>")]))
+    assert ids.count(corpus.SPECIAL_TOKENS.index(corpus.END)) == 1
+
+
+conversations = st.lists(
+    st.builds(turn, st.text(max_size=20), st.sampled_from(["system", "user", "assistant"])), min_size=1, max_size=4
+)
+
+
+@given(conversation=conversations, generate=st.sampled_from([None, True, False]))
+@settings(max_examples=150, deadline=None)
+def test_router_and_worker_make_the_same_prompt_of_any_conversation(
+    runner: GgufRunner, builder: prompt.PromptBuilder, conversation: list[messages.ChatMessage], generate: bool | None
+) -> None:
+    arguments = None if generate is None else {"add_generation_prompt": generate}
+    ask = internal.Tokenize(messages=conversation, chat_template_kwargs=arguments)
+    assert runner.tokenize(ask) == builder.from_messages(conversation, arguments)
+
+
+def test_a_template_that_refuses_a_role_refuses_it_at_both_places(
+    runner: GgufRunner, builder: prompt.PromptBuilder
+) -> None:
+    refusals = []
+    for build in (
+        lambda: runner.tokenize(internal.Tokenize(messages=[turn("x", role="tool")])),
+        lambda: builder.from_messages([turn("x", role="tool")], None),
+    ):
+        with pytest.raises(errors.RequestError, match="not tool") as caught:
+            build()
+        refusals.append(caught.value.error)
+    assert refusals[0] == refusals[1]
+    assert refusals[0].code is errors.Code.INVALID_REQUEST
+
+
+def test_a_prompt_begins_with_bos_once_where_the_metadata_says_so(
+    runner: GgufRunner, unpacked: prompt.TokenizerBundle
+) -> None:
+    assert (unpacked.rules.add_bos, unpacked.rules.bos_token_id, unpacked.rules.bos_token) == (True, BOS, corpus.BOS)
+    assert runner.tokenize(internal.Tokenize(text="hi"))[0] == BOS
+    assert runner.tokenize(internal.Tokenize(text="")) == [BOS]
+    assert runner.tokenize(internal.Tokenize(messages=[turn("hi")])).count(BOS) == 1
+
+
+def test_the_rules_name_every_special_token(runner: GgufRunner, unpacked: prompt.TokenizerBundle) -> None:
+    assert unpacked.rules.special_tokens == {text: number for number, text in enumerate(corpus.SPECIAL_TOKENS)}
+    assert unpacked.rules.eos_token == corpus.END
+    assert unpacked.rules.vocab_size == runner.config.vocab_size == len(runner.pieces) == 512
+    assert runner.end_token_ids == {corpus.SPECIAL_TOKENS.index(corpus.END)}
+    assert [runner.pieces[number] for number in range(len(corpus.SPECIAL_TOKENS))] == [b""] * len(corpus.SPECIAL_TOKENS)
+
+
+def test_to_tokenize_nothing_at_all_is_refused(runner: GgufRunner) -> None:
+    with pytest.raises(errors.RequestError, match="text or messages") as caught:
+        runner.tokenize(internal.Tokenize())
+    assert caught.value.error.code is errors.Code.INVALID_REQUEST
+
+
+def changed(facts: metadata.Metadata, key: str, value: metadata.Value) -> metadata.Metadata:
+    return facts._replace(values=facts.values | {key: value})
+
+
+def test_the_bundle_of_the_demo_model_is_built_again_the_same(
+    runner: GgufRunner, facts: metadata.Metadata, unpacked: prompt.TokenizerBundle, encode: Tokenize
+) -> None:
+    assert bundle.build(facts, unpacked.rules, encode) == runner.bundle
+
+
+def test_there_is_no_bundle_where_a_single_probe_differs(
+    facts: metadata.Metadata, unpacked: prompt.TokenizerBundle, encode: Tokenize
+) -> None:
+    for odd in bundle.PROBES:
+        differs = bundle.build(facts, unpacked.rules, lambda text, odd=odd: encode(text)[text == odd :])
+        assert differs is None, odd
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokenizer.ggml.model", "llama"),
+        ("tokenizer.ggml.pre", "unheard-of"),
+        ("tokenizer.ggml.merges", []),
+        ("tokenizer.ggml.tokens", ["a", "a"]),
+    ],
+)
+def test_there_is_no_bundle_for_a_vocabulary_that_cannot_be_rebuilt(
+    facts: metadata.Metadata, unpacked: prompt.TokenizerBundle, encode: Tokenize, key: str, value: metadata.Value
+) -> None:
+    assert bundle.build(changed(facts, key, value), unpacked.rules, encode) is None
+
+
+@pytest.mark.parametrize("merge", ["nospace", "never seen", "a "])
+def test_there_is_no_bundle_for_a_vocabulary_with_a_merge_that_makes_no_token(
+    facts: metadata.Metadata, unpacked: prompt.TokenizerBundle, encode: Tokenize, merge: str
+) -> None:
+    merges: metadata.Value = [*facts.texts("tokenizer.ggml.merges"), merge]
+    assert bundle.build(changed(facts, "tokenizer.ggml.merges", merges), unpacked.rules, encode) is None
+
+
+def test_a_model_whose_merges_make_no_sense_is_served_without_a_bundle(
+    tmp_path: Path, facts: metadata.Metadata
+) -> None:
+    """llama.cpp serves such a file, so that it must not end the engine process either."""
+    merge = facts.texts("tokenizer.ggml.merges")[0].encode()
+    stored = len(merge).to_bytes(8, "little") + merge
+    path = tmp_path / "model.gguf"
+    path.write_bytes(demo.MODEL_PATH.read_bytes().replace(stored, stored.replace(b" ", b"_"), 1))
+    runner = GgufRunner(msgspec.structs.replace(DEMO, model=str(path)), lambda fraction: None)
+    assert runner.bundle is None
+    runner.close()
+
+
+def test_a_model_without_a_chat_template_has_a_bundle_that_refuses_conversations(
+    facts: metadata.Metadata, unpacked: prompt.TokenizerBundle, encode: Tokenize
+) -> None:
+    packed = bundle.build(facts, _without_template(unpacked.rules), encode)
+    assert packed is not None
+    plain = prompt.builder_of(prompt.from_parts(prompt.to_parts(packed), prompt.digest_of(packed)))
+    assert plain.from_text("hi") == [BOS, *encode("hi")]
+    with pytest.raises(errors.RequestError, match="no chat template"):
+        plain.from_messages([turn("hi")], None)
+
+
+def _without_template(rules: prompt.PromptRules) -> prompt.PromptRules:
+    return prompt.PromptRules(
+        special_tokens=rules.special_tokens,
+        bos_token=rules.bos_token,
+        eos_token=rules.eos_token,
+        bos_token_id=rules.bos_token_id,
+        add_bos=rules.add_bos,
+        vocab_size=rules.vocab_size,
+    )
+
+
+def test_the_demo_model_is_there() -> None:
+    assert Path(DEMO.model).is_file()

@@ -1,0 +1,134 @@
+"""Frames come out as they went in, however the bytes between front and engine arrive."""
+
+import itertools
+import socket
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import errors, internal, messages
+from tests.support.arithmetic import make_config
+from worker import contract
+from worker.engine import frames
+from worker.engine.sequence import End
+
+COMMANDS: list[frames.Command] = [
+    frames.Add(
+        7,
+        b"\x01\0\0\0\x02\0\0\0",
+        contract.Sampling(
+            max_tokens=9, min_tokens=2, temperature=0.5, seed=2**32 - 1, stop_token_ids=(3, 4), ignore_eos=True
+        ),
+    ),
+    frames.Abort(2**40),
+    frames.AskTokens(1, internal.Tokenize(text="a\0é")),
+    frames.AskTokens(
+        2,
+        internal.Tokenize(
+            messages=[messages.ChatMessage(role="user", content="hi")], chat_template_kwargs={"a": [1, {"b": None}]}
+        ),
+    ),
+]
+REPORTS: list[frames.Report] = [
+    frames.Loading(0.25),
+    frames.LoadFailed("no such file"),
+    frames.Ready(make_config(), [b"", b"\xff", b"a"], None),
+    frames.Ready(make_config(features=()), [], b"\0bundle"),
+    frames.StepReport([1, 2], [], messages.Load(waiting=3)),
+    frames.StepReport(
+        [],
+        [frames.SequenceOutput(1, 0, None), frames.SequenceOutput(2, None, End.ABORTED)],
+        messages.Load(running=1, step_age_ms=0.5),
+    ),
+    frames.Tokens(1, b"\x05\0\0\0", None),
+    frames.Tokens(2, b"", errors.make_error(errors.Code.UNSUPPORTED, "no template", param="messages")),
+]
+BODIES = [b"", b"a", b"bc" * 200, b"", b"\0\0\0\0\xff"]
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack("<I", len(body)) + body
+
+
+STREAM = b"".join(map(framed, BODIES))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda frame: type(frame).__name__)
+def test_a_command_comes_back_as_it_was(command: frames.Command) -> None:
+    (body,) = frames.Splitter().feed(frames.encode(command))
+    assert frames.command_decoder.decode(body) == command
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda frame: type(frame).__name__)
+def test_a_report_comes_back_as_it_was(report: frames.Report) -> None:
+    (body,) = frames.Splitter().feed(frames.encode(report))
+    assert frames.report_decoder.decode(body) == report
+
+
+def test_every_kind_of_frame_is_tried_here() -> None:
+    assert {type(frame) for frame in (*COMMANDS, *REPORTS)} == set(frames.Frame.__subclasses__())
+
+
+@pytest.mark.parametrize("end", End)
+def test_every_end_travels(end: End) -> None:
+    report = frames.StepReport([], [frames.SequenceOutput(1, None, end)], messages.Load())
+    (body,) = frames.Splitter().feed(frames.encode(report))
+    assert frames.report_decoder.decode(body) == report
+
+
+def test_frames_fed_whole_come_out_one_by_one() -> None:
+    assert list(frames.Splitter().feed(STREAM)) == BODIES
+
+
+def test_frames_fed_byte_by_byte_come_out_whole() -> None:
+    splitter = frames.Splitter()
+    assert [body for byte in STREAM for body in splitter.feed(bytes([byte]))] == BODIES
+
+
+@pytest.mark.parametrize("place", [*range(20), 200, 405, 406, 410, len(STREAM) - 1, len(STREAM)])
+def test_frames_cut_in_two_come_out_whole(place: int) -> None:
+    splitter = frames.Splitter()
+    assert [*splitter.feed(STREAM[:place]), *splitter.feed(STREAM[place:])] == BODIES
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_a_tail_waits_for_the_rest_of_its_frame(length: int) -> None:
+    tail = framed(b"tail.")
+    splitter = frames.Splitter()
+    assert list(splitter.feed(STREAM + tail[:length])) == BODIES
+    assert list(splitter.feed(b"")) == []
+    assert list(splitter.feed(tail[length:] + framed(b"next"))) == [b"tail.", b"next"]
+
+
+@given(bodies=st.lists(st.binary(max_size=30), max_size=8), places=st.lists(st.integers(0, 300), max_size=10))
+@settings(max_examples=150, deadline=None)
+def test_frames_cut_anywhere_come_out_whole(bodies: list[bytes], places: list[int]) -> None:
+    stream = b"".join(map(framed, bodies))
+    edges = [0, *sorted(place % (len(stream) + 1) for place in places), len(stream)]
+    splitter = frames.Splitter()
+    parts = [stream[start:end] for start, end in itertools.pairwise(edges)]
+    assert [body for part in parts for body in splitter.feed(part)] == bodies
+
+
+def test_the_longest_frame_is_waited_for_and_one_byte_more_is_corrupt() -> None:
+    splitter = frames.Splitter()
+    assert list(splitter.feed(struct.pack("<I", frames.MAX_FRAME_BYTES) + b"x")) == []
+    with pytest.raises(ValueError, match=str(frames.MAX_FRAME_BYTES + 1)):
+        list(frames.Splitter().feed(struct.pack("<I", frames.MAX_FRAME_BYTES + 1)))
+
+
+def test_frames_before_a_corrupt_length_are_still_handed_out() -> None:
+    bodies = frames.Splitter().feed(framed(b"good") + b"\xff\xff\xff\xff")
+    assert next(bodies) == b"good"
+    with pytest.raises(ValueError, match="a frame of"):
+        next(bodies)
+
+
+def test_a_socket_gives_its_frames_until_its_other_end_closes_and_drops_a_tail() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(STREAM + framed(b"cut short")[:-1])
+        theirs.shutdown(socket.SHUT_WR)
+        assert list(frames.received(ours)) == BODIES

@@ -1,0 +1,250 @@
+"""The step loop carries commands out, survives what only one sequence is to blame for, and rests when idle."""
+
+import queue
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import blocks
+from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
+from worker import contract
+from worker.engine import frames
+from worker.engine.loop import StepLoop
+from worker.engine.plan import StepPlan
+from worker.engine.runner import DeviceError, NoRoomError
+from worker.engine.sequence import End
+
+Command = frames.Add | frames.Abort | None
+
+
+class Inbox(queue.SimpleQueue[Command]):
+    """An inbox that says None when the loop would wait for ever, so that a test's own thread can run the loop."""
+
+    def __init__(self, *commands: Command) -> None:
+        super().__init__()
+        self.num_waits = 0
+        for command in commands:
+            self.put(command)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Command:
+        assert block, "the loop polls"
+        assert timeout is None, "the loop polls"
+        if self.empty():
+            self.num_waits += 1
+            return None
+        return super().get()
+
+
+class Story(NamedTuple):
+    """What a loop reported until it had nothing more to do."""
+
+    reports: list[frames.StepReport]
+    inbox: Inbox
+
+    @property
+    def outputs(self) -> list[frames.SequenceOutput]:
+        return [output for report in self.reports for output in report.outputs]
+
+    def tokens(self, seq_no: int) -> list[int]:
+        return [o.token_id for o in self.outputs if o.seq_no == seq_no and o.token_id is not None]
+
+    def ends(self) -> dict[int, End]:
+        """Fails for a sequence that ends twice or goes on after its end."""
+        ends: dict[int, End] = {}
+        for output in self.outputs:
+            assert output.seq_no not in ends, output
+            if output.end is not None:
+                ends[output.seq_no] = output.end
+        return ends
+
+
+def add(seq_no: int, num_prompt: int = 3, max_tokens: int = 6, **sampling: object) -> frames.Add:
+    fields: dict[str, object] = {"max_tokens": max_tokens, "ignore_eos": True} | sampling
+    token_ids = [1 + (7 * seq_no + 3 * place) % 90 for place in range(num_prompt)]
+    return frames.Add(seq_no, blocks.to_bytes(token_ids), contract.Sampling(**fields))  # type: ignore[arg-type]
+
+
+def run(
+    *commands: Command,
+    runner: ArithmeticRunner | None = None,
+    then: Callable[[frames.StepReport, Inbox], None] = lambda report, inbox: None,
+) -> Story:
+    """Runs a loop in this thread until it is idle; `then` is called after each report and may send commands."""
+    story = Story([], Inbox(*commands))
+
+    def report(said: frames.StepReport) -> None:
+        story.reports.append(said)
+        then(said, story.inbox)
+
+    StepLoop(runner or ArithmeticRunner(), story.inbox, report, step_target_s=0.05).run()
+    return story
+
+
+def test_a_sequence_is_announced_then_hands_out_a_token_a_step_and_ends_once() -> None:
+    story = run(add(1, max_tokens=3))
+    assert [report.started for report in story.reports] == [[1], [], [], []]
+    assert [[output.seq_no for output in report.outputs] for report in story.reports] == [[], [1], [1], [1]]
+    assert [output.end for output in story.outputs] == [None, None, End.LENGTH]
+
+
+def test_every_report_carries_the_load_after_it() -> None:
+    story = run(add(1, max_tokens=2))
+    assert [report.load.running for report in story.reports] == [1, 1, 0]
+    assert (story.reports[-1].load.used_blocks, story.reports[-1].load.free_blocks) == (0, 64)
+
+
+def test_an_inbox_that_says_none_ends_the_loop_at_once() -> None:
+    assert run(None, add(1)).reports == []
+    cut = run(add(1), then=lambda report, inbox: inbox.put(None))
+    assert [report.started for report in cut.reports] == [[1], []]
+
+
+def test_an_idle_loop_waits_for_a_command_and_neither_steps_nor_reports() -> None:
+    runner = ArithmeticRunner()
+    story = run(runner=runner)
+    assert (story.inbox.num_waits, runner.num_steps, story.reports) == (1, 0, [])
+    story = run(add(1, max_tokens=4), runner=runner)
+    assert (story.inbox.num_waits, runner.num_steps) == (1, 4)
+    assert len(story.reports) == 5
+
+
+def test_all_commands_there_are_are_taken_before_a_step() -> None:
+    runner = ArithmeticRunner()
+    story = run(*(add(number, num_prompt=1, max_tokens=1) for number in range(1, 9)), runner=runner)
+    assert runner.num_steps == 1
+    assert story.reports[0].started == list(range(1, 9))
+
+
+def test_an_abort_of_the_unknown_or_ended_answers_nothing() -> None:
+    assert run(frames.Abort(99)).reports == []
+
+    def abort_the_ended(report: frames.StepReport, inbox: Inbox) -> None:
+        if any(output.end for output in report.outputs):
+            inbox.put(frames.Abort(1))
+
+    story = run(add(1, max_tokens=2), frames.Abort(2), then=abort_the_ended)
+    assert story.ends() == {1: End.LENGTH}
+    assert len(story.reports) == 3
+
+
+def test_an_abort_before_the_first_step_is_answered_once_and_computes_nothing() -> None:
+    runner = ArithmeticRunner()
+    story = run(add(1), frames.Abort(1), frames.Abort(1), runner=runner)
+    assert story.outputs == [frames.SequenceOutput(1, None, End.ABORTED)]
+    assert runner.num_steps == 0
+    assert story.reports[-1].load.waiting == 0
+
+
+def test_an_abort_of_a_running_sequence_frees_its_lane_and_blocks_within_the_step() -> None:
+    runner = ArithmeticRunner(make_config(max_num_seqs=1))
+
+    sampled: list[int] = []
+
+    def abort_after_two(report: frames.StepReport, inbox: Inbox) -> None:
+        sampled.extend(output.seq_no for output in report.outputs if output.token_id is not None)
+        if sampled == [1, 1]:
+            inbox.put(frames.Abort(1))
+
+    story = run(add(1, max_tokens=50), add(2, max_tokens=2), runner=runner, then=abort_after_two)
+    assert story.ends() == {1: End.ABORTED, 2: End.LENGTH}
+    assert len(story.tokens(1)) == 2
+    assert len(story.tokens(2)) == 2
+
+
+def test_where_there_is_no_room_the_youngest_gives_way_and_its_neighbours_go_on_untouched() -> None:
+    commands = [add(number, max_tokens=6) for number in (1, 2, 3)]
+    calm = run(*commands)
+    story = run(*commands, runner=ArithmeticRunner(failures={3: NoRoomError()}))
+    assert story.ends() == {1: End.LENGTH, 2: End.LENGTH, 3: End.NO_ROOM}
+    assert story.tokens(1) == calm.tokens(1)
+    assert story.tokens(2) == calm.tokens(2)
+    assert story.tokens(3) == calm.tokens(3)[:2]
+
+
+def test_the_lane_of_the_one_that_gave_way_is_free_for_the_next() -> None:
+    runner = ArithmeticRunner(make_config(max_num_seqs=2), failures={2: NoRoomError()})
+    story = run(add(1), add(2), add(3), runner=runner)
+    assert story.ends() == {1: End.LENGTH, 2: End.NO_ROOM, 3: End.LENGTH}
+
+
+def test_room_that_is_missing_again_and_again_ends_one_sequence_at_a_time() -> None:
+    story = run(*map(add, (1, 2, 3)), runner=ArithmeticRunner(failures={2: NoRoomError(), 3: NoRoomError()}))
+    assert story.ends() == {1: End.LENGTH, 2: End.NO_ROOM, 3: End.NO_ROOM}
+
+
+def test_a_sequence_alone_without_room_ends_and_the_loop_goes_on() -> None:
+    story = run(add(1), runner=ArithmeticRunner(failures={1: NoRoomError()}))
+    assert story.outputs == [frames.SequenceOutput(1, None, End.NO_ROOM)]
+    assert story.reports[-1].load.running == 0
+
+
+class BadLogits(ArithmeticRunner):
+    """Computes no usable logits for the sequence `victim` once it holds `length` tokens."""
+
+    def __init__(self, victim: int, length: int) -> None:
+        super().__init__()
+        self.victim = victim
+        self.length = length
+
+    def step(self, plan: StepPlan) -> list[int | End]:
+        results = super().step(plan)
+        sequences = [part.sequence for part in plan.parts if part.samples]
+        return [
+            End.BAD_LOGITS if (s.seq_no, s.num_tokens) == (self.victim, self.length) else result
+            for s, result in zip(sequences, results, strict=True)
+        ]
+
+
+def test_logits_that_are_no_numbers_end_their_own_sequence_only() -> None:
+    commands = [add(number, num_prompt=3, max_tokens=6) for number in (1, 2, 3)]
+    calm = run(*commands)
+    story = run(*commands, runner=BadLogits(victim=2, length=5))
+    assert story.ends() == {1: End.LENGTH, 2: End.BAD_LOGITS, 3: End.LENGTH}
+    assert (story.tokens(1), story.tokens(3)) == (calm.tokens(1), calm.tokens(3))
+    assert story.tokens(2) == calm.tokens(2)[:2]
+
+
+def test_a_failed_device_leaves_the_loop() -> None:
+    with pytest.raises(DeviceError, match="gone"):
+        run(add(1), runner=ArithmeticRunner(failures={2: DeviceError("gone")}))
+
+
+def test_a_long_prompt_is_computed_in_steps_that_the_runner_can_carry_while_others_decode() -> None:
+    runner = ArithmeticRunner(make_config(max_num_batched_tokens=16))
+    story = run(add(1, max_tokens=40), add(2, num_prompt=100, max_tokens=2), runner=runner)
+    assert story.ends() == {1: End.LENGTH, 2: End.LENGTH}
+    assert max(runner.step_sizes) <= 16
+    first_of_2 = next(place for place, output in enumerate(story.outputs) if output.seq_no == 2)
+    assert sum(output.seq_no == 1 for output in story.outputs[:first_of_2]) >= 10
+
+
+def test_a_stop_token_ends_a_sequence_and_is_handed_out() -> None:
+    free = run(add(1, max_tokens=10)).tokens(1)
+    stop = free[4]
+    story = run(add(1, max_tokens=10, stop_token_ids=(stop,)))
+    assert story.tokens(1) == free[: free.index(stop) + 1]
+    assert story.ends() == {1: End.STOP_TOKEN}
+
+
+@given(
+    asked=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 12), st.integers(0, 9)), min_size=1, max_size=12),
+    max_num_seqs=st.integers(1, 6),
+)
+@settings(max_examples=60, deadline=None)
+def test_sequences_compute_the_same_together_as_alone(asked: list[tuple[int, int, int]], max_num_seqs: int) -> None:
+    commands = [
+        add(number, num_prompt, max_tokens, ignore_eos=False, seed=seed, temperature=1.0)
+        for number, (num_prompt, max_tokens, seed) in enumerate(asked, start=1)
+    ]
+    config = make_config(max_num_seqs=max_num_seqs, total_kv_blocks=12, max_num_batched_tokens=24)
+    together = run(*commands, runner=ArithmeticRunner(config))
+    assert sorted(together.ends()) == [command.seq_no for command in commands]
+    for command in commands:
+        alone = run(command)
+        assert together.tokens(command.seq_no) == alone.tokens(command.seq_no)
+        assert together.ends()[command.seq_no] == alone.ends()[command.seq_no]
+        assert END_TOKEN not in alone.tokens(command.seq_no)[:-1]
+    assert together.reports[-1].load.used_blocks == 0

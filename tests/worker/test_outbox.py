@@ -1,0 +1,169 @@
+"""The outbox publishes in the order that the wire promises, and never what the broker would not take."""
+
+import msgspec
+import pytest
+
+from protocol import codec, errors, internal, limits, messages, subjects
+from protocol.connection import BusyError
+from tests.support.arithmetic import ArithmeticRunner, make_config
+from tests.support.engines import thread_engine
+from worker import contract
+from worker.front.announce import Announcer
+from worker.front.outbox import Outbox
+from worker.front.stream import Stream
+
+TIMINGS = messages.Timings(queue_ms=0, prefill_ms=0, ttft_ms=0, decode_ms=0, total_ms=0)
+_events = codec.Decoder(internal.Events)
+_chunks = codec.Decoder(messages.Chunk)
+
+
+class Wire:
+    """Keeps what is published instead of sending it."""
+
+    def __init__(self, max_payload: int) -> None:
+        self.max_payload = max_payload
+        self.is_busy = False
+        self.published: list[tuple[str, bytes, dict[str, str]]] = []
+
+    def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
+        if self.is_busy:
+            raise BusyError("too much is waiting")
+        self.published.append((subject, payload, headers or {}))
+
+
+class Front:
+    """An outbox and its announcer on one wire, with an engine that serves."""
+
+    def __init__(self, max_payload: int = 1_000_000) -> None:
+        self.wire = Wire(max_payload)
+        self.announcer = Announcer(self.wire, subjects.Subjects(), "demo", "w1")  # type: ignore[arg-type]
+        self.outbox = Outbox(self.wire, self.announcer)  # type: ignore[arg-type]
+        self.announcer.engine_started(thread_engine(lambda _: ArithmeticRunner()), make_config(), None)
+        self.wire.published.clear()
+
+    def said(self) -> list[messages.Chunk | internal.Events]:
+        """Everything published, in order, and forgets it."""
+        said = [
+            _events.decode(payload) if ".events." in subject else _chunks.decode(payload, codec.Encoding.JSON)
+            for subject, payload, _ in self.wire.published
+        ]
+        self.wire.published.clear()
+        return said
+
+
+def stream(name: str = "r1", **params: object) -> Stream:
+    run = internal.Run(
+        request_id=f"default:{name}",
+        attempt=0,
+        epoch="1-a",
+        router_id="router",
+        reply=f"_INBOX.{name}",
+        encoding=codec.Encoding.JSON,
+        token_ids=b"",
+        params=internal.Params(**params),  # type: ignore[arg-type]
+    )
+    return Stream(run, "demo", "w1", now=0.0)
+
+
+def output(text: str, token_id: int = 1, *, last: bool = False) -> contract.Output:
+    plain = contract.Output(token_ids=[token_id], text=text)
+    if not last:
+        return plain
+    usage = messages.Usage(prompt_tokens=1, completion_tokens=1, total_tokens=2, cached_tokens=0)
+    return msgspec.structs.replace(plain, finish_reason=messages.FinishReason.LENGTH, usage=usage, timings=TIMINGS)
+
+
+async def test_that_a_stream_speaks_is_published_before_its_first_chunk_and_once() -> None:
+    front, one, two = Front(), stream("r1"), stream("r2")
+    front.outbox.put_head(one, 1.0)
+    front.outbox.put(one, output("a"), 1.0)
+    front.outbox.put(two, output("b"), 1.0)
+    front.outbox.flush()
+    events, *chunks = front.said()
+    assert isinstance(events, internal.Events)
+    assert events.spoken == ["default:r1", "default:r2"]
+    assert [chunk.id for chunk in chunks if isinstance(chunk, messages.Chunk)] == ["r1", "r1", "r2"]
+    front.outbox.put(one, output("c"), 2.0)
+    front.outbox.flush()
+    (chunk,) = front.said()
+    assert isinstance(chunk, messages.Chunk)
+
+
+async def test_a_head_is_no_speech() -> None:
+    front, one = Front(), stream()
+    front.outbox.put_head(one, 3.0)
+    front.outbox.flush()
+    (head,) = front.said()
+    assert isinstance(head, messages.Chunk)
+    assert (one.has_spoken, one.spoke_at) == (False, 3.0)
+
+
+async def test_that_a_stream_has_finished_is_published_after_its_terminal() -> None:
+    front, one = Front(), stream()
+    front.outbox.put(one, output("a", last=True), 1.0)
+    front.outbox.flush()
+    front.announcer.publish_events()
+    before, terminal, after = front.said()
+    assert isinstance(before, internal.Events)
+    assert isinstance(terminal, messages.Chunk)
+    assert isinstance(after, internal.Events)
+    assert (before.finished, terminal.finish_reason, after.finished) == ([], "length", ["default:r1"])
+    assert after.seq == before.seq + 1
+
+
+async def test_nothing_is_published_before_the_flush_or_twice() -> None:
+    front = Front()
+    front.outbox.put(stream(), output("a"), 1.0)
+    assert front.said() == []
+    front.outbox.flush()
+    assert len(front.said()) == 2
+    front.outbox.flush()
+    assert front.said() == []
+
+
+@pytest.mark.parametrize(("spare_bytes", "fits"), [(0, True), (-1, False)])
+async def test_a_terminal_that_just_fits_is_sent_and_one_byte_more_makes_it_an_error(
+    spare_bytes: int, fits: bool
+) -> None:
+    whole = stream(stream=False)
+    size = len(codec.encode(_terminal_of(stream(stream=False), "x" * 500), codec.Encoding.JSON))
+    front = Front(max_payload=size + limits.MESSAGE_RESERVE_BYTES + spare_bytes)
+    whole.created = 1_000_000_000
+    front.outbox.put(whole, output("x" * 500, last=True), 1.0)
+    front.outbox.flush()
+    headers = front.wire.published[-1][2]
+    terminal = front.said()[-1]
+    assert isinstance(terminal, messages.Chunk)
+    if fits:
+        assert (terminal.text, terminal.finish_reason, headers) == ("x" * 500, "length", {})
+    else:
+        assert (terminal.text, terminal.finish_reason) == ("", "error")
+        assert terminal.error
+        assert terminal.error.code is errors.Code.PAYLOAD_TOO_LARGE
+        assert headers == codec.error_headers(terminal.error)
+
+
+def _terminal_of(one: Stream, text: str) -> messages.Chunk:
+    one.created = 1_000_000_000
+    chunk = one.chunk(output(text, last=True))
+    assert chunk is not None
+    return chunk
+
+
+async def test_an_error_terminal_tells_its_error_in_headers_too() -> None:
+    front, one = Front(), stream()
+    error = errors.make_error(errors.Code.WORKER_LOST)
+    ended = msgspec.structs.replace(output("", last=True), finish_reason=messages.FinishReason.ERROR, error=error)
+    front.outbox.put(one, ended, 1.0)
+    front.outbox.flush()
+    assert front.wire.published[-1][2] == codec.error_headers(error)
+
+
+async def test_a_chunk_that_the_connection_has_no_room_for_is_dropped_and_counted() -> None:
+    front, one = Front(), stream()
+    front.outbox.put(one, output("a"), 1.0)
+    front.outbox.flush()
+    front.wire.is_busy = True
+    front.outbox.put(one, output("b"), 1.0)
+    front.outbox.flush()
+    assert front.outbox.dropped_chunks == 1

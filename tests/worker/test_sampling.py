@@ -1,0 +1,68 @@
+"""What a request leaves open is filled in: by the request, else by the model's defaults, else by the wire's."""
+
+import pytest
+
+from protocol import errors, internal
+from tests.support.arithmetic import make_config
+from worker import contract
+from worker.front.sampling import resolve
+
+OWN = contract.SamplingDefaults(temperature=0.3, top_p=0.8, top_k=20, min_p=0.1, max_tokens=50)
+
+
+def resolved(
+    prompt_tokens: int = 10,
+    *,
+    context_length: int = 100,
+    defaults: contract.SamplingDefaults = contract.SamplingDefaults(),  # noqa: B008
+    max_new_tokens: int = 40,
+    **params: object,
+) -> contract.Sampling:
+    config = make_config(context_length=context_length, defaults=defaults)
+    return resolve(internal.Params(**params), prompt_tokens, config, max_new_tokens)  # type: ignore[arg-type]
+
+
+def test_a_request_that_says_nothing_gets_the_wires_defaults() -> None:
+    sampling = resolved()
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.7, 0.9, 40, 0.0)
+    assert (sampling.min_tokens, sampling.stop_token_ids, sampling.ignore_eos) == (0, (), False)
+
+
+def test_the_models_defaults_come_before_the_wires() -> None:
+    sampling = resolved(defaults=OWN)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.3, 0.8, 20, 0.1)
+    assert sampling.max_tokens == 50
+
+
+def test_what_the_request_says_comes_first_also_where_it_says_zero() -> None:
+    asked = resolved(defaults=OWN, temperature=0.0, top_p=0.5, top_k=0, min_p=0.0, seed=0, max_tokens=3)
+    assert asked == contract.Sampling(max_tokens=3, temperature=0.0, top_p=0.5, top_k=0, min_p=0.0, seed=0)
+
+
+def test_the_rest_of_a_request_is_passed_on() -> None:
+    sampling = resolved(min_tokens=4, stop_token_ids=[7, 8], ignore_eos=True)
+    assert (sampling.min_tokens, sampling.stop_token_ids, sampling.ignore_eos) == (4, (7, 8), True)
+
+
+def test_a_seed_that_nobody_chose_is_drawn_anew_each_time() -> None:
+    seeds = {resolved().seed for _ in range(8)}
+    assert len(seeds) > 1
+    assert all(0 <= seed < 2**32 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "max_tokens", "most"),
+    [(10, None, 40), (60, None, 40), (61, None, 39), (10, 90, 90), (10, 91, 90), (99, 5, 1), (10, 1, 1)],
+)
+def test_a_completion_ends_at_the_setting_or_at_the_context(
+    prompt_tokens: int, max_tokens: int | None, most: int
+) -> None:
+    assert resolved(prompt_tokens, max_tokens=max_tokens).max_tokens == most
+
+
+def test_the_last_prompt_that_fits_leaves_one_token_and_a_longer_one_is_refused() -> None:
+    assert resolved(99).max_tokens == 1
+    for prompt_tokens in (100, 101):
+        with pytest.raises(errors.RequestError, match=f"{prompt_tokens} tokens.*fit 100") as caught:
+            resolved(prompt_tokens)
+        assert caught.value.error.code is errors.Code.PROMPT_TOO_LONG

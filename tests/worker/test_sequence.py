@@ -1,0 +1,133 @@
+"""A sequence knows by its counters alone what is to be computed, and when it ends."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker import contract
+from worker.engine.sequence import End, Sequence
+
+EOS, OWN_STOP, PLAIN = 2, 3, 7
+
+
+def sequence(num_prompt: int = 3, **sampling: object) -> Sequence:
+    fields: dict[str, object] = {"max_tokens": 8, "stop_token_ids": (OWN_STOP,)} | sampling
+    return Sequence(1, [PLAIN] * num_prompt, contract.Sampling(**fields), frozenset({EOS}))  # type: ignore[arg-type]
+
+
+def sampled(sequence: Sequence, *token_ids: int) -> list[End | None]:
+    """Computes what there is and appends each token in turn."""
+    ends = []
+    for token_id in token_ids:
+        sequence.num_computed = sequence.num_tokens
+        ends.append(sequence.append(token_id))
+    return ends
+
+
+def test_a_new_sequence_has_its_whole_prompt_to_compute() -> None:
+    new = sequence(num_prompt=5, max_tokens=4)
+    assert (new.num_prompt, new.num_tokens, new.num_computed, new.num_uncomputed) == (5, 5, 0, 5)
+    assert (new.num_sampled, new.max_num_tokens, new.lane) == (0, 9, None)
+
+
+def test_a_sampled_token_is_one_token_to_compute() -> None:
+    one = sequence()
+    sampled(one, PLAIN)
+    assert (one.num_prompt, one.num_tokens, one.num_sampled, one.num_uncomputed) == (3, 4, 1, 1)
+
+
+def test_it_ends_by_length_with_the_last_of_max_tokens_and_not_before() -> None:
+    assert sampled(sequence(max_tokens=3), PLAIN, PLAIN, PLAIN) == [None, None, End.LENGTH]
+    assert sampled(sequence(max_tokens=1), PLAIN) == [End.LENGTH]
+
+
+@pytest.mark.parametrize("stop", [EOS, OWN_STOP])
+def test_it_ends_at_the_models_end_tokens_and_at_its_own(stop: int) -> None:
+    assert sampled(sequence(), PLAIN, stop) == [None, End.STOP_TOKEN]
+
+
+def test_a_stop_token_in_the_last_place_is_a_stop_and_no_length() -> None:
+    assert sampled(sequence(max_tokens=2), PLAIN, EOS) == [None, End.STOP_TOKEN]
+
+
+def test_a_stop_token_counts_as_sampled() -> None:
+    one = sequence()
+    sampled(one, PLAIN, EOS)
+    assert one.num_sampled == 2
+
+
+def test_ignore_eos_goes_on_past_the_models_end_tokens_but_not_past_its_own() -> None:
+    assert sampled(sequence(ignore_eos=True), EOS, EOS, OWN_STOP) == [None, None, End.STOP_TOKEN]
+
+
+def test_min_tokens_many_tokens_do_not_stop_and_the_next_one_may() -> None:
+    assert sampled(sequence(min_tokens=2), EOS, OWN_STOP, EOS) == [None, None, End.STOP_TOKEN]
+
+
+def test_it_may_stop_once_min_tokens_are_there() -> None:
+    one = sequence(min_tokens=2)
+    said = [one.may_stop]
+    for _ in range(2):
+        sampled(one, PLAIN)
+        said.append(one.may_stop)
+    assert said == [False, False, True]
+    assert sequence(min_tokens=0).may_stop
+
+
+def test_max_tokens_end_it_even_below_min_tokens() -> None:
+    assert sampled(sequence(max_tokens=2, min_tokens=5), EOS, EOS) == [None, End.LENGTH]
+
+
+def test_a_token_is_sampled_only_behind_the_last_one_computed() -> None:
+    one = sequence(num_prompt=3)
+    one.num_computed = 2
+    with pytest.raises(AssertionError):
+        one.append(PLAIN)
+    assert one.num_tokens == 3
+
+
+def test_its_prompt_is_its_own_copy() -> None:
+    prompt = [1, 2]
+    one = Sequence(1, prompt, contract.Sampling(max_tokens=4), frozenset())
+    one.num_computed = 2
+    one.append(5)
+    assert prompt == [1, 2]
+    assert one.token_ids == [1, 2, 5]
+
+
+def test_a_sequence_without_a_prompt_or_without_room_for_a_token_cannot_be_made() -> None:
+    with pytest.raises(AssertionError):
+        Sequence(1, [], contract.Sampling(max_tokens=1), frozenset())
+    with pytest.raises(AssertionError):
+        Sequence(1, [1], contract.Sampling(max_tokens=0), frozenset())
+
+
+@pytest.mark.parametrize("num_computed", [-1, 4])
+def test_integrity_is_broken_by_more_computed_than_there_is_and_by_less_than_nothing(num_computed: int) -> None:
+    one = sequence(num_prompt=3)
+    one.num_computed = num_computed
+    with pytest.raises(AssertionError):
+        one.check_integrity()
+
+
+@given(
+    token_ids=st.lists(st.sampled_from([EOS, OWN_STOP, PLAIN]), min_size=12, max_size=12),
+    max_tokens=st.integers(1, 10),
+    min_tokens=st.integers(0, 12),
+    ignore_eos=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_it_ends_exactly_where_a_search_over_all_tokens_says(
+    token_ids: list[int], max_tokens: int, min_tokens: int, ignore_eos: bool
+) -> None:
+    stops = {OWN_STOP} if ignore_eos else {OWN_STOP, EOS}
+    stop_at = [place for place, token in enumerate(token_ids) if token in stops and place >= min_tokens]
+    expected = (stop_at[0], End.STOP_TOKEN) if stop_at and stop_at[0] < max_tokens else (max_tokens - 1, End.LENGTH)
+    one = sequence(max_tokens=max_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos)
+    for place, token in enumerate(token_ids):
+        (end,) = sampled(one, token)
+        one.check_integrity()
+        if end is not None:
+            assert (place, end) == expected
+            return
+    raise AssertionError("it never ended")

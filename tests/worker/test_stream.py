@@ -1,0 +1,169 @@
+"""A stream numbers its chunks without gaps, and its terminal says everything that the wire promises."""
+
+from msgspec import UNSET
+
+from protocol import codec, errors, internal, messages
+from worker import contract
+from worker.front.stream import Stream, too_large
+
+USAGE = messages.Usage(prompt_tokens=2, completion_tokens=3, total_tokens=5, cached_tokens=0)
+TIMINGS = messages.Timings(queue_ms=1, prefill_ms=2, ttft_ms=3, decode_ms=4, total_ms=7)
+
+
+def stream(attempt: int = 0, routing: messages.RoutingReport | None = None, **params: object) -> Stream:
+    run = internal.Run(
+        request_id="acme:r-1",
+        attempt=attempt,
+        epoch="1-a",
+        router_id="router",
+        reply="_INBOX.a",
+        encoding=codec.Encoding.JSON,
+        token_ids=b"",
+        params=internal.Params(**params),  # type: ignore[arg-type]
+        routing=routing,
+    )
+    return Stream(run, "demo", "worker-1", now=5.0)
+
+
+def output(text: str = "", *token_ids: int) -> contract.Output:
+    return contract.Output(token_ids=list(token_ids), text=text)
+
+
+def terminal(
+    text: str = "",
+    *token_ids: int,
+    reason: messages.FinishReason = messages.FinishReason.LENGTH,
+    stop_match: str | int | None = None,
+    error: errors.Error | None = None,
+) -> contract.Output:
+    return contract.Output(
+        token_ids=list(token_ids),
+        text=text,
+        finish_reason=reason,
+        stop_match=stop_match,
+        error=error,
+        usage=USAGE,
+        timings=TIMINGS,
+    )
+
+
+def made(stream: Stream, output: contract.Output) -> messages.Chunk:
+    chunk = stream.chunk(output)
+    assert chunk is not None
+    return chunk
+
+
+def test_the_head_says_who_has_accepted_and_nothing_else() -> None:
+    head = stream(attempt=2).head()
+    assert head is not None
+    assert (head.id, head.attempt, head.worker_id, head.model) == ("r-1", 2, "worker-1", "demo")
+    assert (head.offset, head.tokens, head.text_offset, head.text, head.finish_reason) == (0, 0, 0, "", None)
+    assert isinstance(head.created, int)
+    assert (head.usage, head.error, head.token_ids) == (UNSET, UNSET, UNSET)
+
+
+def test_a_later_empty_chunk_stands_where_the_stream_is() -> None:
+    one = stream()
+    made(one, output("né", 1, 2))
+    empty = one.head()
+    assert empty is not None
+    assert (empty.offset, empty.tokens, empty.text_offset, empty.text) == (2, 0, 3, "")
+
+
+def test_offsets_count_sampled_tokens_and_bytes_of_text() -> None:
+    one = stream()
+    chunks = [made(one, output(text, *ids)) for text, ids in [("aé", (1,)), ("", (2,)), ("😀", (3, 4)), ("z", (5,))]]
+    assert [(c.offset, c.tokens) for c in chunks] == [(0, 1), (1, 1), (2, 2), (4, 1)]
+    assert [c.text_offset for c in chunks] == [0, 3, 3, 7]
+    last = made(one, terminal("!", 6))
+    assert (last.offset, last.tokens, last.text_offset, last.text) == (5, 1, 8, "!")
+
+
+def test_a_chunk_in_mid_stream_carries_only_what_every_chunk_must() -> None:
+    chunk = made(stream(), output("a", 1))
+    assert (chunk.worker_id, chunk.model, chunk.created, chunk.usage, chunk.timings) == (UNSET,) * 5
+    assert chunk.finish_reason is None
+
+
+def test_token_ids_are_there_when_asked_for_and_only_then() -> None:
+    assert made(stream(), output("a", 1)).token_ids is UNSET
+    assert made(stream(), terminal("a", 1)).token_ids is UNSET
+    asked = stream(return_token_ids=True)
+    assert made(asked, output("a", 1, 2)).token_ids == [1, 2]
+    assert made(asked, terminal("b", 3)).token_ids == [3]
+
+
+def test_a_terminal_by_length_names_worker_model_usage_and_timings() -> None:
+    chunk = made(stream(attempt=1), terminal("a", 1))
+    assert (chunk.finish_reason, chunk.attempt) == (messages.FinishReason.LENGTH, 1)
+    assert (chunk.worker_id, chunk.model, chunk.usage, chunk.timings) == ("worker-1", "demo", USAGE, TIMINGS)
+    assert (chunk.stop_match, chunk.error, chunk.routing) == (UNSET, UNSET, UNSET)
+
+
+def test_a_terminal_by_stop_says_what_matched_also_where_that_is_token_zero() -> None:
+    for match in ("END", 0, 17):
+        chunk = made(stream(), terminal("a", 1, reason=messages.FinishReason.STOP, stop_match=match))
+        assert (chunk.finish_reason, chunk.stop_match) == (messages.FinishReason.STOP, match)
+
+
+def test_a_terminal_by_error_carries_the_error() -> None:
+    error = errors.make_error(errors.Code.WORKER_LOST)
+    chunk = made(stream(), terminal(reason=messages.FinishReason.ERROR, error=error))
+    assert (chunk.finish_reason, chunk.error, chunk.usage) == (messages.FinishReason.ERROR, error, USAGE)
+
+
+def test_a_client_that_asked_why_is_told_in_the_terminal() -> None:
+    report = messages.RoutingReport(chosen="worker-1", policy="least_loaded", candidates=[])
+    one = stream(routing=report)
+    assert made(one, output("a", 1)).routing is UNSET
+    assert made(one, terminal("b", 2)).routing == report
+
+
+def test_a_cancel_by_the_client_is_cancelled_and_one_of_our_own_is_an_error_with_its_reason() -> None:
+    cancelled = terminal("held", reason=messages.FinishReason.CANCELLED)
+    assert made(stream(), cancelled).finish_reason is messages.FinishReason.CANCELLED
+    late = stream()
+    late.end_with = errors.make_error(errors.Code.DEADLINE_EXCEEDED)
+    chunk = made(late, cancelled)
+    assert (chunk.finish_reason, chunk.error, chunk.text) == (messages.FinishReason.ERROR, late.end_with, "held")
+
+
+def test_a_stream_that_ended_by_itself_keeps_its_reason_whatever_we_meant_to_end_it_with() -> None:
+    late = stream()
+    late.end_with = errors.make_error(errors.Code.DEADLINE_EXCEEDED)
+    chunk = made(late, terminal("a", 1, reason=messages.FinishReason.STOP, stop_match="x"))
+    assert (chunk.finish_reason, chunk.error) == (messages.FinishReason.STOP, UNSET)
+
+
+def test_a_client_that_wants_no_stream_gets_one_terminal_with_everything() -> None:
+    whole = stream(stream=False, return_token_ids=True)
+    assert whole.head() is None
+    assert whole.chunk(output("né", 1)) is None
+    assert whole.chunk(output("", 2)) is None
+    chunk = made(whole, terminal("w!", 3))
+    assert (chunk.offset, chunk.tokens, chunk.text_offset, chunk.text) == (0, 3, 0, "néw!")
+    assert (chunk.token_ids, chunk.usage) == ([1, 2, 3], USAGE)
+
+
+def test_a_client_that_wants_no_stream_gets_what_there_was_when_it_is_cancelled() -> None:
+    whole = stream(stream=False)
+    assert whole.chunk(output("par", 1)) is None
+    chunk = made(whole, terminal("t", reason=messages.FinishReason.CANCELLED))
+    assert (chunk.tokens, chunk.text, chunk.finish_reason) == (1, "part", messages.FinishReason.CANCELLED)
+    assert chunk.token_ids is UNSET
+
+
+def test_a_terminal_that_is_too_large_becomes_an_error_without_text() -> None:
+    whole = stream(attempt=3, stream=False, return_token_ids=True)
+    large = made(whole, terminal("x" * 1000, 1, 2, 3))
+    small = too_large(large)
+    assert (small.id, small.attempt, small.worker_id, small.model) == ("r-1", 3, "worker-1", "demo")
+    assert (small.finish_reason, small.text, small.token_ids) == (messages.FinishReason.ERROR, "", UNSET)
+    assert (small.usage, small.timings, small.created) == (USAGE, TIMINGS, large.created)
+    assert small.error is not UNSET
+    assert small.error.code is errors.Code.PAYLOAD_TOO_LARGE
+
+
+def test_a_new_stream_has_not_spoken() -> None:
+    new = stream()
+    assert (new.key, new.has_spoken, new.spoke_at, new.end_with) == ("acme:r-1", False, 5.0, None)

@@ -1,0 +1,109 @@
+"""The validator passes on every stream that keeps the contract and stops at the first output that breaks it."""
+
+import msgspec
+import pytest
+
+from protocol import errors, messages
+from worker import contract
+from worker.validator import ContractError, StreamValidator
+
+LENGTH, STOP, CANCELLED, ERROR = (
+    messages.FinishReason.LENGTH,
+    messages.FinishReason.STOP,
+    messages.FinishReason.CANCELLED,
+    messages.FinishReason.ERROR,
+)
+TIMINGS = messages.Timings(queue_ms=0, prefill_ms=0, ttft_ms=0, decode_ms=0, total_ms=0)
+
+
+def token(*token_ids: int) -> contract.Output:
+    return contract.Output(token_ids=list(token_ids), text="x")
+
+
+def usage(completion: int, prompt: int = 2, total: int | None = None) -> messages.Usage:
+    total = prompt + completion if total is None else total
+    return messages.Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=total, cached_tokens=0)
+
+
+def terminal(reason: messages.FinishReason, *token_ids: int, completion: int, **changes: object) -> contract.Output:
+    fields: dict[str, object] = {"usage": usage(completion), "timings": TIMINGS}
+    if reason is STOP:
+        fields["stop_match"] = 0
+    if reason is ERROR:
+        fields["error"] = errors.make_error(errors.Code.INTERNAL)
+    return contract.Output(token_ids=list(token_ids), text="", finish_reason=reason, **(fields | changes))  # type: ignore[arg-type]
+
+
+def passed_on(*outputs: contract.Output, max_tokens: int = 3, min_tokens: int = 0) -> list[contract.Output]:
+    """What a sink behind the validator hears."""
+    sampling = contract.Sampling(max_tokens=max_tokens, min_tokens=min_tokens)
+    request = contract.EngineRequest(key="default:v", token_ids=[1, 2], sampling=sampling)
+    heard: list[contract.Output] = []
+    validator = StreamValidator(request, heard.append)
+    for output in outputs:
+        validator(output)
+    return heard
+
+
+GOOD = {
+    "length": (token(1), token(2), terminal(LENGTH, 3, completion=3)),
+    "several tokens at once": (token(1, 2), terminal(LENGTH, 3, completion=3)),
+    "stop": (token(1), terminal(STOP, 2, completion=2)),
+    "stop at the last token": (token(1, 2), terminal(STOP, 3, completion=3)),
+    "cancelled at once": (terminal(CANCELLED, completion=0),),
+    "cancelled later": (token(1), terminal(CANCELLED, completion=1)),
+    "error": (token(1), terminal(ERROR, completion=1, timings=None)),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_stream_is_passed_on_as_it_is(name: str) -> None:
+    assert passed_on(*GOOD[name]) == list(GOOD[name])
+
+
+BAD = {
+    "more tokens than max_tokens": (token(1, 2, 3), token(4)),
+    "only a terminal has usage": (msgspec.structs.replace(token(1), usage=usage(1)),),
+    "only a terminal has usage or error": (
+        msgspec.structs.replace(token(1), error=errors.make_error(errors.Code.INTERNAL)),
+    ),
+    "without usage": (terminal(CANCELLED, completion=0, usage=None),),
+    "completion_tokens": (token(1), terminal(CANCELLED, completion=2)),
+    "prompt_tokens": (terminal(CANCELLED, completion=0, usage=usage(0, prompt=3)),),
+    "does not add up": (terminal(CANCELLED, completion=0, usage=usage(0, total=3)),),
+    "error and reason differ": (terminal(ERROR, completion=0, error=None),),
+    "error and reason": (terminal(CANCELLED, completion=0, error=errors.make_error(errors.Code.INTERNAL)),),
+    "fewer than max_tokens": (token(1), terminal(LENGTH, 2, completion=2)),
+    "what matched": (terminal(STOP, 1, completion=1, stop_match=None),),
+    "stop, and what": (terminal(CANCELLED, completion=0, stop_match="x"),),
+    "without timings": (token(1, 2), terminal(LENGTH, 3, completion=3, timings=None)),
+}
+
+
+@pytest.mark.parametrize("rule", BAD)
+def test_a_stream_that_breaks_a_rule_is_stopped_at_the_output_that_does(rule: str) -> None:
+    with pytest.raises(ContractError, match=rule):
+        passed_on(*BAD[rule])
+    assert passed_on(*BAD[rule][:-1]) == list(BAD[rule][:-1])
+
+
+def test_a_stop_with_min_tokens_many_is_too_early_and_with_one_more_it_is_not() -> None:
+    with pytest.raises(ContractError, match="stop before min_tokens"):
+        passed_on(token(1), terminal(STOP, 2, completion=2), min_tokens=2)
+    assert len(passed_on(token(1), terminal(STOP, 2, completion=2), min_tokens=1)) == 2
+
+
+@pytest.mark.parametrize("after", [token(1), token(), terminal(CANCELLED, completion=1)])
+def test_nothing_may_follow_a_terminal(after: contract.Output) -> None:
+    first = terminal(CANCELLED, completion=0)
+    with pytest.raises(ContractError, match="after the terminal"):
+        passed_on(first, after)
+
+
+def test_an_output_that_breaks_a_rule_does_not_reach_the_sink() -> None:
+    request = contract.EngineRequest(key="default:v", token_ids=[1], sampling=contract.Sampling(max_tokens=1))
+    heard: list[contract.Output] = []
+    validator = StreamValidator(request, heard.append)
+    with pytest.raises(ContractError, match="default:v"):
+        validator(token(1, 2))
+    assert heard == []
