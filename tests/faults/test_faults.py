@@ -33,6 +33,12 @@ async def until_ready(bare: Bare, count: int) -> list[dict[str, Any]]:
             await asyncio.sleep(0.02)
 
 
+async def until_logged(system: System, name: str, event: str) -> None:
+    async with asyncio.timeout(60):
+        while not any(line["event"] == event for line in system.log(name)):
+            await asyncio.sleep(0.02)
+
+
 async def speaking(bare: Bare, count: int, **more: object) -> list[Answer]:
     """Streams that have all said something."""
     answers = [await bare.generate(LONG | more) for _ in range(count)]
@@ -165,6 +171,8 @@ async def test_sigterm_of_a_router_hands_new_requests_to_the_other(system: Syste
     system.worker("worker")
     bare = await system.connect()
     await until_ready(bare, 1)
+    for name in ("router-a", "router-b"):
+        await until_logged(system, name, "router_ready")
     for number in range(40):
         if number == 10:
             system.signal("router-a", signal.SIGTERM)
