@@ -83,6 +83,7 @@ class Connection:
         self._settings = settings
         self._log = log
         self.is_closing = False
+        self.refused = asyncio.Event()
         self.on_reconnect: Callable[[], None] = lambda: None
         """Called after the connection has been made again."""
 
@@ -156,6 +157,11 @@ class Connection:
         except nats.errors.Error as error:
             raise ConnectionError(f"the broker is away: {error}") from error
 
+    async def until_refused(self) -> None:
+        """Waits for ever, or raises ConnectionError when the broker has closed the connection for good."""
+        await self.refused.wait()
+        raise ConnectionError("the broker has closed the connection for good; its log says why")
+
     def new_inbox(self) -> str:
         return self._client.new_inbox()
 
@@ -190,6 +196,11 @@ async def connect(settings: Settings, name: str) -> Connection:
         except Exception:  # an exception here would end nats-py's reconnect task
             log.exception("message_failed", subject="reconnect")
 
+    async def closed() -> None:
+        if not connection.is_closing:
+            log.error("nats_closed", error=str(client.last_error))
+            connection.refused.set()
+
     try:
         async with asyncio.timeout(settings.connect_timeout_s):
             await client.connect(
@@ -198,6 +209,7 @@ async def connect(settings: Settings, name: str) -> Connection:
                 error_cb=_quiet,
                 disconnected_cb=disconnected,
                 reconnected_cb=reconnected,
+                closed_cb=closed,
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=0.2,  # type: ignore[arg-type]  # annotated int, compared as a float
                 connect_timeout=2,
@@ -207,6 +219,7 @@ async def connect(settings: Settings, name: str) -> Connection:
                 skip_subject_validation=True,
             )
     except (TimeoutError, OSError, nats.errors.Error) as error:
+        connection.is_closing = True
         with contextlib.suppress(Exception):  # whatever a half-made client raises, the reason is already known
             await client.close()
         reason = str(error) or "no answer"

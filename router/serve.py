@@ -72,13 +72,15 @@ async def serve(settings: RouterSettings) -> None:
         structlog.get_logger().info("router_ready", policy=settings.policy)
         watching = asyncio.create_task(watch.watch())
         left = asyncio.create_task(leave.wait())
-        await asyncio.wait([watching, left], return_when=asyncio.FIRST_COMPLETED)
-        if watching.done():
-            watching.result()
+        refused = asyncio.create_task(connection.until_refused())
+        await asyncio.wait([watching, left, refused], return_when=asyncio.FIRST_COMPLETED)
+        for task in (watching, refused):
+            if task.done():
+                task.result()
         await intake.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.grace_s):
                 await intake.drain()
-        watching.cancel()
-        left.cancel()
-        await asyncio.gather(watching, left, return_exceptions=True)
+        for running in (watching, left, refused):
+            running.cancel()
+        await asyncio.gather(watching, left, refused, return_exceptions=True)

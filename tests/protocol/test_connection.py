@@ -1,11 +1,15 @@
 """The connection survives what a broker and its own users do to it. Every test has a real nats-server of its own."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+import structlog
 from nats.aio.msg import Msg
 
 from cli import broker
@@ -64,6 +68,16 @@ class Server:
     def kill(self) -> None:
         assert self.running is not None
         self.running.kill()
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """It is there and answers nothing."""
+        assert self.running is not None
+        os.kill(self.running.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.running.pid, signal.SIGCONT)
 
 
 @pytest.fixture
@@ -151,12 +165,12 @@ async def test_a_flush_is_a_barrier(connected: Connect) -> None:
     inbox = Inbox()
     subscription = await receiver.subscribe(SUBJECT, inbox)
     await receiver.flush()
-    for number in range(20_000):
-        sender.publish(SUBJECT, b"%d" % number)
+    for number in range(20_000):  # 20 MB: more than the sockets between them hold
+        sender.publish(SUBJECT, b"%1000d" % number)
     await sender.flush(timeout_s=PATIENCE_S)
     # The broker now has them all, so that the receiver gets them before the end of its subscription.
     await receiver.unsubscribe(subscription)
-    assert inbox.payloads == [b"%d" % number for number in range(20_000)]
+    assert inbox.payloads == [b"%1000d" % number for number in range(20_000)]
 
 
 async def test_an_ended_subscription_delivers_nothing_more(connected: Connect) -> None:
@@ -205,25 +219,29 @@ async def test_a_cancelled_flush_does_not_break_the_connection(connected: Connec
     await works(connection)
 
 
-async def test_a_flush_that_times_out_does_not_break_the_connection(connected: Connect) -> None:
+async def test_a_flush_that_times_out_does_not_break_the_connection(server: Server, connected: Connect) -> None:
     connection = await connected()
-    for _ in range(5):
-        with pytest.raises(TimeoutError, match="did not answer"):
-            await connection.flush(timeout_s=1e-9)
+    with server.frozen():
+        for _ in range(5):
+            with pytest.raises(TimeoutError, match="did not answer"):
+                await connection.flush(timeout_s=0.01)
     await connection.flush()
     await works(connection)
 
 
-async def test_a_flush_is_a_barrier_also_after_flushes_that_were_given_up(connected: Connect) -> None:
+async def test_a_flush_is_a_barrier_also_while_answers_to_earlier_ones_are_still_to_come(
+    server: Server, connected: Connect
+) -> None:
     sender, receiver = await connected(), await connected()
     inbox = Inbox()
     subscription = await receiver.subscribe(SUBJECT, inbox)
     await receiver.flush()
-    for _ in range(5):
-        with pytest.raises(TimeoutError):
-            await sender.flush(timeout_s=1e-9)
-    for _ in range(20_000):
-        sender.publish(SUBJECT, b"x")
+    with server.frozen():
+        for _ in range(5):
+            with pytest.raises(TimeoutError):
+                await sender.flush(timeout_s=0.01)
+        for _ in range(20_000):
+            sender.publish(SUBJECT, b"x" * 1_000)
     await sender.flush(timeout_s=PATIENCE_S)
     await receiver.unsubscribe(subscription)
     assert len(inbox.messages) == 20_000
@@ -239,8 +257,7 @@ async def test_many_flushes_at_once_all_return(connected: Connect) -> None:
 # Callbacks
 
 
-async def test_a_callback_that_raises_does_not_end_the_subscription(connected: Connect) -> None:
-    connection = await connected()
+async def test_a_callback_that_raises_is_logged_and_does_not_end_the_subscription(connected: Connect) -> None:
     inbox = Inbox()
 
     def fail_at_first(message: Msg) -> None:
@@ -248,11 +265,16 @@ async def test_a_callback_that_raises_does_not_end_the_subscription(connected: C
         if len(inbox.messages) <= 2:
             raise RuntimeError("a bug")
 
-    await connection.subscribe(SUBJECT, fail_at_first)
-    for number in range(4):
-        connection.publish(SUBJECT, b"%d" % number)
-    await inbox.until(4)
+    with structlog.testing.capture_logs() as logs:
+        connection = await connected()
+        await connection.subscribe(SUBJECT, fail_at_first)
+        for number in range(4):
+            connection.publish(SUBJECT, b"%d" % number)
+        await inbox.until(4)
     assert inbox.payloads == [b"0", b"1", b"2", b"3"]
+    assert [(line["event"], line["log_level"], line["subject"]) for line in logs] == [
+        ("message_failed", "error", SUBJECT)
+    ] * 2
     await works(connection)
 
 
@@ -445,14 +467,41 @@ async def test_a_callback_after_a_reconnect_that_raises_does_not_end_the_connect
 
 async def test_a_request_while_the_broker_is_away_times_out(server: Server, connected: Connect) -> None:
     connection = await connected()
-    await works(connection)
     await outage(server, connection)
     with pytest.raises(TimeoutError):
         await connection.request(SUBJECT, b"", timeout_s=0.05)
-    with pytest.raises(TimeoutError):
-        await connection.flush(timeout_s=0.05)
     await back(server, connection)
     await works(connection)
+
+
+@pytest.mark.xfail(strict=True, reason="nats-py's flush returns at once when its loops have ended, as in an outage")
+async def test_a_flush_while_the_broker_is_away_does_not_say_that_the_broker_has_everything(
+    server: Server, connected: Connect
+) -> None:
+    connection = await connected()
+    await outage(server, connection)
+    connection.publish(SUBJECT, b"x")
+    try:
+        with pytest.raises((TimeoutError, ConnectionError)):
+            await connection.flush(timeout_s=0.05)
+    finally:
+        await back(server, connection)
+
+
+async def test_a_subscription_ended_while_the_broker_is_away_stays_ended(server: Server, connected: Connect) -> None:
+    connection = await connected()
+    ended, other = Inbox(), Inbox()
+    subscription = await connection.subscribe(SUBJECT, ended)
+    await connection.subscribe(SUBJECT, other)
+    await outage(server, connection)
+    await connection.unsubscribe(subscription)
+    for number in range(2):
+        await back(server, connection)
+        connection.publish(SUBJECT, b"x")
+        await other.until(number + 1)
+        if number == 0:
+            await outage(server, connection)
+    assert (ended.payloads, other.payloads) == ([], [b"x", b"x"])
 
 
 # Beginning and end
@@ -529,8 +578,20 @@ async def test_a_closed_connection_says_so(connected: Connect) -> None:
 
 async def test_a_connection_can_be_closed_while_the_broker_is_away(server: Server, connected: Connect) -> None:
     connection = await connected()
-    connection.publish(SUBJECT, b"x")
     await outage(server, connection)
+    async with asyncio.timeout(PATIENCE_S):
+        await connection.close()
+    assert not connection.is_connected
+
+
+@pytest.mark.xfail(strict=True, reason="nats-py writes what is pending to a transport that is gone, and raises")
+async def test_a_connection_can_be_closed_while_messages_wait_for_a_broker_that_is_away(
+    server: Server, connected: Connect
+) -> None:
+    connection = await connected()
+    await connection.subscribe(SUBJECT, Inbox())
+    await outage(server, connection)
+    connection.publish(SUBJECT, b"x")
     async with asyncio.timeout(PATIENCE_S):
         await connection.close()
     assert not connection.is_connected

@@ -101,7 +101,7 @@ async def serve(settings: WorkerSettings) -> None:
         supervisor = Supervisor(_engine_maker(settings, outbox), worker_id, front)
         connection.on_reconnect = announcer.publish_card
         await inbox.open()
-        await _run(settings, supervisor, front, announcer, streams, leave)
+        await _run(settings, connection, supervisor, front, announcer, streams, leave)
 
 
 def _engine_maker(settings: WorkerSettings, outbox: Outbox) -> Callable[[], ChildEngine]:
@@ -130,13 +130,14 @@ class LoadingLog:
 
 async def _run(
     settings: WorkerSettings,
+    connection: nats.Connection,
     supervisor: Supervisor,
     front: Front,
     announcer: Announcer,
     streams: Streams,
     leave: asyncio.Event,
 ) -> None:
-    background = [asyncio.create_task(announcer.beat()), asyncio.create_task(streams.tick())]
+    background = [asyncio.create_task(task) for task in (announcer.beat(), streams.tick(), connection.until_refused())]
     life = asyncio.create_task(supervisor.run())
     left = asyncio.create_task(leave.wait())
     try:
