@@ -95,6 +95,7 @@ class Decoder(Generic[MessageT]):
     def _lenient(self, payload: bytes, encoding: Encoding) -> MessageT:
         try:
             raw = msgspec.json.decode(payload) if encoding is Encoding.JSON else msgspec.msgpack.decode(payload)
+            _check_finite(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _invalid(f"the message is not valid {_LABELS[encoding]}: {error}") from error
         except RecursionError as error:
@@ -111,7 +112,7 @@ class Decoder(Generic[MessageT]):
 def _check_finite(value: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise _invalid("NaN and infinite numbers are not allowed")
-    for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for child in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_finite(child)
 
 
@@ -142,7 +143,6 @@ def _normalize(value: Any, depth: int) -> Any:
         return [_normalize(child, depth + 1) for child in value]
     if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT:
         return int(value)
-    _check_finite(value)
     return value
 
 

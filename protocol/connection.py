@@ -67,6 +67,12 @@ class _Client(Client):
             return
         await super()._process_pong()
 
+    def drop_pending(self) -> None:
+        """Forgets what could not be sent: nats-py would write it to a transport that is gone, and fail."""
+        if not self.is_connected:
+            self._pending.clear()
+            self._pending_data_size = 0
+
     def publish_now(self, pub_command: bytes) -> None:
         self._pending.append(pub_command)
         self._pending_data_size += len(pub_command)
@@ -150,6 +156,8 @@ class Connection:
 
     async def flush(self, timeout_s: float = 5.0) -> None:
         """Returns when the broker has everything that was published before. Raises TimeoutError, ConnectionError."""
+        if not self._client.is_connected:  # nats-py's would return at once
+            raise ConnectionError("the broker is away")
         try:
             await self._client.flush(timeout=cast(int, timeout_s))
         except nats.errors.FlushTimeoutError as error:
@@ -171,6 +179,7 @@ class Connection:
         if self._client.is_connected:
             with contextlib.suppress(TimeoutError, ConnectionError):
                 await self.flush(timeout_s=2.0)
+        self._client.drop_pending()
         await self._client.close()
 
 

@@ -27,14 +27,14 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """Base of everything that is sent as one NATS message."""
 
 
-class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A part of a chat message's content; `type` must be `text`."""
 
     type: str
     text: str | None = None
 
 
-class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One turn of a conversation, as in OpenAI's chat."""
 
     role: str
@@ -44,14 +44,14 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
 
 
-class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Asks for constrained output; `text` asks for nothing."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 
 
-class Lora(msgspec.Struct, frozen=True, kw_only=True):
+class Lora(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An adapter loaded on the model, and how strongly it acts."""
 
     name: str
@@ -65,7 +65,7 @@ class ResumeFrom(msgspec.Struct, frozen=True, kw_only=True):
     text_offset: int
 
 
-class RoutingWish(msgspec.Struct, frozen=True, kw_only=True):
+class RoutingWish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Pins a request to a worker, overrides the policy by name, or asks why a worker was chosen."""
 
     worker_id: str | None = None
@@ -73,7 +73,7 @@ class RoutingWish(msgspec.Struct, frozen=True, kw_only=True):
     explain: bool | None = None
 
 
-class GenerateRequest(Message, frozen=True, kw_only=True):
+class GenerateRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Asks for a completion; exactly one of `messages`, `prompt` and `token_ids`. Ranges: protocol/request.py."""
 
     id: str | None = None
@@ -225,7 +225,7 @@ class ResyncReply(Message, frozen=True, kw_only=True):
     found: bool
 
 
-class EmbedRequest(Message, frozen=True, kw_only=True):
+class EmbedRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Asks for embeddings of one or several inputs, as text or as token ids."""
 
     id: str | None = None

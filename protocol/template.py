@@ -1,8 +1,8 @@
 """Renders a conversation with the model's own chat template, in a sandbox, keeping apart who wrote what.
 
 Special tokens are meant where the template writes them and never where a user did. So before rendering, every place in
-a user's text where a special token begins gets a guard in front, and a guarded place is no special token; and a text
-that ends like the beginning of one gets a separator behind, so that what comes next can't complete it.
+a user's text where a special token stands gets a guard in front and a separator behind, and what stands between them is
+no special token; and a text that ends like the beginning of one gets a separator too, so that nothing completes it.
 """
 
 import datetime
@@ -30,6 +30,9 @@ class Marks(NamedTuple):
     guard: str
     separator: str
 
+    def remove(self, text: str) -> str:
+        return text.replace(self.guard, "").replace(self.separator, "")
+
 
 class SpecialTokens:
     """The texts that stand for one token each, and how to find them in a rendered prompt."""
@@ -46,16 +49,33 @@ class SpecialTokens:
         return f"<SpecialTokens {len(self.ids)}>"
 
     def mark(self, text: str, marks: Marks) -> str:
-        """`text` with marks wherever it holds, or could help to make, a special token."""
-        marked = self._begins.sub(marks.guard, text)
+        """`text` with a guard before and a separator behind every special token in it, overlapping ones included."""
+        places = [
+            (at, at + len(token))
+            for at in {match.start() for match in self._begins.finditer(text)}
+            for token in self.ids
+            if text.startswith(token, at)
+        ]
+        starts, ends = {start for start, _ in places}, {end for _, end in places}
+        parts, last = [], 0
+        for at in sorted(starts | ends):
+            parts += [text[last:at], marks.separator if at in ends else "", marks.guard if at in starts else ""]
+            last = at
+        return "".join(parts) + text[last:]
+
+    def close(self, text: str, marks: Marks) -> str:
+        """`text` with a separator behind it if what comes next could complete a special token."""
         ends_in_start = any(text[-length:] in self._starts for length in range(1, min(self._longest, len(text) + 1)))
-        return marked + marks.separator if ends_in_start else marked
+        return text + marks.separator if ends_in_start else text
 
     def split(self, text: str, marks: Marks) -> list[str | int]:
-        """`text` as special token ids and the plain texts between them, without the marks."""
+        """`text` as special token ids and the plain texts between them, without the marks.
+
+        A token is the user's only between its marks: a guard alone is what is left of a text that the template cut."""
         pieces: list[str | int] = []
-        for piece in re.split(f"(?<!{marks.guard})({self._any})", text):
-            plain = piece.replace(marks.guard, "").replace(marks.separator, "")
+        token = f"((?<!{marks.guard})(?:{self._any})|(?<={marks.guard})(?:{self._any})(?!{marks.separator}))"
+        for piece in re.split(token, text):
+            plain = marks.remove(piece)
             if piece in self.ids:
                 pieces.append(self.ids[piece])
             elif plain:
@@ -97,12 +117,12 @@ class ChatTemplate:
         try:
             text = self._template.render(written)
         except Exception as error:  # a template is a program: with the right messages it can fail in any way
-            raise _refused(f"the model's chat template refused the messages: {error}") from error
+            raise _refused(f"the model's chat template refused the messages: {marks.remove(str(error))}") from error
         return self._special.split(text, marks)
 
     def _marked(self, value: Any, marks: Marks) -> Any:
         if isinstance(value, str):
-            return self._special.mark(value, marks)
+            return self._special.close(self._special.mark(value, marks), marks)
         if isinstance(value, dict):
             return {self._marked_key(key, marks): self._marked(child, marks) for key, child in value.items()}
         if isinstance(value, list):
