@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import signal
 import time
 from typing import Any
@@ -205,3 +206,41 @@ async def test_a_worker_that_cannot_serve_its_model_says_why_in_one_line(system:
     assert system.text_log("missing").splitlines()[-1] == (
         "tokenbus: /nowhere/model.gguf: there is no such file; pass --model the path of a GGUF file"
     )
+
+
+async def test_a_storm_of_requests_cancels_and_a_killed_engine_leaves_nothing_behind(system: System) -> None:
+    system.router("router")
+    system.worker("worker-a")
+    system.worker("worker-b")
+    bare = await system.connect()
+    found = await until_ready(bare, 2)
+    rng = random.Random(7)
+    answers = []
+    for number in range(150):
+        body = LONG | {"id": f"storm-{number}", "max_tokens": rng.randint(1, 150), "stream": rng.random() < 0.8}
+        answers.append(await bare.generate(body | ({"timeout_ms": 50} if rng.random() < 0.1 else {})))
+        if rng.random() < 0.3:
+            await bare.nats.publish(f"{PREFIX}.cancel.storm-{rng.randrange(number + 1)}", b"")
+        if number == 70:
+            os.kill(found[0]["pids"]["engine"], signal.SIGKILL)
+    ends = [await answer.terminal(60) for answer in answers]
+    allowed = {"worker_lost", "deadline_exceeded", "overloaded", "no_worker", "engine_poisoned"}
+    assert {end["error"]["code"] for end in ends if end["finish_reason"] == "error"} <= allowed
+    assert {"length", "cancelled", "error"} <= {end["finish_reason"] for end in ends}
+    async with asyncio.timeout(10):
+        while any(card["load"]["running"] + card["load"]["waiting"] for card in await until_ready(bare, 2)):
+            pass
+    assert all(len(answer.terminals) == 1 for answer in answers)
+    for name, first in (
+        ("worker-a", "request_started"),
+        ("worker-b", "request_started"),
+        ("router", "request_received"),
+    ):
+        system.signal(name, signal.SIGTERM)
+        assert system.wait(name) == 0
+        began, ended = (
+            [line["request_id"] for line in system.log(name) if line["event"] == event]
+            for event in (first, "request_finished")
+        )
+        assert sorted(map(str, began)) == sorted(map(str, ended)), name
+        assert not [line for line in system.log(name) if line["event"] in ("message_failed", "request_failed")]
