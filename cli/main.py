@@ -17,6 +17,7 @@ from router.placement import POLICIES
 from worker import contract
 from worker.engine.settings import EngineSettings
 from worker.front import serve as worker
+from worker.front.front import FrontSettings, ReplacedError
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
 
@@ -91,12 +92,18 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
         "--max-num-seqs": (chosen.max_num_seqs, "sequences that run at the same time"),
         "--max-num-batched-tokens": (chosen.max_num_batched_tokens, "tokens that one step may carry"),
         "--max-waiting": (worker.WorkerSettings.max_waiting, "accepted requests that may wait for their turn"),
-        "--max-new-tokens": (worker.WorkerSettings.max_new_tokens, "length of a completion without max_tokens"),
+        "--max-new-tokens": (FrontSettings.max_new_tokens, "length of a completion without max_tokens"),
     }
     for flag, (default, text) in whole.items():
         parser.add_argument(flag, type=int, default=default, help=f"{text} ({default})")
     parser.add_argument("--gpu-layers", type=int, default=chosen.gpu_layers, help="layers on a GPU; -1: all")
     parser.add_argument("--step-target-ms", type=float, default=chosen.step_target_ms, help="how long a step may take")
+    parser.add_argument(
+        "--step-timeout-s",
+        type=float,
+        default=30.0,
+        help="a step that takes longer, and ten times any before, has hung",
+    )
     parser.add_argument("--grace-s", type=float, default=30.0, help="time for running requests after SIGTERM")
     parser.set_defaults(run=_worker)
 
@@ -159,10 +166,14 @@ def _worker(options: argparse.Namespace) -> int:
         broker=nats.Settings(url=options.nats),
         prefix=options.prefix,
         worker_id=options.worker_id,
-        inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
+        front=FrontSettings(
+            inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
+            max_new_tokens=options.max_new_tokens,
+            debug=os.environ.get("TOKENBUS_DEBUG", "") not in ("", "0"),
+        ),
         max_waiting=options.max_waiting,
-        max_new_tokens=options.max_new_tokens,
         grace_s=options.grace_s,
+        step_timeout_s=options.step_timeout_s,
     )
     return _run("worker", worker.serve(settings))
 
@@ -185,7 +196,7 @@ def _run(process: str, life: Coroutine[Any, Any, None]) -> int:
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(life)
-    except (contract.EngineStartError, ValueError) as error:
+    except (contract.EngineStartError, ReplacedError, ValueError) as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return EXIT_REFUSED
     except ConnectionError as error:

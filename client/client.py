@@ -7,7 +7,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from client.stream import Stream
-from protocol import codec, errors, messages, subjects
+from protocol import bus, codec, errors, messages, subjects
 from protocol import connection as nats
 
 _models = codec.Decoder(messages.ModelsReply)
@@ -25,7 +25,7 @@ UNSTREAMED_SILENCE_S = 600.0
 class Client:
     """Open it with `connect`, close it with `close`, or use it as `async with await Client.connect(url) as client`."""
 
-    def __init__(self, connection: nats.Connection, tenant: str, prefix: str, encoding: codec.Encoding) -> None:
+    def __init__(self, connection: bus.Bus, tenant: str, prefix: str, encoding: codec.Encoding) -> None:
         self._connection = connection
         self._tenant = tenant
         self._names = subjects.Subjects(prefix)
@@ -92,9 +92,9 @@ class Client:
                 reply=f"{self._inbox}.{place}",
                 headers=codec.content_headers(self._encoding),
             )
-        except nats.PayloadTooLargeError as error:
+        except bus.PayloadTooLargeError as error:
             stream.end(errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error)))
-        except (nats.BusyError, ConnectionError) as error:
+        except (bus.BusyError, ConnectionError) as error:
             stream.end(errors.make_error(errors.Code.NO_WORKER, str(error)))
         return stream
 
@@ -121,7 +121,7 @@ class Client:
                 timeout_s,
                 headers=codec.content_headers(self._encoding),
             )
-        except (nats.NoRespondersError, TimeoutError):
+        except (bus.NoRespondersError, TimeoutError):
             return False
         return _cancels.decode(answer.data, self._encoding).cancelled
 
@@ -135,7 +135,7 @@ class Client:
         headers = codec.content_headers(self._encoding)
         try:
             return await self._connection.request(subject, payload, timeout_s, headers=headers)
-        except nats.NoRespondersError as error:
+        except bus.NoRespondersError as error:
             raise errors.request_error(errors.Code.NO_WORKER, "no router listens on this broker") from error
         except (TimeoutError, ConnectionError) as error:
             raise errors.request_error(errors.Code.NO_WORKER, str(error)) from error
@@ -144,7 +144,7 @@ class Client:
         stream = self._streams.get(message.subject.rpartition(".")[2])
         if stream is None:
             return
-        if nats.is_no_responders(message):
+        if bus.is_no_responders(message):
             stream.end(errors.make_error(errors.Code.NO_WORKER, "no router listens on this broker"))
         else:
             stream.feed(message.data)

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from client.order import BrokenStreamError, Order
 from protocol import codec, errors, messages
-from protocol.connection import BusyError
+from protocol.bus import BusyError
 
 _chunks = codec.Decoder(messages.Chunk)
 

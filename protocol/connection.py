@@ -11,6 +11,8 @@ nats-py leaves some edges open (versions and measurements: docs/decisions/0004-n
 import asyncio
 import contextlib
 import dataclasses
+import socket
+import struct
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,26 +21,15 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
 from nats.protocol import command
 
-from protocol import limits
+from protocol import bus, limits
+from protocol.bus import BusyError, NoRespondersError, PayloadTooLargeError
 
-Callback = Callable[[Msg], None]
-
-_NO_RESPONDERS = "503"
 _PING = b"PING\r\n"
-
-
-class PayloadTooLargeError(ValueError):
-    """The message is larger than the broker takes; nothing was sent."""
-
-
-class NoRespondersError(LookupError):
-    """Nobody listens on the subject."""
-
-
-class BusyError(RuntimeError):
-    """More is waiting to be written than may wait; nothing was sent."""
+_NO_LINGER = struct.pack("ii", 1, 0)
+"""What is still to be sent when such a socket closes is never sent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +45,10 @@ class Settings:
 
 
 class _Client(Client):
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_write: Callable[[], bool] = lambda: True
+
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
         self._pongs.append(future or asyncio.get_running_loop().create_future())
         self._pending.append(_PING)
@@ -66,6 +61,46 @@ class _Client(Client):
             self._pings_outstanding = 0
             return
         await super()._process_pong()
+
+    async def _flusher(self) -> None:
+        """As nats-py's, but asks before it writes."""
+        queue = self._flush_queue
+        assert queue is not None
+        while self.is_connected:
+            done: asyncio.Future[Any] = await queue.get()
+            try:
+                if self._pending_data_size > 0 and not self.may_write():
+                    self.abort()
+                    return
+                await self._write_pending()
+            except OSError as error:
+                await self._process_op_err(error)
+                return
+            finally:
+                if not done.done():
+                    done.set_result(None)
+
+    async def _write_pending(self) -> None:
+        transport, pending = self._transport, self._pending
+        if transport is None or not pending:
+            return
+        self._pending, self._pending_data_size = [], 0
+        transport.writelines(pending)  # type: ignore[no-untyped-call]
+        await transport.drain()  # type: ignore[no-untyped-call]
+
+    def abort(self) -> None:
+        """Cuts the connection so that nothing more of it reaches the broker, and begins to make it anew."""
+        self._pending.clear()
+        self._pending_data_size = 0
+        if not self.is_connected:
+            return
+        if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:
+            stream = self._transport._io_writer.transport
+            stream.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            stream.abort()
+        self._status = Client.RECONNECTING
+        self._ps.reset()
+        self._reconnection_task = asyncio.get_running_loop().create_task(self._attempt_reconnect())
 
     def drop_pending(self) -> None:
         """Forgets what could not be sent: nats-py would write it to a transport that is gone, and fail."""
@@ -92,6 +127,9 @@ class Connection:
         self.refused = asyncio.Event()
         self.on_reconnect: Callable[[], None] = lambda: None
         """Called after the connection has been made again."""
+        self.guard: Callable[[], bool] = lambda: True
+        """Asked before anything is written; where it says no the connection is aborted."""
+        client.may_write = lambda: self.guard()
 
     def __repr__(self) -> str:
         return f"<Connection {self._settings.url} {'up' if self.is_connected else 'down'}>"
@@ -123,7 +161,7 @@ class Connection:
         else:
             client.publish_now(command.pub_cmd(subject, reply, payload))
 
-    async def subscribe(self, subject: str, callback: Callback, queue: str = "") -> Subscription:
+    async def subscribe(self, subject: str, callback: bus.Callback, queue: str = "") -> Subscription:
         """Calls `callback` with each message, in order."""
 
         async def deliver(message: Msg) -> None:
@@ -134,8 +172,9 @@ class Connection:
 
         return await self._client.subscribe(subject, queue=queue, cb=deliver)
 
-    async def unsubscribe(self, subscription: Subscription) -> None:
+    async def unsubscribe(self, subscription: bus.Subscription) -> None:
         """Ends a subscription after the messages that the broker has already sent for it."""
+        assert isinstance(subscription, Subscription)
         with contextlib.suppress(nats.errors.Error, TimeoutError):
             await subscription.drain()  # type: ignore[no-untyped-call]
 
@@ -172,6 +211,10 @@ class Connection:
 
     def new_inbox(self) -> str:
         return self._client.new_inbox()
+
+    def abort(self) -> None:
+        """Cuts the connection, throws away what waits to be written, and connects anew."""
+        self._client.abort()
 
     async def close(self) -> None:
         """Writes out what is pending and disconnects. Safe to call twice."""
@@ -239,11 +282,6 @@ async def connect(settings: Settings, name: str) -> Connection:
 
 async def _quiet(error: Exception) -> None:
     """While the first connect is being tried its failures are reported once, by `connect` itself."""
-
-
-def is_no_responders(message: Msg) -> bool:
-    """Whether this is the broker's notice that nobody listens where something was published."""
-    return not message.data and message.headers is not None and message.headers.get("Status") == _NO_RESPONDERS
 
 
 def default_max_request_bytes(max_payload: int) -> int:

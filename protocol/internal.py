@@ -63,6 +63,8 @@ class RunReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     error: errors.Error | None = None
     same_reply: bool = False
     """Refused because the id is in flight, by a stream that speaks to the very same inbox: say nothing there."""
+    cancelled: bool = False
+    """Refused because its cancel was here first."""
 
 
 class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -21,6 +21,8 @@ MAX_BUNDLE_BYTES = 64 * 1024 * 1024
 MESSAGE_RESERVE_BYTES = 4 * 1024
 """What a message may need beyond its body: subject, reply subject and headers."""
 
+TICK_S = 0.25
+"""How often every process looks at its clock."""
 SILENT_CHUNK_S = 5.0
 """A stream with nothing to say sends an empty chunk this often."""
 HEARTBEAT_S = 0.25
@@ -33,5 +35,13 @@ DISCOVERY_S = 0.5
 """How long a router collects cards before it takes requests."""
 ACCEPT_S = 0.5
 """How long a router waits for a worker to accept a request."""
+KEEP_ENDED_S = 60.0
+"""How long the end of a stream can be had again."""
+KEEP_ENDED_BYTES = 64 * 1024 * 1024
+REPEAT_EVERY_S = 0.2
+"""A stream is published again at most this often."""
+REMEMBER_WITHDRAWN_S = 10.0
+"""How long a drop or cancel of an unknown request is remembered."""
+REMEMBER_WITHDRAWN = 10_000
 MODEL_NOT_FOUND_AFTER_S = 60.0
 """A router younger than this says `no_worker` of a model it has not seen."""

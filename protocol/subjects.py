@@ -8,6 +8,8 @@ from protocol import limits
 DEFAULT_PREFIX = "tokenbus.v1"
 DEFAULT_TENANT = "default"
 DEFAULT_INBOX_PREFIXES = ("_INBOX",)
+PROBE_SUFFIX = ":again"
+"""On a `gone` subject: the notice answers the chunk that was sent to make sure."""
 
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
@@ -48,6 +50,12 @@ def request_key(tenant: str, request_id: str) -> str:
 def key_to_request_id(key: str) -> str:
     """The id by which the client knows the request."""
     return key.partition(":")[2]
+
+
+def epoch_order(epoch: str) -> tuple[int, str]:
+    """An epoch `<unix ms>-<random>` in an order in which later lives are larger."""
+    born, _, rest = epoch.partition("-")
+    return (int(born) if born.isascii() and born.isdigit() and len(born) < 20 else 0, rest)
 
 
 def is_inbox(reply: str, prefixes: tuple[str, ...]) -> bool:
@@ -96,6 +104,7 @@ class Subjects:
         self.all_events = f"{prefix}.events.*.*"
         self.all_generates = (f"{prefix}.generate.*", f"{prefix}.generate.*.*")
         self.all_embeds = (f"{prefix}.embed.*", f"{prefix}.embed.*.*")
+        self.all_resyncs = (f"{prefix}.resync.*", f"{prefix}.resync.*.*")
         self.all_cancels = (f"{prefix}.cancel.*", f"{prefix}.cancel.*.*")
 
     def __repr__(self) -> str:
@@ -125,6 +134,11 @@ class Subjects:
 
     def gone(self, model: str, worker_id: str, key: str) -> str:
         return self.worker(model, worker_id, f"gone.{key}")
+
+    def parse_gone(self, subject: str) -> tuple[str, bool]:
+        """The request's key of a `gone` subject, and whether it is the probe's."""
+        key = subject.rpartition(".")[2]
+        return key.removesuffix(PROBE_SUFFIX), key.endswith(PROBE_SUFFIX)
 
     def card(self, model: str, worker_id: str) -> str:
         return f"{self.prefix}.card.{name_to_token(model)}.{name_to_token(worker_id)}"

@@ -5,14 +5,14 @@ import time
 import structlog
 
 from protocol import codec, errors, messages
-from protocol.connection import BusyError, Connection, PayloadTooLargeError
+from protocol.bus import Bus, BusyError, PayloadTooLargeError
 from router.flight import Flight
 
 
 class Answers:
     """Publishes a router's own terminals, each with its line in the log."""
 
-    def __init__(self, connection: Connection, router_id: str) -> None:
+    def __init__(self, connection: Bus, router_id: str) -> None:
         self._connection = connection
         self._router_id = router_id
         self._log = structlog.get_logger()

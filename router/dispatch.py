@@ -7,7 +7,7 @@ import structlog
 
 from protocol import blocks, codec, errors, internal, limits, messages, subjects
 from protocol import request as checks
-from protocol.connection import Connection, NoRespondersError, PayloadTooLargeError
+from protocol.bus import Bus, NoRespondersError, PayloadTooLargeError
 from router.fleet import Fleet, Worker
 from router.flight import Flight, Flights
 from router.placement import NoWorker, Placement, Policy, place
@@ -27,7 +27,7 @@ class Dispatch:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Bus,
         names: subjects.Subjects,
         fleet: Fleet,
         flights: Flights,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from protocol import internal, limits, messages
+from protocol.subjects import epoch_order
 
 MAX_WORKERS = 4_096
 """Workers beyond this are not taken in: a router's memory stays bounded whatever is published."""
@@ -155,14 +156,8 @@ class Fleet:
 
     def _supersedes(self, epoch: str, known: Worker, now: float) -> bool:
         """A later life always, any other once the known one has been silent long enough to be lost."""
-        return _born(epoch) > _born(known.card.epoch) or now - known.heard_at >= limits.LOST_S
+        return epoch_order(epoch) > epoch_order(known.card.epoch) or now - known.heard_at >= limits.LOST_S
 
 
 _OLDEST_STEP_MS = 2_000.0
 """An engine whose step is older than this gets no new work."""
-
-
-def _born(epoch: str) -> tuple[int, str]:
-    """An epoch `<unix ms>-<random>` in an order in which later lives are larger."""
-    born, _, rest = epoch.partition("-")
-    return (int(born) if born.isascii() and born.isdigit() and len(born) < 20 else 0, rest)

@@ -7,11 +7,10 @@ import time
 import structlog
 from msgspec import UNSET
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 from protocol import codec, errors, messages, subjects
 from protocol import request as checks
-from protocol.connection import Connection
+from protocol.bus import Bus, Subscription
 from router.answer import Answers
 from router.dispatch import AlreadyLiveError, Dispatch
 from router.fleet import Fleet, Worker
@@ -29,7 +28,7 @@ class Intake:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Bus,
         names: subjects.Subjects,
         inbox_prefixes: tuple[str, ...],
         max_request_bytes: int,

@@ -8,7 +8,7 @@ from nats.aio.msg import Msg
 
 from protocol import blocks, codec, errors, internal, limits, messages, prompt, subjects
 from protocol import request as checks
-from protocol.connection import Connection, NoRespondersError
+from protocol.bus import Bus, NoRespondersError
 from router.fleet import Worker
 
 MAX_BUNDLES = 64
@@ -25,7 +25,7 @@ _replies = codec.Decoder(internal.TokenizeReply)
 class Vocabularies:
     """Makes token ids for any model of the fleet: by its bundle where there is one, else by asking a worker."""
 
-    def __init__(self, connection: Connection, names: subjects.Subjects) -> None:
+    def __init__(self, connection: Bus, names: subjects.Subjects) -> None:
         self._connection = connection
         self._names = names
         self._builders: OrderedDict[str, prompt.PromptBuilder] = OrderedDict()
@@ -104,7 +104,7 @@ class Vocabularies:
             self._connection.publish(subject, b"", reply=inbox)
             await complete.wait()
         finally:
-            await subscription.unsubscribe()
+            await self._connection.unsubscribe(subscription)
         return [parts[number] for number in sorted(parts)]
 
     async def _ask(self, request: messages.GenerateRequest, worker: Worker) -> list[int]:

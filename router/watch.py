@@ -7,7 +7,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from protocol import codec, errors, internal, limits, messages, subjects
-from protocol import connection as nats
+from protocol.bus import Bus
 from router.answer import Answers
 from router.fleet import Fleet, Heard
 from router.flight import Flight, Flights
@@ -28,7 +28,7 @@ class FleetWatch:
     """Feeds the fleet with cards and events, and ends the streams of workers that are lost."""
 
     def __init__(
-        self, connection: nats.Connection, names: subjects.Subjects, fleet: Fleet, flights: Flights, answers: Answers
+        self, connection: Bus, names: subjects.Subjects, fleet: Fleet, flights: Flights, answers: Answers
     ) -> None:
         self._connection = connection
         self._names = names

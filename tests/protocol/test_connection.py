@@ -14,16 +14,8 @@ from nats.aio.msg import Msg
 
 from cli import broker
 from protocol import limits
-from protocol.connection import (
-    BusyError,
-    Connection,
-    NoRespondersError,
-    PayloadTooLargeError,
-    Settings,
-    connect,
-    default_max_request_bytes,
-    is_no_responders,
-)
+from protocol.bus import BusyError, NoRespondersError, PayloadTooLargeError, is_no_responders
+from protocol.connection import Connection, Settings, connect, default_max_request_bytes
 
 Connect = Callable[..., Awaitable[Connection]]
 SUBJECT = "test.subject"

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from protocol import codec, errors, internal, limits, messages, subjects
-from protocol.connection import BusyError
+from protocol.bus import BusyError
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
 from worker import contract

@@ -1,14 +1,16 @@
 """What a worker says of itself: its card, and its numbered event log, which is its heartbeat too."""
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
 import time
 
 from protocol import codec, internal, limits, messages, subjects
-from protocol.connection import Connection
+from protocol.bus import Bus, BusyError
 from worker import contract
+from worker.front.snapshot import split
 
 _BOOKING_S = 0.01
 """An accept and an end show in the event log this soon: half of what the wire promises."""
@@ -22,8 +24,9 @@ def new_epoch() -> str:
 class Announcer:
     """Publishes card and events. Everything that happened goes out in one message, numbered without gaps."""
 
-    def __init__(self, connection: Connection, names: subjects.Subjects, model: str, worker_id: str) -> None:
+    def __init__(self, connection: Bus, names: subjects.Subjects, model: str, worker_id: str) -> None:
         self._connection = connection
+        self._names = names
         self._card_subject = names.card(model, worker_id)
         self._events_subject = names.events(model, worker_id)
         self.model = model
@@ -36,6 +39,8 @@ class Announcer:
         self._engine: contract.Engine | None = None
         self._seq = 0
         self._published_at = 0.0
+        self.is_silent = False
+        """Nothing may be said: the old life is over and the new one has no connection yet."""
         self._cleared = False
         self._started: list[internal.Started] = []
         self._spoken: list[str] = []
@@ -44,6 +49,30 @@ class Announcer:
 
     def __repr__(self) -> str:
         return f"<Announcer {self.worker_id} {self.state} event {self._seq}>"
+
+    def gone_subject(self, key: str) -> str:
+        """Where the broker says that nobody has listened to a chunk of that request."""
+        return self._names.gone(self.model, self.worker_id, key)
+
+    def fall_silent(self) -> None:
+        """Begins a new life, with a log of its own; it is not announced before `live_again`."""
+        self.is_silent = True
+        self.epoch = new_epoch()
+
+    def live_again(self) -> None:
+        """Announces the new life, in which nothing of the earlier one goes on."""
+        self._seq = 0
+        self._started, self._spoken, self._finished = [], [], []
+        self.is_silent = False
+        self.publish_card()
+        self.publish_events()
+
+    def snapshot(self, running: list[internal.RunningRequest]) -> list[internal.SnapshotPart]:
+        """All that the worker holds, of one instant, after the last event published; nothing before an engine."""
+        if self._config is None or self.is_silent:
+            return []
+        self.publish_events()
+        return split(self.worker_id, self.epoch, self._seq - 1, running, self._load())
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig, digest: str | None) -> None:
         """A new engine serves: says so, and that nothing of an earlier one's cache is left."""
@@ -63,8 +92,9 @@ class Announcer:
 
     def publish_card(self) -> None:
         """Nothing before the first engine has started: there is nothing to say yet."""
-        if self._config is not None:
-            self._connection.publish(self._card_subject, codec.encode(self._card(self._config)))
+        if self._config is not None and not self.is_silent:
+            with contextlib.suppress(BusyError):  # the broker is away: the card comes with the reconnect
+                self._connection.publish(self._card_subject, codec.encode(self._card(self._config)))
 
     def started(self, key: str, prompt_tokens: int) -> None:
         self._started.append(internal.Started(id=key, prompt_tokens=prompt_tokens, overlap_blocks=0))
@@ -87,9 +117,12 @@ class Announcer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._config is None:
+        if self._config is None or self.is_silent:
             return
-        self._connection.publish(self._events_subject, codec.encode(self._events()))
+        try:
+            self._connection.publish(self._events_subject, codec.encode(self._events()))
+        except BusyError:
+            return  # the broker is away: all of it is said in the next one
         self._seq += 1
         self._published_at = time.monotonic()
         self._cleared = False
@@ -111,13 +144,16 @@ class Announcer:
             worker_id=self.worker_id,
             epoch=self.epoch,
             seq=self._seq,
-            load=self._engine.load() if self._engine is not None else messages.Load(),
+            load=self._load(),
             state=self.state,
             cleared=self._cleared,
             started=self._started,
             spoken=self._spoken,
             finished=self._finished,
         )
+
+    def _load(self) -> messages.Load:
+        return self._engine.load() if self._engine is not None else messages.Load()
 
     def _card(self, config: contract.EngineConfig) -> messages.Card:
         return messages.Card(

@@ -14,6 +14,8 @@ from worker.front.generation import Generation
 from worker.front.link import Link
 
 _CLOSE_TIMEOUT_S = 5.0
+_STUCK_FACTOR = 10
+"""A step this many times as long as the longest seen is one that never ends."""
 
 
 class EngineDiedError(RuntimeError):
@@ -38,6 +40,7 @@ class ChildEngine:
         self._last_number = 0
         self._load = messages.Load()
         self._stepped_at = time.monotonic()
+        self._longest_step_s = 0.0
         self._duration_s = 1.0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -75,7 +78,7 @@ class ChildEngine:
         self._generations[number] = generation
         self._numbers[request.key] = number
         self._idle.clear()
-        if len(self._generations) == 1:
+        if len(self._generations) + len(self._releasing) == 1:
             self._stepped_at = time.monotonic()
         self._send(frames.Add(number, blocks.to_bytes(request.token_ids), request.sampling))
 
@@ -116,6 +119,20 @@ class ChildEngine:
             free_blocks=known.free_blocks,
             step_age_ms=age_ms,
         )
+
+    def end_stuck_step(self, now: float, timeout_s: float) -> None:
+        """Ends the engine if it has work and its step is older than `timeout_s`, and than ten of the longest so far."""
+        age_s = now - self._stepped_at
+        is_busy = bool(self._generations or self._releasing)
+        if is_busy and not self._died and age_s > max(timeout_s, _STUCK_FACTOR * self._longest_step_s):
+            self._log.error("step_stuck", age_s=round(age_s, 1), longest_step_s=round(self._longest_step_s, 3))
+            assert self._link is not None
+            self._stepped_at = now
+            self._link.kill()
+
+    def forgive(self, now: float) -> None:
+        """The front itself stood still: the age of the step says nothing."""
+        self._stepped_at = now
 
     async def died(self) -> str:
         assert self._death is not None, "start comes first"
@@ -189,6 +206,8 @@ class ChildEngine:
 
     def _take_step(self, report: frames.StepReport) -> None:
         now = time.monotonic()
+        if report.outputs:
+            self._longest_step_s = max(self._longest_step_s, now - self._stepped_at)
         self._stepped_at = now
         self._load = report.load
         for number in report.started:

@@ -1,13 +1,13 @@
 """The subjects that a front serves: decodes what comes, has it carried out, answers."""
 
 import asyncio
-from collections.abc import Callable
+from typing import Protocol
 
 import structlog
 from nats.aio.msg import Msg
 
 from protocol import blocks, codec, errors, internal, messages, prompt, subjects
-from protocol.connection import Connection
+from protocol.bus import Bus, Callback, is_no_responders
 from worker import contract
 from worker.front.announce import Announcer
 from worker.front.streams import Streams
@@ -15,29 +15,41 @@ from worker.front.streams import Streams
 _runs = codec.Decoder(internal.Run)
 _controls = codec.Decoder(internal.Control)
 _tokenizes = codec.Decoder(internal.Tokenize)
+_resyncs = codec.Decoder(messages.ResyncRequest)
+_cards = codec.Decoder(messages.Card)
 
 MAX_TOKENIZES = 256
 """Texts that may wait to be tokenized for routers."""
 
 
+class Owner(Protocol):
+    """Who is told of what concerns the whole worker."""
+
+    drain_asked: asyncio.Event
+
+    def replaced(self, reason: str) -> None:
+        """Another front, begun later, has this one's name."""
+        ...
+
+
 class Inbox:
-    """Everything that routers and clients may ask of one worker. `drain` is called when an operator asks for it."""
+    """Everything that routers and clients may ask of one worker."""
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Bus,
         names: subjects.Subjects,
         announcer: Announcer,
         streams: Streams,
         inbox_prefixes: tuple[str, ...],
-        drain: Callable[[], None],
+        owner: Owner,
     ) -> None:
         self._connection = connection
         self._names = names
         self._announcer = announcer
         self._streams = streams
         self._inbox_prefixes = inbox_prefixes
-        self._drain = drain
+        self._owner = owner
         self._engine: contract.Engine | None = None
         self._tokenizes: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
@@ -48,17 +60,22 @@ class Inbox:
     async def open(self) -> None:
         """Subscribes to everything; from now on the worker can be found."""
         model, worker_id = self._announcer.model, self._announcer.worker_id
-        services = {
+        services: dict[str, Callback] = {
             "run": self._run,
             "control": self._control,
             "tokenizer": self._send_tokenizer,
             "tokenize": self._ask,
+            "snapshot": self._send_snapshot,
+            "gone.*": self._gone,
         }
         for service, callback in services.items():
             await self._connection.subscribe(self._names.worker(model, worker_id, service), callback)
+        for subject in self._names.all_resyncs:
+            await self._connection.subscribe(subject, self._resync)
         for subject in self._names.all_cancels:
             await self._connection.subscribe(subject, self._cancel)
         await self._connection.subscribe(self._names.discover, lambda _: self._announcer.publish_card())
+        await self._connection.subscribe(self._names.card(model, worker_id), self._own_card)
 
     def use(self, engine: contract.Engine | None) -> None:
         """The engine for requests from now on; None while there is none."""
@@ -67,22 +84,10 @@ class Inbox:
     def _run(self, message: Msg) -> None:
         try:
             run = _runs.decode(message.data)
-            self._streams.accept(run)
         except errors.RequestError as error:
-            self._reply(
-                message, internal.RunReply(accepted=False, error=error.error, same_reply=self._is_twin(message))
-            )
+            self._reply(message, internal.RunReply(accepted=False, error=error.error))
         else:
-            self._reply(message, internal.RunReply(accepted=True))
-
-    def _is_twin(self, message: Msg) -> bool:
-        """Whether a refused run would speak to the inbox of a stream that is live under its id."""
-        try:
-            run = _runs.decode(message.data)
-        except errors.RequestError:
-            return False
-        live = self._streams.find(run.request_id)
-        return live is not None and live.run.reply == run.reply
+            self._reply(message, self._streams.accept(run))
 
     def _control(self, message: Msg) -> None:
         try:
@@ -96,7 +101,7 @@ class Inbox:
             case internal.Control(op="drain"):
                 self._log.warning("drain_asked", worker_id=self._announcer.worker_id)
                 self._reply(message, internal.ControlReply(ok=True))
-                self._drain()
+                self._owner.drain_asked.set()
             case _:
                 refusal = errors.make_error(errors.Code.UNSUPPORTED, f"op {control.op!r} with these fields", param="op")
                 self._reply(message, internal.ControlReply(ok=False, error=refusal))
@@ -111,6 +116,39 @@ class Inbox:
             return
         if self._streams.cancel(address.key) and message.reply:
             self._connection.publish(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
+
+    def _resync(self, message: Msg) -> None:
+        if not subjects.is_inbox(message.reply, self._inbox_prefixes):
+            return  # the routers count and log it
+        try:
+            address = self._names.parse_request(message.subject)
+            encoding = codec.encoding_of(message.headers)
+            offset = _resyncs.decode(message.data, encoding).offset
+        except (ValueError, errors.RequestError):
+            return
+        if offset >= 0 and self._streams.repeat(address.key, offset):
+            self._connection.publish(message.reply, codec.encode(messages.ResyncReply(found=True), encoding))
+
+    def _gone(self, message: Msg) -> None:
+        if is_no_responders(message):
+            key, again = self._names.parse_gone(message.subject)
+            self._streams.missed(key, again=again)
+
+    def _own_card(self, message: Msg) -> None:
+        """Another front that lives under this one's name, and began later, is the one to stay."""
+        try:
+            card = _cards.decode(message.data)
+        except errors.RequestError:
+            return
+        if subjects.epoch_order(card.epoch) > subjects.epoch_order(self._announcer.epoch):
+            self._owner.replaced(
+                f"another worker {card.worker_id} has started on {card.host}: give each its own --worker-id"
+            )
+
+    def _send_snapshot(self, message: Msg) -> None:
+        if message.reply:
+            for part in self._announcer.snapshot(self._streams.running()):
+                self._connection.publish(message.reply, codec.encode(part))
 
     def _send_tokenizer(self, message: Msg) -> None:
         packed = self._engine.tokenizer_bundle() if self._engine is not None else None

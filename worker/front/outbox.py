@@ -2,8 +2,8 @@
 
 import structlog
 
-from protocol import codec, limits, messages
-from protocol.connection import BusyError, Connection
+from protocol import codec, limits, messages, subjects
+from protocol.bus import Bus, BusyError
 from worker import contract
 from worker.front.announce import Announcer
 from worker.front.stream import Stream, too_large
@@ -14,10 +14,10 @@ _LOG_FIELDS = ("prompt_tokens", "completion_tokens", "cached_tokens")
 class Outbox:
     """Collects what one turn of the loop has to say and publishes it at the turn's end."""
 
-    def __init__(self, connection: Connection, announcer: Announcer) -> None:
+    def __init__(self, connection: Bus, announcer: Announcer) -> None:
         self._connection = connection
         self._announcer = announcer
-        self._chunks: list[tuple[Stream, messages.Chunk]] = []
+        self._chunks: list[tuple[Stream, messages.Chunk, str]] = []
         self._log = structlog.get_logger()
         self.dropped_chunks = 0
         """Chunks that could not be sent because too much was waiting for the broker."""
@@ -30,7 +30,21 @@ class Outbox:
         stream.spoke_at = now
         head = stream.head()
         if head is not None:
-            self._chunks.append((stream, head))
+            self._chunks.append((stream, head, stream.gone_subject))
+
+    def put_probe(self, stream: Stream, now: float) -> None:
+        """An empty chunk whose notice, if nobody listens, can be told from those of other chunks."""
+        stream.spoke_at = now
+        head = stream.head()
+        if head is not None:
+            self._chunks.append((stream, head, stream.gone_subject + subjects.PROBE_SUFFIX))
+
+    def repeat(self, stream: Stream, offset: int, now: float) -> None:
+        """Publishes at once, again, what a stream has said from a token on."""
+        stream.spoke_at = now
+        room = self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES
+        for chunk in stream.again(offset, room):
+            self._publish(stream, chunk, stream.gone_subject)
 
     def put(self, stream: Stream, output: contract.Output, now: float) -> None:
         """An output of the engine, to go out with `flush`."""
@@ -41,7 +55,7 @@ class Outbox:
         if chunk.tokens and not stream.has_spoken:
             stream.has_spoken = True
             self._announcer.spoken(stream.key)
-        self._chunks.append((stream, chunk))
+        self._chunks.append((stream, chunk, stream.gone_subject))
 
     def flush(self) -> None:
         """Publishes everything put since the last time."""
@@ -50,13 +64,14 @@ class Outbox:
         if self._announcer.has_spoken:
             self._announcer.publish_events()
         chunks, self._chunks = self._chunks, []
-        for stream, wanted in chunks:
-            chunk = self._publish(stream, wanted)
+        for stream, wanted, gone_subject in chunks:
+            chunk = self._publish(stream, wanted, gone_subject)
             if chunk.finish_reason is not None:
+                stream.terminal = chunk
                 self._announcer.finished(stream.key)
                 self._log_end(stream, chunk)
 
-    def _publish(self, stream: Stream, chunk: messages.Chunk) -> messages.Chunk:
+    def _publish(self, stream: Stream, chunk: messages.Chunk, gone_subject: str) -> messages.Chunk:
         """Publishes a chunk, or what stands in for one that is too large; returns what was published."""
         payload = codec.encode(chunk, stream.run.encoding)
         if len(payload) + limits.MESSAGE_RESERVE_BYTES > self._connection.max_payload:
@@ -64,7 +79,7 @@ class Outbox:
             payload = codec.encode(chunk, stream.run.encoding)
         headers = codec.error_headers(chunk.error) if chunk.error else None
         try:
-            self._connection.publish(stream.run.reply, payload, headers=headers)
+            self._connection.publish(stream.run.reply, payload, reply=gone_subject, headers=headers)
         except BusyError:
             self.dropped_chunks += 1
         return chunk

@@ -1,35 +1,45 @@
 """One stream from a front to a client: makes numbered chunks of an engine's outputs, and one terminal at the end."""
 
 import time
+from collections.abc import Iterator
 
 from msgspec import UNSET, UnsetType
 
 from protocol import codec, errors, internal, messages, subjects
 from worker import contract
+from worker.front.history import History, Passage
 
 
 class Stream:
     """Chunks of one accepted request, not published yet. Offsets and counts are this class's alone."""
 
-    def __init__(self, run: internal.Run, model: str, worker_id: str, now: float) -> None:
-        self.run = run
+    def __init__(self, run: internal.Run, model: str, worker_id: str, now: float, gone_subject: str = "") -> None:
+        self.run = codec.replaced(run, token_ids=b"")
         self.key = run.request_id
+        self.gone_subject = gone_subject
+        """Where the broker says that nobody has listened to a chunk."""
         self._model = model
         self._worker_id = worker_id
         self._id = subjects.key_to_request_id(run.request_id)
-        self._offset = 0
-        self._text_offset = 0
-        self._collected_ids: list[int] = []
-        self._collected_text: list[str] = []
+        self._history = History()
         self.created = int(time.time())
         self.spoke_at = now
         """When the last chunk was made, on the caller's clock."""
+        self.repeated_at = 0.0
+        """When it was last published again."""
         self.has_spoken = False
+        self.terminal: messages.Chunk | None = None
+        """The last chunk, once it has been published."""
         self.end_with: errors.Error | None = None
         """What a cancel by ourselves is called, where it was not the client's wish."""
 
     def __repr__(self) -> str:
-        return f"<Stream {self.key} attempt {self.run.attempt}: {self._offset} tokens>"
+        return f"<Stream {self.key} attempt {self.run.attempt}: {self._history.num_tokens} tokens>"
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the stream takes after its end, about."""
+        return 2_048 + self._history.held_bytes
 
     def head(self) -> messages.Chunk | None:
         """The first chunk, which says who has accepted the request; also an empty one later. None where only a
@@ -39,8 +49,8 @@ class Stream:
         return messages.Chunk(
             id=self._id,
             attempt=self.run.attempt,
-            offset=self._offset,
-            text_offset=self._text_offset,
+            offset=self._history.num_tokens,
+            text_offset=self._history.text_bytes,
             worker_id=self._worker_id,
             model=self._model,
             created=self.created,
@@ -48,49 +58,57 @@ class Stream:
 
     def chunk(self, output: contract.Output) -> messages.Chunk | None:
         """The chunk that carries an output, or None where it is collected for the terminal."""
-        if not self.run.params.stream:
-            return self._collect(output)
-        if output.finish_reason is not None:
-            return self._advanced(self._terminal(output, output.token_ids, output.text), output)
-        chunk = messages.Chunk(
+        offset, text_offset = self._history.num_tokens, self._history.text_bytes
+        if output.finish_reason is None:
+            self._history.append(output.token_ids, output.text)
+            if not self.run.params.stream:
+                return None
+            return self._piece(Passage(offset, len(output.token_ids), text_offset, output.text, output.token_ids))
+        if self.run.params.stream:
+            return self._terminal(
+                output, Passage(offset, len(output.token_ids), text_offset, output.text, output.token_ids)
+            )
+        self._history.append(output.token_ids, output.text)
+        return self._terminal(output, self._history.whole())
+
+    def again(self, offset: int, max_bytes: int) -> Iterator[messages.Chunk]:
+        """Everything said from a token on, and the terminal if there is one; an empty chunk if there is nothing."""
+        chunks = 0
+        if self.run.params.stream:
+            for passage in self._history.since(offset, max_bytes):
+                yield self._piece(passage)
+                chunks += 1
+        last = self.terminal or (None if chunks else self.head())
+        if last is not None:
+            yield last
+
+    def _piece(self, passage: Passage) -> messages.Chunk:
+        return messages.Chunk(
             id=self._id,
             attempt=self.run.attempt,
-            offset=self._offset,
-            tokens=len(output.token_ids),
-            text_offset=self._text_offset,
-            text=output.text,
-            token_ids=self._wanted_ids(output.token_ids),
+            offset=passage.offset,
+            tokens=passage.num_tokens,
+            text_offset=passage.text_offset,
+            text=passage.text,
+            token_ids=self._wanted_ids(passage.token_ids),
         )
-        return self._advanced(chunk, output)
 
-    def _advanced(self, chunk: messages.Chunk, output: contract.Output) -> messages.Chunk:
-        self._offset += len(output.token_ids)
-        self._text_offset += len(output.text.encode())
-        return chunk
-
-    def _collect(self, output: contract.Output) -> messages.Chunk | None:
-        self._collected_ids += output.token_ids
-        self._collected_text.append(output.text)
-        if output.finish_reason is None:
-            return None
-        return self._terminal(output, self._collected_ids, "".join(self._collected_text))
-
-    def _terminal(self, output: contract.Output, token_ids: list[int], text: str) -> messages.Chunk:
+    def _terminal(self, output: contract.Output, passage: Passage) -> messages.Chunk:
         reason, error = output.finish_reason, output.error
         if reason is messages.FinishReason.CANCELLED and self.end_with is not None:
             reason, error = messages.FinishReason.ERROR, self.end_with
         return messages.Chunk(
             id=self._id,
             attempt=self.run.attempt,
-            offset=self._offset,
-            tokens=len(token_ids),
-            text_offset=self._text_offset,
-            text=text,
+            offset=passage.offset,
+            tokens=passage.num_tokens,
+            text_offset=passage.text_offset,
+            text=passage.text,
             finish_reason=reason,
             worker_id=self._worker_id,
             model=self._model,
             created=self.created,
-            token_ids=self._wanted_ids(token_ids),
+            token_ids=self._wanted_ids(passage.token_ids),
             usage=codec.given(output.usage),
             timings=codec.given(output.timings),
             stop_match=codec.given(output.stop_match),

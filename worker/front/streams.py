@@ -1,4 +1,4 @@
-"""The streams that a front holds: accepts requests, cancels them, watches their deadlines, and lets them go."""
+"""The streams that a front holds: accepts requests, cancels, drops and repeats them, and lets them go."""
 
 import asyncio
 import time
@@ -7,18 +7,20 @@ from collections.abc import Callable
 import structlog
 
 from protocol import blocks, errors, internal, limits, messages, subjects
+from protocol.recent import Recent
 from worker import contract
 from worker.front.announce import Announcer
 from worker.front.outbox import Outbox
+from worker.front.presence import Presence
 from worker.front.sampling import resolve
 from worker.front.stream import Stream
 from worker.validator import StreamValidator
 
-_TICK_S = 1.0
+_EVERY_ATTEMPT = 2**63 - 1
 
 
 class Streams:
-    """All accepted requests of one worker by key, while an engine serves."""
+    """All accepted requests of one worker by key, and for a while those that have ended."""
 
     def __init__(
         self,
@@ -38,20 +40,113 @@ class Streams:
         self._config: contract.EngineConfig | None = None
         self._streams: dict[str, Stream] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._presence = Presence()
+        self._ended: Recent[Stream] = Recent(limits.KEEP_ENDED_S, limits.KEEP_ENDED_BYTES)
+        self._withdrawn: Recent[int] = Recent(limits.REMEMBER_WITHDRAWN_S, limits.REMEMBER_WITHDRAWN)
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<Streams {len(self._streams)} open>"
+        return f"<Streams {len(self._streams)} open, {len(self._ended)} ended, {self._presence!r}>"
 
     def use(self, engine: contract.Engine | None, config: contract.EngineConfig | None) -> None:
         """The engine for requests from now on; None while there is none."""
         self._engine, self._config = engine, config
 
-    def find(self, key: str) -> Stream | None:
-        return self._streams.get(key)
+    def accept(self, run: internal.Run) -> internal.RunReply:
+        """Starts a stream; a run that is refused changes nothing."""
+        try:
+            self._start(run)
+        except errors.RequestError as error:
+            return self._refusal(run, error.error)
+        return internal.RunReply(accepted=True)
 
-    def accept(self, run: internal.Run) -> None:
-        """Starts a stream, or raises RequestError and leaves everything as it was."""
+    def cancel(self, key: str, because: errors.Error | None = None) -> bool:
+        """Ends a stream with `cancelled`, or with an error that says why; False if it is not held here."""
+        stream = self._streams.get(key)
+        if stream is None or self._engine is None:
+            now = time.monotonic()
+            if self._ended.get(key, now) is None:
+                self._withdrawn.put(key, _EVERY_ATTEMPT, now)
+            return False
+        stream.end_with = because
+        self._engine.abort(key)
+        self._outbox.flush()
+        return True
+
+    def drop(self, key: str, attempt: int) -> bool:
+        """Ends an attempt without a word to its client; False if it has spoken already, or has ended."""
+        now = time.monotonic()
+        stream = self._streams.get(key)
+        if stream is None:
+            ended = self._ended.get(key, now)
+            if ended is not None and ended.run.attempt == attempt:
+                return False
+            self._withdrawn.put(key, max(attempt, self._withdrawn.get(key, now) or 0), now)
+            return True
+        if stream.run.attempt > attempt:
+            return True
+        if stream.has_spoken:
+            return False
+        self._give_up(stream, "dropped")
+        self._announcer.finished(key)
+        return True
+
+    def repeat(self, key: str, offset: int) -> bool:
+        """Publishes a stream again from a token on, unless that was just done; False if it is not held here."""
+        now = time.monotonic()
+        stream = self._streams.get(key) or self._ended.get(key, now)
+        if stream is None:
+            return False
+        self._presence.forget(key)
+        if now - stream.repeated_at >= limits.REPEAT_EVERY_S:
+            if not stream.repeated_at:
+                self._log.info("stream_repeated", request_id=key, worker_id=self._announcer.worker_id, offset=offset)
+            stream.repeated_at = now
+            self._outbox.repeat(stream, offset, now)
+        return True
+
+    def abandon(self) -> None:
+        """Gives every stream up without a word: a new life of this worker begins."""
+        for stream in list(self._streams.values()):
+            self._give_up(stream, "abandoned")
+        self._ended.clear()
+
+    def missed(self, key: str, *, again: bool) -> None:
+        """Nobody has listened to a chunk, or to the empty one that was sent to make sure."""
+        now = time.monotonic()
+        if key not in self._streams:
+            return
+        if not again:
+            self._presence.missed(key, now)
+        elif self._presence.missed_again(key, now):
+            self._log.info("client_gone", request_id=key, worker_id=self._announcer.worker_id)
+            self.cancel(key)
+
+    def reconnected(self) -> None:
+        """The front itself was away from the broker, and so perhaps were its clients."""
+        self._presence.reconnected(time.monotonic())
+
+    def tick(self) -> None:
+        """Lets silent streams show that they are alive, makes sure of clients, forgets what is old."""
+        now = time.monotonic()
+        for stream in self._streams.values():
+            if now - stream.spoke_at > limits.SILENT_CHUNK_S - 2 * limits.TICK_S:
+                self._outbox.put_head(stream, now)
+        for key in self._presence.due(now):
+            self._outbox.put_probe(self._streams[key], now)
+        self._outbox.flush()
+        self._ended.expire(now)
+        self._withdrawn.expire(now)
+
+    def running(self) -> list[internal.RunningRequest]:
+        """What a snapshot says of the open streams."""
+        return [
+            internal.RunningRequest(id=key, attempt=stream.run.attempt, spoken=stream.has_spoken)
+            for key, stream in self._streams.items()
+        ]
+
+    def _start(self, run: internal.Run) -> None:
+        """Raises RequestError and leaves everything as it was where the run can't be accepted."""
         self._check_state(run)
         assert self._engine is not None
         assert self._config is not None
@@ -63,64 +158,48 @@ class Streams:
             stop=tuple(run.params.stop),
         )
         now = time.monotonic()
-        stream = Stream(run, self._announcer.model, self._announcer.worker_id, now)
+        announcer = self._announcer
+        stream = Stream(run, announcer.model, announcer.worker_id, now, announcer.gone_subject(run.request_id))
         sink = self._sink(stream)
         self._engine.generate(request, StreamValidator(request, sink) if self._validate else sink)
+        self._ended.pop(stream.key)
         self._streams[stream.key] = stream
         if run.remaining_ms is not None:
             loop = asyncio.get_running_loop()
             self._timers[stream.key] = loop.call_later(run.remaining_ms / 1e3, self._expire, stream.key)
-        self._announcer.started(stream.key, len(token_ids))
+        announcer.started(stream.key, len(token_ids))
         self._outbox.put_head(stream, now)
         self._outbox.flush()
         self._log.info(
             "request_started",
             request_id=stream.key,
-            worker_id=self._announcer.worker_id,
+            worker_id=announcer.worker_id,
             attempt=run.attempt,
             prompt_tokens=len(token_ids),
             max_tokens=request.sampling.max_tokens,
         )
 
-    def cancel(self, key: str, because: errors.Error | None = None) -> bool:
-        """Ends a stream with `cancelled`, or with an error that says why; False if it is not held here."""
-        stream = self._streams.get(key)
-        if stream is None or self._engine is None:
-            return False
-        stream.end_with = because
-        self._engine.abort(key)
-        self._outbox.flush()
-        return True
+    def _refusal(self, run: internal.Run, error: errors.Error) -> internal.RunReply:
+        live = self._streams.get(run.request_id)
+        return internal.RunReply(
+            accepted=False,
+            error=error,
+            same_reply=live is not None and live.run.reply == run.reply,
+            cancelled=self._withdrawn.get(run.request_id, time.monotonic()) == _EVERY_ATTEMPT,
+        )
 
-    def drop(self, key: str, attempt: int) -> bool:
-        """Ends an attempt without a word to its client; False if it has spoken already."""
-        stream = self._streams.get(key)
-        if stream is None or stream.run.attempt > attempt:
-            return True
-        if stream.has_spoken:
-            return False
+    def _give_up(self, stream: Stream, reason: str) -> None:
+        """Lets a stream go, and its engine request with it, without a word to its client."""
         self._forget(stream)
         if self._engine is not None:
-            self._engine.abort(key)
-        self._announcer.finished(key)
+            self._engine.abort(stream.key)
         self._log.info(
             "request_finished",
-            request_id=key,
+            request_id=stream.key,
             worker_id=self._announcer.worker_id,
-            attempt=attempt,
-            finish_reason="dropped",
+            attempt=stream.run.attempt,
+            finish_reason=reason,
         )
-        return True
-
-    async def tick(self) -> None:
-        """Lets silent streams show that they are alive; runs until cancelled."""
-        while True:
-            await asyncio.sleep(_TICK_S)
-            now = time.monotonic()
-            for stream in self._streams.values():
-                if now - stream.spoke_at > limits.SILENT_CHUNK_S - _TICK_S:
-                    self._outbox.put_head(stream, now)
-            self._outbox.flush()
 
     def _check_state(self, run: internal.Run) -> None:
         """Raises RequestError where this worker can't take the request now."""
@@ -130,6 +209,8 @@ class Streams:
             raise errors.request_error(errors.Code.SHUTTING_DOWN)
         if self._engine is None or self._config is None:
             raise errors.request_error(errors.Code.ENGINE_POISONED, "the engine is being restarted")
+        if (self._withdrawn.get(run.request_id, time.monotonic()) or 0) >= run.attempt:
+            raise errors.request_error(errors.Code.NO_WORKER, "the run was taken back before it came")
         if not subjects.is_inbox(run.reply, self._inbox_prefixes):
             raise errors.request_error(errors.Code.INVALID_REQUEST, "reply: is no inbox", param="reply")
         if run.request_id in self._streams:
@@ -142,11 +223,13 @@ class Streams:
             self._outbox.put(stream, output, time.monotonic())
             if output.finish_reason is not None:
                 self._forget(stream)
+                self._ended.put(stream.key, stream, time.monotonic(), stream.held_bytes)
 
         return take
 
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.key]
+        self._presence.forget(stream.key)
         timer = self._timers.pop(stream.key, None)
         if timer is not None:
             timer.cancel()

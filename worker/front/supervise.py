@@ -16,6 +16,10 @@ HEALTHY_AFTER_S = 30.0
 """An engine that has lived this long has earned a quick restart."""
 
 
+_STOOD_STILL_S = 1.0
+"""A front that was away for longer has not heard of the engine's steps meanwhile."""
+
+
 class Listener(Protocol):
     """Who must know which engine serves."""
 
@@ -32,10 +36,13 @@ def next_pause(pause_s: float, lived_s: float) -> float:
 class Supervisor:
     """Runs one engine after another made by `make_engine`."""
 
-    def __init__(self, make_engine: Callable[[], ChildEngine], worker_id: str, listener: Listener) -> None:
+    def __init__(
+        self, make_engine: Callable[[], ChildEngine], worker_id: str, listener: Listener, step_timeout_s: float
+    ) -> None:
         self._make_engine = make_engine
         self._worker_id = worker_id
         self._listener = listener
+        self._step_timeout_s = step_timeout_s
         self._engine: ChildEngine | None = None
         self.restarts = 0
         self._log = structlog.get_logger()
@@ -57,6 +64,15 @@ class Supervisor:
             self.restarts += 1
             self._log.error("engine_died", worker_id=self._worker_id, reason=reason, restart_in_s=pause_s)
             await asyncio.sleep(pause_s)
+
+    def watch(self, now: float, gap_s: float) -> None:
+        """To be called a few times a second; `gap_s` is the time since the last call."""
+        if self._engine is None:
+            return
+        if gap_s > _STOOD_STILL_S:
+            self._engine.forgive(now)
+        else:
+            self._engine.end_stuck_step(now, self._step_timeout_s)
 
     async def cleanup(self) -> None:
         if self._engine is not None:

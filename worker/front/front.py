@@ -1,0 +1,157 @@
+"""A worker's front: joins streams, announcements and subjects together, and falls silent when it must."""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+
+import structlog
+
+from protocol import limits, messages, prompt, subjects
+from protocol.bus import Bus
+from worker import contract
+from worker.front.announce import Announcer
+from worker.front.fence import FENCE_S, Fence
+from worker.front.inbox import Inbox
+from worker.front.outbox import Outbox
+from worker.front.streams import Streams
+
+_PING_S = 0.5
+
+
+class ReplacedError(RuntimeError):
+    """Another front lives under this one's name; says what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FrontSettings:
+    """What a front needs to know beside its model and its name."""
+
+    inbox_prefixes: tuple[str, ...] = subjects.DEFAULT_INBOX_PREFIXES
+    """What a client's reply subject may begin with."""
+    max_new_tokens: int = 1_024
+    """Length of a completion that was asked for without `max_tokens`."""
+    debug: bool = False
+    """Hold every stream against the engine contract."""
+
+
+class Front:
+    """Serves one worker over a bus, with whatever engine it is given. Times are of one monotonic clock."""
+
+    def __init__(self, bus: Bus, names: subjects.Subjects, model: str, worker_id: str, settings: FrontSettings) -> None:
+        self._bus = bus
+        self._announcer = Announcer(bus, names, model, worker_id)
+        self._outbox = Outbox(bus, self._announcer)
+        self._streams = Streams(
+            self._announcer,
+            self._outbox,
+            settings.max_new_tokens,
+            settings.inbox_prefixes,
+            validate=settings.debug,
+        )
+        self.drain_asked = asyncio.Event()
+        self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._inbox = Inbox(bus, names, self._announcer, self._streams, settings.inbox_prefixes, self)
+        self._fence = Fence(time.monotonic())
+        self._leaving = False
+        self._log = structlog.get_logger()
+        self.on_pulse: Callable[[float, float], None] = lambda now, gap_s: None
+        """Called a few times a second with the time and how long ago the last call was."""
+        bus.guard = self._may_write
+        bus.on_reconnect = self._reconnected
+
+    def __repr__(self) -> str:
+        return f"<Front {self._announcer!r} {self._streams!r} {self._fence!r}>"
+
+    async def open(self) -> None:
+        """Subscribes to everything that the worker serves."""
+        await self._inbox.open()
+
+    async def run(self) -> None:
+        """Until cancelled. Raises ReplacedError when another front has taken this one's name."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._announcer.beat())
+            tasks.create_task(self._pulse())
+            tasks.create_task(self._ask_for_signs())
+            tasks.create_task(self._until_replaced())
+
+    def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
+        """Requests go to this engine from now on."""
+        bundle = engine.tokenizer_bundle()
+        self._streams.use(engine, config)
+        self._inbox.use(engine)
+        self._announcer.engine_started(engine, config, prompt.digest_of(bundle) if bundle else None)
+        if self._leaving:
+            self._announcer.set_state(messages.WorkerState.DRAINING)
+
+    def engine_died(self) -> None:
+        """There is no engine for now. Its streams have had their terminals."""
+        self._streams.use(None, None)
+        self._inbox.use(None)
+        self._outbox.flush()
+        if not self._leaving:
+            self._announcer.engine_died()
+
+    def step_done(self) -> None:
+        """All sinks have had what a step brought: publishes it."""
+        self._outbox.flush()
+
+    def leave(self) -> None:
+        """Takes nothing new from now on."""
+        self._leaving = True
+        self._announcer.set_state(messages.WorkerState.DRAINING)
+
+    def left(self) -> None:
+        """The worker's last word."""
+        self._announcer.set_state(messages.WorkerState.STOPPED)
+
+    def replaced(self, reason: str) -> None:
+        """Another front has this one's name: its streams are given up without a word."""
+        if not self._replaced_by.done():
+            self._fall("replaced")
+            self._replaced_by.set_exception(ReplacedError(reason))
+
+    async def _until_replaced(self) -> None:
+        await self._replaced_by
+
+    async def _pulse(self) -> None:
+        pulsed_at = time.monotonic()
+        while True:
+            await asyncio.sleep(limits.TICK_S)
+            now = time.monotonic()
+            self._fence.tick(now)
+            if self._may_write():
+                self._streams.tick()
+            self.on_pulse(now, now - pulsed_at)
+            pulsed_at = now
+
+    async def _ask_for_signs(self) -> None:
+        while True:
+            asked_at = time.monotonic()
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                await self._bus.flush(FENCE_S)
+                self._fence.heard(asked_at)
+            await asyncio.sleep(_PING_S)
+
+    def _may_write(self) -> bool:
+        if not self._announcer.is_silent and not self._fence.holds(time.monotonic()):
+            self._fall("self_fenced")
+        return not self._announcer.is_silent
+
+    def _fall(self, why: str) -> None:
+        """Gives every stream up without a word and begins a new life, which it announces on a new connection."""
+        self._log.error(why, worker_id=self._announcer.worker_id, streams=repr(self._streams))
+        self._announcer.fall_silent()
+        self._streams.abandon()
+        self._bus.abort()
+
+    def _reconnected(self) -> None:
+        now = time.monotonic()
+        self._streams.reconnected()
+        if self._announcer.is_silent:
+            self._fence.raise_again(now)
+            self._announcer.live_again()
+        else:
+            self._fence.heard(now)
+            self._announcer.publish_card()
