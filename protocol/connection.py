@@ -85,7 +85,7 @@ class _Client(Client):
         if transport is None or not pending:
             return
         self._pending, self._pending_data_size = [], 0
-        transport.writelines(pending)  # type: ignore[no-untyped-call]
+        transport.writelines(pending)
         await transport.drain()  # type: ignore[no-untyped-call]
 
     def abort(self) -> None:

@@ -70,11 +70,14 @@ class Front:
 
     async def run(self) -> None:
         """Until cancelled. Raises ReplacedError when another front has taken this one's name."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._announcer.beat())
-            tasks.create_task(self._pulse())
-            tasks.create_task(self._ask_for_signs())
-            tasks.create_task(self._until_replaced())
+        self._fence.raise_again(time.monotonic())
+        lives = (self._announcer.beat(), self._pulse(), self._ask_for_signs(), self._until_replaced())
+        tasks = [asyncio.create_task(life) for life in lives]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         """Requests go to this engine from now on."""

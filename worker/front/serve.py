@@ -89,7 +89,8 @@ class LoadingLog:
 
 
 async def _run(settings: WorkerSettings, bus: Bus, supervisor: Supervisor, front: Front) -> None:
-    tasks = [asyncio.create_task(life) for life in (supervisor.run(), front.run(), bus.until_refused())]
+    lives = (supervisor.run(), front.run(), bus.until_refused())
+    tasks: list[asyncio.Task[None]] = [asyncio.create_task(life) for life in lives]
     left = asyncio.create_task(front.drain_asked.wait())
     try:
         await asyncio.wait([left, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -98,7 +99,8 @@ async def _run(settings: WorkerSettings, bus: Bus, supervisor: Supervisor, front
                 task.result()
         await _drain(settings, supervisor, front)
     finally:
-        for task in (left, *tasks):
+        left.cancel()
+        for task in tasks:
             task.cancel()
         await asyncio.gather(left, *tasks, return_exceptions=True)
         front.left()
