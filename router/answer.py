@@ -4,9 +4,25 @@ import time
 
 import structlog
 
-from protocol import codec, errors, messages
+from protocol import codec, errors, limits, messages
 from protocol.bus import Bus, BusyError, PayloadTooLargeError
+from protocol.recent import Recent
 from router.flight import Flight
+
+MAX_ENDED = 4_096
+"""Terminals of this router that can be had again."""
+
+
+class _Said:
+    """A terminal as it was sent, and when it was sent last."""
+
+    __slots__ = ("at", "chunk", "encoding", "reply")
+
+    def __init__(self, reply: str, encoding: codec.Encoding, chunk: messages.Chunk, at: float) -> None:
+        self.reply = reply
+        self.encoding = encoding
+        self.chunk = chunk
+        self.at = at
 
 
 class Answers:
@@ -15,6 +31,7 @@ class Answers:
     def __init__(self, connection: Bus, router_id: str) -> None:
         self._connection = connection
         self._router_id = router_id
+        self._ended: Recent[_Said] = Recent(limits.KEEP_ENDED_S, MAX_ENDED)
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -28,6 +45,18 @@ class Answers:
             "request_refused", request_id=request_id, router_id=self._router_id, code=error.code, param=error.param
         )
 
+    def alive(self, flight: Flight) -> None:
+        """An empty chunk: the request is held here."""
+        self._publish(flight.reply, flight.encoding, self._own(flight))
+
+    def repeat(self, key: str, now: float) -> bool:
+        """Publishes a terminal of this router again; False if it has sent none for that request lately."""
+        said = self._ended.get(key, now)
+        if said is not None and now - said.at >= limits.REPEAT_EVERY_S:
+            said.at = now
+            self._publish(said.reply, said.encoding, said.chunk)
+        return said is not None
+
     def fail(self, flight: Flight, error: errors.Error) -> None:
         """The terminal of a taken request that ends in an error."""
         self._end(flight, messages.FinishReason.ERROR, error)
@@ -37,7 +66,16 @@ class Answers:
         self._end(flight, messages.FinishReason.CANCELLED, None)
 
     def _end(self, flight: Flight, reason: messages.FinishReason, error: errors.Error | None) -> None:
-        chunk = messages.Chunk(
+        chunk = self._own(flight, reason, error)
+        self._publish(flight.reply, flight.encoding, chunk)
+        now = time.monotonic()
+        self._ended.put(flight.key, _Said(flight.reply, flight.encoding, chunk, now), now)
+        self._log_end(flight, reason, error)
+
+    def _own(
+        self, flight: Flight, reason: messages.FinishReason | None = None, error: errors.Error | None = None
+    ) -> messages.Chunk:
+        return messages.Chunk(
             id=flight.request_id,
             attempt=flight.attempt,
             finish_reason=reason,
@@ -46,11 +84,9 @@ class Answers:
             created=int(time.time()),
             error=codec.given(error),
         )
-        self._publish(flight.reply, flight.encoding, chunk)
-        self._log_end(flight, reason, error)
 
     def handed_over(self, flight: Flight) -> None:
-        """Notes the end of a request whose terminal its worker has sent."""
+        """Notes the end of a request whose terminal is its worker's: it has sent it, or will without this router."""
         self._log_end(flight, "by_worker", None)
 
     def _log_end(self, flight: Flight, reason: str, error: errors.Error | None) -> None:

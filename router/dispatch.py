@@ -1,14 +1,15 @@
 """Brings a request to a worker that accepts it, or ends it with the reason why none did."""
 
+import asyncio
 import random
 import time
 
 import structlog
 
-from protocol import blocks, codec, errors, internal, limits, messages, subjects
+from protocol import codec, errors, internal, limits, messages, subjects
 from protocol import request as checks
 from protocol.bus import Bus, NoRespondersError, PayloadTooLargeError
-from router.fleet import Fleet, Worker
+from router.fleet import Fleet
 from router.flight import Flight, Flights
 from router.placement import NoWorker, Placement, Policy, place
 
@@ -16,6 +17,8 @@ _run_replies = codec.Decoder(internal.RunReply)
 _control_replies = codec.Decoder(internal.ControlReply)
 MAX_ATTEMPTS = 8
 """Workers that are tried for one request before it ends with the last one's refusal."""
+
+_ASK_AGAIN_S = 0.1
 
 
 class AlreadyLiveError(Exception):
@@ -57,11 +60,10 @@ class Dispatch:
                 errors.Code.INVALID_REQUEST, f"routing.policy: must be one of {known}", param="routing.policy"
             )
 
-    async def bring(self, flight: Flight, token_ids: list[int]) -> None:
-        """Returns when a worker has accepted the request. Raises RequestError when none will.
+    async def bring(self, flight: Flight) -> None:
+        """Returns when a worker has accepted the request, or when it was cancelled before one had.
 
-        Raises AlreadyLiveError when one has it already."""
-        prompt_ids = blocks.to_bytes(token_ids)
+        Raises RequestError when none will accept it, and AlreadyLiveError when one has it already."""
         refused: dict[str, errors.Error] = {}
         while len(refused) < MAX_ATTEMPTS and not flight.cancelled:
             remaining_ms = flight.remaining_ms(time.monotonic())
@@ -71,15 +73,42 @@ class Dispatch:
                 case NoWorker():
                     break
                 case Placement(worker):
-                    refusal = await self._try(flight, worker, prompt_ids)
+                    refusal = await self._try(flight, worker.card)
                     if refusal is None:
                         return
                     self._fleet.unbook(worker.card.worker_id, flight.key)
-                    if not refusal.retryable:
+                    if flight.spoken or not refusal.retryable:
                         raise errors.RequestError(refusal)
                     refused[worker.card.worker_id] = refusal
         if not flight.cancelled:
             raise errors.RequestError(self._why_nobody(flight, refused))
+
+    async def take_back(self, flight: Flight, card: messages.Card) -> errors.Error | None:
+        """Has a worker drop a request that it may hold; None if it keeps it, because it has spoken.
+
+        Otherwise nobody holds the request any more, and it may be placed again unless `flight.spoken`. Returns only
+        when the worker has answered, or that life of it is over: "nobody listens" may be a moment of its reconnect."""
+        subject = self._names.worker(card.model, card.worker_id, "control")
+        drop = codec.encode(internal.Control(op="drop", request_id=flight.key, attempt=flight.attempt))
+        while True:
+            try:
+                answer = await self._connection.request(subject, drop, limits.ACCEPT_S)
+            except NoRespondersError:
+                await asyncio.sleep(_ASK_AGAIN_S)
+            except (TimeoutError, ConnectionError):
+                pass
+            else:
+                self._fleet.hear(card, time.monotonic())
+                if not _control_replies.decode(answer.data).ok:
+                    self._accepted(flight, card)
+                    return None
+                return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} did not accept in time")
+            if self._fleet.is_lost(card):
+                now = time.monotonic()
+                if self._fleet.was_behind(card, now):
+                    self._flights.spoke(flight)
+                self._fleet.remove(card, now)
+                return errors.make_error(errors.Code.WORKER_LOST)
 
     def _place(self, flight: Flight, refused: dict[str, errors.Error]) -> Placement | NoWorker:
         now = time.monotonic()
@@ -93,43 +122,47 @@ class Dispatch:
             self._fleet.book(placement.worker.card.worker_id, flight.key, now)
         return placement
 
-    async def _try(self, flight: Flight, worker: Worker, prompt_ids: bytes) -> errors.Error | None:
+    async def _try(self, flight: Flight, card: messages.Card) -> errors.Error | None:
         """Sends a run to one worker; None when it accepts. An answer that fails to come is cleared up first."""
         flight.attempt += 1
-        card = worker.card
-        run = internal.Run(
+        subject = self._names.worker(card.model, card.worker_id, "run")
+        run = codec.encode(self._run(flight, card))
+        try:
+            headers = {"traceparent": flight.traceparent} if flight.traceparent else None
+            answer = await self._connection.request(subject, run, limits.ACCEPT_S, headers)
+        except NoRespondersError:
+            return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} does not answer")
+        except PayloadTooLargeError as error:
+            return errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))
+        except (TimeoutError, ConnectionError):
+            return await self.take_back(flight, card)
+        reply = _run_replies.decode(answer.data)
+        if reply.same_reply:
+            raise AlreadyLiveError(flight.key)
+        if not reply.accepted:
+            flight.cancelled = flight.cancelled or reply.cancelled
+            return reply.error or errors.make_error(errors.Code.INTERNAL)
+        if self._fleet.is_lost(card):
+            return await self.take_back(flight, card)
+        self._accepted(flight, card)
+        return None
+
+    def _run(self, flight: Flight, card: messages.Card) -> internal.Run:
+        assert flight.prompt_ids is not None, flight
+        return internal.Run(
             request_id=flight.key,
             attempt=flight.attempt,
             epoch=card.epoch,
             router_id=self._router_id,
             reply=flight.reply,
             encoding=flight.encoding,
-            token_ids=prompt_ids,
+            token_ids=flight.prompt_ids,
             params=checks.params_of(flight.request),
             remaining_ms=flight.remaining_ms(time.monotonic()),
         )
-        subject = self._names.worker(card.model, card.worker_id, "run")
-        try:
-            headers = {"traceparent": flight.traceparent} if flight.traceparent else None
-            answer = await self._connection.request(subject, codec.encode(run), limits.ACCEPT_S, headers)
-        except NoRespondersError:
-            return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} does not answer")
-        except PayloadTooLargeError as error:
-            return errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))
-        except ConnectionError as error:
-            return errors.make_error(errors.Code.NO_WORKER, str(error))
-        except TimeoutError:
-            return await self._take_back(flight, card)
-        reply = _run_replies.decode(answer.data)
-        if reply.same_reply:
-            raise AlreadyLiveError(flight.key)
-        if not reply.accepted:
-            return reply.error or errors.make_error(errors.Code.INTERNAL)
-        self._accepted(flight, card)
-        return None
 
     def _accepted(self, flight: Flight, card: messages.Card) -> None:
-        self._flights.accept(flight, card.worker_id)
+        self._flights.accept(flight, card.worker_id, time.monotonic())
         self._log.info(
             "request_placed",
             request_id=flight.key,
@@ -139,26 +172,6 @@ class Dispatch:
         )
         if flight.cancelled:
             self._connection.publish(self._names.cancel(flight.request_id, flight.tenant), b"")
-
-    async def _take_back(self, flight: Flight, card: messages.Card) -> errors.Error | None:
-        """After an accept that did not come: another may have the run once the worker has dropped it, or is lost."""
-        subject = self._names.worker(card.model, card.worker_id, "control")
-        drop = codec.encode(internal.Control(op="drop", request_id=flight.key, attempt=flight.attempt))
-        while True:
-            try:
-                answer = await self._connection.request(subject, drop, limits.ACCEPT_S)
-            except NoRespondersError:
-                break
-            except (TimeoutError, ConnectionError):
-                known = self._fleet.find(card.worker_id)
-                if known is None or known.card.epoch != card.epoch:
-                    break
-                continue
-            if not _control_replies.decode(answer.data).ok:
-                self._accepted(flight, card)
-                return None
-            break
-        return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} did not accept in time")
 
     def _why_nobody(self, flight: Flight, refused: dict[str, errors.Error]) -> errors.Error:
         """The most useful of the refusals: that of a worker which is merely busy before that of one which is gone."""

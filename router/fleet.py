@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from protocol import internal, limits, messages
+from protocol.recent import Recent
 from protocol.subjects import epoch_order
+from router.eventlog import Caught, EventLog
 
 MAX_WORKERS = 4_096
 """Workers beyond this are not taken in: a router's memory stays bounded whatever is published."""
@@ -20,9 +22,10 @@ class Worker:
         self.state = card.state
         self.load = messages.Load()
         self.heard_at = now
-        self.seq: int | None = None
+        self.has_lapsed = False
+        """Its lease has lapsed; what was placed there is being cleared up."""
+        self.log = EventLog()
         self.bookings: dict[str, float] = {}
-        self.num_lost_events = 0
 
     def __repr__(self) -> str:
         return f"<Worker {self.card.worker_id} {self.state} {self.num_requests} requests>"
@@ -33,13 +36,25 @@ class Worker:
         return self.load.running + self.load.waiting + len(self.bookings)
 
 
+class Lost(NamedTuple):
+    """One life of a worker that is over, or seems to be."""
+
+    card: messages.Card
+    was_behind: bool
+    """What its streams had said is not known for certain."""
+
+
 class Heard(NamedTuple):
-    """What an event message changed for requests placed earlier."""
+    """What a message of a worker changed for requests placed earlier."""
 
     spoken: tuple[str, ...] = ()
     finished: tuple[str, ...] = ()
-    lost: tuple[str, ...] = ()
-    """Workers whose earlier streams can't go on: a new life has begun."""
+    lost: Lost | None = None
+    """A new life has begun: the streams of this one were given up."""
+    left: bool = False
+    """The worker has withdrawn, and has ended all its streams itself."""
+    caught: Caught | None = None
+    """What the worker holds, after a gap in what was known."""
 
 
 class Fleet:
@@ -49,6 +64,7 @@ class Fleet:
         self._began_at = began_at
         self._workers: dict[str, Worker] = {}
         self._seen_models: dict[str, None] = {}
+        self._lost_behind: Recent[bool] = Recent(limits.KEEP_ENDED_S, MAX_WORKERS)
 
     def __repr__(self) -> str:
         return f"<Fleet {len(self._workers)} workers, {len(self._seen_models)} models seen>"
@@ -60,46 +76,92 @@ class Fleet:
         if card.state is messages.WorkerState.STOPPED:
             if known is not None and known.card.epoch == card.epoch:
                 del self._workers[card.worker_id]
-                return Heard(lost=(card.worker_id,))
+                return Heard(left=True)
             return Heard()
         if known is None:
             if len(self._workers) < MAX_WORKERS:
                 self._workers[card.worker_id] = Worker(card, now)
             return Heard()
         if known.card.epoch == card.epoch:
-            known.card, known.state, known.heard_at = card, card.state, now
+            known.card, known.state = card, card.state
+            known.heard_at, known.has_lapsed = now, False
             return Heard()
         if not self._supersedes(card.epoch, known, now):
             return Heard()
         self._workers[card.worker_id] = Worker(card, now)
-        return Heard(lost=(card.worker_id,))
+        if known.log.is_behind:
+            self._lost_behind.put(known.card.epoch, True, now)
+        return Heard(lost=Lost(known.card, known.log.is_behind))
 
     def take_events(self, events: internal.Events, now: float) -> Heard | None:
         """Notes an entry of an event log; None where the worker or its life is unknown, and should be discovered."""
         worker = self._workers.get(events.worker_id)
         if worker is None or worker.card.epoch != events.epoch:
             return None
-        if worker.seq is not None and events.seq <= worker.seq:
+        if worker.log.seq is not None and events.seq <= worker.log.seq:
             return Heard()
-        if worker.seq is not None and events.seq > worker.seq + 1:
-            worker.num_lost_events += events.seq - worker.seq - 1
-        worker.seq, worker.heard_at = events.seq, now
         worker.load, worker.state = events.load, events.state
-        for started in events.started:
-            worker.bookings.pop(started.id, None)
-        for key in events.finished:
-            worker.bookings.pop(key, None)
-        return Heard(spoken=tuple(events.spoken), finished=tuple(events.finished))
+        worker.heard_at, worker.has_lapsed = now, False
+        return _apply(worker, worker.log.take(events))
 
-    def lapse(self, now: float) -> list[str]:
-        """Removes the workers that have been silent for too long and says which; forgets old bookings."""
-        lost = [name for name, worker in self._workers.items() if now - worker.heard_at >= limits.LOST_S]
-        for name in lost:
-            del self._workers[name]
+    def take_part(self, part: internal.SnapshotPart, now: float) -> Heard:
+        """Notes a part of a snapshot; the last one closes the gap."""
+        worker = self._workers.get(part.worker_id)
+        if worker is None or worker.card.epoch != part.epoch:
+            return Heard()
+        worker.heard_at, worker.has_lapsed = now, False
+        caught = worker.log.take_part(part)
+        if caught is None:
+            return Heard()
+        for key in caught.running:
+            worker.bookings.pop(key, None)
+        return _apply(worker, caught.events)._replace(caught=caught)
+
+    def behind(self, now: float, every_s: float) -> list[Worker]:
+        """The workers to ask for a snapshot now."""
+        return [worker for worker in self._workers.values() if worker.log.ask(now, every_s)]
+
+    def doubt(self) -> None:
+        """This router was away: something may have been missed of every worker."""
         for worker in self._workers.values():
+            worker.log.doubt()
+
+    def lapse(self, now: float) -> list[Lost]:
+        """The workers that have just been silent for too long: they get nothing more. Forgets old bookings."""
+        lapsed = []
+        for worker in self._workers.values():
+            if not worker.has_lapsed and now - worker.heard_at >= limits.LOST_S:
+                worker.has_lapsed = True
+                lapsed.append(Lost(worker.card, worker.log.is_behind))
             for key in [key for key, at in worker.bookings.items() if now - at >= _BOOKING_LAPSES_S]:
                 del worker.bookings[key]
-        return lost
+        return lapsed
+
+    def is_lost(self, card: messages.Card) -> bool:
+        """Whether that life of a worker is over, or its lease has lapsed."""
+        worker = self._workers.get(card.worker_id)
+        return worker is None or worker.card.epoch != card.epoch or worker.has_lapsed
+
+    def was_behind(self, card: messages.Card, now: float) -> bool:
+        """Whether that life of a worker may have said more than was heard."""
+        worker = self._workers.get(card.worker_id)
+        if worker is None or worker.card.epoch != card.epoch:
+            return bool(self._lost_behind.get(card.epoch, now))
+        return worker.log.is_behind
+
+    def hear(self, card: messages.Card, now: float) -> None:
+        """That life of a worker has shown that it lives."""
+        worker = self._workers.get(card.worker_id)
+        if worker is not None and worker.card.epoch == card.epoch:
+            worker.heard_at, worker.has_lapsed = now, False
+
+    def remove(self, card: messages.Card, now: float) -> None:
+        """Forgets a lapsed worker, unless it has shown that it lives."""
+        worker = self._workers.get(card.worker_id)
+        if worker is not None and worker.card.epoch == card.epoch and worker.has_lapsed:
+            del self._workers[card.worker_id]
+            if worker.log.is_behind:
+                self._lost_behind.put(card.epoch, True, now)
 
     def forgive(self, now: float) -> None:
         """Starts counting silence anew: the router itself was away."""
@@ -128,6 +190,7 @@ class Fleet:
             worker
             for worker in self.of_model(model)
             if worker.state is messages.WorkerState.READY
+            and not worker.has_lapsed
             and worker.card.max_num_seqs > 0
             and now - worker.heard_at < limits.SUSPECT_S
             and worker.load.step_age_ms <= _OLDEST_STEP_MS
@@ -157,6 +220,20 @@ class Fleet:
     def _supersedes(self, epoch: str, known: Worker, now: float) -> bool:
         """A later life always, any other once the known one has been silent long enough to be lost."""
         return epoch_order(epoch) > epoch_order(known.card.epoch) or now - known.heard_at >= limits.LOST_S
+
+
+def _apply(worker: Worker, ready: tuple[internal.Events, ...]) -> Heard:
+    """Applies what an event log has ready."""
+    spoken: list[str] = []
+    finished: list[str] = []
+    for events in ready:
+        for started in events.started:
+            worker.bookings.pop(started.id, None)
+        for key in events.finished:
+            worker.bookings.pop(key, None)
+        spoken += events.spoken
+        finished += events.finished
+    return Heard(spoken=tuple(spoken), finished=tuple(finished))
 
 
 _OLDEST_STEP_MS = 2_000.0

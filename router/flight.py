@@ -4,15 +4,23 @@ from protocol import codec, messages, subjects
 
 
 class Flight:
-    """What a router knows of a request it has taken. Only its fields change; `dispatch` and `flights` change them."""
+    """What a router knows of a request it has taken. Only its fields change; `journey` and `flights` change them.
+
+    taken --> (worker_id None: this router owns its terminal) --accept--> at worker_id --> ended
+                             ^------------------ the worker is lost ------------|
+    """
 
     __slots__ = (
+        "accepted_at",
+        "alive_at",
         "attempt",
         "cancelled",
         "encoding",
         "ended_at",
+        "held_bytes",
         "key",
         "model",
+        "prompt_ids",
         "received_at",
         "reply",
         "request",
@@ -40,14 +48,22 @@ class Flight:
         self.encoding = encoding
         self.received_at = received_at
         self.traceparent = traceparent
+        self.held_bytes = 0
+        """What it counts for among the bytes that a router may hold."""
+        self.prompt_ids: bytes | None = None
+        """Kept from tokenizing until it has spoken: that long it can be placed again."""
         self.attempt = 0
         """The highest attempt that was dispatched."""
         self.worker_id: str | None = None
-        """Who has accepted it; until then this router owns its terminal."""
+        """Who has accepted it; without one this router owns its terminal."""
+        self.accepted_at = 0.0
+        self.alive_at: float | None = None
+        """When this router last told the client that the request is alive."""
         self.ended_at: str | None = None
         """The last worker that said this request has ended there, which it may before its accept has been read."""
         self.cancelled = False
         self.spoken = False
+        """Its client may have text of it."""
 
     def __repr__(self) -> str:
         return f"<Flight {self.key} of {self.model}: attempt {self.attempt} at {self.worker_id}>"
@@ -57,6 +73,10 @@ class Flight:
         assert self.request.id is not None
         return self.request.id
 
+    @property
+    def is_streamed(self) -> bool:
+        return self.request.stream is not False
+
     def remaining_ms(self, now: float) -> float | None:
         """What is left of the request's time; at most 0 when it has passed."""
         if self.request.timeout_ms is None:
@@ -65,51 +85,97 @@ class Flight:
 
 
 class Flights:
-    """All flights of one router, by key, and by the worker that has accepted them. `capacity` bounds them."""
+    """All flights of one router, by key, and by the worker that has accepted them; bounded in number and bytes."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, capacity_bytes: int) -> None:
         self._capacity = capacity
+        self._capacity_bytes = capacity_bytes
+        self._held_bytes = 0
         self._flights: dict[str, Flight] = {}
+        self._unaccepted: dict[str, Flight] = {}
         self._accepted: dict[str, dict[str, Flight]] = {}
 
     def __repr__(self) -> str:
-        return f"<Flights {len(self._flights)} of {self._capacity}>"
+        return f"<Flights {len(self._flights)} of {self._capacity}, {self._held_bytes} bytes>"
 
     def __len__(self) -> int:
         return len(self._flights)
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._flights) >= self._capacity
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether one more, of that size, can be taken."""
+        return len(self._flights) < self._capacity and self._held_bytes + num_bytes <= self._capacity_bytes
 
-    def add(self, flight: Flight) -> None:
+    def add(self, flight: Flight, num_bytes: int) -> None:
         assert flight.key not in self._flights, flight
+        assert flight.worker_id is None, flight
         self._flights[flight.key] = flight
+        self._unaccepted[flight.key] = flight
+        self._hold(flight, num_bytes)
 
     def find(self, key: str) -> Flight | None:
         return self._flights.get(key)
 
-    def accept(self, flight: Flight, worker_id: str) -> None:
+    def keep_prompt(self, flight: Flight, prompt_ids: bytes) -> None:
+        """From now on the prompt is held as token ids, and its text no more."""
+        flight.prompt_ids = prompt_ids
+        flight.request = codec.replaced(flight.request, messages=None, prompt=None, token_ids=None)
+        self._hold(flight, len(prompt_ids))
+
+    def spoke(self, flight: Flight) -> None:
+        """Its client may have text: it can't be placed again, and its prompt is not needed any more."""
+        flight.spoken = True
+        flight.prompt_ids = None
+        self._hold(flight, 0)
+
+    def accept(self, flight: Flight, worker_id: str, now: float) -> None:
         """Notes who has taken a flight over."""
-        assert self._flights.get(flight.key) is flight, flight
+        assert self._unaccepted.get(flight.key) is flight, flight
         assert flight.worker_id is None, flight
-        flight.worker_id = worker_id
+        del self._unaccepted[flight.key]
+        flight.worker_id, flight.accepted_at = worker_id, now
         self._accepted.setdefault(worker_id, {})[flight.key] = flight
+
+    def take_back(self, flight: Flight) -> None:
+        """Its worker seems to be lost: this router owns it again."""
+        self._leave_worker(flight)
+        flight.worker_id = None
+        self._unaccepted[flight.key] = flight
 
     def remove(self, flight: Flight) -> None:
         del self._flights[flight.key]
-        if flight.worker_id is not None:
-            there = self._accepted[flight.worker_id]
-            del there[flight.key]
-            if not there:
-                del self._accepted[flight.worker_id]
+        self._hold(flight, 0)
+        if flight.worker_id is None:
+            del self._unaccepted[flight.key]
+        else:
+            self._leave_worker(flight)
 
     def at(self, worker_id: str) -> list[Flight]:
         """The flights that a worker has accepted."""
         return list(self._accepted.get(worker_id, {}).values())
 
+    def unaccepted(self) -> list[Flight]:
+        """The flights that this router owns."""
+        return list(self._unaccepted.values())
+
+    def everything(self) -> list[Flight]:
+        return list(self._flights.values())
+
     def check_integrity(self) -> None:
         assert len(self._flights) <= self._capacity
+        assert self._held_bytes == sum(flight.held_bytes for flight in self._flights.values())
         accepted = {key: flight for there in self._accepted.values() for key, flight in there.items()}
         assert accepted == {key: flight for key, flight in self._flights.items() if flight.worker_id is not None}
+        assert accepted.keys() | self._unaccepted.keys() == self._flights.keys()
+        assert not accepted.keys() & self._unaccepted.keys()
         assert all(self._accepted.values())
+
+    def _hold(self, flight: Flight, num_bytes: int) -> None:
+        self._held_bytes += num_bytes - flight.held_bytes
+        flight.held_bytes = num_bytes
+
+    def _leave_worker(self, flight: Flight) -> None:
+        assert flight.worker_id is not None, flight
+        there = self._accepted[flight.worker_id]
+        del there[flight.key]
+        if not there:
+            del self._accepted[flight.worker_id]

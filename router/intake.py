@@ -1,6 +1,5 @@
 """Takes what clients publish: drops what may not be answered, refuses what is wrong, sends the rest on its way."""
 
-import asyncio
 import secrets
 import time
 
@@ -12,12 +11,12 @@ from protocol import codec, errors, messages, subjects
 from protocol import request as checks
 from protocol.bus import Bus, Subscription
 from router.answer import Answers
-from router.dispatch import AlreadyLiveError, Dispatch
-from router.fleet import Fleet, Worker
-from router.flight import Flight, Flights
-from router.vocabularies import Vocabularies
+from router.fleet import Fleet
+from router.flight import Flight
+from router.journey import Journeys
 
 _requests = codec.Decoder(messages.GenerateRequest)
+_resyncs = codec.Decoder(messages.ResyncRequest)
 _embeds = codec.Decoder(messages.EmbedRequest)
 MAX_LOGGED_DROPS = 100
 """Dropped messages that get a line of their own in the log; the rest are only counted."""
@@ -33,9 +32,7 @@ class Intake:
         inbox_prefixes: tuple[str, ...],
         max_request_bytes: int,
         fleet: Fleet,
-        flights: Flights,
-        vocabularies: Vocabularies,
-        dispatch: Dispatch,
+        journeys: Journeys,
         answers: Answers,
     ) -> None:
         self._connection = connection
@@ -43,18 +40,15 @@ class Intake:
         self._inbox_prefixes = inbox_prefixes
         self._max_request_bytes = max_request_bytes
         self._fleet = fleet
-        self._flights = flights
-        self._vocabularies = vocabularies
-        self._dispatch = dispatch
+        self._journeys = journeys
         self._answers = answers
         self._subscriptions: list[Subscription] = []
-        self._tasks: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
         self.num_dropped = 0
         """Messages that may not be answered: their reply subject is no inbox."""
 
     def __repr__(self) -> str:
-        return f"<Intake {self._flights!r}, {self.num_dropped} dropped>"
+        return f"<Intake {self._journeys!r}, {self.num_dropped} dropped>"
 
     async def open(self) -> None:
         """Subscribes to everything that clients publish."""
@@ -67,16 +61,13 @@ class Intake:
             self._subscriptions.append(await self._connection.subscribe(subject, callback, queue="router"))
         for subject in self._names.all_cancels:
             await self._connection.subscribe(subject, self._cancel)
+        for subject in self._names.all_resyncs:
+            await self._connection.subscribe(subject, self._resync)
 
     async def close(self) -> None:
         """Takes nothing new: other routers get what is published from now on."""
         for subscription in self._subscriptions:
             await self._connection.unsubscribe(subscription)
-
-    async def drain(self) -> None:
-        """Waits until no request is on its way to a worker any more."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
 
     def _generate(self, message: Msg) -> None:
         if not self._may_answer(message):
@@ -93,7 +84,7 @@ class Intake:
             checks.check_id(request.id)
             request_id = request.id or ""
             checks.check(request)
-            self._dispatch.check(request.routing)
+            self._journeys.check(request.routing)
             self._take(request, address, message, encoding)
         except errors.RequestError as error:
             self._refuse(message, encoding, request_id, error.error)
@@ -110,59 +101,7 @@ class Intake:
             request = codec.replaced(request, id=secrets.token_urlsafe(16))
         reply, traceparent = message.reply, (message.headers or {}).get("traceparent")
         flight = Flight(request, address, reply, encoding, time.monotonic(), traceparent)
-        twin = self._flights.find(flight.key)
-        if twin is not None and twin.reply == reply:
-            self._log.warning("duplicate_dropped", request_id=flight.key)
-            return
-        if twin is not None:
-            raise errors.request_error(errors.Code.DUPLICATE_REQUEST)
-        if self._flights.is_full:
-            raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=1_000.0))
-        self._flights.add(flight)
-        self._log.info("request_received", request_id=flight.key, model=flight.model)
-        task = asyncio.get_running_loop().create_task(self._carry(flight))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _carry(self, flight: Flight) -> None:
-        """From the receipt to a worker's accept, or to this router's own terminal."""
-        try:
-            worker = self._someone(flight)
-            _check_needs(flight.request, worker)
-            token_ids = await self._vocabularies.token_ids(flight.request, worker)
-            _check_length(token_ids, worker)
-            await self._dispatch.bring(flight, token_ids)
-        except errors.RequestError as error:
-            self._end(flight, error.error)
-        except AlreadyLiveError:
-            self._flights.remove(flight)
-            self._log.warning("duplicate_dropped", request_id=flight.key)
-        except Exception:  # outermost frame of a request: whatever went wrong, it gets its terminal
-            self._log.exception("request_failed", request_id=flight.key)
-            self._end(flight, errors.make_error(errors.Code.INTERNAL))
-        else:
-            if flight.worker_id is None:
-                self._flights.remove(flight)
-                self._answers.cancelled(flight)
-            elif flight.ended_at == flight.worker_id:
-                self._flights.remove(flight)
-                self._answers.handed_over(flight)
-
-    def _end(self, flight: Flight, error: errors.Error) -> None:
-        self._flights.remove(flight)
-        if flight.cancelled:
-            self._answers.cancelled(flight)
-        else:
-            self._answers.fail(flight, error)
-
-    def _someone(self, flight: Flight) -> Worker:
-        """Any worker of the model, to learn what the model needs. Raises RequestError."""
-        workers = self._fleet.of_model(flight.model)
-        if workers:
-            return workers[0]
-        if self._fleet.is_unknown(flight.model, time.monotonic()):
-            raise errors.request_error(errors.Code.MODEL_NOT_FOUND, f"no worker has ever served {flight.model!r}")
-        raise errors.request_error(errors.Code.NO_WORKER, f"nothing serves {flight.model!r} now")
+        self._journeys.begin(flight, len(message.data))
 
     def _embed(self, message: Msg) -> None:
         if not self._may_answer(message):
@@ -220,12 +159,20 @@ class Intake:
             encoding = codec.encoding_of(message.headers)
         except ValueError:
             return
-        flight = self._flights.find(address.key)
-        if flight is None or flight.worker_id is not None or flight.cancelled:
-            return
-        flight.cancelled = True
-        if message.reply:
+        if self._journeys.cancel(address.key) and message.reply:
             self._connection.publish(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
+
+    def _resync(self, message: Msg) -> None:
+        if not self._may_answer(message):
+            return
+        try:
+            address = self._names.parse_request(message.subject)
+            encoding = codec.encoding_of(message.headers)
+            _resyncs.decode(message.data, encoding)
+        except (ValueError, errors.RequestError):
+            return
+        if self._journeys.repeat(address.key):
+            self._connection.publish(message.reply, codec.encode(messages.ResyncReply(found=True), encoding))
 
     def _may_answer(self, message: Msg) -> bool:
         if subjects.is_inbox(message.reply, self._inbox_prefixes):
@@ -254,21 +201,3 @@ class Intake:
 
     def _refuse(self, message: Msg, encoding: codec.Encoding, request_id: str, error: errors.Error) -> None:
         self._answers.refuse(message.reply, encoding, request_id, error)
-
-
-def _check_needs(request: messages.GenerateRequest, worker: Worker) -> None:
-    for need in checks.needs(request):
-        if need.feature not in worker.card.features:
-            raise errors.request_error(
-                errors.Code.UNSUPPORTED, f"{need.param} is not served by this model's engine", param=need.param
-            )
-
-
-def _check_length(token_ids: list[int], worker: Worker) -> None:
-    if not token_ids:
-        raise errors.request_error(errors.Code.INVALID_REQUEST, "the prompt has no tokens", param="prompt")
-    if len(token_ids) + 1 > worker.card.context_length:
-        raise errors.request_error(
-            errors.Code.PROMPT_TOO_LONG,
-            f"the prompt has {len(token_ids)} tokens; with one to generate it must fit {worker.card.context_length}",
-        )

@@ -14,12 +14,14 @@ import structlog
 
 from protocol import connection as nats
 from protocol import subjects
+from protocol.bus import Bus
 from router.answer import Answers
 from router.dispatch import Dispatch
 from router.fleet import Fleet
 from router.flight import Flights
 from router.intake import Intake
-from router.placement import make_policies
+from router.journey import Journeys
+from router.placement import POLICIES, make_policies
 from router.vocabularies import Vocabularies
 from router.watch import FleetWatch
 
@@ -39,7 +41,48 @@ class RouterSettings:
     """Largest request; half of what the broker takes where 0."""
     max_flights: int = 16_384
     """Requests held at a time; beyond that they are refused with `overloaded`."""
+    max_held_bytes: int = 256 * 1024 * 1024
+    """What their prompts may take in memory; likewise."""
     grace_s: float = 5.0
+
+
+class Router:
+    """One router over a bus: joins its parts together."""
+
+    def __init__(self, bus: Bus, names: subjects.Subjects, router_id: str, settings: RouterSettings) -> None:
+        fleet = Fleet(time.monotonic())
+        flights = Flights(settings.max_flights, settings.max_held_bytes)
+        answers = Answers(bus, router_id)
+        policies = make_policies()
+        dispatch = Dispatch(bus, names, fleet, flights, router_id, policies, settings.policy, random.Random())
+        self._journeys = Journeys(fleet, flights, Vocabularies(bus, names), dispatch, answers)
+        most = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)
+        self._intake = Intake(bus, names, settings.inbox_prefixes, most, fleet, self._journeys, answers)
+        self._watch = FleetWatch(bus, names, fleet, flights, self._journeys)
+
+    def __repr__(self) -> str:
+        return f"<Router {self._watch!r} {self._journeys!r}>"
+
+    async def open(self) -> None:
+        """Learns who is there, and takes requests from then on."""
+        await self._watch.open()
+        await self._intake.open()
+
+    async def run(self) -> None:
+        """Watches the fleet until cancelled."""
+        await self._watch.watch()
+
+    async def close(self) -> None:
+        """Takes no more requests."""
+        await self._intake.close()
+
+    async def drain(self) -> None:
+        """Returns when every request taken is with a worker, or has ended."""
+        await self._journeys.drain()
+
+    def leave(self) -> None:
+        """The last act: closes the books."""
+        self._journeys.leave()
 
 
 async def serve(settings: RouterSettings) -> None:
@@ -50,37 +93,34 @@ async def serve(settings: RouterSettings) -> None:
         loop.add_signal_handler(number, leave.set)
     router_id = settings.router_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     structlog.contextvars.bind_contextvars(router_id=router_id)
-    policies = make_policies()
-    if settings.policy not in policies:
-        raise ValueError(f"--policy must be one of {', '.join(policies)}, got {settings.policy!r}")
+    if settings.policy not in POLICIES:
+        raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, got {settings.policy!r}")
     async with contextlib.AsyncExitStack() as stack:
         connection = await nats.connect(settings.broker, name=f"router {router_id}")
         stack.push_async_callback(connection.close)
         names = subjects.Subjects(settings.prefix)
-        fleet = Fleet(time.monotonic())
-        flights = Flights(settings.max_flights)
-        answers = Answers(connection, router_id)
-        vocabularies = Vocabularies(connection, names)
-        dispatch = Dispatch(connection, names, fleet, flights, router_id, policies, settings.policy, random.Random())
-        most = settings.max_request_bytes or nats.default_max_request_bytes(connection.max_payload)
-        intake = Intake(
-            connection, names, settings.inbox_prefixes, most, fleet, flights, vocabularies, dispatch, answers
-        )
-        watch = FleetWatch(connection, names, fleet, flights, answers)
-        await watch.open()
-        await intake.open()
+        router = Router(connection, names, router_id, settings)
+        await router.open()
         structlog.get_logger().info("router_ready", policy=settings.policy)
-        watching = asyncio.create_task(watch.watch())
-        left = asyncio.create_task(leave.wait())
-        refused = asyncio.create_task(connection.until_refused())
-        await asyncio.wait([watching, left, refused], return_when=asyncio.FIRST_COMPLETED)
-        for task in (watching, refused):
+        await _run(settings, connection, router, leave)
+
+
+async def _run(settings: RouterSettings, bus: Bus, router: Router, leave: asyncio.Event) -> None:
+    lives = (router.run(), bus.until_refused())
+    tasks: list[asyncio.Task[None]] = [asyncio.create_task(life) for life in lives]
+    left = asyncio.create_task(leave.wait())
+    try:
+        await asyncio.wait([left, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
             if task.done():
                 task.result()
-        await intake.close()
+        await router.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.grace_s):
-                await intake.drain()
-        for running in (watching, left, refused):
-            running.cancel()
-        await asyncio.gather(watching, left, refused, return_exceptions=True)
+                await router.drain()
+        router.leave()
+    finally:
+        left.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(left, *tasks, return_exceptions=True)

@@ -50,3 +50,25 @@ def events(
 def flight(request_id: str = "r1", *, tenant: str = "default", received_at: float = 0.0, **fields: object) -> Flight:
     request = messages.GenerateRequest(id=request_id, prompt="hi", **fields)  # type: ignore[arg-type]
     return Flight(request, subjects.ModelAddress("demo", tenant), "_INBOX.a", codec.Encoding.JSON, received_at)
+
+
+def part(
+    worker_id: str = "w1",
+    seq: int = 0,
+    *,
+    epoch: str = "100-a",
+    number: int = 0,
+    parts: int = 1,
+    running: tuple[str, ...] = (),
+    spoken: bool = False,
+) -> internal.SnapshotPart:
+    return internal.SnapshotPart(
+        worker_id=worker_id,
+        epoch=epoch,
+        seq=seq,
+        part=number,
+        parts=parts,
+        runs=[],
+        running=[internal.RunningRequest(id=key, attempt=1, spoken=spoken) for key in running],
+        load=messages.Load(),
+    )

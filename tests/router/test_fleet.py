@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protocol import messages
-from router.fleet import MAX_WORKERS, Fleet, Heard, Worker
-from tests.router.beliefs import READY, card, events
+from router.fleet import MAX_WORKERS, Fleet, Heard, Lost, Worker
+from tests.router.beliefs import READY, card, events, part
 
 DRAINING, RESTARTING, STARTING, STOPPED = (
     messages.WorkerState.DRAINING,
@@ -33,6 +33,15 @@ def known(fleet: Fleet, worker_id: str = "w1") -> Worker:
 
 def named(workers: list[Worker]) -> list[str]:
     return [worker.card.worker_id for worker in workers]
+
+
+def lapsed(fleet: Fleet, now: float) -> list[str]:
+    return [lost.card.worker_id for lost in fleet.lapse(now)]
+
+
+def forget_silent(fleet: Fleet, now: float) -> None:
+    for lost in fleet.lapse(now):
+        fleet.remove(lost.card, now)
 
 
 def test_a_card_makes_a_worker_known_and_a_candidate() -> None:
@@ -62,9 +71,9 @@ def test_a_card_of_the_same_life_keeps_load_bookings_and_place_in_the_event_log(
 
 def test_a_later_life_takes_over_at_once_and_the_streams_of_the_earlier_are_lost() -> None:
     fleet = fleet_of(card(epoch="100-b"))
-    fleet.take_events(events(epoch="100-b", seq=9, load=LOAD_OF_3), 0.0)
+    fleet.take_events(events(epoch="100-b", seq=0, load=LOAD_OF_3), 0.0)
     fleet.book("w1", "a", 0.0)
-    assert fleet.take_card(card(epoch="101-a"), 0.0) == Heard(lost=("w1",))
+    assert fleet.take_card(card(epoch="101-a"), 0.0) == Heard(lost=Lost(card(epoch="100-b"), was_behind=False))
     assert known(fleet).num_requests == 0
     assert fleet.take_events(events(epoch="100-b", seq=10), 0.0) is None
     assert fleet.take_events(events(epoch="101-a", seq=0), 0.0) == Heard()
@@ -75,14 +84,16 @@ def test_a_later_life_takes_over_at_once_and_the_streams_of_the_earlier_are_lost
     [("99-z", "100-a"), ("100-a", "100-b"), ("999-a", "1000-a"), ("no number", "1-a"), ("", "1-a")],
 )
 def test_lives_are_ordered_by_their_birth_and_then_by_their_random_part(earlier: str, later: str) -> None:
-    assert fleet_of(card(epoch=earlier)).take_card(card(epoch=later), 0.0) == Heard(lost=("w1",))
+    heard = fleet_of(card(epoch=earlier)).take_card(card(epoch=later), 0.0)
+    assert heard == Heard(lost=Lost(card(epoch=earlier), was_behind=True))
     assert fleet_of(card(epoch=later)).take_card(card(epoch=earlier), 0.0) == Heard()
 
 
 @pytest.mark.parametrize("epoch", ["²-a", "٣-a", "-5-a", "1" * 30 + "-a", "\0", "1.5-a", "--"])
 def test_an_epoch_in_no_known_form_is_taken_in_without_harm(epoch: str) -> None:
     fleet = fleet_of(card(epoch=epoch))
-    assert fleet.take_card(card(epoch="100-a"), 0.0) in (Heard(), Heard(lost=("w1",)))
+    fleet.take_card(card(epoch="100-a"), 0.0)
+    fleet.check_integrity()
     fleet = fleet_of(card(epoch="100-a"))
     assert fleet.take_card(card(epoch=epoch), 0.0) == Heard()
     assert known(fleet).card.epoch == "100-a"
@@ -92,19 +103,19 @@ def test_an_epoch_in_no_known_form_is_taken_in_without_harm(epoch: str) -> None:
 def test_an_earlier_life_takes_over_only_once_the_known_one_is_lost(silent_s: float, taken: bool) -> None:
     fleet = fleet_of(card(epoch="100-a"))
     heard = fleet.take_card(card(epoch="99-a"), silent_s)
-    assert heard == (Heard(lost=("w1",)) if taken else Heard())
+    assert (heard.lost is not None) == taken
     assert known(fleet).card.epoch == ("99-a" if taken else "100-a")
 
 
 def test_an_earlier_life_that_is_refused_does_not_count_as_heard() -> None:
     fleet = fleet_of(card(epoch="100-a"))
     fleet.take_card(card(epoch="99-a"), 1.5)
-    assert fleet.lapse(2.0) == ["w1"]
+    assert lapsed(fleet, 2.0) == ["w1"]
 
 
-def test_a_worker_that_stops_is_gone_with_its_streams() -> None:
+def test_a_worker_that_stops_has_ended_its_streams_and_is_gone() -> None:
     fleet = fleet_of(card(), card("w2"))
-    assert fleet.take_card(card(state=STOPPED), 0.0) == Heard(lost=("w1",))
+    assert fleet.take_card(card(state=STOPPED), 0.0) == Heard(left=True)
     assert named(fleet.of_model("demo")) == ["w2"]
 
 
@@ -141,16 +152,60 @@ def test_events_that_were_heard_already_are_ignored_and_prove_no_life(seq: int) 
     heard = fleet.take_events(events(seq=seq, load=LOAD_OF_3, spoken=("a",), finished=("b",)), 1.5)
     assert heard == Heard()
     assert known(fleet).load == messages.Load()
-    assert fleet.lapse(2.0) == ["w1"]
+    assert lapsed(fleet, 2.0) == ["w1"]
 
 
-def test_gaps_in_the_log_are_counted_from_the_first_event_on() -> None:
+def test_load_and_state_are_believed_even_behind_a_gap() -> None:
     fleet = fleet_of(card())
-    counts = []
-    for seq in (7, 8, 9, 11, 20, 21):
-        fleet.take_events(events(seq=seq), 0.0)
-        counts.append(known(fleet).num_lost_events)
-    assert counts == [0, 0, 0, 1, 9, 9]
+    assert fleet.take_events(events(seq=7, load=LOAD_OF_3, finished=("a",)), 0.0) == Heard()
+    assert known(fleet).num_requests == 3
+
+
+def test_a_snapshot_closes_the_gap_and_what_came_after_it_is_said_then() -> None:
+    fleet = fleet_of(card())
+    fleet.take_events(events(seq=7, finished=("a",)), 0.0)
+    fleet.take_events(events(seq=8, finished=("b",)), 0.0)
+    assert named(fleet.behind(1.0, 1.0)) == ["w1"]
+    assert fleet.behind(1.5, 1.0) == []
+    assert named(fleet.behind(2.0, 1.0)) == ["w1"]
+    heard = fleet.take_part(part(seq=7, running=("c",)), 2.0)
+    assert heard.finished == ("b",)
+    assert heard.caught is not None
+    assert (set(heard.caught.running), heard.caught.asked_at) == ({"c"}, 1.0)
+    assert fleet.behind(9.0, 1.0) == []
+    assert fleet.take_events(events(seq=9, finished=("d",)), 2.0) == Heard(finished=("d",))
+
+
+def test_after_the_routers_own_absence_every_worker_is_asked_for_a_snapshot() -> None:
+    fleet = fleet_of(card(), card("w2"))
+    for name in ("w1", "w2"):
+        fleet.take_events(events(name, seq=0), 0.0)
+    assert fleet.behind(0.0, 1.0) == []
+    fleet.doubt()
+    assert named(fleet.behind(0.0, 1.0)) == ["w1", "w2"]
+
+
+def test_a_life_that_ended_behind_a_gap_may_have_said_more_than_was_heard() -> None:
+    fleet = fleet_of(card(epoch="100-a"))
+    fleet.take_events(events(epoch="100-a", seq=0), 0.0)
+    assert not fleet.was_behind(card(epoch="100-a"), 0.0)
+    fleet.take_events(events(epoch="100-a", seq=2), 0.0)
+    assert fleet.was_behind(card(epoch="100-a"), 0.0)
+    fleet.take_card(card(epoch="101-a"), 0.0)
+    assert fleet.was_behind(card(epoch="100-a"), 0.0)
+
+
+def test_a_lapsed_worker_that_is_heard_again_keeps_its_place() -> None:
+    fleet = fleet_of(card())
+    fleet.take_events(events(seq=0, load=LOAD_OF_3), 0.0)
+    assert lapsed(fleet, 2.0) == ["w1"]
+    assert fleet.is_lost(card())
+    assert fleet.candidates("demo", 2.0) == []
+    fleet.hear(card(), 2.1)
+    fleet.remove(card(), 2.1)
+    assert not fleet.is_lost(card())
+    assert named(fleet.candidates("demo", 2.2)) == ["w1"]
+    assert known(fleet).num_requests == 3
 
 
 def test_a_booking_counts_until_an_event_confirms_it() -> None:
@@ -207,15 +262,17 @@ def test_a_suspect_that_speaks_gets_work_again() -> None:
 def test_a_worker_silent_for_two_seconds_is_lost(silent_s: float, lost: list[str]) -> None:
     fleet = fleet_of(card())
     fleet.take_card(card("w2"), 1.0)
-    assert fleet.lapse(silent_s) == lost
-    assert fleet.lapse(silent_s) == []
+    assert lapsed(fleet, silent_s) == lost
+    assert lapsed(fleet, silent_s) == []
+    for name in ("w1", "w2"):
+        fleet.remove(card(name), silent_s)
     assert (fleet.find("w1") is None) == bool(lost)
     assert fleet.find("w2") is not None
 
 
 def test_a_lost_worker_that_speaks_again_must_be_discovered_anew() -> None:
     fleet = fleet_of(card())
-    fleet.lapse(2.0)
+    forget_silent(fleet, 2.0)
     assert fleet.take_events(events(), 2.0) is None
     fleet.take_card(card(), 2.0)
     assert named(fleet.candidates("demo", 2.0)) == ["w1"]
@@ -225,7 +282,7 @@ def test_silence_while_the_router_was_away_does_not_count() -> None:
     fleet = fleet_of(card(), card("w2"))
     fleet.forgive(10.0)
     assert fleet.lapse(11.999) == []
-    assert fleet.lapse(12.0) == ["w1", "w2"]
+    assert lapsed(fleet, 12.0) == ["w1", "w2"]
 
 
 @pytest.mark.parametrize("state", [STARTING, RESTARTING, DRAINING])
@@ -249,7 +306,7 @@ def test_the_number_of_workers_is_bounded_and_those_known_may_still_change() -> 
     assert fleet.take_card(card("one-more", model="late"), 0.0) == Heard()
     assert fleet.find("one-more") is None
     assert fleet.take_events(events("one-more"), 0.0) is None
-    assert fleet.take_card(card("w0", epoch="101-a"), 0.0) == Heard(lost=("w0",))
+    assert fleet.take_card(card("w0", epoch="101-a"), 0.0).lost is not None
     fleet.check_integrity()
     fleet.take_card(card("w1", state=STOPPED), 0.0)
     fleet.take_card(card("one-more"), 0.0)
@@ -271,7 +328,7 @@ def test_only_a_router_older_than_a_minute_says_that_nobody_has_ever_served_a_mo
 
 def test_a_model_that_was_once_served_is_never_unknown_again() -> None:
     fleet = fleet_of(card())
-    fleet.lapse(10.0)
+    forget_silent(fleet, 10.0)
     assert fleet.of_model("demo") == []
     assert not fleet.is_unknown("demo", 100.0)
     assert fleet.is_unknown("other", 100.0)
@@ -282,7 +339,7 @@ def test_a_model_that_a_known_worker_turned_to_was_served_too(epoch: str) -> Non
     fleet = fleet_of(card(model="demo"))
     fleet.take_card(card(model="other", epoch=epoch), 0.0)
     assert named(fleet.of_model("other")) == ["w1"]
-    fleet.lapse(10.0)
+    forget_silent(fleet, 10.0)
     assert not fleet.is_unknown("other", 100.0)
 
 
@@ -307,7 +364,7 @@ class Belief:
     def __init__(self, epoch: str, state: messages.WorkerState, now: float) -> None:
         self.epoch, self.state, self.heard_at = epoch, state, now
         self.seq = -1
-        self.num_lost = 0
+        self.behind = True
         self.reported = 0
         self.bookings: dict[str, float] = {}
 
@@ -333,7 +390,7 @@ class FleetHistory(RuleBasedStateMachine):
     def say_card(self, name: str, epoch: str, state: messages.WorkerState) -> None:
         heard = self.fleet.take_card(card(name, epoch=epoch, state=state), self.now)
         belief = self.beliefs.get(name)
-        lost = ()
+        lost, left = None, False
         if belief is None:
             if state is not STOPPED:
                 self.beliefs[name] = Belief(epoch, state, self.now)
@@ -341,13 +398,14 @@ class FleetHistory(RuleBasedStateMachine):
             belief.state, belief.heard_at = state, self.now
             if state is STOPPED:
                 del self.beliefs[name]
-                lost = (name,)
+                left = True
         elif state is not STOPPED and (
             EPOCHS.index(epoch) > EPOCHS.index(belief.epoch) or self.now - belief.heard_at >= 2
         ):
+            lost = (belief.epoch, belief.behind)
             self.beliefs[name] = Belief(epoch, state, self.now)
-            lost = (name,)
-        assert heard == Heard(lost=lost)
+        assert heard.left is left
+        assert (heard.lost and (heard.lost.card.epoch, heard.lost.was_behind)) == lost
 
     @rule(
         name=st.sampled_from(NAMES),
@@ -361,7 +419,7 @@ class FleetHistory(RuleBasedStateMachine):
         self, name: str, epoch: str, ahead: int, running: int, started: set[str], finished: set[str]
     ) -> None:
         belief = self.beliefs.get(name)
-        seq = max(0, (belief.seq if belief else 0) + ahead)
+        seq = max(0, (belief.seq if belief else -1) + ahead)
         said = events(
             name,
             seq,
@@ -376,11 +434,24 @@ class FleetHistory(RuleBasedStateMachine):
         elif seq <= belief.seq:
             assert heard == Heard()
         else:
-            assert heard == Heard(finished=tuple(finished))
-            belief.num_lost += seq - belief.seq - 1 if belief.seq >= 0 else 0
+            follows = seq == 0 or (not belief.behind and seq == belief.seq + 1)
+            belief.behind = not follows
+            assert heard == (Heard(finished=tuple(finished)) if follows else Heard())
             belief.seq, belief.heard_at, belief.state, belief.reported = seq, self.now, READY, running
-            for key in started | finished:
+            for key in started | finished if follows else ():
                 belief.bookings.pop(key, None)
+
+    @precondition(lambda self: self.beliefs)
+    @rule(data=st.data(), running=st.sets(st.sampled_from("abc")))
+    def say_snapshot(self, data: st.DataObject, running: set[str]) -> None:
+        name = data.draw(st.sampled_from(sorted(self.beliefs)))
+        belief = self.beliefs[name]
+        asked = [one for one in named(self.fleet.behind(self.now, 0.0)) if one == name]
+        heard = self.fleet.take_part(part(name, belief.seq, epoch=belief.epoch, running=tuple(running)), self.now)
+        assert bool(asked) == belief.behind == (heard.caught is not None)
+        belief.heard_at, belief.behind = self.now, False
+        for key in running if heard.caught else ():
+            belief.bookings.pop(key, None)
 
     @precondition(lambda self: self.beliefs)
     @rule(data=st.data(), key=st.sampled_from("abc"))
@@ -398,7 +469,9 @@ class FleetHistory(RuleBasedStateMachine):
     @rule()
     def lapse(self) -> None:
         silent = {name for name, belief in self.beliefs.items() if self.now - belief.heard_at >= 2}
-        assert set(self.fleet.lapse(self.now)) == silent
+        assert set(lapsed(self.fleet, self.now)) == silent
+        for name in silent:
+            self.fleet.remove(known(self.fleet, name).card, self.now)
         for name in silent:
             del self.beliefs[name]
         for belief in self.beliefs.values():
@@ -416,10 +489,10 @@ class FleetHistory(RuleBasedStateMachine):
         assert set(named(self.fleet.of_model("demo"))) == set(self.beliefs)
         for name, belief in self.beliefs.items():
             worker = known(self.fleet, name)
-            assert (worker.card.epoch, worker.state, worker.num_lost_events) == (
+            assert (worker.card.epoch, worker.state, worker.log.is_behind) == (
                 belief.epoch,
                 belief.state,
-                belief.num_lost,
+                belief.behind,
             )
             assert worker.num_requests == belief.reported + len(belief.bookings)
         may = {name for name, b in self.beliefs.items() if b.state is READY and self.now - b.heard_at < 1}

@@ -25,49 +25,49 @@ def test_remaining_time_counts_from_the_receipt(now: float, left: float) -> None
 
 
 def test_equal_ids_of_two_tenants_are_two_flights() -> None:
-    flights = Flights(capacity=2)
+    flights = Flights(2, 1_000)
     ours, theirs = flight("r1", tenant="ours"), flight("r1", tenant="theirs")
-    flights.add(ours)
-    flights.add(theirs)
+    flights.add(ours, 10)
+    flights.add(theirs, 10)
     assert (flights.find(ours.key), flights.find(theirs.key)) == (ours, theirs)
 
 
 def test_a_key_is_added_once() -> None:
-    flights = Flights(capacity=2)
+    flights = Flights(2, 1_000)
     first = flight()
-    flights.add(first)
+    flights.add(first, 10)
     with pytest.raises(AssertionError):
-        flights.add(flight())
+        flights.add(flight(), 10)
     assert flights.find(first.key) is first
 
 
 def test_flights_are_full_at_their_capacity_and_not_one_before() -> None:
-    flights = Flights(capacity=2)
+    flights = Flights(2, 1_000)
     one, two = flight("r1"), flight("r2")
-    flights.add(one)
-    assert not flights.is_full
-    flights.add(two)
-    assert flights.is_full
+    flights.add(one, 10)
+    assert flights.has_room(10)
+    flights.add(two, 10)
+    assert not flights.has_room(0)
     flights.remove(one)
-    assert not flights.is_full
+    assert flights.has_room(10)
     assert len(flights) == 1
 
 
 def test_more_flights_than_there_is_capacity_for_break_the_integrity() -> None:
-    flights = Flights(capacity=1)
-    flights.add(flight("r1"))
+    flights = Flights(1, 1_000)
+    flights.add(flight("r1"), 10)
     flights.check_integrity()
-    flights.add(flight("r2"))
+    flights.add(flight("r2"), 10)
     with pytest.raises(AssertionError):
         flights.check_integrity()
 
 
 def test_an_accepted_flight_is_at_its_worker_until_it_is_removed() -> None:
-    flights = Flights(capacity=4)
+    flights = Flights(4, 1_000)
     one, two = flight("r1"), flight("r2")
-    flights.add(one)
-    flights.add(two)
-    flights.accept(one, "w1")
+    flights.add(one, 10)
+    flights.add(two, 10)
+    flights.accept(one, "w1", 0.0)
     assert (one.worker_id, two.worker_id) == ("w1", None)
     assert (flights.at("w1"), flights.at("w2")) == ([one], [])
     flights.remove(one)
@@ -76,11 +76,11 @@ def test_an_accepted_flight_is_at_its_worker_until_it_is_removed() -> None:
 
 
 def test_the_flights_of_a_worker_may_be_removed_while_going_through_them() -> None:
-    flights = Flights(capacity=4)
+    flights = Flights(4, 1_000)
     for name in ("r1", "r2", "r3"):
         new = flight(name)
-        flights.add(new)
-        flights.accept(new, "w1")
+        flights.add(new, 10)
+        flights.accept(new, "w1", 0.0)
     for there in flights.at("w1"):
         flights.remove(there)
     assert len(flights) == 0
@@ -88,26 +88,56 @@ def test_the_flights_of_a_worker_may_be_removed_while_going_through_them() -> No
 
 
 def test_a_flight_is_accepted_once_and_only_while_it_is_known() -> None:
-    flights = Flights(capacity=4)
+    flights = Flights(4, 1_000)
     known, stranger = flight("r1"), flight("r2")
-    flights.add(known)
-    flights.accept(known, "w1")
+    flights.add(known, 10)
+    flights.accept(known, "w1", 0.0)
     with pytest.raises(AssertionError):
-        flights.accept(known, "w2")
+        flights.accept(known, "w2", 0.0)
     with pytest.raises(AssertionError):
-        flights.accept(stranger, "w1")
+        flights.accept(stranger, "w1", 0.0)
     assert (known.worker_id, flights.at("w2"), stranger.worker_id) == ("w1", [], None)
     flights.check_integrity()
 
 
 def test_a_flight_that_has_ended_can_not_be_removed_again() -> None:
-    flights = Flights(capacity=4)
+    flights = Flights(4, 1_000)
     one = flight()
-    flights.add(one)
+    flights.add(one, 10)
     flights.remove(one)
     with pytest.raises(KeyError):
         flights.remove(one)
     flights.check_integrity()
+
+
+def test_the_bytes_of_all_prompts_are_bounded_and_given_back_when_a_flight_has_spoken() -> None:
+    flights = Flights(8, 100)
+    one, two = flight("r1"), flight("r2")
+    flights.add(one, 60)
+    assert flights.has_room(40)
+    assert not flights.has_room(41)
+    flights.add(two, 40)
+    flights.keep_prompt(one, b"x" * 20)
+    assert one.request.prompt is None
+    assert flights.has_room(40)
+    flights.spoke(one)
+    assert (one.prompt_ids, flights.has_room(60), flights.has_room(61)) == (None, True, False)
+    flights.remove(two)
+    assert flights.has_room(100)
+    flights.check_integrity()
+
+
+def test_a_flight_whose_worker_is_lost_is_the_routers_own_again() -> None:
+    flights = Flights(8, 100)
+    one = flight("r1")
+    flights.add(one, 10)
+    flights.accept(one, "w1", 0.0)
+    assert flights.unaccepted() == []
+    flights.take_back(one)
+    assert (flights.at("w1"), flights.unaccepted(), one.worker_id) == ([], [one], None)
+    flights.check_integrity()
+    flights.accept(one, "w2", 0.0)
+    assert flights.at("w2") == [one]
 
 
 class FlightsHistory(RuleBasedStateMachine):
@@ -117,7 +147,7 @@ class FlightsHistory(RuleBasedStateMachine):
 
     @initialize(capacity=st.integers(1, 6))
     def make(self, capacity: int) -> None:
-        self.flights = Flights(capacity)
+        self.flights = Flights(capacity, 1_000)
         self.capacity = capacity
         self.known: list[Flight] = []
 
@@ -126,17 +156,26 @@ class FlightsHistory(RuleBasedStateMachine):
         new = flight(name, tenant=tenant)
         twins = [one for one in self.known if one.key == new.key]
         assert self.flights.find(new.key) is (twins[0] if twins else None)
-        assert self.flights.is_full == (len(self.known) >= self.capacity)
-        if twins or self.flights.is_full:
+        assert self.flights.has_room(0) == (len(self.known) < self.capacity)
+        if twins or not self.flights.has_room(0):
             return multiple()
-        self.flights.add(new)
+        self.flights.add(new, 10)
         self.known.append(new)
         return new
 
     @rule(one=in_the_air, worker_id=st.sampled_from(["w1", "w2"]))
     def accept(self, one: Flight, worker_id: str) -> None:
         if one.worker_id is None:
-            self.flights.accept(one, worker_id)
+            self.flights.accept(one, worker_id, 0.0)
+
+    @rule(one=in_the_air)
+    def lose(self, one: Flight) -> None:
+        if one.worker_id is not None:
+            self.flights.take_back(one)
+
+    @rule(one=in_the_air)
+    def speak(self, one: Flight) -> None:
+        self.flights.spoke(one)
 
     @rule(one=consumes(in_the_air))
     def end(self, one: Flight) -> None:

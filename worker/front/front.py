@@ -1,7 +1,6 @@
 """A worker's front: joins streams, announcements and subjects together, and falls silent when it must."""
 
 import asyncio
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -10,14 +9,13 @@ import structlog
 
 from protocol import limits, messages, prompt, subjects
 from protocol.bus import Bus
+from protocol.signs import ask_for_signs
 from worker import contract
 from worker.front.announce import Announcer
 from worker.front.fence import FENCE_S, Fence
 from worker.front.inbox import Inbox
 from worker.front.outbox import Outbox
 from worker.front.streams import Streams
-
-_PING_S = 0.5
 
 
 class ReplacedError(RuntimeError):
@@ -71,7 +69,7 @@ class Front:
     async def run(self) -> None:
         """Until cancelled. Raises ReplacedError when another front has taken this one's name."""
         self._fence.raise_again(time.monotonic())
-        lives = (self._announcer.beat(), self._pulse(), self._ask_for_signs(), self._until_replaced())
+        lives = (self._announcer.beat(), self._pulse(), self._signs(), self._until_replaced())
         tasks = [asyncio.create_task(life) for life in lives]
         try:
             await asyncio.gather(*tasks)
@@ -129,13 +127,8 @@ class Front:
             self.on_pulse(now, now - pulsed_at)
             pulsed_at = now
 
-    async def _ask_for_signs(self) -> None:
-        while True:
-            asked_at = time.monotonic()
-            with contextlib.suppress(TimeoutError, ConnectionError):
-                await self._bus.flush(FENCE_S)
-                self._fence.heard(asked_at)
-            await asyncio.sleep(_PING_S)
+    async def _signs(self) -> None:
+        await ask_for_signs(self._bus, FENCE_S, self._fence.heard)
 
     def _may_write(self) -> bool:
         if not self._announcer.is_silent and not self._fence.holds(time.monotonic()):

@@ -1,0 +1,186 @@
+"""Carries each request from its receipt to a worker's accept, again if that worker is lost, or to a terminal."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import structlog
+
+from protocol import blocks, errors, limits, messages
+from protocol import request as checks
+from router.answer import Answers
+from router.dispatch import AlreadyLiveError, Dispatch
+from router.fleet import Fleet, Worker
+from router.flight import Flight, Flights
+from router.vocabularies import Vocabularies
+
+_FIRST_SIGN_S = 1.0 - 2 * limits.TICK_S
+"""A client whose request is held here hears so within a second."""
+
+
+class Journeys:
+    """The requests of one router on their way. Each one that this router owns has one task here, and one terminal."""
+
+    def __init__(
+        self, fleet: Fleet, flights: Flights, vocabularies: Vocabularies, dispatch: Dispatch, answers: Answers
+    ) -> None:
+        self._fleet = fleet
+        self._flights = flights
+        self._vocabularies = vocabularies
+        self._dispatch = dispatch
+        self._answers = answers
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Journeys {self._flights!r}, {len(self._tasks)} under way>"
+
+    def check(self, wish: messages.RoutingWish | None) -> None:
+        """Raises RequestError for a routing wish that can't be met by anyone."""
+        self._dispatch.check(wish)
+
+    def begin(self, flight: Flight, num_bytes: int) -> None:
+        """Takes a request. Raises RequestError where there is no room, or its id is in flight."""
+        twin = self._flights.find(flight.key)
+        if twin is not None and twin.reply == flight.reply:
+            self._log.warning("duplicate_dropped", request_id=flight.key)
+            return
+        if twin is not None:
+            raise errors.request_error(errors.Code.DUPLICATE_REQUEST)
+        if not self._flights.has_room(num_bytes):
+            raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=1_000.0))
+        self._flights.add(flight, num_bytes)
+        self._log.info("request_received", request_id=flight.key, model=flight.model)
+        self._spawn(flight, self._bring)
+
+    def recover(self, flight: Flight, card: messages.Card, *, is_certain: bool) -> None:
+        """Goes on with a request whose worker is lost, or, where that is not certain, seems to be."""
+
+        async def go_on(flight: Flight) -> None:
+            refusal: errors.Error | None = errors.make_error(errors.Code.WORKER_LOST)
+            if not is_certain:
+                refusal = await self._dispatch.take_back(flight, card)
+            if refusal is not None:
+                if flight.spoken:
+                    raise errors.request_error(errors.Code.WORKER_LOST)
+                await self._dispatch.bring(flight)
+
+        self._flights.take_back(flight)
+        self._spawn(flight, go_on)
+
+    def finish(self, flight: Flight) -> None:
+        """Lets a request go whose worker has sent its terminal."""
+        self._flights.remove(flight)
+        self._answers.handed_over(flight)
+
+    def cancel(self, key: str) -> bool:
+        """Notes the client's wish; False if this router does not hold the request."""
+        flight = self._flights.find(key)
+        if flight is None or flight.worker_id is not None:
+            return False
+        flight.cancelled = True
+        return True
+
+    def repeat(self, key: str) -> bool:
+        """Shows the client that its request is held here, or how it ended here; False if it was neither."""
+        now = time.monotonic()
+        flight = self._flights.find(key)
+        if flight is None:
+            return self._answers.repeat(key, now)
+        if flight.worker_id is not None:
+            return False
+        if flight.alive_at is None or now - flight.alive_at >= limits.REPEAT_EVERY_S:
+            self._show_alive(flight, now)
+        return True
+
+    def tick(self, now: float) -> None:
+        """Lets the clients of requests that are held for long know of it."""
+        for flight in self._flights.unaccepted():
+            if flight.alive_at is None:
+                is_due = now - flight.received_at >= _FIRST_SIGN_S
+            else:
+                is_due = now - flight.alive_at >= limits.SILENT_CHUNK_S - limits.TICK_S
+            if is_due:
+                self._show_alive(flight, now)
+
+    async def drain(self) -> None:
+        """Waits until no request is on its way to a worker any more."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def leave(self) -> None:
+        """Lets go of what workers have: they end it without this router."""
+        for flight in self._flights.everything():
+            self.finish(flight)
+
+    def _show_alive(self, flight: Flight, now: float) -> None:
+        flight.alive_at = now
+        if flight.is_streamed:
+            self._answers.alive(flight)
+
+    def _spawn(self, flight: Flight, way: Callable[[Flight], Coroutine[Any, Any, None]]) -> None:
+        task = asyncio.get_running_loop().create_task(self._carry(flight, way))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _bring(self, flight: Flight) -> None:
+        worker = self._someone(flight)
+        _check_needs(flight.request, worker)
+        token_ids = await self._vocabularies.token_ids(flight.request, worker)
+        _check_length(token_ids, worker)
+        self._flights.keep_prompt(flight, blocks.to_bytes(token_ids))
+        await self._dispatch.bring(flight)
+
+    async def _carry(self, flight: Flight, way: Callable[[Flight], Coroutine[Any, Any, None]]) -> None:
+        """To a worker's accept, or to this router's own terminal."""
+        try:
+            await way(flight)
+        except errors.RequestError as error:
+            self._end(flight, error.error)
+        except AlreadyLiveError:
+            self._flights.remove(flight)
+            self._log.warning("duplicate_dropped", request_id=flight.key)
+        except Exception:  # outermost frame of a request: whatever went wrong, it gets its terminal
+            self._log.exception("request_failed", request_id=flight.key)
+            self._end(flight, errors.make_error(errors.Code.INTERNAL))
+        else:
+            if flight.worker_id is None:
+                self._flights.remove(flight)
+                self._answers.cancelled(flight)
+            elif flight.ended_at == flight.worker_id:
+                self.finish(flight)
+
+    def _end(self, flight: Flight, error: errors.Error) -> None:
+        self._flights.remove(flight)
+        if flight.cancelled:
+            self._answers.cancelled(flight)
+        else:
+            self._answers.fail(flight, error)
+
+    def _someone(self, flight: Flight) -> Worker:
+        """Any worker of the model, to learn what the model needs. Raises RequestError."""
+        workers = self._fleet.of_model(flight.model)
+        if workers:
+            return workers[0]
+        if self._fleet.is_unknown(flight.model, time.monotonic()):
+            raise errors.request_error(errors.Code.MODEL_NOT_FOUND, f"no worker has ever served {flight.model!r}")
+        raise errors.request_error(errors.Code.NO_WORKER, f"nothing serves {flight.model!r} now")
+
+
+def _check_needs(request: messages.GenerateRequest, worker: Worker) -> None:
+    for need in checks.needs(request):
+        if need.feature not in worker.card.features:
+            raise errors.request_error(
+                errors.Code.UNSUPPORTED, f"{need.param} is not served by this model's engine", param=need.param
+            )
+
+
+def _check_length(token_ids: list[int], worker: Worker) -> None:
+    if not token_ids:
+        raise errors.request_error(errors.Code.INVALID_REQUEST, "the prompt has no tokens", param="prompt")
+    if len(token_ids) + 1 > worker.card.context_length:
+        raise errors.request_error(
+            errors.Code.PROMPT_TOO_LONG,
+            f"the prompt has {len(token_ids)} tokens; with one to generate it must fit {worker.card.context_length}",
+        )
