@@ -1,6 +1,9 @@
 """A connection to a Tokenbus system, and the requests that can be made over it."""
 
+import asyncio
+import contextlib
 import secrets
+import time
 from typing import Any
 
 import msgspec
@@ -9,17 +12,19 @@ from nats.aio.msg import Msg
 from client.stream import Stream
 from protocol import bus, codec, errors, messages, subjects
 from protocol import connection as nats
+from protocol.recent import Recent
 
 _models = codec.Decoder(messages.ModelsReply)
 _embeds = codec.Decoder(messages.EmbedReply)
+_chunks = codec.Decoder(messages.Chunk)
 _cancels = codec.Decoder(messages.CancelReply)
 
-DEFAULT_SILENCE_S = 15.0
-"""Three times the longest pause that the wire allows a live stream."""
-
-
-UNSTREAMED_SILENCE_S = 600.0
-"""With `stream=False` nothing comes before the whole answer, so this bounds how long one may take."""
+_TICK_S = 0.1
+_STOOD_STILL_S = 0.5
+"""A client that was held up for longer has heard nothing meanwhile, so that silence proves nothing."""
+_RESYNC = "-resync"
+"""On a reply subject: the answer to a resync of the stream in that place."""
+_MAX_STRAYS = 1_024
 
 
 class Client:
@@ -32,6 +37,9 @@ class Client:
         self._encoding = encoding
         self._inbox = connection.new_inbox()
         self._streams: dict[str, Stream] = {}
+        self._places: dict[Stream, str] = {}
+        self._strays: Recent[bool] = Recent(keep_s=10.0, capacity=_MAX_STRAYS)
+        self._watching: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"<Client of {self._connection!r}, {len(self._streams)} streams>"
@@ -49,8 +57,22 @@ class Client:
         """Raises ConnectionError when the broker can't be reached."""
         settings = nats.Settings(url=url, connect_timeout_s=connect_timeout_s)
         connection = await nats.connect(settings, name="tokenbus client")
+        return await cls.over(connection, tenant=tenant, prefix=prefix, encoding=encoding)
+
+    @classmethod
+    async def over(
+        cls,
+        connection: bus.Bus,
+        *,
+        tenant: str = subjects.DEFAULT_TENANT,
+        prefix: str = subjects.DEFAULT_PREFIX,
+        encoding: codec.Encoding = codec.Encoding.JSON,
+    ) -> "Client":
+        """A client over a connection that is there already; closing the client closes it."""
         client = cls(connection, tenant, prefix, encoding)
+        connection.on_reconnect = client._reconnected
         await connection.subscribe(f"{client._inbox}.*", client._deliver)
+        client._watching = asyncio.get_running_loop().create_task(client._watch())
         return client
 
     async def __aenter__(self) -> "Client":
@@ -59,14 +81,7 @@ class Client:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    def generate(
-        self,
-        model: str,
-        request: messages.GenerateRequest | None = None,
-        *,
-        silence_s: float | None = None,
-        **fields: Any,
-    ) -> Stream:
+    def generate(self, model: str, request: messages.GenerateRequest | None = None, **fields: Any) -> Stream:
         """Asks for a completion and returns its stream at once.
 
         `fields` are those of GenerateRequest: `prompt`, `messages`, `token_ids`, `max_tokens`, `temperature` and so on.
@@ -74,28 +89,8 @@ class Client:
         request = request or _request_of(fields)
         if request.id is None:
             request = codec.replaced(request, id=secrets.token_urlsafe(16))
-        assert request.id is not None
-        request_id = request.id
-        place = secrets.token_hex(8)
-        stream = Stream(
-            request_id,
-            self._encoding,
-            silence_s or (DEFAULT_SILENCE_S if request.stream is not False else UNSTREAMED_SILENCE_S),
-            cancel=lambda: self._send_cancel(request_id),
-            close=lambda: self._forget(place),
-        )
-        self._streams[place] = stream
-        try:
-            self._connection.publish(
-                self._names.generate(model, self._tenant),
-                codec.encode(request, self._encoding),
-                reply=f"{self._inbox}.{place}",
-                headers=codec.content_headers(self._encoding),
-            )
-        except bus.PayloadTooLargeError as error:
-            stream.end(errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error)))
-        except (bus.BusyError, ConnectionError) as error:
-            stream.end(errors.make_error(errors.Code.NO_WORKER, str(error)))
+        stream = Stream(request, self._encoding, _Line(self, model), time.monotonic())
+        self._send(stream, model, request)
         return stream
 
     async def models(self, timeout_s: float = 5.0) -> messages.ModelsReply:
@@ -129,7 +124,25 @@ class Client:
         """Cancels what still runs and disconnects."""
         for stream in list(self._streams.values()):
             await stream.aclose()
+        if self._watching is not None:
+            self._watching.cancel()
         await self._connection.close()
+
+    def _send(self, stream: Stream, model: str, request: messages.GenerateRequest) -> None:
+        place = secrets.token_hex(8)
+        self._streams[place] = stream
+        self._places[stream] = place
+        try:
+            self._connection.publish(
+                self._names.generate(model, self._tenant),
+                codec.encode(request, self._encoding),
+                reply=f"{self._inbox}.{place}",
+                headers=codec.content_headers(self._encoding),
+            )
+        except bus.PayloadTooLargeError as error:
+            stream.end(errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error)))
+        except (bus.BusyError, ConnectionError) as error:
+            stream.end(errors.make_error(errors.Code.NO_WORKER, str(error)))
 
     async def _ask(self, subject: str, payload: bytes, timeout_s: float) -> Msg:
         headers = codec.content_headers(self._encoding)
@@ -141,19 +154,76 @@ class Client:
             raise errors.request_error(errors.Code.NO_WORKER, str(error)) from error
 
     def _deliver(self, message: Msg) -> None:
-        stream = self._streams.get(message.subject.rpartition(".")[2])
+        place = message.subject.rpartition(".")[2]
+        stream = self._streams.get(place.removesuffix(_RESYNC))
         if stream is None:
-            return
-        if bus.is_no_responders(message):
+            if not place.endswith(_RESYNC):
+                self._cancel_stray(message)
+        elif place.endswith(_RESYNC):
+            stream.feed_resync(message.data, time.monotonic())
+        elif bus.is_no_responders(message):
             stream.end(errors.make_error(errors.Code.NO_WORKER, "no router listens on this broker"))
         else:
-            stream.feed(message.data)
+            stream.feed(message.data, time.monotonic())
 
-    def _send_cancel(self, request_id: str) -> None:
-        self._connection.publish(self._names.cancel(request_id, self._tenant), b"")
+    def _cancel_stray(self, message: Msg) -> None:
+        """A stream that was given up still speaks: has it ended, once."""
+        try:
+            chunk = _chunks.decode(message.data, self._encoding)
+            is_new = chunk.finish_reason is None and self._strays.get(chunk.id, time.monotonic()) is None
+            if is_new:
+                self._strays.put(chunk.id, True, time.monotonic())
+                self._connection.publish(self._names.cancel(chunk.id, self._tenant), b"")
+        except (errors.RequestError, ValueError, ConnectionError, bus.BusyError):
+            return
 
-    def _forget(self, place: str) -> None:
-        self._streams.pop(place, None)
+    async def _watch(self) -> None:
+        """Keeps the silence rule for all streams."""
+        ticked_at = time.monotonic()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = time.monotonic()
+            gap_s = now - ticked_at
+            ticked_at = now
+            for stream in list(self._streams.values()):
+                stream.tick(now, gap_s if gap_s > _STOOD_STILL_S else 0.0)
+
+    def _reconnected(self) -> None:
+        now = time.monotonic()
+        for stream in list(self._streams.values()):
+            stream.doubt(now)
+
+
+class _Line:
+    """What a stream may do at its client, for a request to one model."""
+
+    def __init__(self, client: Client, model: str) -> None:
+        self._client = client
+        self._model = model
+
+    def send_cancel(self, stream: Stream) -> None:
+        client = self._client
+        client._strays.put(stream.request_id, True, time.monotonic())
+        client._connection.publish(client._names.cancel(stream.request_id, client._tenant), b"")
+
+    def send_resync(self, stream: Stream, offset: int) -> None:
+        client = self._client
+        with contextlib.suppress(ConnectionError, bus.BusyError):
+            client._connection.publish(
+                client._names.resync(stream.request_id, client._tenant),
+                codec.encode(messages.ResyncRequest(offset=offset), client._encoding),
+                reply=f"{client._inbox}.{client._places[stream]}{_RESYNC}",
+                headers=codec.content_headers(client._encoding),
+            )
+
+    def ask_anew(self, stream: Stream, request: messages.GenerateRequest) -> None:
+        stream.request_id = secrets.token_urlsafe(16)
+        self._client._send(stream, self._model, codec.replaced(request, id=stream.request_id))
+
+    def forget(self, stream: Stream) -> None:
+        place = self._client._places.pop(stream, None)
+        if place is not None:
+            del self._client._streams[place]
 
 
 def _request_of(fields: dict[str, Any]) -> messages.GenerateRequest:

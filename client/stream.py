@@ -3,42 +3,58 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
 from types import TracebackType
+from typing import Protocol
 
-from client.order import BrokenStreamError, Order
+from client.order import BrokenStreamError, Gap, Order, Ready, Stale
+from client.patience import Patience, Step
 from protocol import codec, errors, messages
 from protocol.bus import BusyError
 
 _chunks = codec.Decoder(messages.Chunk)
+_resyncs = codec.Decoder(messages.ResyncReply)
 
 MAX_UNREAD_CHUNKS = 65_536
 """Chunks that may wait for a reader who is slow; then the stream ends with an error."""
+MAX_ANEW = 3
+"""Times that a request which nobody holds any more, and of which nothing has come, is made again."""
+
+
+class Line(Protocol):
+    """What a stream needs of its client."""
+
+    def send_cancel(self, stream: "Stream") -> None: ...
+
+    def send_resync(self, stream: "Stream", offset: int) -> None: ...
+
+    def ask_anew(self, stream: "Stream", request: messages.GenerateRequest) -> None:
+        """Makes the request again, under a new id and a new reply subject."""
+        ...
+
+    def forget(self, stream: "Stream") -> None: ...
 
 
 class Stream:
     """Iterate over it for chunks. The last one is the terminal: the only one with a `finish_reason`.
 
-    What goes wrong on the way ends the stream with a terminal made here: `no_worker` where nobody listens,
-    `worker_lost` where chunks are missing or nothing comes for `silence_s`. Leaving the loop early, or the `async
-    with` block, cancels the request."""
+    What goes missing on the way is asked for again. A request that nobody holds any more, and of which nothing has
+    come, is made again under a new id, at most `MAX_ANEW` times; `request_id` is the latest. What can't be mended ends
+    the stream with a terminal made here: `no_worker` where nobody listens, `worker_lost` where the rest can't be had.
+    Leaving an `async with` block early, or `aclose`, cancels the request."""
 
-    def __init__(
-        self,
-        request_id: str,
-        encoding: codec.Encoding,
-        silence_s: float,
-        cancel: Callable[[], None],
-        close: Callable[[], None],
-    ) -> None:
-        self.request_id = request_id
+    def __init__(self, request: messages.GenerateRequest, encoding: codec.Encoding, line: Line, now: float) -> None:
+        assert request.id is not None
+        self.request_id = request.id
+        self._request = request
         self._encoding = encoding
-        self._silence_s = silence_s
-        self._cancel = cancel
-        self._close = close
+        self._line = line
+        self._asked_at = now
+        self._num_anew = 0
         self._order = Order()
+        self._patience = Patience(now, streamed=request.stream is not False)
         self._unread: deque[messages.Chunk] = deque()
         self._arrived = asyncio.Event()
+        self._is_cancelled = False
         self._ended = False
 
     def __repr__(self) -> str:
@@ -52,12 +68,7 @@ class Stream:
             if self._ended:
                 raise StopAsyncIteration
             self._arrived.clear()
-            try:
-                async with asyncio.timeout(self._silence_s):
-                    await self._arrived.wait()
-            except TimeoutError:
-                self.end(errors.make_error(errors.Code.WORKER_LOST, f"nothing came for {self._silence_s:g} s"))
-                self._send_cancel()
+            await self._arrived.wait()
         return self._unread.popleft()
 
     async def __aenter__(self) -> "Stream":
@@ -71,12 +82,12 @@ class Stream:
     async def aclose(self) -> None:
         """Cancels the request unless it has ended. Safe to call again."""
         if not self._ended:
-            self._finish()
-            self._send_cancel()
+            self._give_up()
 
     def cancel(self) -> None:
         """Asks for the end; the stream goes on until its terminal, `cancelled` if nothing else came first."""
         if not self._ended:
+            self._is_cancelled = True
             self._send_cancel()
 
     async def text(self) -> str:
@@ -88,24 +99,48 @@ class Stream:
                 raise errors.RequestError(chunk.error)
         return "".join(texts)
 
-    def feed(self, payload: bytes) -> None:
+    def feed(self, payload: bytes, now: float) -> None:
         """Takes a message from the broker."""
         if self._ended:
             return
         try:
             chunk = _chunks.decode(payload, self._encoding)
-            if not self._order.take(chunk):
-                return
-            if len(self._unread) >= MAX_UNREAD_CHUNKS:
-                raise BrokenStreamError(f"{MAX_UNREAD_CHUNKS} chunks were not read")
+            match self._order.take(chunk):
+                case Ready(new):
+                    self._patience.heard(now)
+                    self._take(new)
+                case Gap():
+                    self._patience.missing(now)
+                    self.tick(now)
+                case Stale():
+                    pass
         except (BrokenStreamError, errors.RequestError) as error:
-            self.end(errors.make_error(errors.Code.WORKER_LOST, str(error)))
-            self._send_cancel()
+            self._lose(str(error))
+
+    def feed_resync(self, payload: bytes, now: float) -> None:
+        """Takes the answer to a resync."""
+        with contextlib.suppress(errors.RequestError):
+            if _resyncs.decode(payload, self._encoding).found:
+                self._patience.found(now)
+
+    def tick(self, now: float, gap_s: float = 0.0) -> None:
+        """To be called several times a second; `gap_s` is how long the client itself stood still before."""
+        if self._ended:
             return
-        self._unread.append(chunk)
-        self._arrived.set()
-        if chunk.finish_reason is not None:
-            self._finish()
+        if gap_s:
+            self._patience.forgive(gap_s)
+        match self._patience.next(now):
+            case Step.ASK:
+                self._line.send_resync(self, self._order.num_tokens)
+            case Step.LOST:
+                self._ask_anew(now)
+            case Step.WAIT:
+                pass
+
+    def doubt(self, now: float) -> None:
+        """The connection was gone for a while: asks for what may have been missed."""
+        self._patience.doubt(now)
+        self.tick(now)
 
     def end(self, error: errors.Error) -> None:
         """Ends the stream with a terminal of our own."""
@@ -123,12 +158,53 @@ class Stream:
         )
         self._finish()
 
+    def _take(self, chunk: messages.Chunk) -> None:
+        if len(self._unread) >= MAX_UNREAD_CHUNKS:
+            raise BrokenStreamError(f"{MAX_UNREAD_CHUNKS} chunks were not read")
+        self._unread.append(chunk)
+        self._arrived.set()
+        if chunk.finish_reason is not None:
+            self._finish()
+
+    def _ask_anew(self, now: float) -> None:
+        """Nobody holds the request: makes it again if nothing of it has come, else there is no way to go on."""
+        if self._is_cancelled:
+            self._lose("nobody holds the cancelled request any more")
+            return
+        if not self._order.is_empty or self._num_anew >= MAX_ANEW:
+            self._lose("nothing came, and nobody holds the request any more")
+            return
+        remaining_ms = self._remaining_ms(now)
+        if remaining_ms is not None and remaining_ms <= 0:
+            self._send_cancel()
+            self.end(errors.make_error(errors.Code.DEADLINE_EXCEEDED))
+            return
+        self._num_anew += 1
+        self._send_cancel()
+        self._line.forget(self)
+        self._order = Order()
+        self._patience = Patience(now, streamed=self._request.stream is not False)
+        self._line.ask_anew(self, codec.replaced(self._request, timeout_ms=remaining_ms))
+
+    def _remaining_ms(self, now: float) -> float | None:
+        if self._request.timeout_ms is None:
+            return None
+        return self._request.timeout_ms - (now - self._asked_at) * 1e3
+
+    def _lose(self, reason: str) -> None:
+        self.end(errors.make_error(errors.Code.WORKER_LOST, reason))
+        self._send_cancel()
+
     def _send_cancel(self) -> None:
         """Where it can't be sent the worker finds out by itself that nobody listens."""
         with contextlib.suppress(ConnectionError, BusyError):
-            self._cancel()
+            self._line.send_cancel(self)
+
+    def _give_up(self) -> None:
+        self._finish()
+        self._send_cancel()
 
     def _finish(self) -> None:
         self._ended = True
         self._arrived.set()
-        self._close()
+        self._line.forget(self)

@@ -1,11 +1,13 @@
-"""The order takes what continues a stream, ignores earlier attempts, and notices whatever is missing."""
+"""The order takes what continues a stream, once, whatever is repeated or cut anew, and notices what is missing."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from client.order import BrokenStreamError, Order
+from client.order import BrokenStreamError, Gap, Order, Ready, Stale
 from protocol import messages
+
+ERROR, STOP = messages.FinishReason.ERROR, messages.FinishReason.STOP
 
 
 def chunk(offset: int = 0, tokens: int = 0, text_offset: int = 0, text: str = "", **fields: object) -> messages.Chunk:
@@ -19,93 +21,138 @@ def chunk(offset: int = 0, tokens: int = 0, text_offset: int = 0, text: str = ""
     )
 
 
+def begun() -> Order:
+    """At token 2, byte 2 of attempt 1."""
+    order = Order()
+    order.take(chunk(0, 2, 0, "ab", attempt=1))
+    return order
+
+
 def test_chunks_that_continue_each_other_are_taken_and_counted() -> None:
     order = Order()
-    assert all(
-        order.take(one)
-        for one in (chunk(), chunk(0, 1, 0, "né"), chunk(1, 1, 3), chunk(2, 3, 3, "😀"), chunk(5, 0, 7, "!"))
-    )
+    for one in (chunk(), chunk(0, 1, 0, "né"), chunk(1, 1, 3), chunk(2, 3, 3, "😀"), chunk(5, 0, 7, "!")):
+        assert order.take(one) == Ready(one)
     assert (order.attempt, order.num_tokens, order.text_bytes) == (0, 5, 8)
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "ahead",
     [
-        chunk(3, 1, 2, "x"),
-        chunk(1, 1, 2, "x"),
-        chunk(2, 1, 3, "x"),
-        chunk(2, 1, 1, "x"),
-        chunk(0, 2, 0, "ab"),
-        chunk(3, 1, 2),
-        chunk(2, 0, 3, "x"),
-        chunk(3, 1, 2, "x", finish_reason=messages.FinishReason.STOP),
+        chunk(3, 1, 2, "x", attempt=1),
+        chunk(3, 1, 2, attempt=1),
+        chunk(3, 1, 2, "x", attempt=1, finish_reason=STOP),
+        chunk(5, 1, 5, "x", attempt=2),
+        chunk(3, 0, 2, worker_id="w1", attempt=1),
+        chunk(3, 0, 2, worker_id="w1", attempt=1, finish_reason=STOP),
     ],
 )
-def test_a_gap_or_a_repetition_of_tokens_or_text_breaks_the_stream(wrong: messages.Chunk) -> None:
+def test_what_is_ahead_shows_a_gap_and_is_not_taken(ahead: messages.Chunk) -> None:
+    order = begun()
+    assert order.take(ahead) == Gap()
+    assert (order.num_tokens, order.text_bytes) == (2, 2)
+    assert order.take(chunk(2, 1, 2, "c", attempt=ahead.attempt)) == Ready(chunk(2, 1, 2, "c", attempt=ahead.attempt))
+
+
+def test_a_first_chunk_that_is_missing_is_a_gap() -> None:
+    assert Order().take(chunk(1, 1, 1, "b")) == Gap()
+
+
+def test_what_is_known_is_not_taken_again() -> None:
+    order = begun()
+    for known in (chunk(0, 2, 0, "ab", attempt=1), chunk(1, 1, 1, "b", attempt=1), chunk(0, 1, 0, "a", attempt=1)):
+        assert order.take(known) == Stale()
+    assert (order.num_tokens, order.text_bytes) == (2, 2)
+
+
+def test_a_chunk_cut_anew_is_taken_from_what_is_known_on() -> None:
+    order = begun()
+    taken = order.take(chunk(0, 4, 0, "abçd", attempt=1, token_ids=[7, 8, 9, 10]))
+    assert taken == Ready(chunk(2, 2, 2, "çd", attempt=1, token_ids=[9, 10]))
+    assert (order.num_tokens, order.text_bytes) == (4, 5)
+
+
+def test_a_terminal_that_repeats_all_that_is_known_ends_the_stream_all_the_same() -> None:
+    order = begun()
+    assert order.take(chunk(1, 1, 1, "b", attempt=1, finish_reason=STOP)) == Ready(
+        chunk(2, 0, 2, "", attempt=1, finish_reason=STOP)
+    )
+
+
+@pytest.mark.parametrize("wrong", [chunk(2, 1, 3, "x"), chunk(2, 1, 1, ""), chunk(1, 2, 5, "x")])
+def test_offsets_that_contradict_each_other_break_the_stream(wrong: messages.Chunk) -> None:
     order = Order()
     order.take(chunk(0, 2, 0, "ab"))
-    with pytest.raises(BrokenStreamError, match="token 2, byte 2 was to come"):
+    with pytest.raises(BrokenStreamError):
         order.take(wrong)
     assert (order.num_tokens, order.text_bytes) == (2, 2)
 
 
-def test_a_first_chunk_that_is_missing_breaks_the_stream() -> None:
-    with pytest.raises(BrokenStreamError):
-        Order().take(chunk(1, 1, 1, "b"))
-
-
-def test_what_carries_nothing_may_come_with_the_offsets_of_whoever_sent_it() -> None:
-    order = Order()
-    order.take(chunk(0, 2, 0, "ab"))
-    assert order.take(chunk())
-    assert order.take(chunk(finish_reason=messages.FinishReason.ERROR))
+def test_what_a_router_says_carries_nothing_and_its_offsets_mean_nothing() -> None:
+    order = begun()
+    for one in (chunk(attempt=1, worker_id=None), chunk(attempt=1, worker_id=None, finish_reason=ERROR)):
+        assert order.take(one) == Ready(one)
     assert (order.num_tokens, order.text_bytes) == (2, 2)
+
+
+def test_an_error_ends_the_stream_wherever_it_was() -> None:
+    order = begun()
+    terminal = chunk(9, 0, 9, attempt=1, worker_id="w1", finish_reason=ERROR)
+    assert order.take(terminal) == Ready(terminal)
 
 
 def test_chunks_of_an_earlier_attempt_are_ignored_whatever_they_carry() -> None:
     order = Order()
     order.take(chunk(attempt=2))
-    assert not order.take(chunk(0, 1, 0, "old", attempt=1))
-    assert not order.take(chunk(7, 1, 9, "old", attempt=0, finish_reason=messages.FinishReason.STOP))
+    assert order.take(chunk(0, 1, 0, "old", attempt=1)) == Stale()
+    assert order.take(chunk(7, 1, 9, "old", attempt=0, finish_reason=STOP)) == Stale()
     assert (order.attempt, order.num_tokens, order.text_bytes) == (2, 0, 0)
 
 
 def test_a_later_attempt_goes_on_where_the_stream_is() -> None:
-    order = Order()
-    order.take(chunk(0, 2, 0, "ab", attempt=1))
-    assert order.take(chunk(2, 1, 2, "c", attempt=3))
+    order = begun()
+    later = chunk(2, 1, 2, "c", attempt=3)
+    assert order.take(later) == Ready(later)
     assert (order.attempt, order.num_tokens, order.text_bytes) == (3, 3, 3)
 
 
 def test_a_later_attempt_that_begins_again_after_something_was_said_breaks_the_stream() -> None:
-    order = Order()
-    order.take(chunk(0, 2, 0, "ab"))
+    order = begun()
     with pytest.raises(BrokenStreamError):
-        order.take(chunk(0, 1, 0, "a", attempt=1))
+        order.take(chunk(0, 3, 0, "abc", attempt=2))
 
 
-@given(
-    pieces=st.lists(st.tuples(st.integers(0, 3), st.text(max_size=4)), min_size=1, max_size=12),
-    lost=st.sets(st.integers(0, 11)),
-)
-@settings(max_examples=200, deadline=None)
-def test_a_stream_is_taken_up_to_the_first_chunk_behind_one_that_was_lost(
-    pieces: list[tuple[int, str]], lost: set[int]
+def cut(text: str, ends: list[int], start: int, stop: int, last: bool) -> messages.Chunk:
+    """Tokens `start` to `stop` of a completion whose tokens end at `ends`."""
+    begin = ends[start - 1] if start else 0
+    piece = text[begin : ends[stop - 1]] if stop > start else ""
+    fields = {"finish_reason": STOP} if last else {}
+    return chunk(start, stop - start, len(text[:begin].encode()), piece, **fields)
+
+
+@given(data=st.data(), text=st.text(max_size=30))
+@settings(max_examples=300, deadline=None)
+def test_a_stream_with_losses_repeats_and_new_cuts_is_exact_once_everything_has_come(
+    data: st.DataObject, text: str
 ) -> None:
-    stream, tokens, text_bytes = [], 0, 0
-    for count, text in pieces:
-        stream.append(chunk(tokens, count, text_bytes, text))
-        tokens, text_bytes = tokens + count, text_bytes + len(text.encode())
-    order, missing = Order(), False
-    for place, one in enumerate(stream):
-        carries = bool(one.tokens or one.text)
-        if place in lost:
-            missing = missing or carries
-        elif missing and carries:
-            with pytest.raises(BrokenStreamError):
-                order.take(one)
-            return
-        else:
-            assert order.take(one)
-    if not missing:
-        assert (order.num_tokens, order.text_bytes) == (tokens, text_bytes)
+    num_tokens = data.draw(st.integers(1, 12))
+    ends = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=num_tokens, max_size=num_tokens)))
+    ends[-1] = len(text)
+    order, said = Order(), ""
+    for _ in range(100):
+        gapped = False
+        at = data.draw(st.integers(0, order.num_tokens))
+        while at < num_tokens:
+            stop = data.draw(st.integers(at + 1, num_tokens))
+            one = cut(text, ends, at, stop, last=stop == num_tokens)
+            if data.draw(st.integers(0, 3)):
+                match order.take(one):
+                    case Ready(new):
+                        assert not gapped
+                        said += new.text
+                        assert text.startswith(said)
+                        if new.finish_reason is STOP:
+                            assert said == text
+                            return
+                    case Gap():
+                        gapped = True
+            at = stop

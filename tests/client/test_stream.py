@@ -8,10 +8,9 @@ import pytest
 
 from cli import broker
 from client import Client, Stream
-from client.stream import MAX_UNREAD_CHUNKS
+from client.stream import MAX_ANEW, MAX_UNREAD_CHUNKS
 from protocol import codec, errors, messages
 
-FOREVER_S = 3_600.0
 LENGTH, STOP, CANCELLED, ERROR = (
     messages.FinishReason.LENGTH,
     messages.FinishReason.STOP,
@@ -21,27 +20,43 @@ LENGTH, STOP, CANCELLED, ERROR = (
 
 
 class Line:
-    """A stream, with counts of what it asks of its client."""
+    """A stream, and what it asks of its client."""
 
     def __init__(
         self,
         *,
-        silence_s: float = FOREVER_S,
         encoding: codec.Encoding = codec.Encoding.JSON,
         cancel: Callable[[], None] = lambda: None,
+        **fields: object,
     ) -> None:
         self.num_cancels = 0
         self.num_closes = 0
+        self.resyncs: list[int] = []
+        self.anew: list[messages.GenerateRequest] = []
         self._encoding = encoding
         self._then = cancel
-        self.stream = Stream("r", encoding, silence_s, self._cancel, self._close)
+        self.began = self.now = 0.0
+        request = messages.GenerateRequest(id="r", prompt="hi", **fields)  # type: ignore[arg-type]
+        self.stream = Stream(request, encoding, self, self.began)
 
-    def _cancel(self) -> None:
+    def send_cancel(self, stream: Stream) -> None:
         self.num_cancels += 1
         self._then()
 
-    def _close(self) -> None:
+    def send_resync(self, stream: Stream, offset: int) -> None:
+        self.resyncs.append(offset)
+
+    def ask_anew(self, stream: Stream, request: messages.GenerateRequest) -> None:
+        self.anew.append(request)
+
+    def forget(self, stream: Stream) -> None:
         self.num_closes += 1
+
+    def wait(self, until_s: float) -> None:
+        """Lets time pass, in the steps of a client's clock, until so long after the request."""
+        while self.now < self.began + until_s:
+            self.now += 0.1
+            self.stream.tick(self.now)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -50,7 +65,7 @@ class Line:
 
     def feed(self, *chunks: messages.Chunk) -> None:
         for chunk in chunks:
-            self.stream.feed(codec.encode(chunk, self._encoding))
+            self.stream.feed(codec.encode(chunk, self._encoding), self.now)
 
     async def rest(self) -> list[messages.Chunk]:
         async with asyncio.timeout(10):
@@ -114,38 +129,89 @@ async def test_a_terminal_of_an_earlier_attempt_does_not_end_the_stream() -> Non
     assert [one.finish_reason for one in await line.rest()] == [None, STOP]
 
 
-@pytest.mark.parametrize(
-    "wrong", [chunk(2, "c"), chunk(0, "a"), chunk(2, "c", finish_reason=STOP)], ids=["gap", "again", "terminal"]
-)
-async def test_a_stream_with_a_gap_ends_in_worker_lost_and_is_cancelled(wrong: messages.Chunk) -> None:
+@pytest.mark.parametrize("ahead", [chunk(2, "c"), chunk(2, "c", finish_reason=STOP)], ids=["gap", "terminal"])
+async def test_what_is_missing_is_asked_for_at_once_and_the_stream_goes_on_when_it_has_come(
+    ahead: messages.Chunk,
+) -> None:
     line = Line()
-    line.feed(HEAD, chunk(0, "a"), wrong, chunk(1, "b"))
-    *before, terminal = await line.rest()
-    assert [one.text for one in before] == ["", "a"]
-    assert code_of(terminal) is errors.Code.WORKER_LOST
-    assert (terminal.id, terminal.offset, terminal.tokens, terminal.text_offset) == ("r", 1, 0, 1)
-    assert line.counts == (1, 1)
+    line.feed(HEAD, chunk(0, "a"), ahead)
+    assert line.resyncs == [1]
+    line.feed(chunk(1, "b"), chunk(2, "c", finish_reason=STOP))
+    assert [one.text for one in await line.rest()] == ["", "a", "b", "c"]
+    assert line.counts == (0, 1)
+
+
+async def test_a_chunk_that_comes_again_is_handed_out_once() -> None:
+    line = Line()
+    line.feed(HEAD, chunk(0, "a"), chunk(0, "a"), chunk(0, "ab", tokens=2), chunk(2, "c", finish_reason=STOP))
+    assert [one.text for one in await line.rest()] == ["", "a", "b", "c"]
 
 
 @pytest.mark.parametrize("payload", [b"", b"{", b"[]", b'{"offset": "x"}', b"\xff\xfe", b'{"id": 1}'])
 async def test_a_message_that_is_no_chunk_ends_the_stream_in_worker_lost(payload: bytes) -> None:
     line = Line()
-    line.stream.feed(payload)
+    line.stream.feed(payload, 0.0)
     (terminal,) = await line.rest()
     assert code_of(terminal) is errors.Code.WORKER_LOST
     assert line.counts == (1, 1)
 
 
-async def test_silence_ends_the_stream_in_worker_lost_and_cancels_it_once() -> None:
-    line = Line(silence_s=0.01)
+async def test_a_stream_that_says_nothing_is_asked_for_and_one_that_nobody_holds_is_lost() -> None:
+    line = Line()
     line.feed(HEAD, chunk(0, "a"))
+    line.wait(9.8)
+    assert line.resyncs == []
+    line.wait(11.8)
+    assert line.resyncs == [1, 1]
+    assert line.counts == (0, 0)
+    line.wait(12.2)
     *before, terminal = await line.rest()
     assert before == [HEAD, chunk(0, "a")]
     assert code_of(terminal) is errors.Code.WORKER_LOST
-    assert terminal.error
-    assert "0.01 s" in terminal.error.message
     assert (terminal.offset, terminal.text_offset) == (1, 1)
     assert line.counts == (1, 1)
+
+
+async def test_a_stream_that_somebody_holds_is_waited_for() -> None:
+    line = Line()
+    line.feed(HEAD, chunk(0, "a"))
+    line.wait(10.2)
+    line.stream.feed_resync(b'{"found": true}', line.now)
+    line.wait(19.8)
+    assert line.resyncs == [1]
+    line.feed(chunk(1, "b", finish_reason=STOP))
+    assert len(await line.rest()) == 3
+
+
+async def test_a_request_that_nobody_holds_is_made_again_while_nothing_of_it_has_come_but_not_for_ever() -> None:
+    line = Line(timeout_ms=60_000.0)
+    for number in range(MAX_ANEW):
+        line.began = line.now
+        line.wait(4.8)
+        assert (line.resyncs, len(line.anew)) == ([0, 0] * (number + 1), number)
+        line.wait(5.2)
+        assert len(line.anew) == number + 1
+        assert line.num_cancels == number + 1
+        assert 0 < (line.anew[-1].timeout_ms or 0) < 60_000
+    line.began = line.now
+    line.wait(5.2)
+    assert len(line.anew) == MAX_ANEW
+    assert code_of((await line.rest())[-1]) is errors.Code.WORKER_LOST
+
+
+async def test_a_request_whose_time_has_passed_is_not_made_again() -> None:
+    line = Line(timeout_ms=4_000.0)
+    line.wait(5.2)
+    assert line.anew == []
+    assert code_of((await line.rest())[-1]) is errors.Code.DEADLINE_EXCEEDED
+
+
+async def test_a_cancelled_request_is_not_made_again() -> None:
+    line = Line()
+    line.stream.cancel()
+    line.wait(5.2)
+    assert line.anew == []
+    assert code_of((await line.rest())[-1]) is errors.Code.WORKER_LOST
 
 
 async def test_a_stream_whose_cancel_cannot_be_sent_still_ends() -> None:
@@ -154,10 +220,12 @@ async def test_a_stream_whose_cancel_cannot_be_sent_still_ends() -> None:
     def refuse() -> None:
         raise ConnectionError("the connection to the broker is closed")
 
-    silent = Line(silence_s=0.01, cancel=refuse)
+    silent = Line(cancel=refuse)
+    silent.feed(chunk(0, "a"))
+    silent.wait(12.2)
     assert code_of((await silent.rest())[-1]) is errors.Code.WORKER_LOST
     broken = Line(cancel=refuse)
-    broken.feed(chunk(5, "x"))
+    broken.stream.feed(b"{", 0.0)
     assert code_of((await broken.rest())[-1]) is errors.Code.WORKER_LOST
     left = Line(cancel=refuse)
     await left.stream.aclose()
@@ -169,15 +237,15 @@ async def test_as_many_chunks_as_may_may_wait_unread_and_one_more_ends_the_strea
     payload = codec.encode(messages.Chunk(id="r"), codec.Encoding.JSON)
     for line in (full, over):
         for _ in range(MAX_UNREAD_CHUNKS):
-            line.stream.feed(payload)
+            line.stream.feed(payload, 0.0)
         assert line.counts == (0, 0)
-    over.stream.feed(payload)
+    over.stream.feed(payload, 0.0)
     assert over.counts == (1, 1)
     chunks = await over.rest()
     assert len(chunks) == MAX_UNREAD_CHUNKS + 1
     assert code_of(chunks[-1]) is errors.Code.WORKER_LOST
     await anext(full.stream)
-    full.stream.feed(payload)
+    full.stream.feed(payload, 0.0)
     assert full.counts == (0, 0)
 
 
