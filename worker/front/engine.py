@@ -49,6 +49,8 @@ class ChildEngine:
         self._log = structlog.get_logger()
         self.on_loading: Callable[[float], None] = lambda fraction: None
         """Told how much of the model is loaded, from 0 to 1."""
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called when the other side is gone, before any stream is told so."""
         self.on_step: Callable[[], None] = lambda: None
         """Called when all sinks have had what a step brought."""
 
@@ -258,6 +260,7 @@ class ChildEngine:
         """The other side is gone: every open stream gets its terminal now."""
         assert self._death is not None
         assert self._ready is not None
+        self.on_lost()
         if not self._ready.done():
             self._ready.set_exception(EngineDiedError("the engine process ended while it was starting"))
         self._end_all(errors.Code.WORKER_LOST)

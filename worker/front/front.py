@@ -53,6 +53,7 @@ class Front:
         self._inbox = Inbox(bus, names, self._announcer, self._streams, settings.inbox_prefixes, self)
         self._fence = Fence(time.monotonic())
         self._leaving = False
+        self._has_engine = False
         self._log = structlog.get_logger()
         self.on_pulse: Callable[[float, float], None] = lambda now, gap_s: None
         """Called a few times a second with the time and how long ago the last call was."""
@@ -79,6 +80,7 @@ class Front:
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         """Requests go to this engine from now on."""
+        self._has_engine = True
         bundle = engine.tokenizer_bundle()
         self._streams.use(engine, config)
         self._inbox.use(engine)
@@ -87,10 +89,12 @@ class Front:
             self._announcer.set_state(messages.WorkerState.DRAINING)
 
     def engine_died(self) -> None:
-        """There is no engine for now. Its streams have had their terminals."""
+        """There is no engine for now: says so before the streams say that they have lost it."""
+        if not self._has_engine:
+            return
+        self._has_engine = False
         self._streams.use(None, None)
         self._inbox.use(None)
-        self._outbox.flush()
         if not self._leaving:
             self._announcer.engine_died()
 

@@ -81,6 +81,7 @@ class Supervisor:
     async def _live(self) -> str:
         """One engine's life; returns why it ended."""
         engine = self._engine = self._make_engine()
+        engine.on_lost = self._listener.engine_died
         try:
             config = await engine.start(self._worker_id)
             self._listener.engine_started(engine, config)
