@@ -49,12 +49,14 @@ class RouterSettings:
 class Router:
     """One router over a bus: joins its parts together."""
 
-    def __init__(self, bus: Bus, names: subjects.Subjects, router_id: str, settings: RouterSettings) -> None:
+    def __init__(
+        self, bus: Bus, names: subjects.Subjects, router_id: str, settings: RouterSettings, rng: random.Random
+    ) -> None:
         fleet = Fleet(time.monotonic())
         flights = Flights(settings.max_flights, settings.max_held_bytes)
         answers = Answers(bus, router_id)
         policies = make_policies()
-        dispatch = Dispatch(bus, names, fleet, flights, router_id, policies, settings.policy, random.Random())
+        dispatch = Dispatch(bus, names, fleet, flights, router_id, policies, settings.policy, rng)
         self._journeys = Journeys(fleet, flights, Vocabularies(bus, names), dispatch, answers)
         most = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)
         self._intake = Intake(bus, names, settings.inbox_prefixes, most, fleet, self._journeys, answers)
@@ -99,7 +101,7 @@ async def serve(settings: RouterSettings) -> None:
         connection = await nats.connect(settings.broker, name=f"router {router_id}")
         stack.push_async_callback(connection.close)
         names = subjects.Subjects(settings.prefix)
-        router = Router(connection, names, router_id, settings)
+        router = Router(connection, names, router_id, settings, random.Random())
         await router.open()
         structlog.get_logger().info("router_ready", policy=settings.policy)
         await _run(settings, connection, router, leave)

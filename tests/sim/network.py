@@ -1,0 +1,315 @@
+"""A simulated broker and the connections to it: ordered on each, unordered between them, lossy where they break."""
+
+import asyncio
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from nats.aio.msg import Msg
+
+from protocol import bus
+from tests.sim.world import Process, World
+
+_RECONNECT_S = 0.2
+_MAX_PENDING = 50_000
+
+
+class Subscription:
+    def __init__(self, subject: str, callback: bus.Callback, queue: str) -> None:
+        self.subject = subject
+        self.tokens = subject.split(".")
+        self.callback = callback
+        self.queue = queue
+
+    def takes(self, tokens: list[str]) -> bool:
+        for number, mine in enumerate(self.tokens):
+            if mine == ">":
+                return number < len(tokens)
+            if number >= len(tokens) or (mine != "*" and mine != tokens[number]):
+                return False
+        return len(tokens) == len(self.tokens)
+
+
+class Link:
+    """One TCP connection: a line of messages each way. What is under way when it breaks is lost."""
+
+    def __init__(self, broker: "Broker", owner: "SimBus") -> None:
+        self.broker = broker
+        self.owner = owner
+        self.subscriptions: list[Subscription] = []
+        self.is_open = True
+        self.hears = True
+        """Whether what the broker sends still arrives."""
+        self._to_broker_at = 0.0
+        self._to_owner_at = 0.0
+
+    def send(self, action: Callable[["Link"], None]) -> None:
+        """Towards the broker, behind everything sent before."""
+        world = self.broker.world
+        self._to_broker_at = max(self._to_broker_at, world.now) + self.broker.delay()
+        world.at(self._to_broker_at, lambda: self.broker.take(self, action))
+
+    def deliver(self, subscription: Subscription | None, message: Msg | None) -> None:
+        """Towards the owner, behind everything delivered before; without a message it is the answer to a ping."""
+        world = self.broker.world
+        self._to_owner_at = max(self._to_owner_at, world.now) + self.broker.delay()
+        world.at(self._to_owner_at, lambda: self._arrive(subscription, message))
+
+    def _arrive(self, subscription: Subscription | None, message: Msg | None) -> None:
+        if self.hears:
+            self.owner.process.call(self.owner.receive, self, subscription, message)
+
+
+class Broker:
+    """Routes what it is sent. It may stand still, and it may die and come back."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.links: list[Link] = []
+        self.is_up = True
+        self.is_paused = False
+        self.slowest_s = 0.002
+        self._waiting: deque[tuple[Link, Callable[[Link], None]]] = deque()
+
+    def delay(self) -> float:
+        return self.world.rng.uniform(0.0001, self.slowest_s)
+
+    def take(self, link: Link, action: Callable[[Link], None]) -> None:
+        if self.is_paused:
+            self._waiting.append((link, action))
+        elif link in self.links:
+            action(link)
+
+    def pause(self) -> None:
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Goes on with what has come meanwhile: in order on each connection, anyhow between them."""
+        self.is_paused = False
+        lines: dict[int, deque[tuple[Link, Callable[[Link], None]]]] = {}
+        for link, action in self._waiting:
+            lines.setdefault(id(link), deque()).append((link, action))
+        self._waiting.clear()
+        while lines:
+            name = self.world.rng.choice(list(lines))
+            self.take(*lines[name].popleft())
+            if not lines[name]:
+                del lines[name]
+
+    def die(self) -> None:
+        self.is_up = self.is_paused = False
+        self._waiting.clear()
+        for link in list(self.links):
+            self.cut(link)
+
+    def restart(self) -> None:
+        self.is_up = True
+
+    def cut(self, link: Link, *, lingers: bool = False) -> None:
+        """Breaks a connection. With `lingers` the broker still takes what was sent over it, for a moment."""
+        link.is_open = False
+        link.hears = False
+        if lingers:
+            self.world.at(self.world.now + 0.05, lambda: self._drop(link))
+        else:
+            self._drop(link)
+        link.owner.process.call(link.owner.broke, link)
+
+    def _drop(self, link: Link) -> None:
+        if link in self.links:
+            self.links.remove(link)
+
+    def route(self, sender: Link, subject: str, payload: bytes, reply: str, headers: dict[str, str] | None) -> None:
+        message = Msg(_client=None, subject=subject, reply=reply, data=payload, headers=headers)  # type: ignore[arg-type]
+        tokens = subject.split(".")
+        queues: dict[tuple[str, str], list[tuple[Link, Subscription]]] = {}
+        reached = False
+        for link in self.links:
+            for subscription in link.subscriptions:
+                if not subscription.takes(tokens):
+                    continue
+                reached = True
+                if subscription.queue:
+                    queues.setdefault((subscription.queue, subscription.subject), []).append((link, subscription))
+                else:
+                    link.deliver(subscription, message)
+        for members in queues.values():
+            link, subscription = self.world.rng.choice(members)
+            link.deliver(subscription, message)
+        if not reached and reply:
+            self._notice(sender, reply)
+
+    def _notice(self, sender: Link, reply: str) -> None:
+        message = Msg(_client=None, subject=reply, reply="", data=b"", headers={"Status": "503"})  # type: ignore[arg-type]
+        tokens = reply.split(".")
+        for subscription in sender.subscriptions:
+            if subscription.takes(tokens):
+                sender.deliver(subscription, message)
+
+
+class SimBus:
+    """A `Bus` of one simulated process."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, process: Process, broker: Broker) -> None:
+        self.process = process
+        self._broker = broker
+        self._subscriptions: list[Subscription] = []
+        self._pending: list[Callable[[Link], None]] = []
+        self._pings: deque[asyncio.Future[None]] = deque()
+        self._requests: dict[str, asyncio.Future[Msg]] = {}
+        self._inbox = f"_INBOX.{next(self._numbers)}"
+        self._link: Link | None = None
+        self._is_closed = False
+        self._flushing = False
+        self.on_reconnect: Callable[[], None] = lambda: None
+        self.guard: Callable[[], bool] = lambda: True
+        self.num_reconnects = 0
+        self._connect()
+
+    def __repr__(self) -> str:
+        return f"<SimBus of {self.process!r} {'up' if self.is_connected else 'down'}>"
+
+    @property
+    def is_connected(self) -> bool:
+        return self._link is not None
+
+    @property
+    def max_payload(self) -> int:
+        return 1_048_576
+
+    def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
+        if self._is_closed:
+            raise ConnectionError("closed")
+        if len(self._pending) > _MAX_PENDING:
+            raise bus.BusyError("too much is waiting")
+        self._put(lambda link: self._broker.route(link, subject, payload, reply, headers))
+
+    async def subscribe(self, subject: str, callback: bus.Callback, queue: str = "") -> Subscription:
+        subscription = Subscription(subject, callback, queue)
+        self._subscriptions.append(subscription)
+        self._put(lambda link: self._register(link, subscription))
+        return subscription
+
+    async def unsubscribe(self, subscription: bus.Subscription) -> None:
+        assert isinstance(subscription, Subscription)
+        self._subscriptions.remove(subscription)
+        self._put(lambda link: _forget(link, subscription))
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            await self.flush()
+
+    async def request(
+        self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
+    ) -> Msg:
+        reply = self.new_inbox()
+        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._requests[reply] = future
+        subscription = await self.subscribe(reply, lambda message: self._answer(reply, message))
+        self.publish(subject, payload, reply, headers)
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await future
+        finally:
+            del self._requests[reply]
+            self._subscriptions.remove(subscription)
+            self._put(lambda link: _forget(link, subscription))
+        if bus.is_no_responders(message):
+            raise bus.NoRespondersError(subject)
+        return message
+
+    async def flush(self, timeout_s: float = 5.0) -> None:
+        if not self.is_connected:
+            raise ConnectionError("the broker is away")
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pings.append(answered)
+        self._put(lambda link: link.deliver(None, None))
+        async with asyncio.timeout(timeout_s):
+            await answered
+
+    async def until_refused(self) -> None:
+        await asyncio.Event().wait()
+
+    def new_inbox(self) -> str:
+        return f"{self._inbox}.{next(self._numbers)}"
+
+    def abort(self) -> None:
+        self._pending.clear()
+        if self._link is not None:
+            self._broker.cut(self._link, lingers=self.process.world.rng.random() < 0.5)
+
+    async def close(self) -> None:
+        self._is_closed = True
+
+    def receive(self, link: Link, subscription: Subscription | None, message: Msg | None) -> None:
+        """Something has come over a connection."""
+        if link is not self._link:
+            return
+        if subscription is None:
+            if self._pings and not (ping := self._pings.popleft()).done():
+                ping.set_result(None)
+        elif subscription in self._subscriptions and message is not None:
+            subscription.callback(message)
+
+    def broke(self, link: Link) -> None:
+        if link is self._link:
+            self._link = None
+            self._pings.clear()
+            self.process.loop.call_later(_RECONNECT_S, self._try_again)
+
+    def kill(self) -> None:
+        """The process is no more, and so is its connection."""
+        if self._link is not None:
+            self._broker.cut(self._link, lingers=True)
+
+    def _try_again(self) -> None:
+        if self._link is not None or self._is_closed:
+            return
+        if not self._broker.is_up or self._broker.is_paused:
+            self.process.loop.call_later(_RECONNECT_S, self._try_again)
+            return
+        self._connect()
+        self.num_reconnects += 1
+        self.on_reconnect()
+
+    def _connect(self) -> None:
+        self._link = Link(self._broker, self)
+        self._broker.links.append(self._link)
+        kept, self._pending = self._pending, []
+        for subscription in self._subscriptions:
+            self._put(lambda link, one=subscription: self._register(link, one))  # type: ignore[misc]
+        for action in kept:
+            self._put(action)
+
+    def _register(self, link: Link, subscription: Subscription) -> None:
+        if subscription in self._subscriptions and subscription not in link.subscriptions:
+            link.subscriptions.append(subscription)
+
+    def _put(self, action: Callable[[Link], None]) -> None:
+        self._pending.append(action)
+        if not self._flushing:
+            self._flushing = True
+            self.process.loop.call_soon(self._write)
+
+    def _write(self) -> None:
+        self._flushing = False
+        if self._link is None or not self._pending:
+            return
+        if not self.guard():
+            self.abort()
+            return
+        pending, self._pending = self._pending, []
+        for action in pending:
+            self._link.send(action)
+
+    def _answer(self, reply: str, message: Msg) -> None:
+        future: asyncio.Future[Any] | None = self._requests.get(reply)
+        if future is not None and not future.done():
+            future.set_result(message)
+
+
+def _forget(link: Link, subscription: Subscription) -> None:
+    if subscription in link.subscriptions:
+        link.subscriptions.remove(subscription)

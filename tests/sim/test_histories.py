@@ -1,0 +1,184 @@
+"""Thousands of histories of clients, routers and fronts over a network that loses, delays, pauses and breaks.
+
+After each one, when everything works again: every request has had exactly one terminal, no client was ever given text
+of two generations or with a hole, and nothing is left in any table. TOKENBUS_HISTORIES sets how many are played."""
+
+import os
+from collections.abc import Callable
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.sim.network import Broker, SimBus
+from tests.sim.system import ClientProcess, FrontProcess, RouterProcess, kill
+from tests.sim.world import Process, world
+
+HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "60"))
+NUMBERS = st.integers(0, 5)
+
+
+class History(RuleBasedStateMachine):
+    """A few processes, and everything that can happen to them."""
+
+    @initialize(seed=st.integers(0, 2**32), routers=st.integers(1, 2), fronts=st.integers(1, 2))
+    def begin(self, seed: int, routers: int, fronts: int) -> None:
+        self._closing = world(seed)
+        self.world = self._closing.__enter__()
+        self.broker = Broker(self.world)
+        self.fronts = [FrontProcess(self.world, self.broker, f"w{number}") for number in range(fronts)]
+        self.routers = [RouterProcess(self.world, self.broker, f"r{number}") for number in range(routers)]
+        self.clients = [ClientProcess(self.world, self.broker, f"c{number}") for number in range(2)]
+        self.born = 10
+        self.world.run(0.8)
+
+    # what clients do
+
+    @rule(who=NUMBERS, max_tokens=st.integers(1, 25), stream=st.integers(0, 3), deadline=st.integers(0, 5))
+    def ask(self, who: int, max_tokens: int, stream: int, deadline: int) -> None:
+        self.of(self.clients, who).ask(max_tokens, stream=stream > 0, timeout_ms=900.0 if deadline == 0 else None)
+
+    @rule(who=NUMBERS, which=st.integers(0, 20))
+    def cancel(self, who: int, which: int) -> None:
+        self.of(self.clients, who).cancel(which)
+
+    @rule(who=NUMBERS)
+    def client_dies(self, who: int) -> None:
+        if len(self.clients) > 1:
+            dead = self.of(self.clients, who)
+            self.clients.remove(dead)
+            kill(dead.process, dead.bus)
+
+    # time
+
+    @rule(seconds=st.sampled_from([0.01, 0.05, 0.2, 0.5, 1.0, 2.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.run(seconds)
+
+    @rule(seconds=st.sampled_from([4.0, 12.0]))
+    def wait_long(self, seconds: float) -> None:
+        self.world.run(seconds)
+
+    # the network
+
+    @rule(who=NUMBERS)
+    def cut(self, who: int) -> None:
+        bus = self.of(self.buses(), who)
+        if bus._link is not None:
+            self.broker.cut(bus._link)
+
+    @rule(slowest_s=st.sampled_from([0.002, 0.05, 0.4]))
+    def slow(self, slowest_s: float) -> None:
+        self.broker.slowest_s = slowest_s
+
+    @precondition(lambda self: self.broker.is_up)
+    @rule(seconds=st.sampled_from([0.1, 0.7, 3.0]))
+    def broker_pauses(self, seconds: float) -> None:
+        self.broker.pause()
+        self.world.at(self.world.now + seconds, self.broker.resume)
+
+    @precondition(lambda self: self.broker.is_up)
+    @rule(seconds=st.sampled_from([0.1, 1.0, 4.0]))
+    def broker_restarts(self, seconds: float) -> None:
+        self.broker.die()
+        self.world.at(self.world.now + seconds, self.broker.restart)
+
+    # processes
+
+    @rule(who=st.integers(0, 10), seconds=st.sampled_from([0.3, 1.0, 1.7, 2.4, 5.0]))
+    def process_pauses(self, who: int, seconds: float) -> None:
+        process = self.of([p for p in self.world.processes if p.is_alive], who)
+        process.is_paused = True
+        self.world.at(self.world.now + seconds, lambda: self.resume(process))
+
+    @rule(who=NUMBERS)
+    def engine_dies(self, who: int) -> None:
+        self.of(self.fronts, who).engine_dies()
+
+    @rule(who=NUMBERS)
+    def router_is_replaced(self, who: int) -> None:
+        dead = self.of(self.routers, who)
+        self.routers.remove(dead)
+        kill(dead.process, dead.bus)
+        self.born += 1
+        self.routers.append(RouterProcess(self.world, self.broker, f"r{self.born}"))
+
+    @precondition(lambda self: self.broker.is_up and not self.broker.is_paused)
+    @rule(who=NUMBERS)
+    def front_is_replaced(self, who: int) -> None:
+        dead = self.of(self.fronts, who)
+        self.fronts.remove(dead)
+        kill(dead.process, dead.bus)
+        self.born += 1
+        self.fronts.append(FrontProcess(self.world, self.broker, f"w{self.born}"))
+
+    # what must hold
+
+    @invariant()
+    def no_process_has_failed(self) -> None:
+        for process in self.world.processes if hasattr(self, "world") else []:
+            assert process.faults == [], process
+
+    @invariant()
+    def every_text_is_one(self) -> None:
+        for client in self.clients if hasattr(self, "world") else []:
+            for asked in client.asked:
+                asked.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        try:
+            self.heal()
+            self.check_end()
+        finally:
+            self._closing.__exit__(None, None, None)
+
+    def heal(self) -> None:
+        self.broker.slowest_s = 0.002
+        self.broker.restart()
+        if self.broker.is_paused:
+            self.broker.resume()
+        for process in self.world.processes:
+            process.is_paused = False
+        self.world.run_until(lambda: not any(client.open() for client in self.clients), timeout_s=120.0)
+        self.world.run(16.0)
+
+    def check_end(self) -> None:
+        self.no_process_has_failed()
+        self.every_text_is_one()
+        for client in self.clients:
+            assert all(asked.terminal is not None for asked in client.asked)
+            assert not client.client._streams
+            assert not client.client._places
+        for front in self.fronts:
+            assert front.engine is not None
+            assert front.engine.load().running == 0, front.front
+            assert not front.front._streams.running()
+        for router in self.routers:
+            assert len(router.router._journeys._flights) == 0, router.router
+            router.router._journeys._flights.check_integrity()
+        self.clients[0].ask(3)
+        self.world.run(5.0)
+        terminal = self.clients[0].asked[-1].terminal
+        assert terminal is not None
+        assert terminal.finish_reason == "length", terminal
+
+    def buses(self) -> list[SimBus]:
+        return [one.bus for one in (*self.clients, *self.routers, *self.fronts)]
+
+    def resume(self, process: Process) -> None:
+        process.is_paused = False
+
+    def of(self, several: list, number: int):  # type: ignore[no-untyped-def, type-arg]
+        return several[number % len(several)]
+
+
+TestHistories: Callable[[], None] = History.TestCase
+TestHistories.settings = settings(  # type: ignore[attr-defined]
+    max_examples=HISTORIES,
+    stateful_step_count=14,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    print_blob=True,
+)

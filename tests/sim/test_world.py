@@ -1,0 +1,147 @@
+"""Single histories in the simulated world: what each fault looks like to a client, to the second."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from protocol import errors, messages
+from tests.sim.network import Broker
+from tests.sim.system import ClientProcess, FrontProcess, RouterProcess, kill
+from tests.sim.world import World, world
+
+LENGTH = messages.FinishReason.LENGTH
+
+
+class System:
+    def __init__(self, world: World, routers: int = 1, fronts: int = 1) -> None:
+        self.world = world
+        self.broker = Broker(world)
+        self.fronts = [FrontProcess(world, self.broker, f"w{number}") for number in range(fronts)]
+        self.routers = [RouterProcess(world, self.broker, f"r{number}") for number in range(routers)]
+        self.client = ClientProcess(world, self.broker, "c0")
+        world.run(1.0)
+
+
+@pytest.fixture
+def one() -> Iterator[System]:
+    with world(seed=1) as made:
+        yield System(made)
+
+
+def test_a_request_is_answered(one: System) -> None:
+    one.client.ask(5)
+    one.world.run(2.0)
+    (asked,) = one.client.asked
+    asked.check()
+    assert asked.terminal is not None
+    assert asked.terminal.finish_reason is LENGTH
+
+
+def test_a_client_that_is_killed_frees_its_lane_within_three_seconds(one: System) -> None:
+    one.client.ask(1_000)
+    one.world.run(1.0)
+    assert one.fronts[0].engine is not None
+    assert one.fronts[0].engine.load().running == 1
+    kill(one.client.process, one.client.bus)
+    one.world.run(3.0)
+    assert one.fronts[0].engine.load().running == 0
+
+
+def test_a_client_that_reconnects_in_time_keeps_its_stream_and_misses_nothing(one: System) -> None:
+    one.client.ask(60)
+    one.world.run(1.0)
+    assert one.client.bus._link is not None
+    one.broker.cut(one.client.bus._link)
+    one.world.run(10.0)
+    (asked,) = one.client.asked
+    asked.check()
+    assert asked.terminal is not None
+    assert asked.terminal.finish_reason is LENGTH
+
+
+def test_a_broker_that_restarts_at_once_costs_no_stream(one: System) -> None:
+    one.client.ask(60)
+    one.world.run(1.0)
+    one.broker.die()
+    one.world.run(0.3)
+    one.broker.restart()
+    one.world.run(12.0)
+    (asked,) = one.client.asked
+    asked.check()
+    assert asked.terminal is not None
+    assert asked.terminal.finish_reason is LENGTH
+
+
+def test_a_broker_that_stays_away_ends_every_stream_in_an_error(one: System) -> None:
+    one.client.ask(600)
+    one.world.run(1.0)
+    one.broker.die()
+    one.world.run(20.0)
+    (asked,) = one.client.asked
+    asked.check()
+    assert asked.terminal is not None
+    assert asked.terminal.error
+    assert asked.terminal.error.code is errors.Code.WORKER_LOST
+    one.broker.restart()
+    one.world.run(5.0)
+    one.client.ask(5)
+    one.world.run(5.0)
+    assert one.client.asked[1].terminal is not None
+    assert one.client.asked[1].terminal.finish_reason is LENGTH
+
+
+@pytest.mark.parametrize("seconds", [0.5, 3.0, 40.0])
+def test_a_front_that_stands_still_is_given_up_in_time_and_serves_again(one: System, seconds: float) -> None:
+    one.client.ask(60)
+    one.world.run(1.0)
+    one.fronts[0].process.is_paused = True
+    one.world.run(seconds)
+    one.fronts[0].process.is_paused = False
+    one.world.run(20.0)
+    (asked,) = one.client.asked
+    asked.check()
+    assert asked.terminal is not None
+    if seconds < 1:
+        assert asked.terminal.finish_reason is LENGTH
+    else:
+        assert asked.terminal.error
+        assert asked.terminal.error.code is errors.Code.WORKER_LOST
+    one.client.ask(5)
+    one.world.run(5.0)
+    assert one.client.asked[1].terminal is not None
+    assert one.client.asked[1].terminal.finish_reason is LENGTH
+
+
+def test_an_unspoken_request_of_a_killed_front_goes_on_at_another() -> None:
+    with world(seed=2) as made:
+        system = System(made, fronts=2)
+        for front in system.fronts:
+            front.engine._token_s = 3.0
+        system.client.ask(3)
+        made.run(0.5)
+        (busy,) = [front for front in system.fronts if front.engine.load().running]
+        kill(busy.process, busy.bus)
+        made.run(20.0)
+        (asked,) = system.client.asked
+        asked.check()
+        assert asked.terminal is not None
+        assert asked.terminal.finish_reason is LENGTH
+        assert asked.terminal.attempt == 2
+
+
+@pytest.mark.parametrize("seconds", [0.5, 3.0, 40.0])
+def test_a_router_that_stands_still_keeps_no_client_waiting_for_ever(seconds: float) -> None:
+    with world(seed=3) as made:
+        system = System(made, routers=2)
+        for _ in range(6):
+            system.client.ask(20)
+        made.run(0.01)
+        system.routers[0].process.is_paused = True
+        for _ in range(6):
+            system.client.ask(5)
+        made.run(seconds)
+        system.routers[0].process.is_paused = False
+        made.run(60.0)
+        for asked in system.client.asked:
+            asked.check()
+            assert asked.terminal is not None, asked

@@ -1,0 +1,175 @@
+"""Virtual time: every process has an event loop of its own, and may stand still while the others go on."""
+
+import asyncio
+import heapq
+import itertools
+import random
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+_LONGEST_TURNS = 20_000
+"""Turns without any time passing after which something loops for ever."""
+
+
+class _NoSelector:
+    """Nothing comes from outside a simulated process."""
+
+    def select(self, timeout: float | None) -> list[Any]:
+        return []
+
+
+class ProcessLoop(asyncio.BaseEventLoop):
+    """An event loop that runs one turn at a time, on a clock that others move."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        super().__init__()
+        self._now = now
+        self._selector = _NoSelector()
+
+    def time(self) -> float:
+        return self._now()
+
+    def turn(self) -> None:
+        self.call_soon(self.stop)
+        self.run_forever()
+
+    def next_at(self) -> float | None:
+        """When there is something to do; None for never."""
+        if self._ready:  # type: ignore[attr-defined]
+            return self._now()
+        waiting = [handle for handle in self._scheduled if not handle.cancelled()]  # type: ignore[attr-defined]
+        return min(handle.when() for handle in waiting) if waiting else None
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+        future = self.create_future()
+        future.set_result(func(*args))
+        return future
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass
+
+
+class Process:
+    """Something that runs, may be paused, and may be killed."""
+
+    def __init__(self, world: "World", name: str) -> None:
+        self.world = world
+        self.name = name
+        self.loop = ProcessLoop(lambda: world.now)
+        self.loop.set_exception_handler(self._note)
+        self.is_paused = False
+        self.is_alive = True
+        self.paused_at = 0
+        """How often it was paused."""
+        self.faults: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"<Process {self.name}{' paused' if self.is_paused else ''}{'' if self.is_alive else ' dead'}>"
+
+    def spawn(self, life: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        return self.loop.create_task(life)
+
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Has the process do something in one of its turns."""
+        if self.is_alive:
+            self.loop.call_soon(function, *arguments)
+
+    def do(self, life: Coroutine[Any, Any, Any]) -> Any:
+        """Has the process do something to its end, at once."""
+        task = self.spawn(life)
+        self.world.run_until(task.done)
+        return task.result()
+
+    def kill(self) -> None:
+        self.is_alive = False
+
+    def _note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if self.is_alive:
+            self.faults.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+
+class World:
+    """All processes and the clock that they share."""
+
+    def __init__(self, seed: int) -> None:
+        self.now = 1_000.0
+        self.rng = random.Random(seed)
+        self.processes: list[Process] = []
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def process(self, name: str) -> Process:
+        process = Process(self, name)
+        self.processes.append(process)
+        return process
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        """Has something happen outside all processes."""
+        heapq.heappush(self._due, (max(when, self.now), next(self._numbers), what))
+
+    def run(self, seconds: float) -> None:
+        """Lets time pass."""
+        end = self.now + seconds
+        self._run(lambda: False, end)
+        self.now = end
+
+    def run_until(self, enough: Callable[[], bool], timeout_s: float = 120.0) -> None:
+        self._run(enough, self.now + timeout_s)
+        assert enough(), f"not within {timeout_s} s"
+
+    def close(self) -> None:
+        for process in self.processes:
+            for task in asyncio.all_tasks(process.loop):
+                task.cancel()
+            for _ in range(20):
+                process.loop.turn()
+            process.loop.close()
+
+    def _run(self, enough: Callable[[], bool], end: float) -> None:
+        turns = 0
+        while not enough():
+            soonest = self._soonest()
+            if soonest is None or soonest > end:
+                return
+            if soonest > self.now:
+                self.now, turns = soonest, 0
+            turns += 1
+            assert turns < _LONGEST_TURNS, "the world stands still"
+            self._step()
+
+    def _step(self) -> None:
+        while self._due and self._due[0][0] <= self.now:
+            heapq.heappop(self._due)[2]()
+        for process in self._running():
+            at = process.loop.next_at()
+            if at is not None and at <= self.now:
+                process.loop.turn()
+
+    def _running(self) -> list[Process]:
+        return [process for process in self.processes if process.is_alive and not process.is_paused]
+
+    def _soonest(self) -> float | None:
+        times = [at for process in self._running() if (at := process.loop.next_at()) is not None]
+        if self._due:
+            times.append(self._due[0][0])
+        return min(times, default=None)
+
+
+@contextmanager
+def world(seed: int) -> Iterator[World]:
+    """A world whose clock is also that of everything that asks the time in it."""
+    made = World(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: made.now)
+        patch.setattr(time, "time_ns", lambda: int(made.now * 1e9))
+        try:
+            yield made
+        finally:
+            made.close()
