@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -87,7 +88,8 @@ class Up:
         model = ["--model", str(options.model), "--served-name", options.served_name, "--threads", str(threads)]
         for number in range(1, options.workers + 1):
             name = f"worker-{number}"
-            self._add(name, ["worker", *common, *model, "--worker-id", name, "--grace-s", str(_GRACE_S)])
+            worker_id = f"{socket.gethostname()}-{os.getpid()}-{number}" if options.nats else name
+            self._add(name, ["worker", *common, *model, "--worker-id", worker_id, "--grace-s", str(_GRACE_S)])
 
     def _add(self, name: str, arguments: list[str]) -> None:
         child = Child(name, arguments, self._log_folder / f"{name}.log", self._out.say)

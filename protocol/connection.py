@@ -48,12 +48,27 @@ class _Client(Client):
     def __init__(self) -> None:
         super().__init__()
         self.may_write: Callable[[], bool] = lambda: True
+        self.num_undecodable = 0
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
         self._pongs.append(future or asyncio.get_running_loop().create_future())
         self._pending.append(_PING)
         self._pending_data_size += len(_PING)
         await self._flush_pending()
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        """A message whose subject or headers can't be decoded is dropped: it would end nats-py's read loop."""
+        try:
+            await super()._process_msg(sid, subject, reply, data, headers)
+        except (ValueError, LookupError) as error:
+            self.num_undecodable += 1
+            await self._error_cb(error)
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether nats-py has stopped reading or writing although it calls itself connected."""
+        loops = (self._reading_task, self._flusher_task)
+        return any(task is None or task.done() for task in loops)
 
     async def _process_pong(self) -> None:
         if self._pongs and self._pongs[0].done():
@@ -197,6 +212,8 @@ class Connection:
         """Returns when the broker has everything that was published before. Raises TimeoutError, ConnectionError."""
         if not self._client.is_connected:  # nats-py's would return at once
             raise ConnectionError("the broker is away")
+        if self._client.is_deaf:
+            raise ConnectionError("the connection has stopped reading or writing")
         try:
             await self._client.flush(timeout=cast(int, timeout_s))
         except nats.errors.FlushTimeoutError as error:
@@ -267,6 +284,7 @@ async def connect(settings: Settings, name: str) -> Connection:
                 connect_timeout=2,
                 ping_interval=2,
                 max_outstanding_pings=2,
+                pending_size=settings.max_pending_bytes,
                 inbox_prefix=settings.inbox_prefix,
                 skip_subject_validation=True,
             )

@@ -52,6 +52,8 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Unsigned 32-bit little-endian integers."""
     params: Params
     remaining_ms: float | None = None
+    age_ms: float | None = None
+    """Since the router received the request: a cancel that came before that was not meant for it."""
     crashes: int = 0
     resume_from: RunResume | None = None
     routing: public.RoutingReport | None = None

@@ -143,6 +143,10 @@ class Subjects:
     def card(self, model: str, worker_id: str) -> str:
         return f"{self.prefix}.card.{name_to_token(model)}.{name_to_token(worker_id)}"
 
+    def cards_of(self, worker_id: str) -> str:
+        """The cards of every front that goes by that name, whatever its model."""
+        return f"{self.prefix}.card.*.{name_to_token(worker_id)}"
+
     def events(self, model: str, worker_id: str) -> str:
         return f"{self.prefix}.events.{name_to_token(model)}.{name_to_token(worker_id)}"
 

@@ -3,6 +3,7 @@
 import time
 
 import structlog
+from msgspec import UNSET
 
 from protocol import codec, errors, limits, messages
 from protocol.bus import Bus, BusyError, PayloadTooLargeError
@@ -23,6 +24,17 @@ class _Said:
         self.encoding = encoding
         self.chunk = chunk
         self.at = at
+
+
+def _usage(flight: Flight) -> messages.Usage:
+    """What this router knows of it: the completion is its worker's."""
+    prompt = flight.num_prompt_tokens
+    return messages.Usage(prompt_tokens=prompt, completion_tokens=0, total_tokens=prompt, cached_tokens=0)
+
+
+def _timings(flight: Flight) -> messages.Timings:
+    total_ms = round((time.monotonic() - flight.received_at) * 1e3, 3)
+    return messages.Timings(queue_ms=total_ms, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=total_ms)
 
 
 class Answers:
@@ -83,6 +95,8 @@ class Answers:
             model=flight.model,
             created=int(time.time()),
             error=codec.given(error),
+            usage=UNSET if reason is None else _usage(flight),
+            timings=UNSET if reason is None else _timings(flight),
         )
 
     def handed_over(self, flight: Flight) -> None:

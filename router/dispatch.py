@@ -1,6 +1,7 @@
 """Brings a request to a worker that accepts it, or ends it with the reason why none did."""
 
 import asyncio
+import contextlib
 import random
 import time
 
@@ -8,7 +9,7 @@ import structlog
 
 from protocol import codec, errors, internal, limits, messages, subjects
 from protocol import request as checks
-from protocol.bus import Bus, NoRespondersError, PayloadTooLargeError
+from protocol.bus import Bus, BusyError, NoRespondersError, PayloadTooLargeError
 from router.fleet import Fleet
 from router.flight import Flight, Flights
 from router.placement import NoWorker, Placement, Policy, place
@@ -93,13 +94,14 @@ class Dispatch:
         while True:
             try:
                 answer = await self._connection.request(subject, drop, limits.ACCEPT_S)
-            except NoRespondersError:
+            except (NoRespondersError, ConnectionError):
                 await asyncio.sleep(_ASK_AGAIN_S)
-            except (TimeoutError, ConnectionError):
+            except TimeoutError:
                 pass
             else:
                 self._fleet.hear(card, time.monotonic())
                 if not _control_replies.decode(answer.data).ok:
+                    self._fleet.doubt_one(card)  # its end may have been said while nobody listened for it
                     self._accepted(flight, card)
                     return None
                 return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} did not accept in time")
@@ -113,7 +115,11 @@ class Dispatch:
     def _place(self, flight: Flight, refused: dict[str, errors.Error]) -> Placement | NoWorker:
         now = time.monotonic()
         wish = flight.request.routing
-        candidates = [w for w in self._fleet.candidates(flight.model, now) if w.card.worker_id not in refused]
+        candidates = [
+            worker
+            for worker in self._fleet.candidates(flight.model, now)
+            if worker.card.worker_id not in refused and worker.card.context_length > flight.num_prompt_tokens
+        ]
         if wish is not None and wish.worker_id:
             candidates = [worker for worker in candidates if worker.card.worker_id == wish.worker_id]
         policy = self._policies[(wish.policy if wish else None) or self._default_policy]
@@ -125,6 +131,7 @@ class Dispatch:
     async def _try(self, flight: Flight, card: messages.Card) -> errors.Error | None:
         """Sends a run to one worker; None when it accepts. An answer that fails to come is cleared up first."""
         flight.attempt += 1
+        flight.ended_at = None
         subject = self._names.worker(card.model, card.worker_id, "run")
         run = codec.encode(self._run(flight, card))
         try:
@@ -159,6 +166,7 @@ class Dispatch:
             token_ids=flight.prompt_ids,
             params=checks.params_of(flight.request),
             remaining_ms=flight.remaining_ms(time.monotonic()),
+            age_ms=(time.monotonic() - flight.received_at) * 1e3,
         )
 
     def _accepted(self, flight: Flight, card: messages.Card) -> None:
@@ -171,7 +179,8 @@ class Dispatch:
             attempt=flight.attempt,
         )
         if flight.cancelled:
-            self._connection.publish(self._names.cancel(flight.request_id, flight.tenant), b"")
+            with contextlib.suppress(BusyError, ConnectionError):  # the client's own cancel may still get through
+                self._connection.publish(self._names.cancel(flight.request_id, flight.tenant), b"")
 
     def _why_nobody(self, flight: Flight, refused: dict[str, errors.Error]) -> errors.Error:
         """The most useful of the refusals: that of a worker which is merely busy before that of one which is gone."""

@@ -121,6 +121,12 @@ class Fleet:
         """The workers to ask for a snapshot now."""
         return [worker for worker in self._workers.values() if worker.log.ask(now, every_s)]
 
+    def doubt_one(self, card: messages.Card) -> None:
+        """Something may have been missed of that life of a worker."""
+        worker = self._workers.get(card.worker_id)
+        if worker is not None and worker.card.epoch == card.epoch:
+            worker.log.doubt()
+
     def doubt(self) -> None:
         """This router was away: something may have been missed of every worker."""
         for worker in self._workers.values():

@@ -20,6 +20,7 @@ class Flight:
         "held_bytes",
         "key",
         "model",
+        "num_prompt_tokens",
         "prompt_ids",
         "received_at",
         "reply",
@@ -52,6 +53,8 @@ class Flight:
         """What it counts for among the bytes that a router may hold."""
         self.prompt_ids: bytes | None = None
         """Kept from tokenizing until it has spoken: that long it can be placed again."""
+        self.num_prompt_tokens = 0
+        """Once it is tokenized."""
         self.attempt = 0
         """The highest attempt that was dispatched."""
         self.worker_id: str | None = None
@@ -118,6 +121,7 @@ class Flights:
     def keep_prompt(self, flight: Flight, prompt_ids: bytes) -> None:
         """From now on the prompt is held as token ids, and its text no more."""
         flight.prompt_ids = prompt_ids
+        flight.num_prompt_tokens = len(prompt_ids) // 4
         flight.request = codec.replaced(flight.request, messages=None, prompt=None, token_ids=None)
         self._hold(flight, len(prompt_ids))
 

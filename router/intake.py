@@ -3,6 +3,7 @@
 import secrets
 import time
 
+import msgspec
 import structlog
 from msgspec import UNSET
 from nats.aio.msg import Msg
@@ -80,14 +81,15 @@ class Intake:
         request_id = ""
         try:
             address = self._address(message)
-            request = self._decode(message, encoding)
+            self._check_size(message)
+            request = _requests.decode(message.data, encoding)
             checks.check_id(request.id)
             request_id = request.id or ""
             checks.check(request)
             self._journeys.check(request.routing)
             self._take(request, address, message, encoding)
         except errors.RequestError as error:
-            self._refuse(message, encoding, request_id, error.error)
+            self._refuse(message, encoding, request_id or _readable_id(message, encoding), error.error)
 
     def _take(
         self,
@@ -188,10 +190,6 @@ class Intake:
         except ValueError as error:
             raise errors.request_error(errors.Code.INVALID_REQUEST, str(error), param="model") from error
 
-    def _decode(self, message: Msg, encoding: codec.Encoding) -> messages.GenerateRequest:
-        self._check_size(message)
-        return _requests.decode(message.data, encoding)
-
     def _check_size(self, message: Msg) -> None:
         if len(message.data) > self._max_request_bytes:
             raise errors.request_error(
@@ -201,3 +199,20 @@ class Intake:
 
     def _refuse(self, message: Msg, encoding: codec.Encoding, request_id: str, error: errors.Error) -> None:
         self._answers.refuse(message.reply, encoding, request_id, error)
+
+
+def _readable_id(message: Msg, encoding: codec.Encoding) -> str:
+    """The id of a request that is wrong in some other way; empty where there is none to be read."""
+    try:
+        request_id = _ids.decode(message.data, encoding).id
+        checks.check_id(request_id)
+    except errors.RequestError:
+        return ""
+    return request_id or ""
+
+
+class _OnlyId(msgspec.Struct, frozen=True):
+    id: str | None = None
+
+
+_ids = codec.Decoder(_OnlyId)

@@ -110,9 +110,12 @@ class Journeys:
             await asyncio.wait(self._tasks)
 
     def leave(self) -> None:
-        """Lets go of what workers have: they end it without this router."""
+        """Lets go of what workers have: they end it without this router. Ends what none has."""
         for flight in self._flights.everything():
-            self.finish(flight)
+            if flight.worker_id is None:
+                self._end(flight, errors.make_error(errors.Code.SHUTTING_DOWN))
+            else:
+                self.finish(flight)
 
     def _show_alive(self, flight: Flight, now: float) -> None:
         flight.alive_at = now
@@ -125,10 +128,15 @@ class Journeys:
         task.add_done_callback(self._tasks.discard)
 
     async def _bring(self, flight: Flight) -> None:
-        worker = self._someone(flight)
-        _check_needs(flight.request, worker)
-        token_ids = await self._vocabularies.token_ids(flight.request, worker)
-        _check_length(token_ids, worker)
+        workers = self._anyone(flight)
+        _check_needs(flight.request, workers[0])
+        remaining_ms = flight.remaining_ms(time.monotonic())
+        try:
+            async with asyncio.timeout(None if remaining_ms is None else remaining_ms / 1e3):
+                token_ids = await self._vocabularies.token_ids(flight.request, workers)
+        except TimeoutError as error:
+            raise errors.request_error(errors.Code.DEADLINE_EXCEEDED) from error
+        _check_length(token_ids, max(worker.card.context_length for worker in workers))
         self._flights.keep_prompt(flight, blocks.to_bytes(token_ids))
         await self._dispatch.bring(flight)
 
@@ -158,11 +166,12 @@ class Journeys:
         else:
             self._answers.fail(flight, error)
 
-    def _someone(self, flight: Flight) -> Worker:
-        """Any worker of the model, to learn what the model needs. Raises RequestError."""
-        workers = self._fleet.of_model(flight.model)
+    def _anyone(self, flight: Flight) -> list[Worker]:
+        """The workers of the model, those that can work now first. Raises RequestError where there is none."""
+        ready = self._fleet.candidates(flight.model, time.monotonic())
+        workers = ready + [worker for worker in self._fleet.of_model(flight.model) if worker not in ready]
         if workers:
-            return workers[0]
+            return workers
         if self._fleet.is_unknown(flight.model, time.monotonic()):
             raise errors.request_error(errors.Code.MODEL_NOT_FOUND, f"no worker has ever served {flight.model!r}")
         raise errors.request_error(errors.Code.NO_WORKER, f"nothing serves {flight.model!r} now")
@@ -176,11 +185,11 @@ def _check_needs(request: messages.GenerateRequest, worker: Worker) -> None:
             )
 
 
-def _check_length(token_ids: list[int], worker: Worker) -> None:
+def _check_length(token_ids: list[int], context_length: int) -> None:
     if not token_ids:
         raise errors.request_error(errors.Code.INVALID_REQUEST, "the prompt has no tokens", param="prompt")
-    if len(token_ids) + 1 > worker.card.context_length:
+    if len(token_ids) + 1 > context_length:
         raise errors.request_error(
             errors.Code.PROMPT_TOO_LONG,
-            f"the prompt has {len(token_ids)} tokens; with one to generate it must fit {worker.card.context_length}",
+            f"the prompt has {len(token_ids)} tokens; with one to generate it must fit {context_length}",
         )

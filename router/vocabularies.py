@@ -8,13 +8,16 @@ from nats.aio.msg import Msg
 
 from protocol import blocks, codec, errors, internal, limits, messages, prompt, subjects
 from protocol import request as checks
-from protocol.bus import Bus, NoRespondersError
+from protocol.bus import Bus, NoRespondersError, PayloadTooLargeError
 from router.fleet import Worker
 
 MAX_BUNDLES = 64
 """Tokenizers kept; the one unused for longest goes first."""
-_FETCH_TIMEOUT_S = 10.0
-_TOKENIZE_TIMEOUT_S = 10.0
+_FETCH_TIMEOUT_S = 2.0
+"""From one part to the next."""
+_TOKENIZE_TIMEOUT_S = 4.0
+_MAX_ASKED = 3
+"""Workers that are asked in turn, where one does not answer."""
 _LONG_TEXT = 16_384
 """Characters beyond which a text is tokenized on a thread, so that the loop goes on meanwhile."""
 
@@ -36,36 +39,39 @@ class Vocabularies:
     def __repr__(self) -> str:
         return f"<Vocabularies {len(self._builders)} bundles>"
 
-    async def token_ids(self, request: messages.GenerateRequest, worker: Worker) -> list[int]:
-        """The prompt of a checked request, for the model of that worker. Raises RequestError."""
+    async def token_ids(self, request: messages.GenerateRequest, workers: list[Worker]) -> list[int]:
+        """The prompt of a checked request, for the model of those workers, asked in turn. Raises RequestError."""
         if request.token_ids is not None:
             return request.token_ids
-        builder = await self._builder(worker)
+        builder = await self._builder(workers)
         if builder is None:
-            return await self._ask(request, worker)
+            return await self._ask(request, workers)
         size = len(request.prompt or "") + sum(len(checks.text_of(message)) for message in request.messages or [])
         if size > _LONG_TEXT:
             return await asyncio.to_thread(_build, builder, request)
         return _build(builder, request)
 
-    async def _builder(self, worker: Worker) -> prompt.PromptBuilder | None:
-        digest = worker.card.tokenizer_digest
-        if digest is None or digest in self._broken:
-            return None
-        if digest in self._builders:
-            self._builders.move_to_end(digest)
-            return self._builders[digest]
-        if digest not in self._fetching:
-            task = asyncio.get_running_loop().create_task(self._fetch(worker, digest))
-            self._fetching[digest] = task
-            task.add_done_callback(lambda _: self._fetching.pop(digest, None))
-        return await asyncio.shield(self._fetching[digest])
+    async def _builder(self, workers: list[Worker]) -> prompt.PromptBuilder | None:
+        for worker in workers[:_MAX_ASKED]:
+            digest = worker.card.tokenizer_digest
+            if digest is None or digest in self._broken:
+                return None
+            if digest in self._builders:
+                self._builders.move_to_end(digest)
+                return self._builders[digest]
+            if digest not in self._fetching:
+                task = asyncio.get_running_loop().create_task(self._fetch(worker, digest))
+                self._fetching[digest] = task
+                task.add_done_callback(lambda _, digest=digest: self._fetching.pop(digest, None))  # type: ignore[misc]
+            builder = await asyncio.shield(self._fetching[digest])
+            if builder is not None:
+                return builder
+        return None
 
     async def _fetch(self, worker: Worker, digest: str) -> prompt.PromptBuilder | None:
         """None where the bundle can't be had or used; the worker is asked to tokenize then."""
         try:
-            async with asyncio.timeout(_FETCH_TIMEOUT_S):
-                parts = await self._receive(worker, digest)
+            parts = await self._receive(worker, digest)
             bundle = prompt.from_parts(parts, digest)
             builder = await asyncio.to_thread(prompt.builder_of, bundle)
         except ValueError as error:
@@ -86,6 +92,7 @@ class Vocabularies:
     async def _receive(self, worker: Worker, digest: str) -> list[internal.TokenizerPart]:
         parts: dict[int, internal.TokenizerPart] = {}
         complete = asyncio.Event()
+        patience = asyncio.timeout(_FETCH_TIMEOUT_S)
         inbox = self._connection.new_inbox()
 
         def take(message: Msg) -> None:
@@ -95,6 +102,7 @@ class Vocabularies:
             part = _parts.decode(message.data)
             if part.digest == digest and 0 <= part.part < part.parts <= limits.MAX_BUNDLE_BYTES // limits.PART_BYTES:
                 parts[part.part] = part
+                patience.reschedule(asyncio.get_running_loop().time() + _FETCH_TIMEOUT_S)
                 if len(parts) == part.parts:
                     complete.set()
 
@@ -102,24 +110,35 @@ class Vocabularies:
         try:
             subject = self._names.worker(worker.card.model, worker.card.worker_id, "tokenizer")
             self._connection.publish(subject, b"", reply=inbox)
-            await complete.wait()
+            async with patience:
+                await complete.wait()
         finally:
             await self._connection.unsubscribe(subscription)
+        if not parts or len(parts) < parts[min(parts)].parts:
+            raise errors.request_error(errors.Code.NO_WORKER, "the worker has gone")
         return [parts[number] for number in sorted(parts)]
 
-    async def _ask(self, request: messages.GenerateRequest, worker: Worker) -> list[int]:
+    async def _ask(self, request: messages.GenerateRequest, workers: list[Worker]) -> list[int]:
         ask = internal.Tokenize(
             text=request.prompt, messages=request.messages, chat_template_kwargs=request.chat_template_kwargs
         )
-        subject = self._names.worker(worker.card.model, worker.card.worker_id, "tokenize")
-        try:
-            answer = await self._connection.request(subject, codec.encode(ask), _TOKENIZE_TIMEOUT_S)
-        except (NoRespondersError, TimeoutError, ConnectionError) as error:
-            raise errors.request_error(errors.Code.NO_WORKER, f"no worker tokenized the prompt: {error}") from error
-        reply = _replies.decode(answer.data)
-        if reply.error is not None:
-            raise errors.RequestError(reply.error)
-        return blocks.from_bytes(reply.token_ids or b"")
+        problem: Exception | None = None
+        for worker in workers[:_MAX_ASKED]:
+            subject = self._names.worker(worker.card.model, worker.card.worker_id, "tokenize")
+            try:
+                answer = await self._connection.request(subject, codec.encode(ask), _TOKENIZE_TIMEOUT_S)
+            except PayloadTooLargeError as error:
+                raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, str(error)) from error
+            except (NoRespondersError, TimeoutError, ConnectionError) as error:
+                problem = error
+                continue
+            reply = _replies.decode(answer.data)
+            if reply.error is None:
+                return blocks.from_bytes(reply.token_ids or b"")
+            problem = errors.RequestError(reply.error)
+            if reply.error.code is not errors.Code.NO_WORKER:
+                raise problem
+        raise errors.request_error(errors.Code.NO_WORKER, f"no worker tokenized the prompt: {problem}")
 
 
 def _build(builder: prompt.PromptBuilder, request: messages.GenerateRequest) -> list[int]:

@@ -159,6 +159,8 @@ class FleetWatch:
 
     def _catch_up(self, caught: Caught, worker_id: str) -> None:
         """Sets right what is believed of the requests that the worker had when it was asked for the snapshot."""
+        worker = self._fleet.find(worker_id)
+        assert worker is not None, worker_id
         self._log.info("worker_caught_up", worker_id=worker_id, running=len(caught.running))
         for flight in self._flights.at(worker_id):
             running = caught.running.get(flight.key)
@@ -166,6 +168,8 @@ class FleetWatch:
                 self._flights.spoke(flight)
             elif running is None and flight.accepted_at < caught.asked_at:
                 self._finished(flight, worker_id)
+            elif running is None:  # accepted since, or before and ended: the next snapshot tells
+                self._fleet.doubt_one(worker.card)
 
     def _finished(self, flight: Flight, worker_id: str) -> None:
         flight.ended_at = worker_id

@@ -240,6 +240,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
                 session_id="s",
                 priority=-5,
             ),
+            age_ms=12.5,
             remaining_ms=1500.5,
             crashes=1,
             resume_from=internal.RunResume(
@@ -250,6 +251,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ),
     ("accepted", internal.RunReply(accepted=True)),
     ("refused", internal.RunReply(accepted=False, error=ERROR, same_reply=True)),
+    ("cancelled before", internal.RunReply(accepted=False, error=ERROR, cancelled=True)),
     ("drop", internal.Control(op="drop", request_id="default:r-1", attempt=2)),
     ("drain", internal.Control(op="drain")),
     ("done", internal.ControlReply(ok=True)),

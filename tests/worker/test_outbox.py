@@ -102,7 +102,6 @@ async def test_that_a_stream_has_finished_is_published_after_its_terminal() -> N
     front, one = Front(), stream()
     front.outbox.put(one, output("a", last=True), 1.0)
     front.outbox.flush()
-    front.announcer.publish_events()
     before, terminal, after = front.said()
     assert isinstance(before, internal.Events)
     assert isinstance(terminal, messages.Chunk)
@@ -131,8 +130,8 @@ async def test_a_terminal_that_just_fits_is_sent_and_one_byte_more_makes_it_an_e
     whole.created = 1_000_000_000
     front.outbox.put(whole, output("x" * 500, last=True), 1.0)
     front.outbox.flush()
-    headers = front.wire.published[-1][2]
-    terminal = front.said()[-1]
+    headers = front.wire.published[-2][2]
+    terminal = front.said()[-2]
     assert isinstance(terminal, messages.Chunk)
     if fits:
         assert (terminal.text, terminal.finish_reason, headers) == ("x" * 500, "length", {})
@@ -156,7 +155,7 @@ async def test_an_error_terminal_tells_its_error_in_headers_too() -> None:
     ended = msgspec.structs.replace(output("", last=True), finish_reason=messages.FinishReason.ERROR, error=error)
     front.outbox.put(one, ended, 1.0)
     front.outbox.flush()
-    assert front.wire.published[-1][2] == codec.error_headers(error)
+    assert front.wire.published[-2][2] == codec.error_headers(error)
 
 
 async def test_a_chunk_that_the_connection_has_no_room_for_is_dropped_and_counted() -> None:

@@ -7,7 +7,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from protocol import blocks, codec, errors, internal, messages, prompt, subjects
-from protocol.bus import Bus, Callback, is_no_responders
+from protocol.bus import Bus, Callback, PayloadTooLargeError, is_no_responders
 from worker import contract
 from worker.front.announce import Announcer
 from worker.front.streams import Streams
@@ -75,7 +75,7 @@ class Inbox:
         for subject in self._names.all_cancels:
             await self._connection.subscribe(subject, self._cancel)
         await self._connection.subscribe(self._names.discover, lambda _: self._announcer.publish_card())
-        await self._connection.subscribe(self._names.card(model, worker_id), self._own_card)
+        await self._connection.subscribe(self._names.cards_of(worker_id), self._own_card)
 
     def use(self, engine: contract.Engine | None) -> None:
         """The engine for requests from now on; None while there is none."""
@@ -173,7 +173,14 @@ class Inbox:
         except errors.RequestError as error:
             self._reply(message, internal.TokenizeReply(error=error.error))
         else:
-            self._reply(message, internal.TokenizeReply(token_ids=blocks.to_bytes(token_ids)))
+            self._reply_with_tokens(message, blocks.to_bytes(token_ids))
+
+    def _reply_with_tokens(self, message: Msg, token_ids: bytes) -> None:
+        try:
+            self._reply(message, internal.TokenizeReply(token_ids=token_ids))
+        except PayloadTooLargeError as error:
+            refusal = errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))
+            self._reply(message, internal.TokenizeReply(error=refusal))
 
     def _reply(self, message: Msg, reply: messages.Message) -> None:
         if message.reply:

@@ -64,12 +64,16 @@ class Outbox:
         if self._announcer.has_spoken:
             self._announcer.publish_events()
         chunks, self._chunks = self._chunks, []
+        has_ended = False
         for stream, wanted, gone_subject in chunks:
             chunk = self._publish(stream, wanted, gone_subject)
             if chunk.finish_reason is not None:
                 stream.terminal = chunk
+                has_ended = True
                 self._announcer.finished(stream.key)
                 self._log_end(stream, chunk)
+        if has_ended:  # at once: a client may use the id again as soon as it has the terminal
+            self._announcer.publish_events()
 
     def _publish(self, stream: Stream, chunk: messages.Chunk, gone_subject: str) -> messages.Chunk:
         """Publishes a chunk, or what stands in for one that is too large; returns what was published."""

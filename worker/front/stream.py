@@ -71,6 +71,23 @@ class Stream:
         self._history.append(output.token_ids, output.text)
         return self._terminal(output, self._history.whole())
 
+    def failure(self, prompt_tokens: int) -> contract.Output:
+        """The terminal of a stream that failed here and not in the engine."""
+        said = self._history.num_tokens
+        return contract.Output(
+            token_ids=[],
+            text="",
+            finish_reason=messages.FinishReason.ERROR,
+            error=errors.make_error(errors.Code.INTERNAL),
+            usage=messages.Usage(
+                prompt_tokens=prompt_tokens,
+                completion_tokens=said,
+                total_tokens=prompt_tokens + said,
+                cached_tokens=0,
+            ),
+            timings=messages.Timings(queue_ms=0.0, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=0.0),
+        )
+
     def again(self, offset: int, max_bytes: int) -> Iterator[messages.Chunk]:
         """Everything said from a token on, and the terminal if there is one; an empty chunk if there is nothing."""
         chunks = 0

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import structlog
 
@@ -17,6 +18,13 @@ from worker.front.stream import Stream
 from worker.validator import StreamValidator
 
 _EVERY_ATTEMPT = 2**63 - 1
+
+
+class _Withdrawal(NamedTuple):
+    """A drop or cancel of a request that was not here."""
+
+    attempt: int
+    at: float
 
 
 class Streams:
@@ -42,7 +50,7 @@ class Streams:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._presence = Presence()
         self._ended: Recent[Stream] = Recent(limits.KEEP_ENDED_S, limits.KEEP_ENDED_BYTES)
-        self._withdrawn: Recent[int] = Recent(limits.REMEMBER_WITHDRAWN_S, limits.REMEMBER_WITHDRAWN)
+        self._withdrawn: Recent[_Withdrawal] = Recent(limits.REMEMBER_WITHDRAWN_S, limits.REMEMBER_WITHDRAWN)
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -66,7 +74,7 @@ class Streams:
         if stream is None or self._engine is None:
             now = time.monotonic()
             if self._ended.get(key, now) is None:
-                self._withdrawn.put(key, _EVERY_ATTEMPT, now)
+                self._withdrawn.put(key, _Withdrawal(_EVERY_ATTEMPT, now), now)
             return False
         stream.end_with = because
         self._engine.abort(key)
@@ -81,7 +89,9 @@ class Streams:
             ended = self._ended.get(key, now)
             if ended is not None and ended.run.attempt == attempt:
                 return False
-            self._withdrawn.put(key, max(attempt, self._withdrawn.get(key, now) or 0), now)
+            known = self._withdrawn.get(key, now)
+            if known is None or known.attempt < attempt:
+                self._withdrawn.put(key, _Withdrawal(attempt, now), now)
             return True
         if stream.run.attempt > attempt:
             return True
@@ -89,6 +99,7 @@ class Streams:
             return False
         self._give_up(stream, "dropped")
         self._announcer.finished(key)
+        self._announcer.publish_events()  # before the answer, so that it is not taken for the end of a later attempt
         return True
 
     def repeat(self, key: str, offset: int) -> bool:
@@ -161,7 +172,8 @@ class Streams:
         announcer = self._announcer
         stream = Stream(run, announcer.model, announcer.worker_id, now, announcer.gone_subject(run.request_id))
         sink = self._sink(stream)
-        self._engine.generate(request, StreamValidator(request, sink) if self._validate else sink)
+        sink = StreamValidator(request, sink) if self._validate else sink
+        self._engine.generate(request, self._safe(stream, sink, len(token_ids)))
         self._ended.pop(stream.key)
         self._streams[stream.key] = stream
         if run.remaining_ms is not None:
@@ -185,7 +197,7 @@ class Streams:
             accepted=False,
             error=error,
             same_reply=live is not None and live.run.reply == run.reply,
-            cancelled=self._withdrawn.get(run.request_id, time.monotonic()) == _EVERY_ATTEMPT,
+            cancelled=self._is_withdrawn(run, _EVERY_ATTEMPT),
         )
 
     def _give_up(self, stream: Stream, reason: str) -> None:
@@ -209,12 +221,21 @@ class Streams:
             raise errors.request_error(errors.Code.SHUTTING_DOWN)
         if self._engine is None or self._config is None:
             raise errors.request_error(errors.Code.ENGINE_POISONED, "the engine is being restarted")
-        if (self._withdrawn.get(run.request_id, time.monotonic()) or 0) >= run.attempt:
+        if self._is_withdrawn(run, run.attempt):
             raise errors.request_error(errors.Code.NO_WORKER, "the run was taken back before it came")
         if not subjects.is_inbox(run.reply, self._inbox_prefixes):
             raise errors.request_error(errors.Code.INVALID_REQUEST, "reply: is no inbox", param="reply")
         if run.request_id in self._streams:
             raise errors.request_error(errors.Code.DUPLICATE_REQUEST)
+
+    def _is_withdrawn(self, run: internal.Run, attempt: int) -> bool:
+        """Whether that attempt was taken back before it came. A cancel from before the request was another's."""
+        now = time.monotonic()
+        known = self._withdrawn.get(run.request_id, now)
+        if known is None or known.attempt < attempt:
+            return False
+        made_at = 0.0 if run.age_ms is None else now - run.age_ms / 1e3
+        return known.attempt < _EVERY_ATTEMPT or known.at >= made_at
 
     def _sink(self, stream: Stream) -> Callable[[contract.Output], None]:
         def take(output: contract.Output) -> None:
@@ -226,6 +247,25 @@ class Streams:
                 self._ended.put(stream.key, stream, time.monotonic(), stream.held_bytes)
 
         return take
+
+    def _safe(self, stream: Stream, sink: contract.Sink, prompt_tokens: int) -> contract.Sink:
+        """A sink that never raises: what goes wrong in it ends its own stream, and no other."""
+
+        def take(output: contract.Output) -> None:
+            try:
+                sink(output)
+            except Exception:  # outermost frame of a stream: whatever went wrong, it gets its terminal
+                self._log.exception("stream_failed", request_id=stream.key, worker_id=self._announcer.worker_id)
+                if self._streams.get(stream.key) is stream:
+                    self._fail(stream, prompt_tokens)
+
+        return take
+
+    def _fail(self, stream: Stream, prompt_tokens: int) -> None:
+        self._forget(stream)
+        self._outbox.put(stream, stream.failure(prompt_tokens), time.monotonic())
+        if self._engine is not None:
+            self._engine.abort(stream.key)
 
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.key]
