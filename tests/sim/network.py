@@ -48,13 +48,13 @@ class Link:
     def send(self, action: Callable[["Link"], None]) -> None:
         """Towards the broker, behind everything sent before."""
         world = self.broker.world
-        self._to_broker_at = max(self._to_broker_at, world.now) + self.broker.delay()
+        self._to_broker_at = max(self._to_broker_at, world.now + self.broker.delay())
         world.at(self._to_broker_at, lambda: self.broker.take(self, action))
 
     def deliver(self, subscription: Subscription | None, message: Msg | None) -> None:
         """Towards the owner, behind everything delivered before; without a message it is the answer to a ping."""
         world = self.broker.world
-        self._to_owner_at = max(self._to_owner_at, world.now) + self.broker.delay()
+        self._to_owner_at = max(self._to_owner_at, world.now + self.broker.delay())
         world.at(self._to_owner_at, lambda: self._arrive(subscription, message))
 
     def _arrive(self, subscription: Subscription | None, message: Msg | None) -> None:
