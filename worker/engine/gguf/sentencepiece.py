@@ -1,8 +1,5 @@
 """SentencePiece's kind of byte pair encoding (`llama`): the pair whose token has the highest score is merged first."""
 
-from collections.abc import Iterator
-from itertools import groupby
-
 from worker.engine.gguf import tokenizer_json
 from worker.engine.gguf.metadata import Metadata
 from worker.engine.gguf.tokenizer_json import Design
@@ -21,21 +18,28 @@ def design(metadata: Metadata, _whole: dict[str, int]) -> Design | None:
     return Design(model, rewrites=(*prefix, tokenizer_json.ESCAPED_SPACES))
 
 
-def merges_of(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+def merges_of(vocabulary: dict[str, int], scores: list[float]) -> list[str]:
     """Every pair of tokens that together are a token, the best score first.
 
-    Of pairs with the same score llama.cpp merges the leftmost, a list of merges the first. It is the same for pairs
-    that share no token, and for those that do (`▁▁▁` and `▁▁` in a run of spaces) where the longer left side is first.
+    Of pairs with the same score llama.cpp merges the leftmost, a list of merges the first. That is the same for pairs
+    that no text has side by side, and in a run of spaces, whose tokens may share a score, if the longer left side is
+    first. Tokens with a space are left out: no text has one, since spaces are escaped.
     """
-    ranked = sorted(vocabulary, key=lambda text: -scores[vocabulary[text]])
-    merges: list[tuple[str, str]] = []
-    for _, texts in groupby(ranked, key=lambda text: scores[vocabulary[text]]):
-        pairs = [pair for text in texts for pair in _pairs(text, vocabulary)]
-        merges += sorted(pairs, key=lambda pair: -len(pair[0])) if len(pairs) > 1 else pairs
+    by_score: dict[float, list[str]] = {}
+    for text, token_id in vocabulary.items():
+        if " " not in text:
+            by_score.setdefault(scores[token_id], []).append(text)
+    merges: list[str] = []
+    for score in sorted(by_score, reverse=True):
+        merges += [f"{left} {right}" for left, right in _pairs(by_score[score], vocabulary)]
     return merges
 
 
-def _pairs(text: str, vocabulary: dict[str, int]) -> Iterator[tuple[str, str]]:
-    for end in range(1, len(text)):
-        if (left := text[:end]) in vocabulary and (right := text[end:]) in vocabulary:
-            yield left, right
+def _pairs(texts: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    pairs = [
+        (left, right)
+        for text in texts
+        for end in range(len(text) - 1, 0, -1)
+        if (left := text[:end]) in vocabulary and (right := text[end:]) in vocabulary
+    ]
+    return pairs if len(texts) == 1 else sorted(pairs, key=lambda pair: -len(pair[0]))

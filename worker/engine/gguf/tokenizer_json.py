@@ -15,8 +15,8 @@ class Design(NamedTuple):
     rewrites: tuple[Json, ...] = ()
 
 
-def bpe(vocabulary: dict[str, int], merges: list[str] | list[tuple[str, str]], **options: bool) -> Json:
-    """`merges` in their order; as texts, their sides are separated by a space."""
+def bpe(vocabulary: dict[str, int], merges: list[str], **options: bool) -> Json:
+    """`merges` in their order, the two sides of each with a space between them."""
     return {"type": "BPE", "vocab": vocabulary, "merges": merges, **options}
 
 
