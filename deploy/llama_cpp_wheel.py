@@ -2,7 +2,8 @@
 
 There is only source on PyPI. What Tokenbus does not use of it is left out of the build (the multimodal tools, and
 llama.cpp's helper library for its own programs), which takes about three minutes on two cores instead of ten. The wheel
-is made for this machine's processor, so the cache is kept apart by processor features.
+is made for this machine's processor, so the cache is kept apart by processor features. The vocabularies that llama.cpp
+tests itself with are kept too: ours tests its tokenizers with them, and only the source has them.
 
 Usage: llama_cpp_wheel.py VERSION. Variables: TOKENBUS_CACHE (the cache), CMAKE_ARGS (more options for llama.cpp).
 """
@@ -12,6 +13,7 @@ import os
 import platform
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -27,11 +29,20 @@ def processor() -> str:
     return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
 
 
-def cache_folder(version: str) -> Path:
+def cache() -> Path:
     root = os.environ.get("TOKENBUS_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(root).expanduser() / "tokenbus" / "wheels"
+
+
+def cache_folder(version: str) -> Path:
     extra = os.environ.get("CMAKE_ARGS", "")
     kind = hashlib.sha256(f"{processor()}\n{extra}\n{platform.libc_ver()}".encode()).hexdigest()[:12]
-    return Path(root).expanduser() / "tokenbus" / "wheels" / f"llama-cpp-python-{version}-{platform.machine()}-{kind}"
+    return cache() / f"llama-cpp-python-{version}-{platform.machine()}-{kind}"
+
+
+def vocabularies_folder(version: str) -> Path:
+    """Where the vocabulary files are, whichever processor the wheel is for. There may be none yet."""
+    return cache() / f"llama-cpp-python-{version}-vocabularies"
 
 
 def build(version: str, folder: Path) -> None:
@@ -40,19 +51,65 @@ def build(version: str, folder: Path) -> None:
         f"PyPI has only its source; the wheel is kept in {folder}, so that later clones take seconds."
     )
     with tempfile.TemporaryDirectory() as scratch:
-        lean = Path(scratch) / "lean.cmake"
-        lean.write_text(_LEAN)
-        options = f"-DLLAVA_BUILD=OFF -DCMAKE_PROJECT_INCLUDE={lean} {os.environ.get('CMAKE_ARGS', '')}".strip()
-        cores = str(os.cpu_count() or 1)
-        environment = os.environ | {"CMAKE_ARGS": options, "CMAKE_BUILD_PARALLEL_LEVEL": cores}
-        command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir", "--wheel-dir", scratch]
-        command += ["--no-binary", "llama-cpp-python", f"llama-cpp-python=={version}"]
-        subprocess.run(command, env=environment, check=True, stdout=sys.stderr)
+        sdist = download(version, Path(scratch))
+        keep_vocabularies(sdist, vocabularies_folder(version))
+        wheel = compile_wheel(sdist, Path(scratch))
         folder.mkdir(parents=True, exist_ok=True)
-        (wheel,) = Path(scratch).glob("*.whl")
         partial = folder / f".{wheel.name}.{os.getpid()}"
         partial.write_bytes(wheel.read_bytes())
         partial.rename(folder / wheel.name)
+
+
+def download(version: str, scratch: Path) -> Path:
+    """The source as PyPI has it. Raises CalledProcessError with what pip said."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--dest", str(scratch)]
+    command += ["--no-binary", "llama-cpp-python", f"llama-cpp-python=={version}"]
+    try:
+        subprocess.run(command, check=True, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+    except subprocess.CalledProcessError as error:
+        say(error.stderr)
+        raise
+    (sdist,) = scratch.glob("*.tar.gz")
+    return sdist
+
+
+def compile_wheel(sdist: Path, scratch: Path) -> Path:
+    lean = scratch / "lean.cmake"
+    lean.write_text(_LEAN)
+    options = f"-DLLAVA_BUILD=OFF -DCMAKE_PROJECT_INCLUDE={lean} {os.environ.get('CMAKE_ARGS', '')}".strip()
+    cores = str(os.cpu_count() or 1)
+    environment = os.environ | {"CMAKE_ARGS": options, "CMAKE_BUILD_PARALLEL_LEVEL": cores}
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir", "--wheel-dir", str(scratch)]
+    subprocess.run([*command, str(sdist)], env=environment, check=True, stdout=sys.stderr)
+    (wheel,) = scratch.glob("*.whl")
+    return wheel
+
+
+def keep_vocabularies(sdist: Path, folder: Path) -> None:
+    """Unpacks the vocabulary files, all or none, where they are not there yet."""
+    if folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch, tarfile.open(sdist) as archive:
+        partial = Path(scratch) / folder.name
+        partial.mkdir()
+        for member in archive:
+            if "/models/ggml-vocab-" in member.name and (content := archive.extractfile(member)):
+                (partial / Path(member.name).name).write_bytes(content.read())
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process has been quicker
+                raise
+
+
+def vocabularies(version: str) -> Path:
+    """The folder of the vocabulary files, fetched if the cache is older than they are. Raises CalledProcessError."""
+    folder = vocabularies_folder(version)
+    if not folder.exists():
+        with tempfile.TemporaryDirectory() as scratch:
+            keep_vocabularies(download(version, Path(scratch)), folder)
+    return folder
 
 
 def say(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ import demo
 from demo import corpus
 from protocol import errors, internal, messages, prompt
 from tests.support.engines import DEMO
-from worker.engine.gguf import bundle, metadata
+from worker.engine.gguf import bundle, metadata, probes
 from worker.engine.gguf.runner import GgufRunner
 
 BOS = corpus.SPECIAL_TOKENS.index(corpus.BOS)
@@ -36,6 +37,18 @@ def unpacked(runner: GgufRunner) -> prompt.TokenizerBundle:
 @pytest.fixture(scope="module")
 def builder(unpacked: prompt.TokenizerBundle) -> prompt.PromptBuilder:
     return prompt.builder_of(unpacked)
+
+
+class Reference(NamedTuple):
+    rules: prompt.PromptRules
+    encode: Tokenize
+    pieces: list[bytes] = []
+    user_defined: dict[str, int] = {}
+
+
+@pytest.fixture(scope="module")
+def reference(unpacked: prompt.TokenizerBundle, encode: Tokenize) -> Reference:
+    return Reference(unpacked.rules, encode)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +77,7 @@ def test_router_and_worker_make_the_same_ids_of_any_text(
     assert builder.from_text(text) == runner.tokenize(internal.Tokenize(text=text))
 
 
-@pytest.mark.parametrize("text", bundle.PROBES)
+@pytest.mark.parametrize("text", probes.PROBES)
 def test_router_and_worker_agree_on_every_probe(runner: GgufRunner, builder: prompt.PromptBuilder, text: str) -> None:
     assert builder.from_text(text) == runner.tokenize(internal.Tokenize(text=text))
 
@@ -190,40 +203,52 @@ def changed(facts: metadata.Metadata, key: str, value: metadata.Value) -> metada
 
 
 def test_the_bundle_of_the_demo_model_is_built_again_the_same(
-    runner: GgufRunner, facts: metadata.Metadata, unpacked: prompt.TokenizerBundle, encode: Tokenize
+    runner: GgufRunner, facts: metadata.Metadata, reference: Reference
 ) -> None:
-    assert bundle.build(facts, unpacked.rules, encode) == runner.bundle
+    assert bundle.build(facts, reference) == runner.bundle
 
 
-def test_there_is_no_bundle_where_a_single_probe_differs(
-    facts: metadata.Metadata, unpacked: prompt.TokenizerBundle, encode: Tokenize
+def test_there_is_no_bundle_where_a_single_probe_differs(facts: metadata.Metadata, reference: Reference) -> None:
+    for odd in filter(None, probes.PROBES):
+        differs = reference._replace(encode=lambda text, odd=odd: reference.encode(text)[text == odd :])
+        assert bundle.build(facts, differs) is None, odd
+
+
+@pytest.mark.parametrize("piece", [b"Router", b" broker"])
+def test_there_is_no_bundle_where_the_vocabularys_own_words_differ(
+    facts: metadata.Metadata, reference: Reference, piece: bytes
 ) -> None:
-    for odd in bundle.PROBES:
-        differs = bundle.build(facts, unpacked.rules, lambda text, odd=odd: encode(text)[text == odd :])
-        assert differs is None, odd
+    assert not any(piece.decode() in probe for probe in probes.PROBES)
+    differs = reference._replace(
+        pieces=[piece], encode=lambda text: [] if piece.decode() in text else reference.encode(text)
+    )
+    assert bundle.build(facts, differs) is None
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
         ("tokenizer.ggml.model", "llama"),
+        ("tokenizer.ggml.model", "rwkv"),
+        ("tokenizer.ggml.model", 7),
         ("tokenizer.ggml.pre", "unheard-of"),
         ("tokenizer.ggml.merges", []),
         ("tokenizer.ggml.tokens", ["a", "a"]),
+        ("tokenizer.ggml.tokens", []),
     ],
 )
 def test_there_is_no_bundle_for_a_vocabulary_that_cannot_be_rebuilt(
-    facts: metadata.Metadata, unpacked: prompt.TokenizerBundle, encode: Tokenize, key: str, value: metadata.Value
+    facts: metadata.Metadata, reference: Reference, key: str, value: metadata.Value
 ) -> None:
-    assert bundle.build(changed(facts, key, value), unpacked.rules, encode) is None
+    assert bundle.build(changed(facts, key, value), reference) is None
 
 
-@pytest.mark.parametrize("merge", ["nospace", "never seen", "a "])
+@pytest.mark.parametrize("merge", ["nospace", "never seen", "a ", "", "a b c"])
 def test_there_is_no_bundle_for_a_vocabulary_with_a_merge_that_makes_no_token(
-    facts: metadata.Metadata, unpacked: prompt.TokenizerBundle, encode: Tokenize, merge: str
+    facts: metadata.Metadata, reference: Reference, merge: str
 ) -> None:
     merges: metadata.Value = [*facts.texts("tokenizer.ggml.merges"), merge]
-    assert bundle.build(changed(facts, "tokenizer.ggml.merges", merges), unpacked.rules, encode) is None
+    assert bundle.build(changed(facts, "tokenizer.ggml.merges", merges), reference) is None
 
 
 def test_a_model_whose_merges_make_no_sense_is_served_without_a_bundle(
@@ -240,9 +265,9 @@ def test_a_model_whose_merges_make_no_sense_is_served_without_a_bundle(
 
 
 def test_a_model_without_a_chat_template_has_a_bundle_that_refuses_conversations(
-    facts: metadata.Metadata, unpacked: prompt.TokenizerBundle, encode: Tokenize
+    facts: metadata.Metadata, reference: Reference, encode: Tokenize
 ) -> None:
-    packed = bundle.build(facts, _without_template(unpacked.rules), encode)
+    packed = bundle.build(facts, reference._replace(rules=_without_template(reference.rules)))
     assert packed is not None
     plain = prompt.builder_of(prompt.from_parts(prompt.to_parts(packed), prompt.digest_of(packed)))
     assert plain.from_text("hi") == [BOS, *encode("hi")]

@@ -48,7 +48,7 @@ class GgufRunner:
         self._samplers: dict[int, LaneSampler] = {}
         self.end_token_ids = self._vocabulary.end_token_ids
         self.pieces = self._vocabulary.pieces
-        self.bundle = bundle.build(facts, self._vocabulary.rules, self._vocabulary.encode)
+        self.bundle = bundle.build(facts, self._vocabulary)
         self.config = self._describe(path, facts, settings)
         self._warm_up()
 

@@ -11,6 +11,7 @@ from worker.engine.gguf.metadata import Metadata
 
 _CONTROL = 1 << 3
 _UNKNOWN = 1 << 0
+_USER_DEFINED = 1 << 4
 _PIECE_BYTES = 256
 
 
@@ -23,7 +24,11 @@ class Vocabulary:
         tokens = range(self.size)
         self.end_token_ids = frozenset(token for token in tokens if llama.llama_vocab_is_eog(vocab, token))
         self.pieces = self._all_pieces()
-        self.rules = self._rules(metadata)
+        attributes = [llama.llama_vocab_get_attr(vocab, token) for token in tokens]
+        special = [token for token in tokens if attributes[token] & (_CONTROL | _UNKNOWN)]
+        self.rules = self._rules(metadata, special)
+        kinds = _CONTROL | _UNKNOWN | _USER_DEFINED
+        self.user_defined = {self._text(token): token for token in tokens if attributes[token] & kinds == _USER_DEFINED}
         self._builder = prompt.PromptBuilder(self.rules, self.encode)
 
     def __repr__(self) -> str:
@@ -59,15 +64,10 @@ class Vocabulary:
             length = llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
         return buffer.raw[:length]
 
-    def _rules(self, metadata: Metadata) -> prompt.PromptRules:
-        special = {
-            self._text(token): token
-            for token in range(self.size)
-            if llama.llama_vocab_get_attr(self._vocab, token) & (_CONTROL | _UNKNOWN)
-        }
+    def _rules(self, metadata: Metadata, special: list[int]) -> prompt.PromptRules:
         bos, eos = llama.llama_vocab_bos(self._vocab), llama.llama_vocab_eos(self._vocab)
         return prompt.PromptRules(
-            special_tokens=special,
+            special_tokens={self._text(token): token for token in special},
             chat_template=metadata.text("tokenizer.chat_template"),
             bos_token=self._text(bos) if bos >= 0 else "",
             eos_token=self._text(eos) if eos >= 0 else "",

@@ -1,0 +1,61 @@
+"""GGUF files that hold a vocabulary alone: written for a test, or those that llama.cpp's own tests use."""
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from llama_cpp import llama_cpp as llama
+
+from worker.engine.gguf import library, metadata
+from worker.engine.gguf.vocabulary import Vocabulary
+
+_SCALARS = {str: 8, bool: 7, int: 4, float: 6}
+_ITEMS = _SCALARS | {int: 5}
+"""llama.cpp reads single numbers unsigned, and those of arrays signed."""
+_CODES = {bool: "?", int: "i", float: "f"}
+Scalar = str | bool | int | float
+Entry = Scalar | list[str] | list[int] | list[float]
+
+
+class Loaded(NamedTuple):
+    facts: metadata.Metadata
+    vocabulary: Vocabulary
+
+
+@contextmanager
+def load(path: Path) -> Iterator[Loaded]:
+    """A vocabulary as llama.cpp has it, without a model."""
+    library.start()
+    params = llama.llama_model_default_params()
+    params.vocab_only = True
+    model = llama.llama_model_load_from_file(str(path).encode(), params)
+    assert model is not None, library.last_error()
+    facts = metadata.read(path)
+    yield Loaded(facts, Vocabulary(llama.llama_model_get_vocab(model), facts))
+    llama.llama_model_free(model)
+
+
+def write(path: Path, entries: dict[str, Entry]) -> Path:
+    """Keys are those of `tokenizer.ggml`."""
+    pairs = {"general.architecture": "llama"} | {f"tokenizer.ggml.{key}": value for key, value in entries.items()}
+    body = b"".join(_string(key) + _value(value) for key, value in pairs.items())
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + body)
+    return path
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Entry) -> bytes:
+    if isinstance(value, list):
+        kind = type(value[0])
+        return struct.pack("<IIQ", 9, _ITEMS[kind], len(value)) + b"".join(map(_scalar, value))
+    return struct.pack("<I", _SCALARS[type(value)]) + _scalar(value)
+
+
+def _scalar(value: Scalar) -> bytes:
+    return _string(value) if isinstance(value, str) else struct.pack(f"<{_CODES[type(value)]}", value)
