@@ -1,5 +1,6 @@
 """A whole system of real processes for tests: broker, routers, workers, each of which can be killed."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import demo
 from cli import broker
@@ -68,6 +70,22 @@ class System:
     def worker(self, name: str, *arguments: str) -> None:
         settings = ["--model", str(demo.MODEL_PATH), "--served-name", "demo", "--threads", "1", "--worker-id", name]
         self._run(name, "worker", *settings, *arguments)
+
+    async def restart_broker(self, pause_s: float = 0.0) -> None:
+        """Kills the broker and starts another in its place, after a while."""
+        port = urlsplit(self.url).port or 0
+        self._broker.kill()
+        await asyncio.sleep(pause_s)
+        self._broker = await broker.start(port, self._folder / "nats.log")
+
+    @contextlib.contextmanager
+    def broker_frozen(self) -> Iterator[None]:
+        """It is there and answers nothing."""
+        os.kill(self._broker.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self._broker.pid, signal.SIGCONT)
 
     def signal(self, name: str, number: int) -> None:
         self._processes[name].send_signal(number)

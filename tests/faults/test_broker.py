@@ -1,0 +1,53 @@
+"""What exact clients see when the broker dies and comes back: every byte, or an error; never silence, never a mixture."""
+
+import asyncio
+
+import pytest
+
+from client import Client
+from tests.support.load import ask, until_idle, until_ready
+from tests.support.system import System
+
+
+@pytest.mark.parametrize(("away_s", "must_survive"), [(0.0, True), (4.0, False)])
+async def test_a_broker_killed_and_restarted_under_32_streams_costs_no_byte_and_hangs_nobody(
+    system: System, away_s: float, must_survive: bool
+) -> None:
+    system.router("router")
+    for name in ("worker-a", "worker-b"):
+        system.worker(name, "--max-num-seqs", "16", "--kv-tokens", "16384")
+    bare = await system.connect()
+    await until_ready(bare, 2)
+    async with await Client.connect(system.url) as client:
+        undisturbed = (await ask(client, 900).end()).text
+        told = [ask(client, 900) for _ in range(32)]
+        await asyncio.gather(*(one.speaks() for one in told))
+        await system.restart_broker(away_s)
+        for one in await asyncio.gather(*(one.end() for one in told)):
+            one.check(undisturbed)
+        num_whole = sum(one.is_whole for one in told)
+        assert num_whole == 32 if must_survive else num_whole < 32
+        fresh = await system.connect()
+        await until_ready(fresh, 2)
+        await until_idle(fresh)
+        (await ask(client, 20).end()).check(undisturbed)
+
+
+async def test_a_broker_that_stands_still_for_three_seconds_mixes_nothing_and_hangs_nobody(system: System) -> None:
+    system.router("router")
+    system.worker("worker-a")
+    system.worker("worker-b")
+    bare = await system.connect()
+    await until_ready(bare, 2)
+    async with await Client.connect(system.url) as client:
+        undisturbed = (await ask(client, 600).end()).text
+        told = [ask(client, 600) for _ in range(8)]
+        await asyncio.gather(*(one.speaks() for one in told))
+        with system.broker_frozen():
+            await asyncio.sleep(3)
+        for one in await asyncio.gather(*(one.end() for one in told)):
+            one.check(undisturbed)
+        fresh = await system.connect()
+        await until_ready(fresh, 2)
+        await until_idle(fresh)
+        (await ask(client, 20).end()).check(undisturbed)
