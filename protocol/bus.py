@@ -49,6 +49,11 @@ class Bus(Protocol):
     def is_connected(self) -> bool: ...
 
     @property
+    def heard_at(self) -> float:
+        """When something last came from the broker, by `time.monotonic`."""
+        ...
+
+    @property
     def max_payload(self) -> int:
         """Bytes that the broker takes in one message, headers included."""
         ...

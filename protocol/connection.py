@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import socket
 import struct
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -49,6 +50,7 @@ class _Client(Client):
         super().__init__()
         self.may_write: Callable[[], bool] = lambda: True
         self.num_undecodable = 0
+        self.heard_at = time.monotonic()
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
         self._pongs.append(future or asyncio.get_running_loop().create_future())
@@ -58,6 +60,7 @@ class _Client(Client):
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         """A message whose subject or headers can't be decoded is dropped: it would end nats-py's read loop."""
+        self.heard_at = time.monotonic()
         try:
             await super()._process_msg(sid, subject, reply, data, headers)
         except (ValueError, LookupError) as error:
@@ -71,6 +74,7 @@ class _Client(Client):
         return any(task is None or task.done() for task in loops)
 
     async def _process_pong(self) -> None:
+        self.heard_at = time.monotonic()
         if self._pongs and self._pongs[0].done():
             self._pongs.pop(0)
             self._pings_outstanding = 0
@@ -152,6 +156,11 @@ class Connection:
     @property
     def is_connected(self) -> bool:
         return self._client.is_connected
+
+    @property
+    def heard_at(self) -> float:
+        """When something last came from the broker, by `time.monotonic`."""
+        return self._client.heard_at
 
     @property
     def max_payload(self) -> int:

@@ -13,6 +13,7 @@ PROBE_SUFFIX = ":again"
 
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
+_REQUEST_ID = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.MAX_ID_BYTES}}}")
 _ESCAPED = re.compile(r"=([0-9A-F]{2})")
 _SUBJECT = re.compile(r"[^\s.*>]+(?:\.[^\s.*>]+)*")
 
@@ -160,9 +161,11 @@ class Subjects:
         return _tenant(self._tail(subject)[1:])
 
     def parse_request(self, subject: str) -> RequestAddress:
-        """Tenant and request id of a `cancel` or `resync` subject. Raises ValueError likewise."""
+        """Tenant and request id of a `cancel` or `resync` subject. Raises ValueError likewise, and for no id."""
         *tenant, request_id = self._tail(subject)[1:]
-        return RequestAddress(_tenant(tenant), token_to_name(request_id))
+        if not _REQUEST_ID.fullmatch(request_id):
+            raise ValueError(f"{request_id[:150]!r} is no request id")
+        return RequestAddress(_tenant(tenant), request_id)
 
     def parse_worker(self, subject: str) -> WorkerAddress:
         """Model and worker of a `card` or `events` subject. Raises ValueError likewise."""

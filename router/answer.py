@@ -61,6 +61,10 @@ class Answers:
         """An empty chunk: the request is held here."""
         self._publish(flight.reply, flight.encoding, self._own(flight))
 
+    def has_said(self, key: str, now: float) -> bool:
+        """Whether a terminal of this router for that request can be had again."""
+        return self._ended.get(key, now) is not None
+
     def repeat(self, key: str, now: float) -> bool:
         """Publishes a terminal of this router again; False if it has sent none for that request lately."""
         said = self._ended.get(key, now)

@@ -16,8 +16,8 @@ from router.placement import NoWorker, Placement, Policy, place
 
 _run_replies = codec.Decoder(internal.RunReply)
 _control_replies = codec.Decoder(internal.ControlReply)
-MAX_ATTEMPTS = 8
-"""Workers that are tried for one request before it ends with the last one's refusal."""
+MAX_ATTEMPTS = 12
+"""Times that a worker is looked for before a request ends with the last one's refusal."""
 
 _ASK_AGAIN_S = 0.1
 
@@ -66,13 +66,17 @@ class Dispatch:
 
         Raises RequestError when none will accept it, and AlreadyLiveError when one has it already."""
         refused: dict[str, errors.Error] = {}
-        while len(refused) < MAX_ATTEMPTS and not flight.cancelled:
+        for attempt in range(MAX_ATTEMPTS):
+            if flight.cancelled:
+                return
             remaining_ms = flight.remaining_ms(time.monotonic())
             if remaining_ms is not None and remaining_ms <= 0:
                 raise errors.request_error(errors.Code.DEADLINE_EXCEEDED)
             match self._place(flight, refused):
                 case NoWorker():
-                    break
+                    if not _forgive_absent(refused):
+                        break
+                    await asyncio.sleep(_ASK_AGAIN_S * 2 ** min(attempt, 3))
                 case Placement(worker):
                     refusal = await self._try(flight, worker.card)
                     if refusal is None:
@@ -193,3 +197,12 @@ class Dispatch:
         if busy:
             return min(busy, key=lambda error: error.retry_after_ms or 0.0)
         return next(reversed(refused.values()), errors.make_error(errors.Code.NO_WORKER))
+
+
+def _forgive_absent(refused: dict[str, errors.Error]) -> bool:
+    """Lets those be tried again that did not answer, or not in time: they may be back soon. False if there are none."""
+    codes = (errors.Code.NO_WORKER, errors.Code.WORKER_LOST)
+    absent = [worker_id for worker_id, error in refused.items() if error.code in codes]
+    for worker_id in absent:
+        del refused[worker_id]
+    return bool(absent)

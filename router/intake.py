@@ -169,6 +169,8 @@ class Intake:
             return
         try:
             address = self._names.parse_request(message.subject)
+            if not self._journeys.knows(address.key):
+                return
             encoding = codec.encoding_of(message.headers)
             _resyncs.decode(message.data, encoding)
         except (ValueError, errors.RequestError):

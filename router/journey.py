@@ -82,6 +82,10 @@ class Journeys:
         flight.cancelled = True
         return True
 
+    def knows(self, key: str) -> bool:
+        """Whether a request is here, or has lately ended here."""
+        return self._flights.find(key) is not None or self._answers.has_said(key, time.monotonic())
+
     def repeat(self, key: str) -> bool:
         """Shows the client that its request is held here, or how it ended here; False if it was neither."""
         now = time.monotonic()

@@ -41,7 +41,6 @@ class FleetWatch:
         self._inbox = bus.new_inbox()
         self._discovered_at = 0.0
         self._forgive_until = 0.0
-        self._broker_heard_at = time.monotonic()
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -58,7 +57,7 @@ class FleetWatch:
 
     async def watch(self) -> None:
         """Notices silence and gaps; runs until cancelled."""
-        tasks = [asyncio.create_task(life) for life in (self._tick(), ask_for_signs(self._bus, 1.0, self._sign))]
+        tasks = [asyncio.create_task(life) for life in (self._tick(), ask_for_signs(self._bus, _OLDEST_SIGN_S))]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -78,9 +77,6 @@ class FleetWatch:
         self._discovered_at = time.monotonic()
         self._bus.publish(self._names.discover, b"")
 
-    def _sign(self, asked_at: float) -> None:
-        self._broker_heard_at = asked_at
-
     async def _tick(self) -> None:
         ticked_at = time.monotonic()
         while True:
@@ -98,7 +94,7 @@ class FleetWatch:
             self._journeys.tick(now)
 
     def _hears(self, now: float) -> bool:
-        return self._bus.is_connected and now - self._broker_heard_at < _OLDEST_SIGN_S
+        return self._bus.is_connected and now - self._bus.heard_at < _OLDEST_SIGN_S
 
     def _card(self, message: Msg) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What exact clients see when the broker dies and comes back: every byte, or an error; never silence, never a mixture."""
+"""What exact clients see when the broker dies and comes back: every byte, or an error; never silence or a mixture."""
 
 import asyncio
 

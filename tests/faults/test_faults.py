@@ -1,43 +1,17 @@
 """What a client sees when processes are killed: every accepted request ends in exactly one terminal."""
 
 import asyncio
-import json
 import os
 import random
 import signal
 import time
-from typing import Any
 
 from tests.support.bare import PREFIX, Answer, Bare, check_stream
+from tests.support.load import cards, until_ready
 from tests.support.system import System
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
 """Twelve of these fill the KV memory of one worker (8,192 tokens), so that all can speak at once."""
-
-
-async def cards(bare: Bare) -> list[dict[str, Any]]:
-    """The workers that a router knows; none while there is no router."""
-    try:
-        reply = await bare.nats.request(f"{PREFIX}.models", b"", timeout=1)
-    except Exception:  # no router yet
-        return []
-    models = json.loads(reply.data)["models"]
-    return [card for served in models for card in served["workers"]]
-
-
-async def until_ready(bare: Bare, count: int) -> list[dict[str, Any]]:
-    async with asyncio.timeout(60):
-        while True:
-            found = await cards(bare)
-            if sum(card["state"] == "ready" for card in found) >= count:
-                return found
-            await asyncio.sleep(0.02)
-
-
-async def until_logged(system: System, name: str, event: str) -> None:
-    async with asyncio.timeout(60):
-        while not any(line["event"] == event for line in system.log(name)):
-            await asyncio.sleep(0.02)
 
 
 async def speaking(bare: Bare, count: int, **more: object) -> list[Answer]:
@@ -173,7 +147,7 @@ async def test_sigterm_of_a_router_hands_new_requests_to_the_other(system: Syste
     bare = await system.connect()
     await until_ready(bare, 1)
     for name in ("router-a", "router-b"):
-        await until_logged(system, name, "router_ready")
+        await system.until_logged(name, "router_ready")
     for number in range(40):
         if number == 10:
             system.signal("router-a", signal.SIGTERM)

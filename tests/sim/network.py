@@ -168,6 +168,7 @@ class SimBus:
         self.on_reconnect: Callable[[], None] = lambda: None
         self.guard: Callable[[], bool] = lambda: True
         self.num_reconnects = 0
+        self.heard_at = process.world.now
         self._connect()
 
     def __repr__(self) -> str:
@@ -247,6 +248,7 @@ class SimBus:
         """Something has come over a connection."""
         if link is not self._link:
             return
+        self.heard_at = self.process.world.now
         if subscription is None:
             if self._pings and not (ping := self._pings.popleft()).done():
                 ping.set_result(None)

@@ -93,6 +93,21 @@ class System:
     def wait(self, name: str, timeout_s: float = 30.0) -> int:
         return self._processes[name].wait(timeout=timeout_s)
 
+    def pid(self, name: str) -> int:
+        return self._processes[name].pid
+
+    def memory_bytes(self, name: str) -> int:
+        """What a process takes of the machine's memory."""
+        for line in Path(f"/proc/{self.pid(name)}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+        raise AssertionError(f"{name} is not running")
+
+    async def until_logged(self, name: str, event: str) -> None:
+        async with asyncio.timeout(60):
+            while not any(line["event"] == event for line in self.log(name)):
+                await asyncio.sleep(0.02)
+
     def log(self, name: str) -> list[dict[str, object]]:
         """The structured lines that a process has logged."""
         lines = (self._folder / f"{name}.log").read_text().splitlines()

@@ -24,9 +24,9 @@ class Fence:
         if self.holds(now):
             self._ticked_at = now
 
-    def heard(self, asked_at: float) -> None:
-        """The broker has answered what it was asked at that time."""
-        self._heard_at = max(self._heard_at, asked_at)
+    def heard(self, at: float) -> None:
+        """Something came from the broker at that time."""
+        self._heard_at = max(self._heard_at, at)
 
     def holds(self, now: float) -> bool:
         """Whether anything may be written now."""

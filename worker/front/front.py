@@ -70,7 +70,7 @@ class Front:
     async def run(self) -> None:
         """Until cancelled. Raises ReplacedError when another front has taken this one's name."""
         self._fence.raise_again(time.monotonic())
-        lives = (self._announcer.beat(), self._pulse(), self._signs(), self._until_replaced())
+        lives = (self._announcer.beat(), self._pulse(), ask_for_signs(self._bus, FENCE_S), self._until_replaced())
         tasks = [asyncio.create_task(life) for life in lives]
         try:
             await asyncio.gather(*tasks)
@@ -125,16 +125,15 @@ class Front:
         while True:
             await asyncio.sleep(limits.TICK_S)
             now = time.monotonic()
+            self._fence.heard(self._bus.heard_at)
             self._fence.tick(now)
             if self._may_write():
                 self._streams.tick()
             self.on_pulse(now, now - pulsed_at)
             pulsed_at = now
 
-    async def _signs(self) -> None:
-        await ask_for_signs(self._bus, FENCE_S, self._fence.heard)
-
     def _may_write(self) -> bool:
+        self._fence.heard(self._bus.heard_at)
         if not self._announcer.is_silent and not self._fence.holds(time.monotonic()):
             self._fall("self_fenced")
         return not self._announcer.is_silent

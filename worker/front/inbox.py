@@ -122,6 +122,8 @@ class Inbox:
             return  # the routers count and log it
         try:
             address = self._names.parse_request(message.subject)
+            if not self._streams.holds(address.key):
+                return
             encoding = codec.encoding_of(message.headers)
             offset = _resyncs.decode(message.data, encoding).offset
         except (ValueError, errors.RequestError):

@@ -18,6 +18,7 @@ from worker.front.stream import Stream
 from worker.validator import StreamValidator
 
 _EVERY_ATTEMPT = 2**63 - 1
+_CLEARLY_LATER_S = 0.25
 
 
 class _Withdrawal(NamedTuple):
@@ -101,6 +102,10 @@ class Streams:
         self._announcer.finished(key)
         self._announcer.publish_events()  # before the answer, so that it is not taken for the end of a later attempt
         return True
+
+    def holds(self, key: str) -> bool:
+        """Whether a stream is here, live or lately ended."""
+        return key in self._streams or self._ended.get(key, time.monotonic()) is not None
 
     def repeat(self, key: str, offset: int) -> bool:
         """Publishes a stream again from a token on, unless that was just done; False if it is not held here."""
@@ -229,13 +234,18 @@ class Streams:
             raise errors.request_error(errors.Code.DUPLICATE_REQUEST)
 
     def _is_withdrawn(self, run: internal.Run, attempt: int) -> bool:
-        """Whether that attempt was taken back before it came. A cancel from before the request was another's."""
+        """Whether that attempt was taken back before it came.
+
+        A cancel counts only if it came clearly after the request did: an earlier one was meant for an earlier request
+        of that id, and one at the same time has reached the router too."""
         now = time.monotonic()
         known = self._withdrawn.get(run.request_id, now)
         if known is None or known.attempt < attempt:
             return False
-        made_at = 0.0 if run.age_ms is None else now - run.age_ms / 1e3
-        return known.attempt < _EVERY_ATTEMPT or known.at >= made_at
+        if known.attempt < _EVERY_ATTEMPT or run.age_ms is None:
+            return True
+        made_at = now - run.age_ms / 1e3
+        return known.at >= made_at + _CLEARLY_LATER_S
 
     def _sink(self, stream: Stream) -> Callable[[contract.Output], None]:
         def take(output: contract.Output) -> None:

@@ -1,0 +1,76 @@
+"""Any number of routers: each sees what the others place, and none is missed when it dies."""
+
+import asyncio
+import random
+import signal
+
+from client import Client
+from tests.support.load import ask, cards, until_idle, until_ready
+from tests.support.system import System
+
+
+async def test_two_of_three_routers_killed_under_200_requests_disturb_no_stream_and_the_rest_is_answered(
+    system: System,
+) -> None:
+    names = ["router-a", "router-b", "router-c"]
+    for name in names:
+        system.router(name)
+    for name in ("worker-a", "worker-b"):
+        system.worker(name, "--max-waiting", "256")
+    bare = await system.connect()
+    await until_ready(bare, 2)
+    for name in names:
+        await system.until_logged(name, "router_ready")
+    rng = random.Random(3)
+    rng.shuffle(names)
+    async with await Client.connect(system.url) as client:
+        undisturbed = (await ask(client, 100).end()).text
+        told = []
+        for number in range(200):
+            told.append(ask(client, rng.randint(1, 100)))
+            if number in (60, 130):
+                system.signal(names.pop(), signal.SIGKILL)
+            await asyncio.sleep(0.005)
+        for one in await asyncio.gather(*(one.end() for one in told)):
+            one.check(undisturbed)
+            assert one.is_whole, one.terminal
+        await until_idle(bare)
+    (last,) = names
+    lines = system.log(last)
+    received = [line["request_id"] for line in lines if line["event"] == "request_received"]
+    assert received
+    system.signal(last, signal.SIGTERM)
+    assert system.wait(last) == 0
+    finished = [line["request_id"] for line in system.log(last) if line["event"] == "request_finished"]
+    assert sorted(map(str, finished)) == sorted(map(str, received))
+
+
+async def test_a_router_that_joins_late_knows_what_runs(system: System) -> None:
+    system.router("router-a")
+    system.worker("worker")
+    bare = await system.connect()
+    await until_ready(bare, 1)
+    async with await Client.connect(system.url) as client:
+        told = [ask(client, 900) for _ in range(12)]
+        await asyncio.gather(*(one.speaks() for one in told))
+        system.router("router-b")
+        await system.until_logged("router-b", "worker_caught_up")
+        system.signal("router-a", signal.SIGKILL)
+        (card,) = await until_ready(bare, 1)
+        assert card["load"]["running"] or all(one.ended_at for one in told)
+        assert await client.cancel(told[-1].stream.request_id) or told[-1].ended_at
+        for one in await asyncio.gather(*(one.end() for one in told)):
+            assert one.terminal.finish_reason in ("length", "cancelled")
+        assert await cards(bare)
+
+
+async def test_of_two_fronts_with_one_name_the_earlier_leaves_and_says_so(system: System) -> None:
+    system.router("router")
+    system.worker("first", "--worker-id", "twin")
+    bare = await system.connect()
+    await until_ready(bare, 1)
+    system.worker("second", "--worker-id", "twin")
+    assert system.wait("first") == 2
+    assert "give each its own --worker-id" in system.text_log("first")
+    async with await Client.connect(system.url) as client:
+        (await ask(client, 5).end()).check()
