@@ -1,14 +1,14 @@
 """The bus as every part of the system sees it: what may be expected of whatever carries messages.
 
-1. What one connection publishes reaches each subscription in the order of publishing, at most once. Between two
-   connections there is no order.
+1. What one connection publishes reaches another in the order of publishing, over all its subscriptions, at most once.
+   Between what two connections publish there is no order.
 2. Messages may be lost where a connection breaks, in both directions, and nowhere else.
 3. Callbacks are plain functions and run one at a time; what they raise is logged and disturbs nobody.
 4. A request to a subject that nobody listens on fails at once. A message with a reply subject, published where nobody
    listens, brings a notice to that reply subject (`is_no_responders`) if this connection subscribes it.
 5. Nothing waits: `publish` returns at once, also while the broker is away; what waits for the broker is bounded.
 6. `guard` is asked before anything is written to the broker. When it says no, everything that waits is thrown away
-   and the connection is made anew; nothing reaches the broker in between.
+   and the connection is made anew; what was published before that never reaches the broker.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Bus(Protocol):
     on_reconnect: Callable[[], None]
     """Called after the connection has been made again."""
     guard: Callable[[], bool]
-    """Whether this process may still speak."""
+    """Whether what was published so far may still be said."""
 
     @property
     def is_connected(self) -> bool: ...

@@ -51,6 +51,8 @@ class _Client(Client):
         self.may_write: Callable[[], bool] = lambda: True
         self.num_undecodable = 0
         self.heard_at = time.monotonic()
+        self.callbacks: dict[int, bus.Callback] = {}
+        """By subscription number: called as the messages are read, so that their order holds over all subscriptions."""
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
         self._pongs.append(future or asyncio.get_running_loop().create_future())
@@ -62,7 +64,12 @@ class _Client(Client):
         """A message whose subject or headers can't be decoded is dropped: it would end nats-py's read loop."""
         self.heard_at = time.monotonic()
         try:
-            await super()._process_msg(sid, subject, reply, data, headers)
+            callback = self.callbacks.get(sid)
+            if callback is None:
+                await super()._process_msg(sid, subject, reply, data, headers)
+            else:
+                parsed = await self._process_headers(headers)
+                callback(self._build_message(sid, subject, reply, data, parsed))
         except (ValueError, LookupError) as error:
             self.num_undecodable += 1
             await self._error_cb(error)
@@ -119,6 +126,8 @@ class _Client(Client):
             stream.abort()
         self._status = Client.RECONNECTING
         self._ps.reset()
+        if self._reconnection_task is not None:
+            self._reconnection_task.cancel()
         self._reconnection_task = asyncio.get_running_loop().create_task(self._attempt_reconnect())
 
     def drop_pending(self) -> None:
@@ -186,21 +195,26 @@ class Connection:
             client.publish_now(command.pub_cmd(subject, reply, payload))
 
     async def subscribe(self, subject: str, callback: bus.Callback, queue: str = "") -> Subscription:
-        """Calls `callback` with each message, in order."""
+        """Calls `callback` with each message, in order over all subscriptions of this connection."""
 
-        async def deliver(message: Msg) -> None:
+        def deliver(message: Msg) -> None:
             try:
                 callback(message)
             except Exception:  # outermost frame of a message's handling: the subscription must go on
                 self._log.exception("message_failed", subject=message.subject)
 
-        return await self._client.subscribe(subject, queue=queue, cb=deliver)
+        number = self._client._sid + 1  # before nats-py can read a message for it
+        self._client.callbacks[number] = deliver
+        subscription = await self._client.subscribe(subject, queue=queue, cb=_never)
+        assert subscription._id == number, (subscription._id, number)
+        return subscription
 
     async def unsubscribe(self, subscription: bus.Subscription) -> None:
         """Ends a subscription after the messages that the broker has already sent for it."""
         assert isinstance(subscription, Subscription)
         with contextlib.suppress(nats.errors.Error, TimeoutError):
             await subscription.drain()  # type: ignore[no-untyped-call]
+        self._client.callbacks.pop(subscription._id, None)
 
     async def request(
         self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
@@ -305,6 +319,10 @@ async def connect(settings: Settings, name: str) -> Connection:
         raise ConnectionError(f"no NATS broker at {settings.url} ({reason}): start one or pass --nats URL") from error
     client._error_cb = report
     return connection
+
+
+async def _never(message: Msg) -> None:
+    """nats-py wants a coroutine for each subscription; ours are called directly."""
 
 
 async def _quiet(error: Exception) -> None:

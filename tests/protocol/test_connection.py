@@ -589,3 +589,84 @@ async def test_a_connection_can_be_closed_while_messages_wait_for_a_broker_that_
     async with asyncio.timeout(PATIENCE_S):
         await connection.close()
     assert not connection.is_connected
+
+
+async def test_messages_of_several_subscriptions_come_in_the_order_in_which_they_were_published(
+    server: Server, connected: Connect
+) -> None:
+    one, other = await connected(), await connected()
+    heard: list[bytes] = []
+    for name in ("a", "b", "c"):
+        await one.subscribe(f"order.{name}", lambda message: heard.append(message.data))
+    await one.flush()
+    for number in range(300):
+        other.publish(f"order.{'abc'[number % 3]}", b"%d" % number)
+    await other.flush()
+    await one.flush()
+    assert heard == [b"%d" % number for number in range(300)]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"PUB odd.\xff\xfe 2\r\nhi\r\n",
+        b"PUB odd.subject rep\xffly 2\r\nhi\r\n",
+        b"HPUB odd.subject 8 10\r\nNATS/1.0hi\r\n",
+        b"HPUB odd.subject 20 22\r\nNATS/1.0 \xff\xff\xff\r\n\r\n\r\n\r\nhi\r\n",
+    ],
+)
+async def test_a_message_that_can_not_be_decoded_deafens_nobody(server: Server, connected: Connect, raw: bytes) -> None:
+    one, inbox = await connected(), Inbox()
+    await one.subscribe(">", inbox)
+    await one.flush()
+    assert server.running is not None
+    address = urlsplit(server.running.url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    await reader.readline()
+    writer.write(b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\n' + raw + b"PING\r\n")
+    await writer.drain()
+    await one.flush()
+    one.publish("after", b"all")
+    await inbox.until(1)
+    async with asyncio.timeout(PATIENCE_S):
+        while b"all" not in inbox.payloads:
+            await one.flush()
+    writer.close()
+
+
+async def test_a_guard_that_says_no_keeps_everything_from_the_broker_and_the_connection_is_made_anew(
+    server: Server, connected: Connect
+) -> None:
+    one, other, inbox = await connected(), await connected(), Inbox()
+    await other.subscribe(SUBJECT, inbox)
+    await other.flush()
+    again = asyncio.Event()
+    one.on_reconnect = again.set
+    verdicts = [False]
+    one.guard = lambda: verdicts.pop() if verdicts else True
+    one.publish(SUBJECT, b"stale")
+    async with asyncio.timeout(PATIENCE_S):
+        await again.wait()
+    one.publish(SUBJECT, b"fresh")
+    await inbox.until(1)
+    await other.flush()
+    assert inbox.payloads == [b"fresh"]
+
+
+async def test_an_aborted_connection_forgets_what_waited_and_serves_its_subscriptions_again(
+    server: Server, connected: Connect
+) -> None:
+    one, other, inbox = await connected(), await connected(), Inbox()
+    await one.subscribe(SUBJECT, inbox)
+    await one.flush()
+    again = asyncio.Event()
+    one.on_reconnect = again.set
+    one.publish("elsewhere", b"lost")
+    one.abort()
+    one.abort()
+    assert not one.is_connected
+    async with asyncio.timeout(PATIENCE_S):
+        await again.wait()
+    await one.flush()
+    other.publish(SUBJECT, b"hello")
+    await inbox.until(1)

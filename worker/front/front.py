@@ -57,7 +57,7 @@ class Front:
         self._log = structlog.get_logger()
         self.on_pulse: Callable[[float, float], None] = lambda now, gap_s: None
         """Called a few times a second with the time and how long ago the last call was."""
-        bus.guard = self._may_write
+        bus.guard = self._may_say
         bus.on_reconnect = self._reconnected
 
     def __repr__(self) -> str:
@@ -127,12 +127,16 @@ class Front:
             now = time.monotonic()
             self._fence.heard(self._bus.heard_at)
             self._fence.tick(now)
-            if self._may_write():
+            if self._holds():
                 self._streams.tick()
             self.on_pulse(now, now - pulsed_at)
             pulsed_at = now
 
-    def _may_write(self) -> bool:
+    def _may_say(self) -> bool:
+        """What an earlier life has published went with its connection, so that nothing stale can wait here."""
+        return self._announcer.is_silent or self._holds()
+
+    def _holds(self) -> bool:
         self._fence.heard(self._bus.heard_at)
         if not self._announcer.is_silent and not self._fence.holds(time.monotonic()):
             self._fall("self_fenced")
