@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rich.console import Console
@@ -14,29 +15,33 @@ from protocol import codec, errors, messages
 
 _CANCELLED = 130
 _CONNECT_TIMEOUT_S = 2.0
-_ASKED = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "id", "timeout_ms")
+ASKED = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "id", "timeout_ms")
+
+
+Command = Callable[[argparse.Namespace, Client], Awaitable[int]]
 
 
 def generate(options: argparse.Namespace) -> int:
     """Streams an answer to standard output; returns the exit status."""
-    return _with_client(options, _generate)
+    return with_client(options, _generate)
 
 
 def models(options: argparse.Namespace) -> int:
     """Lists models and workers."""
-    return _with_client(options, _models)
+    return with_client(options, _models)
 
 
 def cancel(options: argparse.Namespace) -> int:
     """Cancels a request by its id."""
-    return _with_client(options, _cancel)
+    return with_client(options, _cancel)
 
 
-def _with_client(options: argparse.Namespace, command: Any) -> int:
+def with_client(options: argparse.Namespace, command: Command) -> int:
+    """Runs a command with a client connected as the options say; what goes wrong is one line and a status."""
+
     async def run() -> int:
         async with await _connect(options) as client:
-            status: int = await command(options, client)
-            return status
+            return await command(options, client)
 
     try:
         return asyncio.run(run())
@@ -60,7 +65,7 @@ async def _generate(options: argparse.Namespace, client: Client) -> int:
 
 def _fields(options: argparse.Namespace) -> dict[str, Any]:
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
-    fields = {name: value for name in _ASKED if (value := getattr(options, name)) is not None}
+    fields = {name: value for name in ASKED if (value := getattr(options, name)) is not None}
     if options.raw:
         return fields | {"prompt": text}
     system = [{"role": "system", "content": options.system}] if options.system else []
@@ -80,12 +85,12 @@ async def _print_text(stream: Stream) -> int:
         sys.stdout.write(chunk.text)
         sys.stdout.flush()
         if chunk.finish_reason is not None:
-            _print_end(chunk)
+            print_end(chunk)
             return _status(chunk.finish_reason)
     raise AssertionError("a stream ends with a terminal")
 
 
-def _print_end(terminal: messages.Chunk) -> None:
+def print_end(terminal: messages.Chunk) -> None:
     """The line below the answer: on standard error, so that the answer can be piped."""
     sys.stdout.write("\n")
     sys.stdout.flush()

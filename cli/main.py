@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from cli import clients, up
+from cli import chat, clients, top, up
 from cli.family import EXIT_REFUSED
 from protocol import connection as nats
 from protocol import logs, subjects
@@ -46,6 +46,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_broker(models)
     models.add_argument("--json", action="store_true", help="print the reply as it came")
     models.set_defaults(run=clients.models)
+    _add_chat(commands.add_parser("chat", help="talk with a model"))
+    watch = commands.add_parser("top", help="watch the fleet: load, blocks, tokens per second")
+    _add_broker(watch)
+    watch.add_argument("--every-s", type=_positive, default=1.0, help="seconds from one look to the next (%(default)s)")
+    watch.add_argument("--once", action="store_true", help="print one table and end")
+    watch.add_argument("--json", action="store_true", help="print the workers as JSON and end")
+    watch.set_defaults(run=top.run)
     cancel = commands.add_parser("cancel", help="cancel a running request")
     _add_broker(cancel)
     cancel.add_argument("request_id", metavar="ID")
@@ -128,6 +135,23 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="the text; - reads standard input")
     parser.add_argument("--model", metavar="NAME", required=True, help="the served model")
     parser.add_argument("--raw", action="store_true", help="send the text as it is, without the chat template")
+    _add_sampling(parser)
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; may be repeated")
+    parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on behind the model's end token")
+    parser.add_argument("--id", help="the request's id")
+    parser.add_argument("--timeout-ms", type=float)
+    parser.add_argument("--json", action="store_true", help="print the raw messages, one a line")
+    parser.set_defaults(run=clients.generate)
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    _add_broker(parser)
+    parser.add_argument("--model", metavar="NAME", required=True, help="the served model")
+    _add_sampling(parser)
+    parser.set_defaults(run=chat.run)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message before it")
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--temperature", type=float)
@@ -135,12 +159,6 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--min-p", type=float)
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; may be repeated")
-    parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on behind the model's end token")
-    parser.add_argument("--id", help="the request's id")
-    parser.add_argument("--timeout-ms", type=float)
-    parser.add_argument("--json", action="store_true", help="print the raw messages, one a line")
-    parser.set_defaults(run=clients.generate)
 
 
 def _worker(options: argparse.Namespace) -> int:
@@ -217,6 +235,13 @@ def _at_least(low: int) -> Any:
 
     parse.__name__ = "number"
     return parse
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0.05 <= value <= 3_600:
+        raise argparse.ArgumentTypeError(f"must be 0.05 to 3600 seconds, got {text}")
+    return value
 
 
 def _port(text: str) -> int:

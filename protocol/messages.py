@@ -255,6 +255,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     used_blocks: int = 0
     cached_blocks: int = 0
     free_blocks: int = 0
+    generated_tokens: int = 0
+    """Tokens sampled since the engine started."""
     step_age_ms: float = 0.0
     """Time since the step in progress began; 0 while idle."""
 

@@ -138,3 +138,25 @@ def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "--workers" in done.stderr
+
+
+def test_chat_keeps_the_conversation_and_starts_over_when_asked(url: str) -> None:
+    lines = "What is 20 + 22?\n\n/nonsense\n/new\nWhat is 10 + 3?\n/undo\n"
+    done = tokenbus(url, "chat", "--model", "demo", "--temperature", "0", stdin=lines)
+    assert done.returncode == 0
+    assert done.stdout.startswith("20 + 22 = 42.\n10 + 3 = 13.\n")
+    assert "/new starts over" in done.stderr
+
+
+def test_chat_with_a_model_that_nobody_serves_says_so(url: str) -> None:
+    done = tokenbus(url, "chat", "--model", "nobody", stdin="hello\n")
+    assert done.returncode == 1
+    assert "no_worker" in done.stderr
+
+
+def test_top_shows_each_worker_once(url: str) -> None:
+    assert "worker-1" in tokenbus(url, "top", "--once", "--every-s", "0.1").stdout
+    (row, other) = json.loads(tokenbus(url, "top", "--json", "--every-s", "0.1").stdout)
+    assert (row["worker_id"], row["model"], row["state"], row["running"]) == ("worker-1", "demo", "ready", 0)
+    assert row["total_blocks"] > 0
+    assert other["worker_id"] == "worker-2"

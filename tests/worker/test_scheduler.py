@@ -1,5 +1,6 @@
 """The scheduler plans decodes first and prompts in fair chunks, never above its budgets, and forgets nobody."""
 
+import msgspec
 import pytest
 from hypothesis import assume, settings
 from hypothesis import strategies as st
@@ -35,6 +36,11 @@ def step(scheduler: Scheduler, budget: int = 1_000, token_id: int | End = PLAIN)
 def sizes(plan: StepPlan) -> list[tuple[int, int, int]]:
     """Number, start and token count of each part."""
     return [(part.sequence.seq_no, part.start, part.num_tokens) for part in plan.parts]
+
+
+def held(scheduler: Scheduler) -> messages.Load:
+    """What a scheduler holds now, whatever it has generated so far."""
+    return msgspec.structs.replace(scheduler.load(), generated_tokens=0)
 
 
 def test_with_nothing_to_do_the_plan_is_empty() -> None:
@@ -176,7 +182,7 @@ def test_an_aborted_sequence_names_its_lane_and_leaves_it_and_its_blocks_to_the_
     advance = one.abort(1)
     assert advance is not None
     assert (advance.sequence.lane, advance.end) == (0, End.ABORTED)
-    assert one.load() == messages.Load(free_blocks=4)
+    assert held(one) == messages.Load(free_blocks=4)
     one.add(sequence(2, 8, max_tokens=8))
     assert [started.lane for started in one.plan(100).started] == [0]
 
@@ -236,7 +242,7 @@ def test_the_load_counts_prompt_tokens_that_are_not_computed_yet_and_no_decodes(
     loaded.add(sequence(2, 10, max_tokens=2))
     loaded.add(sequence(3, 7, max_tokens=5))
     step(loaded, budget=4)
-    assert loaded.load() == messages.Load(
+    assert held(loaded) == messages.Load(
         running=2, waiting=1, queued_prefill_tokens=6 + 7, used_blocks=2, free_blocks=15
     )
 
@@ -389,7 +395,7 @@ class SchedulerHistory(RuleBasedStateMachine):
                 self.check_advance(advance, PLAIN)
             self.holds_together()
         assert sorted(self.ended) == self.arrived, "somebody never ended"
-        assert self.scheduler.load() == messages.Load(free_blocks=self.pool.total_blocks)
+        assert held(self.scheduler) == messages.Load(free_blocks=self.pool.total_blocks)
         for number, end in self.ended.items():
             if end is End.LENGTH:
                 assert len(self.tokens[number]) == self.needs[number]

@@ -19,6 +19,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._free_lanes = list(reversed(range(max_num_seqs)))
+        self._num_generated = 0
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self._running)} running, {len(self._waiting)} waiting, {self._pool!r}>"
@@ -86,6 +87,7 @@ class Scheduler:
             queued_prefill_tokens=waiting_tokens + prefill_tokens,
             used_blocks=self._pool.used_blocks,
             free_blocks=self._pool.free_blocks,
+            generated_tokens=self._num_generated,
         )
 
     def check_integrity(self) -> None:
@@ -103,6 +105,7 @@ class Scheduler:
         if isinstance(result, End):
             return self.end(sequence, result)
         end = sequence.append(result)
+        self._num_generated += 1
         if end is not None:
             self.end(sequence, end)
         return Advance(sequence, result, end)

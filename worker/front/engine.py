@@ -119,6 +119,7 @@ class ChildEngine:
             used_blocks=known.used_blocks,
             cached_blocks=known.cached_blocks,
             free_blocks=known.free_blocks,
+            generated_tokens=known.generated_tokens,
             step_age_ms=age_ms,
         )
 
