@@ -1,0 +1,44 @@
+"""docs/wire.md is what protocol/ says of itself."""
+
+import re
+
+import msgspec
+import pytest
+
+from docs import reference
+from protocol import internal, messages
+
+
+def test_the_reference_is_up_to_date() -> None:
+    made = reference.render((reference.FOLDER / "wire.in.md").read_text())
+    assert reference.TARGET.read_text() == made, "run python -m docs.reference"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        messages.GenerateRequest,
+        messages.Chunk,
+        messages.Usage,
+        messages.Timings,
+        messages.Card,
+        messages.Load,
+        internal.Run,
+        internal.RunReply,
+        internal.Params,
+        internal.Events,
+        internal.SnapshotPart,
+        internal.Control,
+    ],
+)
+def test_every_field_of_a_message_is_in_the_reference_with_its_meaning(message: type[msgspec.Struct]) -> None:
+    table = reference.render(f"{{{{fields {message.__name__}}}}}")
+    for field in msgspec.structs.fields(message):
+        assert re.search(rf"^\| `{field.name}` \| [^|]+ \| [^|]{{5,}}", table, re.MULTILINE), field.name
+
+
+def test_a_directive_that_names_nothing_is_refused() -> None:
+    with pytest.raises(KeyError):
+        reference.render("{{fields Nothing}}")
+    with pytest.raises(KeyError):
+        reference.render("{{colours}}")
