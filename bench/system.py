@@ -1,0 +1,71 @@
+"""A whole system for measurements: broker, router and one worker, as processes of their own on this machine."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from cli import broker
+from cli.parent import die_with_parent
+from client import Client
+from protocol import errors, messages
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.asynccontextmanager
+async def running(model: Path, *worker: str) -> AsyncIterator[Client]:
+    """A client of a system that serves `model` as `m`; `worker` are further arguments of its worker."""
+    with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as folder:
+        nats = await broker.start(0, Path(folder) / "nats.log")
+        processes = [
+            _start(Path(folder) / "router.log", "router", "--nats", nats.url),
+            _start(
+                Path(folder) / "worker.log",
+                *("worker", "--nats", nats.url, "--model", str(model), "--served-name", "m"),
+                *worker,
+            ),
+        ]
+        try:
+            async with await Client.connect(nats.url) as client:
+                await card(client)
+                yield client
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait(timeout=30)
+            nats.stop()
+
+
+async def card(client: Client) -> messages.Card:
+    """The worker's card, once it serves."""
+    async with asyncio.timeout(300):
+        while True:
+            with contextlib.suppress(errors.RequestError):
+                for served in (await client.models(timeout_s=1.0)).models:
+                    for one in served.workers or []:
+                        if one.state is messages.WorkerState.READY:
+                            return one
+            await asyncio.sleep(0.1)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process has taken so far, all its threads together; exact to 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def _start(log_path: Path, *arguments: str) -> "subprocess.Popen[bytes]":
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "cli.main", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            preexec_fn=die_with_parent,
+        )
