@@ -31,7 +31,14 @@ PURE = (
     "router/fleet.py",
     "router/placement.py",
     "router/flight.py",
+    "worker/front/fence.py",
+    "worker/front/history.py",
+    "worker/front/presence.py",
+    "worker/front/snapshot.py",
+    "router/eventlog.py",
+    "protocol/recent.py",
     "client/order.py",
+    "client/patience.py",
 )
 IMPURE = {"asyncio", "time", "nats", "prometheus_client", "threading", "socket", "structlog"}
 ONLY_IN = {"llama_cpp": "worker/engine/gguf/", "torch": "demo/train.py", "gguf": "demo/train.py", "onnxruntime": "none"}
