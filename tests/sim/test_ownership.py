@@ -1,0 +1,227 @@
+"""Who owns a stream's end: what a front answers to routers, and a router to clients, message by message."""
+
+from collections.abc import Iterator
+
+import pytest
+from nats.aio.msg import Msg
+
+from protocol import blocks, codec, internal, messages, subjects
+from tests.sim.network import Broker, SimBus
+from tests.sim.system import MODEL, FrontProcess, RouterProcess
+from tests.sim.world import World, world
+
+NAMES = subjects.Subjects()
+KEY = "default:r1"
+
+
+class Peer:
+    """A bare process that speaks for a router, and listens for a client."""
+
+    def __init__(self, world: World, broker: Broker) -> None:
+        self.process = world.process("peer")
+        self.bus = SimBus(self.process, broker)
+        self.inbox = self.bus.new_inbox()
+        self.chunks: list[messages.Chunk] = []
+        self.process.do(self.bus.subscribe(self.inbox, self._take))
+
+    def _take(self, message: Msg) -> None:
+        self.chunks.append(codec.Decoder(messages.Chunk).decode(message.data, codec.Encoding.JSON))
+
+    def ask(self, subject: str, message: messages.Message | bytes) -> bytes | None:
+        payload = message if isinstance(message, bytes) else codec.encode(message)
+        try:
+            answer: Msg = self.process.do(self.bus.request(subject, payload, 0.3))
+        except TimeoutError:
+            return None
+        return answer.data
+
+    def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
+        self.process.call(self.bus.publish, subject, payload, reply)
+
+
+class Stage:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.broker = Broker(world)
+        self.front = FrontProcess(world, self.broker, "w0")
+        self.peer = Peer(world, self.broker)
+        world.run(0.5)
+
+    def run(self, attempt: int = 1, epoch: str | None = None, **fields: object) -> internal.RunReply:
+        run = internal.Run(
+            request_id=KEY,
+            attempt=attempt,
+            epoch=self.epoch if epoch is None else epoch,
+            router_id="peer",
+            reply=self.peer.inbox,
+            encoding=codec.Encoding.JSON,
+            token_ids=blocks.to_bytes([1, 2, 3]),
+            params=internal.Params(max_tokens=20, return_token_ids=True),
+            **fields,  # type: ignore[arg-type]
+        )
+        answer = self.peer.ask(NAMES.worker(MODEL, "w0", "run"), run)
+        assert answer is not None
+        return codec.Decoder(internal.RunReply).decode(answer)
+
+    def drop(self, attempt: int = 1) -> bool:
+        answer = self.peer.ask(
+            NAMES.worker(MODEL, "w0", "control"), internal.Control(op="drop", request_id=KEY, attempt=attempt)
+        )
+        assert answer is not None
+        return codec.Decoder(internal.ControlReply).decode(answer).ok
+
+    def resync(self, offset: int) -> bytes | None:
+        return self.peer.ask(NAMES.resync("r1"), b'{"offset": %d}' % offset)
+
+    @property
+    def epoch(self) -> str:
+        return self.front.front._announcer.epoch
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    with world(seed=5) as made:
+        yield Stage(made)
+
+
+def test_a_run_for_another_life_is_refused(stage: Stage) -> None:
+    reply = stage.run(epoch="1-gone")
+    assert not reply.accepted
+    assert reply.error
+    assert reply.error.retryable
+    assert stage.peer.chunks == []
+
+
+def test_an_attempt_that_has_not_spoken_is_dropped_without_a_word(stage: Stage) -> None:
+    assert stage.run().accepted
+    assert stage.drop()
+    stage.world.run(3.0)
+    assert [chunk.finish_reason for chunk in stage.peer.chunks] == [None]
+    assert stage.run(attempt=2).accepted
+
+
+def test_an_attempt_that_has_spoken_is_not_dropped(stage: Stage) -> None:
+    stage.run()
+    stage.world.run(0.5)
+    assert not stage.drop()
+    stage.world.run(3.0)
+    assert stage.peer.chunks[-1].finish_reason == "length"
+
+
+def test_an_attempt_that_has_ended_is_not_dropped_since_its_client_has_a_terminal(stage: Stage) -> None:
+    stage.run()
+    stage.world.run(3.0)
+    assert not stage.drop()
+    assert stage.drop(attempt=2)
+
+
+@pytest.mark.parametrize(("later_s", "attempt", "accepted"), [(0.1, 2, False), (0.1, 1, False), (0.1, 3, True)])
+def test_a_drop_that_came_first_is_held_against_its_attempt_and_those_below(
+    stage: Stage, later_s: float, attempt: int, accepted: bool
+) -> None:
+    assert stage.drop(attempt=2)
+    stage.world.run(later_s)
+    assert stage.run(attempt=attempt).accepted is accepted
+
+
+def test_a_drop_is_forgotten_after_ten_seconds(stage: Stage) -> None:
+    stage.drop(attempt=2)
+    stage.world.run(9.5)
+    assert not stage.run(attempt=2).accepted
+    stage.world.run(0.6)
+    assert stage.run(attempt=2).accepted
+
+
+@pytest.mark.parametrize(("age_ms", "cancelled"), [(None, True), (5_000.0, True), (1_000.0, False), (1_200.0, False)])
+def test_a_cancel_that_came_first_counts_only_if_it_came_clearly_after_the_request(
+    stage: Stage, age_ms: float | None, cancelled: bool
+) -> None:
+    stage.peer.publish(NAMES.cancel("r1"), b"")
+    stage.world.run(1.0)
+    reply = stage.run(age_ms=age_ms)
+    assert (reply.accepted, reply.cancelled) == (not cancelled, cancelled)
+
+
+def test_the_same_id_in_flight_is_refused_and_its_own_inbox_is_named_as_such(stage: Stage) -> None:
+    stage.run()
+    reply = stage.run(attempt=2)
+    assert (reply.accepted, reply.same_reply) == (False, True)
+    assert reply.error
+    assert reply.error.code == "duplicate_request"
+
+
+def test_a_live_stream_is_repeated_from_the_token_that_was_asked_for_at_most_every_200_ms(stage: Stage) -> None:
+    stage.run()
+    stage.world.run(1.0)
+    said = [token for chunk in stage.peer.chunks for token in chunk.token_ids or []]
+    stage.peer.chunks.clear()
+    assert stage.resync(2) == stage.resync(2) == b'{"found":true}'
+    again = [chunk for chunk in stage.peer.chunks if chunk.offset == 2]
+    assert len(again) == 1
+    assert again[0].token_ids[: len(said) - 2] == said[2:]  # type: ignore[index]
+    stage.world.run(3.0)
+    assert stage.peer.chunks[-1].finish_reason == "length"
+
+
+def test_an_ended_stream_can_be_had_again_for_a_minute_with_its_terminal(stage: Stage) -> None:
+    stage.run()
+    stage.world.run(3.0)
+    whole = "".join(chunk.text for chunk in stage.peer.chunks)
+    stage.peer.chunks.clear()
+    assert stage.resync(0)
+    stage.world.run(0.1)
+    assert "".join(chunk.text for chunk in stage.peer.chunks) == whole
+    assert [chunk.finish_reason for chunk in stage.peer.chunks] == [None, "length"]
+    stage.world.run(60.0)
+    assert stage.resync(0) is None
+
+
+def test_for_an_unknown_id_nobody_answers(stage: Stage) -> None:
+    assert stage.resync(0) is None
+    assert stage.peer.ask(NAMES.cancel("r1"), b"") is None
+
+
+def test_a_snapshot_tells_what_runs_and_which_of_it_has_spoken(stage: Stage) -> None:
+    stage.run()
+    for spoken in (False, True):
+        answer = stage.peer.ask(NAMES.worker(MODEL, "w0", "snapshot"), b"")
+        assert answer is not None
+        part = codec.Decoder(internal.SnapshotPart).decode(answer)
+        assert (part.worker_id, part.epoch, part.part, part.parts) == ("w0", stage.epoch, 0, 1)
+        assert part.running == [internal.RunningRequest(id=KEY, attempt=1, spoken=spoken)]
+        stage.world.run(1.0)
+
+
+def test_a_front_that_stood_still_gives_its_streams_up_and_comes_back_under_another_name(stage: Stage) -> None:
+    stage.run()
+    stage.world.run(0.5)
+    before, said = stage.epoch, len(stage.peer.chunks)
+    stage.front.process.is_paused = True
+    stage.world.run(2.0)
+    stage.front.process.is_paused = False
+    stage.world.run(3.0)
+    assert stage.epoch != before
+    assert len(stage.peer.chunks) == said
+    assert stage.resync(0) is None
+    assert not stage.run(attempt=2, epoch=before).accepted
+    assert stage.run(attempt=2).accepted
+
+
+def test_a_router_shows_within_a_second_that_it_holds_a_request(stage: Stage) -> None:
+    router = RouterProcess(stage.world, stage.broker, "r0")
+    stage.world.run(1.0)
+    stage.front.process.is_paused = True
+    stage.peer.publish(NAMES.generate(MODEL), b'{"id": "r1", "token_ids": [1, 2, 3]}', stage.peer.inbox)
+    stage.world.run(1.05)
+    (empty,) = stage.peer.chunks
+    assert (empty.text, empty.tokens, empty.worker_id, empty.finish_reason, empty.attempt) == ("", 0, None, None, 1)
+    assert stage.resync(0) == b'{"found":true}'
+    stage.peer.publish(NAMES.cancel("r1"), b"")
+    stage.world.run(4.0)
+    assert [chunk.finish_reason for chunk in stage.peer.chunks][-1] == "cancelled"
+    assert sum(chunk.finish_reason is not None for chunk in stage.peer.chunks) == 1
+    stage.peer.chunks.clear()
+    assert stage.resync(0) == b'{"found":true}'
+    stage.world.run(0.1)
+    assert [chunk.finish_reason for chunk in stage.peer.chunks] == ["cancelled"]
+    assert len(router.router._journeys._flights) == 0

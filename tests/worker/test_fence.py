@@ -1,0 +1,46 @@
+"""A front may speak only while its own loop runs and the broker shows itself."""
+
+import pytest
+
+from worker.front.fence import FENCE_S, Fence
+
+
+@pytest.mark.parametrize(("silent_s", "holds"), [(FENCE_S - 0.01, True), (FENCE_S, False)])
+def test_without_a_sign_of_the_broker_for_a_second_and_a_half_it_falls(silent_s: float, holds: bool) -> None:
+    fence = Fence(10.0)
+    for tick in range(10):
+        fence.tick(10.0 + tick * silent_s / 10)
+    assert fence.holds(10.0 + silent_s) is holds
+
+
+@pytest.mark.parametrize(("still_s", "holds"), [(FENCE_S - 0.01, True), (FENCE_S, False)])
+def test_a_loop_that_stood_still_for_as_long_lets_it_fall_whatever_the_broker_says(still_s: float, holds: bool) -> None:
+    fence = Fence(10.0)
+    fence.heard(10.0 + still_s)
+    assert fence.holds(10.0 + still_s) is holds
+
+
+def test_a_tick_after_standing_still_does_not_hide_it() -> None:
+    fence = Fence(0.0)
+    fence.heard(2.0)
+    fence.tick(2.0)
+    assert not fence.holds(2.0)
+
+
+def test_once_down_it_stays_down_until_it_is_raised_again() -> None:
+    fence = Fence(0.0)
+    assert not fence.holds(5.0)
+    fence.heard(5.0)
+    fence.tick(5.0)
+    assert not fence.holds(5.0)
+    fence.raise_again(6.0)
+    assert fence.holds(6.0)
+    assert not fence.is_down
+
+
+def test_a_sign_from_before_the_last_one_changes_nothing() -> None:
+    fence = Fence(0.0)
+    fence.heard(1.0)
+    fence.heard(0.5)
+    fence.tick(1.0)
+    assert fence.holds(2.4)
