@@ -168,6 +168,8 @@ class SimBus:
         self.on_reconnect: Callable[[], None] = lambda: None
         self.guard: Callable[[], bool] = lambda: True
         self.num_reconnects = 0
+        self.tap: Callable[[Msg], None] = lambda message: None
+        """Told of every message that arrives."""
         self.heard_at = process.world.now
         self._connect()
 
@@ -253,6 +255,7 @@ class SimBus:
             if self._pings and not (ping := self._pings.popleft()).done():
                 ping.set_result(None)
         elif subscription in self._subscriptions and message is not None:
+            self.tap(message)
             subscription.callback(message)
 
     def broke(self, link: Link) -> None:

@@ -6,8 +6,10 @@ import itertools
 import re
 import time
 
+from nats.aio.msg import Msg
+
 from client import Client, Stream
-from protocol import errors, internal, messages, subjects
+from protocol import codec, errors, internal, messages, subjects
 from router.serve import Router, RouterSettings
 from tests.sim.network import Broker, SimBus
 from tests.sim.world import Process, World
@@ -17,6 +19,7 @@ from worker.front.front import Front, FrontSettings
 MODEL = "sim"
 _TOKEN = re.compile(r"<(\d+):(\d+)>")
 _START_S = 0.3
+_chunks = codec.Decoder(messages.Chunk)
 
 
 class TimedEngine:
@@ -208,13 +211,42 @@ class Asked:
             assert len(pieces) == self.max_tokens, self
 
 
+class Heard:
+    """One reply subject as the simplest client that keeps to the wire hears it: it ignores lower attempts, and stops at
+    the first terminal."""
+
+    def __init__(self) -> None:
+        self.attempt = 0
+        self.serials: set[str] = set()
+        self.ends: list[tuple[str, int, str | None]] = []
+
+    def take(self, chunk: messages.Chunk) -> None:
+        if chunk.finish_reason is not None:
+            self.ends.append((chunk.finish_reason, chunk.attempt, chunk.worker_id or None))
+        if chunk.attempt >= self.attempt and len(self.ends) <= (chunk.finish_reason is not None):
+            self.attempt = chunk.attempt
+            self.serials |= {serial for serial, _ in _TOKEN.findall(chunk.text)}
+
+    def check(self) -> None:
+        """One live text, and one end, however often it is said."""
+        assert len(self.serials) <= 1, self.serials
+        assert len(set(self.ends)) <= 1, self.ends
+
+
 class ClientProcess:
     def __init__(self, world: World, broker: Broker, name: str) -> None:
         self.name = name
         self.process = world.process(name)
         self.bus = SimBus(self.process, broker)
+        self.heard: dict[str, Heard] = {}
+        self.bus.tap = self._tap
         self.client: Client = self.process.do(Client.over(self.bus))
         self.asked: list[Asked] = []
+
+    def _tap(self, message: Msg) -> None:
+        with contextlib.suppress(errors.RequestError):
+            chunk = _chunks.decode(message.data, codec.Encoding.JSON)
+            self.heard.setdefault(message.subject, Heard()).take(chunk)
 
     def ask(self, max_tokens: int, *, stream: bool = True, timeout_ms: float | None = None) -> None:
         def go() -> None:

@@ -124,6 +124,8 @@ class History(RuleBasedStateMachine):
         for client in self.clients if hasattr(self, "world") else []:
             for asked in client.asked:
                 asked.check()
+            for heard in client.heard.values():
+                heard.check()
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
