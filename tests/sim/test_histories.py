@@ -16,6 +16,8 @@ from tests.sim.world import Process, world
 
 HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "60"))
 NUMBERS = st.integers(0, 5)
+THEN_S = st.sampled_from([0.0, 0.05, 0.4, 1.5])
+"""Time that passes after something has happened."""
 
 
 class History(RuleBasedStateMachine):
@@ -34,20 +36,29 @@ class History(RuleBasedStateMachine):
 
     # what clients do
 
-    @rule(who=NUMBERS, max_tokens=st.integers(1, 25), stream=st.integers(0, 3), deadline=st.integers(0, 5))
-    def ask(self, who: int, max_tokens: int, stream: int, deadline: int) -> None:
-        self.of(self.clients, who).ask(max_tokens, stream=stream > 0, timeout_ms=900.0 if deadline == 0 else None)
+    @rule(
+        who=NUMBERS,
+        lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
+        stream=st.integers(0, 3),
+        deadline=st.integers(0, 5),
+        then_s=THEN_S,
+    )
+    def ask(self, who: int, lengths: list[int], stream: int, deadline: int, then_s: float) -> None:
+        for max_tokens in lengths:
+            self.of(self.clients, who).ask(max_tokens, stream=stream > 0, timeout_ms=900.0 if deadline == 0 else None)
+        self.world.run(then_s)
 
     @rule(who=NUMBERS, which=st.integers(0, 20))
     def cancel(self, who: int, which: int) -> None:
         self.of(self.clients, who).cancel(which)
 
-    @rule(who=NUMBERS)
-    def client_dies(self, who: int) -> None:
+    @rule(who=NUMBERS, then_s=THEN_S)
+    def client_dies(self, who: int, then_s: float) -> None:
         if len(self.clients) > 1:
             dead = self.of(self.clients, who)
             self.clients.remove(dead)
             kill(dead.process, dead.bus)
+            self.world.run(then_s)
 
     # time
 
@@ -61,56 +72,68 @@ class History(RuleBasedStateMachine):
 
     # the network
 
-    @rule(who=NUMBERS)
-    def cut(self, who: int) -> None:
+    @rule(who=NUMBERS, then_s=THEN_S)
+    def cut(self, who: int, then_s: float) -> None:
         bus = self.of(self.buses(), who)
         if bus._link is not None:
             self.broker.cut(bus._link)
+        self.world.run(then_s)
 
     @rule(slowest_s=st.sampled_from([0.002, 0.05, 0.4]))
     def slow(self, slowest_s: float) -> None:
         self.broker.slowest_s = slowest_s
 
     @precondition(lambda self: self.broker.is_up)
-    @rule(seconds=st.sampled_from([0.1, 0.7, 3.0]))
-    def broker_pauses(self, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([0.1, 0.7, 3.0]), then_s=THEN_S)
+    def broker_pauses(self, seconds: float, then_s: float) -> None:
         self.broker.pause()
         self.world.at(self.world.now + seconds, self.broker.resume)
+        self.world.run(then_s)
 
     @precondition(lambda self: self.broker.is_up)
-    @rule(seconds=st.sampled_from([0.1, 1.0, 4.0]))
-    def broker_restarts(self, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([0.1, 1.0, 4.0]), then_s=THEN_S)
+    def broker_restarts(self, seconds: float, then_s: float) -> None:
         self.broker.die()
         self.world.at(self.world.now + seconds, self.broker.restart)
+        self.world.run(then_s)
 
     # processes
 
-    @rule(who=st.integers(0, 10), seconds=st.sampled_from([0.3, 1.0, 1.7, 2.4, 5.0]))
-    def process_pauses(self, who: int, seconds: float) -> None:
-        process = self.of([p for p in self.world.processes if p.is_alive], who)
-        process.is_paused = True
-        self.world.at(self.world.now + seconds, lambda: self.resume(process))
+    @rule(who=NUMBERS, seconds=st.sampled_from([0.3, 1.0, 1.7, 2.4, 5.0]), then_s=THEN_S)
+    def front_pauses(self, who: int, seconds: float, then_s: float) -> None:
+        self.pause(self.of(self.fronts, who).process, seconds, then_s)
 
-    @rule(who=NUMBERS)
-    def engine_dies(self, who: int) -> None:
+    @rule(who=NUMBERS, seconds=st.sampled_from([0.3, 1.0, 2.4, 6.0]), then_s=THEN_S)
+    def router_pauses(self, who: int, seconds: float, then_s: float) -> None:
+        self.pause(self.of(self.routers, who).process, seconds, then_s)
+
+    @rule(who=NUMBERS, seconds=st.sampled_from([0.3, 2.4, 15.0]), then_s=THEN_S)
+    def client_pauses(self, who: int, seconds: float, then_s: float) -> None:
+        self.pause(self.of(self.clients, who).process, seconds, then_s)
+
+    @rule(who=NUMBERS, then_s=THEN_S)
+    def engine_dies(self, who: int, then_s: float) -> None:
         self.of(self.fronts, who).engine_dies()
+        self.world.run(then_s)
 
-    @rule(who=NUMBERS)
-    def router_is_replaced(self, who: int) -> None:
+    @rule(who=NUMBERS, then_s=THEN_S)
+    def router_is_replaced(self, who: int, then_s: float) -> None:
         dead = self.of(self.routers, who)
         self.routers.remove(dead)
         kill(dead.process, dead.bus)
         self.born += 1
         self.routers.append(RouterProcess(self.world, self.broker, f"r{self.born}"))
+        self.world.run(then_s)
 
     @precondition(lambda self: self.broker.is_up and not self.broker.is_paused)
-    @rule(who=NUMBERS)
-    def front_is_replaced(self, who: int) -> None:
+    @rule(who=NUMBERS, then_s=THEN_S)
+    def front_is_replaced(self, who: int, then_s: float) -> None:
         dead = self.of(self.fronts, who)
         self.fronts.remove(dead)
         kill(dead.process, dead.bus)
         self.born += 1
         self.fronts.append(FrontProcess(self.world, self.broker, f"w{self.born}"))
+        self.world.run(then_s)
 
     # what must hold
 
@@ -168,6 +191,11 @@ class History(RuleBasedStateMachine):
 
     def buses(self) -> list[SimBus]:
         return [one.bus for one in (*self.clients, *self.routers, *self.fronts)]
+
+    def pause(self, process: Process, seconds: float, then_s: float) -> None:
+        process.is_paused = True
+        self.world.at(self.world.now + seconds, lambda: self.resume(process))
+        self.world.run(then_s)
 
     def resume(self, process: Process) -> None:
         process.is_paused = False
