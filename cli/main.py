@@ -10,6 +10,7 @@ from typing import Any
 
 from cli import clients, up
 from cli.family import EXIT_REFUSED
+from cli.wirecheck import run as wirecheck
 from protocol import connection as nats
 from protocol import logs, subjects
 from router import serve as router
@@ -50,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_broker(cancel)
     cancel.add_argument("request_id", metavar="ID")
     cancel.set_defaults(run=clients.cancel)
+    _add_wire_check(commands.add_parser("wire-check", help="hold a running system against the wire's rules"))
     return parser
 
 
@@ -141,6 +143,21 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout-ms", type=float)
     parser.add_argument("--json", action="store_true", help="print the raw messages, one a line")
     parser.set_defaults(run=clients.generate)
+
+
+def _add_wire_check(parser: argparse.ArgumentParser) -> None:
+    _add_broker(parser)
+    parser.add_argument("--model", metavar="NAME", default="", help="the served model")
+    parser.add_argument(
+        "--inbox-prefix",
+        metavar="PREFIX",
+        default=subjects.DEFAULT_INBOX_PREFIXES[0],
+        help="what reply subjects begin with (%(default)s)",
+    )
+    parser.add_argument("--only", metavar="TEXT", default="", help="only the rules whose sentence has this text")
+    parser.add_argument("--list", action="store_true", help="list the rules and try none")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a rule")
+    parser.set_defaults(run=wirecheck.run)
 
 
 def _worker(options: argparse.Namespace) -> int:
