@@ -87,6 +87,17 @@ class Exchange:
         except TimeoutError:
             raise BrokenError(f"{what} did not come within {timeout_s:g} s, {self._so_far()}") from None
 
+    async def first(self, what: str, timeout_s: float = DEFAULT_WAIT_S) -> Message:
+        """Waits for any message."""
+        await self.until(lambda: bool(self.received), what, timeout_s)
+        return self.messages[0]
+
+    async def parts(self, what: str) -> list[Message]:
+        """Waits for all parts of an answer that comes in parts."""
+        first = await self.first(what, 2.0)
+        await self.until(lambda: len(self.received) >= first.get("parts", 1), f"every part of {what}")
+        return self.messages
+
     async def tokens(self, count: int) -> None:
         """Waits until so many tokens have come, or the terminal."""
         await self.until(lambda: self.num_tokens >= count or self.is_ended, f"{count} tokens")

@@ -106,8 +106,7 @@ class Probe:
     ) -> Message:
         """The first reply to a client's message."""
         exchange = await self.send(body, subject=subject, content_type=content_type)
-        await exchange.until(lambda: bool(exchange.received), f"a reply on {subject}", timeout_s)
-        return exchange.messages[0]
+        return await exchange.first(f"a reply on {subject}", timeout_s)
 
     async def send_internal(self, subject: str, body: bytes | Message = b"") -> Exchange:
         """As one part of the system asks another: always MessagePack, without a word about it."""
@@ -118,8 +117,7 @@ class Probe:
     async def call_internal(self, subject: str, body: bytes | Message = b"") -> Message:
         """The first reply to an internal message."""
         exchange = await self.send_internal(subject, body)
-        await exchange.until(lambda: bool(exchange.received), f"a reply on {subject}", 2.0)
-        return exchange.messages[0]
+        return await exchange.first(f"a reply on {subject}", 2.0)
 
     async def is_answered(self, subject: str, body: bytes | Message = b"", within_s: float = 0.6) -> bool:
         """Whether anybody says anything to a message; the broker's own notice is nobody."""

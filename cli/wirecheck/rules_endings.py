@@ -89,7 +89,7 @@ async def _how_it_ended(probe: Probe, answer: Exchange) -> str:
     assert answer.request_id is not None
     again = await probe.listen(answer.inbox, msgpack=False)
     await probe.call(probe.resync_subject(answer.request_id), {"offset": 0})
-    await again.until(lambda: bool(again.received), "anything after a resync", 2.0)
+    await again.first("anything after a resync", 2.0)
     await asyncio.sleep(0.1)
     if again.is_ended:
         return str((await again.terminal())["finish_reason"])

@@ -48,12 +48,21 @@ async def tenants_cancels(probe: Probe) -> None:
     stream.check_numbers(mine.messages)
 
 
+async def default_tenant(probe: Probe) -> None:
+    """The form of a subject without a tenant means tenant default."""
+    mine = await probe.live(tenant=DEFAULT_TENANT)
+    body = brief_request(4, id=mine.request_id)
+    twin = await probe.send(body, subject=f"{probe.names.generate(probe.served.model)}.{DEFAULT_TENANT}")
+    await twin.terminal()
+    stream.check_refusal(twin.messages, "duplicate_request")
+
+
 async def embed(probe: Probe) -> None:
     """embed answers once, with embeddings or with an error, under the request's id."""
     request_id = probe.new_id()
     subject = probe.names.embed(probe.served.model, probe.tenant)
     exchange = await probe.send({"id": request_id, "input": ["one", "two"]}, subject=subject)
-    await exchange.until(lambda: bool(exchange.received), "an answer")
+    await exchange.first("an answer")
     await asyncio.sleep(0.2)
     expect(len(exchange.messages) == 1, f"{len(exchange.messages)} answers")
     check_embeddings(exchange.messages[0], request_id, 2)
@@ -92,4 +101,4 @@ def check_embeddings(reply: Message, request_id: str, count: int) -> None:
     shape.check(reply, {"model": shape.NAME, "usage": shape.MAP}, "the reply")
 
 
-RULES = (models, models_limit, models_of_tenant, tenants_apart, tenants_cancels, embed, embed_invalid)
+RULES = (models, models_limit, models_of_tenant, tenants_apart, tenants_cancels, default_tenant, embed, embed_invalid)

@@ -38,6 +38,25 @@ async def heartbeats(probe: Probe) -> None:
         check_log([message for message in heard.messages if message.get("worker_id") == worker_id], worker_id)
 
 
+async def epochs(probe: Probe) -> None:
+    """A worker's card, events, snapshot and place in the models reply are of one epoch."""
+    worker_id = some_workers(probe)[0]
+    model = probe.served.model
+    told = {
+        "card": await probe.listen(probe.names.card(model, worker_id), msgpack=True),
+        "events": await probe.listen(probe.names.events(model, worker_id), msgpack=True),
+        "snapshot": await probe.send_internal(probe.names.worker(model, worker_id, "snapshot")),
+    }
+    await probe.publish(probe.names.discover, b"")
+    seen: dict[str, object] = {}
+    for name, exchange in told.items():
+        seen[name] = (await exchange.first(f"a message of {name}", 2.0)).get("epoch")
+    reply = await probe.call(probe.names.models_for(probe.tenant))
+    cards = [card for served in reply["models"] for card in served.get("workers") or []]
+    seen["models"] = next((card["epoch"] for card in cards if card["worker_id"] == worker_id), None)
+    expect(len(set(seen.values())) == 1, f"{worker_id} has epochs {seen}")
+
+
 async def events_of_a_request(probe: Probe) -> None:
     """A request is started, spoken before its first token and finished after its terminal, once each."""
     some_workers(probe)
@@ -51,14 +70,18 @@ async def events_of_a_request(probe: Probe) -> None:
 
 
 async def snapshot(probe: Probe) -> None:
-    """A snapshot comes in parts of one instant and holds the running request."""
+    """A snapshot comes in parts of one instant, in its place among the events, and holds the running request."""
     worker_id = some_workers(probe)[0]
+    events = await probe.listen(probe.names.events(probe.served.model, worker_id), msgpack=True)
     live = await probe.live(routing={"worker_id": worker_id})
     subject = probe.names.worker(probe.served.model, worker_id, "snapshot")
     exchange = await probe.send_internal(subject)
-    await exchange.until(lambda: bool(exchange.messages), "a snapshot", 2.0)
-    await exchange.until(lambda: len(exchange.messages) >= exchange.messages[0].get("parts", 1), "every part", 2.0)
-    check_snapshot(exchange.messages, subjects.request_key(probe.tenant, str(live.request_id)))
+    check_snapshot(await exchange.parts("a snapshot"), subjects.request_key(probe.tenant, str(live.request_id)))
+    await asyncio.sleep(2 * _BEAT_S)
+    told = [
+        (received.order, message["seq"]) for received, message in zip(events.received, events.messages, strict=True)
+    ]
+    check_place(exchange.received[0].order, exchange.messages[0]["seq"], told)
 
 
 def some_workers(probe: Probe) -> tuple[str, ...]:
@@ -113,4 +136,13 @@ def check_snapshot(parts: Sequence[Message], key: str) -> None:
     expect(entry["spoken"] is True and entry["attempt"] >= 1, f"a request that has spoken is {entry}")
 
 
-RULES = (cards, heartbeats, events_of_a_request, snapshot)
+def check_place(order: int, seq: int, events: Sequence[tuple[int, int]]) -> None:
+    """A snapshot after event `seq` comes behind that event and before the next one. `events` are orders and seqs."""
+    expect(bool(events), "no events at all")
+    late = [number for place, number in events if place < order and number > seq]
+    early = [number for place, number in events if place > order and number <= seq]
+    expect(not late, f"a snapshot after event {seq} came behind event {late[-1:]}")
+    expect(not early, f"a snapshot after event {seq} came before event {early[:1]}")
+
+
+RULES = (cards, heartbeats, epochs, events_of_a_request, snapshot)

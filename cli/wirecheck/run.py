@@ -63,10 +63,10 @@ async def _find(link: Link, names: subjects.Subjects, options: argparse.Namespac
     await link.subscribe(exchange.inbox, exchange.take)
     await link.publish(names.models_for(options.tenant), b"", exchange.inbox)
     try:
-        await exchange.until(lambda: bool(exchange.messages), "a reply to models", _MODELS_TIMEOUT_S)
+        reply = await exchange.first("a reply to models", _MODELS_TIMEOUT_S)
     except BrokenError as error:
         raise UnservedError(f"no router answers at {options.nats}: {error}") from error
-    return _served(exchange.messages[0], options.model)
+    return _served(reply, options.model)
 
 
 def _served(reply: Message, model: str) -> Served:

@@ -1,5 +1,6 @@
 """Types of the fields of raw messages, as tables. null means absent, and integral floats pass for integers."""
 
+import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,7 +19,7 @@ Shape = dict[str, Kind]
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_count(value: object) -> bool:
