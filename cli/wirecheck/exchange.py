@@ -40,6 +40,10 @@ class Exchange:
         self._msgpack = msgpack
         self._messages: list[Message] = []
         self._fault: BrokenError | None = None
+        self.num_tokens = 0
+        """Sampled tokens that have been accounted for, repeats included."""
+        self.is_ended = False
+        """Whether a terminal has come."""
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -56,24 +60,22 @@ class Exchange:
     def text(self) -> str:
         return "".join(str(message.get("text")) for message in self.messages)
 
-    @property
-    def num_tokens(self) -> int:
-        """Sampled tokens that have been accounted for, repeats included."""
-        return sum(message.get("tokens", 0) for message in self._messages)
-
-    @property
-    def is_ended(self) -> bool:
-        return any(message.get("finish_reason") is not None for message in self._messages)
-
     def take(self, received: Received) -> None:
+        """Never raises, whatever has come: it is called by the loop that reads the connection."""
         self.received.append(received)
         try:
             if received.is_notice:
                 raise BrokenError("nobody listens on the request's subject")
-            self._messages.append(decode(received.data, msgpack=self._msgpack))
+            self._count(decode(received.data, msgpack=self._msgpack))
         except BrokenError as fault:
             self._fault = self._fault or fault
         self._changed.set()
+
+    def _count(self, message: Message) -> None:
+        self._messages.append(message)
+        tokens = message.get("tokens")
+        self.num_tokens += tokens if isinstance(tokens, int) else 0
+        self.is_ended = self.is_ended or message.get("finish_reason") is not None
 
     async def until(self, holds: Callable[[], bool], what: str, timeout_s: float = DEFAULT_WAIT_S) -> None:
         """Waits for something to hold. Raises BrokenError if it does not, saying what did not come."""

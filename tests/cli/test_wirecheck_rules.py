@@ -373,10 +373,20 @@ def test_a_message_in_another_encoding_is_seen(payload: bytes, msgpack: bool) ->
         decode(payload, msgpack=msgpack)
 
 
+def test_an_exchange_takes_whatever_comes() -> None:
+    strange = [b"", b"\xff", b"[" * 100_000, b'{"tokens": "many", "finish_reason": {}}', b'{"tokens": [1e999]}']
+    exchange = Exchange("inbox", msgpack=False)
+    for number, payload in enumerate(strange):
+        exchange.take(Received(number, 0.0, "", payload, {}))
+    assert (exchange.num_tokens, exchange.is_ended) == (0, True)
+    with pytest.raises(BrokenError):
+        assert exchange.messages
+
+
 @pytest.mark.parametrize(
     ("kind", "good", "bad"),
     [
-        (shape.COUNT, [0, 5, 5.0], [-1, True, 0.5, "1", None, float("nan"), float("inf")]),
+        (shape.COUNT, [0, 5, 5.0, 10**400], [-1, True, 0.5, "1", None, float("nan"), float("inf")]),
         (shape.POSITIVE, [1], [0, None]),
         (shape.DURATION, [0, 0.5], [-0.1, False, None, float("nan")]),
         (shape.NAME, ["a"], ["", None, b"a"]),
