@@ -25,7 +25,8 @@ NOT_SERVED = {
 INTERNAL = ("discover", "events", "A request is started", "snapshot", "A run", "drop of", "tokenize")
 """What rules are about that need subjects which are no client's."""
 KNOWN_BROKEN = {"An id may be used again once its stream has ended"}
-"""A router may take a request that reuses an id before it handles the `finished` that came ahead of it."""
+"""A router that reads a short stream's accept, its `finished` and the request that reuses its id at once takes that
+request for a twin: the flight is let go only when the task that waited for the accept has run."""
 CONTRADICTORY = {"A message above max_request_bytes is refused as payload_too_large"}
 """What the sloppy system can't be asked, because it breaks another rule."""
 LONGEST_S = 60.0
