@@ -92,11 +92,14 @@ class Probe:
         """A whole short stream, as many tokens long as was asked for."""
         return await self.ask(brief_request(max_tokens, **fields))
 
+    def long_request(self, **fields: object) -> Message:
+        """A request with an id whose stream would go on for long."""
+        wanted = min(_LONG_TOKENS, self.served.context_length - _ROOM_FOR_PROMPT)
+        return {"id": self.new_id(), **brief_request(max(wanted, 1)), **fields}
+
     async def live(self, *, inbox: str | None = None, tenant: str | None = None, **fields: object) -> Exchange:
         """A stream with an id that has begun to speak and goes on for long."""
-        wanted = min(_LONG_TOKENS, self.served.context_length - _ROOM_FOR_PROMPT)
-        body = {"id": self.new_id(), **brief_request(max(wanted, 1)), **fields}
-        exchange = await self.send(body, inbox=inbox, tenant=tenant)
+        exchange = await self.send(self.long_request(**fields), inbox=inbox, tenant=tenant)
         if fields.get("stream") is not False:
             await exchange.tokens(4)
         return exchange

@@ -5,7 +5,7 @@ import time
 
 from cli.wirecheck import stream
 from cli.wirecheck.exchange import Exchange
-from cli.wirecheck.probe import Probe, brief_request
+from cli.wirecheck.probe import Probe
 from cli.wirecheck.verdict import SkippedError, expect
 
 _TIMEOUT_MS = 250
@@ -48,13 +48,11 @@ async def cancel_of_nobody(probe: Probe) -> None:
 
 async def cancel_at_once(probe: Probe) -> None:
     """A cancel right behind its request ends it, wherever it is by then."""
-    body = brief_request(2_000, id=probe.new_id())
-    answer = await probe.send(body)
-    await probe.publish(probe.cancel_subject(str(body["id"])), b"")
-    await asyncio.sleep(0.3)
-    await probe.cancel(answer)
-    reason = answer.messages[-1]["finish_reason"]
-    expect(reason == "cancelled", f"the stream ends with {reason}")
+    for _ in range(4):
+        answer = await probe.send(probe.long_request())
+        await probe.publish(probe.cancel_subject(str(answer.request_id)), b"")
+        reason = (await answer.terminal())["finish_reason"]
+        expect(reason == "cancelled", f"the stream ends with {reason}")
 
 
 async def deadline(probe: Probe) -> None:
