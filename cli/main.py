@@ -10,6 +10,7 @@ from typing import Any
 
 from cli import chat, clients, top, up
 from cli.family import EXIT_REFUSED
+from cli.wirecheck import run as wirecheck
 from protocol import connection as nats
 from protocol import logs, subjects
 from router import serve as router
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_broker(cancel)
     cancel.add_argument("request_id", metavar="ID")
     cancel.set_defaults(run=clients.cancel)
+    _add_wire_check(commands.add_parser("wire-check", help="hold a running system against the wire's rules"))
     return parser
 
 
@@ -159,6 +161,21 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--min-p", type=float)
     parser.add_argument("--seed", type=int)
+
+
+def _add_wire_check(parser: argparse.ArgumentParser) -> None:
+    _add_broker(parser)
+    parser.add_argument("--model", metavar="NAME", default="", help="the served model")
+    parser.add_argument(
+        "--inbox-prefix",
+        metavar="PREFIX",
+        default=subjects.DEFAULT_INBOX_PREFIXES[0],
+        help="what reply subjects begin with (%(default)s)",
+    )
+    parser.add_argument("--only", metavar="TEXT", default="", help="only the rules whose sentence has this text")
+    parser.add_argument("--list", action="store_true", help="list the rules and try none")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a rule")
+    parser.set_defaults(run=wirecheck.run)
 
 
 def _worker(options: argparse.Namespace) -> int:

@@ -136,6 +136,7 @@ class Dispatch:
         """Sends a run to one worker; None when it accepts. An answer that fails to come is cleared up first."""
         flight.attempt += 1
         flight.ended_at = None
+        flight.awaiting = card.worker_id
         subject = self._names.worker(card.model, card.worker_id, "run")
         run = codec.encode(self._run(flight, card))
         try:
@@ -146,7 +147,12 @@ class Dispatch:
         except PayloadTooLargeError as error:
             return errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))
         except (TimeoutError, ConnectionError):
-            return await self.take_back(flight, card)
+            flight.awaiting = None
+            return await self.take_back(flight, card) if self._flights.holds(flight) else None
+        finally:
+            flight.awaiting = None
+        if not self._flights.holds(flight):
+            return None  # it has ended before its accept was read
         reply = _run_replies.decode(answer.data)
         if reply.same_reply:
             raise AlreadyLiveError(flight.key)

@@ -14,6 +14,7 @@ class Flight:
         "accepted_at",
         "alive_at",
         "attempt",
+        "awaiting",
         "cancelled",
         "encoding",
         "ended_at",
@@ -59,6 +60,8 @@ class Flight:
         """The highest attempt that was dispatched."""
         self.worker_id: str | None = None
         """Who has accepted it; without one this router owns its terminal."""
+        self.awaiting: str | None = None
+        """Whose accept is being waited for."""
         self.accepted_at = 0.0
         self.alive_at: float | None = None
         """When this router last told the client that the request is alive."""
@@ -117,6 +120,10 @@ class Flights:
 
     def find(self, key: str) -> Flight | None:
         return self._flights.get(key)
+
+    def holds(self, flight: Flight) -> bool:
+        """Whether that very flight is still in the air."""
+        return self._flights.get(flight.key) is flight
 
     def keep_prompt(self, flight: Flight, prompt_ids: bytes) -> None:
         """From now on the prompt is held as token ids, and its text no more."""

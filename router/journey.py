@@ -151,12 +151,15 @@ class Journeys:
         except errors.RequestError as error:
             self._end(flight, error.error)
         except AlreadyLiveError:
-            self._flights.remove(flight)
+            if self._flights.holds(flight):
+                self._flights.remove(flight)
             self._log.warning("duplicate_dropped", request_id=flight.key)
         except Exception:  # outermost frame of a request: whatever went wrong, it gets its terminal
             self._log.exception("request_failed", request_id=flight.key)
             self._end(flight, errors.make_error(errors.Code.INTERNAL))
         else:
+            if not self._flights.holds(flight):
+                return
             if flight.worker_id is None:
                 self._flights.remove(flight)
                 self._answers.cancelled(flight)
@@ -164,6 +167,8 @@ class Journeys:
                 self.finish(flight)
 
     def _end(self, flight: Flight, error: errors.Error) -> None:
+        if not self._flights.holds(flight):
+            return
         self._flights.remove(flight)
         if flight.cancelled:
             self._answers.cancelled(flight)

@@ -169,7 +169,7 @@ class FleetWatch:
 
     def _finished(self, flight: Flight, worker_id: str) -> None:
         flight.ended_at = worker_id
-        if flight.worker_id == worker_id:
+        if worker_id in (flight.worker_id, flight.awaiting):
             self._journeys.finish(flight)
 
     def _recover(self, lost: Lost, *, is_certain: bool) -> None:

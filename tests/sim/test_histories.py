@@ -48,6 +48,13 @@ class History(RuleBasedStateMachine):
             self.of(self.clients, who).ask(max_tokens, stream=stream > 0, timeout_ms=900.0 if deadline == 0 else None)
         self.world.run(then_s)
 
+    @rule(who=NUMBERS)
+    def load(self, who: int) -> None:
+        """Several long streams that speak."""
+        for _ in range(3):
+            self.of(self.clients, who).ask(80)
+        self.world.run(0.5)
+
     @rule(who=NUMBERS, which=st.integers(0, 20))
     def cancel(self, who: int, which: int) -> None:
         self.of(self.clients, who).cancel(which)
@@ -99,7 +106,7 @@ class History(RuleBasedStateMachine):
 
     # processes
 
-    @rule(who=NUMBERS, seconds=st.sampled_from([0.3, 1.0, 1.7, 2.4, 5.0]), then_s=THEN_S)
+    @rule(who=NUMBERS, seconds=st.sampled_from([0.3, 1.7, 3.0, 5.0]), then_s=THEN_S)
     def front_pauses(self, who: int, seconds: float, then_s: float) -> None:
         self.pause(self.of(self.fronts, who).process, seconds, then_s)
 
@@ -207,7 +214,7 @@ class History(RuleBasedStateMachine):
 TestHistories: Callable[[], None] = History.TestCase
 TestHistories.settings = settings(  # type: ignore[attr-defined]
     max_examples=HISTORIES,
-    stateful_step_count=14,
+    stateful_step_count=20,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     print_blob=True,

@@ -1,0 +1,132 @@
+"""The bare connection: what is published, what comes, in the order in which it comes, and what is forbidden."""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+_CONNECT_TIMEOUT_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """One message as it came."""
+
+    order: int
+    """Its place among all messages of the connection: what one part of the system publishes keeps its order."""
+    at: float
+    subject: str
+    data: bytes
+    headers: dict[str, str]
+
+    @property
+    def is_notice(self) -> bool:
+        """The broker's word that nobody listens."""
+        return not self.data and self.headers.get("Status") == "503"
+
+
+Taker = Callable[[Received], None]
+
+
+class _Client(Client):
+    """Hands messages over as they are read: nats-py's own callbacks keep the order only within a subscription."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.takers: dict[int, Taker] = {}
+        self._num_received = 0
+
+    def _build_message(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
+    ) -> Msg | None:
+        self._num_received += 1
+        if (take := self.takers.get(sid)) is not None:
+            take(Received(self._num_received, time.monotonic(), subject.decode(), data, headers or {}))
+        message: Msg | None = super()._build_message(sid, subject, reply, data, headers)
+        return message
+
+
+class Link:
+    """The one connection over which all rules speak."""
+
+    def __init__(self, client: _Client) -> None:
+        self._client = client
+        self._forbidden: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"<Link {'up' if self._client.is_connected else 'down'}, {len(self._forbidden)} forbidden>"
+
+    @classmethod
+    async def open(cls, url: str, inbox_prefix: str) -> "Link":
+        """Raises ConnectionError saying what to do."""
+        link = cls(_Client())
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await link._client.connect(
+                    url,
+                    name="wire-check",
+                    error_cb=link._note,
+                    allow_reconnect=False,
+                    inbox_prefix=inbox_prefix,
+                    skip_subject_validation=True,
+                )
+        except (TimeoutError, OSError, nats.errors.Error) as error:
+            with contextlib.suppress(Exception):  # whatever a half-made client raises, the reason is already known
+                await link._client.close()
+            reason = str(error) or "no answer"
+            raise ConnectionError(f"no NATS broker at {url} ({reason}): start one or pass --nats URL") from error
+        return link
+
+    @property
+    def max_payload(self) -> int:
+        return self._client.max_payload
+
+    def new_inbox(self) -> str:
+        return self._client.new_inbox()
+
+    async def subscribe(self, subject: str, take: Taker) -> Subscription:
+        subscription = await self._client.subscribe(subject, cb=_nothing)
+        self._client.takers[subscription._id] = take
+        return subscription
+
+    async def unsubscribe(self, subscription: Subscription) -> None:
+        """At once: nothing more of it is taken, and the broker knows when the next flush returns."""
+        self._client.takers.pop(subscription._id, None)
+        with contextlib.suppress(nats.errors.Error):
+            await subscription.unsubscribe()
+
+    async def publish(
+        self, subject: str, payload: bytes, reply: str = "", headers: dict[str, Any] | None = None
+    ) -> None:
+        """Raises nats.errors.Error once the broker has closed the connection."""
+        await self._client.publish(subject, payload, reply=reply, headers=headers)
+
+    async def flush(self) -> None:
+        """Returns when the broker has everything that was published and subscribed before."""
+        await self._client.flush()
+
+    def why_forbidden(self, subjects: set[str]) -> str | None:
+        """What the broker said when it refused one of those subjects, if it did."""
+        lowered = [subject.lower() for subject in subjects]
+        for refusal in self._forbidden:
+            if any(f'"{subject}"' in refusal for subject in lowered):
+                return refusal
+        return None
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _note(self, error: Exception) -> None:
+        if "permissions violation" in (text := str(error).lower()):
+            self._forbidden.append(text.removeprefix("nats: "))
+
+
+async def _nothing(message: Msg) -> None:
+    """Everything is taken as it is read."""

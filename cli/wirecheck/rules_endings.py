@@ -1,0 +1,98 @@
+"""Rules of how a stream ends before its time: cancel, deadline, and a client that has gone."""
+
+import asyncio
+import time
+
+from cli.wirecheck import stream
+from cli.wirecheck.exchange import Exchange
+from cli.wirecheck.probe import Probe
+from cli.wirecheck.verdict import SkippedError, expect
+
+_TIMEOUT_MS = 250
+_GONE_S = 4.5
+"""Two seconds up to the chunk that makes sure, then its notice; and time for a busy machine."""
+_NUM_GONE = 6
+"""Enough that none of them is answered in full before the others are missed."""
+
+
+async def cancelled(probe: Probe) -> None:
+    """A cancel is answered {"cancelled": true} and ends the stream with cancelled."""
+    live = await probe.live()
+    assert live.request_id is not None
+    reply = await probe.call(probe.cancel_subject(live.request_id))
+    expect(reply.get("cancelled") is True, f"the answer is {reply}")
+    terminal = await live.terminal()
+    expect(terminal["finish_reason"] == "cancelled", f"the stream ends with {terminal['finish_reason']}")
+    stream.check_order(live.messages)
+    stream.check_numbers(live.messages)
+    stream.check_usage(live.messages)
+
+
+async def cancelled_without_reply(probe: Probe) -> None:
+    """A cancel needs no reply subject."""
+    live = await probe.live(stream=False)
+    await asyncio.sleep(0.2)
+    await probe.cancel(live)
+    reason = live.messages[-1]["finish_reason"]
+    expect(reason == "cancelled", f"the stream ends with {reason}")
+    stream.check_alone(live.messages)
+
+
+async def cancel_of_nobody(probe: Probe) -> None:
+    """Nobody answers the cancel of an unknown id, nor of one that has ended."""
+    ended = probe.new_id()
+    await probe.short(2, id=ended)
+    for request_id in (probe.new_id(), ended):
+        expect(not await probe.is_answered(probe.cancel_subject(request_id)), f"the cancel of {request_id} is answered")
+
+
+async def cancel_at_once(probe: Probe) -> None:
+    """A cancel right behind its request ends it, wherever it is by then."""
+    for _ in range(4):
+        answer = await probe.send(probe.long_request())
+        await probe.publish(probe.cancel_subject(str(answer.request_id)), b"")
+        reason = (await answer.terminal())["finish_reason"]
+        expect(reason == "cancelled", f"the stream ends with {reason}")
+
+
+async def deadline(probe: Probe) -> None:
+    """timeout_ms ends a stream with deadline_exceeded, in time."""
+    began = time.monotonic()
+    live = await probe.live(timeout_ms=_TIMEOUT_MS)
+    terminal = await live.terminal()
+    took_ms = (time.monotonic() - began) * 1e3
+    code = (terminal.get("error") or {}).get("code")
+    expect(code == "deadline_exceeded", f"the stream ends with {terminal['finish_reason']} {code}")
+    stream.check_error(terminal["error"])
+    expect(_TIMEOUT_MS - 50 < took_ms < _TIMEOUT_MS + 2_000, f"after {took_ms:.0f} ms with timeout_ms {_TIMEOUT_MS}")
+    stream.check_order(live.messages)
+    stream.check_numbers(live.messages)
+
+
+async def gone(probe: Probe) -> None:
+    """A client that has gone has its requests cancelled within a few seconds."""
+    routing = {"worker_id": probe.served.worker_ids[0]} if probe.served.worker_ids else {}
+    live = [await probe.live(routing=routing) for _ in range(_NUM_GONE)]
+    for answer in live:
+        await probe.stop_listening(answer)
+    await asyncio.sleep(_GONE_S)
+    reasons = [await _how_it_ended(probe, answer) for answer in live]
+    if set(reasons) == {"length"}:
+        raise SkippedError("the model had said everything before a client could be missed")
+    expect("cancelled" in reasons and "runs" not in reasons, f"{_GONE_S:g} s later: {', '.join(reasons)}")
+
+
+async def _how_it_ended(probe: Probe, answer: Exchange) -> str:
+    """The finish reason of a stream that nobody listened to; `runs` if it has not ended."""
+    assert answer.request_id is not None
+    again = await probe.listen(answer.inbox, msgpack=False)
+    await probe.call(probe.resync_subject(answer.request_id), {"offset": 0})
+    await again.first("anything after a resync", 2.0)
+    await asyncio.sleep(0.1)
+    if again.is_ended:
+        return str((await again.terminal())["finish_reason"])
+    await probe.publish(probe.cancel_subject(answer.request_id), b"")
+    return "runs"
+
+
+RULES = (cancelled, cancelled_without_reply, cancel_of_nobody, cancel_at_once, deadline, gone)

@@ -1,0 +1,151 @@
+"""`tokenbus wire-check` against our own system, against a sloppy one, and where the broker forbids things."""
+
+import asyncio
+import json
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from cli import broker
+from cli.parent import die_with_parent
+from cli.wirecheck.rules import all_rules
+from tests.support.sloppy import MODEL, Sloppy
+from tests.support.system import System, command
+
+NOT_SERVED = {
+    "logprobs gives each message exactly `tokens` entries of their fields",
+    "return_progress tells how far the prompt is",
+    "routing.explain says in the terminal why the worker was chosen",
+    "resume_from goes on behind the tokens given, and counts on",
+}
+"""What the engine of the demo model can't do."""
+INTERNAL = ("discover", "events", "A request is started", "snapshot", "A run", "drop of", "tokenize")
+"""What rules are about that need subjects which are no client's."""
+KNOWN_BROKEN: set[str] = set()
+"""A router that reads a short stream's accept, its `finished` and the request that reuses its id at once takes that
+request for a twin: the flight is let go only when the task that waited for the accept has run."""
+CONTRADICTORY = {"A message above max_request_bytes is refused as payload_too_large"}
+"""What the sloppy system can't be asked, because it breaks another rule."""
+LONGEST_S = 60.0
+
+
+def wire_check(url: str, *arguments: str, model: str = "demo") -> subprocess.CompletedProcess[str]:
+    whole = command("wire-check", "--nats", url, "--model", model, *arguments)
+    return subprocess.run(whole, capture_output=True, text=True, timeout=120, check=False)
+
+
+def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str]]:
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    return {outcome["rule"]: (outcome["verdict"], outcome["reason"]) for outcome in outcomes}
+
+
+def test_our_own_system_breaks_no_rule(url: str) -> None:
+    began = time.monotonic()
+    done = wire_check(url)
+    assert time.monotonic() - began < LONGEST_S
+    *lines, last = done.stdout.splitlines()
+    broken = {line.removeprefix("BROKEN").strip().partition(":")[0] for line in lines if line.startswith("BROKEN")}
+    assert broken <= KNOWN_BROKEN, done.stdout
+    skipped = {line.removeprefix("skipped").strip().partition(": the model")[0] for line in lines if line[0] == "s"}
+    assert skipped == NOT_SERVED
+    held = len(lines) - len(broken) - len(skipped)
+    assert last == f"{held} rules hold, {len(broken)} broken, {len(skipped)} skipped"
+    assert (done.returncode, done.stderr) == (1 if broken else 0, "")
+
+
+def test_only_tries_some_rules_and_json_gives_an_object_a_rule(url: str) -> None:
+    done = wire_check(url, "--only", "MESSAGEPACK", "--json")
+    assert done.returncode == 0
+    assert set(verdicts(done)) == {rule.name for rule in all_rules() if "messagepack" in rule.name.lower()}
+    assert {verdict for verdict, _ in verdicts(done).values()} == {"ok"}
+
+
+def test_list_needs_no_system() -> None:
+    done = wire_check("nats://127.0.0.1:1", "--list")
+    assert done.stdout.splitlines() == [rule.name for rule in all_rules()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "said"),
+    [
+        (["--nats", "nats://127.0.0.1:1"], "demo", "no NATS broker at nats://127.0.0.1:1"),
+        ([], "nobody", "nobody serves 'nobody'; what is served: demo"),
+        (["--only", "no such thing"], "demo", "no rule is named like 'no such thing'"),
+        (["--prefix", "elsewhere"], "demo", "no router answers"),
+    ],
+)
+def test_nothing_to_check_is_one_line_and_status_2(url: str, arguments: list[str], model: str, said: str) -> None:
+    done = wire_check(url, *arguments, model=model)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert said in line
+
+
+@pytest.fixture
+async def sloppy_url(tmp_path: Path) -> AsyncIterator[str]:
+    nats_server = await broker.start(0, tmp_path / "nats.log")
+    sloppy = await Sloppy.start(nats_server.url)
+    yield nats_server.url
+    await sloppy.stop()
+    nats_server.stop()
+
+
+async def test_a_sloppy_system_breaks_every_rule(sloppy_url: str) -> None:
+    done = await asyncio.to_thread(wire_check, sloppy_url, "--json", model=MODEL)
+    seen = verdicts(done)
+    assert done.returncode == 1
+    assert len(seen) == len(all_rules())
+    assert {rule for rule, (verdict, _) in seen.items() if verdict != "broken"} == CONTRADICTORY
+    assert all(reason for _, reason in seen.values())
+
+
+PERMISSIONS = """
+authorization {
+  users = [
+    {user: system, password: a}
+    {user: client, password: b, permissions: {
+      publish: ["tokenbus.v1.generate.demo", "tokenbus.v1.embed.demo", "tokenbus.v1.models", "tokenbus.v1.cancel.*",
+                "tokenbus.v1.resync.*"]
+      subscribe: ["_INBOX.>"]
+    }}
+  ]
+}
+"""
+
+
+@pytest.fixture
+async def guarded(tmp_path: Path) -> AsyncIterator[str]:
+    """A system whose broker gives clients no more than they need; the client's URL."""
+    config = tmp_path / "nats.conf"
+    config.write_text(PERMISSIONS)
+    nats_server = await broker.start(0, tmp_path / "nats.log")
+    port = nats_server.url.rpartition(":")[2]
+    nats_server.kill()
+    process = subprocess.Popen(
+        [broker.find_binary(), "-c", str(config), "-a", "127.0.0.1", "-p", port],
+        stderr=subprocess.DEVNULL,
+        preexec_fn=die_with_parent,
+    )
+    system = System(broker.Broker(process, f"nats://system:a@127.0.0.1:{port}"), tmp_path)
+    system.router("router")
+    system.worker("worker")
+    try:
+        yield f"nats://client:b@127.0.0.1:{port}"
+    finally:
+        await system.stop()
+
+
+async def test_what_the_broker_forbids_is_skipped(guarded: str) -> None:
+    async with asyncio.timeout(30):
+        while (await asyncio.to_thread(wire_check, guarded, "--only", "A seed repeats")).returncode != 0:
+            await asyncio.sleep(0.2)
+    done = await asyncio.to_thread(wire_check, guarded, "--json")
+    seen = verdicts(done)
+    broken = {rule: outcome for rule, outcome in seen.items() if outcome[0] == "broken"}
+    assert broken.keys() <= KNOWN_BROKEN, broken
+    forbidden = {rule for rule, (_, reason) in seen.items() if "permissions violation" in reason}
+    assert {rule for rule in seen if any(text in rule for text in INTERNAL)} <= forbidden
+    assert done.returncode == (1 if broken else 0)
