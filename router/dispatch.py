@@ -119,6 +119,10 @@ class Dispatch:
     def _place(self, flight: Flight, refused: dict[str, errors.Error]) -> Placement | NoWorker:
         now = time.monotonic()
         wish = flight.request.routing
+        holder = self._fleet.holder_of(flight.key, flight.model) if flight.attempt == 0 else None
+        if holder is not None:  # the same id, placed by another router: the worker that holds it decides
+            self._fleet.book(holder.card.worker_id, flight.key, now)
+            return Placement(holder, self._default_policy)
         candidates = [
             worker
             for worker in self._fleet.candidates(flight.model, now)

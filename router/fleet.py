@@ -10,6 +10,8 @@ from router.eventlog import Caught, EventLog
 
 MAX_WORKERS = 4_096
 """Workers beyond this are not taken in: a router's memory stays bounded whatever is published."""
+MAX_RUNNING = 65_536
+"""Requests of one worker that are remembered by their ids."""
 _BOOKING_LAPSES_S = 5.0
 """A booking that no event has confirmed by then was lost on the way."""
 
@@ -26,6 +28,8 @@ class Worker:
         """Its lease has lapsed; what was placed there is being cleared up."""
         self.log = EventLog()
         self.bookings: dict[str, float] = {}
+        self.running: set[str] = set()
+        """Requests that it holds, by its own word, whoever has placed them."""
 
     def __repr__(self) -> str:
         return f"<Worker {self.card.worker_id} {self.state} {self.num_requests} requests>"
@@ -115,6 +119,7 @@ class Fleet:
             return Heard()
         for key in caught.running:
             worker.bookings.pop(key, None)
+        worker.running = set(list(caught.running)[:MAX_RUNNING])
         return _apply(worker, caught.events)._replace(caught=caught)
 
     def behind(self, now: float, every_s: float) -> list[Worker]:
@@ -186,6 +191,13 @@ class Fleet:
     def find(self, worker_id: str) -> Worker | None:
         return self._workers.get(worker_id)
 
+    def holder_of(self, key: str, model: str) -> Worker | None:
+        """The worker of that model that says it holds a request, whoever has placed it there."""
+        for worker in self._workers.values():
+            if key in worker.running and worker.card.model == model:
+                return worker
+        return None
+
     def of_model(self, model: str) -> list[Worker]:
         """All workers that serve a model, whatever their state."""
         return [worker for worker in self._workers.values() if worker.card.model == model]
@@ -235,8 +247,11 @@ def _apply(worker: Worker, ready: tuple[internal.Events, ...]) -> Heard:
     for events in ready:
         for started in events.started:
             worker.bookings.pop(started.id, None)
+            if len(worker.running) < MAX_RUNNING:
+                worker.running.add(started.id)
         for key in events.finished:
             worker.bookings.pop(key, None)
+            worker.running.discard(key)
         spoken += events.spoken
         finished += events.finished
     return Heard(spoken=tuple(spoken), finished=tuple(finished))

@@ -6,7 +6,7 @@ import signal
 
 from client import Client
 from tests.support.load import ask, cards, until_idle, until_ready
-from tests.support.system import System
+from tests.support.system import System, command
 
 
 async def test_two_of_three_routers_killed_under_200_requests_disturb_no_stream_and_the_rest_is_answered(
@@ -43,6 +43,37 @@ async def test_two_of_three_routers_killed_under_200_requests_disturb_no_stream_
     assert system.wait(last) == 0
     finished = [line["request_id"] for line in system.log(last) if line["event"] == "request_finished"]
     assert sorted(map(str, finished)) == sorted(map(str, received))
+
+
+async def wire_check(url: str) -> str:
+    """What `tokenbus wire-check` prints; it must find nothing broken."""
+    process = await asyncio.create_subprocess_exec(
+        *command("wire-check", "--nats", url, "--model", "demo"), stdout=asyncio.subprocess.PIPE
+    )
+    printed, _ = await process.communicate()
+    assert process.returncode == 0, printed.decode()
+    return printed.decode()
+
+
+async def test_the_wire_holds_with_three_routers_under_load_and_when_one_of_them_is_left(system: System) -> None:
+    names = ["router-a", "router-b", "router-c"]
+    for name in names:
+        system.router(name)
+    for name in ("worker-a", "worker-b"):
+        system.worker(name, "--max-waiting", "256")
+    bare = await system.connect()
+    await until_ready(bare, 2)
+    for name in names:
+        await system.until_logged(name, "router_ready")
+    async with await Client.connect(system.url) as client:
+        for dead in ("router-c", "router-a"):
+            told = [ask(client, 200) for _ in range(8)]
+            assert " 0 broken" in await wire_check(system.url)
+            system.signal(dead, signal.SIGKILL)
+            for one in await asyncio.gather(*(one.end() for one in told)):
+                one.check()
+                assert one.is_whole
+        assert " 0 broken" in await wire_check(system.url)
 
 
 async def test_a_router_that_joins_late_knows_what_runs(system: System) -> None:

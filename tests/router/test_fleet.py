@@ -155,6 +155,31 @@ def test_events_that_were_heard_already_are_ignored_and_prove_no_life(seq: int) 
     assert lapsed(fleet, 2.0) == ["w1"]
 
 
+def test_the_holder_of_a_request_is_who_said_to_have_started_it_until_its_end() -> None:
+    fleet = fleet_of(card(), card("w2"))
+    fleet.take_events(events("w2", started=("a",)), 0.0)
+    assert fleet.holder_of("a", "demo") is known(fleet, "w2")
+    assert (fleet.holder_of("a", "other"), fleet.holder_of("b", "demo")) == (None, None)
+    fleet.take_events(events("w2", seq=1, finished=("a",)), 0.0)
+    assert fleet.holder_of("a", "demo") is None
+
+
+def test_a_snapshot_says_who_holds_what() -> None:
+    fleet = fleet_of(card())
+    fleet.take_events(events(seq=7, started=("old",)), 0.0)
+    fleet.behind(0.0, 1.0)
+    fleet.take_part(part(seq=7, running=("a",)), 0.0)
+    assert fleet.holder_of("a", "demo") is known(fleet)
+    assert fleet.holder_of("old", "demo") is None
+
+
+def test_a_new_life_holds_nothing() -> None:
+    fleet = fleet_of(card())
+    fleet.take_events(events(started=("a",)), 0.0)
+    fleet.take_card(card(epoch="101-a"), 0.0)
+    assert fleet.holder_of("a", "demo") is None
+
+
 def test_load_and_state_are_believed_even_behind_a_gap() -> None:
     fleet = fleet_of(card())
     assert fleet.take_events(events(seq=7, load=LOAD_OF_3, finished=("a",)), 0.0) == Heard()

@@ -12,9 +12,6 @@ from protocol.bus import Bus, BusyError
 from worker import contract
 from worker.front.snapshot import split
 
-_BOOKING_S = 0.01
-"""An accept and an end show in the event log this soon: half of what the wire promises."""
-
 
 def new_epoch() -> str:
     """`<unix ms>-<random>`: larger for a later life."""
@@ -45,7 +42,6 @@ class Announcer:
         self._started: list[internal.Started] = []
         self._spoken: list[str] = []
         self._finished: list[str] = []
-        self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         return f"<Announcer {self.worker_id} {self.state} event {self._seq}>"
@@ -97,16 +93,16 @@ class Announcer:
                 self._connection.publish(self._card_subject, codec.encode(self._card(self._config)))
 
     def started(self, key: str, prompt_tokens: int) -> None:
+        """The caller sees to it that `publish_events` comes at once, and before the head."""
         self._started.append(internal.Started(id=key, prompt_tokens=prompt_tokens, overlap_blocks=0))
-        self._soon()
 
     def spoken(self, key: str) -> None:
         """The caller sees to it that `publish_events` comes before the chunk that speaks."""
         self._spoken.append(key)
 
     def finished(self, key: str) -> None:
+        """The caller sees to it that `publish_events` comes after the terminal."""
         self._finished.append(key)
-        self._soon()
 
     @property
     def has_spoken(self) -> bool:
@@ -114,9 +110,6 @@ class Announcer:
 
     def publish_events(self) -> None:
         """Publishes what has happened since the last time; with nothing new it is a heartbeat."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         if self._config is None or self.is_silent:
             return
         try:
@@ -134,10 +127,6 @@ class Announcer:
             await asyncio.sleep(limits.HEARTBEAT_S / 4)
             if time.monotonic() - self._published_at > limits.HEARTBEAT_S / 2:
                 self.publish_events()
-
-    def _soon(self) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_BOOKING_S, self.publish_events)
 
     def _events(self) -> internal.Events:
         return internal.Events(

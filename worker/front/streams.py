@@ -185,6 +185,7 @@ class Streams:
             loop = asyncio.get_running_loop()
             self._timers[stream.key] = loop.call_later(run.remaining_ms / 1e3, self._expire, stream.key)
         announcer.started(stream.key, len(token_ids))
+        announcer.publish_events()  # at once, before the head: no router may take the id again
         self._outbox.put_head(stream, now)
         self._outbox.flush()
         self._log.info(
