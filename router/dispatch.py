@@ -20,6 +20,7 @@ MAX_ATTEMPTS = 12
 """Times that a worker is looked for before a request ends with the last one's refusal."""
 
 _ASK_AGAIN_S = 0.1
+_LONGEST_PATIENCE_S = 2.0
 
 
 class AlreadyLiveError(Exception):
@@ -95,13 +96,17 @@ class Dispatch:
         when the worker has answered, or that life of it is over: "nobody listens" may be a moment of its reconnect."""
         subject = self._names.worker(card.model, card.worker_id, "control")
         drop = codec.encode(internal.Control(op="drop", request_id=flight.key, attempt=flight.attempt))
+        patience_s = limits.ACCEPT_S
         while True:
+            if flight.spoken and flight.ended_at == card.worker_id:  # by its terminal: a drop would be refused
+                self._accepted(flight, card)
+                return None
             try:
-                answer = await self._connection.request(subject, drop, limits.ACCEPT_S)
+                answer = await self._connection.request(subject, drop, patience_s)
             except (NoRespondersError, ConnectionError):
                 await asyncio.sleep(_ASK_AGAIN_S)
             except TimeoutError:
-                pass
+                patience_s = min(2 * patience_s, _LONGEST_PATIENCE_S)  # the way there and back may just be slow
             else:
                 self._fleet.hear(card, time.monotonic())
                 if not _control_replies.decode(answer.data).ok:
