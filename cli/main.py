@@ -5,10 +5,9 @@ import asyncio
 import os
 import sys
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
-from cli import chat, clients, top, up
+from cli import chat, clients, top, up, worker
 from cli.family import EXIT_REFUSED
 from cli.wirecheck import run as wirecheck
 from protocol import connection as nats
@@ -16,9 +15,8 @@ from protocol import logs, subjects
 from router import serve as router
 from router.placement import POLICIES
 from worker import contract
-from worker.engine.settings import EngineSettings
-from worker.front import serve as worker
-from worker.front.front import FrontSettings, ReplacedError
+from worker.front import serve
+from worker.front.front import ReplacedError
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
 
@@ -71,16 +69,8 @@ def _add_broker(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tenant", default=subjects.DEFAULT_TENANT, help="on whose behalf (%(default)s)")
 
 
-def _add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    parser.add_argument("--model", metavar="PATH", type=Path, required=required, help="a GGUF file")
-    parser.add_argument("--served-name", metavar="NAME", help="the model's name on the wire (the file's name)")
-    parser.add_argument(
-        "--threads", type=_at_least(0), default=0, help="CPU threads of each worker; 0 shares the cores"
-    )
-
-
 def _add_up(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, required=False)
+    worker.add_model(parser, required=False)
     parser.add_argument("--workers", type=_at_least(1), default=2, help="worker replicas (%(default)s)")
     parser.add_argument("--port", type=_port, default=4222, help="port of the embedded broker; 0 takes a free one")
     parser.add_argument("--nats", metavar="URL", help="use this broker instead of an embedded one")
@@ -89,26 +79,10 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_worker(parser: argparse.ArgumentParser) -> None:
-    chosen = EngineSettings(model="")
     _add_broker(parser)
-    _add_model(parser, required=True)
     _add_inboxes(parser)
-    parser.add_argument("--worker-id", default="", help="stable name of this worker")
-    whole = {
-        "--context-length": (chosen.context_length, "tokens of one sequence; 0: the model's, at most 8,192"),
-        "--kv-tokens": (chosen.kv_tokens, "tokens of KV memory for all sequences; 0: four contexts, at most 16,384"),
-        "--kv-block-size": (chosen.kv_block_size, "tokens of one block of KV memory"),
-        "--max-num-seqs": (chosen.max_num_seqs, "sequences that run at the same time"),
-        "--max-num-batched-tokens": (chosen.max_num_batched_tokens, "tokens that one step may carry"),
-        "--max-waiting": (worker.WorkerSettings.max_waiting, "accepted requests that may wait for their turn"),
-        "--max-new-tokens": (FrontSettings.max_new_tokens, "length of a completion without max_tokens"),
-    }
-    for flag, (default, text) in whole.items():
-        parser.add_argument(flag, type=int, default=default, help=f"{text} ({default})")
-    parser.add_argument("--gpu-layers", type=int, default=chosen.gpu_layers, help="layers on a GPU; -1: all")
-    parser.add_argument("--step-target-ms", type=float, default=chosen.step_target_ms, help="how long a step may take")
-    parser.add_argument("--step-timeout-s", type=float, default=30.0, help="a step that takes longer has hung")
-    parser.add_argument("--grace-s", type=float, default=30.0, help="time for running requests after SIGTERM")
+    worker.add_model(parser, required=True)
+    worker.add_flags(parser)
     parser.set_defaults(run=_worker)
 
 
@@ -179,33 +153,7 @@ def _add_wire_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _worker(options: argparse.Namespace) -> int:
-    engine = EngineSettings(
-        model=str(options.model),
-        context_length=options.context_length,
-        kv_tokens=options.kv_tokens,
-        kv_block_size=options.kv_block_size,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        step_target_ms=options.step_target_ms,
-        threads=options.threads,
-        gpu_layers=options.gpu_layers,
-    )
-    settings = worker.WorkerSettings(
-        served_name=options.served_name or options.model.stem.lower(),
-        engine=engine,
-        broker=nats.Settings(url=options.nats),
-        prefix=options.prefix,
-        worker_id=options.worker_id,
-        front=FrontSettings(
-            inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
-            max_new_tokens=options.max_new_tokens,
-            debug=os.environ.get("TOKENBUS_DEBUG", "") not in ("", "0"),
-        ),
-        max_waiting=options.max_waiting,
-        grace_s=options.grace_s,
-        step_timeout_s=options.step_timeout_s,
-    )
-    return _run("worker", worker.serve(settings))
+    return _run("worker", serve.serve(worker.settings_of(options)))
 
 
 def _router(options: argparse.Namespace) -> int:

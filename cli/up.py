@@ -16,6 +16,7 @@ from cli.family import Child, RefusedError
 from client import Client
 from demo import MODEL_PATH
 from protocol import errors, messages
+from worker.engine import weights
 
 _READY_TIMEOUT_S = 600.0
 _POLL_S = 0.2
@@ -139,8 +140,8 @@ def _num_ready(reply: messages.ModelsReply, name: str) -> int:
 def run(options: argparse.Namespace) -> int:
     """Runs `up`; returns the exit status."""
     if options.model is None:
-        options.model, options.served_name = MODEL_PATH, options.served_name or "demo"
-    options.served_name = options.served_name or Path(options.model).stem.lower()
+        options.model, options.served_name = str(MODEL_PATH), options.served_name or "demo"
+    options.served_name = options.served_name or weights.served_name(options.model)
     out = screen.make(as_json=options.json)
     log_folder = Path(tempfile.mkdtemp(prefix="tokenbus-"))
     try:

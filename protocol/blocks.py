@@ -44,9 +44,14 @@ def block_hashes(token_ids: Sequence[int], block_size: int, parent: int) -> list
     width = 4 * block_size
     hashes = []
     for start in range(0, len(data) - width + 1, width):
-        parent = xxhash.xxh3_64_intdigest(parent.to_bytes(8, "little") + data[start : start + width])
+        parent = next_hash(parent, data[start : start + width])
         hashes.append(parent)
     return hashes
+
+
+def next_hash(parent: int, tokens: bytes | memoryview) -> int:
+    """The hash of one block, from that of the block before it and its own token ids as bytes."""
+    return xxhash.xxh3_64_intdigest(parent.to_bytes(8, "little") + tokens)
 
 
 def to_bytes(token_ids: Sequence[int]) -> bytes:

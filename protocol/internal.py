@@ -25,6 +25,18 @@ class Params(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """As in the request."""
     seed: int | None = None
     """As in the request."""
+    repetition_penalty: float | None = None
+    """As in the request."""
+    repetition_last_n: int | None = None
+    """As in the request."""
+    presence_penalty: float = 0.0
+    """As in the request."""
+    frequency_penalty: float = 0.0
+    """As in the request."""
+    logit_bias: dict[int, float] = {}
+    """As in the request, the token ids always numbers."""
+    logprobs: int | None = None
+    """As in the request."""
     stop: list[str] = []
     """As in the request, always a list."""
     stop_token_ids: list[int] = []
@@ -34,6 +46,8 @@ class Params(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stream: bool = True
     """As in the request."""
     return_token_ids: bool = False
+    """As in the request."""
+    return_progress: bool = False
     """As in the request."""
     cache_prompt: bool = True
     """As in the request."""

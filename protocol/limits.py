@@ -9,6 +9,8 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_MESSAGES = 4_096
 MAX_SALT_BYTES = 256
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 4_096
+MAX_LOGIT_BIAS = 1e6
 MAX_TEMPLATE_BYTES = 256 * 1024
 MAX_NESTING = 64
 """Depth to which free-form parts of a request (template arguments, tools, schemas) may nest."""

@@ -16,14 +16,19 @@ def configure(process: str) -> None:
     level = LEVELS.get(os.environ.get("TOKENBUS_LOG", "info").lower(), logging.INFO)
     form = os.environ.get("TOKENBUS_LOG_FORMAT", "console" if sys.stderr.isatty() else "json")
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if form == "console" else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        if form == "console"
+        else structlog.processors.JSONRenderer()
+    )
+    tracebacks = structlog.processors.ExceptionRenderer(
+        structlog.tracebacks.ExceptionDictTransformer(show_locals=False)  # they hold prompts and texts
     )
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.dict_tracebacks if form == "json" else structlog.processors.StackInfoRenderer(),
+            tracebacks if form == "json" else structlog.processors.StackInfoRenderer(),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),

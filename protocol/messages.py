@@ -374,6 +374,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that can be promised."""
     generated_tokens: int = 0
     """Tokens sampled since the engine started."""
+    computed_tokens: int = 0
+    """Tokens that its steps have computed since it started, of prompts and completions: the work that caches spare."""
     step_age_ms: float = 0.0
     """Time since the step in progress began; 0 while idle."""
 
@@ -436,6 +438,8 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens of a block; absent where there is no block cache."""
     total_kv_blocks: int | None = None
     """Blocks of its KV memory; likewise."""
+    host_kv_blocks: int | None = None
+    """Blocks of which it can keep a copy in host memory beside these, and bring it back; likewise."""
     tokenizer_digest: str | None = None
     """Absent: the worker offers no tokenizer bundle; ask it to tokenize."""
     adapters: list[str] = []

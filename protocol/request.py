@@ -62,6 +62,7 @@ def check(request: messages.GenerateRequest) -> None:
     _check_token_ids("token_ids", request.token_ids)
     _check_token_ids("stop_token_ids", request.stop_token_ids)
     _check_stops(request)
+    _check_logit_bias(request.logit_bias or {})
     _check_hints(request)
     for name in ("chat_template_kwargs", "tools", "tool_choice"):
         codec.check_free_form(getattr(request, name), name)
@@ -115,11 +116,18 @@ def params_of(request: messages.GenerateRequest) -> internal.Params:
         top_k=request.top_k,
         min_p=request.min_p,
         seed=request.seed,
+        repetition_penalty=request.repetition_penalty,
+        repetition_last_n=request.repetition_last_n,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias={int(token_id): bias for token_id, bias in (request.logit_bias or {}).items()},
+        logprobs=request.logprobs,
         stop=stop_strings(request),
         stop_token_ids=request.stop_token_ids or [],
         ignore_eos=bool(request.ignore_eos),
         stream=request.stream is not False,
         return_token_ids=bool(request.return_token_ids),
+        return_progress=bool(request.return_progress),
         cache_prompt=request.cache_prompt is not False,
         cache_salt=request.cache_salt or "",
         session_id=request.session_id,
@@ -186,6 +194,20 @@ def _check_stops(request: messages.GenerateRequest) -> None:
         if not 1 <= len(stop.encode()) <= limits.MAX_STOP_BYTES:
             path = "stop" if isinstance(request.stop, str) else f"stop[{index}]"
             raise _invalid(path, f"must have 1 to {limits.MAX_STOP_BYTES} bytes")
+
+
+def _check_logit_bias(logit_bias: dict[str | int, float]) -> None:
+    if len(logit_bias) > limits.MAX_LOGIT_BIASES:
+        raise _invalid("logit_bias", f"at most {limits.MAX_LOGIT_BIASES} tokens, got {len(logit_bias)}")
+    for name, bias in logit_bias.items():
+        is_id = isinstance(name, int) or (name.isascii() and name.isdigit() and len(name) <= 10)
+        if not is_id or not 0 <= int(name) <= limits.MAX_TOKEN_ID:
+            raise _invalid("logit_bias", f"must map token ids from 0 to {limits.MAX_TOKEN_ID}, got {str(name)[:20]!r}")
+        if not abs(bias) <= limits.MAX_LOGIT_BIAS:
+            raise _invalid(
+                "logit_bias",
+                f"a bias must be at least -{limits.MAX_LOGIT_BIAS:g} and at most {limits.MAX_LOGIT_BIAS:g}",
+            )
 
 
 def _check_hints(request: messages.GenerateRequest) -> None:

@@ -48,6 +48,11 @@ def request_key(tenant: str, request_id: str) -> str:
     return f"{name_to_token(tenant)}:{request_id}"
 
 
+def key_to_tenant(key: str) -> str:
+    """The name of the tenant whose request it is."""
+    return token_to_name(key.partition(":")[0])
+
+
 def key_to_request_id(key: str) -> str:
     """The id by which the client knows the request."""
     return key.partition(":")[2]

@@ -12,7 +12,9 @@ An engine that passes `tests/contracts` can be served. The rules, each of them t
    unknown or has ended does nothing.
 6. Equal requests with equal seeds, run alone, give equal outputs; requests that run together do not touch each other.
 7. As many requests and tokens as `EngineConfig` advertises can be held at the same time.
-8. After the last terminal nothing is held: `load()` shows zero running and waiting requests and used blocks.
+8. After the last terminal nothing is held: `load()` shows zero running and waiting requests and used blocks. What is
+   cached can be used by later requests of the same tenant and salt: `usage.cached_tokens` are those prompt tokens that
+   were not computed, no answer depends on them, and a request with `cache_prompt` false neither finds nor leaves any.
 9. `drain` returns when nothing runs any more. `cleanup` ends what is left in `error`, may be called at any time,
    also twice and before or after a failed `start`, and never raises.
 10. When the engine dies, every open sink gets one terminal with `error` `worker_lost`, and `died` is told why.
@@ -21,12 +23,15 @@ Sinks are called from the event loop, in order. A sink is a plain function and n
 task for each token and stream costs several times what the token itself does (docs/decisions/0003).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from protocol import errors, internal, messages
+
+REPETITION_LAST_N = 64
+"""The wire's default for the tokens that penalties look at."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +50,33 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """The request's own, beside the model's."""
     ignore_eos: bool = False
     """The model's end tokens are never sampled; only the request's own stops and `max_tokens` end it."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of recent tokens that are positive and multiplies the others; 1 is off."""
+    repetition_last_n: int = REPETITION_LAST_N
+    """Recent tokens, of prompt and completion, that the penalties look at."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of every recent token."""
+    frequency_penalty: float = 0.0
+    """Taken from the logit of every recent token, as often as it occurs."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits."""
+    logprobs: int | None = None
+    """How many of the likeliest tokens to report beside each sampled one; None reports nothing."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice of a token depends on those before it."""
+        return self.repetition_last_n > 0 and (
+            self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        )
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """How likely a sampled token was, and the likeliest ones in its place: natural logarithms, before any sampling."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +86,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 0.9
     top_k: int = 40
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     max_tokens: int | None = None
 
 
@@ -64,6 +97,16 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     sampling: Sampling
     stop: tuple[str, ...] = ()
+    tenant: str = ""
+    """In subject-token form. Tenants share no cache."""
+    cache_salt: str = ""
+    """Requests of one tenant share cache only where this is the same."""
+    cache_prompt: bool = True
+    """False: neither uses what is cached nor leaves anything."""
+    priority: int = 0
+    """Lower is sooner."""
+    return_progress: bool = False
+    """Hand out how far the prompt is computed."""
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +119,10 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     error: errors.Error | None = None
     usage: messages.Usage | None = None
     timings: messages.Timings | None = None
+    logprobs: list[Logprob] = []
+    """One for each of `token_ids`, where the request asked for them."""
+    progress: messages.Progress | None = None
+    """How far the prompt is computed; such an output has no tokens."""
 
 
 Sink = Callable[[Output], None]
@@ -95,6 +142,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     kv_block_size: int
     total_kv_blocks: int
+    """Blocks of the device's KV memory."""
+    host_kv_blocks: int = 0
+    """Blocks of which a copy in host memory can be kept beside."""
     prefix_cache: bool
     vocab_size: int
     features: tuple[str, ...]
@@ -110,6 +160,15 @@ class EngineStartError(RuntimeError):
 class Engine(Protocol):
     """Generates tokens; the guarantees are this module's docstring."""
 
+    on_blocks: Callable[[list[int], list[tuple[int, int]]], None]
+    """Told which cached blocks are gone, and which are new, parents first, with the hash of the block before each;
+    called before the outputs of the step in which it happened. It does nothing until somebody sets another."""
+
+    @property
+    def pieces(self) -> Sequence[bytes]:
+        """The bytes of each token's text, by token id; nothing before `start`."""
+        ...
+
     async def start(self, worker_id: str) -> EngineConfig:
         """Loads the model. Raises EngineStartError when it can't be loaded."""
         ...
@@ -124,6 +183,10 @@ class Engine(Protocol):
 
     async def tokenize(self, request: internal.Tokenize) -> list[int]:
         """The token ids of a text or conversation. Raises RequestError."""
+        ...
+
+    def clear_cache(self) -> None:
+        """Forgets every cached block that no request uses."""
         ...
 
     def tokenizer_bundle(self) -> bytes | None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from protocol import errors, messages
+from protocol import blocks, errors, messages
 from tests.support.engines import Recorder
 from worker import contract
 from worker.validator import StreamValidator
@@ -22,13 +22,24 @@ LifecycleCheck = Callable[[Callable[[], contract.Engine]], Awaitable[None]]
 _keys = itertools.count()
 
 
-def request(token_ids: list[int], *, stop: tuple[str, ...] = (), **sampling: object) -> contract.EngineRequest:
+def request(
+    token_ids: list[int],
+    *,
+    stop: tuple[str, ...] = (),
+    tenant: str = "",
+    salt: str = "",
+    cache: bool = True,
+    **sampling: object,
+) -> contract.EngineRequest:
     fields: dict[str, object] = {"max_tokens": 24, "ignore_eos": True} | sampling
     return contract.EngineRequest(
         key=f"default:kit-{next(_keys)}",
         token_ids=token_ids,
         sampling=contract.Sampling(**fields),  # type: ignore[arg-type]
         stop=stop,
+        tenant=tenant,
+        cache_salt=salt,
+        cache_prompt=cache,
     )
 
 
@@ -88,9 +99,9 @@ async def tells_length_truthfully(engine: contract.Engine, config: contract.Engi
         terminal = recorder.outputs[-1]
         assert terminal.finish_reason is messages.FinishReason.LENGTH
         assert len(recorder.token_ids) == max_tokens
-        assert terminal.usage == messages.Usage(
-            prompt_tokens=6, completion_tokens=max_tokens, total_tokens=6 + max_tokens, cached_tokens=0
-        )
+        usage = terminal.usage
+        assert usage is not None
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (6, max_tokens, 6 + max_tokens)
 
 
 async def stops_at_stop_tokens(engine: contract.Engine, config: contract.EngineConfig) -> None:
@@ -256,7 +267,128 @@ async def drains_to_zero(engine: contract.Engine, config: contract.EngineConfig)
     recorders = [start(engine, request(prompt(config, number), max_tokens=9 + number)) for number in range(20)]
     await settled(engine)
     assert all(len(recorder.terminals) == 1 for recorder in recorders)
-    assert engine.load().free_blocks == config.total_kv_blocks
+    assert engine.load().free_blocks + engine.load().cached_blocks == config.total_kv_blocks
+
+
+class Held:
+    """What a router would believe that the engine holds. Fails for events that don't fit each other."""
+
+    def __init__(
+        self,
+        engine: contract.Engine,
+        config: contract.EngineConfig,
+        domain: blocks.PrefixDomain,
+        others: blocks.PrefixDomain,
+    ) -> None:
+        self.parents: dict[int, int] = {}
+        self._most = config.total_kv_blocks + config.host_kv_blocks
+        self._root = blocks.root_hash(domain)
+        self._other_root = blocks.root_hash(others)
+        self._block_size = config.kv_block_size
+        engine.on_blocks = self._take
+
+    def has(self, token_ids: list[int]) -> list[bool]:
+        """Whether each full block of a prompt of the domain is held."""
+        return [name in self.parents for name in blocks.block_hashes(token_ids, self._block_size, self._root)]
+
+    def _take(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
+        for name in removed:
+            del self.parents[name]
+        for parent, name in stored:
+            assert name not in self.parents, "stored twice"
+            self.parents[name] = parent
+        for parent in self.parents.values():
+            assert parent in self.parents or parent in (self._root, self._other_root), "a block hangs in the air"
+        assert len(self.parents) <= self._most, "more blocks than were advertised"
+
+
+async def measured(engine: contract.Engine, asked: contract.EngineRequest) -> tuple[Recorder, messages.Usage, int]:
+    """An answer, its usage, and how many tokens were computed for it."""
+    before = engine.load().computed_tokens
+    recorder = await run(engine, asked)
+    await settled(engine)
+    usage = recorder.outputs[-1].usage
+    assert usage is not None
+    return recorder, usage, engine.load().computed_tokens - before
+
+
+def long_prompt(config: contract.EngineConfig, number: int) -> list[int]:
+    """Several blocks and half of one."""
+    size = config.kv_block_size
+    return prompt(config, number, length=min(5 * size + size // 2, config.context_length - 32))
+
+
+async def computes_what_is_cached_only_once(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    token_ids = long_prompt(config, 41)
+    answers = []
+    for turn in range(3):
+        recorder, usage, computed = await measured(engine, request(token_ids, salt="once", max_tokens=5))
+        assert computed == usage.prompt_tokens - usage.cached_tokens + usage.completion_tokens - 1
+        assert (usage.cached_tokens > 0) == (config.prefix_cache and turn > 0), (turn, usage)
+        answers.append(recorder.token_ids)
+    assert answers[0] == answers[1] == answers[2]
+    if config.prefix_cache:
+        assert usage.cached_tokens == len(token_ids) - 1
+        longer = token_ids + answers[0]
+        _, usage, _ = await measured(engine, request([*longer, *prompt(config, 42)], salt="once", max_tokens=5))
+        assert usage.cached_tokens == len(longer) - 1
+
+
+async def shares_a_prefix_with_what_runs(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    """Those that come while it is being computed, and while its sequence runs, compute only their own part."""
+    prefix = long_prompt(config, 43)
+    tails = [prompt(config, 44 + number) for number in range(4)]
+    asked = [request(prefix + tail, salt="apart", cache=False, max_tokens=12) for tail in tails]
+    alone = [(await run(engine, one)).token_ids for one in asked]
+    before = engine.load().computed_tokens
+    recorders = [start(engine, request(prefix + tails[0], salt="together", max_tokens=12))]
+    recorders += [start(engine, request(prefix + tail, salt="together", max_tokens=12)) for tail in tails[1:3]]
+    await recorders[0].until(lambda seen: len(seen.token_ids) >= 2)
+    recorders.append(start(engine, request(prefix + tails[3], salt="together", max_tokens=12)))
+    for recorder in recorders:
+        await recorder.terminal()
+    await settled(engine)
+    assert [recorder.token_ids for recorder in recorders] == alone
+    if config.prefix_cache:
+        shared = len(prefix) // config.kv_block_size * config.kv_block_size
+        everything = sum(len(prefix) + len(tail) + 11 for tail in tails)
+        assert engine.load().computed_tokens - before <= everything - 3 * shared
+        assert all(seen.outputs[-1].usage.cached_tokens >= shared for seen in recorders[1:])  # type: ignore[union-attr]
+
+
+async def keeps_caches_apart(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    token_ids = long_prompt(config, 50)
+    await run(engine, request(token_ids, tenant="one", salt="a"))
+    for tenant, salt, cache in (("two", "a", True), ("one", "b", True), ("one", "", True), ("one", "a", False)):
+        asked = request(token_ids, tenant=tenant, salt=salt, cache=cache, max_tokens=3)
+        _, usage, computed = await measured(engine, asked)
+        assert usage.cached_tokens == 0, (tenant, salt, cache)
+        assert computed == len(token_ids) + 2
+
+
+async def leaves_nothing_where_it_must_not(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    token_ids = long_prompt(config, 51)
+    await run(engine, request(token_ids, salt="bare", cache=False))
+    _, usage, _ = await measured(engine, request(token_ids, salt="bare"))
+    assert usage.cached_tokens == 0
+
+
+async def tells_which_blocks_it_holds(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    domain = blocks.PrefixDomain(config.fingerprint, (), "a tenant", "told")
+    held = Held(engine, config, domain, blocks.PrefixDomain(config.fingerprint, cache_salt="others"))
+    token_ids = long_prompt(config, 52)
+    recorder = await run(engine, request(token_ids, tenant="a tenant", salt="told"))
+    await settled(engine)
+    whole = token_ids + recorder.token_ids[:-1]
+    assert held.has(whole) == [config.prefix_cache] * (len(whole) // config.kv_block_size)
+    for number in range(12):  # many others, each as large as fits, so that blocks have to go
+        await run(engine, request(prompt(config, 60 + number, config.context_length - 24), salt="others"))
+    engine.clear_cache()
+    _, usage, _ = await measured(engine, request(token_ids, tenant="a tenant", salt="told", max_tokens=1))
+    assert usage.cached_tokens == 0
+    assert held.has(token_ids) == [config.prefix_cache] * (len(token_ids) // config.kv_block_size)
+    await run(engine, request(prompt(config, 53), cache=False, max_tokens=1))
+    assert len(held.parents) == sum(held.has(token_ids))
 
 
 async def ends_every_stream_at_cleanup(engine: contract.Engine, config: contract.EngineConfig) -> None:
@@ -287,6 +419,11 @@ RULES: tuple[Check, ...] = (
     refuses_without_a_trace,
     ignores_aborts_of_the_unknown,
     drains_to_zero,
+    computes_what_is_cached_only_once,
+    shares_a_prefix_with_what_runs,
+    keeps_caches_apart,
+    leaves_nothing_where_it_must_not,
+    tells_which_blocks_it_holds,
     ends_every_stream_at_cleanup,
 )
 

@@ -1,7 +1,7 @@
 """The kit is worth something only if it catches engines that break the rules: here each rule is broken on purpose."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 import pytest
@@ -20,6 +20,18 @@ class Honest:
     def __init__(self) -> None:
         self.inner = thread_engine(lambda _: ArithmeticRunner(step_s=0.002))
         self.sinks: dict[str, contract.Sink] = {}
+        self.on_blocks = lambda removed, stored: None
+        self.inner.on_blocks = self.blocks
+
+    @property
+    def pieces(self) -> Sequence[bytes]:
+        return self.inner.pieces
+
+    def blocks(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
+        self.on_blocks(removed, stored)
+
+    def clear_cache(self) -> None:
+        self.inner.clear_cache()
 
     async def start(self, worker_id: str) -> contract.EngineConfig:
         return await self.inner.start(worker_id)
@@ -99,6 +111,53 @@ class CountsWrong(Honest):
 class LosesATokenId(Honest):
     def output(self, request, output, sink):  # type: ignore[no-untyped-def]
         sink(replace(output, token_ids=output.token_ids[1:]) if output.finish_reason else output)
+
+
+class SaysNothingWasCached(Honest):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        sink(replace(output, usage=replace(output.usage, cached_tokens=0)) if output.usage else output)
+
+
+class SaysOneTooManyWasCached(Honest):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        if output.usage:
+            output = replace(output, usage=replace(output.usage, cached_tokens=output.usage.cached_tokens + 1))
+        sink(output)
+
+
+class SharesWithEverySalt(Honest):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return replace(request, cache_salt="")
+
+
+class SharesWithEveryTenant(Honest):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return replace(request, tenant="")
+
+
+class CachesWhatItMustNot(Honest):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return replace(request, cache_prompt=True)
+
+
+class SharesNothing(Honest):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return replace(request, cache_salt=request.key)
+
+
+class KeepsNewBlocksToItself(Honest):
+    def blocks(self, removed, stored):  # type: ignore[no-untyped-def]
+        pass
+
+
+class NeverSaysThatBlocksAreGone(Honest):
+    def blocks(self, removed, stored):  # type: ignore[no-untyped-def]
+        self.on_blocks([], stored)
+
+
+class NamesTheWrongParent(Honest):
+    def blocks(self, removed, stored):  # type: ignore[no-untyped-def]
+        self.on_blocks(removed, [(name ^ 1, name) for _, name in stored])
 
 
 class OverlooksStopTokens(Honest):
@@ -228,6 +287,15 @@ BROKEN = {
     CallsLengthStop: kit.tells_length_truthfully,
     CountsWrong: kit.tells_length_truthfully,
     LosesATokenId: kit.tells_length_truthfully,
+    SaysNothingWasCached: kit.computes_what_is_cached_only_once,
+    SaysOneTooManyWasCached: kit.computes_what_is_cached_only_once,
+    SharesWithEverySalt: kit.keeps_caches_apart,
+    SharesWithEveryTenant: kit.keeps_caches_apart,
+    CachesWhatItMustNot: kit.leaves_nothing_where_it_must_not,
+    SharesNothing: kit.shares_a_prefix_with_what_runs,
+    KeepsNewBlocksToItself: kit.tells_which_blocks_it_holds,
+    NeverSaysThatBlocksAreGone: kit.tells_which_blocks_it_holds,
+    NamesTheWrongParent: kit.tells_which_blocks_it_holds,
     OverlooksStopTokens: kit.stops_at_stop_tokens,
     OverlooksStopStrings: kit.stops_at_stop_strings_wherever_they_are_split,
     LetsTheStopStringOut: kit.stops_at_stop_strings_wherever_they_are_split,

@@ -22,20 +22,21 @@ async def speaking(bare: Bare, count: int, **more: object) -> list[Answer]:
     return answers
 
 
-async def test_kill_9_of_an_engine_ends_its_streams_at_once_and_a_new_one_serves(system: System) -> None:
+async def test_streams_go_on_exactly_when_their_engine_is_killed_with_9(system: System) -> None:
     system.router("router")
     system.worker("worker")
     bare = await system.connect()
     (card,) = await until_ready(bare, 1)
-    answers = await speaking(bare, 12)
+    calm = await bare.ask(LONG | {"seed": 7, "temperature": 1.0})
+    answers = await speaking(bare, 12, seed=7, temperature=1.0)
     os.kill(card["pids"]["engine"], signal.SIGKILL)
-    killed_at = time.monotonic()
     for answer in answers:
-        terminal = await answer.terminal()
-        assert terminal["error"]["code"] == "worker_lost"
-        assert terminal["error"]["retryable"]
+        terminal = await answer.terminal(timeout_s=60)
+        assert terminal["finish_reason"] == "length", terminal
+        assert terminal["usage"]["completion_tokens"] == 600
+        assert {message["attempt"] for message in answer.messages} == {1}
         check_stream(answer)
-    assert time.monotonic() - killed_at < 1.0
+    assert len({answer.text for answer in (*answers, calm)}) <= 3  # near ties may fall otherwise in other batches
     (after,) = await until_ready(bare, 1)
     assert after["epoch"] == card["epoch"]
     assert after["pids"]["front"] == card["pids"]["front"]

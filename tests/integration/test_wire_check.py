@@ -16,8 +16,6 @@ from tests.support.sloppy import MODEL, Sloppy
 from tests.support.system import System, command
 
 NOT_SERVED = {
-    "logprobs gives each message exactly `tokens` entries of their fields",
-    "return_progress tells how far the prompt is",
     "routing.explain says in the terminal why the worker was chosen",
     "resume_from goes on behind the tokens given, and counts on",
 }

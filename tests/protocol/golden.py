@@ -54,6 +54,7 @@ FULL_CARD = codec.replaced(
     CARD,
     kv_block_size=16,
     total_kv_blocks=4_096,
+    host_kv_blocks=65_536,
     tokenizer_digest="99aa06d3014798d86001c324468d497f",
     adapters=["style"],
     role="decode",

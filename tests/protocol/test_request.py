@@ -322,6 +322,12 @@ def test_everything_that_was_asked_goes_on_to_the_worker() -> None:
         "top_k": 0,
         "min_p": 0.25,
         "seed": 0,
+        "repetition_penalty": 1.5,
+        "repetition_last_n": 0,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.25,
+        "logprobs": 0,
+        "return_progress": True,
         "stop": ["a", "b"],
         "stop_token_ids": [7, 0],
         "ignore_eos": True,
@@ -332,8 +338,21 @@ def test_everything_that_was_asked_goes_on_to_the_worker() -> None:
         "session_id": "session",
         "priority": -3,
     }
-    assert set(asked) == set(internal.Params.__struct_fields__)
-    assert request.params_of(make(**asked)) == internal.Params(**asked)  # type: ignore[arg-type]
+    assert set(asked) | {"logit_bias"} == set(internal.Params.__struct_fields__)
+    expected = internal.Params(**asked, logit_bias={12: 1.5, 13: -2.0})  # type: ignore[arg-type]
+    assert request.params_of(make(**asked, logit_bias={"12": 1.5, 13: -2.0})) == expected
+
+
+@pytest.mark.parametrize("name", ["-1", "x", "", "1.0", "0x1", "4294967296", "٣", -1, 2**32])
+def test_a_logit_bias_must_name_token_ids(name: str | int) -> None:
+    assert refusal(make(logit_bias={name: 1.0})).param == "logit_bias"
+
+
+def test_a_logit_bias_has_limits() -> None:
+    request.check(make(logit_bias={str(number): limits.MAX_LOGIT_BIAS for number in range(limits.MAX_LOGIT_BIASES)}))
+    assert refusal(make(logit_bias=dict.fromkeys(range(limits.MAX_LOGIT_BIASES + 1), 1.0))).param == "logit_bias"
+    assert refusal(make(logit_bias={"1": limits.MAX_LOGIT_BIAS * 1.001})).param == "logit_bias"
+    assert refusal(make(logit_bias={"1": -limits.MAX_LOGIT_BIAS * 1.001})).param == "logit_bias"
 
 
 def test_one_stop_string_is_a_list_of_one() -> None:

@@ -45,6 +45,8 @@ class TimedEngine:
             versions={},
             pid=0,
         )
+        self.pieces: list[bytes] = []
+        self.on_blocks = lambda removed, stored: None
         self._token_s = token_s
         self._open: dict[str, asyncio.TimerHandle] = {}
         self._sinks: dict[str, tuple[contract.EngineRequest, contract.Sink]] = {}
@@ -71,6 +73,9 @@ class TimedEngine:
 
     async def tokenize(self, request: internal.Tokenize) -> list[int]:
         return [1, 2, 3]
+
+    def clear_cache(self) -> None:
+        pass
 
     def tokenizer_bundle(self) -> bytes | None:
         return None

@@ -2,15 +2,17 @@
 notices when it is fed anything but a sequence's tokens in order."""
 
 import os
-import random
 import threading
 import time
 import zlib
+from array import array
+from collections.abc import Sequence as Listing
 
 from protocol import errors, internal
 from worker import contract
-from worker.engine.plan import StepPlan
-from worker.engine.sequence import End
+from worker.engine.moves import Cut, Forget, Move, Restore, Save, Share
+from worker.engine.plan import Sampled, StepPlan
+from worker.engine.sequence import End, Sequence
 
 END_TOKEN = 0
 PIECES = [
@@ -39,7 +41,7 @@ def make_config(**changes: object) -> contract.EngineConfig:
         "max_num_batched_tokens": 64,
         "kv_block_size": 16,
         "total_kv_blocks": 64,
-        "prefix_cache": False,
+        "prefix_cache": True,
         "vocab_size": len(PIECES),
         "features": ("generate",),
         "defaults": contract.SamplingDefaults(),
@@ -47,6 +49,15 @@ def make_config(**changes: object) -> contract.EngineConfig:
         "pid": os.getpid(),
     }
     return contract.EngineConfig(**(fields | changes))  # type: ignore[arg-type]
+
+
+class _Cell:
+    """One token's place in the memory; lanes that share it hold the same one."""
+
+    __slots__ = ("token_id",)
+
+    def __init__(self, token_id: int) -> None:
+        self.token_id = token_id
 
 
 class ArithmeticRunner:
@@ -59,28 +70,60 @@ class ArithmeticRunner:
         gate: threading.Event | None = None,
         failures: dict[int, Exception | End] | None = None,
         step_s: float = 0.0,
+        num_lanes: int = 24,
     ) -> None:
         self.config = config or make_config()
         self.end_token_ids = frozenset({END_TOKEN})
         self.pieces = PIECES
         self.bundle: bytes | None = None
+        self.num_lanes = num_lanes
         self.num_steps = 0
+        self.num_evaluated = 0
+        """Tokens that were computed, in all."""
         self.step_sizes: list[int] = []
         self.closed = False
         self._gate = gate
         self._failures = failures or {}
         self._step_s = step_s
-        self._lanes: dict[int, tuple[contract.Sampling, list[int], random.Random]] = {}
+        self._samplers: dict[int, contract.Sampling] = {}
+        self._lanes: list[dict[int, _Cell]] = [{} for _ in range(num_lanes)]
+        self._copies: dict[int, dict[int, int]] = {}
 
-    def begin(self, lane: int, sampling: contract.Sampling) -> None:
-        assert lane not in self._lanes, f"lane {lane} is in use"
-        assert len(self._lanes) < self.config.max_num_seqs
-        self._lanes[lane] = (sampling, [], random.Random(sampling.seed))
+    def begin(self, seq_no: int, sampling: contract.Sampling) -> None:
+        assert seq_no not in self._samplers, f"sequence {seq_no} has begun"
+        self._samplers[seq_no] = sampling
 
-    def release(self, lane: int) -> None:
-        del self._lanes[lane]
+    def finish(self, seq_no: int) -> None:
+        self._samplers.pop(seq_no, None)
 
-    def step(self, plan: StepPlan) -> list[int | End]:
+    def apply(self, moves: Listing[Move]) -> None:
+        for move in moves:
+            match move:
+                case Share(lane, to, start, end):
+                    held = self._lanes[lane]
+                    self._lanes[to] |= {place: held[place] for place in range(start, end)}
+                case Cut(lane, start, last):
+                    held = self._lanes[lane]
+                    self._lanes[lane] = {
+                        place: cell for place, cell in held.items() if not start <= place < (last or 1 << 30)
+                    }
+                case Save(number, lane, start, end):
+                    held = self._lanes[lane]
+                    self._copies[number] = {place: held[place].token_id for place in range(start, end)}
+                case Restore(number, lane, start, end):
+                    copy = self._copies[number]
+                    self._lanes[lane] |= {place: _Cell(copy[place]) for place in range(start, end)}
+                case Forget(number):
+                    del self._copies[number]
+        self.check_room()
+
+    def check_room(self) -> None:
+        """Fails where more is held than there is."""
+        cells = {id(cell) for lane in self._lanes for cell in lane.values()}
+        assert len(cells) <= self.config.total_kv_blocks * self.config.kv_block_size, "more KV than there is"
+        assert len(self._copies) <= self.config.host_kv_blocks, "more copies than there is room for"
+
+    def step(self, plan: StepPlan) -> list[Sampled | End]:
         if self._gate is not None:
             self._gate.wait()
         time.sleep(self._step_s)
@@ -90,16 +133,19 @@ class ArithmeticRunner:
             raise failure
         assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
         self.step_sizes.append(plan.num_tokens)
-        results: list[int | End] = []
+        self.num_evaluated += plan.num_tokens
+        results: list[Sampled | End] = []
         for part in plan.parts:
-            sampling, computed, rng = self._lanes[part.lane]
-            assert part.start == len(computed), "a gap or an overlap in what was computed"
-            computed.extend(part.token_ids)
-            assert computed == part.sequence.token_ids[: len(computed)]
+            sampling = self._samplers[part.sequence.seq_no]
+            lane = self._lanes[part.lane]
+            assert len(lane) == part.start, "a gap or an overlap in what was computed"
+            for place, token_id in enumerate(part.token_ids, start=part.start):
+                lane[place] = _Cell(token_id)
+            computed = array("I", (lane[place].token_id for place in range(part.start + part.num_tokens)))
+            assert computed == part.sequence.token_ids[: len(computed)], "tokens of another sequence"
             if part.samples:
-                results.append(failure or self._next(sampling, computed, rng, may_stop=part.sequence.may_stop))
-        held = sum(-(-len(computed) // self.config.kv_block_size) for _, computed, _ in self._lanes.values())
-        assert held <= self.config.total_kv_blocks, "more KV than there is"
+                results.append(failure or Sampled(_next(sampling, computed, part.sequence)))
+        self.check_room()
         return results
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
@@ -110,12 +156,13 @@ class ArithmeticRunner:
     def close(self) -> None:
         self.closed = True
 
-    def _next(self, sampling: contract.Sampling, computed: list[int], rng: random.Random, *, may_stop: bool) -> int:
-        draw = rng.getrandbits(30) if sampling.temperature > 0 else 0
-        token = (zlib.crc32(repr(computed).encode()) + draw) % len(PIECES)
-        forbidden = {END_TOKEN} if sampling.ignore_eos else set()
-        if not may_stop:
-            forbidden |= {END_TOKEN, *sampling.stop_token_ids}
-        while token in forbidden:
-            token = (token + 1) % len(PIECES)
-        return token
+
+def _next(sampling: contract.Sampling, computed: "array[int]", sequence: Sequence) -> int:
+    draw = zlib.crc32(f"{sampling.seed} {sequence.num_sampled}".encode()) if sampling.temperature > 0 else 0
+    token = (zlib.crc32(computed.tobytes()) + draw) % len(PIECES)
+    forbidden = {END_TOKEN} if sampling.ignore_eos else set()
+    if not sequence.may_stop:
+        forbidden |= {END_TOKEN, *sampling.stop_token_ids}
+    while token in forbidden:
+        token = (token + 1) % len(PIECES)
+    return token

@@ -1,6 +1,7 @@
 """Engines for tests: the real child process with the demo model, and the same front over a loop in a thread."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -38,6 +39,8 @@ class ThreadLink:
         except (DeviceError, OSError):
             pass
         finally:
+            with contextlib.suppress(OSError):
+                self._theirs.shutdown(socket.SHUT_RDWR)  # a thread may be reading, for which a close is no end
             self._theirs.close()
 
 

@@ -22,7 +22,24 @@ COMMANDS: list[frames.Command] = [
             max_tokens=9, min_tokens=2, temperature=0.5, seed=2**32 - 1, stop_token_ids=(3, 4), ignore_eos=True
         ),
     ),
+    frames.Add(
+        8,
+        b"\x01\0\0\0",
+        contract.Sampling(
+            max_tokens=1,
+            repetition_penalty=1.5,
+            repetition_last_n=0,
+            presence_penalty=-2.0,
+            frequency_penalty=0.5,
+            logit_bias=((3, -1.5), (2**31, 100.0)),
+            logprobs=0,
+        ),
+        domain=("acme", "salt"),
+        priority=-10,
+        return_progress=True,
+    ),
     frames.Abort(2**40),
+    frames.ClearCache(),
     frames.AskTokens(1, internal.Tokenize(text="a\0é")),
     frames.AskTokens(
         2,
@@ -42,6 +59,15 @@ REPORTS: list[frames.Report] = [
         [frames.SequenceOutput(1, 0, None), frames.SequenceOutput(2, None, End.ABORTED)],
         messages.Load(running=1, step_age_ms=0.5),
     ),
+    frames.StepReport(
+        [],
+        [frames.SequenceOutput(1, 5, None, contract.Logprob(5, -0.25, [(5, -0.25), (6, -1.5)]), cached_tokens=0)],
+        messages.Load(cached_blocks=2),
+        progress=[frames.PromptProgress(2, 48, 16)],
+        removed=[2**64 - 1, 0],
+        stored=[(0, 2**64 - 1), (2**64 - 1, 7)],
+    ),
+    frames.SteppedAlone(3),
     frames.Tokens(1, b"\x05\0\0\0", None),
     frames.Tokens(2, b"", errors.make_error(errors.Code.UNSUPPORTED, "no template", param="messages")),
 ]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from protocol import errors, messages
 from worker import contract
+from worker.engine import frames
 from worker.engine.sequence import End
 from worker.front.generation import Generation
 from worker.validator import StreamValidator
@@ -22,11 +23,20 @@ LENGTH, STOP, CANCELLED, ERROR = (
 )
 
 
+def made(
+    token_id: int | None,
+    end: End | None = None,
+    logprob: contract.Logprob | None = None,
+    cached_tokens: int | None = None,
+) -> frames.SequenceOutput:
+    return frames.SequenceOutput(1, token_id, end, logprob, cached_tokens)
+
+
 class Told:
     """A generation with everything its sink was told, checked against the contract on the way."""
 
-    def __init__(self, *stop: str, max_tokens: int = 100, min_tokens: int = 0) -> None:
-        sampling = contract.Sampling(max_tokens=max_tokens, min_tokens=min_tokens)
+    def __init__(self, *stop: str, max_tokens: int = 100, min_tokens: int = 0, logprobs: int | None = None) -> None:
+        sampling = contract.Sampling(max_tokens=max_tokens, min_tokens=min_tokens, logprobs=logprobs)
         request = contract.EngineRequest(key="default:g", token_ids=[1, 2, 3], sampling=sampling, stop=stop)
         self.outputs: list[contract.Output] = []
         sink = StreamValidator(request, self.outputs.append)
@@ -35,8 +45,8 @@ class Told:
     def take(self, *token_ids: int, end: End | None = None, now: float = 11.0) -> bool:
         """Gives it tokens, the last one with `end`; whether it ended with the last one."""
         for token_id in token_ids[:-1]:
-            assert not self.generation.advance(token_id, None, now)
-        return self.generation.advance(token_ids[-1], end, now)
+            assert not self.generation.advance(made(token_id), now)
+        return self.generation.advance(made(token_ids[-1], end), now)
 
     @property
     def text(self) -> str:
@@ -123,7 +133,7 @@ def test_a_cancel_releases_what_was_held_and_counts_what_was_sampled() -> None:
 def test_an_end_without_a_token_is_an_error_that_says_why(end: End, code: errors.Code) -> None:
     told = Told()
     told.take(A)
-    assert told.generation.advance(None, end, 12.0)
+    assert told.generation.advance(made(None, end), 12.0)
     assert told.terminal.finish_reason is ERROR
     assert told.terminal.error is not None
     assert told.terminal.error.code is code
@@ -166,6 +176,36 @@ def test_all_the_time_of_one_that_never_started_was_spent_in_the_queue() -> None
     )
 
 
+def test_the_first_token_says_how_much_was_cached_and_the_terminal_tells_it() -> None:
+    told = Told(max_tokens=2)
+    told.generation.advance(made(A, cached_tokens=2), 11.0)
+    told.generation.advance(made(B, End.LENGTH), 11.0)
+    assert told.terminal.usage == messages.Usage(prompt_tokens=3, completion_tokens=2, total_tokens=5, cached_tokens=2)
+
+
+def test_how_likely_a_token_was_comes_with_it_whichever_way_it_ends() -> None:
+    first, last = contract.Logprob(A, -0.5, [(A, -0.5)]), contract.Logprob(B, -1.5, [(A, -0.25)])
+    for end in (End.LENGTH, End.STOP_TOKEN):
+        told = Told(max_tokens=2, logprobs=1)
+        told.generation.advance(made(A, logprob=first), 11.0)
+        assert told.generation.advance(made(B, end, logprob=last), 11.0)
+        assert [output.logprobs for output in told.outputs] == [[first], [last]]
+    told = Told("b", logprobs=1)
+    assert told.generation.advance(made(B, logprob=last), 11.0)
+    assert (told.terminal.stop_match, told.terminal.logprobs) == ("b", [last])
+
+
+def test_how_far_a_prompt_is_is_handed_out_where_it_is_news() -> None:
+    told = Told()
+    for processed in (0, 0, 2, 2):
+        told.generation.progress(processed, 1)
+    assert [output.progress for output in told.outputs] == [
+        messages.Progress(prompt_tokens=3, processed_tokens=0, cached_tokens=1),
+        messages.Progress(prompt_tokens=3, processed_tokens=2, cached_tokens=1),
+    ]
+    assert all((output.token_ids, output.text, output.finish_reason) == ([], "", None) for output in told.outputs)
+
+
 async def test_a_sink_that_fails_ends_its_own_generation_and_is_reported() -> None:
     def fail(output: contract.Output) -> None:
         raise ZeroDivisionError
@@ -174,7 +214,7 @@ async def test_a_sink_that_fails_ends_its_own_generation_and_is_reported() -> No
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
     request = contract.EngineRequest(key="default:g", token_ids=[1], sampling=contract.Sampling(max_tokens=9))
     generation = Generation(request, fail, PIECES, accepted_at=0.0)
-    assert generation.advance(A, None, 1.0)
+    assert generation.advance(made(A), 1.0)
     assert [type(error) for error in reported] == [ZeroDivisionError]
 
 
@@ -188,7 +228,7 @@ def test_a_sink_that_cancels_its_own_generation_ends_it_with_the_token_it_was_gi
             generation.cancel(now=11.5)
 
     generation = Generation(told.generation.request, cancel_at_once, PIECES, accepted_at=10.0)
-    assert generation.advance(A, None, 11.0)
+    assert generation.advance(made(A), 11.0)
     assert [output.finish_reason for output in told.outputs] == [None, CANCELLED]
     assert told.outputs[-1].usage is not None
     assert told.outputs[-1].usage.completion_tokens == 1
@@ -209,7 +249,7 @@ def test_every_sampled_token_is_in_exactly_one_output_and_no_text_is_lost(
     whole = b"".join(PIECES[token_id] for token_id in token_ids[: -1 if by is End.STOP_TOKEN else None])
     for place, token_id in enumerate(token_ids, start=1):
         end = by if place == len(token_ids) and isinstance(by, End) else None
-        if told.generation.advance(token_id, end, 11.0):
+        if told.generation.advance(made(token_id, end), 11.0):
             break
     else:
         told.generation.cancel(12.0)

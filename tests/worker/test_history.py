@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from worker import contract
 from worker.front.history import History
 
 PIECES = st.lists(st.tuples(st.integers(0, 3), st.text(max_size=6)), max_size=30)
@@ -20,13 +21,13 @@ def history_of(pieces: list[tuple[int, str]]) -> History:
 def test_nothing_was_said_at_first() -> None:
     history = History()
     assert (history.num_tokens, history.text_bytes, list(history.since(0, 100))) == (0, 0, [])
-    assert history.whole() == (0, 0, 0, "", [])
+    assert history.whole() == (0, 0, 0, "", [], [])
 
 
 def test_a_passage_begins_at_the_byte_where_its_first_token_does() -> None:
     history = history_of([(1, "né"), (1, ""), (1, "😀"), (1, "!")])
     (passage,) = history.since(2, 1_000)
-    assert passage == (2, 2, 3, "😀!", [2, 3])
+    assert passage == (2, 2, 3, "😀!", [2, 3], [])
 
 
 def test_text_of_several_tokens_comes_with_the_last_of_them() -> None:
@@ -46,6 +47,55 @@ def test_text_without_a_token_belongs_to_the_last_one() -> None:
 @pytest.mark.parametrize("offset", [2, 7])
 def test_behind_the_last_token_there_is_nothing(offset: int) -> None:
     assert list(history_of([(2, "ab")]).since(offset, 100)) == []
+
+
+def likely(token_id: int, *alternatives: int) -> contract.Logprob:
+    """With numbers that tell all of them apart."""
+    return contract.Logprob(token_id, -token_id / 8, [(other, -other / 16) for other in alternatives])
+
+
+def test_each_token_keeps_how_likely_it_and_its_alternatives_were() -> None:
+    history = History(num_logprobs=3)
+    said = [likely(5, 5, 6), likely(7, 8, 9), likely(1, 2, 3)]
+    history.append([5], "a", said[:1])
+    history.append([7, 1], "b", said[1:])
+    assert history.whole().logprobs == said
+    assert [one for passage in history.since(1, 1) for one in passage.logprobs] == said[1:]
+
+
+def test_alternatives_beyond_what_is_kept_are_dropped_and_too_few_are_a_fault() -> None:
+    history = History(num_logprobs=2)
+    history.append([5], "a", [likely(5, 6, 7)])
+    assert history.whole().logprobs == [likely(5, 6)]
+    with pytest.raises(AssertionError):
+        history.append([5], "a", [likely(5)])
+
+
+def test_a_token_without_its_likelihood_is_a_fault_where_that_is_kept() -> None:
+    with pytest.raises(AssertionError):
+        History(num_logprobs=1).append([5], "a")
+
+
+def test_likelihoods_that_nobody_asked_for_are_not_kept() -> None:
+    history = History()
+    history.append([5], "a", [likely(5, 6)])
+    assert history.whole().logprobs == []
+
+
+def test_memory_held_is_of_text_tokens_and_likelihoods() -> None:
+    assert history_of([(1, "né"), (1, "")]).held_bytes == 3 + 2 * 8
+    history = History(num_logprobs=2)
+    history.append([5], "a", [likely(5, 6)])
+    assert history.held_bytes == 1 + 8 + 2 * 12
+
+
+def test_likelihoods_count_for_the_size_of_a_passage() -> None:
+    history = History(num_logprobs=1)
+    for token_id in range(4):
+        history.append([token_id], "a", [likely(token_id)])
+    two = 2 * (6 + 11 + 2_700)
+    assert [passage.num_tokens for passage in history.since(0, two)] == [2, 2]
+    assert [passage.num_tokens for passage in history.since(0, two - 1)] == [1, 1, 1, 1]
 
 
 @given(pieces=PIECES, max_bytes=st.integers(1, 200), data=st.data())

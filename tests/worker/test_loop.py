@@ -4,6 +4,7 @@ import queue
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,11 +14,11 @@ from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
 from worker import contract
 from worker.engine import frames
 from worker.engine.loop import StepLoop
-from worker.engine.plan import StepPlan
+from worker.engine.plan import Sampled, StepPlan
 from worker.engine.runner import DeviceError, NoRoomError
 from worker.engine.sequence import End
 
-Command = frames.Add | frames.Abort | None
+Command = frames.Add | frames.Abort | frames.ClearCache | None
 
 
 class Inbox(queue.SimpleQueue[Command]):
@@ -65,6 +66,11 @@ def add(seq_no: int, num_prompt: int = 3, max_tokens: int = 6, **sampling: objec
     fields: dict[str, object] = {"max_tokens": max_tokens, "ignore_eos": True} | sampling
     token_ids = [1 + (7 * seq_no + 3 * place) % 90 for place in range(num_prompt)]
     return frames.Add(seq_no, blocks.to_bytes(token_ids), contract.Sampling(**fields))  # type: ignore[arg-type]
+
+
+def shared_add(seq_no: int, num_prompt: int, max_tokens: int = 6) -> frames.Add:
+    """Sequences that begin alike and find what others of them left."""
+    return msgspec.structs.replace(add(1, num_prompt, max_tokens), seq_no=seq_no, domain=("acme", ""))
 
 
 def run(
@@ -154,25 +160,37 @@ def test_an_abort_of_a_running_sequence_frees_its_lane_and_blocks_within_the_ste
     assert len(story.tokens(2)) == 2
 
 
-def test_where_there_is_no_room_the_youngest_gives_way_and_its_neighbours_go_on_untouched() -> None:
+def test_where_there_is_no_room_the_youngest_waits_and_then_goes_on_as_if_nothing_had_been() -> None:
     commands = [add(number, max_tokens=6) for number in (1, 2, 3)]
     calm = run(*commands)
     story = run(*commands, runner=ArithmeticRunner(failures={3: NoRoomError()}))
-    assert story.ends() == {1: End.LENGTH, 2: End.LENGTH, 3: End.NO_ROOM}
-    assert story.tokens(1) == calm.tokens(1)
-    assert story.tokens(2) == calm.tokens(2)
-    assert story.tokens(3) == calm.tokens(3)[:2]
+    assert story.ends() == {1: End.LENGTH, 2: End.LENGTH, 3: End.LENGTH}
+    assert [story.tokens(number) for number in (1, 2, 3)] == [calm.tokens(number) for number in (1, 2, 3)]
+    assert [report.started for report in story.reports if report.started] == [[1, 2, 3]]
 
 
-def test_the_lane_of_the_one_that_gave_way_is_free_for_the_next() -> None:
-    runner = ArithmeticRunner(make_config(max_num_seqs=2), failures={2: NoRoomError()})
-    story = run(add(1), add(2), add(3), runner=runner)
-    assert story.ends() == {1: End.LENGTH, 2: End.NO_ROOM, 3: End.LENGTH}
+def test_where_there_is_no_room_idle_blocks_go_before_anybody_waits() -> None:
+    runner = ArithmeticRunner(failures={7: NoRoomError()})
+
+    def go_on(report: frames.StepReport, inbox: Inbox) -> None:
+        if any(output.end and output.seq_no == 1 for output in report.outputs):
+            inbox.put(add(2))
+            inbox.put(add(3))
+
+    story = run(shared_add(1, num_prompt=30), runner=runner, then=go_on)
+    assert story.ends() == {1: End.LENGTH, 2: End.LENGTH, 3: End.LENGTH}
+    loads = [(report.load.running, report.load.waiting, report.load.cached_blocks) for report in story.reports]
+    assert loads[6:10] == [(0, 0, 3), (2, 0, 3), (2, 0, 0), (2, 0, 0)]
+    assert runner.num_steps == 6 + 1 + 6
 
 
-def test_room_that_is_missing_again_and_again_ends_one_sequence_at_a_time() -> None:
-    story = run(*map(add, (1, 2, 3)), runner=ArithmeticRunner(failures={2: NoRoomError(), 3: NoRoomError()}))
-    assert story.ends() == {1: End.LENGTH, 2: End.NO_ROOM, 3: End.NO_ROOM}
+def test_room_that_is_missing_again_and_again_costs_steps_and_nobody_a_token() -> None:
+    calm = run(*map(add, (1, 2, 3)))
+    runner = ArithmeticRunner(failures={2: NoRoomError(), 3: NoRoomError()})
+    story = run(*map(add, (1, 2, 3)), runner=runner)
+    assert story.ends() == {1: End.LENGTH, 2: End.LENGTH, 3: End.LENGTH}
+    assert [story.tokens(number) for number in (1, 2, 3)] == [calm.tokens(number) for number in (1, 2, 3)]
+    assert [len(report.outputs) for report in story.reports[1:5]] == [3, 0, 0, 3]
 
 
 def test_a_sequence_alone_without_room_ends_and_the_loop_goes_on() -> None:
@@ -189,7 +207,7 @@ class BadLogits(ArithmeticRunner):
         self.victim = victim
         self.length = length
 
-    def step(self, plan: StepPlan) -> list[int | End]:
+    def step(self, plan: StepPlan) -> list[Sampled | End]:
         results = super().step(plan)
         sequences = [part.sequence for part in plan.parts if part.samples]
         return [
@@ -205,6 +223,42 @@ def test_logits_that_are_no_numbers_end_their_own_sequence_only() -> None:
     assert story.ends() == {1: End.LENGTH, 2: End.BAD_LOGITS, 3: End.LENGTH}
     assert (story.tokens(1), story.tokens(3)) == (calm.tokens(1), calm.tokens(3))
     assert story.tokens(2) == calm.tokens(2)[:2]
+
+
+def test_a_prompt_whose_beginning_is_cached_is_computed_from_there_on_and_the_first_token_says_so() -> None:
+    runner = ArithmeticRunner()
+
+    def go_on(report: frames.StepReport, inbox: Inbox) -> None:
+        if any(output.end and output.seq_no == 1 for output in report.outputs):
+            inbox.put(shared_add(2, num_prompt=40, max_tokens=2))
+
+    story = run(shared_add(1, num_prompt=30, max_tokens=2), runner=runner, then=go_on)
+    assert [output.cached_tokens for output in story.outputs] == [0, None, 30, None]
+    assert runner.num_evaluated == 30 + 1 + 10 + 1
+
+
+def test_blocks_come_in_the_report_of_the_step_that_stored_them_and_go_in_that_of_the_command() -> None:
+    def clear_at_the_end(report: frames.StepReport, inbox: Inbox) -> None:
+        if any(output.end for output in report.outputs):
+            inbox.put(frames.ClearCache())
+
+    story = run(shared_add(1, num_prompt=32, max_tokens=2), then=clear_at_the_end)
+    root = blocks.root_hash(blocks.PrefixDomain("0" * 16, (), "acme", ""))
+    prompt = blocks.from_bytes(shared_add(1, num_prompt=32).token_ids)
+    one, two = blocks.block_hashes(prompt, 16, root)
+    assert [report.stored for report in story.reports] == [[], [(root, one), (one, two)], [], []]
+    assert [sorted(report.removed) for report in story.reports] == [[], [], [], sorted([one, two])]
+    assert [report.load.cached_blocks for report in story.reports] == [0, 0, 3, 0]
+
+
+def test_a_prompt_that_somebody_watches_is_reported_until_its_first_token() -> None:
+    watched = msgspec.structs.replace(add(1, num_prompt=70), return_progress=True)
+    runner = ArithmeticRunner(make_config(max_num_batched_tokens=28))
+    story = run(watched, add(2, num_prompt=70), runner=runner)
+    seen = [[(one.seq_no, one.computed_tokens, one.cached_tokens) for one in r.progress] for r in story.reports]
+    first = next(n for n, report in enumerate(story.reports) if any(o.seq_no == 1 for o in report.outputs))
+    assert seen[1:first] == [[(1, computed, 0)] for computed in range(10, 70, 10)]
+    assert not any(seen[first:])
 
 
 def test_a_failed_device_leaves_the_loop() -> None:

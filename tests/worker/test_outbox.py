@@ -98,6 +98,25 @@ async def test_a_head_is_no_speech() -> None:
     assert (one.has_spoken, one.spoke_at) == (False, 3.0)
 
 
+async def test_blocks_that_came_and_went_are_published_before_the_chunks_of_their_step() -> None:
+    front, one = Front(), stream()
+    one.has_spoken = True
+    front.announcer.blocks([], [(1, 2), (2, 3), (2, 4)])
+    front.outbox.put(one, output("a"), 1.0)
+    front.outbox.flush()
+    events, chunk = front.said()
+    assert isinstance(events, internal.Events)
+    assert isinstance(chunk, messages.Chunk)
+    stored = [internal.BlockRun(parent=1, hashes=[2, 3]), internal.BlockRun(parent=2, hashes=[4])]
+    assert (events.removed, events.stored) == ([], stored)
+    front.announcer.blocks([4], [])
+    front.outbox.put(one, output("b"), 1.0)
+    front.outbox.flush()
+    events, chunk = front.said()
+    assert isinstance(events, internal.Events)
+    assert (events.removed, events.stored) == ([4], [])
+
+
 async def test_that_a_stream_has_finished_is_published_after_its_terminal() -> None:
     front, one = Front(), stream()
     front.outbox.put(one, output("a", last=True), 1.0)

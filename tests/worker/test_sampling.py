@@ -26,6 +26,9 @@ def test_a_request_that_says_nothing_gets_the_wires_defaults() -> None:
     sampling = resolved()
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.7, 0.9, 40, 0.0)
     assert (sampling.min_tokens, sampling.stop_token_ids, sampling.ignore_eos) == (0, (), False)
+    assert (sampling.repetition_penalty, sampling.repetition_last_n, sampling.has_penalties) == (1.0, 64, False)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.0, 0.0)
+    assert (sampling.logit_bias, sampling.logprobs) == ((), None)
 
 
 def test_the_models_defaults_come_before_the_wires() -> None:
@@ -42,6 +45,42 @@ def test_what_the_request_says_comes_first_also_where_it_says_zero() -> None:
 def test_the_rest_of_a_request_is_passed_on() -> None:
     sampling = resolved(min_tokens=4, stop_token_ids=[7, 8], ignore_eos=True)
     assert (sampling.min_tokens, sampling.stop_token_ids, sampling.ignore_eos) == (4, (7, 8), True)
+
+
+def test_what_a_request_says_of_repetition_and_of_single_tokens_is_passed_on() -> None:
+    sampling = resolved(
+        repetition_penalty=1.5,
+        repetition_last_n=0,
+        presence_penalty=-1.0,
+        frequency_penalty=0.5,
+        logit_bias={7: 1.5, 3: -100.0},
+        logprobs=0,
+    )
+    assert (sampling.repetition_penalty, sampling.repetition_last_n) == (1.5, 0)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-1.0, 0.5)
+    assert (sampling.logit_bias, sampling.logprobs) == (((3, -100.0), (7, 1.5)), 0)
+
+
+def test_a_models_own_repetition_penalty_holds_unless_the_request_says_that_there_is_none() -> None:
+    own = contract.SamplingDefaults(repetition_penalty=1.1)
+    assert resolved(defaults=own).repetition_penalty == 1.1
+    assert not resolved(defaults=own, repetition_penalty=1.0).has_penalties
+
+
+@pytest.mark.parametrize(
+    ("params", "has_penalties"),
+    [
+        ({}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": -0.5}, True),
+        ({"frequency_penalty": 0.5}, True),
+        ({"repetition_penalty": 1.1, "presence_penalty": 1.0, "repetition_last_n": 0}, False),
+    ],
+)
+def test_penalties_count_where_they_look_at_a_token_and_change_something(
+    params: dict[str, float], has_penalties: bool
+) -> None:
+    assert resolved(**params).has_penalties is has_penalties
 
 
 def test_a_seed_that_nobody_chose_is_drawn_anew_each_time() -> None:

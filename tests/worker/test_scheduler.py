@@ -1,36 +1,65 @@
 """The scheduler plans decodes first and prompts in fair chunks, never above its budgets, and forgets nobody."""
 
+from array import array
+
 import msgspec
 import pytest
-from hypothesis import assume, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protocol import messages
+from tests.support.arithmetic import ArithmeticRunner, make_config
 from worker import contract
 from worker.engine.blocks import BlockPool
-from worker.engine.plan import Advance, StepPlan
+from worker.engine.moves import Cut, Restore, Save, Share
+from worker.engine.plan import Advance, Part, Sampled, StepPlan
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import End, Sequence
+from worker.engine.tree import Domain
 
 EOS, PLAIN = 0, 5
 
 
-def scheduler(*, total_blocks: int = 100, block_size: int = 4, max_num_seqs: int = 8) -> Scheduler:
-    return Scheduler(BlockPool(total_blocks, block_size), max_num_seqs)
+def scheduler(
+    *,
+    total_blocks: int = 100,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    overcommit: float = 1.0,
+    priority_s: float = 1.0,
+) -> Scheduler:
+    pool = BlockPool(total_blocks, block_size, max_num_seqs, overcommit=overcommit)
+    return Scheduler(pool, max_num_seqs, priority_s=priority_s)
 
 
-def sequence(seq_no: int, num_prompt: int, max_tokens: int = 8, **sampling: object) -> Sequence:
+def sequence(
+    seq_no: int, num_prompt: int, max_tokens: int = 8, *, priority: int = 0, came_at: float = 0.0, **sampling: object
+) -> Sequence:
     asked = contract.Sampling(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
-    return Sequence(seq_no, [1 + place % 9 for place in range(num_prompt)], asked, frozenset({EOS}))
+    token_ids = array("I", [1 + place % 9 for place in range(num_prompt)])
+    return Sequence(seq_no, token_ids, asked, frozenset({EOS}), priority=priority, came_at=came_at)
 
 
-def step(scheduler: Scheduler, budget: int = 1_000, token_id: int | End = PLAIN) -> list[Advance]:
+def results(plan: StepPlan, *token_ids: int | End) -> list[Sampled | End]:
+    """One for each part that samples; PLAIN where nothing is said."""
+    count = sum(part.samples for part in plan.parts)
+    said = [*token_ids, *[PLAIN] * (count - len(token_ids))]
+    return [one if isinstance(one, End) else Sampled(one) for one in said]
+
+
+def step(scheduler: Scheduler, budget: int = 1_000, token_id: int = PLAIN) -> list[Advance]:
     """Plans and commits; every part that samples gets `token_id`."""
     plan = scheduler.plan(budget)
-    advances = scheduler.commit(plan, [token_id for part in plan.parts if part.samples])
+    scheduler.check_integrity()
+    advances = scheduler.commit(plan, results(plan, *[token_id for part in plan.parts if part.samples]))
     scheduler.check_integrity()
     return advances
+
+
+def token_of(advance: Advance) -> int | None:
+    return None if advance.sampled is None else advance.sampled.token_id
+
+
+def started(plan: StepPlan) -> list[int]:
+    return [sequence.seq_no for sequence in plan.started]
 
 
 def sizes(plan: StepPlan) -> list[tuple[int, int, int]]:
@@ -40,13 +69,13 @@ def sizes(plan: StepPlan) -> list[tuple[int, int, int]]:
 
 def held(scheduler: Scheduler) -> messages.Load:
     """What a scheduler holds now, whatever it has generated so far."""
-    return msgspec.structs.replace(scheduler.load(), generated_tokens=0)
+    return msgspec.structs.replace(scheduler.load(), generated_tokens=0, computed_tokens=0)
 
 
 def test_with_nothing_to_do_the_plan_is_empty() -> None:
     idle = scheduler()
     assert not idle.has_work
-    assert idle.plan(100) == StepPlan((), ())
+    assert idle.plan(100) == StepPlan((), (), ())
 
 
 def test_a_prompt_is_computed_whole_where_the_budget_allows_and_samples_behind_its_end() -> None:
@@ -54,11 +83,11 @@ def test_a_prompt_is_computed_whole_where_the_budget_allows_and_samples_behind_i
     one.add(sequence(1, 10))
     plan = one.plan(10)
     assert sizes(plan) == [(1, 0, 10)]
-    assert [started.seq_no for started in plan.started] == [1]
+    assert started(plan) == [1]
     assert plan.parts[0].samples
     assert plan.num_tokens == 10
-    (advance,) = one.commit(plan, [PLAIN])
-    assert (advance.sequence.seq_no, advance.token_id, advance.end) == (1, PLAIN, None)
+    (advance,) = one.commit(plan, results(plan))
+    assert (advance.sequence.seq_no, token_of(advance), advance.end) == (1, PLAIN, None)
     assert sizes(one.plan(10)) == [(1, 10, 1)]
 
 
@@ -121,11 +150,11 @@ def test_sequences_start_in_the_order_of_their_arrival_while_there_are_lanes() -
     for number in (1, 2, 3, 4):
         busy.add(sequence(number, 3, max_tokens=2))
     plan = busy.plan(100)
-    assert [started.seq_no for started in plan.started] == [1, 2]
-    assert sorted(started.lane for started in plan.started if started.lane is not None) == [0, 1]
+    assert started(plan) == [1, 2]
+    assert [part.lane for part in plan.parts] == [0, 1]
     assert busy.load().waiting == 2
-    busy.commit(plan, [EOS, PLAIN])
-    assert [started.seq_no for started in busy.plan(100).started] == [3]
+    busy.commit(plan, results(plan, EOS, PLAIN))
+    assert started(busy.plan(100)) == [3]
 
 
 def test_a_large_sequence_at_the_head_is_not_overtaken_by_small_ones_that_would_fit() -> None:
@@ -138,7 +167,7 @@ def test_a_large_sequence_at_the_head_is_not_overtaken_by_small_ones_that_would_
         assert full.plan(100).started == ()
         step(full)
     assert step(full)[0].end is End.LENGTH
-    assert [started.seq_no for started in full.plan(100).started] == [2]
+    assert started(full.plan(100)) == [2]
 
 
 def test_a_sequence_starts_when_exactly_what_it_may_ever_need_is_free_and_not_a_token_sooner() -> None:
@@ -165,7 +194,7 @@ def test_a_waiting_sequence_is_aborted_without_ever_having_had_a_lane() -> None:
     step(one)
     advance = one.abort(2)
     assert advance is not None
-    assert (advance.sequence.seq_no, advance.sequence.lane, advance.token_id, advance.end) == (
+    assert (advance.sequence.seq_no, advance.sequence.lane, token_of(advance), advance.end) == (
         2,
         None,
         None,
@@ -184,7 +213,7 @@ def test_an_aborted_sequence_names_its_lane_and_leaves_it_and_its_blocks_to_the_
     assert (advance.sequence.lane, advance.end) == (0, End.ABORTED)
     assert held(one) == messages.Load(free_blocks=4)
     one.add(sequence(2, 8, max_tokens=8))
-    assert [started.lane for started in one.plan(100).started] == [0]
+    assert [part.lane for part in one.plan(100).parts] == [0]
 
 
 def test_aborting_what_is_unknown_or_has_ended_does_nothing() -> None:
@@ -201,8 +230,8 @@ def test_an_end_without_a_token_ends_only_its_own_sequence() -> None:
     two.add(sequence(1, 3))
     two.add(sequence(2, 3))
     plan = two.plan(100)
-    advances = two.commit(plan, [End.BAD_LOGITS, PLAIN])
-    assert [(a.sequence.seq_no, a.token_id, a.end) for a in advances] == [(1, None, End.BAD_LOGITS), (2, PLAIN, None)]
+    advances = two.commit(plan, results(plan, End.BAD_LOGITS, PLAIN))
+    assert [(a.sequence.seq_no, token_of(a), a.end) for a in advances] == [(1, None, End.BAD_LOGITS), (2, PLAIN, None)]
     assert sizes(two.plan(100)) == [(2, 3, 1)]
 
 
@@ -211,28 +240,18 @@ def test_a_sequence_leaves_with_its_stop_token_and_with_its_last_token() -> None
     two.add(sequence(1, 3))
     two.add(sequence(2, 3, max_tokens=1, ignore_eos=True))
     advances = step(two, token_id=EOS)
-    assert [(a.sequence.seq_no, a.token_id, a.end) for a in advances] == [
+    assert [(a.sequence.seq_no, token_of(a), a.end) for a in advances] == [
         (1, EOS, End.STOP_TOKEN),
         (2, EOS, End.LENGTH),
     ]
     assert not two.has_work
 
 
-def test_the_youngest_is_the_one_that_started_last() -> None:
-    three = scheduler()
-    for number in (1, 2, 3):
-        three.add(sequence(number, 3))
-    step(three)
-    assert three.youngest().seq_no == 3
-    assert three.end(three.youngest(), End.NO_ROOM).end is End.NO_ROOM
-    assert three.youngest().seq_no == 2
-
-
 def test_results_must_match_the_parts_that_sample() -> None:
     one = scheduler()
     one.add(sequence(1, 10))
     with pytest.raises(AssertionError):
-        one.commit(one.plan(4), [PLAIN])
+        one.commit(one.plan(4), [Sampled(PLAIN)])
 
 
 def test_the_load_counts_prompt_tokens_that_are_not_computed_yet_and_no_decodes() -> None:
@@ -243,163 +262,345 @@ def test_the_load_counts_prompt_tokens_that_are_not_computed_yet_and_no_decodes(
     loaded.add(sequence(3, 7, max_tokens=5))
     step(loaded, budget=4)
     assert held(loaded) == messages.Load(
-        running=2, waiting=1, queued_prefill_tokens=6 + 7, used_blocks=2, free_blocks=15
+        running=2, waiting=1, queued_prefill_tokens=6 + 7, used_blocks=2, free_blocks=18
     )
 
 
-class SchedulerHistory(RuleBasedStateMachine):
-    """Random lives of many sequences. The model keeps every sequence's tokens and how many of them were computed."""
+# turns
 
-    @initialize(total_blocks=st.integers(4, 24), block_size=st.integers(1, 5), max_num_seqs=st.integers(1, 4))
-    def make(self, total_blocks: int, block_size: int, max_num_seqs: int) -> None:
-        self.pool = BlockPool(total_blocks, block_size)
-        self.scheduler = Scheduler(self.pool, max_num_seqs)
-        self.max_num_seqs = max_num_seqs
-        self.tokens: dict[int, list[int]] = {}
-        self.computed: dict[int, int] = {}
-        self.needs: dict[int, int] = {}
-        self.arrived: list[int] = []
-        self.started: list[int] = []
-        self.ended: dict[int, End] = {}
 
-    @rule(
-        num_prompt=st.integers(1, 30),
-        max_tokens=st.integers(1, 8),
-        min_tokens=st.integers(0, 4),
-        ignore_eos=st.booleans(),
-    )
-    def add(self, num_prompt: int, max_tokens: int, min_tokens: int, ignore_eos: bool) -> None:
-        assume(self.pool.can_ever_promise(num_prompt + max_tokens))
-        seq_no = len(self.arrived) + 1
-        new = sequence(seq_no, num_prompt, max_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos)
-        self.scheduler.add(new)
-        self.arrived.append(seq_no)
-        self.tokens[seq_no], self.computed[seq_no] = list(new.token_ids), 0
-        self.needs[seq_no] = num_prompt + max_tokens
+def test_a_priority_counts_like_having_come_so_much_later_and_ties_go_by_number() -> None:
+    line = scheduler(max_num_seqs=1, priority_s=10.0)
+    for number, priority, came_at in [
+        (1, 0, 5.0),
+        (2, 1, 0.0),
+        (3, -1, 12.0),
+        (4, 0, 10.0),
+        (5, -1, 20.0),
+        (6, 0, 2.0),
+    ]:
+        line.add(sequence(number, 1, max_tokens=1, priority=priority, came_at=came_at))
+    assert [advance.sequence.seq_no for _ in range(6) for advance in step(line)] == [3, 6, 1, 2, 4, 5]
 
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        seq_no = data.draw(st.integers(0, len(self.arrived) + 1))
-        advance = self.scheduler.abort(seq_no)
-        alive = 0 < seq_no <= len(self.arrived) and seq_no not in self.ended
-        assert (advance is not None) == alive
-        if advance is not None:
-            assert (advance.sequence.seq_no, advance.token_id) == (seq_no, None)
-            self.note_end(seq_no, advance.end)
 
-    @rule(budget=st.integers(1, 24), data=st.data())
-    def step(self, budget: int, data: st.DataObject) -> None:
-        plan = self.scheduler.plan(budget)
-        self.scheduler.check_integrity()
-        self.check_started(plan)
-        self.check_parts(plan, budget)
-        results = data.draw(
-            st.lists(
-                st.sampled_from([PLAIN, PLAIN, PLAIN, EOS, End.BAD_LOGITS]),
-                min_size=sum(part.samples for part in plan.parts),
-                max_size=sum(part.samples for part in plan.parts),
-            )
+def test_nobody_is_overtaken_by_one_who_came_later_than_its_priority_makes_up_for() -> None:
+    for came_at, order in ((9.0, [2, 1]), (10.0, [1, 2]), (11.0, [1, 2])):
+        line = scheduler(max_num_seqs=1, priority_s=10.0)
+        line.add(sequence(1, 1, max_tokens=1))
+        line.add(sequence(2, 1, max_tokens=1, priority=-1, came_at=came_at))
+        assert [advance.sequence.seq_no for _ in range(2) for advance in step(line)] == order
+
+
+def test_the_budget_is_shared_out_in_turn_too() -> None:
+    two = scheduler()
+    two.add(sequence(1, 50))
+    step(two, budget=10)
+    two.add(sequence(2, 50, priority=-1))
+    assert sizes(two.plan(16)) == [(2, 0, 8), (1, 10, 8)]
+
+
+# shared prefixes and pressure, on a runner that notices every wrong token
+
+
+class Machine:
+    """A scheduler whose plans are carried out at once; prompts are texts of one tenant, blocks of four tokens."""
+
+    def __init__(
+        self,
+        total_blocks: int = 32,
+        max_num_seqs: int = 4,
+        num_lanes: int = 8,
+        *,
+        host_blocks: int = 0,
+        overcommit: float = 1.0,
+        max_idle_blocks: int | None = None,
+    ) -> None:
+        config = make_config(
+            kv_block_size=4, total_kv_blocks=total_blocks, host_kv_blocks=host_blocks, max_num_batched_tokens=999
         )
-        sampling = [part.sequence.seq_no for part in plan.parts if part.samples]
-        advances = self.scheduler.commit(plan, results)
-        assert [advance.sequence.seq_no for advance in advances] == sampling
-        for advance, result in zip(advances, results, strict=True):
-            self.check_advance(advance, result)
+        self.runner = ArithmeticRunner(config, num_lanes=num_lanes)
+        pool = BlockPool(total_blocks, 4, num_lanes, host_blocks=host_blocks, overcommit=overcommit)
+        self.scheduler = Scheduler(pool, max_num_seqs, max_idle_blocks=max_idle_blocks)
+        self.sequences: dict[int, Sequence] = {}
+        self.ends: dict[int, End] = {}
 
-    @precondition(lambda self: self.arrived)
-    @rule(budget=st.integers(1, 24))
-    def give_way(self, budget: int) -> None:
-        """A step that found no room: the plan is dropped and the youngest has to go."""
-        plan = self.scheduler.plan(budget)
-        self.check_started(plan)
-        if not plan.parts:
-            return
-        advance = self.scheduler.end(self.scheduler.youngest(), End.NO_ROOM)
-        alive = [seq_no for seq_no in self.started if seq_no not in self.ended]
-        assert advance.sequence.seq_no == alive[-1]
-        self.note_end(advance.sequence.seq_no, advance.end)
+    def ask(self, seq_no: int, text: str, max_tokens: int = 4) -> Sequence:
+        sampling = contract.Sampling(max_tokens=max_tokens, ignore_eos=True)
+        token_ids = array("I", (ord(letter) % 90 for letter in text))
+        one = Sequence(seq_no, token_ids, sampling, frozenset({EOS}), domain=Domain("acme"), came_at=float(seq_no))
+        self.sequences[seq_no] = one
+        self.scheduler.add(one)
+        return one
 
-    def check_started(self, plan: StepPlan) -> None:
-        numbers = [started.seq_no for started in plan.started]
-        waiting = [number for number in self.arrived if number not in self.ended and number not in self.started]
-        assert numbers == waiting[: len(numbers)], "someone was overtaken"
-        self.started += numbers
-        lanes = [started.lane for started in plan.started]
-        assert len(set(lanes)) == len(lanes)
-        held = [number for number in self.started if number not in self.ended]
-        left = waiting[len(numbers) :]
-        if left and len(held) < self.max_num_seqs:
-            assert self.blocks(left[0]) > self.pool.free_blocks, "someone waits who could run"
-
-    def check_parts(self, plan: StepPlan, budget: int) -> None:
-        decodes = [part for part in plan.parts if self.left(part.sequence.seq_no) == 1]
-        prompts = [part for part in plan.parts if self.left(part.sequence.seq_no) > 1]
-        assert list(plan.parts) == decodes + prompts
-        assert sum(part.num_tokens for part in prompts) <= budget
-        alive = [number for number in self.started if number not in self.ended]
-        assert [part.sequence.seq_no for part in decodes] == [number for number in alive if self.left(number) == 1]
-        waiting = [number for number in alive if self.left(number) > 1]
-        assert [part.sequence.seq_no for part in prompts] == waiting[: len(prompts)]
-        assert len(prompts) == len(waiting) or sum(part.num_tokens for part in prompts) == budget
-        if len(waiting) > 1 and budget > 1:
-            assert len(prompts) > 1, "one prompt took it all"
-        for part in plan.parts:
-            number = part.sequence.seq_no
-            assert part.num_tokens >= 1
-            assert part.start == self.computed[number], "computed twice, or not at all"
-            assert part.token_ids == self.tokens[number][part.start : part.start + part.num_tokens]
-            self.computed[number] += part.num_tokens
-            assert part.samples == (self.computed[number] == len(self.tokens[number]))
-
-    def check_advance(self, advance: Advance, result: int | End) -> None:
-        number = advance.sequence.seq_no
-        if isinstance(result, End):
-            assert (advance.token_id, advance.end) == (None, result)
-        else:
-            assert advance.token_id == result
-            self.tokens[number].append(result)
-        if advance.end is not None:
-            self.note_end(number, advance.end)
-
-    def note_end(self, seq_no: int, end: End | None) -> None:
-        assert end is not None
-        assert seq_no not in self.ended, "it ended twice"
-        self.ended[seq_no] = end
-
-    def left(self, seq_no: int) -> int:
-        return len(self.tokens[seq_no]) - self.computed[seq_no]
-
-    def blocks(self, seq_no: int) -> int:
-        return len(range(0, self.needs[seq_no], self.pool.block_size))
-
-    @invariant()
-    def holds_together(self) -> None:
+    def step(self, budget: int = 99, transfer_blocks: int = 0) -> StepPlan:
+        """One step, carried out."""
+        plan = self.plan(budget, transfer_blocks)
+        if plan.parts:
+            for advance in self.scheduler.commit(plan, self.runner.step(plan)):
+                self.note(advance)
         self.scheduler.check_integrity()
-        alive = [number for number in self.started if number not in self.ended]
-        promised = sum(self.blocks(number) for number in alive)
-        assert promised <= self.pool.total_blocks
-        assert self.pool.free_blocks == self.pool.total_blocks - promised
-        load = self.scheduler.load()
-        assert load.running == len(alive) <= self.max_num_seqs
-        assert load.running + load.waiting == len(self.arrived) - len(self.ended)
-        assert self.scheduler.has_work == (load.running + load.waiting > 0)
-        assert load.used_blocks <= promised
+        return plan
 
-    def teardown(self) -> None:
-        most = sum(self.needs.values()) + len(self.arrived)
-        for _ in range(most):
-            plan = self.scheduler.plan(3)
-            self.check_started(plan)
-            self.check_parts(plan, 3)
-            for advance in self.scheduler.commit(plan, [PLAIN for part in plan.parts if part.samples]):
-                self.check_advance(advance, PLAIN)
-            self.holds_together()
-        assert sorted(self.ended) == self.arrived, "somebody never ended"
-        assert held(self.scheduler) == messages.Load(free_blocks=self.pool.total_blocks)
-        for number, end in self.ended.items():
-            if end is End.LENGTH:
-                assert len(self.tokens[number]) == self.needs[number]
+    def plan(self, budget: int = 99, transfer_blocks: int = 0) -> StepPlan:
+        """A plan, of which only the moves are carried out."""
+        plan = self.scheduler.plan(budget, transfer_blocks)
+        self.scheduler.check_integrity()
+        for sequence in plan.started:
+            self.runner.begin(sequence.seq_no, sequence.sampling)
+        self.runner.apply(plan.moves)
+        return plan
+
+    def give_way(self) -> Advance | None:
+        advance = self.scheduler.give_way()
+        self.scheduler.check_integrity()
+        if advance is not None:
+            self.note(advance)
+        return advance
+
+    def abort(self, seq_no: int) -> None:
+        advance = self.scheduler.abort(seq_no)
+        assert advance is not None
+        self.note(advance)
+        self.scheduler.check_integrity()
+
+    def run(self, transfer_blocks: int = 0) -> None:
+        """Until everybody has ended."""
+        while self.scheduler.has_work:
+            self.step(transfer_blocks=transfer_blocks)
+
+    def answer(self, text: str, max_tokens: int = 4) -> list[int]:
+        """What a sequence that is alone in the world says."""
+        alone = Machine()
+        one = alone.ask(1, text, max_tokens)
+        alone.run()
+        return said(one)
+
+    def note(self, advance: Advance) -> None:
+        if advance.end is not None:
+            assert advance.sequence.seq_no not in self.ends
+            self.ends[advance.sequence.seq_no] = advance.end
+            self.runner.finish(advance.sequence.seq_no)
 
 
-TestSchedulerHistory = SchedulerHistory.TestCase
-TestSchedulerHistory.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+def said(sequence: Sequence) -> list[int]:
+    return list(sequence.token_ids[sequence.num_prompt :])
+
+
+def test_what_is_cached_is_not_computed_again_and_is_counted_to_the_token() -> None:
+    machine = Machine()
+    machine.ask(1, "aaaabbbbcccc", max_tokens=1)
+    machine.run()
+    assert machine.runner.num_evaluated == 12
+    two = machine.ask(2, "aaaabbbbccdd", max_tokens=1)
+    machine.run()
+    assert (two.num_cached, machine.runner.num_evaluated) == (10, 12 + 2)
+    assert said(two) == machine.answer("aaaabbbbccdd", 1)
+    assert machine.scheduler.load().computed_tokens == machine.runner.num_evaluated
+
+
+def test_an_equal_prompt_computes_one_token() -> None:
+    machine = Machine()
+    for number in (1, 2):
+        machine.ask(number, "aaaabbbb", max_tokens=1)
+        machine.run()
+    assert machine.sequences[2].num_cached == 7
+    assert machine.runner.num_evaluated == 8 + 1
+    assert said(machine.sequences[1]) == said(machine.sequences[2])
+
+
+def test_of_several_that_would_compute_the_same_block_next_only_the_first_does_and_the_others_go_on_behind_it() -> None:
+    machine = Machine()
+    texts = ["aaaabbbbc", "aaaabbbbd", "aaaabbbbe"]
+    for number, text in enumerate(texts, start=1):
+        machine.ask(number, text)
+    assert sizes(machine.step()) == [(1, 0, 9)]
+    assert sizes(machine.step()) == [(1, 9, 1), (2, 8, 1), (3, 8, 1)]
+    assert [one.num_cached for one in machine.sequences.values()] == [0, 8, 8]
+    machine.run()
+    assert [said(one) for one in machine.sequences.values()] == [machine.answer(text) for text in texts]
+
+
+def test_those_that_wait_for_a_block_adopt_it_as_soon_as_it_is_complete() -> None:
+    machine = Machine()
+    machine.ask(1, "aaaabbbbc")
+    machine.ask(2, "aaaaddddd")
+    assert sizes(machine.step(budget=3)) == [(1, 0, 3)]
+    assert sizes(machine.step(budget=3)) == [(1, 3, 3)]
+    plan = machine.step(budget=3)
+    assert plan.moves == (Share(0, 1, 0, 4),)
+    assert sizes(plan) == [(1, 6, 2), (2, 4, 1)]
+    assert machine.sequences[2].num_cached == 4
+
+
+def test_where_the_one_that_computes_a_block_for_all_is_aborted_the_next_goes_on_from_what_it_had() -> None:
+    machine = Machine()
+    for number in (1, 2, 3):
+        machine.ask(number, "aaaabbbb" + "cde"[number - 1])
+    assert sizes(machine.step(budget=6)) == [(1, 0, 6)]
+    machine.abort(1)
+    assert sizes(machine.step()) == [(2, 6, 3)]
+    assert sizes(machine.step()) == [(2, 9, 1), (3, 8, 1)]
+    assert [one.num_cached for one in machine.sequences.values()] == [0, 6, 8]
+    machine.run()
+    assert machine.ends == {1: End.ABORTED, 2: End.LENGTH, 3: End.LENGTH}
+    assert said(machine.sequences[3]) == machine.answer("aaaabbbbe")
+
+
+def test_prompts_that_share_nothing_do_not_wait_for_each_other() -> None:
+    machine = Machine()
+    machine.ask(1, "aaaab")
+    machine.ask(2, "bbbba")
+    machine.ask(3, "ccc")
+    machine.ask(4, "ccc")
+    assert sizes(machine.step()) == [(1, 0, 5), (2, 0, 5), (3, 0, 3), (4, 0, 3)]
+
+
+# over-commitment
+
+
+def pressed() -> Machine:
+    """Room for four blocks is promised twice: two sequences that will each hold three."""
+    machine = Machine(total_blocks=4, overcommit=2.0)
+    machine.ask(1, "aaaaaaaa", max_tokens=4)
+    machine.ask(2, "bbbbbbbb", max_tokens=4)
+    return machine
+
+
+def test_with_over_commitment_the_last_in_turn_is_preempted_and_keeps_what_it_sampled() -> None:
+    machine = pressed()
+    assert sizes(machine.step()) == [(1, 0, 8), (2, 0, 8)]
+    (first,) = said(machine.sequences[2])
+    plan = machine.step()
+    assert sizes(plan) == [(1, 8, 1)]
+    two = machine.sequences[2]
+    assert (two.lane, two.num_computed, two.preemptions, said(two)) == (None, 0, 1, [first])
+    assert machine.scheduler.preemptions == 1
+    machine.run()
+    assert machine.ends == {1: End.LENGTH, 2: End.LENGTH}
+    assert said(two) == machine.answer("bbbbbbbb")
+    assert said(machine.sequences[1]) == machine.answer("aaaaaaaa")
+
+
+def test_one_that_was_preempted_comes_back_only_to_a_whole_promise_and_is_not_begun_twice() -> None:
+    machine = pressed()
+    machine.step()
+    running = []
+    while 1 not in machine.ends:
+        machine.step()
+        running.append(machine.scheduler.load().running)
+    assert running == [1, 1, 0]
+    plan = machine.step()
+    assert [part.sequence.seq_no for part in plan.parts] == [2]
+    assert plan.started == ()
+
+
+def test_what_one_that_was_preempted_still_finds_of_itself_it_need_not_compute_again() -> None:
+    machine = pressed()
+    while 1 not in machine.ends:
+        machine.step()
+    (part,) = machine.step().parts
+    assert (part.start, part.num_tokens) == (4, 5)
+    machine.run()
+    assert machine.sequences[2].num_cached == 0
+    assert machine.runner.num_evaluated == machine.scheduler.load().computed_tokens == 2 * (8 + 3) + 4
+
+
+def test_a_prompt_gives_way_to_those_before_it_and_never_to_those_behind() -> None:
+    machine = Machine(total_blocks=4, overcommit=2.0)
+    machine.ask(1, "aaaa", max_tokens=4)
+    machine.ask(2, "b" * 15, max_tokens=1)
+    assert sizes(machine.step(budget=14)) == [(1, 0, 4), (2, 0, 10)]
+    assert sizes(machine.step()) == [(1, 4, 1)]
+    machine.run()
+    assert machine.ends == {1: End.LENGTH, 2: End.LENGTH}
+    assert [one.preemptions for one in machine.sequences.values()] == [0, 1]
+    assert said(machine.sequences[2]) == machine.answer("b" * 15, 1)
+
+
+# where the device has less room than it said
+
+
+def test_first_idle_blocks_give_way_then_the_last_in_turn_and_one_that_is_alone_ends() -> None:
+    machine = Machine()
+    machine.ask(9, "zzzz", max_tokens=1)
+    machine.run()
+    for number, text in ((1, "aaaa"), (2, "bbbb")):
+        machine.ask(number, text)
+    machine.step()
+    load = machine.scheduler.load()
+    assert (load.running, load.cached_blocks) == (2, 1)
+    assert machine.give_way() is None
+    load = machine.scheduler.load()
+    assert (load.running, load.waiting, load.cached_blocks) == (2, 0, 0)
+    assert machine.give_way() is None
+    load = machine.scheduler.load()
+    assert (load.running, load.waiting) == (1, 1)
+    assert machine.sequences[2].preemptions == 1
+    machine.scheduler.clear_cache()
+    machine.abort(2)
+    advance = machine.give_way()
+    assert advance is not None
+    assert (advance.sequence.seq_no, advance.sampled, advance.end) == (1, None, End.NO_ROOM)
+
+
+def test_the_last_in_turn_gives_way_whoever_began_last() -> None:
+    machine = Machine()
+    two = machine.ask(2, "bbbb")
+    machine.step()
+    machine.ask(1, "aaaa")
+    machine.step()
+    machine.give_way()
+    assert (two.lane, two.preemptions) == (None, 1)
+
+
+# host memory
+
+
+def saved(transfer_blocks: int) -> tuple[Machine, StepPlan]:
+    """Three blocks are idle, and none may be."""
+    machine = Machine(host_blocks=8, max_idle_blocks=0)
+    machine.ask(1, "aaaabbbbcccc", max_tokens=1)
+    machine.step()
+    return machine, machine.step(transfer_blocks=transfer_blocks)
+
+
+def count(plan: StepPlan, kind: type[Save] | type[Restore]) -> int:
+    return sum(isinstance(move, kind) for move in plan.moves)
+
+
+@pytest.mark.parametrize(("transfer_blocks", "saves"), [(0, 0), (1, 1), (2, 2), (3, 3), (4, 3)])
+def test_no_more_blocks_are_saved_in_a_step_than_its_plan_may(transfer_blocks: int, saves: int) -> None:
+    machine, plan = saved(transfer_blocks)
+    assert count(plan, Save) == saves
+    assert machine.scheduler.load().cached_blocks == 3 - saves
+
+
+def test_blocks_come_back_as_many_in_a_step_as_its_plan_may_and_the_prompt_waits_for_them() -> None:
+    machine, _ = saved(transfer_blocks=3)
+    two = machine.ask(2, "aaaabbbbccccd")
+    plans = [machine.step(transfer_blocks=1) for _ in range(4)]
+    assert [count(plan, Restore) for plan in plans] == [1, 1, 1, 0]
+    assert [sizes(plan) for plan in plans] == [[], [], [(2, 12, 1)], [(2, 13, 1)]]
+    assert (two.num_cached, machine.runner.num_evaluated) == (12, 12 + 2)
+    machine.run()
+    assert said(two) == machine.answer("aaaabbbbccccd")
+
+
+def test_all_blocks_come_back_at_once_where_the_plan_may() -> None:
+    machine, _ = saved(transfer_blocks=3)
+    machine.ask(2, "aaaabbbbccccd")
+    plan = machine.step(transfer_blocks=3)
+    assert (count(plan, Restore), sizes(plan)) == (3, [(2, 12, 1)])
+
+
+def test_blocks_that_were_saved_are_cut_from_their_lane_once() -> None:
+    _, plan = saved(transfer_blocks=3)
+    assert [move for move in plan.moves if isinstance(move, Cut)] == [Cut(0, 0)]
+
+
+def test_part_of_a_plan_names_tokens_and_lane() -> None:
+    machine = Machine()
+    one = machine.ask(1, "abcdefgh")
+    (part,) = machine.plan(budget=5).parts
+    assert part == Part(one, 0, 5)
+    assert (part.lane, part.token_ids, part.samples) == (0, one.token_ids[:5], False)

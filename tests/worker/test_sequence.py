@@ -1,5 +1,7 @@
 """A sequence knows by its counters alone what is to be computed, and when it ends."""
 
+from array import array
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ EOS, OWN_STOP, PLAIN = 2, 3, 7
 
 def sequence(num_prompt: int = 3, **sampling: object) -> Sequence:
     fields: dict[str, object] = {"max_tokens": 8, "stop_token_ids": (OWN_STOP,)} | sampling
-    return Sequence(1, [PLAIN] * num_prompt, contract.Sampling(**fields), frozenset({EOS}))  # type: ignore[arg-type]
+    return Sequence(1, array("I", [PLAIN] * num_prompt), contract.Sampling(**fields), frozenset({EOS}))  # type: ignore[arg-type]
 
 
 def sampled(sequence: Sequence, *token_ids: int) -> list[End | None]:
@@ -87,25 +89,70 @@ def test_a_token_is_sampled_only_behind_the_last_one_computed() -> None:
 
 
 def test_its_prompt_is_its_own_copy() -> None:
-    prompt = [1, 2]
+    prompt = array("I", [1, 2])
     one = Sequence(1, prompt, contract.Sampling(max_tokens=4), frozenset())
     one.num_computed = 2
     one.append(5)
-    assert prompt == [1, 2]
-    assert one.token_ids == [1, 2, 5]
+    assert list(prompt) == [1, 2]
+    assert list(one.token_ids) == [1, 2, 5]
 
 
 def test_a_sequence_without_a_prompt_or_without_room_for_a_token_cannot_be_made() -> None:
     with pytest.raises(AssertionError):
-        Sequence(1, [], contract.Sampling(max_tokens=1), frozenset())
+        Sequence(1, array("I"), contract.Sampling(max_tokens=1), frozenset())
     with pytest.raises(AssertionError):
-        Sequence(1, [1], contract.Sampling(max_tokens=0), frozenset())
+        Sequence(1, array("I", [1]), contract.Sampling(max_tokens=0), frozenset())
 
 
 @pytest.mark.parametrize("num_computed", [-1, 4])
 def test_integrity_is_broken_by_more_computed_than_there_is_and_by_less_than_nothing(num_computed: int) -> None:
     one = sequence(num_prompt=3)
     one.num_computed = num_computed
+    with pytest.raises(AssertionError):
+        one.check_integrity()
+
+
+def test_what_it_adopts_of_its_prompt_counts_as_cached_and_what_it_computed_before_does_not() -> None:
+    one = sequence(num_prompt=10)
+    one.adopt(4)
+    one.num_computed = 6
+    one.adopt(9)
+    assert (one.num_computed, one.num_cached, one.num_uncomputed) == (9, 4 + 3, 1)
+
+
+def test_it_may_adopt_all_but_its_last_token_and_never_less_than_it_has() -> None:
+    one = sequence(num_prompt=5)
+    one.adopt(4)
+    for num_computed in (3, 5):
+        with pytest.raises(AssertionError):
+            one.adopt(num_computed)
+    assert (one.num_computed, one.num_cached) == (4, 4)
+
+
+def test_one_that_is_preempted_in_its_prompt_begins_anew_and_nothing_was_cached() -> None:
+    one = sequence(num_prompt=10)
+    one.lane = 3
+    one.adopt(4)
+    one.num_computed = 6
+    one.preempt()
+    assert (one.num_computed, one.num_cached, one.lane, one.preemptions) == (0, 0, None, 1)
+
+
+def test_one_that_is_preempted_later_keeps_what_it_sampled_and_what_it_said_of_its_cache() -> None:
+    one = sequence(num_prompt=10)
+    one.adopt(4)
+    sampled(one, PLAIN, PLAIN)
+    one.preempt()
+    assert (one.num_computed, one.num_sampled, one.num_uncomputed, one.num_cached) == (0, 2, 12, 4)
+    one.adopt(11)
+    assert (one.num_computed, one.num_cached) == (11, 4)
+    one.check_integrity()
+
+
+@pytest.mark.parametrize("num_cached", [-1, 3])
+def test_integrity_is_broken_by_a_prompt_that_is_cached_to_its_last_token(num_cached: int) -> None:
+    one = sequence(num_prompt=3)
+    one.num_cached = num_cached
     with pytest.raises(AssertionError):
         one.check_integrity()
 

@@ -1,5 +1,6 @@
 """A stream numbers its chunks without gaps, and its terminal says everything that the wire promises."""
 
+import msgspec
 from msgspec import UNSET
 
 from protocol import codec, errors, internal, messages
@@ -7,6 +8,7 @@ from worker import contract
 from worker.front.stream import Stream, too_large
 
 USAGE = messages.Usage(prompt_tokens=2, completion_tokens=3, total_tokens=5, cached_tokens=0)
+PIECES = [b"", b"a", b"\xe2\x82", b"b"]
 TIMINGS = messages.Timings(queue_ms=1, prefill_ms=2, ttft_ms=3, decode_ms=4, total_ms=7)
 
 
@@ -22,7 +24,7 @@ def stream(attempt: int = 0, routing: messages.RoutingReport | None = None, **pa
         params=internal.Params(**params),  # type: ignore[arg-type]
         routing=routing,
     )
-    return Stream(run, "demo", "worker-1", now=5.0)
+    return Stream(run, "demo", "worker-1", now=5.0, pieces=PIECES)
 
 
 def output(text: str = "", *token_ids: int) -> contract.Output:
@@ -151,6 +153,76 @@ def test_a_client_that_wants_no_stream_gets_what_there_was_when_it_is_cancelled(
     chunk = made(whole, terminal("t", reason=messages.FinishReason.CANCELLED))
     assert (chunk.tokens, chunk.text, chunk.finish_reason) == (1, "part", messages.FinishReason.CANCELLED)
     assert chunk.token_ids is UNSET
+
+
+def likely(token_id: int, *alternatives: int) -> contract.Logprob:
+    return contract.Logprob(token_id, -0.5, [(other, -other / 8) for other in alternatives])
+
+
+def named(token_id: int, *alternatives: int) -> messages.TokenLogprob:
+    """What a client is told of `likely`."""
+
+    def text(one: int) -> str:
+        return PIECES[one].decode(errors="replace")
+
+    top = [
+        messages.TokenAlternative(id=one, text=text(one), bytes=list(PIECES[one]), logprob=-one / 8)
+        for one in alternatives
+    ]
+    return messages.TokenLogprob(id=token_id, text=text(token_id), bytes=list(PIECES[token_id]), logprob=-0.5, top=top)
+
+
+def spoken(text: str, *likelihoods: contract.Logprob) -> contract.Output:
+    return contract.Output(token_ids=[one.token_id for one in likelihoods], text=text, logprobs=list(likelihoods))
+
+
+def ended(text: str, *likelihoods: contract.Logprob) -> contract.Output:
+    return msgspec.structs.replace(terminal(text, *(one.token_id for one in likelihoods)), logprobs=list(likelihoods))
+
+
+def test_how_likely_tokens_were_is_said_with_their_text_and_their_bytes() -> None:
+    one = stream(logprobs=2)
+    assert made(one, spoken("a", likely(1, 1, 3))).logprobs == [named(1, 1, 3)]
+    assert made(one, spoken("", likely(2, 2, 0))).logprobs == [named(2, 2, 0)]
+    assert made(one, ended("b", likely(3, 1, 3))).logprobs == [named(3, 1, 3)]
+    assert named(2).text == "\ufffd"
+
+
+def test_how_likely_tokens_were_is_said_without_alternatives_where_none_were_asked_for() -> None:
+    assert made(stream(logprobs=0), spoken("a", likely(1))).logprobs == [named(1)]
+
+
+def test_how_likely_tokens_were_is_not_said_to_those_who_did_not_ask() -> None:
+    assert made(stream(), output("a", 1)).logprobs is UNSET
+    assert made(stream(), terminal("a", 1)).logprobs is UNSET
+
+
+def test_a_client_that_wants_no_stream_is_told_at_the_end_how_likely_all_tokens_were() -> None:
+    whole = stream(stream=False, logprobs=1)
+    assert whole.chunk(spoken("a", likely(1, 3))) is None
+    assert made(whole, ended("b", likely(3, 1))).logprobs == [named(1, 3), named(3, 1)]
+
+
+def test_more_alternatives_than_there_are_tokens_are_all_there_are() -> None:
+    assert made(stream(logprobs=20), spoken("a", likely(1, 1, 0, 2, 3))).logprobs == [named(1, 1, 0, 2, 3)]
+
+
+def test_what_is_said_again_is_as_likely_as_it_was() -> None:
+    one = stream(logprobs=1)
+    for output_ in (spoken("a", likely(1, 1)), spoken("b", likely(3, 1))):
+        made(one, output_)
+    (again,) = one.again(1, 10_000)
+    assert (again.offset, again.text, again.logprobs) == (1, "b", [named(3, 1)])
+
+
+def test_how_far_a_prompt_is_is_said_in_an_empty_chunk_and_only_in_a_stream() -> None:
+    progress = messages.Progress(prompt_tokens=9, processed_tokens=4, cached_tokens=2)
+    seen = contract.Output(token_ids=[], text="", progress=progress)
+    one = stream()
+    chunk = made(one, seen)
+    assert (chunk.progress, chunk.offset, chunk.tokens, chunk.text) == (progress, 0, 0, "")
+    assert made(one, output("a", 1)).progress is UNSET
+    assert stream(stream=False).chunk(seen) is None
 
 
 def test_a_terminal_that_is_too_large_becomes_an_error_without_text() -> None:

@@ -14,7 +14,7 @@ from protocol import blocks, errors, logs
 from worker.engine import frames
 from worker.engine.loop import Inbox, StepLoop
 from worker.engine.runner import DeviceError, ModelError, Runner
-from worker.engine.settings import EngineSettings
+from worker.engine.settings import EngineSettings, Pressure
 
 EXIT_DEVICE_FAILED = 3
 """The exit status that tells the front that the device, and not the model, is at fault."""
@@ -25,6 +25,7 @@ def serve(
     load: Callable[[Callable[[float], None]], Runner],
     step_target_s: float,
     leave: Callable[[], None],
+    pressure: Pressure | None = None,
 ) -> None:
     """Loads a runner, says so, and steps until the socket's other end closes; then calls `leave` at once.
 
@@ -40,7 +41,7 @@ def serve(
     reader.start()
     send(frames.Ready(runner.config, runner.pieces, runner.bundle))
     try:
-        StepLoop(runner, inbox, send, step_target_s).run()
+        StepLoop(runner, inbox, send, step_target_s, pressure).run()
     finally:
         runner.close()
 
@@ -89,7 +90,8 @@ def main() -> None:
     logs.configure("engine")
     sock = socket.socket(fileno=int(sys.argv[1]))
     try:
-        serve(sock, _loader(settings), settings.step_target_ms / 1e3, leave=lambda: os._exit(0))
+        target_s = settings.step_target_ms / 1e3
+        serve(sock, _loader(settings), target_s, leave=lambda: os._exit(0), pressure=settings.pressure)
     except DeviceError as error:
         structlog.get_logger().error("device_failed", error=str(error))
         sys.exit(EXIT_DEVICE_FAILED)

@@ -25,6 +25,14 @@ class Add(Frame, frozen=True):
     seq_no: int
     token_ids: bytes
     sampling: contract.Sampling
+    domain: tuple[str, str] | None = None
+    """Tenant and cache salt; None for a sequence that neither uses nor leaves cache."""
+    priority: int = 0
+    return_progress: bool = False
+    num_sampled: int = 0
+    """How many of the token ids, the last ones, an earlier engine has sampled already."""
+    alone: bool = False
+    """An engine died in a step with this sequence: no other shares its steps until it has a new token."""
 
 
 class Abort(Frame, frozen=True):
@@ -40,7 +48,11 @@ class AskTokens(Frame, frozen=True):
     request: internal.Tokenize
 
 
-Command = Add | Abort | AskTokens
+class ClearCache(Frame, frozen=True):
+    """Front to engine: forget every block that no sequence uses."""
+
+
+Command = Add | Abort | AskTokens | ClearCache
 
 
 class Loading(Frame, frozen=True):
@@ -63,12 +75,29 @@ class Ready(Frame, frozen=True):
     bundle: bytes | None
 
 
+class SteppedAlone(Frame, frozen=True):
+    """Engine to front: the steps from now on hold nothing but this sequence, until it has a token."""
+
+    seq_no: int
+
+
 class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     """What a step did for one sequence."""
 
     seq_no: int
     token_id: int | None
     end: End | None
+    logprob: contract.Logprob | None = None
+    cached_tokens: int | None = None
+    """With the first token: how many of the prompt's did not have to be computed."""
+
+
+class PromptProgress(msgspec.Struct, frozen=True, array_like=True):
+    """How far a prompt is computed."""
+
+    seq_no: int
+    computed_tokens: int
+    cached_tokens: int
 
 
 class StepReport(Frame, frozen=True):
@@ -77,6 +106,12 @@ class StepReport(Frame, frozen=True):
     started: list[int]
     outputs: list[SequenceOutput]
     load: messages.Load
+    progress: list[PromptProgress] = []
+    """Of sequences that want to know."""
+    removed: list[int] = []
+    """Hashes of cached blocks that are gone."""
+    stored: list[tuple[int, int]] = []
+    """Cached blocks that are new: the hash of the block before, and its own."""
 
 
 class Tokens(Frame, frozen=True):
@@ -87,7 +122,7 @@ class Tokens(Frame, frozen=True):
     error: errors.Error | None
 
 
-Report = Loading | LoadFailed | Ready | StepReport | Tokens
+Report = Loading | LoadFailed | Ready | SteppedAlone | StepReport | Tokens
 
 _encoder = msgspec.msgpack.Encoder()
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

@@ -1,7 +1,12 @@
-"""How many tokens a step may carry, so that it stays short: a cancel never waits behind a long prompt."""
+"""How much a step may carry, so that it stays short: a stream never waits long behind somebody's prompt."""
+
+from collections.abc import Sequence as Listing
+
+from worker.engine.moves import Move, Restore, Save
 
 _WEIGHT = 0.3
 """Of the newest step in the running estimate: a handful of steps follow a change of speed."""
+_ALONE_FACTOR = 2
 _FEWEST_TO_LEARN_FROM = 8
 """Below this a step's time says more about its fixed cost than about its tokens."""
 
@@ -17,14 +22,17 @@ class Pace:
         self._tokens_per_s: float | None = None
 
     def __repr__(self) -> str:
-        return f"<Pace {self._tokens_per_s or 0:.0f} tokens/s, {self.prefill_budget} a step>"
+        return f"<Pace {self._tokens_per_s or 0:.0f} tokens/s, {self.prefill_budget(1)} a step>"
 
-    @property
-    def prefill_budget(self) -> int:
-        """Prompt tokens for the next step: few until the first steps have been timed."""
+    def prefill_budget(self, num_decoding: int) -> int:
+        """Prompt tokens for a step in which that many sequences decode: few until the first steps have been timed.
+
+        While nobody waits for a next token a step may take longer: large ones compute more tokens a second."""
         if self._tokens_per_s is None:
             return self._min_tokens
-        return max(self._min_tokens, min(self._max_tokens, int(self._tokens_per_s * self._target_s)))
+        target_s = self._target_s if num_decoding else _ALONE_FACTOR * self._target_s
+        wanted = int(self._tokens_per_s * target_s) - num_decoding
+        return max(self._min_tokens, min(self._max_tokens, wanted))
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learns from a step of `num_tokens` that took `seconds`."""
@@ -33,3 +41,30 @@ class Pace:
         rate = num_tokens / seconds
         known = self._tokens_per_s
         self._tokens_per_s = rate if known is None else known + _WEIGHT * (rate - known)
+
+
+class TransferPace:
+    """Learns how fast blocks go to host memory and back, and bounds how many do between two steps."""
+
+    def __init__(self, target_s: float) -> None:
+        self._target_s = target_s
+        self._s_per_block: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<TransferPace {self.blocks} blocks a step>"
+
+    @property
+    def blocks(self) -> int:
+        """Blocks for the next step, in each direction; at least one, so that whatever waits for one gets on."""
+        return _FIRST_BLOCKS if self._s_per_block is None else max(1, int(self._target_s / self._s_per_block))
+
+    def observe(self, moves: Listing[Move], seconds: float) -> None:
+        """Learns from moves that took that long together."""
+        count = sum(isinstance(move, Save | Restore) for move in moves)
+        if count:
+            seen = seconds / count
+            known = self._s_per_block
+            self._s_per_block = seen if known is None else known + _WEIGHT * (seen - known)
+
+
+_FIRST_BLOCKS = 16

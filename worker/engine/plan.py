@@ -1,7 +1,10 @@
 """What a step computes, and what came of it."""
 
+from array import array
 from typing import NamedTuple
 
+from worker import contract
+from worker.engine.moves import Move
 from worker.engine.sequence import End, Sequence
 
 
@@ -23,7 +26,7 @@ class Part(NamedTuple):
         return self.sequence.lane
 
     @property
-    def token_ids(self) -> list[int]:
+    def token_ids(self) -> "array[int]":
         return self.sequence.token_ids[self.start : self.start + self.num_tokens]
 
 
@@ -32,17 +35,31 @@ class StepPlan(NamedTuple):
 
     parts: tuple[Part, ...]
     started: tuple[Sequence, ...] = ()
-    """Sequences that have just been given a lane."""
+    """Sequences that have just been given their first lane."""
+    moves: tuple[Move, ...] = ()
+    """What the lanes have to do first."""
 
     @property
     def num_tokens(self) -> int:
         return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def alone(self) -> Sequence | None:
+        """The sequence that must have this step for itself, if it is one that must."""
+        return self.parts[0].sequence if self.parts and self.parts[0].sequence.alone else None
+
+
+class Sampled(NamedTuple):
+    """A token that was chosen, and how likely it was where that was asked for."""
+
+    token_id: int
+    logprob: contract.Logprob | None = None
 
 
 class Advance(NamedTuple):
     """What a step did for one sequence."""
 
     sequence: Sequence
-    token_id: int | None
-    """The sampled token; None where the sequence ended without one."""
+    sampled: Sampled | None
+    """None where the sequence ended without a token."""
     end: End | None

@@ -1,10 +1,12 @@
 """The boundary to the device: a runner executes the plans of the scheduler and knows nothing of requests."""
 
+from collections.abc import Sequence as Listing
 from typing import Protocol
 
 from protocol import internal
 from worker import contract
-from worker.engine.plan import StepPlan
+from worker.engine.moves import Move
+from worker.engine.plan import Sampled, StepPlan
 from worker.engine.sequence import End
 
 
@@ -28,16 +30,22 @@ class Runner(Protocol):
     pieces: list[bytes]
     """The bytes of each token's text, by token id; empty for control tokens."""
     bundle: bytes | None
+    num_lanes: int
+    """Lanes that running and cached sequences share."""
 
-    def begin(self, lane: int, sampling: contract.Sampling) -> None:
-        """Prepares an empty lane for a sequence."""
+    def begin(self, seq_no: int, sampling: contract.Sampling) -> None:
+        """Prepares to sample for a sequence."""
         ...
 
-    def release(self, lane: int) -> None:
-        """Clears a lane."""
+    def finish(self, seq_no: int) -> None:
+        """Lets go of what was prepared for a sequence; does nothing for one that never began."""
         ...
 
-    def step(self, plan: StepPlan) -> list[int | End]:
+    def apply(self, moves: Listing[Move]) -> None:
+        """Has lanes share, give up, save and restore tokens, in order. Raises DeviceError."""
+        ...
+
+    def step(self, plan: StepPlan) -> list[Sampled | End]:
         """Computes every part; a token, or `End.BAD_LOGITS`, for each that samples.
 
         Raises NoRoomError, after which the plan may be tried without one of its sequences, and DeviceError."""

@@ -1,8 +1,10 @@
 """One generation inside the engine: its tokens and its counters. There are no phases, only counts."""
 
 import enum
+from array import array
 
 from worker import contract
+from worker.engine.tree import Domain
 
 
 class End(enum.StrEnum):
@@ -23,20 +25,54 @@ class Sequence:
         0 <= num_computed < num_tokens = num_prompt + num_sampled
         |--- computed: in the KV memory ---|--- to be computed ---|
 
-    What is to be computed is one token while decoding and more while the prompt is not done yet."""
+    What is to be computed is one token while decoding and more while the prompt is not done yet, or has to be computed
+    again because the sequence was preempted."""
 
-    __slots__ = ("_stop_token_ids", "lane", "num_computed", "num_prompt", "sampling", "seq_no", "token_ids")
+    __slots__ = (
+        "_stop_token_ids",
+        "alone",
+        "came_at",
+        "domain",
+        "lane",
+        "num_cached",
+        "num_computed",
+        "num_prompt",
+        "preemptions",
+        "priority",
+        "sampling",
+        "seq_no",
+        "token_ids",
+    )
 
     def __init__(
-        self, seq_no: int, token_ids: list[int], sampling: contract.Sampling, end_token_ids: frozenset[int]
+        self,
+        seq_no: int,
+        token_ids: "array[int]",
+        sampling: contract.Sampling,
+        end_token_ids: frozenset[int],
+        *,
+        domain: Domain | None = None,
+        priority: int = 0,
+        came_at: float = 0.0,
+        num_sampled: int = 0,
+        alone: bool = False,
     ) -> None:
-        assert token_ids, "a prompt has at least one token"
+        assert len(token_ids) > num_sampled, "a prompt has at least one token"
         assert sampling.max_tokens >= 1, sampling.max_tokens
         self.seq_no = seq_no
         self.sampling = sampling
-        self.token_ids = list(token_ids)
-        self.num_prompt = len(token_ids)
+        self.domain = domain
+        """Whose cache it uses and leaves its own to; None for nobody's."""
+        self.priority = priority
+        self.came_at = came_at
+        self.token_ids = array("I", token_ids)
+        self.num_prompt = len(token_ids) - num_sampled
+        self.alone = alone
+        """No other may share its steps until it has a new token: one that did may have ended an engine."""
         self.num_computed = 0
+        self.num_cached = 0
+        """Tokens of the prompt that it did not have to compute."""
+        self.preemptions = 0
         self.lane: int | None = None
         self._stop_token_ids = frozenset(sampling.stop_token_ids) | (
             frozenset() if sampling.ignore_eos else end_token_ids
@@ -67,13 +103,29 @@ class Sequence:
         """Whether the next token may be one that ends the sequence."""
         return self.num_sampled >= self.sampling.min_tokens
 
+    def adopt(self, num_computed: int) -> None:
+        """Notes that tokens are there which it did not compute."""
+        assert self.num_computed <= num_computed < self.num_tokens, (self, num_computed)
+        if not self.num_sampled:
+            self.num_cached += num_computed - self.num_computed
+        self.num_computed = num_computed
+
+    def preempt(self) -> None:
+        """It has lost its place: what it computed is to be computed again, what it sampled stays."""
+        self.preemptions += 1
+        self.num_computed = 0
+        self.num_cached = self.num_cached if self.num_sampled else 0
+        self.lane = None
+
     def append(self, token_id: int) -> End | None:
         """Takes a sampled token; says why the sequence ends with it, if it does."""
         assert self.num_computed == self.num_tokens, self
         self.token_ids.append(token_id)
+        self.alone = False
         if token_id in self._stop_token_ids and self.num_sampled > self.sampling.min_tokens:
             return End.STOP_TOKEN
         return End.LENGTH if self.num_sampled >= self.sampling.max_tokens else None
 
     def check_integrity(self) -> None:
         assert 0 <= self.num_computed <= self.num_tokens <= self.max_num_tokens, self
+        assert 0 <= self.num_cached < self.num_prompt, self

@@ -3,23 +3,59 @@
 import msgspec
 
 
+class Pressure(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine shares its KV memory out when many want it."""
+
+    overcommit: float = 1.0
+    """How many times its blocks may be promised. Above 1 more sequences run at once, and one may have to be preempted:
+    it goes on later, by computing again what it had."""
+    priority_s: float = 1.0
+    """Seconds of waiting that one step of priority is worth."""
+    max_idle_blocks: int | None = None
+    """Cached blocks that nobody uses and that may stay on the device; None for those of 1,024 tokens where there is
+    host memory for the others, else for all."""
+
+
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How to load a model and how much of the machine to use for it. 0 means: choose."""
 
     model: str
-    """Path of a GGUF file."""
+    """A GGUF file, a directory with one, or a name on the Hub."""
     engine: str = "gguf"
     context_length: int = 0
     """Tokens of one sequence; chosen: what the model was trained for, at most 8,192."""
     kv_tokens: int = 0
     """Tokens of KV memory for all sequences together; chosen: four contexts, at most 16,384 or one context."""
-    kv_block_size: int = 16
-    max_num_seqs: int = 16
+    kv_block_size: int = -1
+    """Tokens of a block, the unit in which memory is counted and prefixes are shared; chosen by -1: 16."""
+    max_num_seqs: int = -1
+    """Sequences that run at the same time; chosen by -1: 16."""
     max_num_batched_tokens: int = 1_024
     """Tokens that one step may carry."""
-    step_target_ms: float = 150.0
+    step_target_ms: float = 400.0
     """Prompts are computed in chunks that take about this long."""
     threads: int = 0
     """CPU threads; chosen: all cores that this process may use."""
+    pressure: Pressure = Pressure()
     gpu_layers: int = -1
     """Layers to put on a GPU where there is one; -1 is all."""
+    ubatch_tokens: int = 512
+    """Tokens that the device computes at once, of those of a step."""
+    kv_layout: str = "auto"
+    """`unified`: one memory for all sequences, which can share prefixes. `per-stream`: one of equal size for each; none
+    is shared, and decoding many long ones is faster. `auto` is `unified`."""
+    cache_type_k: str = "f16"
+    """How keys are kept: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0."""
+    cache_type_v: str = "f16"
+    """How values are kept; the q types need flash attention."""
+    flash_attention: str = "auto"
+    """`auto`, `on` or `off`."""
+    main_gpu: int = 0
+    """The GPU for what is not split."""
+    split_mode: str = "layer"
+    """How several GPUs share the model: `none`, `layer` or `row`."""
+    tensor_split: tuple[float, ...] = ()
+    """Shares of the model for each GPU; none: by their free memory."""
+    host_cache_mib: int = -1
+    """MiB of host memory for prefixes that nobody uses; chosen by -1: 1,024, or an eighth of the machine's if that is
+    less. 0 keeps what there is room for on the device, and no more."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import secrets
 import socket
@@ -10,7 +11,11 @@ import time
 from protocol import codec, internal, limits, messages, subjects
 from protocol.bus import Bus, BusyError
 from worker import contract
+from worker.front.held import HeldBlocks, runs_of
 from worker.front.snapshot import split
+
+_HASHES_PER_EVENT = 4_096
+"""A stored block that no other follows takes about 50 bytes, so that an event stays far below what a broker takes."""
 
 
 def new_epoch() -> str:
@@ -39,6 +44,9 @@ class Announcer:
         self.is_silent = False
         """Nothing may be said: the old life is over and the new one has no connection yet."""
         self._cleared = False
+        self._held = HeldBlocks()
+        self._removed: list[int] = []
+        self._stored: dict[int, int] = {}
         self._started: list[internal.Started] = []
         self._spoken: list[str] = []
         self._finished: list[str] = []
@@ -59,6 +67,7 @@ class Announcer:
         """Announces the new life, in which nothing of the earlier one goes on."""
         self._seq = 0
         self._started, self._spoken, self._finished = [], [], []
+        self._removed, self._stored = [], {name: parent for parent, name in self._held.pairs()}
         self.is_silent = False
         self.publish_card()
         self.publish_events()
@@ -68,16 +77,17 @@ class Announcer:
         if self._config is None or self.is_silent:
             return []
         self.publish_events()
-        return split(self.worker_id, self.epoch, self._seq - 1, running, self._load())
+        return split(self.worker_id, self.epoch, self._seq - 1, running, self._held.runs(), self._load())
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig, digest: str | None) -> None:
         """A new engine serves: says so, and that nothing of an earlier one's cache is left."""
-        self._cleared = self._config is not None
         self._engine, self._config, self._digest, self._engine_pid = engine, config, digest, config.pid
         self.set_state(messages.WorkerState.READY)
 
     def engine_died(self) -> None:
         self._engine, self._engine_pid = None, 0
+        self._held.clear()
+        self._removed, self._stored, self._cleared = [], {}, True
         self.set_state(messages.WorkerState.RESTARTING)
 
     def set_state(self, state: messages.WorkerState) -> None:
@@ -92,6 +102,14 @@ class Announcer:
             with contextlib.suppress(BusyError):  # the broker is away: the card comes with the reconnect
                 self._connection.publish(self._card_subject, codec.encode(self._card(self._config)))
 
+    def blocks(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
+        """Which cached blocks are gone and which are new; said in the next event."""
+        self._held.apply(removed, stored)
+        for name in removed:
+            if self._stored.pop(name, None) is None:
+                self._removed.append(name)
+        self._stored |= {name: parent for parent, name in stored}
+
     def started(self, key: str, prompt_tokens: int) -> None:
         """The caller sees to it that `publish_events` comes at once, and before the head."""
         self._started.append(internal.Started(id=key, prompt_tokens=prompt_tokens, overlap_blocks=0))
@@ -105,21 +123,24 @@ class Announcer:
         self._finished.append(key)
 
     @property
-    def has_spoken(self) -> bool:
-        return bool(self._spoken)
+    def has_to_say_first(self) -> bool:
+        """Whether there is something that must be known before the chunks of the same step."""
+        return bool(self._spoken or self._removed or self._stored)
 
     def publish_events(self) -> None:
         """Publishes what has happened since the last time; with nothing new it is a heartbeat."""
         if self._config is None or self.is_silent:
             return
-        try:
-            self._connection.publish(self._events_subject, codec.encode(self._events()))
-        except BusyError:
-            return  # the broker is away: all of it is said in the next one
-        self._seq += 1
-        self._published_at = time.monotonic()
-        self._cleared = False
-        self._started, self._spoken, self._finished = [], [], []
+        while True:
+            removed = self._removed[:_HASHES_PER_EVENT]
+            stored = list(itertools.islice(self._stored.items(), _HASHES_PER_EVENT - len(removed)))
+            try:
+                self._connection.publish(self._events_subject, codec.encode(self._events(removed, stored)))
+            except BusyError:
+                return  # the broker is away: all of it is said in the next one
+            self._said(removed, stored)
+            if not self._removed and not self._stored:
+                return
 
     async def beat(self) -> None:
         """Keeps the event log alive; runs until cancelled."""
@@ -128,7 +149,16 @@ class Announcer:
             if time.monotonic() - self._published_at > limits.HEARTBEAT_S / 2:
                 self.publish_events()
 
-    def _events(self) -> internal.Events:
+    def _said(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
+        self._seq += 1
+        self._published_at = time.monotonic()
+        self._cleared = False
+        del self._removed[: len(removed)]
+        for name, _ in stored:
+            del self._stored[name]
+        self._started, self._spoken, self._finished = [], [], []
+
+    def _events(self, removed: list[int], stored: list[tuple[int, int]]) -> internal.Events:
         return internal.Events(
             worker_id=self.worker_id,
             epoch=self.epoch,
@@ -136,6 +166,8 @@ class Announcer:
             load=self._load(),
             state=self.state,
             cleared=self._cleared,
+            removed=removed,
+            stored=list(runs_of((parent, name) for name, parent in stored)),
             started=self._started,
             spoken=self._spoken,
             finished=self._finished,
@@ -163,5 +195,6 @@ class Announcer:
             versions=config.versions,
             kv_block_size=config.kv_block_size if config.prefix_cache else None,
             total_kv_blocks=config.total_kv_blocks if config.prefix_cache else None,
+            host_kv_blocks=config.host_kv_blocks if config.prefix_cache else None,
             tokenizer_digest=self._digest,
         )

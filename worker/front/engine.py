@@ -14,6 +14,7 @@ from worker.front.generation import Generation
 from worker.front.link import Link
 
 _CLOSE_TIMEOUT_S = 5.0
+_MOST_CRASHES = 2
 _STUCK_FACTOR = 10
 """A step this many times as long as the longest seen is one that never ends."""
 
@@ -25,8 +26,11 @@ class EngineDiedError(RuntimeError):
 class ChildEngine:
     """An `Engine` over a step loop at the other end of a socket. `launch` starts it."""
 
-    def __init__(self, launch: Callable[[], Awaitable[Link]], max_waiting: int) -> None:
+    def __init__(self, launch: Callable[[], Awaitable[Link]], max_waiting: int, *, keeps_streams: bool = False) -> None:
         self._launch = launch
+        self._keeps_streams = keeps_streams
+        """When it dies its open streams are left for another to take over, instead of ending in `worker_lost`."""
+        self._alone: int | None = None
         self._max_waiting = max_waiting
         self._link: Link | None = None
         self._transport: asyncio.Transport | None = None
@@ -51,11 +55,17 @@ class ChildEngine:
         """Told how much of the model is loaded, from 0 to 1."""
         self.on_lost: Callable[[], None] = lambda: None
         """Called when the other side is gone, before any stream is told so."""
+        self.on_blocks: Callable[[list[int], list[tuple[int, int]]], None] = lambda removed, stored: None
+        """As the contract says."""
         self.on_step: Callable[[], None] = lambda: None
         """Called when all sinks have had what a step brought."""
 
     def __repr__(self) -> str:
         return f"<ChildEngine {len(self._generations)} open, {len(self._releasing)} releasing>"
+
+    @property
+    def pieces(self) -> list[bytes]:
+        return self._pieces
 
     async def start(self, worker_id: str) -> contract.EngineConfig:
         """Raises EngineStartError for a model that can't be loaded, EngineDiedError when the process died."""
@@ -74,15 +84,21 @@ class ChildEngine:
     def generate(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
         self._check(request)
         assert request.key not in self._numbers, request.key
-        self._last_number += 1
-        number = self._last_number
-        generation = Generation(request, sink, self._pieces, time.monotonic())
-        self._generations[number] = generation
-        self._numbers[request.key] = number
-        self._idle.clear()
-        if len(self._generations) + len(self._releasing) == 1:
-            self._stepped_at = time.monotonic()
-        self._send(frames.Add(number, blocks.to_bytes(request.token_ids), request.sampling))
+        self._hold(Generation(request, sink, self._pieces, time.monotonic()))
+
+    def take_over(self, dead: "ChildEngine") -> None:
+        """Goes on with the streams that another engine has left open."""
+        generations, dead._generations = list(dead._generations.values()), {}
+        dead._numbers.clear()
+        dead._note_idle()
+        for generation in generations:
+            self._hold(generation)
+        if generations:
+            self._log.warning("streams_taken_over", count=len(generations))
+
+    def give_up(self) -> None:
+        """Ends the streams that were left open, since nobody takes them over."""
+        self._end_all(errors.Code.WORKER_LOST)
 
     def abort(self, key: str) -> None:
         number = self._numbers.get(key)
@@ -104,6 +120,10 @@ class ChildEngine:
         finally:
             self._tickets.pop(ticket, None)
 
+    def clear_cache(self) -> None:
+        if self._config is not None and not self._died:
+            self._send(frames.ClearCache())
+
     def tokenizer_bundle(self) -> bytes | None:
         return self._bundle
 
@@ -120,6 +140,7 @@ class ChildEngine:
             cached_blocks=known.cached_blocks,
             free_blocks=known.free_blocks,
             generated_tokens=known.generated_tokens,
+            computed_tokens=known.computed_tokens,
             step_age_ms=age_ms,
         )
 
@@ -146,6 +167,10 @@ class ChildEngine:
 
     async def cleanup(self) -> None:
         self._end_all(errors.Code.SHUTTING_DOWN)
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the process, and no stream. Safe to call again."""
         if self._transport is not None:
             self._transport.close()
         if self._link is not None:
@@ -154,6 +179,11 @@ class ChildEngine:
                     await self._link.wait()
             except TimeoutError:
                 self._link.kill()
+
+    @property
+    def has_died(self) -> bool:
+        """Whether it served once and does so no more."""
+        return self._config is not None and self._died
 
     @property
     def _died(self) -> bool:
@@ -171,6 +201,13 @@ class ChildEngine:
                 f"token_ids[{index}] is {outside}, the vocabulary has {self._config.vocab_size} tokens",
                 param=f"token_ids[{index}]",
             )
+        for token_id, _ in request.sampling.logit_bias:
+            if token_id >= self._config.vocab_size:
+                raise errors.request_error(
+                    errors.Code.INVALID_REQUEST,
+                    f"logit_bias: {token_id} is no token id, the vocabulary has {self._config.vocab_size} tokens",
+                    param="logit_bias",
+                )
         if len(request.token_ids) + request.sampling.max_tokens > self._config.context_length:
             raise errors.request_error(
                 errors.Code.PROMPT_TOO_LONG,
@@ -188,6 +225,18 @@ class ChildEngine:
         assert self._config is not None
         return round(1e3 * self._duration_s * (1 + held - self._max_waiting) / self._config.max_num_seqs, 1)
 
+    def _hold(self, generation: Generation) -> None:
+        self._last_number += 1
+        number = self._last_number
+        added = frames.encode(_add(number, generation))
+        self._generations[number] = generation
+        self._numbers[generation.request.key] = number
+        self._idle.clear()
+        if len(self._generations) + len(self._releasing) == 1:
+            self._stepped_at = time.monotonic()
+        assert self._transport is not None
+        self._transport.write(added)
+
     def _send(self, command: frames.Command) -> None:
         assert self._transport is not None
         self._transport.write(frames.encode(command))
@@ -198,6 +247,8 @@ class ChildEngine:
                 self._take_step(report)
             case frames.Tokens(ticket, token_ids, error):
                 self._take_tokens(ticket, token_ids, error)
+            case frames.SteppedAlone(number):
+                self._alone = number
             case frames.Loading(fraction):
                 self.on_loading(fraction)
             case frames.Ready() as ready:
@@ -213,10 +264,16 @@ class ChildEngine:
             self._longest_step_s = max(self._longest_step_s, now - self._stepped_at)
         self._stepped_at = now
         self._load = report.load
+        if report.removed or report.stored:
+            self.on_blocks(report.removed, report.stored)
         for number in report.started:
             if generation := self._generations.get(number):
                 generation.started_at = now
+        for seen in report.progress:
+            if generation := self._generations.get(seen.seq_no):
+                generation.progress(seen.computed_tokens, seen.cached_tokens)
         for output in report.outputs:
+            self._alone = None if output.seq_no == self._alone else self._alone
             if output.end is not None:
                 self._releasing.discard(output.seq_no)
             if generation := self._generations.get(output.seq_no):
@@ -225,7 +282,7 @@ class ChildEngine:
         self.on_step()
 
     def _advance(self, output: frames.SequenceOutput, generation: Generation, now: float) -> None:
-        if not generation.advance(output.token_id, output.end, now):
+        if not generation.advance(output, now):
             return
         if output.seq_no not in self._generations:  # its own sink has aborted it
             return
@@ -237,8 +294,9 @@ class ChildEngine:
 
     def _withdraw(self, number: int) -> None:
         """Has the engine give up a sequence whose stream has ended; it counts as held until that is done."""
-        self._releasing.add(number)
-        self._send(frames.Abort(number))
+        if not self._died:
+            self._releasing.add(number)
+            self._send(frames.Abort(number))
 
     def _ended(self, number: int) -> None:
         del self._numbers[self._generations.pop(number).request.key]
@@ -264,9 +322,27 @@ class ChildEngine:
         self.on_lost()
         if not self._ready.done():
             self._ready.set_exception(EngineDiedError("the engine process ended while it was starting"))
-        self._end_all(errors.Code.WORKER_LOST)
         if not self._death.done():
             self._death.set_result("the engine process closed its socket")
+        if self._keeps_streams and self._config is not None:
+            self._leave_streams()
+        else:
+            self._end_all(errors.Code.WORKER_LOST)
+
+    def _leave_streams(self) -> None:
+        """Leaves the open streams for another engine, but those that have ended two."""
+        now = time.monotonic()
+        self._releasing.clear()
+        for number, generation in list(self._generations.items()):
+            was_in_step = generation.started_at is not None and self._alone in (None, number)
+            generation.crashes += was_in_step
+            if generation.crashes >= _MOST_CRASHES:
+                self._log.error("request_crashes_engine", request_id=generation.request.key)
+                generation.fail(errors.Code.REQUEST_CRASHES_ENGINE, now)
+                self._ended(number)
+        self._fail_tickets()
+        self._note_idle()
+        self.on_step()
 
     def _end_all(self, unstarted: errors.Code) -> None:
         """Ends every stream: `unstarted` is said of those that had not begun, the others have lost their worker."""
@@ -275,12 +351,30 @@ class ChildEngine:
             generation.fail(unstarted if generation.started_at is None else errors.Code.WORKER_LOST, now)
             self._ended(number)
         self._releasing.clear()
-        self._load = messages.Load(free_blocks=self._load.free_blocks + self._load.used_blocks)
+        known = self._load
+        self._load = messages.Load(free_blocks=known.free_blocks + known.used_blocks + known.cached_blocks)
+        self._fail_tickets()
+        self._note_idle()
+        self.on_step()
+
+    def _fail_tickets(self) -> None:
         for future in self._tickets.values():
             if not future.done():
                 future.set_exception(errors.request_error(errors.Code.WORKER_LOST))
-        self._note_idle()
-        self.on_step()
+
+
+def _add(number: int, generation: Generation) -> frames.Add:
+    request = generation.request
+    return frames.Add(
+        number,
+        blocks.to_bytes(request.token_ids) + blocks.to_bytes(generation.sampled),
+        request.sampling,
+        (request.tenant, request.cache_salt) if request.cache_prompt else None,
+        request.priority,
+        request.return_progress,
+        num_sampled=len(generation.sampled),
+        alone=generation.crashes > 0,
+    )
 
 
 class _Receiver(asyncio.Protocol):

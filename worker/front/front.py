@@ -93,10 +93,14 @@ class Front:
         if not self._has_engine:
             return
         self._has_engine = False
-        self._streams.use(None, None)
+        self._streams.suspend()
         self._inbox.use(None)
         if not self._leaving:
             self._announcer.engine_died()
+
+    def blocks_changed(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
+        """Which cached blocks the engine has lost and won."""
+        self._announcer.blocks(removed, stored)
 
     def step_done(self) -> None:
         """All sinks have had what a step brought: publishes it."""

@@ -1,10 +1,12 @@
 """One accepted request at the front: makes its outputs of what the engine computes, and exactly one terminal."""
 
 import asyncio
+from array import array
 from collections.abc import Sequence
 
 from protocol import errors, messages
 from worker import contract
+from worker.engine.frames import SequenceOutput
 from worker.engine.sequence import End
 from worker.front.completion import Completion
 
@@ -28,31 +30,53 @@ class Generation:
         self.started_at: float | None = None
         self._first_token_at: float | None = None
         self.finished_by: End | None = None
+        self.sampled = array("I")
+        """What an engine would have to be given, behind the prompt, to go on."""
+        self.crashes = 0
+        """Engines that died in a step holding this request, since its last token."""
         self._terminal_sent = False
         self._sink_failed = False
+        self._cached_tokens = 0
+        self._processed_tokens = -1
 
     def __repr__(self) -> str:
         return f"<Generation {self.request.key}: {self._completion.num_tokens} tokens>"
 
-    def advance(self, token_id: int | None, end: End | None, now: float) -> bool:
+    def progress(self, processed_tokens: int, cached_tokens: int) -> None:
+        """Notes how far the prompt is computed, and hands it out where it is news."""
+        if processed_tokens == self._processed_tokens:
+            return
+        self._processed_tokens = processed_tokens
+        seen = messages.Progress(
+            prompt_tokens=len(self.request.token_ids), processed_tokens=processed_tokens, cached_tokens=cached_tokens
+        )
+        self._hand_out(contract.Output(token_ids=[], text="", progress=seen))
+
+    def advance(self, output: SequenceOutput, now: float) -> bool:
         """Takes what a step brought; True when that ended the generation, which may be before the engine knows."""
+        token_id, end = output.token_id, output.end
+        logprobs = [] if output.logprob is None else [output.logprob]
+        if output.cached_tokens is not None:
+            self._cached_tokens = output.cached_tokens
         if token_id is None:
             assert end is not None
             self._finish(now, error=_FAILURES[end])
             return True
+        self.sampled.append(token_id)
+        self.crashes = 0
         if self._first_token_at is None:
             self._first_token_at = now
         if end is End.STOP_TOKEN:
             self._completion.count_silent()
-            self._end(now, end, token_id, self._completion.release(), stop_match=token_id)
+            self._end(now, end, token_id, self._completion.release(), logprobs, stop_match=token_id)
             return True
         text, stop = self._completion.push(token_id)
         if stop is not None:
-            self._end(now, End.STOP_TOKEN, token_id, text, stop_match=stop)
+            self._end(now, End.STOP_TOKEN, token_id, text, logprobs, stop_match=stop)
         elif end is End.LENGTH:
-            self._end(now, end, token_id, text + self._completion.release())
+            self._end(now, end, token_id, text + self._completion.release(), logprobs)
         else:
-            self._hand_out(contract.Output(token_ids=[token_id], text=text))
+            self._hand_out(contract.Output(token_ids=[token_id], text=text, logprobs=logprobs))
         return self._terminal_sent or self._sink_failed
 
     def cancel(self, now: float) -> None:
@@ -62,10 +86,18 @@ class Generation:
         """Ends it because its engine is no more."""
         self._finish(now, error=errors.make_error(code))
 
-    def _end(self, now: float, end: End, token_id: int, text: str, stop_match: str | int | None = None) -> None:
+    def _end(
+        self,
+        now: float,
+        end: End,
+        token_id: int,
+        text: str,
+        logprobs: list[contract.Logprob],
+        stop_match: str | int | None = None,
+    ) -> None:
         self.finished_by = end
         reason = messages.FinishReason.LENGTH if end is End.LENGTH else messages.FinishReason.STOP
-        self._finish(now, token_ids=[token_id], text=text, reason=reason, stop_match=stop_match)
+        self._finish(now, token_ids=[token_id], text=text, reason=reason, stop_match=stop_match, logprobs=logprobs)
 
     def _finish(
         self,
@@ -76,6 +108,7 @@ class Generation:
         reason: messages.FinishReason = messages.FinishReason.ERROR,
         stop_match: str | int | None = None,
         error: errors.Error | None = None,
+        logprobs: list[contract.Logprob] | None = None,
     ) -> None:
         assert not self._terminal_sent, self
         self._terminal_sent = True
@@ -88,6 +121,7 @@ class Generation:
                 error=error,
                 usage=self._usage(),
                 timings=self._timings(now),
+                logprobs=logprobs or [],
             )
         )
 
@@ -105,7 +139,7 @@ class Generation:
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
-            cached_tokens=0,
+            cached_tokens=self._cached_tokens,
         )
 
     def _timings(self, now: float) -> messages.Timings:

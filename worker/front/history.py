@@ -4,10 +4,14 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from worker import contract
+
 _JSON_GROWTH = 6
 """A control character of one byte becomes six in JSON."""
 _TOKEN_ID_BYTES = 11
 """A token id in JSON, with its comma."""
+_LOGPROB_BYTES = 2_700
+"""A log probability in JSON, with the text and the bytes of a token of 256 bytes."""
 
 
 class Passage(NamedTuple):
@@ -18,18 +22,23 @@ class Passage(NamedTuple):
     text_offset: int
     text: str
     token_ids: list[int]
+    logprobs: list[contract.Logprob]
+    """One for each token where they were asked for, else none."""
 
 
 class History:
     """Text and token ids of one completion. Offsets are in tokens, text offsets in UTF-8 bytes.
 
     A token's text is what could be said when it was sampled: nothing where it was held back, and together with the
-    next one's where a character spans the two."""
+    next one's where a character spans the two. `num_logprobs` are kept for each token: its own and the likeliest."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_logprobs: int = 0) -> None:
         self._text = bytearray()
         self._text_ends = array("I")
         self._token_ids = array("I")
+        self._num_logprobs = num_logprobs
+        self._likely_ids = array("I")
+        self._logprobs = array("d")
 
     def __repr__(self) -> str:
         return f"<History of {self.num_tokens} tokens, {len(self._text)} bytes>"
@@ -45,10 +54,14 @@ class History:
     @property
     def held_bytes(self) -> int:
         """Memory that this history takes."""
-        return len(self._text) + 8 * len(self._text_ends)
+        return len(self._text) + 8 * len(self._text_ends) + 12 * len(self._logprobs)
 
-    def append(self, token_ids: Sequence[int], text: str) -> None:
+    def append(self, token_ids: Sequence[int], text: str, logprobs: Sequence[contract.Logprob] = ()) -> None:
         """Takes what was sampled and said next; text without a token belongs to the last one."""
+        if self._num_logprobs:
+            assert len(logprobs) == len(token_ids), (logprobs, token_ids)
+            for one in logprobs:
+                self._keep(one)
         self._text += text.encode()
         end = len(self._text)
         for _ in token_ids[1:]:
@@ -61,7 +74,8 @@ class History:
 
     def whole(self) -> Passage:
         """All of it."""
-        return Passage(0, self.num_tokens, 0, self._text.decode(), list(self._token_ids))
+        text = self._text.decode()
+        return Passage(0, self.num_tokens, 0, text, list(self._token_ids), self._likely(0, self.num_tokens))
 
     def since(self, offset: int, max_bytes: int) -> Iterator[Passage]:
         """Everything from a token on, in passages that take at most `max_bytes` as JSON, or hold a single token."""
@@ -77,14 +91,33 @@ class History:
         text_start = self._text_offset(start)
         while low < high:
             middle = (low + high + 1) // 2
-            size = _JSON_GROWTH * (self._text_ends[middle - 1] - text_start) + _TOKEN_ID_BYTES * (middle - start)
+            token_bytes = _TOKEN_ID_BYTES + _LOGPROB_BYTES * self._num_logprobs
+            size = _JSON_GROWTH * (self._text_ends[middle - 1] - text_start) + token_bytes * (middle - start)
             low, high = (middle, high) if size <= max_bytes else (low, middle - 1)
         return low
 
     def _passage(self, start: int, stop: int) -> Passage:
         text_start, text_end = self._text_offset(start), self._text_ends[stop - 1]
         text = self._text[text_start:text_end].decode()
-        return Passage(start, stop - start, text_start, text, list(self._token_ids[start:stop]))
+        ids = list(self._token_ids[start:stop])
+        return Passage(start, stop - start, text_start, text, ids, self._likely(start, stop))
+
+    def _keep(self, one: contract.Logprob) -> None:
+        alternatives = one.top[: self._num_logprobs - 1]
+        assert len(alternatives) == self._num_logprobs - 1, one
+        self._likely_ids.append(one.token_id)
+        self._logprobs.append(one.logprob)
+        for token_id, logprob in alternatives:
+            self._likely_ids.append(token_id)
+            self._logprobs.append(logprob)
+
+    def _likely(self, start: int, stop: int) -> list[contract.Logprob]:
+        width = self._num_logprobs
+        found = []
+        for at in range(start * width, stop * width, width) if width else ():
+            pairs = list(zip(self._likely_ids[at : at + width], self._logprobs[at : at + width], strict=True))
+            found.append(contract.Logprob(*pairs[0], top=pairs[1:]))
+        return found
 
     def _text_offset(self, offset: int) -> int:
         return self._text_ends[offset - 1] if offset else 0

@@ -98,6 +98,11 @@ class Inbox:
         match control:
             case internal.Control(op="drop", request_id=str(key), attempt=int(attempt)):
                 self._reply(message, internal.ControlReply(ok=self._streams.drop(key, attempt)))
+            case internal.Control(op="clear_cache"):
+                self._log.warning("cache_cleared", worker_id=self._announcer.worker_id)
+                if self._engine is not None:
+                    self._engine.clear_cache()
+                self._reply(message, internal.ControlReply(ok=True))
             case internal.Control(op="drain"):
                 self._log.warning("drain_asked", worker_id=self._announcer.worker_id)
                 self._reply(message, internal.ControlReply(ok=True))

@@ -61,7 +61,7 @@ class Outbox:
         """Publishes everything put since the last time."""
         if not self._chunks:
             return
-        if self._announcer.has_spoken:
+        if self._announcer.has_to_say_first:
             self._announcer.publish_events()
         chunks, self._chunks = self._chunks, []
         has_ended = False

@@ -34,6 +34,12 @@ def resolve(
         seed=_first(params.seed, secrets.randbits(32)),
         stop_token_ids=tuple(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
+        repetition_penalty=_first(params.repetition_penalty, defaults.repetition_penalty),
+        repetition_last_n=_first(params.repetition_last_n, contract.REPETITION_LAST_N),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=tuple(sorted(params.logit_bias.items())),
+        logprobs=params.logprobs,
     )
 
 

@@ -66,8 +66,9 @@ async def serve(settings: WorkerSettings) -> None:
 
 def _engine_maker(settings: WorkerSettings, front: Front) -> Callable[[], ChildEngine]:
     def make() -> ChildEngine:
-        engine = ChildEngine(lambda: link.spawn(settings.engine), settings.max_waiting)
+        engine = ChildEngine(lambda: link.spawn(settings.engine), settings.max_waiting, keeps_streams=True)
         engine.on_step = front.step_done
+        engine.on_blocks = front.blocks_changed
         engine.on_loading = LoadingLog().note
         return engine
 

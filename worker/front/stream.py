@@ -1,7 +1,7 @@
 """One stream from a front to a client: makes numbered chunks of an engine's outputs, and one terminal at the end."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from msgspec import UNSET, UnsetType
 
@@ -13,7 +13,15 @@ from worker.front.history import History, Passage
 class Stream:
     """Chunks of one accepted request, not published yet. Offsets and counts are this class's alone."""
 
-    def __init__(self, run: internal.Run, model: str, worker_id: str, now: float, gone_subject: str = "") -> None:
+    def __init__(
+        self,
+        run: internal.Run,
+        model: str,
+        worker_id: str,
+        now: float,
+        gone_subject: str = "",
+        pieces: Sequence[bytes] = (),
+    ) -> None:
         self.run = codec.replaced(run, token_ids=b"")
         self.key = run.request_id
         self.gone_subject = gone_subject
@@ -21,7 +29,9 @@ class Stream:
         self._model = model
         self._worker_id = worker_id
         self._id = subjects.key_to_request_id(run.request_id)
-        self._history = History()
+        self._pieces = pieces
+        asked = run.params.logprobs
+        self._history = History(0 if asked is None else 1 + min(asked, len(pieces)))
         self.created = int(time.time())
         self.spoke_at = now
         """When the last chunk was made, on the caller's clock."""
@@ -58,17 +68,22 @@ class Stream:
 
     def chunk(self, output: contract.Output) -> messages.Chunk | None:
         """The chunk that carries an output, or None where it is collected for the terminal."""
-        offset, text_offset = self._history.num_tokens, self._history.text_bytes
+        if output.progress is not None:
+            return self._progress(output.progress)
+        new = Passage(
+            self._history.num_tokens,
+            len(output.token_ids),
+            self._history.text_bytes,
+            output.text,
+            output.token_ids,
+            output.logprobs,
+        )
         if output.finish_reason is None:
-            self._history.append(output.token_ids, output.text)
-            if not self.run.params.stream:
-                return None
-            return self._piece(Passage(offset, len(output.token_ids), text_offset, output.text, output.token_ids))
+            self._history.append(output.token_ids, output.text, output.logprobs)
+            return self._piece(new) if self.run.params.stream else None
         if self.run.params.stream:
-            return self._terminal(
-                output, Passage(offset, len(output.token_ids), text_offset, output.text, output.token_ids)
-            )
-        self._history.append(output.token_ids, output.text)
+            return self._terminal(output, new)
+        self._history.append(output.token_ids, output.text, output.logprobs)
         return self._terminal(output, self._history.whole())
 
     def failure(self, prompt_tokens: int) -> contract.Output:
@@ -99,6 +114,10 @@ class Stream:
         if last is not None:
             yield last
 
+    def _progress(self, progress: messages.Progress) -> messages.Chunk | None:
+        head = self.head()
+        return None if head is None else codec.replaced(head, progress=progress)
+
     def _piece(self, passage: Passage) -> messages.Chunk:
         return messages.Chunk(
             id=self._id,
@@ -108,6 +127,7 @@ class Stream:
             text_offset=passage.text_offset,
             text=passage.text,
             token_ids=self._wanted_ids(passage.token_ids),
+            logprobs=self._wanted_logprobs(passage.logprobs),
         )
 
     def _terminal(self, output: contract.Output, passage: Passage) -> messages.Chunk:
@@ -126,6 +146,7 @@ class Stream:
             model=self._model,
             created=self.created,
             token_ids=self._wanted_ids(passage.token_ids),
+            logprobs=self._wanted_logprobs(passage.logprobs),
             usage=codec.given(output.usage),
             timings=codec.given(output.timings),
             stop_match=codec.given(output.stop_match),
@@ -135,6 +156,23 @@ class Stream:
 
     def _wanted_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
         return token_ids if self.run.params.return_token_ids else UNSET
+
+    def _wanted_logprobs(self, logprobs: list[contract.Logprob]) -> list[messages.TokenLogprob] | UnsetType:
+        if self.run.params.logprobs is None:
+            return UNSET
+        return [self._named(one) for one in logprobs]
+
+    def _named(self, one: contract.Logprob) -> messages.TokenLogprob:
+        piece = self._pieces[one.token_id]
+        top = [self._alternative(token_id, logprob) for token_id, logprob in one.top]
+        text = piece.decode(errors="replace")
+        return messages.TokenLogprob(id=one.token_id, text=text, bytes=list(piece), logprob=one.logprob, top=top)
+
+    def _alternative(self, token_id: int, logprob: float) -> messages.TokenAlternative:
+        piece = self._pieces[token_id]
+        return messages.TokenAlternative(
+            id=token_id, text=piece.decode(errors="replace"), bytes=list(piece), logprob=logprob
+        )
 
 
 def too_large(terminal: messages.Chunk) -> messages.Chunk:

@@ -57,9 +57,13 @@ class Streams:
     def __repr__(self) -> str:
         return f"<Streams {len(self._streams)} open, {len(self._ended)} ended, {self._presence!r}>"
 
-    def use(self, engine: contract.Engine | None, config: contract.EngineConfig | None) -> None:
-        """The engine for requests from now on; None while there is none."""
+    def use(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
+        """The engine for requests from now on, which also goes on with those that are open."""
         self._engine, self._config = engine, config
+
+    def suspend(self) -> None:
+        """The engine is no more: nothing new is taken until there is another. What is open can still be ended."""
+        self._config = None
 
     def accept(self, run: internal.Run) -> internal.RunReply:
         """Starts a stream; a run that is refused changes nothing."""
@@ -172,10 +176,16 @@ class Streams:
             token_ids=token_ids,
             sampling=resolve(run.params, len(token_ids), self._config, self._max_new_tokens),
             stop=tuple(run.params.stop),
+            tenant=subjects.key_to_tenant(run.request_id),
+            cache_salt=run.params.cache_salt,
+            cache_prompt=run.params.cache_prompt,
+            priority=run.params.priority,
+            return_progress=run.params.return_progress and run.params.stream,
         )
         now = time.monotonic()
         announcer = self._announcer
-        stream = Stream(run, announcer.model, announcer.worker_id, now, announcer.gone_subject(run.request_id))
+        gone = announcer.gone_subject(run.request_id)
+        stream = Stream(run, announcer.model, announcer.worker_id, now, gone, self._engine.pieces)
         sink = self._sink(stream)
         sink = StreamValidator(request, sink) if self._validate else sink
         self._engine.generate(request, self._safe(stream, sink, len(token_ids)))

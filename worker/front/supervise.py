@@ -13,6 +13,8 @@ from worker.front.engine import ChildEngine, EngineDiedError
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 15.0
 HEALTHY_AFTER_S = 30.0
+PATIENCE_S = 60.0
+"""How long streams wait for an engine to go on with them."""
 """An engine that has lived this long has earned a quick restart."""
 
 
@@ -44,6 +46,9 @@ class Supervisor:
         self._listener = listener
         self._step_timeout_s = step_timeout_s
         self._engine: ChildEngine | None = None
+        self._dead: ChildEngine | None = None
+        """The last one that served: it holds the open streams until the next one serves."""
+        self._died_at = 0.0
         self.restarts = 0
         self._log = structlog.get_logger()
 
@@ -69,22 +74,30 @@ class Supervisor:
         """To be called a few times a second; `gap_s` is the time since the last call."""
         if self._engine is None:
             return
+        if self._dead is not None and self._dead.has_died:
+            self._died_at = self._died_at or now
+            if now - self._died_at > PATIENCE_S:
+                self._dead.give_up()
         if gap_s > _STOOD_STILL_S:
             self._engine.forgive(now)
         else:
             self._engine.end_stuck_step(now, self._step_timeout_s)
 
     async def cleanup(self) -> None:
-        if self._engine is not None:
-            await self._engine.cleanup()
+        for engine in (self._engine, self._dead):
+            if engine is not None:
+                await engine.cleanup()
 
     async def _live(self) -> str:
-        """One engine's life; returns why it ended."""
+        """One engine's life; returns why it ended. It begins with the streams that the last one left."""
         engine = self._engine = self._make_engine()
         engine.on_lost = self._listener.engine_died
         try:
             config = await engine.start(self._worker_id)
             self._listener.engine_started(engine, config)
+            if self._dead is not None:
+                engine.take_over(self._dead)
+            self._dead, self._died_at = engine, 0.0
             return await engine.died()
         except EngineDiedError as error:
             return str(error)
@@ -94,4 +107,4 @@ class Supervisor:
             return str(error)
         finally:
             self._listener.engine_died()
-            await engine.cleanup()
+            await engine.close()

@@ -19,6 +19,13 @@ _VERSIONS = (2, 3)
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_SAMPLING = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 _MOST_KEYS = 100_000
 
 
@@ -42,6 +49,15 @@ class Metadata(NamedTuple):
     def ints(self, key: str) -> list[int]:
         value = self.values.get(key)
         return [item for item in value if isinstance(item, int)] if isinstance(value, list) else []
+
+    def sampling_defaults(self) -> dict[str, float]:
+        """What the file recommends for sampling, under the names of the wire."""
+        found = {}
+        for key, name in _SAMPLING.items():
+            value = self.values.get(f"general.sampling.{key}")
+            if isinstance(value, int | float):
+                found[name] = value
+        return found
 
     def vocabulary(self) -> dict[str, int]:
         """The ids of the tokens by their texts."""

@@ -1,0 +1,33 @@
+"""Streams of the whole system as the measurements need them: when each token came."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from client import Client
+from protocol import messages
+
+
+async def complete(
+    client: Client,
+    token_ids: Sequence[int],
+    max_tokens: int,
+    on_token: Callable[[], None] = lambda: None,
+    **fields: object,
+) -> list[float]:
+    """When each token of a greedy completion came, on the clock of `time.perf_counter`."""
+    request = messages.GenerateRequest(
+        token_ids=list(token_ids),
+        max_tokens=max_tokens,
+        temperature=0,
+        ignore_eos=True,
+        **fields,  # type: ignore[arg-type]
+    )
+    times = []
+    async for chunk in client.generate("m", request):
+        if chunk.error:
+            raise SystemExit(f"the system refused: {chunk.error.message}")
+        times += [time.perf_counter()] * chunk.tokens
+        if chunk.tokens:
+            on_token()
+    assert len(times) == max_tokens
+    return times

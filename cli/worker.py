@@ -1,0 +1,111 @@
+"""`tokenbus worker`: the flags of one worker, and the settings that they make."""
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from protocol import connection as nats
+from protocol import subjects
+from worker.engine import weights
+from worker.engine.settings import EngineSettings, Pressure
+from worker.front.front import FrontSettings
+from worker.front.serve import WorkerSettings
+
+_ENGINE = EngineSettings(model="")
+_PRESSURE = Pressure()
+
+
+class _Flag(NamedTuple):
+    name: str
+    default: int | float | str | None
+    help: str
+
+
+def _flags() -> Iterator[_Flag]:
+    """The flags that set a field of the same name in engine, pressure, front or worker settings."""
+    yield _Flag("--context-length", _ENGINE.context_length, "tokens of one sequence; 0: the model's, at most 8,192")
+    yield _Flag("--kv-tokens", _ENGINE.kv_tokens, "tokens of KV memory in all; 0: four contexts, at most 16,384")
+    yield _Flag("--kv-block-size", _ENGINE.kv_block_size, "tokens of one block of KV memory; -1: 16")
+    yield _Flag("--kv-layout", _ENGINE.kv_layout, "auto, unified or per-stream (docs/operations.md)")
+    yield _Flag("--cache-type-k", _ENGINE.cache_type_k, "how keys are kept: f32, f16, bf16, q8_0, q5_1 to q4_0")
+    yield _Flag("--cache-type-v", _ENGINE.cache_type_v, "how values are kept, likewise")
+    yield _Flag("--host-cache-mib", _ENGINE.host_cache_mib, "host memory for idle prefixes; -1: 1,024 or less; 0: none")
+    yield _Flag("--max-idle-blocks", None, "cached blocks that may stay on the device unused")
+    yield _Flag("--kv-overcommit", _PRESSURE.overcommit, "how many times the KV memory may be promised")
+    yield _Flag("--priority-s", _PRESSURE.priority_s, "seconds of waiting that one step of priority is worth")
+    yield _Flag("--max-num-seqs", _ENGINE.max_num_seqs, "sequences that run at the same time; -1: 16")
+    yield _Flag("--max-num-batched-tokens", _ENGINE.max_num_batched_tokens, "tokens that one step may carry")
+    yield _Flag("--ubatch-tokens", _ENGINE.ubatch_tokens, "tokens of a step that the device computes at once")
+    yield _Flag("--step-target-ms", _ENGINE.step_target_ms, "how long a step may take while streams run")
+    yield _Flag("--flash-attention", _ENGINE.flash_attention, "auto, on or off")
+    yield _Flag("--gpu-layers", _ENGINE.gpu_layers, "layers on a GPU; -1: all")
+    yield _Flag("--main-gpu", _ENGINE.main_gpu, "the GPU for what is not split")
+    yield _Flag("--split-mode", _ENGINE.split_mode, "how GPUs share the model: none, layer or row")
+    yield _Flag("--max-waiting", WorkerSettings.max_waiting, "accepted requests that may wait for their turn")
+    yield _Flag("--max-new-tokens", FrontSettings.max_new_tokens, "length of a completion without max_tokens")
+    yield _Flag("--step-timeout-s", WorkerSettings.step_timeout_s, "a step that takes longer has hung")
+    yield _Flag("--grace-s", WorkerSettings.grace_s, "time for running requests after SIGTERM")
+
+
+def add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """The flags that say what is served, which `tokenbus up` has too."""
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        required=required,
+        help="a GGUF file, a directory with one, or org/repo[:quant] on the Hugging Face Hub",
+    )
+    parser.add_argument("--served-name", metavar="NAME", help="the model's name on the wire (the file's name)")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads of each worker; 0 shares the cores")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Everything else that only a worker has."""
+    parser.add_argument("--worker-id", default="", help="stable name of this worker")
+    for flag in _flags():
+        shown = "" if flag.default is None else f" ({flag.default})"
+        kind = int if flag.default is None else type(flag.default)
+        parser.add_argument(flag.name, type=kind, default=flag.default, help=flag.help + shown)
+    parser.add_argument(
+        "--tensor-split", type=_shares, default=(), metavar="A,B,...", help="shares of the model for each GPU"
+    )
+
+
+def settings_of(options: argparse.Namespace) -> WorkerSettings:
+    """What parsed flags mean."""
+    return WorkerSettings(
+        served_name=options.served_name or weights.served_name(options.model),
+        engine=_engine_of(options),
+        broker=nats.Settings(url=options.nats),
+        prefix=options.prefix,
+        worker_id=options.worker_id,
+        front=FrontSettings(
+            inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
+            max_new_tokens=options.max_new_tokens,
+            debug=os.environ.get("TOKENBUS_DEBUG", "") not in ("", "0"),
+        ),
+        max_waiting=options.max_waiting,
+        grace_s=options.grace_s,
+        step_timeout_s=options.step_timeout_s,
+    )
+
+
+def _engine_of(options: argparse.Namespace) -> EngineSettings:
+    own = {name: getattr(options, name) for name in EngineSettings.__struct_fields__ if hasattr(options, name)}
+    if not weights.is_hub_name(options.model):
+        own["model"] = str(Path(options.model))
+    pressure = Pressure(
+        overcommit=options.kv_overcommit,
+        priority_s=options.priority_s,
+        max_idle_blocks=options.max_idle_blocks,
+    )
+    return EngineSettings(**own, pressure=pressure)
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    shares = tuple(float(part) for part in text.split(","))
+    if not shares or min(shares) < 0 or sum(shares) <= 0:
+        raise argparse.ArgumentTypeError(f"must be numbers from 0 on, not all of them 0, got {text}")
+    return shares

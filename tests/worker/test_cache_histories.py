@@ -1,0 +1,191 @@
+"""Thousands of random histories of scheduler and pool, on a runner that notices every wrong token, lane and cell."""
+
+import os
+from array import array
+from collections.abc import Callable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from protocol import blocks
+from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
+from worker import contract
+from worker.engine.blocks import BlockPool
+from worker.engine.plan import Advance
+from worker.engine.runner import NoRoomError
+from worker.engine.scheduler import Scheduler
+from worker.engine.sequence import End, Sequence
+from worker.engine.tree import Domain
+
+BLOCK = 4
+DOMAINS = (Domain("a"), Domain("b"), Domain("a", "salt"), None)
+HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "60")) * 5
+
+
+class Mirror:
+    """What a router believes that a worker holds, from its events alone."""
+
+    def __init__(self) -> None:
+        self.parents: dict[int, int] = {}
+
+    def take(self, removed: list[int], stored: list[tuple[int, int]], roots: set[int]) -> None:
+        for name in removed:
+            del self.parents[name]
+        for parent, name in stored:
+            assert name not in self.parents, "stored twice"
+            self.parents[name] = parent
+        for name, parent in self.parents.items():
+            assert parent in self.parents or parent in roots, f"{name:x} hangs in the air"
+
+
+class CacheHistory(RuleBasedStateMachine):
+    """A scheduler whose plans are carried out at once."""
+
+    @initialize(
+        total=st.integers(4, 14),
+        lanes=st.integers(0, 5),
+        host=st.sampled_from([0, 1, 3, 40]),
+        overcommit=st.sampled_from([1.0, 1.5, 4.0]),
+        most_idle=st.sampled_from([None, 0, 2]),
+    )
+    def begin(self, total: int, lanes: int, host: int, overcommit: float, most_idle: int | None) -> None:
+        self.config = make_config(
+            max_num_seqs=3, kv_block_size=BLOCK, total_kv_blocks=total, host_kv_blocks=host, max_num_batched_tokens=99
+        )
+        self.runner = ArithmeticRunner(self.config, num_lanes=3 + lanes)
+        self.pool = BlockPool(total, BLOCK, 3 + lanes, host_blocks=host, overcommit=overcommit)
+        self.scheduler = Scheduler(self.pool, 3, priority_s=1.0, max_idle_blocks=most_idle)
+        self.mirror = Mirror()
+        self.roots = {self.root(domain) for domain in DOMAINS if domain is not None}
+        self.open: dict[int, Sequence] = {}
+        self.told: dict[int, list[int]] = {}
+        self.number = 0
+        self.now = 0.0
+
+    @rule(
+        family=st.integers(0, 2),
+        length=st.integers(1, 30),
+        fork=st.integers(0, 30),
+        max_tokens=st.integers(1, 9),
+        domain=st.sampled_from(DOMAINS),
+        priority=st.integers(-2, 2),
+    )
+    def ask(self, family: int, length: int, fork: int, max_tokens: int, domain: Domain | None, priority: int) -> None:
+        """Prompts of few families, which fork at some place."""
+        prompt = [1 + (family + place) % 7 for place in range(min(length, fork))]
+        prompt += [50 + self.number % 3] * (length - len(prompt))
+        self.number += 1
+        self.now += 0.3
+        sampling = contract.Sampling(max_tokens=max_tokens, ignore_eos=True)
+        sequence = Sequence(
+            self.number,
+            array("I", prompt),
+            sampling,
+            frozenset({END_TOKEN}),
+            domain=domain,
+            priority=priority,
+            came_at=self.now,
+        )
+        if self.pool.can_ever_promise(sequence.max_num_tokens):
+            self.open[self.number] = sequence
+            self.told[self.number] = []
+            self.scheduler.add(sequence)
+
+    @rule(budget=st.integers(1, 40), transfer=st.sampled_from([0, 1, 3, 50]), times=st.integers(1, 6))
+    def step(self, budget: int, transfer: int, times: int) -> None:
+        for _ in range(times):
+            self.one_step(budget, transfer)
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 50))
+    def abort(self, which: int) -> None:
+        number = sorted(self.open)[which % len(self.open)]
+        advance = self.scheduler.abort(number)
+        assert advance is not None
+        self.take([advance])
+
+    @rule()
+    def clear(self) -> None:
+        self.scheduler.clear_cache()
+        assert self.pool.idle_blocks == self.pool.saved_blocks == 0
+
+    @rule()
+    def give_way(self) -> None:
+        if self.scheduler.load().running:
+            advance = self.scheduler.give_way()
+            self.take([] if advance is None else [advance])
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.scheduler.check_integrity()
+        changes = self.scheduler.take_changes()
+        self.mirror.take(changes.removed, [tuple(new) for new in changes.stored], self.roots)
+        assert set(self.mirror.parents) == {b.hash for b in self.pool._tree.everything() if self.pool._tree.is_full(b)}
+        assert len(self.mirror.parents) <= self.config.total_kv_blocks + self.config.host_kv_blocks
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        for _ in range(2_000):
+            if not self.scheduler.has_work:
+                break
+            self.one_step(40, 50)
+            self.everything_adds_up()
+        assert not self.open, f"never ended: {self.open}"
+        self.scheduler.clear_cache()
+        self.everything_adds_up()
+        assert (self.pool.used_blocks, self.pool.free_blocks) == (0, self.pool.total_blocks)
+        assert not self.mirror.parents
+        self.runner.apply(self.pool.take_moves())
+        assert not any(self.runner._lanes)
+        assert not self.runner._copies
+
+    def one_step(self, budget: int, transfer: int) -> None:
+        plan = self.scheduler.plan(budget, transfer)
+        for sequence in plan.started:
+            self.runner.begin(sequence.seq_no, sequence.sampling)
+        self.runner.apply(plan.moves)
+        decodes = [part for part in plan.parts if part.num_tokens == 1]
+        assert sum(part.num_tokens for part in plan.parts) <= budget + len(decodes)
+        assert plan.parts or plan.moves or not self.scheduler.load().running or transfer == 0
+        if plan.parts:
+            try:
+                self.take(self.scheduler.commit(plan, self.runner.step(plan)))
+            except NoRoomError:
+                raise AssertionError("no room") from None
+
+    def take(self, advances: list[Advance]) -> None:
+        for sequence, sampled, end in advances:
+            if sampled is not None:
+                self.told[sequence.seq_no].append(sampled.token_id)
+            if end is not None:
+                del self.open[sequence.seq_no]
+                self.runner.finish(sequence.seq_no)
+            if end is End.LENGTH:
+                self.check_answer(sequence)
+
+    def check_answer(self, sequence: Sequence) -> None:
+        """As if it had run alone, whatever was shared, saved, brought back and computed again."""
+        alone = ArithmeticRunner(make_config(total_kv_blocks=99))
+        pool = BlockPool(99, 16, 1, can_share=False)
+        scheduler = Scheduler(pool, 1)
+        copy = Sequence(1, sequence.token_ids[: sequence.num_prompt], sequence.sampling, frozenset({END_TOKEN}))
+        scheduler.add(copy)
+        alone.begin(1, sequence.sampling)
+        while scheduler.has_work:
+            plan = scheduler.plan(60)
+            alone.apply(plan.moves)
+            scheduler.commit(plan, alone.step(plan))
+        assert list(copy.token_ids[copy.num_prompt :]) == self.told[sequence.seq_no]
+
+    def root(self, domain: Domain) -> int:
+        return blocks.root_hash(blocks.PrefixDomain("", domain.adapters, domain.tenant, domain.cache_salt))
+
+
+TestCacheHistories: Callable[[], None] = CacheHistory.TestCase
+TestCacheHistories.settings = settings(  # type: ignore[attr-defined]
+    max_examples=HISTORIES, stateful_step_count=30, deadline=None
+)

@@ -1,0 +1,113 @@
+"""A snapshot is cut into parts that a broker takes and that together say everything exactly once."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import codec, internal, limits, messages
+from worker.front.snapshot import HASHES_PER_PART, REQUESTS_PER_PART, RUNS_PER_PART, split
+
+LOAD = messages.Load(running=3, used_blocks=7)
+
+
+def requests(count: int) -> list[internal.RunningRequest]:
+    return [internal.RunningRequest(id=f"acme:{number}", attempt=number, spoken=False) for number in range(count)]
+
+
+def runs(*lengths: int) -> list[internal.BlockRun]:
+    """Runs of so many blocks, all of whose hashes differ."""
+    numbers = itertools.count(1)
+    return [
+        internal.BlockRun(parent=next(numbers), hashes=list(itertools.islice(numbers, length))) for length in lengths
+    ]
+
+
+def made(running: list[internal.RunningRequest], blocks: list[internal.BlockRun]) -> list[internal.SnapshotPart]:
+    parts = split("w1", "5-ab", 17, running, blocks, LOAD)
+    assert [(part.part, part.parts) for part in parts] == [(number, len(parts)) for number in range(len(parts))]
+    assert all((part.worker_id, part.epoch, part.seq, part.load) == ("w1", "5-ab", 17, LOAD) for part in parts)
+    return parts
+
+
+def pairs_of(runs: list[internal.BlockRun]) -> list[tuple[int, int]]:
+    return [pair for one in runs for pair in zip([one.parent, *one.hashes], one.hashes, strict=False)]
+
+
+def sizes(parts: list[internal.SnapshotPart]) -> list[list[int]]:
+    """The lengths of the runs of each part."""
+    return [[len(one.hashes) for one in part.runs] for part in parts]
+
+
+def test_a_worker_that_holds_nothing_says_so_in_one_part() -> None:
+    (part,) = made([], [])
+    assert (part.running, part.runs) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("count", "lengths"),
+    [
+        (1, [1]),
+        (REQUESTS_PER_PART, [REQUESTS_PER_PART]),
+        (REQUESTS_PER_PART + 1, [REQUESTS_PER_PART, 1]),
+        (2 * REQUESTS_PER_PART + 1, [REQUESTS_PER_PART, REQUESTS_PER_PART, 1]),
+    ],
+)
+def test_requests_are_cut_at_the_limit_of_a_part(count: int, lengths: list[int]) -> None:
+    parts = made(requests(count), [])
+    assert [len(part.running) for part in parts] == lengths
+    assert [request for part in parts for request in part.running] == requests(count)
+
+
+def test_a_run_as_long_as_a_part_stays_whole_and_one_block_more_is_cut() -> None:
+    assert sizes(made([], runs(HASHES_PER_PART))) == [[HASHES_PER_PART]]
+    (long,) = runs(HASHES_PER_PART + 1)
+    first, second = made([], [long])
+    assert (first.runs[0].parent, first.runs[0].hashes) == (long.parent, long.hashes[:-1])
+    assert (second.runs[0].parent, second.runs[0].hashes) == (long.hashes[-2], long.hashes[-1:])
+
+
+def test_runs_that_just_fit_one_part_are_in_one_and_one_block_more_opens_another() -> None:
+    assert sizes(made([], runs(HASHES_PER_PART - 1, 1))) == [[HASHES_PER_PART - 1, 1]]
+    assert sizes(made([], runs(HASHES_PER_PART - 1, 2))) == [[HASHES_PER_PART - 1], [2]]
+
+
+def test_as_many_runs_as_a_part_may_have_are_in_one_and_one_more_opens_another() -> None:
+    assert sizes(made([], runs(*[1] * RUNS_PER_PART))) == [[1] * RUNS_PER_PART]
+    assert sizes(made([], runs(*[1] * (RUNS_PER_PART + 1)))) == [[1] * RUNS_PER_PART, [1]]
+
+
+def test_the_largest_part_of_blocks_stays_below_what_a_part_may_take() -> None:
+    """Of hashes that take nine bytes each."""
+    numbers = itertools.count(2**64 - 1, -1)
+    rest = HASHES_PER_PART - RUNS_PER_PART + 1
+    worst = [
+        internal.BlockRun(parent=next(numbers), hashes=list(itertools.islice(numbers, length)))
+        for length in [1] * (RUNS_PER_PART - 1) + [rest]
+    ]
+    (part,) = made([], worst)
+    assert len(codec.encode(part)) <= limits.PART_BYTES
+
+
+@given(
+    num_requests=st.integers(0, 600),
+    lengths=st.lists(
+        st.one_of(st.integers(1, 9), st.integers(HASHES_PER_PART - 2, 2 * HASHES_PER_PART + 2)), max_size=6
+    ),
+    singles=st.integers(0, 2 * RUNS_PER_PART + 2),
+)
+@settings(max_examples=40, deadline=None)
+def test_everything_is_said_exactly_once_and_no_part_is_too_large(
+    num_requests: int, lengths: list[int], singles: int
+) -> None:
+    blocks = runs(*lengths, *[1] * singles)
+    parts = made(requests(num_requests), blocks)
+    assert [request for part in parts for request in part.running] == requests(num_requests)
+    assert pairs_of([one for part in parts for one in part.runs]) == pairs_of(blocks)
+    for part in parts:
+        assert len(part.running) <= REQUESTS_PER_PART
+        assert len(part.runs) <= RUNS_PER_PART
+        assert sum(len(one.hashes) for one in part.runs) <= HASHES_PER_PART
+        assert all(one.hashes for one in part.runs)
+        assert not (part.running and part.runs)

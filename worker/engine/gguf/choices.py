@@ -1,0 +1,103 @@
+"""Which settings a llama.cpp engine can meet, and what it chooses where they leave it open; imports no model."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import llama_cpp
+import msgspec
+from llama_cpp import llama_cpp as llama
+
+from worker.engine import advice
+from worker.engine.runner import ModelError
+from worker.engine.settings import EngineSettings
+
+CHOOSE = -1
+_CHOSEN_BLOCK_SIZE = 16
+_CHOSEN_NUM_SEQS = 16
+CACHE_TYPES = {
+    "f32": llama_cpp.GGML_TYPE_F32,
+    "f16": llama_cpp.GGML_TYPE_F16,
+    "bf16": 30,  # of ggml.h; the binding has no name for it
+    "q8_0": llama_cpp.GGML_TYPE_Q8_0,
+    "q5_1": llama_cpp.GGML_TYPE_Q5_1,
+    "q5_0": llama_cpp.GGML_TYPE_Q5_0,
+    "q4_1": llama_cpp.GGML_TYPE_Q4_1,
+    "q4_0": llama_cpp.GGML_TYPE_Q4_0,
+}
+_WITHOUT_FLASH_ATTENTION = ("f32", "f16", "bf16")
+FLASH_ATTENTION = {
+    "auto": llama.LLAMA_FLASH_ATTN_TYPE_AUTO,
+    "on": llama.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+    "off": llama.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+}
+KV_LAYOUTS = ("auto", "unified", "per-stream")
+SPLIT_MODES = {
+    "none": llama.LLAMA_SPLIT_MODE_NONE,
+    "layer": llama.LLAMA_SPLIT_MODE_LAYER,
+    "row": llama.LLAMA_SPLIT_MODE_ROW,
+}
+
+
+class _Limit(NamedTuple):
+    flag: str
+    value: object
+    holds: bool
+    allowed: str
+
+
+def choose(settings: EngineSettings, advised: advice.Advice) -> EngineSettings:
+    """Fills in what settings leave open, by the model's own hints where it has some."""
+    block_size, num_seqs = settings.kv_block_size, settings.max_num_seqs
+    if block_size == CHOOSE:
+        block_size = advised.kv_block_size or _CHOSEN_BLOCK_SIZE
+    if num_seqs == CHOOSE:
+        num_seqs = advised.max_num_seqs or _CHOSEN_NUM_SEQS
+    return msgspec.structs.replace(
+        settings,
+        context_length=settings.context_length or advised.context_length or 0,
+        max_num_seqs=num_seqs,
+        kv_block_size=block_size,
+        kv_tokens=settings.kv_tokens or (advised.total_kv_blocks or 0) * block_size,
+    )
+
+
+def check(settings: EngineSettings) -> None:
+    """Raises ModelError naming the setting that can't be met, and what it may be."""
+    for limit in (*_sizes(settings), *_kinds(settings)):
+        if not limit.holds:
+            raise ModelError(f"{limit.flag} must be {limit.allowed}, got {limit.value}")
+    if settings.flash_attention == "off" and settings.cache_type_v not in _WITHOUT_FLASH_ATTENTION:
+        raise ModelError(
+            f"--cache-type-v {settings.cache_type_v} needs flash attention: leave --flash-attention at auto or on"
+        )
+
+
+def _sizes(settings: EngineSettings) -> Iterator[_Limit]:
+    most = llama.llama_max_parallel_sequences() - 1
+    num_seqs, block_size = settings.max_num_seqs, settings.kv_block_size
+    batched, kv, context = settings.max_num_batched_tokens, settings.kv_tokens, settings.context_length
+    least_kv = max(context, block_size, 1)
+    yield _Limit("--max-num-seqs", num_seqs, num_seqs == CHOOSE or 1 <= num_seqs <= most, f"1 to {most}")
+    yield _Limit("--kv-block-size", block_size, block_size == CHOOSE or block_size >= 1, "at least 1")
+    yield _Limit("--context-length", context, context >= 0, "at least 1, or 0 to have it chosen")
+    yield _Limit("--kv-tokens", kv, kv == 0 or kv >= least_kv, f"one block and one context at least ({least_kv})")
+    yield _Limit("--max-num-batched-tokens", batched, batched > num_seqs, f"above --max-num-seqs ({num_seqs})")
+    yield _Limit("--ubatch-tokens", settings.ubatch_tokens, settings.ubatch_tokens >= 1, "at least 1")
+    yield _Limit("--host-cache-mib", settings.host_cache_mib, settings.host_cache_mib >= CHOOSE, "0 or more")
+    yield _Limit("--threads", settings.threads, settings.threads >= 0, "0 or more")
+    overcommit, priority_s = settings.pressure.overcommit, settings.pressure.priority_s
+    yield _Limit("--kv-overcommit", overcommit, 1 <= overcommit <= 100, "1 to 100")
+    yield _Limit("--priority-s", priority_s, 0 <= priority_s <= 3_600, "0 to 3,600")
+    idle = settings.pressure.max_idle_blocks
+    yield _Limit("--max-idle-blocks", idle, idle is None or idle >= 0, "0 or more")
+
+
+def _kinds(settings: EngineSettings) -> Iterator[_Limit]:
+    for flag, value, known in (
+        ("--kv-layout", settings.kv_layout, KV_LAYOUTS),
+        ("--cache-type-k", settings.cache_type_k, CACHE_TYPES),
+        ("--cache-type-v", settings.cache_type_v, CACHE_TYPES),
+        ("--flash-attention", settings.flash_attention, FLASH_ATTENTION),
+        ("--split-mode", settings.split_mode, SPLIT_MODES),
+    ):
+        yield _Limit(flag, value, value in known, f"one of {', '.join(known)}")

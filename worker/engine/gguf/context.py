@@ -1,0 +1,70 @@
+"""Makes the llama.cpp context that settings ask for, and says how its sequences are shared out."""
+
+from __future__ import annotations  # llama_cpp names its handle types for type checkers only
+
+import os
+
+from llama_cpp import llama_cpp as llama
+
+from worker.engine.gguf import choices, library
+from worker.engine.runner import ModelError
+from worker.engine.settings import EngineSettings
+
+_LONGEST_CHOSEN_CONTEXT = 8_192
+_LARGEST_CHOSEN_KV = 16_384
+_IDLE_LANES = 48
+"""Ends of cached prefixes that can be on the device at the same time. Each costs a row of logits in host memory."""
+
+
+def context_length(settings: EngineSettings, trained: int) -> int:
+    """Tokens of one sequence."""
+    return settings.context_length or int(min(trained, _LONGEST_CHOSEN_CONTEXT))
+
+
+def why_not_share(model: llama.llama_model_p, settings: EngineSettings) -> str | None:
+    """Why the sequences of such a context could not share anything; None if they may be able to."""
+    if settings.kv_layout == "per-stream":
+        return "--kv-layout per-stream keeps sequences apart"
+    if llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model):
+        return "a recurrent model's state can't be cut at a token"
+    if llama.llama_model_n_swa(model) > 0:
+        return "a model with a sliding window forgets what a prefix needs"
+    return None
+
+
+def first_lane(model: llama.llama_model_p, settings: EngineSettings) -> int:
+    """The sequence id of lane 0: where lanes are shared, the id before it is for copies alone."""
+    return 0 if why_not_share(model, settings) else 1
+
+
+def num_lanes(model: llama.llama_model_p, settings: EngineSettings) -> int:
+    """Lanes of running sequences, and of idle ones where these can be of use."""
+    if why_not_share(model, settings):
+        return settings.max_num_seqs
+    return min(settings.max_num_seqs + _IDLE_LANES, int(llama.llama_max_parallel_sequences()) - 1)
+
+
+def make(model: llama.llama_model_p, settings: EngineSettings) -> llama.llama_context_p:
+    """Raises ModelError when there is no room for it."""
+    length = context_length(settings, llama.llama_model_n_ctx_train(model))
+    threads = settings.threads or len(os.sched_getaffinity(0))
+    params = llama.llama_context_default_params()
+    params.n_ctx = settings.kv_tokens or max(length, min(4 * length, _LARGEST_CHOSEN_KV))
+    params.n_batch = settings.max_num_batched_tokens
+    params.n_ubatch = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
+    params.n_seq_max = num_lanes(model, settings) + first_lane(model, settings)
+    params.n_outputs_max = params.n_seq_max
+    params.n_threads = threads
+    params.n_threads_batch = threads
+    params.kv_unified = settings.kv_layout != "per-stream"
+    params.flash_attn_type = choices.FLASH_ATTENTION[settings.flash_attention]
+    params.type_k = choices.CACHE_TYPES[settings.cache_type_k]
+    params.type_v = choices.CACHE_TYPES[settings.cache_type_v]
+    params.no_perf = True
+    context: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
+    if context is None:
+        raise ModelError(
+            f"no context of {params.n_ctx} tokens could be made: {library.last_error()}; "
+            "pass a smaller --kv-tokens or --context-length"
+        )
+    return context

@@ -1,0 +1,87 @@
+"""Finds out what a loaded model can do, by having it do it: nothing is promised that was not seen."""
+
+from __future__ import annotations  # llama_cpp names its handle types for type checkers only
+
+from typing import NamedTuple
+
+import numpy as np
+import structlog
+from llama_cpp import llama_cpp as llama
+
+from worker.engine.gguf import context as kv
+from worker.engine.gguf import library
+from worker.engine.gguf.lanes import Lanes
+from worker.engine.runner import DeviceError, ModelError
+from worker.engine.settings import EngineSettings
+
+_TOKENS = 16
+_CLOSE = 0.05
+"""Logits of the same token, computed twice in batches of other shapes, differ by less, against their own spread."""
+
+
+class Abilities(NamedTuple):
+    can_share: bool
+    """Lanes may share tokens, give some up, and have them saved and brought back."""
+    bytes_per_token: int
+    """In host memory; 0 where nothing can be saved."""
+
+
+def run(
+    model: llama.llama_model_p, context: llama.llama_context_p, lanes: Lanes, settings: EngineSettings
+) -> Abilities:
+    """Computes a few tokens, which also spares the first request what llama.cpp allocates late.
+
+    Raises ModelError when not even that can be done."""
+    count = min(_TOKENS, llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)), llama.llama_n_ctx_seq(context))
+    tokens = list(range(count))
+    first = kv.first_lane(model, settings)
+    if _decode(context, tokens, 0, first) is None:
+        raise ModelError(f"llama.cpp can't compute a first step: {library.last_error()}")
+    reason = kv.why_not_share(model, settings)
+    abilities = Abilities(False, 0)
+    if reason is None and count == _TOKENS:
+        abilities = _try(context, lanes, tokens)
+        reason = None if abilities.can_share else "its lanes could not be shared or saved exactly"
+    if reason is not None:
+        structlog.get_logger().info("no_prefix_cache", reason=reason)
+    lanes.clear()
+    return abilities
+
+
+def _try(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) -> Abilities:
+    """Has the last token computed again behind a shared prefix, and behind one that was saved and brought back."""
+    last = len(tokens) - 1
+    lanes.cut(0, last)
+    truth = _decode(context, tokens[last:], last, 1)
+    try:
+        blob = lanes.save(0, 0, len(tokens))
+        lanes.share(0, 1, 0, last)
+        shared = _decode(context, tokens[last:], last, 2)
+        lanes.restore(blob, 2, 0, last)
+        restored = _decode(context, tokens[last:], last, 3)
+    except DeviceError:
+        return Abilities(False, 0)
+    if truth is None or shared is None or restored is None:
+        return Abilities(False, 0)
+    spread = float(truth.std()) * _CLOSE
+    same = bool(np.abs(truth - shared).max() <= spread and np.abs(truth - restored).max() <= spread)
+    return Abilities(same, -(-len(blob.data) // len(tokens)))
+
+
+def _decode(
+    context: llama.llama_context_p, tokens: list[int], start: int, seq_id: int
+) -> np.ndarray[tuple[int], np.dtype[np.float32]] | None:
+    """The logits behind the last of the tokens; None where llama.cpp refuses."""
+    batch = llama.llama_batch_init(len(tokens), 0, 1)
+    try:
+        for place, token in enumerate(tokens):
+            batch.token[place], batch.pos[place] = token, start + place
+            batch.n_seq_id[place], batch.seq_id[place][0] = 1, seq_id
+            batch.logits[place] = place == len(tokens) - 1
+        batch.n_tokens = len(tokens)
+        if llama.llama_decode(context, batch) != 0:
+            return None
+        size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(llama.llama_get_model(context)))
+        return np.ctypeslib.as_array(llama.llama_get_logits_ith(context, -1), (size,)).copy()
+    finally:
+        llama.llama_batch_free(batch)
