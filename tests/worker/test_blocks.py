@@ -619,24 +619,70 @@ def test_the_oldest_copy_is_forgotten_first() -> None:
     assert cache.pool.saved_blocks == 1
 
 
-def test_a_copy_that_was_used_again_is_forgotten_last() -> None:
-    cache = saving(host_blocks=3)
+def two_copies() -> Cache:
+    """A cache that has forgotten all but the copies of "xxxx", number 1, and "yyyy", number 2; there is no room for a
+    third."""
+    cache = Cache(total_blocks=4, num_lanes=4, host_blocks=2)
+    cache.pool.allow(99, 99)
+    cache.leave("xxxx")
+    cache.leave("yyyy")
+    cache.fill(4)
+    assert [move for move in cache.moves() if isinstance(move, Save)] == [Save(1, 0, 0, 4), Save(2, 1, 0, 4)]
     cache.end(101)
-    cache.leave("cccc")
-    cache.fill(3)
-    cache.end(101)
-    cache.found("aaaab")
-    cache.end(100)
-    cache.leave("dddd")
+    cache.changes()
+    return cache
+
+
+def save_another(cache: Cache) -> list[Move]:
+    """What is forgotten for a third copy."""
+    cache.leave("zzzz")
     cache.moves()
-    cache.changes()
-    cache.fill(3)
-    assert cache.changes() == Changes([names("aaaabbbb")[1]], [])
-    cache.end(101)
-    cache.leave("eeee")
-    cache.changes()
-    cache.fill(3)
-    assert cache.changes() == Changes(names("cccc"), [])
+    cache.fill(cache.pool.free_blocks + 1)
+    return [move for move in cache.moves() if isinstance(move, Forget)]
+
+
+def test_a_copy_that_nobody_used_again_is_forgotten_in_its_turn() -> None:
+    cache = two_copies()
+    assert save_another(cache) == [Forget(1)]
+    assert cache.changes().removed == names("xxxx")
+
+
+def test_a_copy_that_was_brought_back_is_forgotten_last() -> None:
+    cache = two_copies()
+    cache.begin(1, "xxxxa")
+    assert cache.adopt(1) == 4
+    assert save_another(cache) == [Forget(2)]
+    assert cache.changes().removed == names("yyyy")
+
+
+def test_a_copy_whose_beginning_was_brought_back_is_forgotten_last() -> None:
+    cache = two_copies()
+    cache.begin(1, "xxaaa")
+    assert cache.adopt(1) == 2
+    assert save_another(cache) == [Forget(2)]
+    assert cache.changes().removed == names("yyyy")
+
+
+def test_a_copy_of_a_block_that_was_used_until_now_is_forgotten_last() -> None:
+    cache = two_copies()
+    for seq_no, text in ((1, "xxxxa"), (2, "yyyya")):
+        cache.begin(seq_no, text)
+        assert cache.adopt(seq_no) == 4
+    cache.end(1)
+    cache.leave("zzzz")
+    cache.moves()
+    cache.pool.keep_idle(1)
+    cache.pool.keep_idle(0)
+    cache.pool.check_integrity()
+    assert [move for move in cache.moves() if isinstance(move, Forget)] == [Forget(2)]
+
+
+def test_beginnings_that_come_back_take_their_time_too() -> None:
+    cache = two_copies()
+    cache.pool.allow(saves=0, restores=1)
+    cache.begin(1, "xxaaa")
+    cache.begin(2, "yyaaa")
+    assert (cache.adopt(1), cache.adopt(2)) == (2, 0)
 
 
 @pytest.mark.parametrize("saves", [0, 1])

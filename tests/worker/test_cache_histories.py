@@ -70,8 +70,18 @@ class CacheHistory(RuleBasedStateMachine):
         max_tokens=st.integers(1, 9),
         domain=st.sampled_from(DOMAINS),
         priority=st.integers(-2, 2),
+        alone=st.sampled_from([False, False, False, True]),
     )
-    def ask(self, family: int, length: int, fork: int, max_tokens: int, domain: Domain | None, priority: int) -> None:
+    def ask(
+        self,
+        family: int,
+        length: int,
+        fork: int,
+        max_tokens: int,
+        domain: Domain | None,
+        priority: int,
+        alone: bool,
+    ) -> None:
         """Prompts of few families, which fork at some place."""
         prompt = [1 + (family + place) % 7 for place in range(min(length, fork))]
         prompt += [50 + self.number % 3] * (length - len(prompt))
@@ -86,6 +96,7 @@ class CacheHistory(RuleBasedStateMachine):
             domain=domain,
             priority=priority,
             came_at=self.now,
+            alone=alone,
         )
         if self.pool.can_ever_promise(sequence.max_num_tokens):
             self.open[self.number] = sequence

@@ -44,6 +44,8 @@ class Story(NamedTuple):
 
     reports: list[frames.StepReport]
     inbox: Inbox
+    alone: list[tuple[int, int]]
+    """Whose steps were announced as its own, and behind how many reports."""
 
     @property
     def outputs(self) -> list[frames.SequenceOutput]:
@@ -79,9 +81,12 @@ def run(
     then: Callable[[frames.StepReport, Inbox], None] = lambda report, inbox: None,
 ) -> Story:
     """Runs a loop in this thread until it is idle; `then` is called after each report and may send commands."""
-    story = Story([], Inbox(*commands))
+    story = Story([], Inbox(*commands), [])
 
-    def report(said: frames.StepReport) -> None:
+    def report(said: frames.StepReport | frames.SteppedAlone) -> None:
+        if isinstance(said, frames.SteppedAlone):
+            story.alone.append((len(story.reports), said.seq_no))
+            return
         story.reports.append(said)
         then(said, story.inbox)
 
@@ -190,7 +195,15 @@ def test_room_that_is_missing_again_and_again_costs_steps_and_nobody_a_token() -
     story = run(*map(add, (1, 2, 3)), runner=runner)
     assert story.ends() == {1: End.LENGTH, 2: End.LENGTH, 3: End.LENGTH}
     assert [story.tokens(number) for number in (1, 2, 3)] == [calm.tokens(number) for number in (1, 2, 3)]
-    assert [len(report.outputs) for report in story.reports[1:5]] == [3, 0, 0, 3]
+    assert [len(report.outputs) for report in story.reports[1:5]] == [3, 0, 0, 1]
+
+
+def test_the_one_that_gave_way_comes_back_when_another_has_ended() -> None:
+    story = run(*map(add, (1, 2, 3)), runner=ArithmeticRunner(failures={2: NoRoomError()}))
+    running = [report.load.running for report in story.reports]
+    assert running[2] == 2
+    assert 3 not in running[2:]
+    assert story.ends() == {1: End.LENGTH, 2: End.LENGTH, 3: End.LENGTH}
 
 
 def test_a_sequence_alone_without_room_ends_and_the_loop_goes_on() -> None:
@@ -259,6 +272,29 @@ def test_a_prompt_that_somebody_watches_is_reported_until_its_first_token() -> N
     first = next(n for n, report in enumerate(story.reports) if any(o.seq_no == 1 for o in report.outputs))
     assert seen[1:first] == [[(1, computed, 0)] for computed in range(10, 70, 10)]
     assert not any(seen[first:])
+
+
+def test_steps_that_one_sequence_must_have_for_itself_are_announced_before_and_end_with_its_token() -> None:
+    runner = ArithmeticRunner()
+    suspect = msgspec.structs.replace(add(2, num_prompt=40), alone=True)
+    commands = [add(1), suspect, add(3)]
+    story = run(*commands, runner=runner)
+    assert story.alone == [(1, 2)]
+    assert [[output.seq_no for output in report.outputs] for report in story.reports[1:4]] == [[], [2], [2, 1, 3]]
+    assert [story.tokens(number) for number in (1, 2, 3)] == [
+        run(add(1)).tokens(1),
+        run(suspect).tokens(2),
+        run(add(3)).tokens(3),
+    ]
+
+
+def test_a_sequence_that_another_engine_began_goes_on_where_it_was() -> None:
+    whole = run(add(1, num_prompt=5)).tokens(1)
+    started = add(1, num_prompt=5)
+    token_ids = blocks.from_bytes(started.token_ids) + whole[:2]
+    story = run(msgspec.structs.replace(started, token_ids=blocks.to_bytes(token_ids), num_sampled=2))
+    assert story.tokens(1) == whole[2:]
+    assert story.ends() == {1: End.LENGTH}
 
 
 def test_a_failed_device_leaves_the_loop() -> None:

@@ -29,11 +29,18 @@ def test_while_nobody_decodes_a_step_may_take_twice_as_long() -> None:
     assert one.prefill_budget(num_decoding=0) == 400
 
 
-@pytest.mark.parametrize(("rate", "budget"), [(329, 32), (330, 32), (340, 33), (10_010, 1_000), (10_020, 1_000)])
+@pytest.mark.parametrize(("rate", "budget"), [(310, 32), (670, 66), (10_010, 1_000), (10_020, 1_000)])
 def test_the_budget_stays_within_its_limits(rate: int, budget: int) -> None:
     one = pace(target_s=0.1)
     one.observe(rate, 1.0)
     assert one.prefill_budget(num_decoding=1) == budget
+
+
+@pytest.mark.parametrize(("rate", "budget"), [(319, 32), (320, 60), (640, 60), (650, 61)])
+def test_a_step_is_filled_up_to_64_tokens_where_that_takes_at_most_twice_the_target(rate: int, budget: int) -> None:
+    one = pace(target_s=0.1)
+    one.observe(rate, 1.0)
+    assert one.prefill_budget(num_decoding=4) == budget
 
 
 def test_a_change_of_speed_is_followed_by_three_tenths_of_the_difference() -> None:
@@ -70,6 +77,13 @@ def test_a_step_that_took_no_time_teaches_nothing(seconds: float) -> None:
 def test_limits_that_leave_no_budget_are_refused(least: int, most: int) -> None:
     with pytest.raises(AssertionError):
         pace(min_tokens=least, max_tokens=most)
+
+
+def test_a_pace_says_how_fast_it_is() -> None:
+    one = pace(target_s=0.1)
+    one.observe(1_000, 1.0)
+    assert repr(one) == "<Pace 1000 tokens/s, 99 a step>"
+    assert repr(TransferPace(1.0)) == "<TransferPace 16 blocks a step>"
 
 
 @given(

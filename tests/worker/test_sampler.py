@@ -64,7 +64,8 @@ def reference(logits: Listing[float], sampling: contract.Sampling, place: float)
         order = order[: sampling.top_k]
     weights = [math.exp(logits[token_id] - logits[order[0]]) for token_id in order]
     whole = sum(weights)
-    kept, before, margin = [], 0.0, 1.0
+    kept: list[int] = []
+    before, margin = 0.0, 1.0
     for token_id, weight in zip(order, weights, strict=True):
         margin = min(margin, abs(before - sampling.top_p * whole) / whole) if sampling.top_p < 1 else margin
         margin = min(margin, abs(weight - sampling.min_p)) if sampling.min_p else margin
@@ -166,7 +167,7 @@ def test_rows_drawn_together_get_the_tokens_that_each_gets_alone(
     seed: int, top_k: int, temperature: float, top_p: float
 ) -> None:
     logits = some_logits(seed, 4, 1_000)
-    rows = [asked(temperature=temperature + n, top_k=max(1, top_k - n), top_p=top_p, seed=n) for n in range(4)]
+    rows = [asked(temperature=temperature + n, top_k=top_k, top_p=top_p, seed=n) for n in range(4)]
     places = [uniform(seed, n) for n in range(4)]
     together = draw_narrow(logits, rows, places).tolist()
     assert together == [draw_wide(row, one, place) for row, one, place in zip(logits, rows, places, strict=True)]
@@ -187,6 +188,23 @@ def test_top_p_looks_at_the_distribution_before_the_temperature() -> None:
     for top_p, kept in ((0.5, {0}), (0.51, {0, 1}), (0.79, {0, 1}), (0.81, {0, 1, 2})):
         params = asked(temperature=100.0, top_p=top_p)
         assert {draw_wide(matrix(row)[0], params, place / 50) for place in range(50)} == kept
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.0, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.51, 3), (0.75, 3), (1.0, 4)])
+def test_top_p_keeps_tokens_until_their_sum_reaches_it_and_always_one(top_p: float, kept: int) -> None:
+    params = asked(temperature=1.0, top_p=top_p)
+    assert len({draw_wide(matrix([3.0] * 4)[0], params, place / 50) for place in range(50)}) == kept
+
+
+def test_the_likeliest_is_left_where_top_p_leaves_nothing() -> None:
+    params = asked(temperature=9.0, top_p=0.0)
+    assert {draw_wide(matrix([1.0, 3.0, 2.0])[0], params, place / 50) for place in range(50)} == {1}
+
+
+def test_a_place_on_the_edge_of_two_tokens_is_the_second_ones() -> None:
+    row, params = matrix([3.0, 3.0])[0], asked(temperature=1.0)
+    first, edge, second = (draw_wide(row, params, place) for place in (0.499, 0.5, 0.501))
+    assert first != edge == second
 
 
 def test_top_p_shares_what_top_k_has_left() -> None:
@@ -457,3 +475,21 @@ def test_a_sequence_begins_once_and_may_finish_without_having_begun() -> None:
 
 def test_a_step_in_which_nobody_samples_gives_nothing() -> None:
     assert Sampler(frozenset(), VOCAB).choose(np.zeros((0, VOCAB), np.float32), []) == []
+
+
+def test_equally_likely_tokens_are_drawn_alike_whatever_is_beside_them() -> None:
+    for seed in range(50):
+        logits = np.round(some_logits(seed, 2, 1_000))
+        first, other = (sequence(k, asked(temperature=1.0, top_k=k, seed=seed)) for k in (5, 50))
+        alone = chosen(logits[:1], [first])
+        together = chosen(logits, [first, other])
+        assert together[0] == alone[0], seed
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_bad_row_of_which_log_probabilities_were_asked_disturbs_nobody(bad: float) -> None:
+    logits = some_logits(3, 2, 100)
+    logits[0] = bad
+    results = chosen(logits, [sequence(n, asked(logprobs=2)) for n in (1, 2)])
+    assert results[0] is End.BAD_LOGITS
+    assert isinstance(results[1], Sampled)

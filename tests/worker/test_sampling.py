@@ -68,19 +68,19 @@ def test_a_models_own_repetition_penalty_holds_unless_the_request_says_that_ther
 
 
 @pytest.mark.parametrize(
-    ("params", "has_penalties"),
+    ("sampling", "has_penalties"),
     [
-        ({}, False),
-        ({"repetition_penalty": 1.1}, True),
-        ({"presence_penalty": -0.5}, True),
-        ({"frequency_penalty": 0.5}, True),
-        ({"repetition_penalty": 1.1, "presence_penalty": 1.0, "repetition_last_n": 0}, False),
+        (contract.Sampling(max_tokens=1), False),
+        (contract.Sampling(max_tokens=1, repetition_penalty=1.1), True),
+        (contract.Sampling(max_tokens=1, presence_penalty=-0.5), True),
+        (contract.Sampling(max_tokens=1, frequency_penalty=0.5), True),
+        (contract.Sampling(max_tokens=1, repetition_penalty=1.1, presence_penalty=1.0, repetition_last_n=0), False),
     ],
 )
 def test_penalties_count_where_they_look_at_a_token_and_change_something(
-    params: dict[str, float], has_penalties: bool
+    sampling: contract.Sampling, has_penalties: bool
 ) -> None:
-    assert resolved(**params).has_penalties is has_penalties
+    assert sampling.has_penalties is has_penalties
 
 
 def test_a_seed_that_nobody_chose_is_drawn_anew_each_time() -> None:

@@ -4,6 +4,8 @@ from array import array
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from protocol import messages
 from tests.support.arithmetic import ArithmeticRunner, make_config
@@ -31,11 +33,18 @@ def scheduler(
 
 
 def sequence(
-    seq_no: int, num_prompt: int, max_tokens: int = 8, *, priority: int = 0, came_at: float = 0.0, **sampling: object
+    seq_no: int,
+    num_prompt: int,
+    max_tokens: int = 8,
+    *,
+    priority: int = 0,
+    came_at: float = 0.0,
+    alone: bool = False,
+    **sampling: object,
 ) -> Sequence:
     asked = contract.Sampling(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
     token_ids = array("I", [1 + place % 9 for place in range(num_prompt)])
-    return Sequence(seq_no, token_ids, asked, frozenset({EOS}), priority=priority, came_at=came_at)
+    return Sequence(seq_no, token_ids, asked, frozenset({EOS}), priority=priority, came_at=came_at, alone=alone)
 
 
 def results(plan: StepPlan, *token_ids: int | End) -> list[Sampled | End]:
@@ -299,6 +308,32 @@ def test_the_budget_is_shared_out_in_turn_too() -> None:
     assert sizes(two.plan(16)) == [(2, 0, 8), (1, 10, 8)]
 
 
+def test_one_that_must_be_alone_has_every_step_for_itself_until_it_has_a_token() -> None:
+    three = scheduler()
+    three.add(sequence(1, 3))
+    step(three)
+    suspect = sequence(2, 20)
+    suspect.alone = True
+    three.add(suspect)
+    three.add(sequence(3, 5))
+    plan = three.plan(12)
+    assert (sizes(plan), plan.alone) == ([(2, 0, 12)], suspect)
+    three.commit(plan, results(plan))
+    assert sizes(three.plan(12)) == [(2, 12, 8)]
+    step(three)
+    plan = three.plan(12)
+    assert (sizes(plan), plan.alone) == ([(1, 3, 1), (2, 20, 1), (3, 0, 5)], None)
+
+
+def test_of_several_that_must_be_alone_one_is_first() -> None:
+    two = scheduler()
+    for number in (1, 2):
+        suspect = sequence(number, 3)
+        suspect.alone = True
+        two.add(suspect)
+    assert [[advance.sequence.seq_no for advance in step(two)] for _ in range(3)] == [[1], [2], [1, 2]]
+
+
 # shared prefixes and pressure, on a runner that notices every wrong token
 
 
@@ -455,6 +490,29 @@ def test_prompts_that_share_nothing_do_not_wait_for_each_other() -> None:
     assert sizes(machine.step()) == [(1, 0, 5), (2, 0, 5), (3, 0, 3), (4, 0, 3)]
 
 
+@given(
+    asked=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 24), st.integers(0, 24)), min_size=1, max_size=10),
+    budget=st.integers(1, 30),
+    host_blocks=st.sampled_from([0, 5]),
+)
+@settings(max_examples=80, deadline=None)
+def test_what_was_not_cached_was_computed_and_nothing_else(
+    asked: list[tuple[int, int, int]], budget: int, host_blocks: int
+) -> None:
+    """Prompts of few families that fork at some place, together and one after the other."""
+    machine = Machine(total_blocks=16, num_lanes=5, host_blocks=host_blocks, max_idle_blocks=6)
+    for number, (family, length, fork) in enumerate(asked, start=1):
+        text = ("abc"[family] * 2 + "de" * 20)[: min(fork, length)]
+        machine.ask(number, text + chr(ord("k") + number) * (length - len(text)))
+        machine.step(budget, transfer_blocks=2)
+    while machine.scheduler.has_work:
+        machine.step(budget, transfer_blocks=2)
+    assert machine.scheduler.preemptions == 0
+    every = machine.sequences.values()
+    computed = sum(one.num_prompt - one.num_cached + one.num_sampled - 1 for one in every)
+    assert machine.runner.num_evaluated == machine.scheduler.load().computed_tokens == computed
+
+
 # over-commitment
 
 
@@ -515,6 +573,17 @@ def test_a_prompt_gives_way_to_those_before_it_and_never_to_those_behind() -> No
     assert machine.ends == {1: End.LENGTH, 2: End.LENGTH}
     assert [one.preemptions for one in machine.sequences.values()] == [0, 1]
     assert said(machine.sequences[2]) == machine.answer("b" * 15, 1)
+
+
+def test_one_that_decodes_in_this_step_already_is_not_preempted_for_a_prompt_before_it() -> None:
+    machine = Machine(total_blocks=4, overcommit=2.0)
+    machine.ask(1, "a" * 12, max_tokens=1)
+    machine.ask(2, "bbbb", max_tokens=5)
+    assert sizes(machine.step(budget=8)) == [(1, 0, 4), (2, 0, 4)]
+    assert sizes(machine.step(budget=8)) == [(2, 4, 1)]
+    machine.run()
+    assert machine.ends == {1: End.LENGTH, 2: End.LENGTH}
+    assert machine.scheduler.preemptions == 0
 
 
 # where the device has less room than it said
@@ -604,3 +673,28 @@ def test_part_of_a_plan_names_tokens_and_lane() -> None:
     (part,) = machine.plan(budget=5).parts
     assert part == Part(one, 0, 5)
     assert (part.lane, part.token_ids, part.samples) == (0, one.token_ids[:5], False)
+
+
+def test_a_suspect_takes_the_room_it_needs_from_those_before_it() -> None:
+    one = scheduler(total_blocks=4, block_size=4, overcommit=2.0)
+    one.add(sequence(1, 8, max_tokens=4))
+    step(one)
+    step(one)
+    one.add(sequence(2, 8, max_tokens=4, alone=True))
+    for _ in range(20):
+        step(one)
+    assert not one.has_work
+
+
+def test_what_was_preempted_for_want_of_room_is_not_started_again_at_once() -> None:
+    one = scheduler(total_blocks=100, block_size=4)
+    one.add(sequence(1, 5))
+    one.add(sequence(2, 5))
+    for _ in range(100):
+        plan = one.plan(100)
+        if len(plan.parts) > 1:
+            assert one.give_way() is None
+        else:
+            one.commit(plan, results(plan))
+        one.check_integrity()
+    assert not one.has_work

@@ -97,6 +97,27 @@ def test_its_prompt_is_its_own_copy() -> None:
     assert list(one.token_ids) == [1, 2, 5]
 
 
+def test_one_that_an_earlier_engine_began_has_its_last_tokens_sampled_already_and_all_to_be_computed() -> None:
+    token_ids = array("I", [PLAIN] * 3 + [4, 5])
+    one = Sequence(1, token_ids, contract.Sampling(max_tokens=3), frozenset({EOS}), num_sampled=2)
+    assert (one.num_prompt, one.num_sampled, one.num_uncomputed, one.max_num_tokens) == (3, 2, 5, 6)
+    one.adopt(4)
+    assert (one.num_computed, one.num_cached) == (4, 0)
+    assert sampled(one, PLAIN) == [End.LENGTH]
+
+
+def test_one_of_which_all_tokens_are_sampled_cannot_be_made() -> None:
+    with pytest.raises(AssertionError):
+        Sequence(1, array("I", [1, 2]), contract.Sampling(max_tokens=3), frozenset(), num_sampled=2)
+
+
+def test_one_that_must_be_alone_need_not_be_after_its_next_token() -> None:
+    one = Sequence(1, array("I", [1]), contract.Sampling(max_tokens=3), frozenset(), alone=True)
+    assert one.alone
+    sampled(one, PLAIN)
+    assert not one.alone
+
+
 def test_a_sequence_without_a_prompt_or_without_room_for_a_token_cannot_be_made() -> None:
     with pytest.raises(AssertionError):
         Sequence(1, array("I"), contract.Sampling(max_tokens=1), frozenset())
@@ -135,7 +156,8 @@ def test_one_that_is_preempted_in_its_prompt_begins_anew_and_nothing_was_cached(
     one.adopt(4)
     one.num_computed = 6
     one.preempt()
-    assert (one.num_computed, one.num_cached, one.lane, one.preemptions) == (0, 0, None, 1)
+    assert (one.num_computed, one.num_cached, one.preemptions) == (0, 0, 1)
+    assert one.lane is None
 
 
 def test_one_that_is_preempted_later_keeps_what_it_sampled_and_what_it_said_of_its_cache() -> None:

@@ -190,13 +190,13 @@ class BlockPool:
         """Has a sequence hold blocks for `num_tokens`, evicting cached ones; False, and no change, without room."""
         holding = self._holdings[seq_no]
         needed = self._blocks(num_tokens) - holding.num_blocks
+        assert holding.num_blocks + max(needed, 0) <= holding.max_blocks, (seq_no, num_tokens)
         if needed > self.free_blocks + len(self._idle):
             return False
         for _ in range(needed):
             self._take_block()
             holding.num_private += 1
             self._used_blocks += 1
-        assert holding.num_blocks <= holding.max_blocks, (seq_no, num_tokens)
         return True
 
     def commit(self, seq_no: int, token_ids: "array[int]", num_computed: int) -> None:

@@ -89,14 +89,17 @@ class Sampler:
         """Puts a drawn token in the place of the likeliest, for every row that wants one."""
         drawn = [n for n, rule in enumerate(rules) if rule.sampling.temperature > 0 and finite[n]]
         most = min(_NARROW, self._vocab_size)
-        narrow = [n for n in drawn if 0 < rules[n].sampling.top_k <= most]
-        if narrow:
-            places = [uniform(rules[n].sampling.seed, sequences[n].num_sampled) for n in narrow]
-            tokens[narrow] = draw_narrow(logits[narrow], [rules[n].sampling for n in narrow], places)
-        for n in set(drawn) - set(narrow):
-            tokens[n] = draw_wide(
-                logits[n], rules[n].sampling, uniform(rules[n].sampling.seed, sequences[n].num_sampled)
-            )
+        places = {n: uniform(rules[n].sampling.seed, sequences[n].num_sampled) for n in drawn}
+        by_top_k: dict[int, list[int]] = {}
+        for n in drawn:
+            top_k = rules[n].sampling.top_k
+            if 0 < top_k <= most:
+                by_top_k.setdefault(top_k, []).append(n)
+            else:
+                tokens[n] = draw_wide(logits[n], rules[n].sampling, places[n])
+        for alike in by_top_k.values():
+            samplings = [rules[n].sampling for n in alike]
+            tokens[alike] = draw_narrow(logits[alike], samplings, [places[n] for n in alike])
 
 
 def uniform(seed: int, place: int) -> float:
@@ -107,11 +110,10 @@ def uniform(seed: int, place: int) -> float:
 def draw_narrow(
     logits: Matrix, samplings: Listing[contract.Sampling], places: Listing[float]
 ) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """A token for each row, all of which have a `top_k` from 1 to the width of a row."""
-    top_k = np.array([sampling.top_k for sampling in samplings])[:, None]
-    ids = likeliest(logits, int(top_k.max()))
+    """A token for each row. All have the same `top_k`, from 1 to the width of a row: which of several equally likely
+    tokens stay depends on it, and must not depend on the neighbours."""
+    ids = likeliest(logits, samplings[0].top_k)
     found = np.take_along_axis(logits, ids, axis=1).astype(np.float64)
-    found[np.arange(found.shape[1]) >= top_k] = -np.inf
     chosen = _place(found, samplings, np.array(places)[:, None])
     return np.take_along_axis(ids, chosen[:, None], axis=1)[:, 0]
 
@@ -202,7 +204,7 @@ class _Report:
 
     @staticmethod
     def of(row: Row, count: int | None) -> "_Report | None":
-        return None if count is None else _Report(row, count)
+        return _Report(row, count) if count is not None and np.isfinite(row.max()) else None
 
     def of_token(self, token_id: int) -> contract.Logprob:
         return contract.Logprob(token_id, float(self._logits[token_id]) - self._sum, self._top)

@@ -29,6 +29,8 @@ class Scheduler:
         self._num_generated = 0
         self._num_computed = 0
         self.preemptions = 0
+        self._is_tight = False
+        """The device had less room than was promised: none is started before one has ended."""
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self._running)} running, {len(self._waiting)} waiting, {self._pool!r}>"
@@ -61,6 +63,7 @@ class Scheduler:
     def end(self, sequence: Sequence, end: End) -> Advance:
         """Takes a running sequence out; what it has computed stays cached."""
         self._leave(sequence)
+        self._is_tight = False
         return Advance(sequence, None, end)
 
     def plan(self, prefill_budget: int, transfer_blocks: int = 0) -> StepPlan:
@@ -101,6 +104,7 @@ class Scheduler:
         if len(self._running) == 1:
             return self.end(last, End.NO_ROOM)
         self._preempt(last)
+        self._is_tight = True
         return None
 
     def clear_cache(self) -> None:
@@ -162,7 +166,9 @@ class Scheduler:
 
     def _admit(self) -> list[Sequence]:
         """Starts waiting sequences in turn while there is a lane and room; a large one is not overtaken for ever."""
-        started = []
+        started: list[Sequence] = []
+        if self._is_tight and self._running:
+            return started
         while self._waiting and len(self._running) < self._max_num_seqs and self._fits(self._waiting.first):
             sequence = self._waiting.pop()
             sequence.lane = self._pool.begin(sequence.seq_no, sequence.domain, sequence.max_num_tokens)
@@ -229,9 +235,12 @@ class Scheduler:
         return prompts
 
     def _make_room(self, sequence: Sequence, num_tokens: int, planned: set[int]) -> bool:
-        """Sees to it that a sequence can hold `num_tokens`, at the cost of those that come after it if need be."""
+        """Sees to it that a sequence can hold `num_tokens`, at the cost of those that come after it if need be.
+
+        One that must be alone takes room from all others, since none of them gets on before it has a token."""
         while not self._pool.append(sequence.seq_no, num_tokens):
-            last = self._running[-1]
+            others = [one for one in self._running if one is not sequence] if sequence.alone else self._running
+            last = others[-1]
             if last is sequence or last.seq_no in planned:
                 return False
             self._preempt(last)
