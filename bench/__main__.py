@@ -1,6 +1,7 @@
-"""`python -m bench [NAME ...]`: runs the measurements, one after another; without names all of them."""
+"""`python -m bench [NAME ...]`: runs the measurements, one after another; without names all that can be run here."""
 
 import argparse
+import os
 import subprocess
 import sys
 
@@ -10,19 +11,32 @@ QUESTIONS = {
     "front_cpu": ("bench.front_cpu",),
     "decode_1": ("bench.decode", "--streams", "1"),
     "decode_8": ("bench.decode", "--streams", "8"),
+    "conversation": ("bench.conversation",),
+    "idle_cache": ("bench.idle_cache",),
 }
+
+
+AGAINST_LLAMA_CPP = {
+    "llama_bench_1": ("bench.decode_server", "--streams", "1", "--against", "llama-bench"),
+    "llama_bench_8": ("bench.decode_server", "--streams", "8", "--against", "llama-bench"),
+    "llama_server_8": ("bench.decode_server", "--streams", "8", "--against", "llama-server"),
+    "shared_prefix": ("bench.shared_prefix",),
+    "long_prompt": ("bench.long_prompt",),
+}
+"""Those that need llama.cpp's own programs (bench/llama_server.py)."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(QUESTIONS)}")
+    known = QUESTIONS | AGAINST_LLAMA_CPP
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
     options = parser.parse_args()
-    unknown = [name for name in options.names if name not in QUESTIONS]
+    unknown = [name for name in options.names if name not in known]
     if unknown:
-        parser.error(f"there is no {unknown[0]!r}: choose from {', '.join(QUESTIONS)}")
-    for name in options.names or QUESTIONS:
+        parser.error(f"there is no {unknown[0]!r}: choose from {', '.join(known)}")
+    for name in options.names or (known if os.environ.get("LLAMA_CPP_BIN") else QUESTIONS):
         print(f"# {name}", flush=True)
-        if subprocess.run([sys.executable, "-m", *QUESTIONS[name]], check=False).returncode:
+        if subprocess.run([sys.executable, "-m", *known[name]], check=False).returncode:
             sys.exit(f"{name} failed")
 
 

@@ -22,8 +22,11 @@ def fetch(name: str, progress: Callable[[float], None]) -> weights.Found:
         raise ModelError(f"{repo}: asks for its terms to be accepted on the Hub; then set HF_TOKEN") from error
     except hub_errors.RepositoryNotFoundError as error:
         raise ModelError(f"{repo}: there is no such repository on the Hub, or HF_TOKEN may not see it") from error
-    except (hub_errors.HfHubHTTPError, hub_errors.LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"{repo}: can't be fetched from the Hub: {str(error).splitlines()[0]}") from error
+    except ModelError:
+        raise
+    except Exception as error:  # outermost frame of a fetch: network, disk, or a repository that changes meanwhile
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{repo}: can't be fetched from the Hub: {reason}") from error
 
 
 def _fetch(repo: str, quant: str, progress: Callable[[float], None]) -> weights.Found:
@@ -48,7 +51,9 @@ def _listing(repo: str) -> tuple[list[str], str | None]:
     """The names of a repository's files, and of the repository that its weights were converted from."""
     try:
         info = huggingface_hub.model_info(repo)
-    except (hub_errors.OfflineModeIsEnabled, OSError):
+    except hub_errors.RepositoryNotFoundError:
+        raise
+    except Exception:  # whatever the network or its library says: what is in the cache may do
         return _cached_listing(repo), _base_by_name(repo)
     base = info.card_data.get("base_model") if info.card_data else None
     if isinstance(base, list):
@@ -73,10 +78,10 @@ def _base_by_name(repo: str) -> str | None:
 
 
 def _download_if_there(repo: str, name: str) -> Path | None:
-    """A file that would be good to have: whatever keeps it from us is not worth failing for."""
+    """A file that would be good to have; None where it is not there, or anything else keeps it from us."""
     try:
         return _download(repo, name)
-    except (hub_errors.HfHubHTTPError, hub_errors.LocalEntryNotFoundError, OSError):
+    except Exception:  # as its docstring says
         return None
 
 

@@ -106,7 +106,5 @@ def _first_part(path: Path) -> Path:
     if len(parts) > 1:
         missing = [part.name for part in parts if not part.is_file()]
         if missing:
-            raise ModelError(
-                f"{path}: is split, and {', '.join(missing)} is not beside it; fetch all {len(parts)} parts"
-            )
+            raise ModelError(f"{path}: is split, but {', '.join(missing)} is not there; fetch all {len(parts)} parts")
     return parts[0]
