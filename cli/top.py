@@ -65,7 +65,7 @@ def rows_of(reply: messages.ModelsReply, rates: Rates, now: float) -> list[Row]:
                     tokens_per_s=rates.of(card.worker_id, load.generated_tokens, now),
                     used_blocks=load.used_blocks,
                     cached_blocks=load.cached_blocks,
-                    total_blocks=load.used_blocks + load.free_blocks,
+                    total_blocks=load.used_blocks + load.cached_blocks + load.free_blocks,
                     step_age_ms=load.step_age_ms,
                 )
             )

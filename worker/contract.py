@@ -151,6 +151,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     defaults: SamplingDefaults
     versions: dict[str, str]
     pid: int
+    files: dict[str, str] = {}
+    """Where the model was found."""
 
 
 class EngineStartError(RuntimeError):

@@ -104,3 +104,9 @@ def test_a_folder_that_looks_like_a_hub_name_is_the_folder(tmp_path: Path, monke
     files(tmp_path / "org" / "repo", "m.gguf")
     assert not weights.is_hub_name("org/repo")
     assert found(Path("org/repo")).weights == Path("org/repo/m.gguf")
+
+
+def test_what_was_found_travels_in_settings_and_back(tmp_path: Path) -> None:
+    one = found(files(tmp_path, "m.gguf", "config.json"))
+    assert weights.from_files(weights.to_files(one)) == one
+    assert weights.from_files({}) is None

@@ -21,6 +21,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     """A GGUF file, a directory with one, or a name on the Hub."""
+    files: dict[str, str] = {}
+    """Where an earlier engine found its files: a restart looks for nothing anew, and so can't find another model."""
     engine: str = "gguf"
     context_length: int = 0
     """Tokens of one sequence; chosen: what the model was trained for, at most 8,192."""

@@ -40,6 +40,21 @@ def served_name(model: str) -> str:
     return (split.group(1) if split else name.removesuffix(".gguf")).lower()
 
 
+_WEIGHTS = "weights"
+
+
+def to_files(found: Found) -> dict[str, str]:
+    """The paths of a model by name, as they travel in settings."""
+    return {_WEIGHTS: str(found.weights)} | {name: str(path) for name, path in found.sidecars.items()}
+
+
+def from_files(files: dict[str, str]) -> Found | None:
+    """The reverse; None where nothing is known."""
+    if not files:
+        return None
+    return Found(Path(files[_WEIGHTS]), {name: Path(path) for name, path in files.items() if name != _WEIGHTS})
+
+
 def find(model: str, progress: Callable[[float], None]) -> Found:
     """Raises ModelError, saying what to do, where there is no such model, or more than one."""
     if is_hub_name(model):

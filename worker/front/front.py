@@ -54,6 +54,8 @@ class Front:
         self._fence = Fence(time.monotonic())
         self._leaving = False
         self._has_engine = False
+        self.files: dict[str, str] = {}
+        """Where the first engine found its model."""
         self._log = structlog.get_logger()
         self.on_pulse: Callable[[float, float], None] = lambda now, gap_s: None
         """Called a few times a second with the time and how long ago the last call was."""
@@ -81,6 +83,7 @@ class Front:
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         """Requests go to this engine from now on."""
         self._has_engine = True
+        self.files = config.files
         bundle = engine.tokenizer_bundle()
         self._streams.use(engine, config)
         self._inbox.use(engine)

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 
+import msgspec
 import structlog
 
 from protocol import connection as nats
@@ -66,7 +67,8 @@ async def serve(settings: WorkerSettings) -> None:
 
 def _engine_maker(settings: WorkerSettings, front: Front) -> Callable[[], ChildEngine]:
     def make() -> ChildEngine:
-        engine = ChildEngine(lambda: link.spawn(settings.engine), settings.max_waiting, keeps_streams=True)
+        launched = msgspec.structs.replace(settings.engine, files=front.files)
+        engine = ChildEngine(lambda: link.spawn(launched), settings.max_waiting, keeps_streams=True)
         engine.on_step = front.step_done
         engine.on_blocks = front.blocks_changed
         engine.on_loading = LoadingLog().note

@@ -54,7 +54,7 @@ class GgufRunner:
     def __init__(self, settings: EngineSettings, progress: Callable[[float], None]) -> None:
         library.start()
         choices.check(settings)
-        found = weights.find(settings.model, progress)
+        found = weights.from_files(settings.files) or weights.find(settings.model, progress)
         path = found.weights
         facts = metadata.read(path)
         advised = advice.read(found.sidecars, facts.sampling_defaults())
@@ -76,6 +76,7 @@ class GgufRunner:
         self._lanes = Lanes(self._context, identity, first_lane)
         abilities = probe.run(self._model, self._context, self._lanes, settings)
         self.num_lanes = context.num_lanes(self._model, settings)
+        self._files = weights.to_files(found)
         self.config = self._describe(facts, settings, abilities, advised.defaults)
         self._check_room(settings)
 
@@ -148,6 +149,7 @@ class GgufRunner:
             defaults=defaults,
             versions={"llama_cpp_python": llama_cpp.__version__},
             pid=os.getpid(),
+            files=self._files,
         )
 
     def _check_room(self, settings: EngineSettings) -> None:
