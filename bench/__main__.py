@@ -14,16 +14,18 @@ QUESTIONS = {
     "conversation": ("bench.conversation",),
     "idle_cache": ("bench.idle_cache",),
 }
+"""Those that need nothing but this project."""
 
 
 AGAINST_LLAMA_CPP = {
+    "python_server": ("bench.python_server",),
     "llama_bench_1": ("bench.decode_server", "--streams", "1", "--against", "llama-bench"),
     "llama_bench_8": ("bench.decode_server", "--streams", "8", "--against", "llama-bench"),
     "llama_server_8": ("bench.decode_server", "--streams", "8", "--against", "llama-server"),
     "shared_prefix": ("bench.shared_prefix",),
     "long_prompt": ("bench.long_prompt",),
 }
-"""Those that need llama.cpp's own programs (bench/llama_server.py)."""
+"""Those that need llama.cpp's own programs (bench/llama_server.py), and one its Python server."""
 
 
 def main() -> None:

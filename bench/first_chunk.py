@@ -52,7 +52,8 @@ async def through_the_system(client: Client) -> float:
 
 
 async def measure(pairs: int) -> None:
-    engine = ChildEngine(lambda: link.spawn(_SETTINGS), max_waiting=4)
+    process = link.EngineProcess()
+    engine = ChildEngine(lambda: process.open(_SETTINGS), max_waiting=4)
     await engine.start("bench")
     settings = ("--threads", "1", "--context-length", "512", "--kv-tokens", "4096")
     try:

@@ -20,7 +20,13 @@ from pathlib import Path
 from cli.parent import die_with_parent
 
 _TARGETS = ("llama-server", "llama-bench", "llama-batched-bench")
-_FLAGS = ("-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF")
+_FLAGS = (
+    "-DLLAMA_CURL=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_UI=OFF",
+)
 
 
 def binary(name: str) -> Path:
@@ -103,7 +109,7 @@ def build(folder: Path) -> None:
 
     with tempfile.TemporaryDirectory() as source:
         wanted = f"llama-cpp-python=={llama_cpp.__version__}"
-        download = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", wanted]
+        download = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python", wanted]
         subprocess.run([*download, "-d", source], check=True)
         with tarfile.open(next(Path(source).glob("*.tar.gz"))) as archive:
             archive.extractall(source, filter="data")

@@ -87,6 +87,7 @@ async def _answer(conversation: Conversation, stream: Stream) -> int:
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
             if chunk.finish_reason is not None:
+                print(flush=True)
                 clients.print_end(chunk)
                 conversation.answered("".join(texts), failed=bool(chunk.error))
                 return int(bool(chunk.error))

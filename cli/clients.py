@@ -45,10 +45,12 @@ def with_client(options: argparse.Namespace, command: Command) -> int:
 
     try:
         return asyncio.run(run())
+    except BrokenPipeError:
+        raise  # whoever reads our output has gone
     except (ConnectionError, ValueError) as error:
-        return _complain(str(error))
+        return complain(str(error))
     except errors.RequestError as error:
-        return _complain(_sentence(error.error))
+        return complain(sentence(error.error))
 
 
 async def _connect(options: argparse.Namespace) -> Client:
@@ -81,10 +83,14 @@ async def _print_messages(stream: Stream) -> int:
 
 
 async def _print_text(stream: Stream) -> int:
+    began = False
     async for chunk in stream:
+        began = began or bool(chunk.text)
         sys.stdout.write(chunk.text)
         sys.stdout.flush()
         if chunk.finish_reason is not None:
+            if began:
+                print(flush=True)
             print_end(chunk)
             return _status(chunk.finish_reason)
     raise AssertionError("a stream ends with a terminal")
@@ -92,10 +98,8 @@ async def _print_text(stream: Stream) -> int:
 
 def print_end(terminal: messages.Chunk) -> None:
     """The line below the answer: on standard error, so that the answer can be piped."""
-    sys.stdout.write("\n")
-    sys.stdout.flush()
     if terminal.error:
-        _complain(_sentence(terminal.error))
+        complain(sentence(terminal.error))
         return
     usage, timings = terminal.usage, terminal.timings
     counts = f", {usage.prompt_tokens} + {usage.completion_tokens} tokens" if usage else ""
@@ -133,14 +137,16 @@ async def _cancel(options: argparse.Namespace, client: Client) -> int:
     if await client.cancel(options.request_id):
         print(f"{options.request_id} is cancelled")
         return 0
-    return _complain(f"nobody holds a request {options.request_id}")
+    return complain(f"nobody holds a request {options.request_id}")
 
 
-def _sentence(error: errors.Error) -> str:
+def sentence(error: errors.Error) -> str:
+    """What an error says to a person."""
     again = f" (try again in {error.retry_after_ms:.0f} ms)" if error.retry_after_ms else ""
     return f"{error.code}: {error.message}{again}"
 
 
-def _complain(text: str) -> int:
+def complain(text: str) -> int:
+    """Says what went wrong; returns the exit status."""
     print(f"tokenbus: {text}", file=sys.stderr)
     return 1

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Coroutine
 from typing import Any
 
-from cli import chat, clients, top, up, worker
+from cli import chat, clients, operate, top, up, worker
 from cli.family import EXIT_REFUSED
 from cli.wirecheck import run as wirecheck
 from protocol import connection as nats
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_broker(cancel)
     cancel.add_argument("request_id", metavar="ID")
     cancel.set_defaults(run=clients.cancel)
+    _add_operator(commands)
     _add_wire_check(commands.add_parser("wire-check", help="hold a running system against the wire's rules"))
     return parser
 
@@ -70,7 +71,7 @@ def _add_broker(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
-    worker.add_model(parser, required=False)
+    worker.add_model(parser)
     parser.add_argument("--workers", type=_at_least(1), default=2, help="worker replicas (%(default)s)")
     parser.add_argument("--port", type=_port, default=4222, help="port of the embedded broker; 0 takes a free one")
     parser.add_argument("--nats", metavar="URL", help="use this broker instead of an embedded one")
@@ -81,7 +82,6 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
 def _add_worker(parser: argparse.ArgumentParser) -> None:
     _add_broker(parser)
     _add_inboxes(parser)
-    worker.add_model(parser, required=True)
     worker.add_flags(parser)
     parser.set_defaults(run=_worker)
 
@@ -135,6 +135,28 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--min-p", type=float)
     parser.add_argument("--seed", type=int)
+
+
+def _add_operator(commands: Any) -> None:
+    load = commands.add_parser("load", help="have a running worker load one more model")
+    _add_broker(load)
+    load.add_argument("worker_id", metavar="WORKER", help="the worker beside which it is loaded")
+    load.add_argument("model", metavar="MODEL", help="file, directory or name on the Hub, as that worker finds it")
+    load.add_argument("--served-name", metavar="NAME", help="its name on the wire (the file's name)")
+    load.add_argument("--replicas", type=_at_least(1), default=1, help="on one copy of the weights (%(default)s)")
+    load.add_argument(
+        "--set",
+        type=operate.setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an engine setting that differs from the worker's own, as context-length=2048; may be repeated",
+    )
+    load.set_defaults(run=operate.load)
+    unload = commands.add_parser("unload", help="have a worker finish its requests and give its memory back")
+    _add_broker(unload)
+    unload.add_argument("worker_id", metavar="WORKER")
+    unload.set_defaults(run=operate.unload)
 
 
 def _add_wire_check(parser: argparse.ArgumentParser) -> None:

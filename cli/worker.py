@@ -10,8 +10,7 @@ from protocol import connection as nats
 from protocol import subjects
 from worker.engine import weights
 from worker.engine.settings import EngineSettings, Pressure
-from worker.front.front import FrontSettings
-from worker.front.serve import WorkerSettings
+from worker.front.settings import FrontSettings, ServedModel, WorkerSettings
 
 _ENGINE = EngineSettings(model="")
 _PRESSURE = Pressure()
@@ -49,21 +48,31 @@ def _flags() -> Iterator[_Flag]:
     yield _Flag("--grace-s", WorkerSettings.grace_s, "time for running requests after SIGTERM")
 
 
-def add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """The flags that say what is served, which `tokenbus up` has too."""
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        required=required,
-        help="a GGUF file, a directory with one, or org/repo[:quant] on the Hugging Face Hub",
-    )
-    parser.add_argument("--served-name", metavar="NAME", help="the model's name on the wire (the file's name)")
+_MODEL_HELP = "a GGUF file, a directory with one, or org/repo[:quant] on the Hugging Face Hub"
+_NAME_HELP = "the model's name on the wire (the file's name)"
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The flags of `tokenbus up` that say what is served."""
+    parser.add_argument("--model", metavar="MODEL", help=_MODEL_HELP)
+    parser.add_argument("--served-name", metavar="NAME", help=_NAME_HELP)
+    _add_threads(parser)
+
+
+def _add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of each worker; 0 shares the cores")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Everything else that only a worker has."""
-    parser.add_argument("--worker-id", default="", help="stable name of this worker")
+    """The flags of a worker."""
+    help_of_model = _MODEL_HELP + "; may be repeated"
+    parser.add_argument("--model", metavar="MODEL", required=True, action="append", help=help_of_model)
+    help_of_name = _NAME_HELP + ", for each --model"
+    parser.add_argument("--served-name", metavar="NAME", action="append", default=[], help=help_of_name)
+    parser.add_argument("--replicas", type=int, default=1, help="of each model, on one copy of its weights (1)")
+    parser.add_argument("--kv-budget", type=int, default=0, metavar="MIB", help="KV memory of all; 0: no limit")
+    _add_threads(parser)
+    parser.add_argument("--worker-id", default="", help="stable name of this worker; of several replicas -1, -2, ...")
     for flag in _flags():
         shown = "" if flag.default is None else f" ({flag.default})"
         kind = int if flag.default is None else type(flag.default)
@@ -74,10 +83,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(options: argparse.Namespace) -> WorkerSettings:
-    """What parsed flags mean."""
+    """What parsed flags mean. Raises ValueError for flags that don't go together."""
+    if len(options.served_name) > len(options.model):
+        raise ValueError(f"--served-name was given {len(options.served_name)} times for {len(options.model)} --model")
+    for flag, value, least in (("--replicas", options.replicas, 1), ("--kv-budget", options.kv_budget, 0)):
+        if value < least:
+            raise ValueError(f"{flag} must be at least {least}, got {value}")
+    names = options.served_name + [weights.served_name(model) for model in options.model[len(options.served_name) :]]
     return WorkerSettings(
-        served_name=options.served_name or weights.served_name(options.model),
-        engine=_engine_of(options),
+        models=tuple(
+            ServedModel(name, _engine_of(options, model), options.replicas)
+            for name, model in zip(names, options.model, strict=True)
+        ),
+        kv_budget_bytes=options.kv_budget << 20,
         broker=nats.Settings(url=options.nats),
         prefix=options.prefix,
         worker_id=options.worker_id,
@@ -92,10 +110,11 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
     )
 
 
-def _engine_of(options: argparse.Namespace) -> EngineSettings:
+def _engine_of(options: argparse.Namespace, model: str) -> EngineSettings:
     own = {name: getattr(options, name) for name in EngineSettings.__struct_fields__ if hasattr(options, name)}
-    if not weights.is_hub_name(options.model):
-        own["model"] = str(Path(options.model))
+    own["model"] = model if weights.is_hub_name(model) else str(Path(model))
+    replicas = options.replicas * len(options.model)
+    own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // replicas)
     pressure = Pressure(
         overcommit=options.kv_overcommit,
         priority_s=options.priority_s,

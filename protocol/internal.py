@@ -119,13 +119,25 @@ class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """With `drop`: which request."""
     attempt: int | None = None
     """With `drop`: that attempt, and all before."""
+    model: str | None = None
+    """With `load`: a file, a directory or a name on the Hub, as the worker finds it."""
+    served_name: str | None = None
+    """With `load`: the model's name on the wire; the file's name where absent."""
+    replicas: int = 1
+    """With `load`: how many replicas of it."""
+    settings: dict[str, Any] = {}
+    """With `load`: engine settings by name, where they shall differ from the worker's own."""
 
 
 class ControlReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     ok: bool
     """It was done. For `drop` false means that the attempt has spoken and goes on."""
     error: errors.Error | None = None
-    """What was wrong with the message."""
+    """What was wrong with the message, or why it could not be carried out."""
+    progress: float | None = None
+    """Of `load`: the share that is done. Replies follow until it is 1, or `ok` is false."""
+    worker_ids: list[str] = []
+    """Of `load`, when it is done: the new replicas."""
 
 
 class Tokenize(public.Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -153,6 +153,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     files: dict[str, str] = {}
     """Where the model was found."""
+    kv_bytes: int = 0
+    """Of the device's memory, for the keys and values of all sequences; 0 where it is not known."""
 
 
 class EngineStartError(RuntimeError):

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 from tests.support.bare import PREFIX, Answer, Bare, check_stream
 from tests.support.load import cards, until_ready
@@ -176,7 +177,7 @@ async def test_each_request_has_one_start_and_one_terminal_line_in_router_and_wo
 
 
 async def test_a_worker_that_cannot_serve_its_model_says_why_in_one_line(system: System) -> None:
-    system.worker("missing", "--model", "/nowhere/model.gguf")
+    system.worker("missing", model=Path("/nowhere/model.gguf"))
     assert system.wait("missing") == 2
     assert system.text_log("missing").splitlines()[-1] == (
         "tokenbus: /nowhere/model.gguf: there is no such file; pass --model the path of a GGUF file"

@@ -14,7 +14,8 @@ from router.serve import Router, RouterSettings
 from tests.sim.network import Broker, SimBus
 from tests.sim.world import Process, World
 from worker import contract
-from worker.front.front import Front, FrontSettings
+from worker.front.front import Front
+from worker.front.settings import FrontSettings
 
 MODEL = "sim"
 _TOKEN = re.compile(r"<(\d+):(\d+)>")

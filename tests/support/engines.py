@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import demo
 from worker import contract
-from worker.engine import child
+from worker.engine import replica
 from worker.engine.runner import DeviceError, Runner
 from worker.engine.settings import EngineSettings
 from worker.front import link
+from worker.front.blame import Blame
 from worker.front.engine import ChildEngine
 
 
@@ -21,6 +22,7 @@ class ThreadLink:
     def __init__(self, load: Callable[[Callable[[float], None]], Runner]) -> None:
         self.sock, self._theirs = socket.socketpair()
         self.pid = 0
+        self.blame = Blame()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(load,), daemon=True)
         self._thread.start()
@@ -35,7 +37,7 @@ class ThreadLink:
 
     def _serve(self, load: Callable[[Callable[[float], None]], Runner]) -> None:
         try:
-            child.serve(self._theirs, load, step_target_s=0.05, leave=lambda: None)
+            replica.serve(self._theirs, load, step_target_s=0.05)
         except (DeviceError, OSError):
             pass
         finally:
@@ -65,7 +67,8 @@ DEMO = EngineSettings(
 
 def demo_engine(settings: EngineSettings = DEMO) -> ChildEngine:
     """The real engine in a process of its own, with the demo model."""
-    return ChildEngine(lambda: link.spawn(settings), max_waiting=64)
+    process = link.EngineProcess()
+    return ChildEngine(lambda: process.open(settings), max_waiting=64)
 
 
 class Recorder:

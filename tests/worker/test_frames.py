@@ -13,6 +13,7 @@ from tests.support.arithmetic import make_config
 from worker import contract
 from worker.engine import frames
 from worker.engine.sequence import End
+from worker.engine.settings import EngineSettings
 
 COMMANDS: list[frames.Command] = [
     frames.Add(
@@ -94,7 +95,32 @@ def test_a_report_comes_back_as_it_was(report: frames.Report) -> None:
 
 
 def test_every_kind_of_frame_is_tried_here() -> None:
-    assert {type(frame) for frame in (*COMMANDS, *REPORTS)} == set(frames.Frame.__subclasses__())
+    tried = {type(frame) for frame in (*COMMANDS, *REPORTS)} | {frames.Open, frames.Closed}
+    assert tried == set(frames.Frame.__subclasses__())
+
+
+def test_replicas_sockets_come_beside_their_frames_in_order() -> None:
+    front, process = socket.socketpair()
+    pairs = [socket.socketpair() for _ in range(3)]
+    for number, (_, theirs) in enumerate(pairs):
+        opened = frames.Open(number, EngineSettings(model=f"model-{number}"))
+        socket.send_fds(front, [frames.encode(opened)], [theirs.fileno()])
+    front.close()
+    received = list(frames.received_with_sockets(process))
+    assert [(opened.number, opened.settings.model) for opened, _ in received] == [
+        (number, f"model-{number}") for number in range(3)
+    ]
+    for number, ((ours, theirs), (_, given)) in enumerate(zip(pairs, received, strict=True)):
+        ours.sendall(bytes([number]))
+        assert given.recv(1) == bytes([number])
+        for one in (ours, theirs, given):
+            one.close()
+    process.close()
+
+
+def test_the_end_of_a_replica_comes_back_as_it_was() -> None:
+    (body,) = frames.Splitter().feed(frames.encode(frames.Closed(7)))
+    assert frames.closed_decoder.decode(body) == frames.Closed(7)
 
 
 @pytest.mark.parametrize("end", End)

@@ -23,10 +23,10 @@ def test_the_first_timed_step_sets_the_budget_to_what_takes_the_target_together_
     assert [one.prefill_budget(num_decoding) for num_decoding in (1, 2, 50)] == [199, 198, 150]
 
 
-def test_while_nobody_decodes_a_step_may_take_twice_as_long() -> None:
+def test_while_nobody_decodes_a_step_may_take_three_times_as_long() -> None:
     one = pace(target_s=0.1)
     one.observe(100, 0.05)
-    assert one.prefill_budget(num_decoding=0) == 400
+    assert one.prefill_budget(num_decoding=0) == 600
 
 
 @pytest.mark.parametrize(("rate", "budget"), [(310, 32), (670, 66), (10_010, 1_000), (10_020, 1_000)])

@@ -308,6 +308,17 @@ def test_the_budget_is_shared_out_in_turn_too() -> None:
     assert sizes(two.plan(16)) == [(2, 0, 8), (1, 10, 8)]
 
 
+def test_a_prompt_that_can_be_finished_in_a_step_is_and_a_longer_one_leaves_half_to_those_behind_it() -> None:
+    three = scheduler()
+    for number, length in ((1, 20), (2, 9), (3, 9), (4, 9)):
+        three.add(sequence(number, length))
+    assert sizes(three.plan(24)) == [(1, 0, 20), (2, 0, 2), (3, 0, 1), (4, 0, 1)]
+    long = scheduler()
+    for number, length in ((1, 50), (2, 9), (3, 9)):
+        long.add(sequence(number, length))
+    assert sizes(long.plan(24)) == [(1, 0, 12), (2, 0, 9), (3, 0, 3)]
+
+
 def test_one_that_must_be_alone_has_every_step_for_itself_until_it_has_a_token() -> None:
     three = scheduler()
     three.add(sequence(1, 3))
@@ -317,12 +328,12 @@ def test_one_that_must_be_alone_has_every_step_for_itself_until_it_has_a_token()
     three.add(suspect)
     three.add(sequence(3, 5))
     plan = three.plan(12)
-    assert (sizes(plan), plan.alone) == ([(2, 0, 12)], suspect)
+    assert (sizes(plan), three.suspect) == ([(2, 0, 12)], suspect)
     three.commit(plan, results(plan))
     assert sizes(three.plan(12)) == [(2, 12, 8)]
     step(three)
     plan = three.plan(12)
-    assert (sizes(plan), plan.alone) == ([(1, 3, 1), (2, 20, 1), (3, 0, 5)], None)
+    assert (sizes(plan), three.suspect) == ([(1, 3, 1), (2, 20, 1), (3, 0, 5)], None)
 
 
 def test_of_several_that_must_be_alone_one_is_first() -> None:
@@ -463,7 +474,7 @@ def test_those_that_wait_for_a_block_adopt_it_as_soon_as_it_is_complete() -> Non
     assert sizes(machine.step(budget=3)) == [(1, 3, 3)]
     plan = machine.step(budget=3)
     assert plan.moves == (Share(0, 1, 0, 4),)
-    assert sizes(plan) == [(1, 6, 2), (2, 4, 1)]
+    assert sizes(plan) == [(1, 6, 3)]
     assert machine.sequences[2].num_cached == 4
 
 

@@ -2,6 +2,7 @@
 
 import socket
 import struct
+from collections import deque
 from collections.abc import Iterator
 
 import msgspec
@@ -9,10 +10,13 @@ import msgspec
 from protocol import errors, internal, messages
 from worker import contract
 from worker.engine.sequence import End
+from worker.engine.settings import EngineSettings
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 """Far above the largest real frame, a vocabulary; a larger length means that the stream is corrupt."""
+
+_MOST_SOCKETS_AT_ONCE = 64
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -50,6 +54,19 @@ class AskTokens(Frame, frozen=True):
 
 class ClearCache(Frame, frozen=True):
     """Front to engine: forget every block that no sequence uses."""
+
+
+class Open(Frame, frozen=True):
+    """Front to engine process, with a socket beside it: serve a replica over that."""
+
+    number: int
+    settings: EngineSettings
+
+
+class Closed(Frame, frozen=True):
+    """Engine process to front: a replica has ended and given its memory back."""
+
+    number: int
 
 
 Command = Add | Abort | AskTokens | ClearCache
@@ -129,7 +146,11 @@ command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Comm
 report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 
 
-def encode(frame: Command | Report) -> bytes:
+open_decoder: msgspec.msgpack.Decoder[Open] = msgspec.msgpack.Decoder(Open)
+closed_decoder: msgspec.msgpack.Decoder[Closed] = msgspec.msgpack.Decoder(Closed)
+
+
+def encode(frame: Command | Report | Open | Closed) -> bytes:
     body = _encoder.encode(frame)
     return _LENGTH.pack(len(body)) + body
 
@@ -160,6 +181,19 @@ def received(sock: socket.socket) -> Iterator[bytes]:
     splitter = Splitter()
     while data := _receive(sock):
         yield from splitter.feed(data)
+
+
+def received_with_sockets(sock: socket.socket) -> Iterator[tuple[Open, socket.socket]]:
+    """`Open` frames and the sockets that came beside them, from a blocking socket until its other end closes."""
+    splitter = Splitter()
+    sockets: deque[socket.socket] = deque()
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, _MOST_SOCKETS_AT_ONCE)
+        if not data:
+            return
+        sockets += [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        for body in splitter.feed(data):
+            yield open_decoder.decode(body), sockets.popleft()
 
 
 def _receive(sock: socket.socket) -> bytes:

@@ -1,5 +1,6 @@
 """The step loop: takes commands, plans, runs, commits, hands out. One thread; no policy."""
 
+import contextlib
 import queue
 import time
 from array import array
@@ -16,6 +17,7 @@ from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
 from worker.engine.settings import Pressure
 from worker.engine.tree import Domain
+from worker.engine.turnstile import Turnstile
 
 _IDLE_TOKENS = 1_024
 """Cached tokens that stay on the device where there is host memory for the rest: all that are held slow every step of
@@ -35,6 +37,7 @@ class StepLoop:
         report: Callable[[frames.StepReport | frames.SteppedAlone], None],
         step_target_s: float,
         pressure: Pressure | None = None,
+        turnstile: Turnstile | None = None,
     ) -> None:
         self._runner = runner
         self._inbox = inbox
@@ -44,7 +47,9 @@ class StepLoop:
         self._pace = Pace(step_target_s, min_tokens=min(32, most), max_tokens=most)
         self._transfers = TransferPace(step_target_s / 10)
         self._watched: dict[int, Sequence] = {}
+        self._turnstile = turnstile or Turnstile()
         self._alone: Sequence | None = None
+        """Whom the turnstile is closed for."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -52,11 +57,18 @@ class StepLoop:
 
     def run(self) -> None:
         """Steps until the inbox says None. Raises DeviceError when the device fails."""
-        while (advances := self._take_commands()) is not None:
-            plan = self._plan()
-            self._begin(plan)
-            advances += self._step(plan)
-            self._hand_out(advances)
+        try:
+            while (advances := self._take_commands()) is not None:
+                plan = self._plan()
+                self._set_alone(self._scheduler.suspect)
+                with contextlib.nullcontext() if self._alone else self._turnstile.step():
+                    self._begin(plan)
+                    advances += self._step(plan)
+                self._hand_out(advances)
+                if self._scheduler.suspect is None:
+                    self._set_alone(None)
+        finally:
+            self._set_alone(None)
 
     def _take_commands(self) -> list[Advance] | None:
         """Carries out all commands there are, waiting for one while there is nothing else to do."""
@@ -106,14 +118,22 @@ class StepLoop:
         if plan.started:
             started = [sequence.seq_no for sequence in plan.started]
             self._report(frames.StepReport(started, [], self._scheduler.load()))
-        if plan.alone is not self._alone:
-            self._alone = plan.alone
-            if self._alone is not None:
-                self._report(frames.SteppedAlone(self._alone.seq_no))
         if plan.moves:
             began = time.monotonic()
             self._runner.apply(plan.moves)
             self._transfers.observe(plan.moves, time.monotonic() - began)
+
+    def _set_alone(self, suspect: Sequence | None) -> None:
+        """Has the device for one sequence alone, and says so before its first step; None lets all others in again."""
+        if suspect is self._alone:
+            return
+        if self._alone is None:
+            self._turnstile.close()
+        self._alone = suspect
+        if suspect is None:
+            self._turnstile.open()
+        else:
+            self._report(frames.SteppedAlone(suspect.seq_no))
 
     def _step(self, plan: StepPlan) -> list[Advance]:
         if not plan.parts:

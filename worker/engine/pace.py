@@ -6,7 +6,8 @@ from worker.engine.moves import Move, Restore, Save
 
 _WEIGHT = 0.3
 """Of the newest step in the running estimate: a handful of steps follow a change of speed."""
-_ALONE_FACTOR = 2
+_ALONE_FACTOR = 3
+"""A router takes a step of 2 s for one that has hung."""
 _EFFICIENT_TOKENS = 64
 """llama.cpp's attention on CPUs handles 64 rows or more in tiles: in the midst of a prompt of 1,200 a step of 64 tokens
 takes 0.52 s where two of 36 take 0.75 (0.5B shape, 2 cores)."""

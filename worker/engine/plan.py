@@ -43,11 +43,6 @@ class StepPlan(NamedTuple):
     def num_tokens(self) -> int:
         return sum(part.num_tokens for part in self.parts)
 
-    @property
-    def alone(self) -> Sequence | None:
-        """The sequence that must have this step for itself, if it is one that must."""
-        return self.parts[0].sequence if self.parts and self.parts[0].sequence.alone else None
-
 
 class Sampled(NamedTuple):
     """A token that was chosen, and how likely it was where that was asked for."""

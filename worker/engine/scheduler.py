@@ -44,6 +44,11 @@ class Scheduler:
         """Sequences whose clients wait for their next token."""
         return sum(sequence.num_uncomputed == 1 for sequence in self._running)
 
+    @property
+    def suspect(self) -> Sequence | None:
+        """The one that takes no step with others now, since an engine died in a step with it."""
+        return next((sequence for sequence in self._running if sequence.alone), None)
+
     def add(self, sequence: Sequence) -> None:
         """Takes a sequence that fits the pool when it is empty."""
         assert self._pool.can_ever_promise(sequence.max_num_tokens), sequence
@@ -190,7 +195,7 @@ class Scheduler:
 
     def _stepping(self) -> list[Sequence]:
         """Those that take part in the next step: all, or the first of those that must be alone."""
-        suspect = next((sequence for sequence in self._running if sequence.alone), None)
+        suspect = self.suspect
         return list(self._running) if suspect is None else [suspect]
 
     def _decodes(self, stepping: list[Sequence]) -> list[Part]:
@@ -205,7 +210,8 @@ class Scheduler:
         return parts
 
     def _chunks(self, stepping: list[Sequence], budget: int, planned: set[int]) -> list[Part]:
-        """Shares the budget out in turn: while others wait no prompt gets more than half of what is left."""
+        """Shares the budget out in turn: a prompt that can be finished is, of a longer one half of what is left is
+        computed while others wait."""
         parts: list[Part] = []
         prompts = self._distinct_prompts(stepping)
         for behind, sequence in zip(range(len(prompts) - 1, -1, -1), prompts, strict=True):
@@ -213,7 +219,9 @@ class Scheduler:
                 break
             if sequence.lane is None:
                 continue
-            count = min(sequence.num_uncomputed, -(-budget // 2) if behind else budget)
+            count = sequence.num_uncomputed
+            if count > budget:
+                count = -(-budget // 2) if behind else budget
             if self._make_room(sequence, sequence.num_computed + count, planned):
                 planned.add(sequence.seq_no)
                 parts.append(Part(sequence, sequence.num_computed, count))

@@ -10,17 +10,14 @@ from protocol import blocks, errors, internal, messages
 from worker import contract
 from worker.engine import frames
 from worker.engine.sequence import End
+from worker.front.blame import Blame
 from worker.front.generation import Generation
-from worker.front.link import Link
+from worker.front.link import EngineDiedError, Link
 
 _CLOSE_TIMEOUT_S = 5.0
 _MOST_CRASHES = 2
 _STUCK_FACTOR = 10
 """A step this many times as long as the longest seen is one that never ends."""
-
-
-class EngineDiedError(RuntimeError):
-    """The engine process ended while it was starting; another start may help."""
 
 
 class ChildEngine:
@@ -30,7 +27,6 @@ class ChildEngine:
         self._launch = launch
         self._keeps_streams = keeps_streams
         """When it dies its open streams are left for another to take over, instead of ending in `worker_lost`."""
-        self._alone: int | None = None
         self._max_waiting = max_waiting
         self._link: Link | None = None
         self._transport: asyncio.Transport | None = None
@@ -152,6 +148,7 @@ class ChildEngine:
             self._log.error("step_stuck", age_s=round(age_s, 1), longest_step_s=round(self._longest_step_s, 3))
             assert self._link is not None
             self._stepped_at = now
+            self._blame.stuck(self)
             self._link.kill()
 
     def forgive(self, now: float) -> None:
@@ -184,6 +181,11 @@ class ChildEngine:
     def has_died(self) -> bool:
         """Whether it served once and does so no more."""
         return self._config is not None and self._died
+
+    @property
+    def _blame(self) -> Blame:
+        assert self._link is not None
+        return self._link.blame
 
     @property
     def _died(self) -> bool:
@@ -248,7 +250,7 @@ class ChildEngine:
             case frames.Tokens(ticket, token_ids, error):
                 self._take_tokens(ticket, token_ids, error)
             case frames.SteppedAlone(number):
-                self._alone = number
+                self._blame.stepped_alone(self, number)
             case frames.Loading(fraction):
                 self.on_loading(fraction)
             case frames.Ready() as ready:
@@ -273,7 +275,7 @@ class ChildEngine:
             if generation := self._generations.get(seen.seq_no):
                 generation.progress(seen.computed_tokens, seen.cached_tokens)
         for output in report.outputs:
-            self._alone = None if output.seq_no == self._alone else self._alone
+            self._blame.advanced(self, output.seq_no)
             if output.end is not None:
                 self._releasing.discard(output.seq_no)
             if generation := self._generations.get(output.seq_no):
@@ -334,7 +336,7 @@ class ChildEngine:
         now = time.monotonic()
         self._releasing.clear()
         for number, generation in list(self._generations.items()):
-            was_in_step = generation.started_at is not None and self._alone in (None, number)
+            was_in_step = generation.started_at is not None and self._blame.may_be_of(self, number)
             generation.crashes += was_in_step
             if generation.crashes >= _MOST_CRASHES:
                 self._log.error("request_crashes_engine", request_id=generation.request.key)

@@ -1,13 +1,12 @@
 """A worker's front: joins streams, announcements and subjects together, and falls silent when it must."""
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Callable
 
 import structlog
 
-from protocol import limits, messages, prompt, subjects
+from protocol import internal, limits, messages, prompt, subjects
 from protocol.bus import Bus
 from protocol.signs import ask_for_signs
 from worker import contract
@@ -15,23 +14,12 @@ from worker.front.announce import Announcer
 from worker.front.fence import FENCE_S, Fence
 from worker.front.inbox import Inbox
 from worker.front.outbox import Outbox
+from worker.front.settings import FrontSettings, Say
 from worker.front.streams import Streams
 
 
 class ReplacedError(RuntimeError):
     """Another front lives under this one's name; says what to do."""
-
-
-@dataclasses.dataclass(frozen=True)
-class FrontSettings:
-    """What a front needs to know beside its model and its name."""
-
-    inbox_prefixes: tuple[str, ...] = subjects.DEFAULT_INBOX_PREFIXES
-    """What a client's reply subject may begin with."""
-    max_new_tokens: int = 1_024
-    """Length of a completion that was asked for without `max_tokens`."""
-    debug: bool = False
-    """Hold every stream against the engine contract."""
 
 
 class Front:
@@ -54,8 +42,8 @@ class Front:
         self._fence = Fence(time.monotonic())
         self._leaving = False
         self._has_engine = False
-        self.files: dict[str, str] = {}
-        """Where the first engine found its model."""
+        self.on_load: Callable[[internal.Control, Say], None] | None = None
+        """Loads more models beside this one; None where nobody can."""
         self._log = structlog.get_logger()
         self.on_pulse: Callable[[float, float], None] = lambda now, gap_s: None
         """Called a few times a second with the time and how long ago the last call was."""
@@ -83,7 +71,6 @@ class Front:
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         """Requests go to this engine from now on."""
         self._has_engine = True
-        self.files = config.files
         bundle = engine.tokenizer_bundle()
         self._streams.use(engine, config)
         self._inbox.use(engine)

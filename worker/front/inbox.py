@@ -1,6 +1,7 @@
 """The subjects that a front serves: decodes what comes, has it carried out, answers."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 import structlog
@@ -10,6 +11,7 @@ from protocol import blocks, codec, errors, internal, messages, prompt, subjects
 from protocol.bus import Bus, Callback, PayloadTooLargeError, is_no_responders
 from worker import contract
 from worker.front.announce import Announcer
+from worker.front.settings import Say
 from worker.front.streams import Streams
 
 _runs = codec.Decoder(internal.Run)
@@ -26,6 +28,7 @@ class Owner(Protocol):
     """Who is told of what concerns the whole worker."""
 
     drain_asked: asyncio.Event
+    on_load: Callable[[internal.Control, Say], None] | None
 
     def replaced(self, reason: str) -> None:
         """Another front, begun later, has this one's name."""
@@ -103,7 +106,9 @@ class Inbox:
                 if self._engine is not None:
                     self._engine.clear_cache()
                 self._reply(message, internal.ControlReply(ok=True))
-            case internal.Control(op="drain"):
+            case internal.Control(op="load", model=str()) if self._owner.on_load is not None:
+                self._owner.on_load(control, lambda reply: self._reply(message, reply))
+            case internal.Control(op="drain" | "unload"):
                 self._log.warning("drain_asked", worker_id=self._announcer.worker_id)
                 self._reply(message, internal.ControlReply(ok=True))
                 self._owner.drain_asked.set()

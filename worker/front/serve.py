@@ -1,123 +1,192 @@
-"""The composition root of a worker: makes the parts, starts them in order, and takes them down in reverse."""
+"""The composition root of a worker process: its replicas, the engine process that they share, and their KV budget."""
 
 import asyncio
-import contextlib
-import dataclasses
 import os
 import secrets
 import signal
 import socket
-import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import structlog
 
-from protocol import connection as nats
-from protocol import subjects
-from protocol.bus import Bus
+from protocol import errors, internal
+from worker import contract
+from worker.engine import weights
 from worker.engine.settings import EngineSettings
-from worker.front import link
-from worker.front.engine import ChildEngine
-from worker.front.front import Front, FrontSettings
-from worker.front.supervise import Supervisor
+from worker.front.link import EngineProcess
+from worker.front.replica import Replica
+from worker.front.settings import Say, ServedModel, WorkerSettings
 
-_LOADING_LINE_S = 2.0
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkerSettings:
-    """All settings of one worker."""
-
-    served_name: str
-    """The model's name on the wire."""
-    engine: EngineSettings
-    broker: nats.Settings = dataclasses.field(default_factory=nats.Settings)
-    prefix: str = subjects.DEFAULT_PREFIX
-    worker_id: str = ""
-    """Stable name of this worker; made up from host name and process id where absent."""
-    front: FrontSettings = dataclasses.field(default_factory=FrontSettings)
-    max_waiting: int = 64
-    """Accepted requests that may wait for a lane; beyond it requests are refused with `overloaded`."""
-    grace_s: float = 30.0
-    """How long running streams may go on after SIGTERM."""
-    step_timeout_s: float = 30.0
-    """An engine whose step takes longer, and ten times as long as any before, is ended as a crash."""
+_MOST_REPLICAS = 64
+_PROGRESS_S = 0.5
+_FIXED = {"model", "files", "engine", "pressure", "kv_limit_bytes"}
+"""Engine settings that a `load` message does not set by name."""
 
 
 async def serve(settings: WorkerSettings) -> None:
-    """Runs a worker until SIGTERM or SIGINT, or until an operator drains it.
+    """Runs a worker process until SIGTERM or SIGINT, or until all of its replicas have been drained.
 
-    Raises EngineStartError for a model that can't be served, ReplacedError when another worker has taken the name, and
+    Raises EngineStartError for a model that can't be served, ReplacedError when another worker has taken a name, and
     ConnectionError when there is no broker."""
-    worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-    structlog.contextvars.bind_contextvars(worker_id=worker_id)
-    async with contextlib.AsyncExitStack() as stack:
-        connection = await nats.connect(settings.broker, name=f"worker {worker_id}")
-        stack.push_async_callback(connection.close)
-        names = subjects.Subjects(settings.prefix)
-        front = Front(connection, names, settings.served_name, worker_id, settings.front)
-        supervisor = Supervisor(_engine_maker(settings, front), worker_id, front, settings.step_timeout_s)
-        front.on_pulse = supervisor.watch
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, front.drain_asked.set)
-        await front.open()
-        await _run(settings, connection, supervisor, front)
+    worker = Worker(settings)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, worker.leave)
+    await worker.run()
 
 
-def _engine_maker(settings: WorkerSettings, front: Front) -> Callable[[], ChildEngine]:
-    def make() -> ChildEngine:
-        launched = msgspec.structs.replace(settings.engine, files=front.files)
-        engine = ChildEngine(lambda: link.spawn(launched), settings.max_waiting, keeps_streams=True)
-        engine.on_step = front.step_done
-        engine.on_blocks = front.blocks_changed
-        engine.on_loading = LoadingLog().note
-        return engine
+class Worker:
+    """The replicas of one process. They come one after another, so that each knows what the others left it."""
 
-    return make
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._process = EngineProcess()
+        self._name = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._is_single = sum(model.replicas for model in settings.models) == 1
+        self._lives: dict[Replica, asyncio.Task[None]] = {}
+        self._ended: asyncio.Queue[Replica] = asyncio.Queue()
+        self._loads: set[asyncio.Task[None]] = set()
+        self._starting = asyncio.Lock()
+        self._last_number = 0
+        self._is_leaving = False
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Worker {list(self._lives)}>"
+
+    async def run(self) -> None:
+        """Until every replica has left. Raises what `serve` does."""
+        try:
+            await self._start_first()
+            while self._lives:
+                await self._bury(await self._ended.get())
+        finally:
+            tasks = [*self._loads, *self._lives.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def leave(self) -> None:
+        """Has every replica drained."""
+        self._is_leaving = True
+        for replica in self._lives:
+            replica.leave()
+
+    def load(self, control: internal.Control, say: Say) -> None:
+        """Loads a model beside the others, and says how far it is until it is done."""
+        try:
+            model = self._asked_for(control)
+        except errors.RequestError as error:
+            say(internal.ControlReply(ok=False, error=error.error))
+            return
+        self._log.warning("load_asked", model=control.model, served_name=model.served_name, replicas=model.replicas)
+        say(internal.ControlReply(ok=True, progress=0.0))
+        task = asyncio.create_task(self._load(model, say))
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
+
+    def _asked_for(self, control: internal.Control) -> ServedModel:
+        """Raises RequestError saying what is wrong."""
+        assert control.model is not None
+        taken = len(self._lives) + len(self._loads)
+        if not 1 <= control.replicas <= _MOST_REPLICAS - taken:
+            allowed = f"replicas must be 1 to {_MOST_REPLICAS - taken} beside the {taken} there are"
+            raise errors.request_error(errors.Code.INVALID_REQUEST, allowed, param="replicas")
+        return ServedModel(
+            served_name=control.served_name or weights.served_name(control.model),
+            engine=_with(self._settings.models[0].engine, control),
+            replicas=control.replicas,
+        )
+
+    async def _start_first(self) -> None:
+        coming = sum(model.replicas for model in self._settings.models)
+        async with self._starting:
+            for model in self._settings.models:
+                for _ in range(model.replicas):
+                    await self._until_started(self._add(model, coming))
+                    coming -= 1
+
+    async def _load(self, model: ServedModel, say: Say) -> None:
+        added: list[Replica] = []
+        async with self._starting:
+            try:
+                for number in range(model.replicas):
+                    replica = self._add(model, model.replicas - number)
+                    added.append(replica)
+                    await self._until_started(replica, _Progress(say, number, model.replicas))
+            except (contract.EngineStartError, ConnectionError) as error:
+                for replica in added:
+                    replica.leave()
+                refusal = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="model")
+                say(internal.ControlReply(ok=False, error=refusal))
+                self._log.error("load_failed", model=model.engine.model, error=str(error))
+                return
+        say(internal.ControlReply(ok=True, progress=1.0, worker_ids=[replica.worker_id for replica in added]))
+
+    def _add(self, model: ServedModel, coming: int) -> Replica:
+        """One more replica, with its share of what `coming` replicas may still take."""
+        self._last_number += 1
+        alone = self._is_single and self._last_number == 1
+        worker_id = self._name if alone else f"{self._name}-{self._last_number}"
+        engine = msgspec.structs.replace(model.engine, kv_limit_bytes=self._share(coming))
+        replica = Replica(self._settings, model.served_name, worker_id, engine, self._process)
+        replica.on_load = self.load
+        life = self._lives[replica] = asyncio.create_task(replica.run())
+        life.add_done_callback(lambda _: self._ended.put_nowait(replica))
+        if self._is_leaving:
+            replica.leave()
+        return replica
+
+    def _share(self, coming: int) -> int:
+        """Bytes for the next replica's KV memory; 0: no limit."""
+        if not self._settings.kv_budget_bytes:
+            return 0
+        held = sum(replica.started.result().kv_bytes for replica in self._lives if replica.started.done())
+        return max(1, (self._settings.kv_budget_bytes - held) // coming)
+
+    async def _until_started(self, replica: Replica, note: Callable[[float], None] = lambda share: None) -> None:
+        """Until it serves or has left. Raises what ended it before."""
+        life = self._lives[replica]
+        while not life.done() and not replica.started.done():
+            either: list[asyncio.Future[Any]] = [life, replica.started]
+            await asyncio.wait(either, timeout=_PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
+            note(replica.loaded)
+        if life.done():
+            life.result()
+
+    async def _bury(self, replica: Replica) -> None:
+        """Raises what ended a replica that has served: it concerns all of them."""
+        life = self._lives.pop(replica)
+        if replica.started.done():
+            life.result()
 
 
-class LoadingLog:
-    """Says how far a model is loaded, every few seconds of a long load."""
-
-    def __init__(self) -> None:
-        self._said_at = time.monotonic()
-
-    def note(self, fraction: float) -> None:
-        """`fraction` is from 0 to 1."""
-        now = time.monotonic()
-        if now - self._said_at >= _LOADING_LINE_S:
-            self._said_at = now
-            structlog.get_logger().info("model_loading", percent=round(100 * fraction))
-
-
-async def _run(settings: WorkerSettings, bus: Bus, supervisor: Supervisor, front: Front) -> None:
-    lives = (supervisor.run(), front.run(), bus.until_refused())
-    tasks: list[asyncio.Task[None]] = [asyncio.create_task(life) for life in lives]
-    left = asyncio.create_task(front.drain_asked.wait())
+def _with(own: EngineSettings, control: internal.Control) -> EngineSettings:
+    """The worker's own engine settings, for another model and with what a message asks for. Raises RequestError."""
+    allowed = [name for name in EngineSettings.__struct_fields__ if name not in _FIXED]
+    for name in control.settings:
+        if name not in allowed:
+            raise errors.request_error(
+                errors.Code.INVALID_REQUEST,
+                f"settings.{name} is no setting of an engine: it has {', '.join(allowed)}",
+                param=f"settings.{name}",
+            )
+    fields = msgspec.structs.asdict(own) | {"model": control.model, "files": {}} | control.settings
     try:
-        await asyncio.wait([left, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task.done():
-                task.result()
-        await _drain(settings, supervisor, front)
-    finally:
-        left.cancel()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(left, *tasks, return_exceptions=True)
-        front.left()
+        return msgspec.convert(fields, EngineSettings)
+    except msgspec.ValidationError as error:
+        raise errors.request_error(errors.Code.INVALID_REQUEST, f"settings: {error}", param="settings") from error
 
 
-async def _drain(settings: WorkerSettings, supervisor: Supervisor, front: Front) -> None:
-    """Takes nothing new, lets what runs finish within the grace period, ends the rest."""
-    log = structlog.get_logger()
-    front.leave()
-    log.info("draining", grace_s=settings.grace_s)
-    engine = supervisor.engine
-    if engine is not None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(settings.grace_s):
-                await engine.drain()
-    await supervisor.cleanup()
-    log.info("drained")
+class _Progress:
+    """Says how far a load is, of which `done` replicas serve already."""
+
+    def __init__(self, say: Say, done: int, replicas: int) -> None:
+        self._say = say
+        self._done = done
+        self._replicas = replicas
+
+    def __call__(self, share: float) -> None:
+        progress = min((self._done + share) / self._replicas, 0.99)
+        self._say(internal.ControlReply(ok=True, progress=round(progress, 3)))

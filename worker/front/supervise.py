@@ -8,7 +8,8 @@ from typing import Protocol
 import structlog
 
 from worker import contract
-from worker.front.engine import ChildEngine, EngineDiedError
+from worker.front.engine import ChildEngine
+from worker.front.link import EngineDiedError
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 15.0

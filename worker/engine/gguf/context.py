@@ -21,6 +21,11 @@ def context_length(settings: EngineSettings, trained: int) -> int:
     return settings.context_length or int(min(trained, _LONGEST_CHOSEN_CONTEXT))
 
 
+def chosen_kv_tokens(length: int) -> int:
+    """Tokens of KV memory for all sequences of that length together, where no setting says how many."""
+    return max(length, min(4 * length, _LARGEST_CHOSEN_KV))
+
+
 def why_not_share(model: llama.llama_model_p, settings: EngineSettings) -> str | None:
     """Why the sequences of such a context could not share anything; None if they may be able to."""
     if settings.kv_layout == "per-stream":
@@ -49,7 +54,7 @@ def make(model: llama.llama_model_p, settings: EngineSettings) -> llama.llama_co
     length = context_length(settings, llama.llama_model_n_ctx_train(model))
     threads = settings.threads or len(os.sched_getaffinity(0))
     params = llama.llama_context_default_params()
-    params.n_ctx = settings.kv_tokens or max(length, min(4 * length, _LARGEST_CHOSEN_KV))
+    params.n_ctx = settings.kv_tokens or chosen_kv_tokens(length)
     params.n_batch = settings.max_num_batched_tokens
     params.n_ubatch = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
     params.n_seq_max = num_lanes(model, settings) + first_lane(model, settings)

@@ -46,6 +46,11 @@ class Metadata(NamedTuple):
         value = self.values.get(key)
         return [item for item in value if isinstance(item, int | float)] if isinstance(value, list) else []
 
+    def number(self, key: str) -> int:
+        """A whole number; 0 where there is none."""
+        value = self.values.get(key)
+        return value if isinstance(value, int) else 0
+
     def ints(self, key: str) -> list[int]:
         value = self.values.get(key)
         return [item for item in value if isinstance(item, int)] if isinstance(value, list) else []

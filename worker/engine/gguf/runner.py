@@ -2,7 +2,6 @@
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
-import ctypes
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
@@ -14,11 +13,11 @@ from llama_cpp import llama_cpp as llama
 
 from protocol import internal
 from worker import contract
-from worker.engine import advice, weights
-from worker.engine.gguf import bundle, choices, context, library, metadata, probe
+from worker.engine import weights
+from worker.engine.gguf import choices, context, library, memory, probe
 from worker.engine.gguf.batch import Batch
 from worker.engine.gguf.lanes import Lanes
-from worker.engine.gguf.vocabulary import Vocabulary
+from worker.engine.gguf.model import Models
 from worker.engine.moves import Move
 from worker.engine.plan import Sampled, StepPlan
 from worker.engine.runner import DeviceError, ModelError, NoRoomError
@@ -37,8 +36,6 @@ FEATURES = (
     "logit_bias",
     "progress",
 )
-_MOST_DEVICES = 128
-"""More than llama.cpp can use: it reads as many shares as it has devices."""
 _MOST_HOST_BLOCKS = 65_536
 """The tree that finds them takes about 1 kB of memory for each."""
 _CHOSEN_HOST_BYTES = 1 << 30
@@ -51,37 +48,44 @@ class GgufRunner:
 
     Raises ModelError when the file can't be served, and for settings that the model can't meet."""
 
-    def __init__(self, settings: EngineSettings, progress: Callable[[float], None]) -> None:
+    def __init__(
+        self, settings: EngineSettings, progress: Callable[[float], None], models: Models | None = None
+    ) -> None:
         library.start()
         choices.check(settings)
         found = weights.from_files(settings.files) or weights.find(settings.model, progress)
-        path = found.weights
-        facts = metadata.read(path)
-        advised = advice.read(found.sidecars, facts.sampling_defaults())
-        settings = choices.choose(settings, advised)
-        choices.check(settings)
+        self._models = models or Models()
+        self._model = self._models.use(found, settings, progress)
         self._context: llama.llama_context_p | None = None
-        self._model = _load(path, settings, progress)
-        vocab = llama.llama_model_get_vocab(self._model)
-        assert vocab is not None
-        self._vocabulary = Vocabulary(vocab, facts)
-        self._context = context.make(self._model, settings)
-        first_lane = context.first_lane(self._model, settings)
-        self._batch = Batch(settings.max_num_batched_tokens, first_lane)
-        self.end_token_ids = self._vocabulary.end_token_ids | advised.end_token_ids
+        self._vocabulary = self._model.vocabulary
+        self.end_token_ids = self._vocabulary.end_token_ids | self._model.advised.end_token_ids
         self.pieces = self._vocabulary.pieces
-        self.bundle = bundle.build(facts, self._vocabulary)
-        self._sampler = Sampler(self.end_token_ids, self._vocabulary.size)
-        identity = f"{facts.fingerprint}:{settings.cache_type_k}:{settings.cache_type_v}:{llama_cpp.__version__}"
-        self._lanes = Lanes(self._context, identity, first_lane)
-        abilities = probe.run(self._model, self._context, self._lanes, settings)
-        self.num_lanes = context.num_lanes(self._model, settings)
-        self._files = weights.to_files(found)
-        self.config = self._describe(facts, settings, abilities, advised.defaults)
-        self._check_room(settings)
+        self.bundle = self._model.bundle
+        try:
+            self._open(settings)
+        except BaseException:
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         return f"<GgufRunner {self.config.source} {self._sampler!r} {self._lanes!r}>"
+
+    def _open(self, settings: EngineSettings) -> None:
+        """Makes the context and finds out what it can do."""
+        facts, handle = self._model.facts, self._model.handle
+        settings = choices.choose(settings, self._model.advised)
+        choices.check(settings)
+        settings = memory.limit(settings, facts, llama.llama_model_n_ctx_train(handle))
+        self._context = context.make(handle, settings)
+        first_lane = context.first_lane(handle, settings)
+        self._batch = Batch(settings.max_num_batched_tokens, first_lane)
+        self._sampler = Sampler(self.end_token_ids, self._vocabulary.size)
+        identity = f"{facts.fingerprint}:{settings.cache_type_k}:{settings.cache_type_v}:{llama_cpp.__version__}"
+        self._lanes = Lanes(self._context, identity, first_lane)
+        abilities = probe.run(handle, self._context, self._lanes, settings)
+        self.num_lanes = context.num_lanes(handle, settings)
+        self.config = self._describe(settings, abilities)
+        self._check_room(settings)
 
     def begin(self, seq_no: int, sampling: contract.Sampling) -> None:
         self._sampler.begin(seq_no, sampling)
@@ -109,8 +113,8 @@ class GgufRunner:
     def close(self) -> None:
         if self._context is not None:
             llama.llama_free(self._context)
-            llama.llama_model_free(self._model)
             self._context = None
+        self._models.release(self._model)
 
     def _decode(self) -> None:
         assert self._context is not None
@@ -120,16 +124,11 @@ class GgufRunner:
         if status != 0:
             raise DeviceError(f"llama_decode returned {status}: {library.last_error()}")
 
-    def _describe(
-        self,
-        facts: metadata.Metadata,
-        settings: EngineSettings,
-        abilities: probe.Abilities,
-        defaults: contract.SamplingDefaults,
-    ) -> contract.EngineConfig:
+    def _describe(self, settings: EngineSettings, abilities: probe.Abilities) -> contract.EngineConfig:
         assert self._context is not None
+        facts = self._model.facts
         blocks = llama.llama_n_ctx(self._context) // settings.kv_block_size
-        longest = context.context_length(settings, llama.llama_model_n_ctx_train(self._model))
+        longest = context.context_length(settings, llama.llama_model_n_ctx_train(self._model.handle))
         fits = llama.llama_n_ctx_seq(self._context) // settings.kv_block_size * settings.kv_block_size
         chat = facts.text("tokenizer.chat_template") is not None
         return contract.EngineConfig(
@@ -146,10 +145,11 @@ class GgufRunner:
             prefix_cache=abilities.can_share,
             vocab_size=self._vocabulary.size,
             features=tuple(feature for feature in FEATURES if chat or feature != "chat"),
-            defaults=defaults,
+            defaults=self._model.advised.defaults,
             versions={"llama_cpp_python": llama_cpp.__version__},
             pid=os.getpid(),
-            files=self._files,
+            files=weights.to_files(self._model.found),
+            kv_bytes=llama.llama_n_ctx(self._context) * memory.bytes_per_token(facts, settings),
         )
 
     def _check_room(self, settings: EngineSettings) -> None:
@@ -169,32 +169,3 @@ def _host_blocks(settings: EngineSettings, abilities: probe.Abilities) -> int:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         budget = min(_CHOSEN_HOST_BYTES, memory // _CHOSEN_HOST_SHARE)
     return min(_MOST_HOST_BLOCKS, budget // (abilities.bytes_per_token * settings.kv_block_size))
-
-
-def _load(path: Path, settings: EngineSettings, progress: Callable[[float], None]) -> llama.llama_model_p:
-    params = llama.llama_model_default_params()
-    params.n_gpu_layers = 999 if settings.gpu_layers < 0 else settings.gpu_layers
-    params.split_mode = choices.SPLIT_MODES[settings.split_mode]
-    params.main_gpu = settings.main_gpu
-    if settings.tensor_split:
-        params.tensor_split = (ctypes.c_float * _MOST_DEVICES)(*settings.tensor_split)
-
-    def report(fraction: float, _: ctypes.c_void_p) -> bool:
-        progress(fraction)
-        return True
-
-    params.progress_callback = llama.llama_progress_callback(report)
-    model: llama.llama_model_p | None = llama.llama_model_load_from_file(str(path).encode(), params)
-    if model is None:
-        raise ModelError(f"{path}: {_what_to_do(library.last_error())}")
-    return model
-
-
-def _what_to_do(complaint: str) -> str:
-    """llama.cpp's reason for not loading a file, and what may help."""
-    reason = complaint.rpartition("error loading model: ")[2]
-    if "unknown model architecture" in reason:
-        return f"{reason}; llama-cpp-python {llama_cpp.__version__} can't run it, a later version may"
-    if "file bounds" in reason or "corrupt" in reason:
-        return f"{reason}; fetch the file again"
-    return f"llama.cpp can't load it: {reason}"

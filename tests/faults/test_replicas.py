@@ -1,0 +1,159 @@
+"""Replicas of one process share weights, memory and a fate; models come and go beside them."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import demo
+from tests.support.bare import PREFIX, Bare, check_stream
+from tests.support.load import cards, until_idle, until_ready
+from tests.support.system import System
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
+
+
+async def control(bare: Bare, card: dict[str, Any], **message: Any) -> list[dict[str, Any]]:
+    """The replies to a control message, up to the last."""
+    replies: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    inbox = bare.nats.new_inbox()
+
+    async def take(reply: Any) -> None:
+        replies.put_nowait(msgspec.msgpack.decode(reply.data))
+
+    await bare.nats.subscribe(inbox, cb=take)
+    subject = f"{PREFIX}.worker.{card['model']}.{card['worker_id']}.control"
+    await bare.nats.publish(subject, msgspec.msgpack.encode(message), reply=inbox)
+    told = []
+    async with asyncio.timeout(60):
+        while not told or (told[-1]["ok"] and told[-1].get("progress", 1) < 1):
+            told.append(await replies.get())
+    return told
+
+
+async def test_replicas_have_cards_of_their_own_and_one_engine_process_within_the_budget(system: System) -> None:
+    system.router("router")
+    system.worker("worker", "--replicas", "3", "--kv-budget", "12", "--context-length", "512")
+    bare = await system.connect()
+    found = await until_ready(bare, 3)
+    assert sorted(card["worker_id"] for card in found) == ["worker-1", "worker-2", "worker-3"]
+    assert len({card["pids"]["engine"] for card in found}) == 1
+    tokens = sum(card["total_kv_blocks"] * card["kv_block_size"] for card in found)
+    assert 0.9 * (12 << 20) < tokens * _bytes_per_token() <= 12 << 20
+    answers = [await bare.generate(LONG | {"max_tokens": 200}) for _ in range(9)]
+    workers = {(await answer.terminal())["worker_id"] for answer in answers}
+    assert workers == {"worker-1", "worker-2", "worker-3"}
+
+
+async def test_when_the_engine_process_is_killed_every_replicas_streams_go_on(system: System) -> None:
+    system.router("router")
+    system.worker("worker", "--replicas", "2")
+    bare = await system.connect()
+    found = await until_ready(bare, 2)
+    answers = [await bare.generate(LONG) for _ in range(8)]
+    for answer in answers:
+        await answer.until(3)
+    os.kill(found[0]["pids"]["engine"], signal.SIGKILL)
+    for answer in answers:
+        terminal = await answer.terminal(timeout_s=60)
+        assert terminal["finish_reason"] == "length", terminal
+        check_stream(answer)
+    assert {answer.messages[-1]["worker_id"] for answer in answers} == {"worker-1", "worker-2"}
+    after = await until_ready(bare, 2)
+    assert len({card["pids"]["engine"] for card in after}) == 1
+    assert after[0]["pids"]["engine"] != found[0]["pids"]["engine"]
+
+
+async def test_a_model_is_loaded_and_unloaded_beside_another_whose_streams_notice_nothing(
+    system: System, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.gguf"
+    shutil.copyfile(demo.MODEL_PATH, other)
+    system.router("router")
+    system.worker("worker")
+    bare = await system.connect()
+    (card,) = await until_ready(bare, 1)
+    running = [await bare.generate(LONG | {"max_tokens": 900}) for _ in range(4)]
+    told = await control(bare, card, op="load", model=str(other), replicas=2, settings={"context_length": 256})
+    assert told[0] == {"ok": True, "progress": 0.0}
+    assert told[-1] == {"ok": True, "progress": 1.0, "worker_ids": ["worker-2", "worker-3"]}
+    loaded = [one for one in await until_ready(bare, 3) if one["model"] == "other"]
+    assert [one["context_length"] for one in loaded] == [256, 256]
+    assert {one["pids"]["engine"] for one in loaded} == {card["pids"]["engine"]}
+    answer = await bare.ask(
+        {"prompt": "12 + 30 =", "max_tokens": 3, "temperature": 0}, subject=f"{PREFIX}.generate.other"
+    )
+    assert answer.text == " 42"
+    for one in loaded:
+        assert await control(bare, one, op="unload") == [{"ok": True}]
+    async with asyncio.timeout(20):
+        while any(one["model"] == "other" for one in await cards(bare)):
+            await asyncio.sleep(0.05)
+    for answer in running:
+        assert (await answer.terminal())["usage"]["completion_tokens"] == 900
+        check_stream(answer)
+    await until_idle(bare)
+    assert len([line for line in system.log("worker") if line["event"] == "engine_ready"]) == 3
+
+
+async def test_a_load_that_can_not_be_done_says_why_and_disturbs_nobody(system: System, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    shutil.copyfile(demo.MODEL_PATH, broken)
+    os.truncate(broken, 200_000)
+    system.router("router")
+    system.worker("worker", "--kv-budget", "4", "--context-length", "512", "--kv-tokens", "1024")
+    bare = await system.connect()
+    (card,) = await until_ready(bare, 1)
+    running = await bare.generate(LONG | {"max_tokens": 400})
+    for message, said in (
+        ({"model": "/nowhere.gguf"}, "/nowhere.gguf: there is no such file"),
+        ({"model": str(broken)}, "broken.gguf"),
+        ({"model": str(demo.MODEL_PATH), "replicas": 0}, "replicas must be 1 to"),
+        ({"model": str(demo.MODEL_PATH), "settings": {"colour": 1}}, "settings.colour is no setting"),
+        ({"model": str(demo.MODEL_PATH), "settings": {"kv_tokens": "many"}}, "settings: "),
+        ({"model": str(demo.MODEL_PATH), "replicas": 30}, "--kv-budget leaves"),
+        ({}, "with these fields"),
+    ):
+        told = await control(bare, card, op="load", **message)
+        assert not told[-1]["ok"]
+        assert said in told[-1]["error"]["message"], told
+    assert (await running.terminal())["usage"]["completion_tokens"] == 400
+    async with asyncio.timeout(20):
+        while len(await cards(bare)) > 1:
+            await asyncio.sleep(0.05)
+    assert (await bare.ask({"prompt": "12 + 30 =", "max_tokens": 3, "temperature": 0})).text == " 42"
+
+
+async def test_a_budget_below_one_request_stops_the_worker_in_one_line(system: System) -> None:
+    system.worker("worker", "--replicas", "4", "--kv-budget", "1", "--context-length", "1024")
+    assert system.wait("worker") == 2
+    last = system.text_log("worker").splitlines()[-1]
+    assert last.startswith("tokenbus: --kv-budget leaves 262144 bytes for this replica")
+
+
+async def test_sigterm_drains_every_replica(system: System) -> None:
+    system.router("router")
+    system.worker("worker", "--replicas", "2")
+    bare = await system.connect()
+    await until_ready(bare, 2)
+    answers = [await bare.generate(LONG | {"max_tokens": 300}) for _ in range(6)]
+    for answer in answers:
+        await answer.until(3)
+    system.signal("worker", signal.SIGTERM)
+    for answer in answers:
+        assert (await answer.terminal())["finish_reason"] == "length"
+    assert system.wait("worker") == 0
+    drained = [line["worker_id"] for line in system.log("worker") if line["event"] == "drained"]
+    assert sorted(json.dumps(one) for one in drained) == ['"worker-1"', '"worker-2"']
+
+
+def _bytes_per_token() -> int:
+    from worker.engine.gguf import memory, metadata
+    from worker.engine.settings import EngineSettings
+
+    return memory.bytes_per_token(metadata.read(Path(demo.MODEL_PATH)), EngineSettings(model="demo"))

@@ -1,0 +1,56 @@
+"""How much device memory keys and values take, from what the file says of its layers."""
+
+import msgspec
+
+from worker.engine.gguf import context
+from worker.engine.gguf.metadata import Metadata
+from worker.engine.runner import ModelError
+from worker.engine.settings import EngineSettings
+
+_BLOCK_BYTES = {
+    "f32": (1, 4),
+    "f16": (1, 2),
+    "bf16": (1, 2),
+    "q8_0": (32, 34),
+    "q5_1": (32, 24),
+    "q5_0": (32, 22),
+    "q4_1": (32, 20),
+    "q4_0": (32, 18),
+}
+"""For each type: so many values take so many bytes."""
+
+
+def bytes_per_token(facts: Metadata, settings: EngineSettings) -> int:
+    """Of a model whose layers all attend; others take less."""
+    arch = facts.text("general.architecture") or ""
+    layers = facts.number(f"{arch}.block_count")
+    heads = facts.number(f"{arch}.attention.head_count") or max(facts.ints(f"{arch}.attention.head_count"), default=1)
+    width = facts.number(f"{arch}.embedding_length") // heads
+    keys = facts.number(f"{arch}.attention.key_length") or width
+    values = facts.number(f"{arch}.attention.value_length") or width
+    of_layers = facts.ints(f"{arch}.attention.head_count_kv")
+    kv_heads = sum(of_layers) or layers * (facts.number(f"{arch}.attention.head_count_kv") or heads)
+    return kv_heads * (_size(keys, settings.cache_type_k) + _size(values, settings.cache_type_v))
+
+
+def limit(settings: EngineSettings, facts: Metadata, trained: int) -> EngineSettings:
+    """Settings with as much KV memory as they ask for, or as their limit allows if that is less.
+
+    Raises ModelError where not even one request of the context length would fit."""
+    each = bytes_per_token(facts, settings)
+    if not settings.kv_limit_bytes or not each:
+        return settings
+    fits = settings.kv_limit_bytes // each // settings.kv_block_size * settings.kv_block_size
+    length = context.context_length(settings, trained)
+    if fits < (length if settings.context_length else settings.kv_block_size):
+        raise ModelError(
+            f"--kv-budget leaves {settings.kv_limit_bytes} bytes for this replica, which is {fits} tokens of {each} "
+            f"bytes, and one request may need {length}: raise it, or lower --context-length"
+        )
+    wanted = settings.kv_tokens or context.chosen_kv_tokens(length)
+    return msgspec.structs.replace(settings, kv_tokens=min(wanted, fits), context_length=min(length, fits))
+
+
+def _size(count: int, kind: str) -> int:
+    per_block, size = _BLOCK_BYTES[kind]
+    return count * size // per_block

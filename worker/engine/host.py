@@ -1,0 +1,99 @@
+"""The engine process: `python -m worker.engine.host FD`, started by a front and bound to its life.
+
+It hosts replicas of models, each with a socket and a step loop of its own, and each model's weights only once."""
+
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+import structlog
+
+from protocol import logs
+from worker.engine import frames, replica
+from worker.engine.runner import DeviceError, Runner
+from worker.engine.settings import EngineSettings
+from worker.engine.turnstile import Turnstile
+
+EXIT_DEVICE_FAILED = 3
+"""The exit status that tells the front that the device is at fault, and not a model."""
+EXIT_BUG = 1
+
+Load = Callable[[EngineSettings, Callable[[float], None]], Runner]
+"""Makes a replica's runner, telling how much is loaded. Raises ModelError."""
+
+
+class Host:
+    """Replicas of one process. It ends with the last of them, and when the device fails."""
+
+    def __init__(self, control: socket.socket, load: Load) -> None:
+        self._control = control
+        self._load = load
+        self._loading = threading.Lock()
+        self._turnstile = Turnstile()
+        self._lock = threading.Lock()
+        self._num_replicas = 0
+
+    def __repr__(self) -> str:
+        return f"<Host of {self._num_replicas} replicas>"
+
+    def run(self) -> None:
+        """Opens replicas as the front asks, until it closes the control socket."""
+        for opened, sock in frames.received_with_sockets(self._control):
+            with self._lock:
+                self._num_replicas += 1
+            name = f"replica {opened.number}"
+            threading.Thread(target=self._serve, args=(opened, sock), name=name, daemon=True).start()
+
+    def _serve(self, opened: frames.Open, sock: socket.socket) -> None:
+        settings = opened.settings
+        try:
+            replica.serve(
+                sock,
+                lambda progress: self._load_one(settings, progress),
+                settings.step_target_ms / 1e3,
+                settings.pressure,
+                self._turnstile,
+            )
+        except DeviceError as error:
+            structlog.get_logger().error("device_failed", error=str(error))
+            os._exit(EXIT_DEVICE_FAILED)
+        except ConnectionError:
+            pass  # the front has closed this replica's socket
+        except BaseException:  # a thread's end would go unnoticed: the front starts the process anew
+            traceback.print_exc()
+            os._exit(EXIT_BUG)
+        sock.close()
+        self._closed(opened.number)
+
+    def _load_one(self, settings: EngineSettings, progress: Callable[[float], None]) -> Runner:
+        """One at a time: so weights that several want are read once, and a complaint is the right model's."""
+        with self._loading:
+            return self._load(settings, progress)
+
+    def _closed(self, number: int) -> None:
+        with self._lock:
+            self._num_replicas -= 1
+            self._control.sendall(frames.encode(frames.Closed(number)))
+            if not self._num_replicas:
+                os._exit(0)
+
+
+def _loader() -> Load:
+    from worker.engine.gguf.model import Models
+    from worker.engine.gguf.runner import GgufRunner
+
+    models = Models()
+    return lambda settings, progress: GgufRunner(settings, progress, models)
+
+
+def main() -> None:
+    logs.configure("engine")
+    Host(socket.socket(fileno=int(sys.argv[1])), _loader()).run()
+    os._exit(0)  # at once, in the midst of a step: nobody listens any more
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""One replica of a model: a step loop on this thread, told what to do over a socket."""
+
+import queue
+import socket
+import threading
+from collections.abc import Callable
+
+from protocol import blocks, errors
+from worker.engine import frames
+from worker.engine.loop import Inbox, StepLoop
+from worker.engine.runner import ModelError, Runner
+from worker.engine.settings import Pressure
+from worker.engine.turnstile import Turnstile
+
+
+def serve(
+    sock: socket.socket,
+    load: Callable[[Callable[[float], None]], Runner],
+    step_target_s: float,
+    pressure: Pressure | None = None,
+    turnstile: Turnstile | None = None,
+) -> None:
+    """Loads a runner, says so, and steps until the socket's other end closes.
+
+    Raises DeviceError when the device fails; a model that can't be loaded is told to the front."""
+    send = _locked_sender(sock)
+    try:
+        runner = load(lambda fraction: send(frames.Loading(fraction)))
+    except ModelError as error:
+        send(frames.LoadFailed(str(error)))
+        return
+    inbox: Inbox = queue.SimpleQueue()
+    reader = threading.Thread(target=_read, args=(sock, runner, inbox, send), name="commands", daemon=True)
+    reader.start()
+    send(frames.Ready(runner.config, runner.pieces, runner.bundle))
+    try:
+        StepLoop(runner, inbox, send, step_target_s, pressure, turnstile).run()
+    finally:
+        runner.close()
+
+
+def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Callable[[frames.Report], None]) -> None:
+    """Passes commands on to the loop and tokenizes beside it, so that neither waits for the other."""
+    for body in frames.received(sock):
+        command = frames.command_decoder.decode(body)
+        if isinstance(command, frames.AskTokens):
+            send(_tokenize(runner, command))
+        else:
+            inbox.put(command)
+    inbox.put(None)
+
+
+def _tokenize(runner: Runner, ask: frames.AskTokens) -> frames.Tokens:
+    try:
+        return frames.Tokens(ask.ticket, blocks.to_bytes(runner.tokenize(ask.request)), None)
+    except errors.RequestError as error:
+        return frames.Tokens(ask.ticket, b"", error.error)
+
+
+def _locked_sender(sock: socket.socket) -> Callable[[frames.Report], None]:
+    lock = threading.Lock()
+
+    def send(report: frames.Report) -> None:
+        with lock:
+            sock.sendall(frames.encode(report))
+
+    return send

@@ -1,0 +1,59 @@
+"""How long a step of a simulated device takes; pure."""
+
+from typing import NamedTuple
+
+from worker.engine.plan import StepPlan
+
+
+class Polynomial(NamedTuple):
+    """`squared * x * x + linear * x + constant`, in milliseconds."""
+
+    squared: float
+    linear: float
+    constant: float
+
+    def __call__(self, x: float) -> float:
+        return (self.squared * x + self.linear) * x + self.constant
+
+
+class Timing(NamedTuple):
+    """A step takes the time of its prompt tokens, if it has any, and that of its decodes, if it has any."""
+
+    prefill: Polynomial
+    """Of the prompt tokens in the step."""
+    decode: Polynomial
+    """Of the share of the KV memory that running sequences hold, from 0 to 1."""
+    per_decode_ms: float = 0.0
+    """For each sequence that decodes."""
+
+    def step_ms(self, prompt_tokens: int, decodes: int, held_share: float) -> float:
+        prefill_ms = self.prefill(prompt_tokens) if prompt_tokens else 0.0
+        decode_ms = self.decode(held_share) + self.per_decode_ms * decodes if decodes else 0.0
+        return prefill_ms + decode_ms
+
+
+PRESETS = {
+    "dynamo": Timing(
+        prefill=Polynomial(4.209989e-07, 1.518344e-02, 1.650142e01),
+        decode=Polynomial(-25.74, 54.01, 5.74),
+    ),
+    "cpu-0.5b-q8_0": Timing(
+        prefill=Polynomial(0.0, 8.3, 0.0),
+        decode=Polynomial(0.0, 20.0, 16.0),
+        per_decode_ms=14.5,
+    ),
+}
+"""`dynamo`: the polynomials of NVIDIA Dynamo's simulated engine. `cpu-0.5b-q8_0`: a 0.5B shape in Q8_0 on 2 threads of an
+x86-64 server, as bench/README.md has it."""
+
+
+def of_plan(plan: StepPlan, timing: Timing, capacity_tokens: int) -> float:
+    """Milliseconds of a step."""
+    prompt_tokens = decodes = held = 0
+    for part in plan.parts:
+        held += part.start + part.num_tokens
+        if part.num_tokens > 1 or not part.samples:
+            prompt_tokens += part.num_tokens
+        else:
+            decodes += 1
+    return timing.step_ms(prompt_tokens, decodes, min(1.0, held / capacity_tokens))

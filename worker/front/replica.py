@@ -1,0 +1,131 @@
+"""One replica as the front sees it: a worker on the wire, with a connection, a card and a supervised engine."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from protocol import connection as nats
+from protocol import internal, subjects
+from protocol.bus import Bus
+from worker import contract
+from worker.engine.settings import EngineSettings
+from worker.front.engine import ChildEngine
+from worker.front.front import Front
+from worker.front.link import EngineProcess
+from worker.front.settings import Say, WorkerSettings
+from worker.front.supervise import Supervisor
+
+_LOADING_LINE_S = 2.0
+
+
+class Replica:
+    """Lives from `run` until it is drained. Its engine is a step loop in `process`."""
+
+    def __init__(
+        self, settings: WorkerSettings, served_name: str, worker_id: str, engine: EngineSettings, process: EngineProcess
+    ) -> None:
+        self.worker_id = worker_id
+        self.served_name = served_name
+        self.loaded = 0.0
+        """How much of its model is loaded, from 0 to 1."""
+        self.started: asyncio.Future[contract.EngineConfig] = asyncio.get_running_loop().create_future()
+        """Done when it serves for the first time. Never fails: `run` does."""
+        self.front: Front | None = None
+        self.on_load: Callable[[internal.Control, Say], None] | None = None
+        """Who loads more models beside this one."""
+        self._leave = asyncio.Event()
+        self._settings = settings
+        self._engine = engine
+        self._process = process
+        self._said_at = time.monotonic()
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Replica {self.worker_id} of {self.served_name}>"
+
+    def leave(self) -> None:
+        """Has it drained: `run` returns when that is done."""
+        self._leave.set()
+        if self.front is not None:
+            self.front.drain_asked.set()
+
+    async def run(self) -> None:
+        """Until drained. Raises EngineStartError for a model that can't be served, ReplacedError when another worker
+        has taken the name, and ConnectionError when there is no broker."""
+        structlog.contextvars.bind_contextvars(worker_id=self.worker_id)
+        connection = await nats.connect(self._settings.broker, name=f"worker {self.worker_id}")
+        try:
+            names = subjects.Subjects(self._settings.prefix)
+            front = Front(connection, names, self.served_name, self.worker_id, self._settings.front)
+            self.front = front
+            front.on_load = self.on_load
+            if self._leave.is_set():
+                return
+            supervisor = Supervisor(self._make_engine, self.worker_id, self, self._settings.step_timeout_s)
+            front.on_pulse = supervisor.watch
+            await front.open()
+            await self._live(connection, supervisor, front)
+        finally:
+            await connection.close()
+
+    def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
+        """A restart finds the same files and takes no more memory than the first."""
+        self._engine = msgspec.structs.replace(self._engine, files=config.files, kv_limit_bytes=config.kv_bytes)
+        assert self.front is not None
+        self.front.engine_started(engine, config)
+        if not self.started.done():
+            self.started.set_result(config)
+
+    def engine_died(self) -> None:
+        assert self.front is not None
+        self.front.engine_died()
+
+    def _make_engine(self) -> ChildEngine:
+        assert self.front is not None
+        settings = self._engine
+        engine = ChildEngine(lambda: self._process.open(settings), self._settings.max_waiting, keeps_streams=True)
+        engine.on_step = self.front.step_done
+        engine.on_blocks = self.front.blocks_changed
+        engine.on_loading = self._note_loading
+        return engine
+
+    def _note_loading(self, fraction: float) -> None:
+        """Says how far a model is loaded, every few seconds of a long load."""
+        self.loaded = fraction
+        now = time.monotonic()
+        if now - self._said_at >= _LOADING_LINE_S:
+            self._said_at = now
+            self._log.info("model_loading", percent=round(100 * fraction))
+
+    async def _live(self, bus: Bus, supervisor: Supervisor, front: Front) -> None:
+        lives = (supervisor.run(), front.run(), bus.until_refused())
+        tasks: list[asyncio.Task[None]] = [asyncio.create_task(life) for life in lives]
+        left = asyncio.create_task(front.drain_asked.wait())
+        try:
+            await asyncio.wait([left, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            await self._drain(supervisor, front)
+        finally:
+            left.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(left, *tasks, return_exceptions=True)
+            front.left()
+
+    async def _drain(self, supervisor: Supervisor, front: Front) -> None:
+        """Takes nothing new, lets what runs finish within the grace period, ends the rest."""
+        front.leave()
+        self._log.info("draining", grace_s=self._settings.grace_s)
+        engine = supervisor.engine
+        if engine is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.grace_s):
+                    await engine.drain()
+        await supervisor.cleanup()
+        self._log.info("drained")
