@@ -38,13 +38,13 @@ async def control(bare: Bare, card: dict[str, Any], **message: Any) -> list[dict
 
 async def test_replicas_have_cards_of_their_own_and_one_engine_process_within_the_budget(system: System) -> None:
     system.router("router")
-    system.worker("worker", "--replicas", "3", "--kv-budget", "12", "--context-length", "512")
+    system.worker("worker", "--replicas", "3", "--kv-budget", "4", "--context-length", "512")
     bare = await system.connect()
     found = await until_ready(bare, 3)
     assert sorted(card["worker_id"] for card in found) == ["worker-1", "worker-2", "worker-3"]
     assert len({card["pids"]["engine"] for card in found}) == 1
     tokens = sum(card["total_kv_blocks"] * card["kv_block_size"] for card in found)
-    assert 0.9 * (12 << 20) < tokens * _bytes_per_token() <= 12 << 20
+    assert 0.9 * (4 << 20) < tokens * _bytes_per_token() <= 4 << 20
     answers = [await bare.generate(LONG | {"max_tokens": 200}) for _ in range(9)]
     workers = {(await answer.terminal())["worker_id"] for answer in answers}
     assert workers == {"worker-1", "worker-2", "worker-3"}
