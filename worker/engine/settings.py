@@ -12,7 +12,7 @@ class Pressure(msgspec.Struct, frozen=True, kw_only=True):
     priority_s: float = 1.0
     """Seconds of waiting that one step of priority is worth."""
     max_idle_blocks: int | None = None
-    """Cached blocks that nobody uses and that may stay on the device; None for those of 1,024 tokens where there is
+    """Cached blocks that nobody uses and that may stay on the device; None for those of 256 tokens where there is
     host memory for the others, else for all."""
 
 
