@@ -46,7 +46,7 @@ async def running(model: Path, threads: int) -> AsyncIterator[int]:
         )
         try:
             async with asyncio.timeout(120):
-                while not await _answers(port):
+                while not await _answers(port):  # noqa: ASYNC110 - nothing says when it serves
                     await asyncio.sleep(0.2)
             yield port
         finally:
@@ -77,7 +77,8 @@ async def of_python_server(port: int, prompts: list[str], tokens: int) -> float:
     began = time.perf_counter()
     asked = [_ask(port, "POST", "/v1/completions", fields | {"prompt": prompt}) for prompt in prompts]
     answers = await asyncio.gather(*asked)
-    return sum(answer["usage"]["completion_tokens"] for answer in answers) / (time.perf_counter() - began)
+    tokens_made: int = sum(answer["usage"]["completion_tokens"] for answer in answers)
+    return tokens_made / (time.perf_counter() - began)
 
 
 async def of_tokenbus(client: Client, prompts: list[str], tokens: int) -> float:

@@ -67,6 +67,8 @@ async def _generate(options: argparse.Namespace, client: Client) -> int:
 
 def _fields(options: argparse.Namespace) -> dict[str, Any]:
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if not text:
+        raise ValueError("the prompt is empty")
     fields = {name: value for name in ASKED if (value := getattr(options, name)) is not None}
     if options.raw:
         return fields | {"prompt": text}

@@ -39,12 +39,17 @@ def root_hash(domain: PrefixDomain) -> int:
 
 def block_hashes(token_ids: Sequence[int], block_size: int, parent: int) -> list[int]:
     """Hashes of all full blocks of `token_ids` (each below 2**32), first to last; `parent` comes before the first."""
+    return hashes_of(to_bytes(token_ids), block_size, parent)
+
+
+def hashes_of(data: bytes, block_size: int, parent: int) -> list[int]:
+    """As `block_hashes`, of token ids in the form in which they are sent (`to_bytes`)."""
     assert block_size > 0, block_size
-    data = memoryview(to_bytes(token_ids))
     width = 4 * block_size
+    digest = xxhash.xxh3_64_intdigest
     hashes = []
     for start in range(0, len(data) - width + 1, width):
-        parent = next_hash(parent, data[start : start + width])
+        parent = digest(parent.to_bytes(8, "little") + data[start : start + width])
         hashes.append(parent)
     return hashes
 

@@ -21,7 +21,7 @@ class Range(NamedTuple):
         return (self.low < value if self.above else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
-        return f"{'above' if self.above else 'at least'} {self.low:g} and at most {self.high:g}"
+        return f"{'above' if self.above else 'at least'} {self.low:.12g} and at most {self.high:.12g}"
 
 
 RANGES = {

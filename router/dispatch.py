@@ -7,15 +7,17 @@ import time
 
 import structlog
 
-from protocol import codec, errors, internal, limits, messages, subjects
+from protocol import blocks, codec, errors, internal, limits, messages, subjects
 from protocol import request as checks
 from protocol.bus import Bus, BusyError, NoRespondersError, PayloadTooLargeError
 from router.fleet import Fleet
 from router.flight import Flight, Flights
-from router.placement import NoWorker, Placement, Policy, place
+from router.placement import Policy
+from router.served import NoWorker, Placement, Prompt, Wish
 
 _run_replies = codec.Decoder(internal.RunReply)
 _control_replies = codec.Decoder(internal.ControlReply)
+_NO_WISH = messages.RoutingWish()
 MAX_ATTEMPTS = 12
 """Times that a worker is looked for before a request ends with the last one's refusal."""
 
@@ -40,6 +42,7 @@ class Dispatch:
         policies: dict[str, Policy],
         default_policy: str,
         rng: random.Random,
+        temperature: float = 0.0,
     ) -> None:
         self._connection = connection
         self._names = names
@@ -49,6 +52,7 @@ class Dispatch:
         self._policies = policies
         self._default_policy = default_policy
         self._rng = rng
+        self._temperature = temperature
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -78,8 +82,8 @@ class Dispatch:
                     if not _forgive_absent(refused):
                         break
                     await asyncio.sleep(_ASK_AGAIN_S * 2 ** min(attempt, 3))
-                case Placement(worker):
-                    refusal = await self._try(flight, worker.card)
+                case Placement(worker) as placement:
+                    refusal = await self._try(flight, placement)
                     if refusal is None:
                         return
                     self._fleet.unbook(worker.card.worker_id, flight.key)
@@ -123,31 +127,33 @@ class Dispatch:
 
     def _place(self, flight: Flight, refused: dict[str, errors.Error]) -> Placement | NoWorker:
         now = time.monotonic()
-        wish = flight.request.routing
+        asked = flight.request.routing or _NO_WISH
+        prompt = self._prompt(flight)
         holder = self._fleet.holder_of(flight.key, flight.model) if flight.attempt == 0 else None
         if holder is not None:  # the same id, placed by another router: the worker that holds it decides
-            self._fleet.book(holder.card.worker_id, flight.key, now)
+            self._fleet.book(holder.card.worker_id, prompt, now)
             return Placement(holder, self._default_policy)
-        candidates = [
-            worker
-            for worker in self._fleet.candidates(flight.model, now)
-            if worker.card.worker_id not in refused and worker.card.context_length > flight.num_prompt_tokens
-        ]
-        if wish is not None and wish.worker_id:
-            candidates = [worker for worker in candidates if worker.card.worker_id == wish.worker_id]
-        policy = self._policies[(wish.policy if wish else None) or self._default_policy]
-        placement = place(candidates, policy, self._rng)
-        if isinstance(placement, Placement):
-            self._fleet.book(placement.worker.card.worker_id, flight.key, now)
-        return placement
+        policy = self._policies[asked.policy or self._default_policy]
+        wish = Wish(asked.worker_id or None, refused, self._temperature, bool(asked.explain))
+        return self._fleet.place(flight.model, prompt, policy, self._rng, now, wish)
 
-    async def _try(self, flight: Flight, card: messages.Card) -> errors.Error | None:
+    def _prompt(self, flight: Flight) -> Prompt:
+        assert flight.prompt_ids is not None, flight
+        scheme, request = self._fleet.scheme_of(flight.model), flight.request
+        if scheme is None or request.cache_prompt is False:
+            return Prompt(flight.key, flight.num_prompt_tokens)
+        domain = blocks.PrefixDomain(scheme.fingerprint, tenant=flight.tenant, cache_salt=request.cache_salt or "")
+        hashes = blocks.hashes_of(flight.prompt_ids, scheme.block_size, blocks.root_hash(domain))
+        return Prompt(flight.key, flight.num_prompt_tokens, hashes)
+
+    async def _try(self, flight: Flight, placement: Placement) -> errors.Error | None:
         """Sends a run to one worker; None when it accepts. An answer that fails to come is cleared up first."""
+        card = placement.worker.card
         flight.attempt += 1
         flight.ended_at = None
         flight.awaiting = card.worker_id
         subject = self._names.worker(card.model, card.worker_id, "run")
-        run = codec.encode(self._run(flight, card))
+        run = codec.encode(self._run(flight, placement))
         try:
             headers = {"traceparent": flight.traceparent} if flight.traceparent else None
             answer = await self._connection.request(subject, run, limits.ACCEPT_S, headers)
@@ -173,8 +179,9 @@ class Dispatch:
         self._accepted(flight, card)
         return None
 
-    def _run(self, flight: Flight, card: messages.Card) -> internal.Run:
+    def _run(self, flight: Flight, placement: Placement) -> internal.Run:
         assert flight.prompt_ids is not None, flight
+        card = placement.worker.card
         return internal.Run(
             request_id=flight.key,
             attempt=flight.attempt,
@@ -186,6 +193,7 @@ class Dispatch:
             params=checks.params_of(flight.request),
             remaining_ms=flight.remaining_ms(time.monotonic()),
             age_ms=(time.monotonic() - flight.received_at) * 1e3,
+            routing=placement.report,
         )
 
     def _accepted(self, flight: Flight, card: messages.Card) -> None:

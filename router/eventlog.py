@@ -14,6 +14,8 @@ class Caught(NamedTuple):
 
     running: dict[str, internal.RunningRequest]
     events: tuple[internal.Events, ...]
+    runs: tuple[internal.BlockRun, ...]
+    """Blocks that the worker held at the snapshot."""
     asked_at: float
     """What the router did after this time may not show in the snapshot."""
 
@@ -82,6 +84,7 @@ class EventLog:
         if len(self._parts) < part.parts:
             return None
         later = tuple(events for events in self._buffer if events.seq > part.seq)
+        runs = tuple(run for number in sorted(self._parts) for run in self._parts[number].runs)
         running = {one.id: one for known in self._parts.values() for one in known.running}
         asked_at = self._first_asked_at
         if [events.seq for events in later] != list(range(part.seq + 1, part.seq + 1 + len(later))):
@@ -90,4 +93,4 @@ class EventLog:
         self.doubt()
         self.is_behind = False
         self.seq = later[-1].seq if later else part.seq
-        return Caught(running, later, asked_at)
+        return Caught(running, later, runs, asked_at)

@@ -1,43 +1,25 @@
 """What a router believes of its workers: pure, fed with cards and events and the time, all in seconds."""
 
+import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from protocol import internal, limits, messages
 from protocol.recent import Recent
 from protocol.subjects import epoch_order
-from router.eventlog import Caught, EventLog
+from router.eventlog import Caught
+from router.placement import Policy
+from router.served import NoWorker, Placement, Prompt, Scheme, Served, Wish
+from router.worker import Worker
 
 MAX_WORKERS = 4_096
 """Workers beyond this are not taken in: a router's memory stays bounded whatever is published."""
 MAX_RUNNING = 65_536
 """Requests of one worker that are remembered by their ids."""
+_REFUSED_S = 30.0
+"""A card that was refused is looked at again after this: the workers that it contradicts may be gone."""
 _BOOKING_LAPSES_S = 5.0
 """A booking that no event has confirmed by then was lost on the way."""
-
-
-class Worker:
-    """One worker as the last card and events describe it, and what was placed there since."""
-
-    def __init__(self, card: messages.Card, now: float) -> None:
-        self.card = card
-        self.state = card.state
-        self.load = messages.Load()
-        self.heard_at = now
-        self.has_lapsed = False
-        """Its lease has lapsed; what was placed there is being cleared up."""
-        self.log = EventLog()
-        self.bookings: dict[str, float] = {}
-        self.running: set[str] = set()
-        """Requests that it holds, by its own word, whoever has placed them."""
-
-    def __repr__(self) -> str:
-        return f"<Worker {self.card.worker_id} {self.state} {self.num_requests} requests>"
-
-    @property
-    def num_requests(self) -> int:
-        """Requests there: those it reports, and those placed that its reports can't know of yet."""
-        return self.load.running + self.load.waiting + len(self.bookings)
 
 
 class Lost(NamedTuple):
@@ -59,6 +41,8 @@ class Heard(NamedTuple):
     """The worker has withdrawn, and has ended all its streams itself."""
     caught: Caught | None = None
     """What the worker holds, after a gap in what was known."""
+    refused: str | None = None
+    """Why a card was not believed."""
 
 
 class Fleet:
@@ -67,6 +51,9 @@ class Fleet:
     def __init__(self, began_at: float) -> None:
         self._began_at = began_at
         self._workers: dict[str, Worker] = {}
+        self._served: dict[str, Served] = {}
+        self._refused: Recent[str] = Recent(_REFUSED_S, MAX_WORKERS)
+        """Why lives of workers are not believed, by epoch."""
         self._seen_models: dict[str, None] = {}
         self._lost_behind: Recent[bool] = Recent(limits.KEEP_ENDED_S, MAX_WORKERS)
 
@@ -79,20 +66,25 @@ class Fleet:
         self._remember(card.model)
         if card.state is messages.WorkerState.STOPPED:
             if known is not None and known.card.epoch == card.epoch:
-                del self._workers[card.worker_id]
+                self._leave(known)
                 return Heard(left=True)
             return Heard()
+        if known is not None and known.card.epoch != card.epoch and not self._supersedes(card.epoch, known, now):
+            return Heard()
+        refusal = self._why_not(card)
+        if refusal is not None:
+            is_new = self._refused.get(card.epoch, now) is None
+            self._refused.put(card.epoch, refusal, now)
+            return Heard(refused=refusal if is_new else None)
         if known is None:
             if len(self._workers) < MAX_WORKERS:
-                self._workers[card.worker_id] = Worker(card, now)
+                self._join(Worker(card, now))
             return Heard()
         if known.card.epoch == card.epoch:
-            known.card, known.state = card, card.state
-            known.heard_at, known.has_lapsed = now, False
+            self._change(known, card, now)
             return Heard()
-        if not self._supersedes(card.epoch, known, now):
-            return Heard()
-        self._workers[card.worker_id] = Worker(card, now)
+        self._leave(known)
+        self._join(Worker(card, now))
         if known.log.is_behind:
             self._lost_behind.put(known.card.epoch, True, now)
         return Heard(lost=Lost(known.card, known.log.is_behind))
@@ -100,13 +92,17 @@ class Fleet:
     def take_events(self, events: internal.Events, now: float) -> Heard | None:
         """Notes an entry of an event log; None where the worker or its life is unknown, and should be discovered."""
         worker = self._workers.get(events.worker_id)
+        if self._refused.get(events.epoch, now) is not None:
+            return Heard()
         if worker is None or worker.card.epoch != events.epoch:
             return None
         if worker.log.seq is not None and events.seq <= worker.log.seq:
             return Heard()
         worker.load, worker.state = events.load, events.state
         worker.heard_at, worker.has_lapsed = now, False
-        return _apply(worker, worker.log.take(events))
+        heard = self._apply(worker, worker.log.take(events), now)
+        self._of(worker).refresh(worker)
+        return heard
 
     def take_part(self, part: internal.SnapshotPart, now: float) -> Heard:
         """Notes a part of a snapshot; the last one closes the gap."""
@@ -114,13 +110,17 @@ class Fleet:
         if worker is None or worker.card.epoch != part.epoch:
             return Heard()
         worker.heard_at, worker.has_lapsed = now, False
+        self._of(worker).refresh(worker)
         caught = worker.log.take_part(part)
         if caught is None:
             return Heard()
         for key in caught.running:
             worker.bookings.pop(key, None)
         worker.running = set(list(caught.running)[:MAX_RUNNING])
-        return _apply(worker, caught.events)._replace(caught=caught)
+        self._of(worker).replace_blocks(worker, caught.runs)
+        heard = self._apply(worker, caught.events, now)
+        self._of(worker).refresh(worker)
+        return heard._replace(caught=caught)
 
     def behind(self, now: float, every_s: float) -> list[Worker]:
         """The workers to ask for a snapshot now."""
@@ -144,8 +144,14 @@ class Fleet:
             if not worker.has_lapsed and now - worker.heard_at >= limits.LOST_S:
                 worker.has_lapsed = True
                 lapsed.append(Lost(worker.card, worker.log.is_behind))
-            for key in [key for key, at in worker.bookings.items() if now - at >= _BOOKING_LAPSES_S]:
+                self._of(worker).refresh(worker)
+            old = [key for key, booking in worker.bookings.items() if now - booking.at >= _BOOKING_LAPSES_S]
+            for key in old:
                 del worker.bookings[key]
+            if old:
+                self._of(worker).refresh(worker)
+        for served in self._served.values():
+            served.sweep(now)
         return lapsed
 
     def is_lost(self, card: messages.Card) -> bool:
@@ -165,12 +171,13 @@ class Fleet:
         worker = self._workers.get(card.worker_id)
         if worker is not None and worker.card.epoch == card.epoch:
             worker.heard_at, worker.has_lapsed = now, False
+            self._of(worker).refresh(worker)
 
     def remove(self, card: messages.Card, now: float) -> None:
         """Forgets a lapsed worker, unless it has shown that it lives."""
         worker = self._workers.get(card.worker_id)
         if worker is not None and worker.card.epoch == card.epoch and worker.has_lapsed:
-            del self._workers[card.worker_id]
+            self._leave(worker)
             if worker.log.is_behind:
                 self._lost_behind.put(card.epoch, True, now)
 
@@ -178,15 +185,29 @@ class Fleet:
         """Starts counting silence anew: the router itself was away."""
         for worker in self._workers.values():
             worker.heard_at = now
+            self._of(worker).refresh(worker)
 
-    def book(self, worker_id: str, key: str, now: float) -> None:
-        """Counts a request as being there, until an event says so."""
-        self._workers[worker_id].bookings[key] = now
+    def place(
+        self, model: str, prompt: Prompt, policy: Policy, rng: random.Random, now: float, wish: Wish
+    ) -> Placement | NoWorker:
+        """Chooses a worker of that model for a prompt and books it there, in one step."""
+        served = self._served.get(model)
+        return NoWorker() if served is None else served.place(prompt, policy, rng, now, wish)
+
+    def book(self, worker_id: str, prompt: Prompt, now: float) -> None:
+        """Counts a request as being at a worker, until an event says so."""
+        worker = self._workers[worker_id]
+        self._of(worker).book(worker, prompt, now)
 
     def unbook(self, worker_id: str, key: str) -> None:
         worker = self._workers.get(worker_id)
-        if worker is not None:
-            worker.bookings.pop(key, None)
+        if worker is not None and worker.bookings.pop(key, None) is not None:
+            self._of(worker).refresh(worker)
+
+    def scheme_of(self, model: str) -> Scheme | None:
+        """How the blocks of that model are named; None where no worker has any."""
+        served = self._served.get(model)
+        return None if served is None else served.scheme
 
     def find(self, worker_id: str) -> Worker | None:
         return self._workers.get(worker_id)
@@ -200,26 +221,18 @@ class Fleet:
 
     def of_model(self, model: str) -> list[Worker]:
         """All workers that serve a model, whatever their state."""
-        return [worker for worker in self._workers.values() if worker.card.model == model]
+        served = self._served.get(model)
+        return [] if served is None else list(served.workers)
 
     def candidates(self, model: str, now: float) -> list[Worker]:
         """The workers that may be given a request for that model now."""
-        return [
-            worker
-            for worker in self.of_model(model)
-            if worker.state is messages.WorkerState.READY
-            and not worker.has_lapsed
-            and worker.card.max_num_seqs > 0
-            and now - worker.heard_at < limits.SUSPECT_S
-            and worker.load.step_age_ms <= _OLDEST_STEP_MS
-        ]
+        served = self._served.get(model)
+        return [] if served is None else served.candidates(now)
 
     def models(self) -> Iterator[tuple[str, list[Worker]]]:
         """Each model that is being served, with its workers."""
-        by_model: dict[str, list[Worker]] = {}
-        for worker in self._workers.values():
-            by_model.setdefault(worker.card.model, []).append(worker)
-        yield from sorted(by_model.items())
+        for model in sorted(self._served):
+            yield model, list(self._served[model].workers)
 
     def is_unknown(self, model: str, now: float) -> bool:
         """Whether this router is old enough to say that nobody has ever served the model."""
@@ -229,6 +242,56 @@ class Fleet:
         assert len(self._workers) <= MAX_WORKERS
         assert all(name == worker.card.worker_id for name, worker in self._workers.items())
         assert len(self._seen_models) <= MAX_WORKERS
+        of_models = {worker.card.worker_id for served in self._served.values() for worker in served.workers}
+        assert of_models == self._workers.keys()
+        for served in self._served.values():
+            served.check_integrity()
+
+    def _join(self, worker: Worker) -> None:
+        self._workers[worker.card.worker_id] = worker
+        self._served.setdefault(worker.card.model, Served()).join(worker)
+
+    def _change(self, worker: Worker, card: messages.Card, now: float) -> None:
+        """The same life has another card."""
+        if worker.card.model != card.model:
+            self._leave(worker)
+            worker.card = card
+            self._join(worker)
+        worker.card, worker.state = card, card.state
+        worker.heard_at, worker.has_lapsed = now, False
+        self._of(worker).changed(worker)
+
+    def _leave(self, worker: Worker) -> None:
+        del self._workers[worker.card.worker_id]
+        served = self._of(worker)
+        served.leave(worker)
+        if not served.workers:
+            del self._served[worker.card.model]
+
+    def _of(self, worker: Worker) -> Served:
+        return self._served[worker.card.model]
+
+    def _why_not(self, card: messages.Card) -> str | None:
+        """Why a card can't be true beside those of the other workers of its model; None if it may be."""
+        served = self._served.get(card.model)
+        return None if served is None else served.why_not(card)
+
+    def _apply(self, worker: Worker, ready: tuple[internal.Events, ...], now: float) -> Heard:
+        """Applies what an event log has ready."""
+        spoken: list[str] = []
+        finished: list[str] = []
+        for events in ready:
+            for started in events.started:
+                worker.bookings.pop(started.id, None)
+                if len(worker.running) < MAX_RUNNING:
+                    worker.running.add(started.id)
+            for key in events.finished:
+                worker.bookings.pop(key, None)
+                worker.running.discard(key)
+            spoken += events.spoken
+            finished += events.finished
+            self._of(worker).apply(worker, events, now)
+        return Heard(spoken=tuple(spoken), finished=tuple(finished))
 
     def _remember(self, model: str) -> None:
         self._seen_models[model] = None
@@ -238,24 +301,3 @@ class Fleet:
     def _supersedes(self, epoch: str, known: Worker, now: float) -> bool:
         """A later life always, any other once the known one has been silent long enough to be lost."""
         return epoch_order(epoch) > epoch_order(known.card.epoch) or now - known.heard_at >= limits.LOST_S
-
-
-def _apply(worker: Worker, ready: tuple[internal.Events, ...]) -> Heard:
-    """Applies what an event log has ready."""
-    spoken: list[str] = []
-    finished: list[str] = []
-    for events in ready:
-        for started in events.started:
-            worker.bookings.pop(started.id, None)
-            if len(worker.running) < MAX_RUNNING:
-                worker.running.add(started.id)
-        for key in events.finished:
-            worker.bookings.pop(key, None)
-            worker.running.discard(key)
-        spoken += events.spoken
-        finished += events.finished
-    return Heard(spoken=tuple(spoken), finished=tuple(finished))
-
-
-_OLDEST_STEP_MS = 2_000.0
-"""An engine whose step is older than this gets no new work."""

@@ -53,6 +53,10 @@ class PrefixIndex:
         self._alone[1 << place] = 1 << place
         return place
 
+    def allow(self, place: int, most_blocks: int) -> None:
+        """A worker has said anew how many blocks it can hold."""
+        self._most_blocks[place] = max(most_blocks, self._num_blocks[place])
+
     def leave(self, place: int) -> None:
         """That worker holds nothing any more. What it held is found by nobody, and forgotten by and by in `sweep`."""
         del self._num_blocks[place], self._most_blocks[place], self._alone[1 << place]

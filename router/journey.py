@@ -11,9 +11,10 @@ from protocol import blocks, errors, limits, messages
 from protocol import request as checks
 from router.answer import Answers
 from router.dispatch import AlreadyLiveError, Dispatch
-from router.fleet import Fleet, Worker
+from router.fleet import Fleet
 from router.flight import Flight, Flights
 from router.vocabularies import Vocabularies
+from router.worker import Worker
 
 _FIRST_SIGN_S = 1.0 - 2 * limits.TICK_S
 """A client whose request is held here hears so within a second."""

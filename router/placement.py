@@ -1,33 +1,62 @@
 """Chooses a worker for a request: a pure function of what is known, with a policy for the costs."""
 
 import random
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from router.fleet import Worker
+import numpy as np
+
+from router.columns import Floats
 
 
-class Placement(NamedTuple):
-    """The chosen worker, by the policy of that name."""
+class View(NamedTuple):
+    """What a policy may look at: of each candidate one entry in every column."""
 
-    worker: Worker
-    policy: str
-
-
-class NoWorker(NamedTuple):
-    """There is nobody to choose."""
+    prompt_tokens: int
+    block_size: Floats
+    """Tokens of a block; 0 where it has none."""
+    overlap_tokens: Floats
+    """Leading tokens of the prompt that it holds, or will soon."""
+    prefill_tokens: Floats
+    """Prompt tokens that it has to compute before this one's."""
+    held_blocks: Floats
+    """Blocks of its running sequences."""
+    total_blocks: Floats
+    requests: Floats
+    """Running and waiting there."""
+    max_num_seqs: Floats
+    recent_tokens: Floats
+    """Tokens that it has computed lately, the older the less."""
+    turn: Floats
+    """A number that is larger the later it was chosen last; 0 for never."""
 
 
 class Policy(Protocol):
-    """Orders workers: the lowest cost wins, and a tie is drawn."""
+    """Orders workers: the lowest cost wins, and a tie is drawn. Keeps nothing between two calls."""
 
     name: str
 
-    def cost(self, worker: Worker) -> float: ...
-
-    def placed(self, worker: Worker) -> None:
-        """Told of each choice."""
+    def costs(self, view: View) -> Floats:
+        """One for each candidate."""
         ...
+
+
+class Kv:
+    """The prompt's own work and what is queued before it, less what is held already; then memory; then recent work.
+
+    All in tokens. `prefill_weight` is how much more a token to be computed counts than one that is held;
+    `recent_weight` spreads requests that come one by one, whose load is gone before the next comes."""
+
+    name = "kv"
+
+    def __init__(self, prefill_weight: float = 20.0, recent_weight: float = 0.02) -> None:
+        self._prefill_weight = prefill_weight
+        self._recent_weight = recent_weight
+
+    def costs(self, view: View) -> Floats:
+        to_compute = np.maximum(view.prefill_tokens + view.prompt_tokens - view.overlap_tokens, 0.0)
+        held = view.held_blocks * np.maximum(view.block_size, 1.0)
+        costs: Floats = self._prefill_weight * to_compute + held + self._recent_weight * view.recent_tokens
+        return costs
 
 
 class LeastLoaded:
@@ -35,49 +64,46 @@ class LeastLoaded:
 
     name = "least_loaded"
 
-    def cost(self, worker: Worker) -> float:
-        return worker.num_requests / worker.card.max_num_seqs
-
-    def placed(self, worker: Worker) -> None:
-        pass
+    def costs(self, view: View) -> Floats:
+        costs: Floats = view.requests / np.maximum(view.max_num_seqs, 1.0)
+        return costs
 
 
 class RoundRobin:
     """The worker whose last turn is longest ago."""
 
     name = "round_robin"
-    _MOST = 8_192
 
-    def __init__(self) -> None:
-        self._turns: dict[str, int] = {}
-        self._turn = 0
-
-    def cost(self, worker: Worker) -> float:
-        return self._turns.get(worker.card.worker_id, 0)
-
-    def placed(self, worker: Worker) -> None:
-        self._turn += 1
-        self._turns.pop(worker.card.worker_id, None)
-        self._turns[worker.card.worker_id] = self._turn
-        if len(self._turns) > self._MOST:
-            del self._turns[next(iter(self._turns))]
+    def costs(self, view: View) -> Floats:
+        return view.turn
 
 
-POLICIES = ("least_loaded", "round_robin")
+class Random:
+    """Any."""
+
+    name = "random"
+
+    def costs(self, view: View) -> Floats:
+        return np.zeros_like(view.turn)
+
+
+POLICIES = ("kv", "least_loaded", "round_robin", "random")
 
 
 def make_policies() -> dict[str, Policy]:
     """One of each, by name."""
-    policies: list[Policy] = [LeastLoaded(), RoundRobin()]
+    policies: list[Policy] = [Kv(), LeastLoaded(), RoundRobin(), Random()]
     return {policy.name: policy for policy in policies}
 
 
-def place(candidates: Sequence[Worker], policy: Policy, rng: random.Random) -> Placement | NoWorker:
-    """The candidate with the lowest cost; equal ones are drawn from, so that no order of a table favours anyone."""
-    if not candidates:
-        return NoWorker()
-    costs = [policy.cost(worker) for worker in candidates]
-    lowest = min(costs)
-    worker = rng.choice([worker for worker, cost in zip(candidates, costs, strict=True) if cost == lowest])
-    policy.placed(worker)
-    return Placement(worker, policy.name)
+def draw(costs: Floats, rng: random.Random, temperature: float = 0.0) -> int:
+    """The place of the lowest cost; equal ones are drawn from, so that no order of a table favours anyone.
+
+    With a temperature above 0 any is drawn, the likelier the lower its cost: by exp(-cost / temperature), costs
+    measured against their own spread."""
+    lowest = costs.min()
+    if temperature > 0.0 and (spread := float(costs.max() - lowest)) > 0.0:
+        weights = np.exp(-(costs - lowest) / (spread * temperature))
+        return rng.choices(range(len(costs)), weights.tolist())[0]
+    best = np.flatnonzero(costs == lowest)
+    return int(best[0] if len(best) == 1 else best[rng.randrange(len(best))])

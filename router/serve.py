@@ -34,7 +34,7 @@ class RouterSettings:
     prefix: str = subjects.DEFAULT_PREFIX
     router_id: str = ""
     """Name of this router in logs; made up from host name and process id where absent."""
-    policy: str = "least_loaded"
+    policy: str = "kv"
     inbox_prefixes: tuple[str, ...] = subjects.DEFAULT_INBOX_PREFIXES
     """What a client's reply subject may begin with."""
     max_request_bytes: int = 0

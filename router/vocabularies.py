@@ -9,7 +9,7 @@ from nats.aio.msg import Msg
 from protocol import blocks, codec, errors, internal, limits, messages, prompt, subjects
 from protocol import request as checks
 from protocol.bus import Bus, NoRespondersError, PayloadTooLargeError
-from router.fleet import Worker
+from router.worker import Worker
 
 MAX_BUNDLES = 64
 """Tokenizers kept; the one unused for longest goes first."""

@@ -108,6 +108,9 @@ class FleetWatch:
             return
         known = self._fleet.find(card.worker_id)
         heard = self._fleet.take_card(card, time.monotonic())
+        if heard.refused is not None:
+            self._log.error("card_refused", worker_id=card.worker_id, model=card.model, error=heard.refused)
+            return
         if known is None or known.state is not card.state or heard.lost:
             self._log.info("worker_seen", worker_id=card.worker_id, model=card.model, state=card.state)
         self._act(heard, card.worker_id)

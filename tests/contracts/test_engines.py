@@ -3,18 +3,20 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
 import pytest
 
 from protocol import errors
 from tests.contracts import kit
 from tests.support.arithmetic import ArithmeticRunner
-from tests.support.engines import demo_engine, thread_engine
+from tests.support.engines import DEMO, demo_engine, thread_engine
 from worker import contract
 from worker.engine.runner import ModelError, Runner
 
 FACTORIES: dict[str, Callable[[], contract.Engine]] = {
     "arithmetic": lambda: thread_engine(lambda _: ArithmeticRunner(step_s=0.002)),
     "gguf": demo_engine,
+    "sim": lambda: demo_engine(msgspec.structs.replace(DEMO, model="dynamo", engine="sim", sim_speedup=20.0)),
 }
 
 

@@ -60,7 +60,6 @@ CASES: dict[str, tuple[bytes, str, str | None]] = {
     "tools": (b'{"prompt": "x", "tools": [{"type": "function"}]}', UNSUPPORTED, "tools"),
     "lora": (b'{"prompt": "x", "lora": [{"name": "a"}]}', UNSUPPORTED, "lora"),
     "resume": (b'{"prompt": "x", "resume_from": {"token_ids": [1], "text_offset": 0}}', UNSUPPORTED, "resume_from"),
-    "explain": (b'{"prompt": "x", "routing": {"explain": true}}', UNSUPPORTED, "routing.explain"),
 }  # fmt: skip
 
 

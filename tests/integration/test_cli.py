@@ -39,6 +39,11 @@ def test_generate_json_prints_the_raw_messages(url: str) -> None:
     assert chunks[-1]["usage"]["completion_tokens"] == 4
 
 
+def test_an_empty_prompt_is_refused_before_it_is_asked(url: str) -> None:
+    done = tokenbus(url, "generate", "--model", "demo", "")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "tokenbus: the prompt is empty\n")
+
+
 def test_an_error_is_one_line_and_a_status(url: str) -> None:
     done = tokenbus(url, "generate", "--model", "nobody", "hello")
     assert done.returncode == 1

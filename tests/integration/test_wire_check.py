@@ -16,7 +16,6 @@ from tests.support.sloppy import MODEL, Sloppy
 from tests.support.system import System, command
 
 NOT_SERVED = {
-    "routing.explain says in the terminal why the worker was chosen",
     "resume_from goes on behind the tokens given, and counts on",
 }
 """What the engine of the demo model can't do."""

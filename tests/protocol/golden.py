@@ -255,7 +255,15 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ("cancelled before", internal.RunReply(accepted=False, error=ERROR, cancelled=True)),
     ("drop", internal.Control(op="drop", request_id="default:r-1", attempt=2)),
     ("drain", internal.Control(op="drain")),
+    (
+        "load",
+        internal.Control(
+            op="load", model="org/repo:Q4_K_M", served_name="chat", replicas=2, settings={"context_length": 4096}
+        ),
+    ),
     ("done", internal.ControlReply(ok=True)),
+    ("loading", internal.ControlReply(ok=True, progress=0.5)),
+    ("loaded", internal.ControlReply(ok=True, progress=1.0, worker_ids=["w-2", "w-3"])),
     ("not done", internal.ControlReply(ok=False, error=ERROR)),
     ("a text", internal.Tokenize(text="Hello")),
     (

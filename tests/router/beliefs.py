@@ -1,5 +1,7 @@
 """Builders for what a router hears of its workers."""
 
+from collections.abc import Sequence
+
 from protocol import codec, internal, messages, subjects
 from router.flight import Flight
 
@@ -34,6 +36,9 @@ def events(
     started: tuple[str, ...] = (),
     spoken: tuple[str, ...] = (),
     finished: tuple[str, ...] = (),
+    stored: tuple[internal.BlockRun, ...] = (),
+    removed: tuple[int, ...] = (),
+    cleared: bool = False,
 ) -> internal.Events:
     return internal.Events(
         worker_id=worker_id,
@@ -44,7 +49,15 @@ def events(
         started=[internal.Started(id=key, prompt_tokens=1, overlap_blocks=0) for key in started],
         spoken=list(spoken),
         finished=list(finished),
+        stored=list(stored),
+        removed=list(removed),
+        cleared=cleared,
     )
+
+
+def stored(hashes: Sequence[int]) -> tuple[internal.BlockRun, ...]:
+    """One run of blocks from the beginning of a chain."""
+    return (internal.BlockRun(parent=0, hashes=list(hashes)),) if hashes else ()
 
 
 def flight(request_id: str = "r1", *, tenant: str = "default", received_at: float = 0.0, **fields: object) -> Flight:
@@ -61,6 +74,7 @@ def part(
     parts: int = 1,
     running: tuple[str, ...] = (),
     spoken: bool = False,
+    runs: tuple[internal.BlockRun, ...] = (),
 ) -> internal.SnapshotPart:
     return internal.SnapshotPart(
         worker_id=worker_id,
@@ -68,7 +82,7 @@ def part(
         seq=seq,
         part=number,
         parts=parts,
-        runs=[],
+        runs=list(runs),
         running=[internal.RunningRequest(id=key, attempt=1, spoken=spoken) for key in running],
         load=messages.Load(),
     )

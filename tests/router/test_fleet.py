@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protocol import messages
-from router.fleet import MAX_WORKERS, Fleet, Heard, Lost, Worker
+from router.fleet import MAX_WORKERS, Fleet, Heard, Lost
+from router.served import Prompt
+from router.worker import Worker
 from tests.router.beliefs import READY, card, events, part
 
 DRAINING, RESTARTING, STARTING, STOPPED = (
@@ -62,7 +64,7 @@ def test_a_card_of_the_same_life_changes_what_is_known_and_counts_as_heard() -> 
 def test_a_card_of_the_same_life_keeps_load_bookings_and_place_in_the_event_log() -> None:
     fleet = fleet_of(card())
     fleet.take_events(events(seq=4, load=LOAD_OF_3), 0.0)
-    fleet.book("w1", "a", 0.0)
+    fleet.book("w1", Prompt("a", 1), 0.0)
     fleet.take_card(card(), 0.5)
     assert known(fleet).num_requests == 4
     assert fleet.take_events(events(seq=4, load=messages.Load()), 0.5) == Heard()
@@ -72,7 +74,7 @@ def test_a_card_of_the_same_life_keeps_load_bookings_and_place_in_the_event_log(
 def test_a_later_life_takes_over_at_once_and_the_streams_of_the_earlier_are_lost() -> None:
     fleet = fleet_of(card(epoch="100-b"))
     fleet.take_events(events(epoch="100-b", seq=0, load=LOAD_OF_3), 0.0)
-    fleet.book("w1", "a", 0.0)
+    fleet.book("w1", Prompt("a", 1), 0.0)
     assert fleet.take_card(card(epoch="101-a"), 0.0) == Heard(lost=Lost(card(epoch="100-b"), was_behind=False))
     assert known(fleet).num_requests == 0
     assert fleet.take_events(events(epoch="100-b", seq=10), 0.0) is None
@@ -235,8 +237,8 @@ def test_a_lapsed_worker_that_is_heard_again_keeps_its_place() -> None:
 
 def test_a_booking_counts_until_an_event_confirms_it() -> None:
     fleet = fleet_of(card())
-    fleet.book("w1", "a", 0.0)
-    fleet.book("w1", "b", 0.0)
+    fleet.book("w1", Prompt("a", 1), 0.0)
+    fleet.book("w1", Prompt("b", 1), 0.0)
     assert known(fleet).num_requests == 2
     fleet.take_events(events(seq=0, load=messages.Load(running=1), started=("a",)), 0.0)
     assert known(fleet).num_requests == 2
@@ -246,7 +248,7 @@ def test_a_booking_counts_until_an_event_confirms_it() -> None:
 
 def test_a_booking_taken_back_counts_no_more_and_may_be_taken_back_again() -> None:
     fleet = fleet_of(card())
-    fleet.book("w1", "a", 0.0)
+    fleet.book("w1", Prompt("a", 1), 0.0)
     for _ in range(2):
         fleet.unbook("w1", "a")
         assert known(fleet).num_requests == 0
@@ -255,15 +257,15 @@ def test_a_booking_taken_back_counts_no_more_and_may_be_taken_back_again() -> No
 
 def test_booking_the_same_request_twice_counts_once() -> None:
     fleet = fleet_of(card())
-    fleet.book("w1", "a", 0.0)
-    fleet.book("w1", "a", 1.0)
+    fleet.book("w1", Prompt("a", 1), 0.0)
+    fleet.book("w1", Prompt("a", 1), 1.0)
     assert known(fleet).num_requests == 1
 
 
 @pytest.mark.parametrize(("age_s", "num_requests"), [(4.999, 1), (5.0, 0)])
 def test_a_booking_that_nobody_confirms_lapses_after_five_seconds(age_s: float, num_requests: int) -> None:
     fleet = fleet_of(card())
-    fleet.book("w1", "a", 0.0)
+    fleet.book("w1", Prompt("a", 1), 0.0)
     fleet.forgive(age_s)
     assert fleet.lapse(age_s) == []
     assert known(fleet).num_requests == num_requests
@@ -482,7 +484,7 @@ class FleetHistory(RuleBasedStateMachine):
     @rule(data=st.data(), key=st.sampled_from("abc"))
     def book(self, data: st.DataObject, key: str) -> None:
         name = data.draw(st.sampled_from(sorted(self.beliefs)))
-        self.fleet.book(name, key, self.now)
+        self.fleet.book(name, Prompt(key, 1), self.now)
         self.beliefs[name].bookings[key] = self.now
 
     @rule(name=st.sampled_from(NAMES), key=st.sampled_from("abc"))

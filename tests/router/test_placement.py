@@ -2,13 +2,18 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from protocol import messages
-from router.fleet import Fleet, Worker
-from router.placement import POLICIES, LeastLoaded, NoWorker, Placement, Policy, RoundRobin, make_policies, place
-from tests.router.beliefs import card, events
+from router.fleet import Fleet
+from router.placement import POLICIES, Kv, LeastLoaded, Policy, RoundRobin, View, draw, make_policies
+from router.served import NoWorker, Placement, Prompt, Wish
+from tests.router.beliefs import card, events, stored
+
+ANYONE = Wish()
 
 
 def fleet_of(*max_num_seqs: int) -> Fleet:
@@ -19,13 +24,18 @@ def fleet_of(*max_num_seqs: int) -> Fleet:
     return fleet
 
 
+def place(
+    fleet: Fleet, policy: Policy, rng: random.Random, hashes: Sequence[int] = (), now: float = 0.0, wish: Wish = ANYONE
+) -> Placement | NoWorker:
+    prompt = Prompt(f"r{rng.getrandbits(64)}", num_tokens=16 * len(hashes) + 1, hashes=hashes)
+    return fleet.place("demo", prompt, policy, rng, now, wish)
+
+
 def placed(fleet: Fleet, policy: Policy, rng: random.Random) -> str:
     """Places one request as a router does: with its booking, in one step."""
-    placement = place(fleet.candidates("demo", 0.0), policy, rng)
+    placement = place(fleet, policy, rng)
     assert isinstance(placement, Placement)
-    name = placement.worker.card.worker_id
-    fleet.book(name, f"r{rng.getrandbits(64)}", 0.0)
-    return name
+    return placement.worker.card.worker_id
 
 
 def requests_at(fleet: Fleet) -> list[int]:
@@ -34,13 +44,13 @@ def requests_at(fleet: Fleet) -> list[int]:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_where_there_is_nobody_there_is_no_placement(name: str) -> None:
-    assert place([], make_policies()[name], random.Random(1)) == NoWorker()
+    assert place(Fleet(began_at=0.0), make_policies()[name], random.Random(1)) == NoWorker()
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_only_worker_is_chosen_and_the_policy_named(name: str) -> None:
     fleet = fleet_of(8)
-    placement = place(fleet.candidates("demo", 0.0), make_policies()[name], random.Random(1))
+    placement = place(fleet, make_policies()[name], random.Random(1))
     assert placement == Placement(fleet.candidates("demo", 0.0)[0], name)
 
 
@@ -49,13 +59,11 @@ def test_there_is_one_policy_of_each_name() -> None:
 
 
 def test_the_worker_with_the_lowest_cost_wins_whatever_is_drawn() -> None:
-    fleet = fleet_of(8, 8, 8)
-    for number, running in enumerate((3, 1, 2)):
-        fleet.take_events(events(f"w{number}", load=messages.Load(running=running)), 0.0)
     for seed in range(20):
-        placement = place(fleet.candidates("demo", 0.0), LeastLoaded(), random.Random(seed))
-        assert isinstance(placement, Placement)
-        assert placement.worker.card.worker_id == "w1"
+        fleet = fleet_of(8, 8, 8)
+        for number, running in enumerate((3, 1, 2)):
+            fleet.take_events(events(f"w{number}", load=messages.Load(running=running)), 0.0)
+        assert placed(fleet, LeastLoaded(), random.Random(seed)) == "w1"
 
 
 def test_waiting_requests_weigh_as_much_as_running_ones() -> None:
@@ -73,27 +81,18 @@ def test_a_larger_worker_is_given_more_in_proportion() -> None:
     assert requests_at(fleet) == [4, 12]
 
 
-def test_ties_are_drawn_evenly() -> None:
-    workers = fleet_of(8, 8, 8, 8).candidates("demo", 0.0)
+def test_ties_are_drawn_evenly_and_only_from_the_cheapest() -> None:
     rng = random.Random(42)
-    drawn: Counter[str] = Counter()
-    for _ in range(4_000):
-        placement = place(workers, LeastLoaded(), rng)
-        assert isinstance(placement, Placement)
-        drawn[placement.worker.card.worker_id] += 1
-    assert len(drawn) == 4
+    drawn = Counter(draw(np.array([1.0, 2.0, 1.0, 1.0, 1.0]), rng) for _ in range(4_000))
+    assert sorted(drawn) == [0, 2, 3, 4]
     assert all(900 < count < 1_100 for count in drawn.values()), drawn
 
 
-def test_only_the_cheapest_take_part_in_the_draw() -> None:
-    fleet = fleet_of(8, 8, 8)
-    fleet.take_events(events("w1", load=messages.Load(running=1)), 0.0)
-    chosen = {
-        placement.worker.card.worker_id
-        for seed in range(50)
-        if isinstance(placement := place(fleet.candidates("demo", 0.0), LeastLoaded(), random.Random(seed)), Placement)
-    }
-    assert chosen == {"w0", "w2"}
+def test_a_temperature_draws_the_dearer_the_less_often() -> None:
+    rng = random.Random(42)
+    drawn = Counter(draw(np.array([0.0, 5.0, 10.0]), rng, temperature=0.5) for _ in range(4_000))
+    assert drawn[0] > drawn[1] > drawn[2] > 0
+    assert {draw(np.array([0.0, 0.0]), rng, temperature=0.5) for _ in range(50)} == {0, 1}
 
 
 def test_a_burst_spreads_evenly_before_any_worker_has_reported() -> None:
@@ -107,8 +106,8 @@ def test_a_burst_spreads_evenly_before_any_worker_has_reported() -> None:
 
 def test_a_booking_taken_back_makes_its_worker_cheap_again() -> None:
     fleet = fleet_of(8, 8)
-    fleet.book("w0", "a", 0.0)
-    fleet.book("w1", "b", 0.0)
+    fleet.book("w0", Prompt("a", 1), 0.0)
+    fleet.book("w1", Prompt("b", 1), 0.0)
     fleet.unbook("w1", "b")
     assert placed(fleet, LeastLoaded(), random.Random(1)) == "w1"
 
@@ -154,10 +153,128 @@ def test_a_worker_that_says_it_has_no_places_does_not_end_placement_for_the_othe
     assert placed(fleet, LeastLoaded(), random.Random(1)) == "w1"
 
 
-def test_placing_changes_nothing_but_the_policys_turns() -> None:
-    fleet = fleet_of(8, 8)
-    candidates: list[Worker] = fleet.candidates("demo", 0.0)
-    for policy in make_policies().values():
-        place(candidates, policy, random.Random(1))
-    assert requests_at(fleet) == [0, 0]
+BLOCKS = {"kv_block_size": 16, "total_kv_blocks": 100}
+PROMPT = range(1_000, 1_010)
+"""Hashes of ten blocks."""
+
+
+def fleet_with_blocks(*held: int, **more: int) -> Fleet:
+    """Workers w0, w1 and so on, of which each holds so many leading blocks of the prompt."""
+    fleet = Fleet(began_at=0.0)
+    for number, count in enumerate(held):
+        fleet.take_card(card(f"w{number}", **(BLOCKS | more)), 0.0)
+        fleet.take_events(events(f"w{number}", stored=stored(PROMPT[:count])), 0.0)
+    return fleet
+
+
+def chosen(fleet: Fleet, hashes: Sequence[int] = PROMPT, now: float = 0.0, seed: int = 1) -> Placement:
+    placement = place(fleet, Kv(), random.Random(seed), hashes, now)
+    assert isinstance(placement, Placement)
     fleet.check_integrity()
+    return placement
+
+
+def test_a_prompt_goes_where_most_of_it_is_held() -> None:
+    placement = chosen(fleet_with_blocks(0, 7, 3))
+    assert (placement.worker.card.worker_id, placement.overlap_blocks) == ("w1", 7)
+
+
+def test_what_was_just_placed_counts_as_held_at_once_and_no_longer_than_it_may_take() -> None:
+    fleet = fleet_with_blocks(0, 0, 0, 0)
+    first = chosen(fleet)
+    assert first.overlap_blocks == 0
+    fleet.unbook(first.worker.card.worker_id, next(iter(first.worker.bookings)))
+    again = chosen(fleet, seed=2)
+    assert (again.worker, again.overlap_blocks) == (first.worker, 10)
+    for number in range(4):
+        fleet.take_events(events(f"w{number}", seq=1), 6.0)
+    assert chosen(fleet, now=6.0).overlap_blocks == 0
+
+
+def test_a_worker_with_too_much_to_do_does_not_get_more_for_what_it_holds() -> None:
+    fleet = fleet_with_blocks(10, 0)
+    busy = messages.Load(running=1, queued_prefill_tokens=1_000)
+    fleet.take_events(events("w0", seq=1, load=busy), 0.0)
+    assert chosen(fleet).worker.card.worker_id == "w1"
+
+
+def test_requests_that_come_one_by_one_are_spread() -> None:
+    """A fleet that is idle again before each request: without a trace of recent work one worker would get them all."""
+    fleet = fleet_with_blocks(0, 0, 0, 0, context_length=4_096)
+    rng, counts, done = random.Random(1), Counter[str](), Counter[str]()
+    for number in range(1, 101):
+        hashes = [rng.getrandbits(64) for _ in range(20)]
+        worker = chosen(fleet, hashes, now=number - 0.5, seed=number).worker
+        name = worker.card.worker_id
+        counts[name] += 1
+        done[name] += 321
+        fleet.unbook(name, next(iter(worker.bookings)))
+        for one in range(4):
+            load = messages.Load(computed_tokens=done[f"w{one}"])
+            fleet.take_events(events(f"w{one}", seq=number, load=load), float(number))
+    assert max(counts.values()) <= 30, counts
+
+
+def test_blocks_that_were_removed_are_held_no_more_and_those_of_an_engine_that_died_neither() -> None:
+    fleet = fleet_with_blocks(10, 4)
+    fleet.take_events(events("w0", seq=1, removed=tuple(PROMPT[2:])), 0.0)
+    assert chosen(fleet).overlap_blocks == 4
+    fleet = fleet_with_blocks(10, 4)
+    fleet.take_events(events("w0", seq=1, cleared=True, stored=stored(PROMPT[:1])), 0.0)
+    worker = fleet.find("w0")
+    assert worker is not None
+    assert chosen(fleet).overlap_blocks == 4
+
+
+def test_a_worker_without_blocks_is_chosen_by_its_load() -> None:
+    fleet = Fleet(began_at=0.0)
+    for name in ("w0", "w1"):
+        fleet.take_card(card(name), 0.0)
+    fleet.take_events(events("w0", load=messages.Load(running=2, queued_prefill_tokens=50)), 0.0)
+    assert chosen(fleet).worker.card.worker_id == "w1"
+
+
+def test_a_pin_and_a_refusal_leave_only_the_others() -> None:
+    fleet = fleet_with_blocks(9, 5, 0)
+    rng = random.Random(1)
+    pinned = place(fleet, Kv(), rng, PROMPT, wish=Wish(only="w2"))
+    assert isinstance(pinned, Placement)
+    assert pinned.worker.card.worker_id == "w2"
+    other = place(fleet, Kv(), rng, PROMPT, wish=Wish(without=("w0",)))
+    assert isinstance(other, Placement)
+    assert other.worker.card.worker_id == "w1"
+    assert place(fleet, Kv(), rng, PROMPT, wish=Wish(only="w0", without=("w0",))) == NoWorker()
+
+
+def test_a_prompt_that_fits_no_context_goes_nowhere() -> None:
+    assert place(fleet_with_blocks(0, context_length=100), Kv(), random.Random(1), PROMPT) == NoWorker()
+
+
+def test_a_report_says_what_was_known_of_every_candidate() -> None:
+    fleet = fleet_with_blocks(4, 0)
+    load = messages.Load(running=1, used_blocks=7, queued_prefill_tokens=32)
+    fleet.take_events(events("w1", seq=1, load=load), 0.0)
+    policy = Kv(prefill_weight=1.0, recent_weight=0.0)
+    placement = place(fleet, policy, random.Random(1), PROMPT, wish=Wish(explain=True))
+    assert isinstance(placement, Placement)
+    assert placement.report == messages.RoutingReport(
+        chosen="w0",
+        policy="kv",
+        candidates=[
+            messages.Candidate(
+                worker_id="w0", cost=97.0, overlap_blocks=4, prefill_blocks=7, decode_blocks=0, state="ready"
+            ),
+            messages.Candidate(
+                worker_id="w1", cost=305.0, overlap_blocks=0, prefill_blocks=13, decode_blocks=7, state="ready"
+            ),
+        ],
+    )
+
+
+@pytest.mark.parametrize("policy", make_policies().values(), ids=lambda policy: policy.name)
+def test_a_policy_has_a_finite_cost_for_every_candidate(policy: Policy) -> None:
+    zeros = np.zeros(3)
+    view = View(17, *([zeros] * (len(View._fields) - 1)))
+    costs = policy.costs(view)
+    assert costs.shape == (3,)
+    assert np.isfinite(costs).all()

@@ -1,8 +1,9 @@
 """A tokenizer bundle makes the very prompts that the worker's own llama.cpp makes, or there is none."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -241,6 +242,50 @@ def test_there_is_no_bundle_for_a_vocabulary_that_cannot_be_rebuilt(
     facts: metadata.Metadata, reference: Reference, key: str, value: metadata.Value
 ) -> None:
     assert bundle.build(changed(facts, key, value), reference) is None
+
+
+def published(unpacked: prompt.TokenizerBundle) -> dict[str, Any]:
+    """The demo model's tokenizer as a repository would have it: with special tokens, and one put before every text."""
+    document: dict[str, Any] = json.loads(unpacked.tokenizer_json)
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    specials = [{"id": token_id, "content": text, "special": True} | flags for text, token_id in SPECIAL.items()]
+    first = {"SpecialToken": {"id": corpus.BOS, "type_id": 0}}
+    around = {corpus.BOS: {"id": corpus.BOS, "ids": [BOS], "tokens": [corpus.BOS]}}
+    return document | {
+        "added_tokens": [*document["added_tokens"], *specials],
+        "truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": around,
+        },
+    }
+
+
+SPECIAL = {text: token_id for token_id, text in enumerate(corpus.SPECIAL_TOKENS)}
+
+
+def test_where_the_files_vocabulary_can_not_be_rebuilt_the_published_tokenizer_is_used(
+    facts: metadata.Metadata, reference: Reference, unpacked: prompt.TokenizerBundle
+) -> None:
+    strange = changed(facts, "tokenizer.ggml.pre", "unheard-of")
+    text = json.dumps(published(unpacked)).encode()
+    packed = bundle.build(strange, reference, text)
+    assert packed is not None
+    builder = prompt.builder_of(prompt.from_parts(prompt.to_parts(packed), prompt.digest_of(packed)))
+    for probe in ("Once upon a <|end|> time <|bos|>", "20 + 22 = ?", "Zürich 👍🏽"):
+        assert builder.from_text(probe)[1:] == reference.encode(probe)
+
+
+def test_a_published_tokenizer_that_differs_or_is_none_is_not_used(
+    facts: metadata.Metadata, reference: Reference, unpacked: prompt.TokenizerBundle
+) -> None:
+    strange = changed(facts, "tokenizer.ggml.pre", "unheard-of")
+    document = published(unpacked)
+    other = document | {"model": document["model"] | {"merges": document["model"]["merges"][1:]}}
+    for text in (json.dumps(other).encode(), b"", b"[]", b"{}", b'{"added_tokens": [7]}', b"\xff"):
+        assert bundle.build(strange, reference, text) is None, text[:40]
 
 
 @pytest.mark.parametrize("merge", ["nospace", "never seen", "a ", "", "a b c"])

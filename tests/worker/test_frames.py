@@ -110,10 +110,10 @@ def test_replicas_sockets_come_beside_their_frames_in_order() -> None:
     assert [(opened.number, opened.settings.model) for opened, _ in received] == [
         (number, f"model-{number}") for number in range(3)
     ]
-    for number, ((ours, theirs), (_, given)) in enumerate(zip(pairs, received, strict=True)):
+    for number, ((ours, theirs), (_, passed)) in enumerate(zip(pairs, received, strict=True)):
         ours.sendall(bytes([number]))
-        assert given.recv(1) == bytes([number])
-        for one in (ours, theirs, given):
+        assert passed.recv(1) == bytes([number])
+        for one in (ours, theirs, passed):
             one.close()
     process.close()
 

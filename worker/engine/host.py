@@ -13,7 +13,7 @@ import structlog
 
 from protocol import logs
 from worker.engine import frames, replica
-from worker.engine.runner import DeviceError, Runner
+from worker.engine.runner import DeviceError, ModelError, Runner
 from worker.engine.settings import EngineSettings
 from worker.engine.turnstile import Turnstile
 
@@ -81,7 +81,25 @@ class Host:
                 os._exit(0)
 
 
-def _loader() -> Load:
+class _Loader:
+    """Makes runners of every kind of engine; each kind's library is imported when the first of it is asked for."""
+
+    def __init__(self) -> None:
+        self._gguf: Load | None = None
+
+    def __call__(self, settings: EngineSettings, progress: Callable[[float], None]) -> Runner:
+        if settings.engine == "sim":
+            from worker.engine.sim.runner import SimRunner
+
+            return SimRunner(settings)
+        if settings.engine != "gguf":
+            raise ModelError(f"--engine must be one of gguf, sim, got {settings.engine}")
+        if self._gguf is None:
+            self._gguf = _gguf_loader()
+        return self._gguf(settings, progress)
+
+
+def _gguf_loader() -> Load:
     from worker.engine.gguf.model import Models
     from worker.engine.gguf.runner import GgufRunner
 
@@ -91,7 +109,7 @@ def _loader() -> Load:
 
 def main() -> None:
     logs.configure("engine")
-    Host(socket.socket(fileno=int(sys.argv[1])), _loader()).run()
+    Host(socket.socket(fileno=int(sys.argv[1])), _Loader()).run()
     os._exit(0)  # at once, in the midst of a step: nobody listens any more
 
 

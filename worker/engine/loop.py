@@ -21,8 +21,8 @@ from worker.engine.turnstile import Turnstile
 
 _IDLE_TOKENS = 256
 """Cached tokens that stay on the device where there is host memory for the rest: all that are held slow every step of
-every stream, by 11 % for 4,096 and 35 % for 16,384 with four streams of a 0.5B shape, and a prompt of 1,000 tokens by 13 %
-for 1,000 and 20 % for 2,000 (decision 0020); to bring 1,000 back takes a few milliseconds."""
+every stream, by 11 % for 4,096 and 35 % for 16,384 with four streams of a 0.5B shape, and a prompt of 1,000 tokens by
+13 % for 1,000 and 20 % for 2,000 (decision 0020); to bring 1,000 back takes a few milliseconds."""
 
 Inbox = queue.SimpleQueue[frames.Add | frames.Abort | frames.ClearCache | None]
 """Commands for the loop; None ends it."""

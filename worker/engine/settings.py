@@ -24,6 +24,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, str] = {}
     """Where an earlier engine found its files: a restart looks for nothing anew, and so can't find another model."""
     engine: str = "gguf"
+    """`gguf`, or `sim`: a simulator, whose model is the name of a timing."""
+    sim_speedup: float = 1.0
+    """How many times faster than its timing says a simulator is."""
     context_length: int = 0
     """Tokens of one sequence; chosen: what the model was trained for, at most 8,192."""
     kv_tokens: int = 0

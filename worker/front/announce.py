@@ -14,6 +14,8 @@ from worker import contract
 from worker.front.held import HeldBlocks, runs_of
 from worker.front.snapshot import split
 
+_FRONT_FEATURES = ("explain",)
+"""What a front does beside its engine."""
 _HASHES_PER_EVENT = 4_096
 """A stored block that no other follows takes about 50 bytes, so that an event stays far below what a broker takes."""
 
@@ -188,7 +190,7 @@ class Announcer:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             hash_scheme=f"xxh3-64:{config.fingerprint}",
-            features=list(config.features),
+            features=[*config.features, *_FRONT_FEATURES],
             state=self.state,
             host=socket.gethostname(),
             pids=messages.Pids(front=os.getpid(), engine=self._engine_pid),

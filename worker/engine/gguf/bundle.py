@@ -1,6 +1,6 @@
 """Offers a GGUF vocabulary to routers as a tokenizer of theirs, if that agrees with llama.cpp."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import structlog
@@ -29,16 +29,24 @@ class Reference(Protocol):
         ...
 
 
-def build(metadata: Metadata, reference: Reference) -> bytes | None:
-    """The packed bundle, or None where this vocabulary can't be rebuilt exactly."""
+def build(metadata: Metadata, reference: Reference, published: bytes | None = None) -> bytes | None:
+    """The packed bundle, or None where there is no exact one.
+
+    It is made of the vocabulary in the file; where that can't be, `published` is tried, the tokenizer.json that lies
+    beside the model or in the repository that it was made of."""
+    for text in _candidates(metadata, reference, published):
+        if _agrees(text, reference):
+            return prompt.pack(prompt.TokenizerBundle(tokenizer_json=text, rules=reference.rules))
+    return None
+
+
+def _candidates(metadata: Metadata, reference: Reference, published: bytes | None) -> Iterator[str]:
     model = metadata.text("tokenizer.ggml.model")
     design = _DESIGNS[model](metadata, reference.user_defined) if model in _DESIGNS else None
-    if design is None:
-        return None
-    text = tokenizer_json.write(design, reference.user_defined)
-    if not _agrees(text, reference):
-        return None
-    return prompt.pack(prompt.TokenizerBundle(tokenizer_json=text, rules=reference.rules))
+    if design is not None:
+        yield tokenizer_json.write(design, reference.user_defined)
+    if published is not None and (text := tokenizer_json.without_special_tokens(published)) is not None:
+        yield text
 
 
 def _agrees(text: str, reference: Reference) -> bool:

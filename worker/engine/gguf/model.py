@@ -17,6 +17,7 @@ from worker.engine.gguf.vocabulary import Vocabulary
 from worker.engine.runner import ModelError
 from worker.engine.settings import EngineSettings
 
+_LARGEST_TOKENIZER = 64 * 1024 * 1024
 _MOST_DEVICES = 128
 """More than llama.cpp can use: it reads as many shares as it has devices."""
 
@@ -32,7 +33,7 @@ class GgufModel:
         vocab = llama.llama_model_get_vocab(self.handle)
         assert vocab is not None
         self.vocabulary = Vocabulary(vocab, self.facts)
-        self.bundle = bundle.build(self.facts, self.vocabulary)
+        self.bundle = bundle.build(self.facts, self.vocabulary, _published_tokenizer(found))
 
     def __repr__(self) -> str:
         return f"<GgufModel {self.found.weights}>"
@@ -80,6 +81,13 @@ class Models:
             if not self._users[key]:
                 del self._users[key]
                 self._models.pop(key).close()
+
+
+def _published_tokenizer(found: weights.Found) -> bytes | None:
+    path = found.sidecars.get("tokenizer.json")
+    if path is None or path.stat().st_size > _LARGEST_TOKENIZER:
+        return None
+    return path.read_bytes()
 
 
 def _key(found: weights.Found, settings: EngineSettings) -> _Key:

@@ -43,8 +43,8 @@ PRESETS = {
         per_decode_ms=14.5,
     ),
 }
-"""`dynamo`: the polynomials of NVIDIA Dynamo's simulated engine. `cpu-0.5b-q8_0`: a 0.5B shape in Q8_0 on 2 threads of an
-x86-64 server, as bench/README.md has it."""
+"""`dynamo`: the polynomials of NVIDIA Dynamo's simulated engine. `cpu-0.5b-q8_0`: a 0.5B shape in Q8_0 on 2 threads of
+an x86-64 server, as bench/README.md has it."""
 
 
 def of_plan(plan: StepPlan, timing: Timing, capacity_tokens: int) -> float:

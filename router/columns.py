@@ -1,0 +1,85 @@
+"""What placement looks at, a column for each kind of number and a row for each worker of one model; pure.
+
+Choosing among a thousand workers costs little more than among ten: a few operations on whole columns."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+Rows = np.ndarray[tuple[int], np.dtype[np.intp]]
+
+_FIRST_ROWS = 16
+WORK_FADES_S = 10.0
+"""After so long a third of a worker's recent work still counts."""
+
+
+class Numbers(NamedTuple):
+    """One worker's row, as its card, its events and its bookings say."""
+
+    is_open: bool
+    """It may be given work, if it has been heard of lately."""
+    heard_at: float
+    step_age_ms: float
+    context_length: int
+    block_size: int
+    """Tokens; 0 where it has no blocks."""
+    prefill_tokens: int
+    """Prompt tokens that it has still to compute, with those that were just sent there."""
+    held_blocks: int
+    """Blocks that its running sequences hold, with those that were just sent there."""
+    total_blocks: int
+    requests: int
+    """Running, waiting and just sent there."""
+    max_num_seqs: int
+
+
+class Columns:
+    """The rows of one model's workers. A row is a worker's place in the prefix index."""
+
+    def __init__(self) -> None:
+        self._numbers = np.zeros((len(Numbers._fields), _FIRST_ROWS))
+        self._work = np.zeros(_FIRST_ROWS)
+        self._worked_at = np.zeros(_FIRST_ROWS)
+
+    def __repr__(self) -> str:
+        return f"<Columns of {self._numbers.shape[1]} rows>"
+
+    def set(self, row: int, numbers: Numbers) -> None:
+        """Notes what is known of a worker now."""
+        while row >= self._numbers.shape[1]:
+            self._grow()
+        self._numbers[:, row] = numbers
+
+    def clear(self, row: int) -> None:
+        """The worker is gone."""
+        self._numbers[:, row] = 0.0
+        self._work[row] = 0.0
+
+    def worked(self, row: int, tokens: float, now: float) -> None:
+        """A worker has computed that many tokens lately."""
+        faded = np.exp((self._worked_at[row] - now) / WORK_FADES_S)
+        self._work[row] = self._work[row] * faded + tokens
+        self._worked_at[row] = now
+
+    def eligible(self, now: float, silent_s: float, oldest_step_ms: float, num_tokens: int) -> Rows:
+        """The workers that may be given a prompt of so many tokens now."""
+        column = self.column
+        fits = (column("is_open") > 0) & (now - column("heard_at") < silent_s)
+        fits &= (column("step_age_ms") <= oldest_step_ms) & (column("context_length") > num_tokens)
+        return np.flatnonzero(fits)
+
+    def column(self, name: str) -> Floats:
+        """All rows of one column, those of no worker among them."""
+        found: Floats = self._numbers[Numbers._fields.index(name)]
+        return found
+
+    def work(self, now: float) -> Floats:
+        """Tokens that each worker has computed lately, the older the less."""
+        recent: Floats = self._work * np.exp((self._worked_at - now) / WORK_FADES_S)
+        return recent
+
+    def _grow(self) -> None:
+        self._numbers = np.concatenate([self._numbers, np.zeros_like(self._numbers)], axis=1)
+        self._work = np.concatenate([self._work, np.zeros_like(self._work)])
+        self._worked_at = np.concatenate([self._worked_at, np.zeros_like(self._worked_at)])

@@ -1,0 +1,323 @@
+"""The workers of one model: what they hold, how busy they are, and which of them a prompt should go to; pure."""
+
+import math
+import random
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from protocol import internal, limits, messages
+from router.columns import Columns, Numbers, Rows
+from router.index import Level, PrefixIndex
+from router.placement import Policy, View, draw
+from router.predictions import Predictions
+from router.worker import Booking, Worker
+
+_OLDEST_STEP_MS = 2_000.0
+"""An engine whose step is older than this gets no new work."""
+_HASH = "xxh3-64"
+_MOST_BLOCKS = 1 << 22
+"""A card may say what it likes."""
+
+
+class Prompt(NamedTuple):
+    """What placement has to know of a request."""
+
+    key: str
+    num_tokens: int
+    hashes: Sequence[int] = ()
+    """Of its full blocks; none for a request that neither uses nor leaves cache."""
+
+
+class Scheme(NamedTuple):
+    """How the blocks of a model are named: the same for all of its workers that have blocks."""
+
+    fingerprint: str
+    block_size: int
+
+
+class Wish(NamedTuple):
+    """Which workers may be chosen, and how."""
+
+    only: str | None = None
+    """No other than this one."""
+    without: Collection[str] = ()
+    """None of these."""
+    temperature: float = 0.0
+    """0 takes the lowest cost; above it others are drawn too."""
+    explain: bool = False
+    """Whether to say why."""
+
+
+class Placement(NamedTuple):
+    """The chosen worker, and why."""
+
+    worker: Worker
+    policy: str
+    overlap_blocks: int = 0
+    """Leading blocks that it is known to hold, or expected to."""
+    report: messages.RoutingReport | None = None
+
+
+class NoWorker(NamedTuple):
+    """There is nobody to choose."""
+
+
+_ANYONE = Wish()
+
+
+class Served:
+    """One model's workers. Choosing and booking are one call."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, Worker] = {}
+        self._of_row: list[Worker | None] = []
+        self._columns = Columns()
+        self._index = PrefixIndex()
+        self._predictions = Predictions()
+        self._turn = 0
+        self._turns = np.zeros(0)
+
+    def __repr__(self) -> str:
+        return f"<Served {len(self._workers)} workers, {self._index!r}>"
+
+    @property
+    def workers(self) -> Collection[Worker]:
+        return self._workers.values()
+
+    def join(self, worker: Worker) -> None:
+        """A worker, in a new life, holds nothing."""
+        card = worker.card
+        worker.row = self._index.join(_most_blocks(card))
+        while worker.row >= len(self._of_row):
+            self._of_row.append(None)
+        self._of_row[worker.row] = worker
+        if worker.row >= len(self._turns):
+            self._turns = np.concatenate([self._turns, np.zeros(max(16, len(self._turns)))])
+        self._turns[worker.row] = 0.0
+        self._workers[card.worker_id] = worker
+        self.refresh(worker)
+
+    def leave(self, worker: Worker) -> None:
+        """A life of a worker is over."""
+        del self._workers[worker.card.worker_id]
+        self._leave_row(worker)
+
+    def changed(self, worker: Worker) -> None:
+        """A worker has published another card in the same life."""
+        self._index.allow(worker.row, _most_blocks(worker.card))
+        self.refresh(worker)
+
+    def why_not(self, card: messages.Card) -> str | None:
+        """Why a card can't belong to this model, beside the others; None if it can."""
+        mine, scheme = scheme_of(card), self._scheme_but_of(card.worker_id)
+        if scheme is not None and mine is not None and mine != scheme:
+            return f"its blocks are {mine}, those of the model's other workers {scheme}"
+        return None
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """How blocks are named here; None where no worker has any."""
+        return self._scheme_but_of(None)
+
+    def refresh(self, worker: Worker) -> None:
+        """Something that is known of a worker has changed."""
+        self._columns.set(worker.row, _numbers(worker))
+
+    def apply(self, worker: Worker, events: internal.Events, now: float) -> None:
+        """What a worker says that it holds and has done."""
+        if events.cleared:
+            self._begin_anew(worker)
+        if events.removed:
+            self._index.remove(worker.row, events.removed)
+        for run in events.stored:
+            self._index.store(worker.row, run.hashes)
+        done = events.load.computed_tokens + events.load.generated_tokens
+        if done > worker.done_tokens:
+            self._columns.worked(worker.row, done - worker.done_tokens, now)
+        worker.done_tokens = done
+        self.refresh(worker)
+
+    def replace_blocks(self, worker: Worker, runs: Sequence[internal.BlockRun]) -> None:
+        """A snapshot says all that a worker holds."""
+        self._begin_anew(worker)
+        for run in runs:
+            self._index.store(worker.row, run.hashes)
+
+    def place(
+        self, prompt: Prompt, policy: Policy, rng: random.Random, now: float, wish: Wish = _ANYONE
+    ) -> Placement | NoWorker:
+        """Chooses a worker and books the request there."""
+        rows = self._columns.eligible(now, limits.SUSPECT_S, _OLDEST_STEP_MS, prompt.num_tokens)
+        if wish.only is not None or wish.without:
+            rows = np.array([row for row in rows.tolist() if self._may(row, wish)], dtype=np.intp)
+        if not len(rows):
+            return NoWorker()
+        overlap = self._overlap(prompt.hashes, now)
+        view = self._view(prompt, rows, overlap, now)
+        costs = policy.costs(view)
+        at = draw(costs, rng, wish.temperature)
+        worker = self._of_row[int(rows[at])]
+        assert worker is not None
+        report = self._explain(worker, policy, rows, view, costs.tolist()) if wish.explain else None
+        overlap_blocks = int(overlap[worker.row])
+        self._book(worker, prompt, overlap_blocks, now)
+        return Placement(worker, policy.name, overlap_blocks, report)
+
+    def candidates(self, now: float) -> list[Worker]:
+        """The workers that may be given a request now."""
+        rows = self._columns.eligible(now, limits.SUSPECT_S, _OLDEST_STEP_MS, 0)
+        return [worker for row in rows.tolist() if (worker := self._of_row[row]) is not None]
+
+    def book(self, worker: Worker, prompt: Prompt, now: float) -> None:
+        """Counts a request as being at a worker that was not chosen here."""
+        self._book(worker, prompt, 0, now)
+
+    def sweep(self, now: float) -> None:
+        """Forgets a part of what is out of date; to be called a few times a second."""
+        self._predictions.tick(now)
+        self._index.sweep()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the index."""
+        return len(self._index)
+
+    def held_by(self, worker: Worker) -> set[int]:
+        """The blocks that a worker is known to hold."""
+        return set(self._index.held_by(worker.row))
+
+    def check_integrity(self) -> None:
+        self._index.check_integrity()
+        self._predictions.check_integrity()
+        for worker_id, worker in self._workers.items():
+            assert worker.card.worker_id == worker_id
+            assert self._of_row[worker.row] is worker
+        assert sum(worker is not None for worker in self._of_row) == len(self._workers)
+
+    def _scheme_but_of(self, worker_id: str | None) -> Scheme | None:
+        for worker in self._workers.values():
+            if worker.card.worker_id != worker_id and (scheme := scheme_of(worker.card)) is not None:
+                return scheme
+        return None
+
+    def _begin_anew(self, worker: Worker) -> None:
+        """Whatever a worker held is forgotten: another row is quicker than a look at every block."""
+        self._leave_row(worker)
+        self.join(worker)
+
+    def _leave_row(self, worker: Worker) -> None:
+        self._of_row[worker.row] = None
+        self._columns.clear(worker.row)
+        self._index.leave(worker.row)
+        self._predictions.leave(worker.row)
+
+    def _may(self, row: int, wish: Wish) -> bool:
+        worker = self._of_row[row]
+        assert worker is not None
+        worker_id = worker.card.worker_id
+        return worker_id not in wish.without and (wish.only is None or worker_id == wish.only)
+
+    def _overlap(self, hashes: Sequence[int], now: float) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+        """Leading blocks by row: those that are known to be there, and those that are expected there."""
+        self._predictions.tick(now)
+        overlap = np.zeros(max(1, len(self._turns)))
+        if not hashes:
+            return overlap
+        levels = self._index.match(hashes, -1)
+        for level in levels:
+            _spread(overlap, level)
+        for row, depth in self._predictions.reach(hashes, levels).items():
+            overlap[row] = depth
+        return overlap
+
+    def _view(
+        self, prompt: Prompt, rows: Rows, overlap: "np.ndarray[tuple[int], np.dtype[np.float64]]", now: float
+    ) -> View:
+        column = self._columns.column
+        block_size = column("block_size")[rows]
+        return View(
+            prompt_tokens=prompt.num_tokens,
+            block_size=block_size,
+            overlap_tokens=overlap[rows] * block_size,
+            prefill_tokens=column("prefill_tokens")[rows],
+            held_blocks=column("held_blocks")[rows],
+            total_blocks=column("total_blocks")[rows],
+            requests=column("requests")[rows],
+            max_num_seqs=column("max_num_seqs")[rows],
+            recent_tokens=self._columns.work(now)[rows],
+            turn=self._turns[rows],
+        )
+
+    def _book(self, worker: Worker, prompt: Prompt, overlap_blocks: int, now: float) -> None:
+        size = worker.card.kv_block_size or 0
+        booking = Booking(
+            now,
+            prefill_tokens=max(0, prompt.num_tokens - overlap_blocks * size),
+            blocks=-(-prompt.num_tokens // size) if size else 0,
+        )
+        worker.bookings[prompt.key] = booking
+        self._turn += 1
+        self._turns[worker.row] = self._turn
+        self._predictions.put(worker.row, prompt.hashes, overlap_blocks, now)
+        self.refresh(worker)
+
+    def _explain(
+        self, chosen: Worker, policy: Policy, rows: Rows, view: View, costs: list[float]
+    ) -> messages.RoutingReport:
+        candidates = []
+        for at, row in enumerate(rows.tolist()):
+            worker = self._of_row[row]
+            assert worker is not None
+            size = max(1.0, float(view.block_size[at]))
+            to_compute = float(view.prefill_tokens[at]) + max(0.0, view.prompt_tokens - float(view.overlap_tokens[at]))
+            candidates.append(
+                messages.Candidate(
+                    worker_id=worker.card.worker_id,
+                    cost=round(costs[at], 3),
+                    overlap_blocks=int(view.overlap_tokens[at] / size),
+                    prefill_blocks=math.ceil(to_compute / size),
+                    decode_blocks=int(view.held_blocks[at]),
+                    state=worker.state,
+                )
+            )
+        return messages.RoutingReport(chosen=chosen.card.worker_id, policy=policy.name, candidates=candidates)
+
+
+def scheme_of(card: messages.Card) -> Scheme | None:
+    """How a worker names its blocks; None where it has none, or names them in a way that is not known here."""
+    kind, _, fingerprint = card.hash_scheme.partition(":")
+    if kind != _HASH or not card.kv_block_size:
+        return None
+    return Scheme(fingerprint, card.kv_block_size)
+
+
+def _most_blocks(card: messages.Card) -> int:
+    return min(_MOST_BLOCKS, (card.total_kv_blocks or 0) + (card.host_kv_blocks or 0))
+
+
+def _numbers(worker: Worker) -> Numbers:
+    card, load, bookings = worker.card, worker.load, worker.bookings.values()
+    return Numbers(
+        is_open=worker.state is messages.WorkerState.READY and not worker.has_lapsed and card.max_num_seqs > 0,
+        heard_at=worker.heard_at,
+        step_age_ms=load.step_age_ms,
+        context_length=card.context_length,
+        block_size=card.kv_block_size or 0,
+        prefill_tokens=load.queued_prefill_tokens + sum(one.prefill_tokens for one in bookings),
+        held_blocks=load.used_blocks + sum(one.blocks for one in bookings),
+        total_blocks=card.total_kv_blocks or 0,
+        requests=worker.num_requests,
+        max_num_seqs=card.max_num_seqs,
+    )
+
+
+def _spread(overlap: "np.ndarray[tuple[int], np.dtype[np.float64]]", level: Level) -> None:
+    """Notes a level's depth in the rows of its workers."""
+    places = level.places
+    if places & (places - 1) == 0:
+        overlap[places.bit_length() - 1] = level.overlap_blocks
+        return
+    data = np.frombuffer(places.to_bytes(-(-places.bit_length() // 8), "little"), np.uint8)
+    overlap[np.flatnonzero(np.unpackbits(data, bitorder="little"))] = level.overlap_blocks

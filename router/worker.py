@@ -1,0 +1,44 @@
+"""One worker as its card, its events, and what was placed there since describe it."""
+
+from typing import NamedTuple
+
+from protocol import messages
+from router.eventlog import EventLog
+
+
+class Booking(NamedTuple):
+    """A request that was placed, until the worker's own events count it."""
+
+    at: float
+    prefill_tokens: int = 0
+    """Prompt tokens that it adds to what the worker has to compute."""
+    blocks: int = 0
+    """Blocks of its prompt."""
+
+
+class Worker:
+    """One life of a worker. Only its fields change; `fleet` and `served` change them."""
+
+    def __init__(self, card: messages.Card, now: float) -> None:
+        self.card = card
+        self.state = card.state
+        self.load = messages.Load()
+        self.heard_at = now
+        self.has_lapsed = False
+        """Its lease has lapsed; what was placed there is being cleared up."""
+        self.log = EventLog()
+        self.bookings: dict[str, Booking] = {}
+        self.running: set[str] = set()
+        """Requests that it holds, by its own word, whoever has placed them."""
+        self.row = -1
+        """Its place in its model's index and columns."""
+        self.done_tokens = 0
+        """Tokens that it has computed and generated, by its last event."""
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.card.worker_id} {self.state} {self.num_requests} requests>"
+
+    @property
+    def num_requests(self) -> int:
+        """Requests there: those it reports, and those placed that its reports can't know of yet."""
+        return self.load.running + self.load.waiting + len(self.bookings)

@@ -1,0 +1,71 @@
+"""What was placed is expected at its worker for a while, however often, and nothing is left of it afterwards."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.index import Level
+from router.predictions import PREDICTED_S, Predictions
+
+PROMPT = range(10)
+
+
+def test_a_placed_prompt_reaches_as_far_as_it_is_long() -> None:
+    predictions = Predictions()
+    predictions.put(2, PROMPT[:6], 0, now=0.0)
+    assert predictions.reach(PROMPT, []) == {2: 6}
+    assert predictions.reach(range(50, 60), []) == {}
+
+
+def test_it_reaches_on_from_what_is_held() -> None:
+    predictions = Predictions()
+    predictions.put(2, PROMPT, 4, now=0.0)
+    assert predictions.reach(PROMPT, [Level(4, 1 << 2)]) == {2: 10}
+    assert predictions.reach(PROMPT, []) == {}
+    assert predictions.reach(PROMPT, [Level(10, 1 << 2)]) == {}
+
+
+def test_it_is_expected_no_longer_than_it_may_take() -> None:
+    predictions = Predictions()
+    predictions.put(1, PROMPT, 0, now=0.0)
+    predictions.put(1, PROMPT, 0, now=3.0)
+    predictions.tick(PREDICTED_S)
+    assert predictions.reach(PROMPT, []) == {1: 10}
+    predictions.tick(3.0 + PREDICTED_S)
+    assert predictions.reach(PROMPT, []) == {}
+    assert len(predictions) == 0
+
+
+def test_nothing_is_expected_of_a_worker_that_has_left() -> None:
+    predictions = Predictions()
+    predictions.put(1, PROMPT, 0, now=0.0)
+    predictions.put(2, PROMPT, 0, now=0.0)
+    predictions.leave(1)
+    assert predictions.reach(PROMPT, []) == {2: 10}
+    predictions.check_integrity()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("put"), st.integers(0, 3), st.integers(0, 10), st.integers(0, 10)),
+            st.tuples(st.just("tick"), st.floats(0, 4)),
+            st.tuples(st.just("leave"), st.integers(0, 3)),
+        ),
+        max_size=30,
+    )
+)
+def test_any_history_keeps_its_counts(history: list[tuple[object, ...]]) -> None:
+    predictions, now = Predictions(), 0.0
+    for kind, *rest in history:
+        if kind == "put":
+            place, length, overlap = rest
+            predictions.put(place, PROMPT[:length], min(overlap, length), now)  # type: ignore[call-overload, arg-type]
+        elif kind == "tick":
+            now += rest[0]  # type: ignore[operator]
+            predictions.tick(now)
+        else:
+            predictions.leave(rest[0])  # type: ignore[arg-type]
+        predictions.check_integrity()
+    predictions.tick(now + PREDICTED_S)
+    assert len(predictions) == 0

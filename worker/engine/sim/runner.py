@@ -1,0 +1,116 @@
+"""Executes step plans by waiting as long as a device would take. Every token says that it is simulated."""
+
+import os
+import time
+from collections.abc import Sequence as Listing
+
+import xxhash
+
+from protocol import errors, internal
+from protocol import request as checks
+from worker import contract
+from worker.engine.moves import Move
+from worker.engine.plan import Part, Sampled, StepPlan
+from worker.engine.runner import ModelError
+from worker.engine.sequence import End
+from worker.engine.settings import EngineSettings
+from worker.engine.sim import timing
+
+VOCABULARY = 32_768
+_END = 0
+_FIRST_WORD = 257
+"""Ids below it are the end and the 256 bytes that prompts are made of; ids from it on are what is generated."""
+_NUM_WORDS = VOCABULARY - _FIRST_WORD
+_FEATURES = ("generate", "chat", "stop", "seed", "return_token_ids", "progress")
+_CHOSEN_CONTEXT = 32_768
+_CHOSEN_KV_TOKENS = 131_072
+_CHOSEN_NUM_SEQS = 64
+_CHOSEN_BLOCK_SIZE = 16
+
+
+class SimRunner:
+    """A device that computes nothing. `settings.model` names its timing. Raises ModelError for impossible settings."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        preset = settings.model.removeprefix("sim:")
+        if preset not in timing.PRESETS:
+            raise ModelError(f"--model {preset}: the simulator has the timings {', '.join(timing.PRESETS)}")
+        if settings.sim_speedup <= 0:
+            raise ModelError(f"--sim-speedup must be above 0, got {settings.sim_speedup}")
+        self._timing = timing.PRESETS[preset]
+        self._speedup = settings.sim_speedup
+        self.end_token_ids = frozenset({_END})
+        self.pieces = [b"", *(bytes([byte]) for byte in range(256))]
+        self.pieces += [b" simulated-%d" % number for number in range(_NUM_WORDS)]
+        self.bundle: bytes | None = None
+        self.config = _config(preset, settings)
+        self.num_lanes = self.config.max_num_seqs + self.config.total_kv_blocks
+        self._samplings: dict[int, contract.Sampling] = {}
+
+    def __repr__(self) -> str:
+        return f"<SimRunner {self.config.source}, {len(self._samplings)} sequences>"
+
+    def begin(self, seq_no: int, sampling: contract.Sampling) -> None:
+        self._samplings[seq_no] = sampling
+
+    def finish(self, seq_no: int) -> None:
+        self._samplings.pop(seq_no, None)
+
+    def apply(self, moves: Listing[Move]) -> None:
+        """Lanes are real, what lies in them is not."""
+
+    def step(self, plan: StepPlan) -> list[Sampled | End]:
+        capacity = self.config.total_kv_blocks * self.config.kv_block_size
+        time.sleep(timing.of_plan(plan, self._timing, capacity) / 1e3 / self._speedup)
+        return [self._sample(part) for part in plan.parts if part.samples]
+
+    def tokenize(self, request: internal.Tokenize) -> list[int]:
+        """A token for each byte."""
+        if request.messages is not None:
+            said = "".join(f"{message.role}: {checks.text_of(message)}\n" for message in request.messages)
+            return [1 + byte for byte in said.encode()]
+        if request.text is None:
+            raise errors.request_error(errors.Code.INVALID_REQUEST, "there is nothing to tokenize", param="prompt")
+        return [1 + byte for byte in request.text.encode()]
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+    def _sample(self, part: Part) -> Sampled:
+        """A word that follows from the seed, the last token and its place; it ends nothing that may not end yet."""
+        sequence, sampling = part.sequence, self._samplings[part.sequence.seq_no]
+        seed = sampling.seed if sampling.temperature > 0 else 0
+        place = f"{seed} {sequence.token_ids[-1]} {sequence.num_tokens}".encode()
+        word = xxhash.xxh3_64_intdigest(place)
+        while not sequence.may_stop and _FIRST_WORD + word % _NUM_WORDS in sampling.stop_token_ids:
+            word += 1
+        return Sampled(_FIRST_WORD + word % _NUM_WORDS, None)
+
+
+def _config(preset: str, settings: EngineSettings) -> contract.EngineConfig:
+    block_size = settings.kv_block_size if settings.kv_block_size > 0 else _CHOSEN_BLOCK_SIZE
+    context = settings.context_length or _CHOSEN_CONTEXT
+    kv_tokens = settings.kv_tokens or max(context, _CHOSEN_KV_TOKENS)
+    num_seqs = settings.max_num_seqs if settings.max_num_seqs > 0 else _CHOSEN_NUM_SEQS
+    if kv_tokens < block_size:
+        raise ModelError(f"--kv-tokens must be at least a block ({block_size}), got {kv_tokens}")
+    if settings.max_num_batched_tokens <= num_seqs:
+        raise ModelError(f"--max-num-batched-tokens must be above --max-num-seqs ({num_seqs})")
+    return contract.EngineConfig(
+        engine="sim",
+        engine_version="1",
+        source=f"sim:{preset}",
+        fingerprint=f"sim-{preset}",
+        context_length=min(context, kv_tokens // block_size * block_size),
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        kv_block_size=block_size,
+        total_kv_blocks=kv_tokens // block_size,
+        host_kv_blocks=0,
+        prefix_cache=True,
+        vocab_size=VOCABULARY,
+        features=_FEATURES,
+        defaults=contract.SamplingDefaults(),
+        versions={},
+        pid=os.getpid(),
+    )
