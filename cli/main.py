@@ -99,7 +99,13 @@ def _add_router(parser: argparse.ArgumentParser) -> None:
     _add_broker(parser)
     _add_inboxes(parser)
     parser.add_argument("--router-id", default="", help="name of this router in logs")
-    parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0], help="how workers are chosen (%(default)s)")
+    parser.add_argument("--policy", default=POLICIES[0], help=f"{', '.join(POLICIES)} or your own (%(default)s)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="above 0 dearer workers are drawn now and then (%(default)s)",
+    )
     parser.add_argument(
         "--max-request-bytes", type=_at_least(0), default=0, help="largest request; 0: half the broker's"
     )
@@ -184,6 +190,7 @@ def _router(options: argparse.Namespace) -> int:
         prefix=options.prefix,
         router_id=options.router_id,
         policy=options.policy,
+        temperature=options.temperature,
         inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
         max_request_bytes=options.max_request_bytes,
     )

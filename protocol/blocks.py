@@ -4,6 +4,7 @@ A block's hash says which tokens it holds and everything before them, so equal h
 for routing, not an identity: before a worker reuses a block it compares the tokens.
 """
 
+import struct
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -46,12 +47,12 @@ def hashes_of(data: bytes, block_size: int, parent: int) -> list[int]:
     """As `block_hashes`, of token ids in the form in which they are sent (`to_bytes`)."""
     assert block_size > 0, block_size
     width = 4 * block_size
-    digest = xxhash.xxh3_64_intdigest
-    hashes = []
-    for start in range(0, len(data) - width + 1, width):
-        parent = digest(parent.to_bytes(8, "little") + data[start : start + width])
-        hashes.append(parent)
-    return hashes
+    digest, pack = xxhash.xxh3_64_intdigest, _PARENT.pack
+    starts = range(0, len(data) - width + 1, width)
+    return [parent := digest(pack(parent) + data[start : start + width]) for start in starts]
+
+
+_PARENT = struct.Struct("<Q")
 
 
 def next_hash(parent: int, tokens: bytes | memoryview) -> int:

@@ -1,7 +1,7 @@
 """What a router believes of its workers: pure, fed with cards and events and the time, all in seconds."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from protocol import internal, limits, messages
@@ -52,6 +52,8 @@ class Fleet:
         self._began_at = began_at
         self._workers: dict[str, Worker] = {}
         self._served: dict[str, Served] = {}
+        self._holders: dict[str, Worker] = {}
+        """Who runs a request, by the last word of anyone."""
         self._refused: Recent[str] = Recent(_REFUSED_S, MAX_WORKERS)
         """Why lives of workers are not believed, by epoch."""
         self._seen_models: dict[str, None] = {}
@@ -116,7 +118,9 @@ class Fleet:
             return Heard()
         for key in caught.running:
             worker.bookings.pop(key, None)
+        self._let_go(worker, worker.running)
         worker.running = set(list(caught.running)[:MAX_RUNNING])
+        self._holders |= dict.fromkeys(worker.running, worker)
         self._of(worker).replace_blocks(worker, caught.runs)
         heard = self._apply(worker, caught.events, now)
         self._of(worker).refresh(worker)
@@ -214,15 +218,23 @@ class Fleet:
 
     def holder_of(self, key: str, model: str) -> Worker | None:
         """The worker of that model that says it holds a request, whoever has placed it there."""
-        for worker in self._workers.values():
-            if key in worker.running and worker.card.model == model:
-                return worker
-        return None
+        worker = self._holders.get(key)
+        return worker if worker is not None and worker.card.model == model else None
 
     def of_model(self, model: str) -> list[Worker]:
         """All workers that serve a model, whatever their state."""
         served = self._served.get(model)
         return [] if served is None else list(served.workers)
+
+    def some_of(self, model: str, now: float) -> list[Worker]:
+        """A few workers that serve a model, such as can work now if there are any."""
+        served = self._served.get(model)
+        return [] if served is None else served.some(now)
+
+    def longest_context(self, model: str) -> int:
+        """Tokens of the longest sequence that a worker of that model can hold."""
+        served = self._served.get(model)
+        return 0 if served is None else served.longest_context
 
     def candidates(self, model: str, now: float) -> list[Worker]:
         """The workers that may be given a request for that model now."""
@@ -246,6 +258,9 @@ class Fleet:
         assert of_models == self._workers.keys()
         for served in self._served.values():
             served.check_integrity()
+        for key, worker in self._holders.items():
+            assert key in worker.running, key
+            assert self._workers[worker.card.worker_id] is worker
 
     def _join(self, worker: Worker) -> None:
         self._workers[worker.card.worker_id] = worker
@@ -263,10 +278,16 @@ class Fleet:
 
     def _leave(self, worker: Worker) -> None:
         del self._workers[worker.card.worker_id]
+        self._let_go(worker, worker.running)
         served = self._of(worker)
         served.leave(worker)
         if not served.workers:
             del self._served[worker.card.model]
+
+    def _let_go(self, worker: Worker, keys: Iterable[str]) -> None:
+        for key in keys:
+            if self._holders.get(key) is worker:
+                del self._holders[key]
 
     def _of(self, worker: Worker) -> Served:
         return self._served[worker.card.model]
@@ -285,8 +306,10 @@ class Fleet:
                 worker.bookings.pop(started.id, None)
                 if len(worker.running) < MAX_RUNNING:
                     worker.running.add(started.id)
+                    self._holders[started.id] = worker
             for key in events.finished:
                 worker.bookings.pop(key, None)
+                self._let_go(worker, [key])
                 worker.running.discard(key)
             spoken += events.spoken
             finished += events.finished

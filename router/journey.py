@@ -141,7 +141,8 @@ class Journeys:
                 token_ids = await self._vocabularies.token_ids(flight.request, workers)
         except TimeoutError as error:
             raise errors.request_error(errors.Code.DEADLINE_EXCEEDED) from error
-        _check_length(token_ids, max(worker.card.context_length for worker in workers))
+        longest = max(worker.card.context_length for worker in workers)
+        _check_length(token_ids, max(longest, self._fleet.longest_context(flight.model)))
         self._flights.keep_prompt(flight, blocks.to_bytes(token_ids))
         await self._dispatch.bring(flight)
 
@@ -177,9 +178,8 @@ class Journeys:
             self._answers.fail(flight, error)
 
     def _anyone(self, flight: Flight) -> list[Worker]:
-        """The workers of the model, those that can work now first. Raises RequestError where there is none."""
-        ready = self._fleet.candidates(flight.model, time.monotonic())
-        workers = ready + [worker for worker in self._fleet.of_model(flight.model) if worker not in ready]
+        """Some workers of the model, such as can work now if any can. Raises RequestError where there is none."""
+        workers = self._fleet.some_of(flight.model, time.monotonic())
         if workers:
             return workers
         if self._fleet.is_unknown(flight.model, time.monotonic()):

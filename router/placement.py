@@ -1,6 +1,7 @@
 """Chooses a worker for a request: a pure function of what is known, with a policy for the costs."""
 
 import random
+from importlib import metadata
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -41,21 +42,32 @@ class Policy(Protocol):
 
 
 class Kv:
-    """The prompt's own work and what is queued before it, less what is held already; then memory; then recent work.
+    """How much a request would have to wait for, and cost its neighbours, in prompt tokens to be computed.
 
-    All in tokens. `prefill_weight` is how much more a token to be computed counts than one that is held;
-    `recent_weight` spreads requests that come one by one, whose load is gone before the next comes."""
+    That is its own prompt and those queued before it, less what is held already; what running sequences hold and how
+    many they are, since each slows every step; those that wait for a place; and a trace of recent work, which spreads
+    requests that come one by one, whose load is gone before the next comes."""
 
     name = "kv"
 
-    def __init__(self, prefill_weight: float = 20.0, recent_weight: float = 0.02) -> None:
-        self._prefill_weight = prefill_weight
+    def __init__(
+        self,
+        held_weight: float = 0.25,
+        request_tokens: float = 256.0,
+        wait_tokens: float = 1_024.0,
+        recent_weight: float = 0.005,
+    ) -> None:
+        self._held_weight = held_weight
+        self._request_tokens = request_tokens
+        self._wait_tokens = wait_tokens
         self._recent_weight = recent_weight
 
     def costs(self, view: View) -> Floats:
-        to_compute = np.maximum(view.prefill_tokens + view.prompt_tokens - view.overlap_tokens, 0.0)
-        held = view.held_blocks * np.maximum(view.block_size, 1.0)
-        costs: Floats = self._prefill_weight * to_compute + held + self._recent_weight * view.recent_tokens
+        costs: Floats = np.maximum(view.prefill_tokens + view.prompt_tokens - view.overlap_tokens, 0.0)
+        costs += self._held_weight * view.held_blocks * np.maximum(view.block_size, 1.0)
+        costs += self._request_tokens * view.requests
+        costs += self._wait_tokens * np.maximum(view.requests + 1.0 - view.max_num_seqs, 0.0)
+        costs += self._recent_weight * view.recent_tokens
         return costs
 
 
@@ -90,10 +102,16 @@ class Random:
 POLICIES = ("kv", "least_loaded", "round_robin", "random")
 
 
+ENTRY_POINTS = "tokenbus.policies"
+"""The group in which an installed package names classes of its own policies."""
+
+
 def make_policies() -> dict[str, Policy]:
-    """One of each, by name."""
+    """One of each, by name: those from here, and those that installed packages have."""
     policies: list[Policy] = [Kv(), LeastLoaded(), RoundRobin(), Random()]
-    return {policy.name: policy for policy in policies}
+    own = {policy.name: policy for policy in policies}
+    foreign = {point.name: point.load()() for point in metadata.entry_points(group=ENTRY_POINTS)}
+    return foreign | own
 
 
 def draw(costs: Floats, rng: random.Random, temperature: float = 0.0) -> int:

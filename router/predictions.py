@@ -8,97 +8,110 @@ from router.index import Level
 
 PREDICTED_S = 5.0
 """How long a placed prefix is believed to be there, or on its way, without an event."""
-MOST_BLOCKS = 1 << 16
+MOST_BLOCKS = 1 << 18
 """Blocks of placements that are remembered at the same time; the oldest are forgotten first."""
 
 
 class _Placed(NamedTuple):
     until: float
     place: int
+    start: int
+    """Leading blocks that were held there already."""
     hashes: Sequence[int]
+    """Of the whole prompt."""
 
 
 class Predictions:
     """Prefixes that were placed lately, by the places of the workers they went to.
 
-    Only blocks behind those that a worker is known to hold are remembered, each with the workers it is expected at and
-    how many placements expect it there."""
+    A placement is found by the first block that was not held yet. Hashes are chained, so how far another prompt goes
+    along with it is found by halves."""
 
     def __init__(self) -> None:
-        self._expected: dict[int, dict[int, int]] = {}
+        self._by_first: dict[int, list[_Placed]] = {}
+        self._starts: dict[int, int] = {}
+        """How many placements start at each depth."""
         self._placed: deque[_Placed] = deque()
         self._num_blocks = 0
 
     def __repr__(self) -> str:
-        return f"<Predictions {len(self._placed)} placements, {len(self._expected)} blocks>"
+        return f"<Predictions {len(self._placed)} placements, {self._num_blocks} blocks>"
 
     def __len__(self) -> int:
-        return len(self._expected)
+        return len(self._placed)
 
     def put(self, place: int, hashes: Sequence[int], overlap_blocks: int, now: float) -> None:
-        """A prompt of these blocks has gone to a worker that is known to hold the first `overlap_blocks`."""
-        fresh = hashes[overlap_blocks:]
-        if not fresh:
+        """A prompt of these blocks has gone to a worker that holds, or will, the first `overlap_blocks`."""
+        if overlap_blocks >= len(hashes):
             return
-        self._placed.append(_Placed(now + PREDICTED_S, place, fresh))
-        self._num_blocks += len(fresh)
-        for name in fresh:
-            at = self._expected.setdefault(name, {})
-            at[place] = at.get(place, 0) + 1
+        placed = _Placed(now + PREDICTED_S, place, overlap_blocks, hashes)
+        self._placed.append(placed)
+        self._by_first.setdefault(hashes[overlap_blocks], []).append(placed)
+        self._starts[overlap_blocks] = self._starts.get(overlap_blocks, 0) + 1
+        self._num_blocks += len(hashes)
         while self._num_blocks > MOST_BLOCKS:
-            self._forget_oldest()
+            self._forget(self._placed.popleft())
 
     def tick(self, now: float) -> None:
         """Forgets what has been expected for long enough."""
         while self._placed and self._placed[0].until <= now:
-            self._forget_oldest()
+            self._forget(self._placed.popleft())
 
     def reach(self, hashes: Sequence[int], levels: Sequence[Level]) -> dict[int, int]:
         """How far the leading blocks will reach at each worker that is expected to hold more than it is known to.
 
         `levels` say what is known."""
-        if not self._expected:
-            return {}
-        places: set[int] = set()
-        for depth in {0, *(level.overlap_blocks for level in levels)}:
-            if depth < len(hashes):
-                places.update(self._expected.get(hashes[depth], ()))
-        reached = {}
-        for place in places:
-            known = end = next((level.overlap_blocks for level in levels if level.places >> place & 1), 0)
-            while end < len(hashes) and place in self._expected.get(hashes[end], ()):
-                end += 1
-            if end > known:
-                reached[place] = end
+        reached: dict[int, int] = {}
+        for start in self._starts:
+            if start >= len(hashes):
+                continue
+            for placed in self._by_first.get(hashes[start], ()):
+                end = _common(placed.hashes, hashes, start)
+                if end > reached.get(placed.place, 0) and end > _known(levels, placed.place):
+                    reached[placed.place] = end
         return reached
 
     def leave(self, place: int) -> None:
         """That worker is gone: nothing is expected of it any more."""
-        kept = deque(one for one in self._placed if one.place != place)
-        for one in self._placed:
-            if one.place == place:
-                self._forget(one)
-        self._placed = kept
+        gone = [one for one in self._placed if one.place == place]
+        self._placed = deque(one for one in self._placed if one.place != place)
+        for one in gone:
+            self._forget(one)
 
     def check_integrity(self) -> None:
-        counted: dict[int, dict[int, int]] = {}
-        for one in self._placed:
-            for name in one.hashes:
-                at = counted.setdefault(name, {})
-                at[one.place] = at.get(one.place, 0) + 1
-        assert counted == self._expected
+        """Asserts what must hold between any two calls."""
+        assert sorted(map(id, self._placed)) == sorted(id(one) for found in self._by_first.values() for one in found)
+        assert all(one.hashes[one.start] == first for first, found in self._by_first.items() for one in found)
+        assert sum(self._starts.values()) == len(self._placed)
+        assert {one.start for one in self._placed} == self._starts.keys()
         assert self._num_blocks == sum(len(one.hashes) for one in self._placed) <= MOST_BLOCKS
-
-    def _forget_oldest(self) -> None:
-        self._forget(self._placed.popleft())
 
     def _forget(self, placed: _Placed) -> None:
         self._num_blocks -= len(placed.hashes)
-        for name in placed.hashes:
-            at = self._expected[name]
-            if at[placed.place] == 1:
-                del at[placed.place]
-                if not at:
-                    del self._expected[name]
-            else:
-                at[placed.place] -= 1
+        first = placed.hashes[placed.start]
+        found = self._by_first[first]
+        del found[next(at for at, one in enumerate(found) if one is placed)]
+        if not found:
+            del self._by_first[first]
+        self._starts[placed.start] -= 1
+        if not self._starts[placed.start]:
+            del self._starts[placed.start]
+
+
+def _common(one: Sequence[int], other: Sequence[int], low: int) -> int:
+    """How many leading blocks two prompts have in common, of which `low + 1` are known to be."""
+    high = min(len(one), len(other))
+    low += 1
+    if one[high - 1] == other[high - 1]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _known(levels: Sequence[Level], place: int) -> int:
+    return next((level.overlap_blocks for level in levels if level.places >> place & 1), 0)

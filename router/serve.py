@@ -21,7 +21,7 @@ from router.fleet import Fleet
 from router.flight import Flights
 from router.intake import Intake
 from router.journey import Journeys
-from router.placement import POLICIES, make_policies
+from router.placement import make_policies
 from router.vocabularies import Vocabularies
 from router.watch import FleetWatch
 
@@ -35,6 +35,9 @@ class RouterSettings:
     router_id: str = ""
     """Name of this router in logs; made up from host name and process id where absent."""
     policy: str = "kv"
+    """How workers are chosen where a request does not say."""
+    temperature: float = 0.0
+    """0 always chooses the lowest cost; above it dearer workers are drawn too, the less often the dearer."""
     inbox_prefixes: tuple[str, ...] = subjects.DEFAULT_INBOX_PREFIXES
     """What a client's reply subject may begin with."""
     max_request_bytes: int = 0
@@ -56,7 +59,7 @@ class Router:
         flights = Flights(settings.max_flights, settings.max_held_bytes)
         answers = Answers(bus, router_id)
         policies = make_policies()
-        dispatch = Dispatch(bus, names, fleet, flights, router_id, policies, settings.policy, rng)
+        dispatch = Dispatch(bus, names, fleet, flights, router_id, policies, settings.policy, rng, settings.temperature)
         self._journeys = Journeys(fleet, flights, Vocabularies(bus, names), dispatch, answers)
         most = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)
         self._intake = Intake(bus, names, settings.inbox_prefixes, most, fleet, self._journeys, answers)
@@ -95,8 +98,8 @@ async def serve(settings: RouterSettings) -> None:
         loop.add_signal_handler(number, leave.set)
     router_id = settings.router_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     structlog.contextvars.bind_contextvars(router_id=router_id)
-    if settings.policy not in POLICIES:
-        raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, got {settings.policy!r}")
+    if settings.policy not in (known := make_policies()):
+        raise ValueError(f"--policy must be one of {', '.join(known)}, got {settings.policy!r}")
     async with contextlib.AsyncExitStack() as stack:
         connection = await nats.connect(settings.broker, name=f"router {router_id}")
         stack.push_async_callback(connection.close)

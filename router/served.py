@@ -1,5 +1,6 @@
 """The workers of one model: what they hold, how busy they are, and which of them a prompt should go to; pure."""
 
+import itertools
 import math
 import random
 from collections.abc import Collection, Sequence
@@ -17,6 +18,7 @@ from router.worker import Booking, Worker
 _OLDEST_STEP_MS = 2_000.0
 """An engine whose step is older than this gets no new work."""
 _HASH = "xxh3-64"
+_SOME = 8
 _MOST_BLOCKS = 1 << 22
 """A card may say what it likes."""
 
@@ -164,6 +166,17 @@ class Served:
         overlap_blocks = int(overlap[worker.row])
         self._book(worker, prompt, overlap_blocks, now)
         return Placement(worker, policy.name, overlap_blocks, report)
+
+    def some(self, now: float) -> list[Worker]:
+        """A few workers, such as may be given a request now if there are any."""
+        rows = self._columns.eligible(now, limits.SUSPECT_S, _OLDEST_STEP_MS, 0)[:_SOME]
+        ready = [worker for row in rows.tolist() if (worker := self._of_row[row]) is not None]
+        return ready or list(itertools.islice(self._workers.values(), _SOME))
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of the longest sequence that one of the workers can hold."""
+        return int(self._columns.column("context_length").max())
 
     def candidates(self, now: float) -> list[Worker]:
         """The workers that may be given a request now."""

@@ -3,13 +3,16 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
+from importlib import metadata
+from importlib.metadata import EntryPoint
 
 import numpy as np
 import pytest
 
 from protocol import messages
+from router.columns import Floats
 from router.fleet import Fleet
-from router.placement import POLICIES, Kv, LeastLoaded, Policy, RoundRobin, View, draw, make_policies
+from router.placement import ENTRY_POINTS, POLICIES, Kv, LeastLoaded, Policy, RoundRobin, View, draw, make_policies
 from router.served import NoWorker, Placement, Prompt, Wish
 from tests.router.beliefs import card, events, stored
 
@@ -56,6 +59,21 @@ def test_the_only_worker_is_chosen_and_the_policy_named(name: str) -> None:
 
 def test_there_is_one_policy_of_each_name() -> None:
     assert {name: policy.name for name, policy in make_policies().items()} == {name: name for name in POLICIES}
+
+
+class Favourite:
+    name = "favourite"
+
+    def costs(self, view: View) -> Floats:
+        return -view.max_num_seqs
+
+
+def test_an_installed_package_brings_its_own_policy_and_replaces_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [EntryPoint(name, f"{__name__}:Favourite", ENTRY_POINTS) for name in ("favourite", "kv")]
+    monkeypatch.setattr(metadata, "entry_points", lambda group: found if group == ENTRY_POINTS else [])
+    policies = make_policies()
+    assert isinstance(policies["kv"], Kv)
+    assert placed(fleet_of(4, 9, 5), policies["favourite"], random.Random(1)) == "w1"
 
 
 def test_the_worker_with_the_lowest_cost_wins_whatever_is_drawn() -> None:
@@ -198,6 +216,22 @@ def test_a_worker_with_too_much_to_do_does_not_get_more_for_what_it_holds() -> N
     assert chosen(fleet).worker.card.worker_id == "w1"
 
 
+def test_a_prefix_that_all_share_does_not_send_everything_to_one_worker() -> None:
+    """Running sequences that share their blocks hold little, and slow each other all the same."""
+    fleet = fleet_with_blocks(0, 0, 0, 0, context_length=4_096, max_num_seqs=64)
+    shared, at = list(range(60)), Counter[str]()
+    for number in range(1, 65):
+        worker = chosen(fleet, [*shared, 1_000 + number, 2_000 + number], now=0.001 * number, seed=number).worker
+        name = worker.card.worker_id
+        at[name] += 1
+        load = messages.Load(running=at[name], used_blocks=60 + 2 * at[name])
+        own = [1_000 + number, 2_000 + number]
+        said = events(name, seq=at[name], load=load, started=tuple(worker.bookings), stored=stored([*shared, *own]))
+        fleet.take_events(said, 0.001 * number)
+    assert len(at) == 4
+    assert max(at.values()) <= 24, at
+
+
 def test_requests_that_come_one_by_one_are_spread() -> None:
     """A fleet that is idle again before each request: without a trace of recent work one worker would get them all."""
     fleet = fleet_with_blocks(0, 0, 0, 0, context_length=4_096)
@@ -254,7 +288,7 @@ def test_a_report_says_what_was_known_of_every_candidate() -> None:
     fleet = fleet_with_blocks(4, 0)
     load = messages.Load(running=1, used_blocks=7, queued_prefill_tokens=32)
     fleet.take_events(events("w1", seq=1, load=load), 0.0)
-    policy = Kv(prefill_weight=1.0, recent_weight=0.0)
+    policy = Kv(held_weight=1.0, request_tokens=0.0, recent_weight=0.0)
     placement = place(fleet, policy, random.Random(1), PROMPT, wish=Wish(explain=True))
     assert isinstance(placement, Placement)
     assert placement.report == messages.RoutingReport(

@@ -20,8 +20,17 @@ def test_it_reaches_on_from_what_is_held() -> None:
     predictions = Predictions()
     predictions.put(2, PROMPT, 4, now=0.0)
     assert predictions.reach(PROMPT, [Level(4, 1 << 2)]) == {2: 10}
-    assert predictions.reach(PROMPT, []) == {}
+    assert predictions.reach(PROMPT, [Level(7, 1 << 2)]) == {2: 10}, "some of it has come meanwhile"
     assert predictions.reach(PROMPT, [Level(10, 1 << 2)]) == {}
+
+
+def test_another_prompt_reaches_as_far_as_it_goes_along() -> None:
+    predictions = Predictions()
+    predictions.put(2, PROMPT, 3, now=0.0)
+    for common in range(4, 11):
+        assert predictions.reach([*PROMPT[:common], 77, 78], [Level(3, 1 << 2)]) == {2: common}
+        assert predictions.reach(PROMPT[:common], []) == {2: common}
+    assert predictions.reach([*PROMPT[:3], 77], [Level(3, 1 << 2)]) == {}
 
 
 def test_it_is_expected_no_longer_than_it_may_take() -> None:
