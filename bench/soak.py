@@ -19,6 +19,8 @@ from demo import MODEL_PATH
 from protocol import messages
 
 _SEQUENCES, _WAITING = 8, 8
+_HOST_CACHE_MIB = 32
+"""So little that it is full, and evicts, before memory is looked at."""
 _WARM_UP_S = 60.0
 _GROWTH = 1.1
 _REFUSALS = {"overloaded", "deadline_exceeded"}
@@ -72,6 +74,8 @@ async def measure(minutes: float, over: int) -> None:
         str(_WAITING),
         "--kv-overcommit",
         "2",
+        "--host-cache-mib",
+        str(_HOST_CACHE_MIB),
     )
     tally = Tally()
     async with system.running(MODEL_PATH, *flags, "--kv-tokens", "4096", "--context-length", "1024") as client:
