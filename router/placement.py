@@ -53,7 +53,7 @@ class Kv:
     def __init__(
         self,
         held_weight: float = 0.25,
-        request_tokens: float = 256.0,
+        request_tokens: float = 64.0,
         wait_tokens: float = 1_024.0,
         recent_weight: float = 0.005,
     ) -> None:

@@ -76,7 +76,7 @@ async def gone(probe: Probe) -> None:
     for answer in live:
         await probe.stop_listening(answer)
     await asyncio.sleep(_GONE_S)
-    reasons = [await _how_it_ended(probe, answer) for answer in live]
+    reasons = await asyncio.gather(*(_how_it_ended(probe, answer) for answer in live))
     if set(reasons) == {"length"}:
         raise SkippedError("the model had said everything before a client could be missed")
     expect("cancelled" in reasons and "runs" not in reasons, f"{_GONE_S:g} s later: {', '.join(reasons)}")

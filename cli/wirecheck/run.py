@@ -16,7 +16,7 @@ from protocol import subjects
 
 EXIT_BROKEN = 1
 EXIT_UNREACHABLE = 2
-RULE_TIMEOUT_S = 20.0
+RULE_TIMEOUT_S = 40.0
 
 _MODELS_TIMEOUT_S = 2.0
 
