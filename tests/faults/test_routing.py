@@ -13,7 +13,7 @@ _OPENINGS = ["Tell me about the fox.", "What is 20 + 22?", "Where does the owl l
 
 async def _converse(bare: Bare, number: int, policy: str) -> list[dict[str, Any]]:
     """The terminals of one conversation, each turn's prompt being all that was said before."""
-    said = [{"role": "user", "content": f"{_OPENINGS[number % 4]} {'Please. ' * (3 + number)}"}]
+    said = [{"role": "user", "content": f"{_OPENINGS[number % 4]} {'Please. ' * (70 + number)}"}]
     terminals = []
     for turn in range(_TURNS):
         answer = await bare.ask(
