@@ -13,6 +13,7 @@ QUESTIONS = {
     "decode_8": ("bench.decode", "--streams", "8"),
     "conversation": ("bench.conversation",),
     "idle_cache": ("bench.idle_cache",),
+    "choice": ("bench.choice",),
 }
 """Those that need nothing but this project."""
 
