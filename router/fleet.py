@@ -92,7 +92,9 @@ class Fleet:
         return Heard(lost=Lost(known.card, known.log.is_behind))
 
     def take_events(self, events: internal.Events, now: float) -> Heard | None:
-        """Notes an entry of an event log; None where the worker or its life is unknown, and should be discovered."""
+        """Notes an entry of an event log; None where the worker or its life is unknown, and should be discovered.
+
+        Who has spoken and who has ended is heard at once, also behind a gap: a client may use an id again by then."""
         worker = self._workers.get(events.worker_id)
         if self._refused.get(events.epoch, now) is not None:
             return Heard()
@@ -102,9 +104,9 @@ class Fleet:
             return Heard()
         worker.load, worker.state = events.load, events.state
         worker.heard_at, worker.has_lapsed = now, False
-        heard = self._apply(worker, worker.log.take(events), now)
+        self._apply(worker, worker.log.take(events), now)
         self._of(worker).refresh(worker)
-        return heard
+        return Heard(spoken=tuple(events.spoken), finished=tuple(events.finished))
 
     def take_part(self, part: internal.SnapshotPart, now: float) -> Heard:
         """Notes a part of a snapshot; the last one closes the gap."""
@@ -122,9 +124,9 @@ class Fleet:
         worker.running = set(list(caught.running)[:MAX_RUNNING])
         self._holders |= dict.fromkeys(worker.running, worker)
         self._of(worker).replace_blocks(worker, caught.runs)
-        heard = self._apply(worker, caught.events, now)
+        self._apply(worker, caught.events, now)
         self._of(worker).refresh(worker)
-        return heard._replace(caught=caught)
+        return Heard(caught=caught)
 
     def behind(self, now: float, every_s: float) -> list[Worker]:
         """The workers to ask for a snapshot now."""
@@ -297,10 +299,8 @@ class Fleet:
         served = self._served.get(card.model)
         return None if served is None else served.why_not(card)
 
-    def _apply(self, worker: Worker, ready: tuple[internal.Events, ...], now: float) -> Heard:
+    def _apply(self, worker: Worker, ready: tuple[internal.Events, ...], now: float) -> None:
         """Applies what an event log has ready."""
-        spoken: list[str] = []
-        finished: list[str] = []
         for events in ready:
             for started in events.started:
                 worker.bookings.pop(started.id, None)
@@ -311,10 +311,7 @@ class Fleet:
                 worker.bookings.pop(key, None)
                 self._let_go(worker, [key])
                 worker.running.discard(key)
-            spoken += events.spoken
-            finished += events.finished
             self._of(worker).apply(worker, events, now)
-        return Heard(spoken=tuple(spoken), finished=tuple(finished))
 
     def _remember(self, model: str) -> None:
         self._seen_models[model] = None

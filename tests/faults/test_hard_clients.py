@@ -135,11 +135,15 @@ async def test_a_resync_in_a_loop_is_answered_and_repeats_at_most_five_times_a_s
     assert len([line for line in system.log("worker") if line["event"] == "stream_repeated"]) == 1
 
 
-async def test_an_id_used_again_and_again_is_answered_each_time(system: System) -> None:
+async def test_an_id_used_again_and_again_is_answered_each_time_by_a_router_that_has_just_come(system: System) -> None:
     system.router("router")
     system.worker("worker-a")
     system.worker("worker-b")
     bare = await system.connect()
+    await until_ready(bare, 2)
+    system.signal("router", signal.SIGKILL)
+    system.wait("router")
+    system.router("late")
     await until_ready(bare, 2)
     for number in range(30):
         answer: Answer = await bare.ask({"id": "again", "prompt": "12 + 30 =", "max_tokens": 3, "temperature": 0})
