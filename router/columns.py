@@ -2,6 +2,7 @@
 
 Choosing among a thousand workers costs little more than among ten: a few operations on whole columns."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,8 @@ Rows = np.ndarray[tuple[int], np.dtype[np.intp]]
 _FIRST_ROWS = 16
 WORK_FADES_S = 10.0
 """After so long a third of a worker's recent work still counts."""
+_PEAK_FADES_S = 600.0
+"""And after so long a third of the most that it has ever done."""
 
 
 class Numbers(NamedTuple):
@@ -41,6 +44,7 @@ class Columns:
         self._numbers = np.zeros((len(Numbers._fields), _FIRST_ROWS))
         self._work = np.zeros(_FIRST_ROWS)
         self._worked_at = np.zeros(_FIRST_ROWS)
+        self._peak = np.zeros(_FIRST_ROWS)
 
     def __repr__(self) -> str:
         return f"<Columns of {self._numbers.shape[1]} rows>"
@@ -54,12 +58,13 @@ class Columns:
     def clear(self, row: int) -> None:
         """The worker is gone."""
         self._numbers[:, row] = 0.0
-        self._work[row] = 0.0
+        self._work[row] = self._peak[row] = 0.0
 
     def worked(self, row: int, tokens: float, now: float) -> None:
         """A worker has computed that many tokens lately."""
-        faded = np.exp((self._worked_at[row] - now) / WORK_FADES_S)
-        self._work[row] = self._work[row] * faded + tokens
+        since = now - self._worked_at[row]
+        self._work[row] = self._work[row] * math.exp(-since / WORK_FADES_S) + tokens
+        self._peak[row] = max(self._peak[row] * math.exp(-since / _PEAK_FADES_S), self._work[row])
         self._worked_at[row] = now
 
     def eligible(self, now: float, silent_s: float, oldest_step_ms: float, num_tokens: int) -> Rows:
@@ -74,12 +79,14 @@ class Columns:
         found: Floats = self._numbers[Numbers._fields.index(name)]
         return found
 
-    def work(self, now: float) -> Floats:
-        """Tokens that each worker has computed lately, the older the less."""
+    def recent_share(self, now: float) -> Floats:
+        """What each worker has computed lately, the older the less, as a share of the most that it had ever."""
         recent: Floats = self._work * np.exp((self._worked_at - now) / WORK_FADES_S)
+        recent /= np.maximum(self._peak, 1.0)
         return recent
 
     def _grow(self) -> None:
         self._numbers = np.concatenate([self._numbers, np.zeros_like(self._numbers)], axis=1)
         self._work = np.concatenate([self._work, np.zeros_like(self._work)])
         self._worked_at = np.concatenate([self._worked_at, np.zeros_like(self._worked_at)])
+        self._peak = np.concatenate([self._peak, np.zeros_like(self._peak)])

@@ -25,8 +25,8 @@ class View(NamedTuple):
     requests: Floats
     """Running and waiting there."""
     max_num_seqs: Floats
-    recent_tokens: Floats
-    """Tokens that it has computed lately, the older the less."""
+    recent_share: Floats
+    """How much it has computed lately, as a share of the most that it ever had: near 0 where it has been idle."""
     turn: Floats
     """A number that is larger the later it was chosen last; 0 for never."""
 
@@ -41,34 +41,47 @@ class Policy(Protocol):
         ...
 
 
-class Kv:
-    """How much a request would have to wait for, and cost its neighbours, in prompt tokens to be computed.
+_IDLE_SHARE = 0.05
+"""Of its most work: what has done less lately is idle more than half."""
 
-    That is its own prompt and those queued before it, less what is held already; what running sequences hold and how
-    many they are, since each slows every step; those that wait for a place; and a trace of recent work, which spreads
-    requests that come one by one, whose load is gone before the next comes."""
+
+class Kv:
+    """What a request costs there, in prompt tokens to be computed.
+
+    That is what is not held of its own prompt; a part of what is queued before it, since to wait a little is better
+    than to compute and to keep a prefix twice; each request there, since it slows every step; each that would have to
+    wait for a place or for memory; and a trace of recent work, which spreads requests that come one by one, whose load
+    is gone before the next comes. The defaults are those of docs/decisions/0027."""
 
     name = "kv"
 
     def __init__(
         self,
-        held_weight: float = 0.25,
-        request_tokens: float = 64.0,
+        queue_weight: float = 0.25,
+        request_tokens: float = 200.0,
         wait_tokens: float = 1_024.0,
-        recent_weight: float = 0.005,
+        idle_tokens: float = 2_048.0,
     ) -> None:
-        self._held_weight = held_weight
+        self._queue_weight = queue_weight
         self._request_tokens = request_tokens
         self._wait_tokens = wait_tokens
-        self._recent_weight = recent_weight
+        self._idle_tokens = idle_tokens
 
     def costs(self, view: View) -> Floats:
-        costs: Floats = np.maximum(view.prefill_tokens + view.prompt_tokens - view.overlap_tokens, 0.0)
-        costs += self._held_weight * view.held_blocks * np.maximum(view.block_size, 1.0)
+        costs: Floats = np.maximum(view.prompt_tokens - view.overlap_tokens, 0.0)
+        costs += self._queue_weight * view.prefill_tokens
         costs += self._request_tokens * view.requests
-        costs += self._wait_tokens * np.maximum(view.requests + 1.0 - view.max_num_seqs, 0.0)
-        costs += self._recent_weight * view.recent_tokens
+        costs += self._wait_tokens * _waiting(view)
+        costs += self._idle_tokens * view.recent_share / (view.recent_share + _IDLE_SHARE)
         return costs
+
+
+def _waiting(view: View) -> Floats:
+    """How many would wait at each worker, this request among them."""
+    waiting: Floats = np.maximum(view.requests + 1.0 - view.max_num_seqs, 0.0)
+    held_tokens = view.held_blocks * view.block_size + view.prompt_tokens - view.overlap_tokens
+    waiting += (view.block_size > 0) & (held_tokens > view.total_blocks * view.block_size)
+    return waiting
 
 
 class LeastLoaded:

@@ -259,7 +259,7 @@ class Served:
             total_blocks=column("total_blocks")[rows],
             requests=column("requests")[rows],
             max_num_seqs=column("max_num_seqs")[rows],
-            recent_tokens=self._columns.work(now)[rows],
+            recent_share=self._columns.recent_share(now)[rows],
             turn=self._turns[rows],
         )
 

@@ -159,7 +159,7 @@ def test_chat_keeps_the_conversation_and_starts_over_when_asked(url: str) -> Non
 def test_chat_with_a_model_that_nobody_serves_says_so(url: str) -> None:
     done = tokenbus(url, "chat", "--model", "nobody", stdin="hello\n")
     assert done.returncode == 1
-    assert "no_worker" in done.stderr
+    assert "no_worker" in done.stderr or "model_not_found" in done.stderr  # by how long the router has run
 
 
 def test_top_shows_each_worker_once(url: str) -> None:

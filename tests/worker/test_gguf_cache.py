@@ -98,7 +98,7 @@ async def test_greedy_answers_do_not_depend_on_what_the_cache_did(make: Make) ->
     restored = []
     for question in QUESTIONS:
         between = await to_host.start("x", salt="", cache=False, max_tokens=2)
-        await between.until(lambda seen: len(seen.token_ids) == 1)
+        await between.until(lambda seen: len(seen.token_ids) >= 1)
         assert to_host.engine.load().cached_blocks == 0, "something was left on the device"
         await between.terminal()
         restored.append(await to_host.ask(STORY + question, salt="host"))

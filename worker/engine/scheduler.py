@@ -40,6 +40,11 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
+    def running(self) -> Listing[Sequence]:
+        """Those with a lane, in turn."""
+        return self._running
+
+    @property
     def num_decoding(self) -> int:
         """Sequences whose clients wait for their next token."""
         return sum(sequence.num_uncomputed == 1 for sequence in self._running)
@@ -97,6 +102,28 @@ class Scheduler:
                 advances.append(self._advance(sequence, next(results)))
         assert next(results, None) is None, "more results than parts that sample"
         return advances
+
+    def steps_ahead(self) -> int:
+        """How many steps from now on will be one token for each running sequence and nothing else, if nobody comes.
+
+        The last of them may end sequences; 0 where prompts, a wait for room or a preemption come into it."""
+        if not self._running or self._waiting or self.num_decoding < len(self._running) or self.suspect is not None:
+            return 0
+        steps = min(sequence.max_num_tokens - sequence.num_tokens for sequence in self._running)
+        room = self._pool.free_blocks + self._pool.idle_blocks
+        return min(steps, max(0, room // len(self._running) - 1) * self._pool.block_size)
+
+    def skip(self, steps: int, token_id: int) -> None:
+        """Takes `steps` such steps at once, each of which sampled `token_id` for every sequence, and ended none."""
+        assert 0 < steps < self.steps_ahead(), (self, steps)
+        for sequence in self._running:
+            sequence.skip(steps, token_id)
+            has_room = self._pool.append(sequence.seq_no, sequence.num_computed)
+            assert has_room, sequence
+            self._pool.commit(sequence.seq_no, sequence.token_ids, sequence.num_computed)
+        count = steps * len(self._running)
+        self._num_computed += count
+        self._num_generated += count
 
     def give_way(self) -> Advance | None:
         """Makes room where the device has none although it was promised: cached blocks go, then the last in turn.

@@ -126,6 +126,14 @@ class Sequence:
             return End.STOP_TOKEN
         return End.LENGTH if self.num_sampled >= self.sampling.max_tokens else None
 
+    def skip(self, steps: int, token_id: int) -> None:
+        """Takes the results of that many steps, in each of which this token was sampled and ended nothing."""
+        assert self.num_uncomputed == 1, self
+        assert token_id not in self._stop_token_ids, token_id
+        self.token_ids.extend(array("I", [token_id]) * steps)
+        self.num_computed += steps
+        assert self.num_sampled < self.sampling.max_tokens, self
+
     def check_integrity(self) -> None:
         assert 0 <= self.num_computed <= self.num_tokens <= self.max_num_tokens, self
         assert 0 <= self.num_cached < self.num_prompt, self

@@ -88,7 +88,10 @@ class Block:
         return (self.children[key], most) if most else None
 
     def prefixes_of(self, tokens: bytes) -> "list[Block]":
-        """The children whose tokens are a proper beginning of `tokens`."""
+        """The children whose tokens are a proper beginning of `tokens`, the shortest first."""
+        if len(self.children) < len(tokens) // _TOKEN_BYTES:
+            short = (key for key in self._keys if len(key) < len(tokens))
+            return [self.children[key] for key in short if tokens.startswith(key)]
         found = []
         for length in range(_TOKEN_BYTES, len(tokens), _TOKEN_BYTES):
             child = self.children.get(tokens[:length])

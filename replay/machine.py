@@ -1,0 +1,224 @@
+"""One worker in virtual time: the scheduler and the block pool of the live engine, steps that only take their time."""
+
+from array import array
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from protocol import internal, messages
+from worker import contract
+from worker.engine.blocks import BlockPool
+from worker.engine.pace import Pace
+from worker.engine.plan import Advance, Sampled, StepPlan
+from worker.engine.scheduler import Scheduler
+from worker.engine.sequence import End, Sequence
+from worker.engine.sim.timing import Timing, of_plan
+from worker.engine.tree import Domain
+from worker.front.held import runs_of
+
+MODEL = "replayed"
+FINGERPRINT = "replay"
+VOCABULARY = 32_768
+_SAMPLED_TOKEN = VOCABULARY - 1
+_FEWEST_PREFILL_TOKENS = 32
+_LANES_PER_SEQUENCE = 64
+
+
+class MachineSettings(NamedTuple):
+    """What a simulated worker is like."""
+
+    kv_blocks: int
+    block_size: int
+    timing: Timing
+    speed: float = 1.0
+    """How many times faster than its timing it is."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8_192
+    step_target_ms: float = 0.0
+    """Prompts are computed in chunks of about this long; 0: of as many tokens as a step may carry."""
+
+
+class Progress(NamedTuple):
+    """What a step did for one request."""
+
+    number: int
+    at_s: float
+    cached_tokens: int | None = None
+    """With the first token: how much of the prompt it did not have to compute."""
+    end: End | None = None
+
+
+class Steps(NamedTuple):
+    """Several steps in which each of `sequences` got a token, `gap_s` after the one before."""
+
+    sequences: int
+    gaps_s: tuple[float, ...]
+
+
+class Machine:
+    """Computes nothing and takes as long as its timing says. `say` gets its event log, `report` what its steps did."""
+
+    def __init__(self, worker_id: str, settings: MachineSettings) -> None:
+        self.worker_id = worker_id
+        self._settings = settings
+        pool = BlockPool(
+            settings.kv_blocks,
+            settings.block_size,
+            settings.max_num_seqs * _LANES_PER_SEQUENCE + settings.kv_blocks,
+            fingerprint=FINGERPRINT,
+        )
+        self._scheduler = Scheduler(pool, settings.max_num_seqs)
+        self._most_prefill = settings.max_num_batched_tokens
+        target_s = settings.step_target_ms / 1e3
+        self._pace = Pace(target_s, _FEWEST_PREFILL_TOKENS, self._most_prefill) if target_s else None
+        self._capacity_tokens = settings.kv_blocks * settings.block_size
+        self._plan: StepPlan | None = None
+        self._began_at = 0.0
+        self._seq = 0
+        self._keys: dict[int, str] = {}
+        self._last_token_at: dict[int, float] = {}
+        self.ends_at: float | None = None
+        """When the step in progress ends; None while there is none."""
+        self.events: list[tuple[float, internal.Events]] = []
+        """Its event log with times; the world takes them out."""
+        self.progress: list[Progress] = []
+        self.steps: list[Steps] = []
+
+    def __repr__(self) -> str:
+        return f"<Machine {self.worker_id} {self._scheduler!r}>"
+
+    def card(self) -> messages.Card:
+        settings = self._settings
+        return messages.Card(
+            worker_id=self.worker_id,
+            epoch="1-replay",
+            model=MODEL,
+            source="replay",
+            engine="sim",
+            engine_version="1",
+            context_length=self._capacity_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            hash_scheme=f"xxh3-64:{FINGERPRINT}",
+            features=[],
+            state=messages.WorkerState.READY,
+            host="replay",
+            pids=messages.Pids(front=0, engine=0),
+            versions={},
+            kv_block_size=settings.block_size,
+            total_kv_blocks=settings.kv_blocks,
+        )
+
+    def take(
+        self,
+        number: int,
+        key: str,
+        token_ids: "array[int]",
+        output_tokens: int,
+        domain: Domain,
+        priority: int,
+        now: float,
+    ) -> None:
+        """Accepts a request, and begins with it at once if there is nothing else to do."""
+        sampling = contract.Sampling(max_tokens=output_tokens)
+        sequence = Sequence(number, token_ids, sampling, frozenset(), domain=domain, priority=priority, came_at=now)
+        self._keys[number] = key
+        self._scheduler.add(sequence)
+        self._say(now, started=[internal.Started(id=key, prompt_tokens=len(token_ids), overlap_blocks=0)])
+        if self._plan is None:
+            self._begin(now)
+
+    def advance(self, now: float, hurry_until: float) -> None:
+        """Takes all steps that end by `now`; those that end by `hurry_until` several at a time where they are alike."""
+        while self.ends_at is not None and self.ends_at <= now:
+            ended_at = self.ends_at
+            self._commit(ended_at)
+            self._begin(self._skip(ended_at, hurry_until))
+
+    @property
+    def load(self) -> messages.Load:
+        return self._scheduler.load()
+
+    def check_integrity(self) -> None:
+        self._scheduler.check_integrity()
+
+    def _begin(self, now: float) -> None:
+        if not self._scheduler.has_work:
+            self._plan, self.ends_at = None, None
+            return
+        decoding = self._scheduler.num_decoding
+        budget = self._most_prefill - decoding
+        if self._pace is not None:
+            budget = min(budget, self._pace.prefill_budget(decoding))
+        self._plan = self._scheduler.plan(budget)
+        assert self._plan.parts, self
+        self._began_at = now
+        step_ms = of_plan(self._plan, self._settings.timing, self._capacity_tokens)
+        self.ends_at = now + step_ms / 1e3 / self._settings.speed
+
+    def _commit(self, now: float) -> None:
+        plan = self._plan
+        assert plan is not None
+        if self._pace is not None:
+            self._pace.observe(plan.num_tokens, now - self._began_at)
+        sampled = [Sampled(_SAMPLED_TOKEN) for part in plan.parts if part.samples]
+        advances = self._scheduler.commit(plan, sampled)
+        self._note(advances, now)
+        self._say(now, finished=[self._keys.pop(one.sequence.seq_no) for one in advances if one.end is not None])
+
+    def _note(self, advances: Iterable[Advance], now: float) -> None:
+        gaps: dict[float, int] = {}
+        for sequence, _, end in advances:
+            number = sequence.seq_no
+            before = self._last_token_at.get(number)
+            if before is None:
+                self.progress.append(Progress(number, now, sequence.num_cached, end))
+            else:
+                gaps[now - before] = gaps.get(now - before, 0) + 1
+                if end is not None:
+                    self.progress.append(Progress(number, now, None, end))
+            self._last_token_at[number] = now
+            if end is not None:
+                del self._last_token_at[number]
+        self.steps += [Steps(count, (gap,)) for gap, count in gaps.items()]
+
+    def _skip(self, now: float, until: float) -> float:
+        """Takes steps that are all alike at once, if they end by `until`; returns when the last of them ends."""
+        most = self._scheduler.steps_ahead() - 1
+        if most < 1 or now >= until:
+            return now
+        count = self._scheduler.num_decoding
+        held = sum(sequence.num_tokens for sequence in self._scheduler.running)
+        timing, speed = self._settings.timing, self._settings.speed
+        gaps = list[float]()
+        at = now
+        while len(gaps) < most:
+            share = min(1.0, (held + len(gaps) * count) / self._capacity_tokens)
+            gap = timing.step_ms(0, count, share) / 1e3 / speed
+            if at + gap > until:
+                break
+            gaps.append(gap)
+            at += gap
+        if gaps:
+            self._scheduler.skip(len(gaps), _SAMPLED_TOKEN)
+            self.steps.append(Steps(count, tuple(gaps)))
+            self._last_token_at = dict.fromkeys(self._last_token_at, at)
+            self._say(at)
+        return at
+
+    def _say(
+        self, now: float, started: list[internal.Started] | None = None, finished: list[str] | None = None
+    ) -> None:
+        removed, stored = self._scheduler.take_changes()
+        entry = internal.Events(
+            worker_id=self.worker_id,
+            epoch="1-replay",
+            seq=self._seq,
+            load=self._scheduler.load(),
+            state=messages.WorkerState.READY,
+            removed=removed,
+            stored=list(runs_of((new.parent, new.hash) for new in stored)),
+            started=started or [],
+            finished=finished or [],
+        )
+        self._seq += 1
+        self.events.append((now, entry))

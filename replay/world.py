@@ -1,0 +1,154 @@
+"""A fleet over a trace, in virtual time: arrivals are placed by the router's core, workers step, events travel."""
+
+import random
+from collections import deque
+from typing import NamedTuple
+
+from protocol import blocks, internal
+from replay.machine import FINGERPRINT, MODEL, VOCABULARY, Machine, MachineSettings, Progress, Steps
+from replay.trace import TracedRequest
+from router.fleet import Fleet
+from router.placement import Policy
+from router.served import NoWorker, Prompt, Wish
+from worker.engine.tree import Domain
+
+_FOREVER = float("inf")
+
+
+class WorldSettings(NamedTuple):
+    """The fleet and its routers."""
+
+    machines: tuple[MachineSettings, ...]
+    policy: Policy
+    seed: int = 0
+    speedup: float = 1.0
+    """How many times faster than in the trace requests come."""
+    num_routers: int = 1
+    delay_s: float = 0.001
+    """How old an event is when a router hears it."""
+    temperature: float = 0.0
+
+
+class Outcome(NamedTuple):
+    """What became of a request; times in seconds of the replay."""
+
+    request: TracedRequest
+    worker: int
+    arrived_at: float
+    first_at: float
+    ended_at: float
+    cached_tokens: int
+    predicted_tokens: int
+    """What the router expected to be held."""
+
+
+class _Placed(NamedTuple):
+    worker: int
+    arrived_at: float
+    predicted_tokens: int
+
+
+class _Router:
+    """One router's beliefs, and the events on their way to it."""
+
+    def __init__(self, settings: WorldSettings, number: int, machines: list[Machine]) -> None:
+        self._settings = settings
+        self._rng = random.Random(f"{settings.seed} {number}")
+        self.fleet = Fleet(0.0)
+        for machine in machines:
+            self.fleet.take_card(machine.card(), 0.0)
+        self.coming: deque[tuple[float, internal.Events]] = deque()
+
+    def hear(self, now: float) -> None:
+        while self.coming and self.coming[0][0] <= now:
+            at, entry = self.coming.popleft()
+            self.fleet.take_events(entry, at)
+        self.fleet.forgive(now)
+        self.fleet.lapse(now)
+
+    def place(self, prompt: Prompt, now: float) -> tuple[str, int]:
+        wish = Wish(temperature=self._settings.temperature)
+        placement = self.fleet.place(MODEL, prompt, self._settings.policy, self._rng, now, wish)
+        assert not isinstance(placement, NoWorker), prompt
+        return placement.worker.card.worker_id, placement.overlap_blocks
+
+
+class World:
+    """Plays one trace once. `steps` and the outcomes are what there is to know of it."""
+
+    def __init__(self, settings: WorldSettings) -> None:
+        self._settings = settings
+        self._machines = [Machine(f"w{number:04}", one) for number, one in enumerate(settings.machines)]
+        self._by_name = {machine.worker_id: number for number, machine in enumerate(self._machines)}
+        self._routers = [_Router(settings, number, self._machines) for number in range(settings.num_routers)]
+        self._placed: dict[int, _Placed] = {}
+        self._first: dict[int, Progress] = {}
+        self._requests: list[TracedRequest] = []
+        self.outcomes: list[Outcome] = []
+
+    def __repr__(self) -> str:
+        return f"<World of {len(self._machines)} workers, {len(self.outcomes)} requests done>"
+
+    def play(self, trace: list[TracedRequest]) -> list[Steps]:
+        """All requests of a trace to their end; returns the steps in which more than first tokens came."""
+        self._requests = trace
+        for number, request in enumerate(trace):
+            now = request.at_s / self._settings.speedup
+            self._advance(now)
+            self._arrive(number, request, now)
+        self._advance(_FOREVER)
+        return [steps for machine in self._machines for steps in machine.steps]
+
+    def check_integrity(self) -> None:
+        for machine in self._machines:
+            machine.check_integrity()
+        for router in self._routers:
+            router.fleet.check_integrity()
+
+    def _advance(self, now: float) -> None:
+        for machine in self._machines:
+            machine.advance(now, now - self._settings.delay_s)
+        said = [entry for machine in self._machines for entry in machine.events]
+        said.sort(key=lambda entry: entry[0])
+        for machine in self._machines:
+            for progress in machine.progress:
+                self._progress(progress)
+            machine.progress.clear()
+            machine.events.clear()
+        for router in self._routers:
+            router.coming.extend((at + self._settings.delay_s, entry) for at, entry in said)
+            router.hear(now)
+
+    def _arrive(self, number: int, request: TracedRequest, now: float) -> None:
+        router = self._routers[number % len(self._routers)]
+        token_ids = request.token_ids(VOCABULARY)
+        scheme = router.fleet.scheme_of(MODEL)
+        assert scheme is not None
+        root = blocks.root_hash(blocks.PrefixDomain(FINGERPRINT, tenant=request.tenant))
+        hashes = blocks.hashes_of(token_ids.tobytes(), scheme.block_size, root)
+        key = f"{request.tenant}:{number}"
+        name, overlap = router.place(Prompt(key, request.prompt_tokens, hashes), now)
+        at = self._by_name[name]
+        self._placed[number] = _Placed(at, now, overlap * scheme.block_size)
+        machine = self._machines[at]
+        machine.take(number, key, token_ids, request.output_tokens, Domain(request.tenant), request.priority, now)
+
+    def _progress(self, progress: Progress) -> None:
+        number = progress.number
+        if progress.cached_tokens is not None:
+            self._first[number] = progress
+        if progress.end is None:
+            return
+        first, placed = self._first.pop(number), self._placed.pop(number)
+        assert first.cached_tokens is not None
+        self.outcomes.append(
+            Outcome(
+                self._requests[number],
+                placed.worker,
+                placed.arrived_at,
+                first.at_s,
+                progress.at_s,
+                first.cached_tokens,
+                placed.predicted_tokens,
+            )
+        )
