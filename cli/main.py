@@ -9,6 +9,8 @@ from typing import Any
 
 from cli import chat, clients, operate, top, up, worker
 from cli.family import EXIT_REFUSED
+from cli.replay import options as replay_options
+from cli.replay import run as replay
 from cli.wirecheck import run as wirecheck
 from protocol import connection as nats
 from protocol import logs, subjects
@@ -57,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     cancel.add_argument("request_id", metavar="ID")
     cancel.set_defaults(run=clients.cancel)
     _add_operator(commands)
+    played = commands.add_parser("replay", help="play a trace on a simulated fleet, policies side by side")
+    replay_options.add_flags(played)
+    played.set_defaults(run=replay.run)
     _add_wire_check(commands.add_parser("wire-check", help="hold a running system against the wire's rules"))
     return parser
 

@@ -4,9 +4,9 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from replay.trace import TracedRequest
+from replay.traces import TracedRequest
 
 BLOCK_TOKENS = 16
 """Prompts of these workloads begin alike in multiples of this."""
@@ -57,7 +57,7 @@ def parse(text: str) -> tuple[str, Workload]:
     name, _, settings = text.partition(":")
     if name not in DEFAULTS:
         raise WorkloadError(f"{text!r} is neither a file nor one of the workloads {', '.join(DEFAULTS)}")
-    changes: dict[str, float] = {}
+    changes: dict[str, Any] = {}
     for setting in settings.split(",") if settings else ():
         key, _, value = setting.partition("=")
         if key not in Workload._fields:

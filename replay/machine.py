@@ -18,7 +18,6 @@ from worker.front.held import runs_of
 MODEL = "replayed"
 FINGERPRINT = "replay"
 VOCABULARY = 32_768
-_SAMPLED_TOKEN = VOCABULARY - 1
 _FEWEST_PREFILL_TOKENS = 32
 _LANES_PER_SEQUENCE = 64
 
@@ -160,7 +159,7 @@ class Machine:
         assert plan is not None
         if self._pace is not None:
             self._pace.observe(plan.num_tokens, now - self._began_at)
-        sampled = [Sampled(_SAMPLED_TOKEN) for part in plan.parts if part.samples]
+        sampled = [Sampled(_sampled(part.sequence)) for part in plan.parts if part.samples]
         advances = self._scheduler.commit(plan, sampled)
         self._note(advances, now)
         self._say(now, finished=[self._keys.pop(one.sequence.seq_no) for one in advances if one.end is not None])
@@ -199,7 +198,7 @@ class Machine:
             gaps.append(gap)
             at += gap
         if gaps:
-            self._scheduler.skip(len(gaps), _SAMPLED_TOKEN)
+            self._scheduler.skip(len(gaps), [_sampled(sequence) for sequence in self._scheduler.running])
             self.steps.append(Steps(count, tuple(gaps)))
             self._last_token_at = dict.fromkeys(self._last_token_at, at)
             self._say(at)
@@ -222,3 +221,8 @@ class Machine:
         )
         self._seq += 1
         self.events.append((now, entry))
+
+
+def _sampled(sequence: Sequence) -> int:
+    """A token that is in no prompt and no other completion."""
+    return VOCABULARY + sequence.seq_no

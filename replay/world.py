@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 from protocol import blocks, internal
 from replay.machine import FINGERPRINT, MODEL, VOCABULARY, Machine, MachineSettings, Progress, Steps
-from replay.trace import TracedRequest
+from replay.traces import TracedRequest
+from router.backlog import Backlog, Waiting
 from router.fleet import Fleet
 from router.placement import Policy
-from router.served import NoWorker, Prompt, Wish
+from router.served import NoWorker, Prompt, Room, Wish
 from worker.engine.tree import Domain
 
 _FOREVER = float("inf")
@@ -27,6 +28,8 @@ class WorldSettings(NamedTuple):
     delay_s: float = 0.001
     """How old an event is when a router hears it."""
     temperature: float = 0.0
+    max_queued: int = 1 << 20
+    """Requests that may wait in one router, and a four-thousandfold of tokens."""
 
 
 class Outcome(NamedTuple):
@@ -35,6 +38,7 @@ class Outcome(NamedTuple):
     request: TracedRequest
     worker: int
     arrived_at: float
+    placed_at: float
     first_at: float
     ended_at: float
     cached_tokens: int
@@ -44,8 +48,16 @@ class Outcome(NamedTuple):
 
 class _Placed(NamedTuple):
     worker: int
-    arrived_at: float
+    placed_at: float
     predicted_tokens: int
+
+
+class _Arrived(NamedTuple):
+    """A request on its way to a worker."""
+
+    number: int
+    request: TracedRequest
+    prompt: Prompt
 
 
 class _Router:
@@ -58,6 +70,8 @@ class _Router:
         for machine in machines:
             self.fleet.take_card(machine.card(), 0.0)
         self.coming: deque[tuple[float, internal.Events]] = deque()
+        self.backlog = Backlog(settings.max_queued, settings.max_queued << 12)
+        self.waiting: dict[str, _Arrived] = {}
 
     def hear(self, now: float) -> None:
         while self.coming and self.coming[0][0] <= now:
@@ -65,6 +79,22 @@ class _Router:
             self.fleet.take_events(entry, at)
         self.fleet.forgive(now)
         self.fleet.lapse(now)
+
+    def take(self, arrived: _Arrived, now: float) -> None:
+        """Has a request wait for its turn, which may be at once."""
+        request, prompt = arrived.request, arrived.prompt
+        waiting = Waiting(
+            prompt.key, request.tenant, now, request.prompt_tokens + request.output_tokens, priority=request.priority
+        )
+        refused = self.backlog.put(waiting)
+        assert not refused, "the trace is longer than the queue"
+        self.waiting[prompt.key] = arrived
+
+    def next(self, now: float) -> _Arrived | None:
+        """The request whose turn it is, if there is room for it somewhere."""
+        if not self.waiting or self.fleet.room(MODEL, now) is not Room.SOME:
+            return None
+        return self.waiting.pop(self.backlog.pop(now).key)
 
     def place(self, prompt: Prompt, now: float) -> tuple[str, int]:
         wish = Wish(temperature=self._settings.temperature)
@@ -94,8 +124,10 @@ class World:
         self._requests = trace
         for number, request in enumerate(trace):
             now = request.at_s / self._settings.speedup
+            self._work_off(now)
             self._advance(now)
             self._arrive(number, request, now)
+        self._work_off(_FOREVER)
         self._advance(_FOREVER)
         return [steps for machine in self._machines for steps in machine.steps]
 
@@ -104,6 +136,19 @@ class World:
             machine.check_integrity()
         for router in self._routers:
             router.fleet.check_integrity()
+
+    def _work_off(self, until: float) -> None:
+        """While requests wait every step may make room for one: goes from step to step."""
+        delay_s = self._settings.delay_s
+        while any(router.waiting for router in self._routers):
+            ends = [machine.ends_at for machine in self._machines if machine.ends_at is not None]
+            heard = [router.coming[0][0] for router in self._routers if router.coming]
+            now = min(min(ends, default=_FOREVER) + delay_s, min(heard, default=_FOREVER))
+            if now >= until:
+                return
+            self._advance(now)
+            for router in self._routers:
+                self._place_all(router, now)
 
     def _advance(self, now: float) -> None:
         for machine in self._machines:
@@ -127,10 +172,21 @@ class World:
         root = blocks.root_hash(blocks.PrefixDomain(FINGERPRINT, tenant=request.tenant))
         hashes = blocks.hashes_of(token_ids.tobytes(), scheme.block_size, root)
         key = f"{request.tenant}:{number}"
-        name, overlap = router.place(Prompt(key, request.prompt_tokens, hashes), now)
+        router.take(_Arrived(number, request, Prompt(key, request.prompt_tokens, hashes)), now)
+        self._place_all(router, now)
+
+    def _place_all(self, router: _Router, now: float) -> None:
+        while (arrived := router.next(now)) is not None:
+            self._place(router, arrived, now)
+
+    def _place(self, router: _Router, arrived: _Arrived, now: float) -> None:
+        number, request, prompt = arrived
+        name, overlap = router.place(prompt, now)
         at = self._by_name[name]
-        self._placed[number] = _Placed(at, now, overlap * scheme.block_size)
+        self._placed[number] = _Placed(at, now, overlap * self._settings.machines[at].block_size)
         machine = self._machines[at]
+        token_ids = request.token_ids(VOCABULARY)
+        key = prompt.key
         machine.take(number, key, token_ids, request.output_tokens, Domain(request.tenant), request.priority, now)
 
     def _progress(self, progress: Progress) -> None:
@@ -145,7 +201,8 @@ class World:
             Outcome(
                 self._requests[number],
                 placed.worker,
-                placed.arrived_at,
+                self._requests[number].at_s / self._settings.speedup,
+                placed.placed_at,
                 first.at_s,
                 progress.at_s,
                 first.cached_tokens,

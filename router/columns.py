@@ -35,6 +35,8 @@ class Numbers(NamedTuple):
     requests: int
     """Running, waiting and just sent there."""
     max_num_seqs: int
+    most_requests: int
+    """With so many there another one would only wait."""
 
 
 class Columns:
@@ -73,6 +75,10 @@ class Columns:
         fits = (column("is_open") > 0) & (now - column("heard_at") < silent_s)
         fits &= (column("step_age_ms") <= oldest_step_ms) & (column("context_length") > num_tokens)
         return np.flatnonzero(fits)
+
+    def has_room(self, rows: Rows) -> bool:
+        """Whether one of them would begin with another request at once, or nearly so."""
+        return bool((self.column("requests")[rows] < self.column("most_requests")[rows]).any())
 
     def column(self, name: str) -> Floats:
         """All rows of one column, those of no worker among them."""

@@ -9,7 +9,7 @@ from protocol.recent import Recent
 from protocol.subjects import epoch_order
 from router.eventlog import Caught
 from router.placement import Policy
-from router.served import NoWorker, Placement, Prompt, Scheme, Served, Wish
+from router.served import NoWorker, Placement, Prompt, Room, Scheme, Served, Wish
 from router.worker import Worker
 
 MAX_WORKERS = 4_096
@@ -199,6 +199,11 @@ class Fleet:
         """Chooses a worker of that model for a prompt and books it there, in one step."""
         served = self._served.get(model)
         return NoWorker() if served is None else served.place(prompt, policy, rng, now, wish)
+
+    def room(self, model: str, now: float) -> Room:
+        """Whether a request for that model would begin soon if it was placed now."""
+        served = self._served.get(model)
+        return Room.NOBODY if served is None else served.room(now)
 
     def book(self, worker_id: str, prompt: Prompt, now: float) -> None:
         """Counts a request as being at a worker, until an event says so."""

@@ -57,7 +57,7 @@ class Kv:
 
     def __init__(
         self,
-        queue_weight: float = 0.25,
+        queue_weight: float = 0.2,
         request_tokens: float = 200.0,
         wait_tokens: float = 1_024.0,
         idle_tokens: float = 2_048.0,

@@ -1,5 +1,6 @@
 """The workers of one model: what they hold, how busy they are, and which of them a prompt should go to; pure."""
 
+import enum
 import itertools
 import math
 import random
@@ -19,6 +20,8 @@ _OLDEST_STEP_MS = 2_000.0
 """An engine whose step is older than this gets no new work."""
 _HASH = "xxh3-64"
 _SOME = 8
+_SPARE = 8
+"""A worker has an eighth more requests than it can run, so that a place that becomes free is taken at once."""
 _MOST_BLOCKS = 1 << 22
 """A card may say what it likes."""
 
@@ -60,6 +63,16 @@ class Placement(NamedTuple):
     overlap_blocks: int = 0
     """Leading blocks that it is known to hold, or expected to."""
     report: messages.RoutingReport | None = None
+
+
+class Room(enum.Enum):
+    """What a model's workers have for another request."""
+
+    SOME = enum.auto()
+    NONE = enum.auto()
+    """All of them have as many as they can run."""
+    NOBODY = enum.auto()
+    """None of them can work now."""
 
 
 class NoWorker(NamedTuple):
@@ -166,6 +179,13 @@ class Served:
         overlap_blocks = int(overlap[worker.row])
         self._book(worker, prompt, overlap_blocks, now)
         return Placement(worker, policy.name, overlap_blocks, report)
+
+    def room(self, now: float) -> Room:
+        """Whether a request would begin soon if it was placed now."""
+        rows = self._columns.eligible(now, limits.SUSPECT_S, _OLDEST_STEP_MS, 0)
+        if not len(rows):
+            return Room.NOBODY
+        return Room.SOME if self._columns.has_room(rows) else Room.NONE
 
     def some(self, now: float) -> list[Worker]:
         """A few workers, such as may be given a request now if there are any."""
@@ -323,6 +343,7 @@ def _numbers(worker: Worker) -> Numbers:
         total_blocks=card.total_kv_blocks or 0,
         requests=worker.num_requests,
         max_num_seqs=card.max_num_seqs,
+        most_requests=card.max_num_seqs + max(1, card.max_num_seqs // _SPARE),
     )
 
 

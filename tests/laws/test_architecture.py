@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("protocol", "worker", "router", "client", "cli", "demo")
+PACKAGES = ("protocol", "worker", "router", "client", "replay", "cli", "demo")
 ALLOWED = {
     "protocol": set(),
     "demo": set(),
     "worker": {"protocol"},
     "router": {"protocol"},
     "client": {"protocol"},
-    "cli": {"protocol", "client", "worker", "router", "demo"},
+    "replay": {"protocol", "worker", "router", "client"},
+    "cli": {"protocol", "client", "worker", "router", "replay", "demo"},
 }
 PURE = (
     "protocol/subjects.py",
@@ -47,6 +48,10 @@ PURE = (
     "worker/engine/waiting.py",
     "worker/engine/sim/timing.py",
     "protocol/recent.py",
+    "replay/generators.py",
+    "replay/machine.py",
+    "replay/traces.py",
+    "replay/world.py",
     "client/order.py",
     "client/patience.py",
 )

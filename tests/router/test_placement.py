@@ -288,7 +288,7 @@ def test_a_report_says_what_was_known_of_every_candidate() -> None:
     fleet = fleet_with_blocks(4, 0)
     load = messages.Load(running=1, used_blocks=7, queued_prefill_tokens=32)
     fleet.take_events(events("w1", seq=1, load=load), 0.0)
-    policy = Kv(held_weight=1.0, request_tokens=0.0, recent_weight=0.0)
+    policy = Kv(queue_weight=0.5, request_tokens=10.0)
     placement = place(fleet, policy, random.Random(1), PROMPT, wish=Wish(explain=True))
     assert isinstance(placement, Placement)
     assert placement.report == messages.RoutingReport(
@@ -299,7 +299,7 @@ def test_a_report_says_what_was_known_of_every_candidate() -> None:
                 worker_id="w0", cost=97.0, overlap_blocks=4, prefill_blocks=7, decode_blocks=0, state="ready"
             ),
             messages.Candidate(
-                worker_id="w1", cost=305.0, overlap_blocks=0, prefill_blocks=13, decode_blocks=7, state="ready"
+                worker_id="w1", cost=187.0, overlap_blocks=0, prefill_blocks=13, decode_blocks=7, state="ready"
             ),
         ],
     )

@@ -107,16 +107,19 @@ class Scheduler:
         """How many steps from now on will be one token for each running sequence and nothing else, if nobody comes.
 
         The last of them may end sequences; 0 where prompts, a wait for room or a preemption come into it."""
-        if not self._running or self._waiting or self.num_decoding < len(self._running) or self.suspect is not None:
+        if not self._running or self._waiting or self.suspect is not None:
+            return 0
+        if not all(sequence.num_uncomputed == 1 and sequence.num_sampled for sequence in self._running):
             return 0
         steps = min(sequence.max_num_tokens - sequence.num_tokens for sequence in self._running)
         room = self._pool.free_blocks + self._pool.idle_blocks
         return min(steps, max(0, room // len(self._running) - 1) * self._pool.block_size)
 
-    def skip(self, steps: int, token_id: int) -> None:
-        """Takes `steps` such steps at once, each of which sampled `token_id` for every sequence, and ended none."""
+    def skip(self, steps: int, token_ids: Listing[int]) -> None:
+        """Takes `steps` such steps at once, which sampled the same of `token_ids` for a sequence each time, and ended
+        none."""
         assert 0 < steps < self.steps_ahead(), (self, steps)
-        for sequence in self._running:
+        for sequence, token_id in zip(self._running, token_ids, strict=True):
             sequence.skip(steps, token_id)
             has_room = self._pool.append(sequence.seq_no, sequence.num_computed)
             assert has_room, sequence

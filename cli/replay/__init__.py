@@ -1,0 +1,1 @@
+"""`tokenbus replay`: a trace against a fleet that is not there."""

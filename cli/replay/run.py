@@ -1,0 +1,66 @@
+"""Plays the trace, prints the table, writes what was asked for."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from cli.replay.options import policies_of, settings_of
+from replay.offline import ReplaySettings, play_all, requests_of
+from replay.results import Run, Spread
+
+_USAGE = 2
+_WIDTH = 110
+_SMALL_MS = 100.0
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        settings, policies = settings_of(options), policies_of(options)
+        count = len(requests_of(settings))
+        print(f"{count:,} requests, {settings.workers} workers, {', '.join(policies)}", file=sys.stderr)
+        runs = play_all(settings, policies, options.jobs)
+        if options.json:
+            options.json.write_bytes(as_json(settings, runs))
+    except (ValueError, OSError) as error:
+        print(f"tokenbus: {error}", file=sys.stderr)
+        return _USAGE
+    Console(width=max(_WIDTH, Console().width)).print(table(runs))
+    return 0
+
+
+def as_json(settings: ReplaySettings, runs: Sequence[Run]) -> bytes:
+    """The numbers, and what they are of; nothing in it depends on when or where it ran."""
+    said = {
+        "trace": Path(settings.trace).name,
+        "settings": msgspec.structs.asdict(settings) | {"trace": Path(settings.trace).name},
+        "runs": runs,
+    }
+    return msgspec.json.format(msgspec.json.encode(said), indent=2) + b"\n"
+
+
+def table(runs: Sequence[Run]) -> Table:
+    made = Table(box=None, header_style="bold", pad_edge=False)
+    made.add_column("policy", no_wrap=True)
+    heads = ("hit rate", "TTFT ms mean", "p50", "p99", "gap ms mean", "p99", "queue p99", "tokens/s", "busiest")
+    for head in heads:
+        made.add_column(head, justify="right")
+    for one in runs:
+        made.add_row(
+            one.policy,
+            f"{one.hit_rate:.3f}",
+            *_cells(one.ttft_ms, "mean", "p50", "p99"),
+            *_cells(one.itl_ms, "mean", "p99"),
+            *_cells(one.queue_ms, "p99"),
+            f"{one.output_tokens_per_s:,.0f}",
+            f"{one.busiest_share:.1%}",
+        )
+    return made
+
+
+def _cells(spread: Spread, *names: str) -> list[str]:
+    return [f"{getattr(spread, name):,.{1 if spread.mean < _SMALL_MS else 0}f}" for name in names]

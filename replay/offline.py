@@ -1,0 +1,98 @@
+"""Plays one trace under several policies, each in a world of its own."""
+
+import concurrent.futures
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from replay import generators, traces
+from replay.machine import MachineSettings
+from replay.results import Run, summarize
+from replay.world import World, WorldSettings
+from router.placement import make_policies
+from worker.engine.sim.timing import PRESETS
+
+
+class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What is replayed, and on what."""
+
+    trace: str
+    """A file in Mooncake's format, or a workload (replay/generators.py)."""
+    workers: int = 8
+    kv_blocks: int = 3_000
+    """Of each worker."""
+    block_size: int = 512
+    """Tokens of an engine's block."""
+    speedup: float = 1.0
+    """How many times faster than in the trace requests come."""
+    timing: str = "dynamo"
+    seed: int = 0
+    max_requests: int = 0
+    """Only so many of the trace, from its beginning; 0: all."""
+    routers: int = 1
+    temperature: float = 0.0
+    delay_ms: float = 1.0
+    """How old events are when a router hears them."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8_192
+    step_target_ms: float = 0.0
+    """Prompts are computed in chunks of about this long; 0: of as many tokens as a step may carry."""
+    speeds: tuple[float, ...] = (1.0,)
+    """How many times faster than the timing the workers are, in turn."""
+
+
+def requests_of(settings: ReplaySettings) -> list[traces.TracedRequest]:
+    """The requests to be played, by time. Raises TraceError, WorkloadError and OSError."""
+    if Path(settings.trace).exists():
+        found = traces.read(Path(settings.trace))
+    else:
+        found = generators.generate(*generators.parse(settings.trace), settings.seed)
+    found = found[: settings.max_requests] if settings.max_requests else found
+    longest = max(one.prompt_tokens + one.output_tokens for one in found)
+    room = settings.kv_blocks * settings.block_size
+    if longest >= room:
+        raise traces.TraceError(f"a request has {longest:,} tokens, more than --kv-blocks x --block-size: {room:,}")
+    return found
+
+
+def play(settings: ReplaySettings, policy: str) -> Run:
+    """One policy over the whole trace."""
+    world = World(_world(settings, policy))
+    steps = world.play(requests_of(settings))
+    world.check_integrity()
+    return summarize(policy, world.outcomes, steps, settings.workers)
+
+
+def play_all(settings: ReplaySettings, policies: Sequence[str], jobs: int) -> list[Run]:
+    """All of them, `jobs` at the same time; what comes out does not depend on that."""
+    if jobs == 1 or len(policies) == 1:
+        return [play(settings, policy) for policy in policies]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        return list(pool.map(play, [settings] * len(policies), policies))
+
+
+def _world(settings: ReplaySettings, policy: str) -> WorldSettings:
+    machines = tuple(
+        MachineSettings(
+            kv_blocks=settings.kv_blocks,
+            block_size=settings.block_size,
+            timing=PRESETS[settings.timing],
+            speed=settings.speeds[number % len(settings.speeds)],
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            step_target_ms=settings.step_target_ms,
+        )
+        for number in range(settings.workers)
+    )
+    return WorldSettings(
+        machines=machines,
+        policy=make_policies()[policy],
+        seed=settings.seed,
+        speedup=settings.speedup,
+        num_routers=settings.routers,
+        delay_s=settings.delay_ms / 1e3,
+        temperature=settings.temperature,
+    )

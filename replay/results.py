@@ -1,0 +1,100 @@
+"""What a replay has shown, in numbers: pure, and the same for the same run."""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from replay.machine import Steps
+from replay.world import Outcome
+
+_DIGITS = 3
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Of a time in milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy over one trace."""
+
+    policy: str
+    requests: int
+    hit_rate: float
+    """Prompt tokens that did not have to be computed, of all prompt tokens."""
+    predicted_rate: float
+    """The same as the router expected it when it placed them."""
+    ttft_ms: Spread
+    """From a request's arrival to its first token."""
+    itl_ms: Spread
+    """From one token to the next, over all such gaps."""
+    e2e_ms: Spread
+    """From a request's arrival to its last token."""
+    queue_ms: Spread
+    """From a request's arrival to its placement on a worker."""
+    output_tokens_per_s: float
+    duration_s: float
+    """From the first arrival to the last token."""
+    requests_per_worker: list[int]
+    busiest_share: float
+    """Requests of the worker that got the most, of all."""
+
+
+def summarize(policy: str, outcomes: Sequence[Outcome], steps: Iterable[Steps], num_workers: int) -> Run:
+    """The numbers of one run, in which at least one request came to its end."""
+    prompt_tokens = sum(one.request.prompt_tokens for one in outcomes)
+    began, ended = min(one.arrived_at for one in outcomes), max(one.ended_at for one in outcomes)
+    counts = [0] * num_workers
+    for one in outcomes:
+        counts[one.worker] += 1
+    return Run(
+        policy=policy,
+        requests=len(outcomes),
+        hit_rate=_share(sum(one.cached_tokens for one in outcomes), prompt_tokens),
+        predicted_rate=_share(sum(one.predicted_tokens for one in outcomes), prompt_tokens),
+        ttft_ms=_spread(one.first_at - one.arrived_at for one in outcomes),
+        itl_ms=_gaps(steps),
+        e2e_ms=_spread(one.ended_at - one.arrived_at for one in outcomes),
+        queue_ms=_spread(one.placed_at - one.arrived_at for one in outcomes),
+        output_tokens_per_s=round(sum(one.request.output_tokens for one in outcomes) / (ended - began), _DIGITS),
+        duration_s=round(ended - began, _DIGITS),
+        requests_per_worker=counts,
+        busiest_share=_share(max(counts), len(outcomes)),
+    )
+
+
+def _share(part: float, whole: float) -> float:
+    return round(part / whole, 6)
+
+
+def _spread(seconds: Iterable[float]) -> Spread:
+    times = np.fromiter(seconds, float) * 1e3
+    mid, high, highest = np.percentile(times, [50, 90, 99])
+    return _rounded(float(times.mean()), float(mid), float(high), float(highest))
+
+
+def _gaps(steps: Iterable[Steps]) -> Spread:
+    """Over the gaps of all sequences: one step is a gap of each sequence in it."""
+    gaps: list[float] = []
+    weights: list[int] = []
+    for several in steps:
+        gaps.extend(several.gaps_s)
+        weights.extend([several.sequences] * len(several.gaps_s))
+    if not gaps:
+        return _rounded(0.0, 0.0, 0.0, 0.0)
+    times, counts = np.array(gaps) * 1e3, np.array(weights)
+    order = np.argsort(times, kind="stable")
+    times, below = times[order], np.cumsum(counts[order])
+    places = np.searchsorted(below, np.array([0.5, 0.9, 0.99]) * below[-1])
+    mid, high, highest = times[np.minimum(places, len(times) - 1)]
+    mean = float((times * counts[order]).sum() / below[-1])
+    return _rounded(mean, float(mid), float(high), float(highest))
+
+
+def _rounded(mean: float, p50: float, p90: float, p99: float) -> Spread:
+    return Spread(round(mean, _DIGITS), round(p50, _DIGITS), round(p90, _DIGITS), round(p99, _DIGITS))
