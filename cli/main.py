@@ -8,6 +8,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 from cli import chat, clients, operate, top, up, worker
+from cli.bench import options as bench_options
+from cli.bench import run as bench
 from cli.family import EXIT_REFUSED
 from cli.replay import options as replay_options
 from cli.replay import run as replay
@@ -16,6 +18,7 @@ from protocol import connection as nats
 from protocol import logs, subjects
 from router import serve as router
 from router.placement import POLICIES
+from router.turns import QueueSettings
 from worker import contract
 from worker.front import serve
 from worker.front.front import ReplacedError
@@ -62,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     played = commands.add_parser("replay", help="play a trace on a simulated fleet, policies side by side")
     replay_options.add_flags(played)
     played.set_defaults(run=replay.run)
+    measured = commands.add_parser("bench", help="put load on a running system and measure it")
+    _add_broker(measured)
+    bench_options.add_flags(measured)
+    measured.set_defaults(run=bench.run)
     _add_wire_check(commands.add_parser("wire-check", help="hold a running system against the wire's rules"))
     return parser
 
@@ -110,6 +117,19 @@ def _add_router(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         help="above 0 dearer workers are drawn now and then (%(default)s)",
+    )
+    waiting = QueueSettings()
+    parser.add_argument(
+        "--max-queued-requests",
+        type=_at_least(0),
+        default=waiting.max_requests,
+        help="requests of a model that may wait here while every worker is busy (%(default)s)",
+    )
+    parser.add_argument(
+        "--max-queued-tokens",
+        type=_at_least(0),
+        default=waiting.max_tokens,
+        help="tokens of all of them, prompts and what they may generate (%(default)s)",
     )
     parser.add_argument(
         "--max-request-bytes", type=_at_least(0), default=0, help="largest request; 0: half the broker's"
@@ -196,6 +216,7 @@ def _router(options: argparse.Namespace) -> int:
         router_id=options.router_id,
         policy=options.policy,
         temperature=options.temperature,
+        queue=QueueSettings(options.max_queued_requests, options.max_queued_tokens),
         inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
         max_request_bytes=options.max_request_bytes,
     )

@@ -12,7 +12,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-QUANTUM_TOKENS = 2_048
+QUANTUM_TOKENS = 256
 """What each tenant may spend in a round."""
 _RATE_FADES_S = 10.0
 _SHORTEST_RETRY_MS = 100.0

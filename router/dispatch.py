@@ -2,22 +2,20 @@
 
 import asyncio
 import contextlib
-import random
 import time
 
 import structlog
 
-from protocol import blocks, codec, errors, internal, limits, messages, subjects
+from protocol import codec, errors, internal, limits, messages, subjects
 from protocol import request as checks
 from protocol.bus import Bus, BusyError, NoRespondersError, PayloadTooLargeError
 from router.fleet import Fleet
 from router.flight import Flight, Flights
-from router.placement import Policy
-from router.served import NoWorker, Placement, Prompt, Wish
+from router.served import NoWorker, Placement
+from router.turns import Turns
 
 _run_replies = codec.Decoder(internal.RunReply)
 _control_replies = codec.Decoder(internal.ControlReply)
-_NO_WISH = messages.RoutingWish()
 MAX_ATTEMPTS = 12
 """Times that a worker is looked for before a request ends with the last one's refusal."""
 
@@ -30,7 +28,7 @@ class AlreadyLiveError(Exception):
 
 
 class Dispatch:
-    """Places requests and waits for their accept. Choosing and booking are one step without a pause."""
+    """Sends requests where they were placed, and waits for their accept."""
 
     def __init__(
         self,
@@ -38,33 +36,19 @@ class Dispatch:
         names: subjects.Subjects,
         fleet: Fleet,
         flights: Flights,
+        turns: Turns,
         router_id: str,
-        policies: dict[str, Policy],
-        default_policy: str,
-        rng: random.Random,
-        temperature: float = 0.0,
     ) -> None:
         self._connection = connection
         self._names = names
         self._fleet = fleet
         self._flights = flights
+        self._turns = turns
         self._router_id = router_id
-        self._policies = policies
-        self._default_policy = default_policy
-        self._rng = rng
-        self._temperature = temperature
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<Dispatch of {self._router_id} by {self._default_policy}>"
-
-    def check(self, wish: messages.RoutingWish | None) -> None:
-        """Raises RequestError for a policy that there is not."""
-        if wish is not None and wish.policy and wish.policy not in self._policies:
-            known = ", ".join(self._policies)
-            raise errors.request_error(
-                errors.Code.INVALID_REQUEST, f"routing.policy: must be one of {known}", param="routing.policy"
-            )
+        return f"<Dispatch of {self._router_id}, {self._turns!r}>"
 
     async def bring(self, flight: Flight) -> None:
         """Returns when a worker has accepted the request, or when it was cancelled before one had.
@@ -77,12 +61,17 @@ class Dispatch:
             remaining_ms = flight.remaining_ms(time.monotonic())
             if remaining_ms is not None and remaining_ms <= 0:
                 raise errors.request_error(errors.Code.DEADLINE_EXCEEDED)
-            match self._place(flight, refused):
+            match await self._turns.place(flight, refused):
+                case None:
+                    return
                 case NoWorker():
                     if not _forgive_absent(refused):
                         break
                     await asyncio.sleep(_ASK_AGAIN_S * 2 ** min(attempt, 3))
                 case Placement(worker) as placement:
+                    if flight.cancelled:
+                        self._fleet.unbook(worker.card.worker_id, flight.key)
+                        return
                     refusal = await self._try(flight, placement)
                     if refusal is None:
                         return
@@ -124,27 +113,6 @@ class Dispatch:
                     self._flights.spoke(flight)
                 self._fleet.remove(card, now)
                 return errors.make_error(errors.Code.WORKER_LOST)
-
-    def _place(self, flight: Flight, refused: dict[str, errors.Error]) -> Placement | NoWorker:
-        now = time.monotonic()
-        asked = flight.request.routing or _NO_WISH
-        prompt = self._prompt(flight)
-        holder = self._fleet.holder_of(flight.key, flight.model) if flight.attempt == 0 else None
-        if holder is not None:  # the same id, placed by another router: the worker that holds it decides
-            self._fleet.book(holder.card.worker_id, prompt, now)
-            return Placement(holder, self._default_policy)
-        policy = self._policies[asked.policy or self._default_policy]
-        wish = Wish(asked.worker_id or None, refused, self._temperature, bool(asked.explain))
-        return self._fleet.place(flight.model, prompt, policy, self._rng, now, wish)
-
-    def _prompt(self, flight: Flight) -> Prompt:
-        assert flight.prompt_ids is not None, flight
-        scheme, request = self._fleet.scheme_of(flight.model), flight.request
-        if scheme is None or request.cache_prompt is False:
-            return Prompt(flight.key, flight.num_prompt_tokens)
-        domain = blocks.PrefixDomain(scheme.fingerprint, tenant=flight.tenant, cache_salt=request.cache_salt or "")
-        hashes = blocks.hashes_of(flight.prompt_ids, scheme.block_size, blocks.root_hash(domain))
-        return Prompt(flight.key, flight.num_prompt_tokens, hashes)
 
     async def _try(self, flight: Flight, placement: Placement) -> errors.Error | None:
         """Sends a run to one worker; None when it accepts. An answer that fails to come is cleared up first."""

@@ -13,6 +13,7 @@ from router.answer import Answers
 from router.dispatch import AlreadyLiveError, Dispatch
 from router.fleet import Fleet
 from router.flight import Flight, Flights
+from router.turns import Turns
 from router.vocabularies import Vocabularies
 from router.worker import Worker
 
@@ -24,11 +25,18 @@ class Journeys:
     """The requests of one router on their way. Each one that this router owns has one task here, and one terminal."""
 
     def __init__(
-        self, fleet: Fleet, flights: Flights, vocabularies: Vocabularies, dispatch: Dispatch, answers: Answers
+        self,
+        fleet: Fleet,
+        flights: Flights,
+        vocabularies: Vocabularies,
+        turns: Turns,
+        dispatch: Dispatch,
+        answers: Answers,
     ) -> None:
         self._fleet = fleet
         self._flights = flights
         self._vocabularies = vocabularies
+        self._turns = turns
         self._dispatch = dispatch
         self._answers = answers
         self._tasks: set[asyncio.Task[None]] = set()
@@ -39,7 +47,7 @@ class Journeys:
 
     def check(self, wish: messages.RoutingWish | None) -> None:
         """Raises RequestError for a routing wish that can't be met by anyone."""
-        self._dispatch.check(wish)
+        self._turns.check(wish)
 
     def begin(self, flight: Flight, num_bytes: int) -> None:
         """Takes a request. Raises RequestError where there is no room, or its id is in flight."""
@@ -81,6 +89,7 @@ class Journeys:
         if flight is None or flight.worker_id is not None:
             return False
         flight.cancelled = True
+        self._turns.cancel(flight)
         return True
 
     def knows(self, key: str) -> bool:
@@ -100,7 +109,8 @@ class Journeys:
         return True
 
     def tick(self, now: float) -> None:
-        """Lets the clients of requests that are held for long know of it."""
+        """Lets the clients of requests that are held for long know of it, and places those whose turn it is."""
+        self._turns.work_off(now)
         for flight in self._flights.unaccepted():
             if flight.alive_at is None:
                 is_due = now - flight.received_at >= _FIRST_SIGN_S
@@ -108,6 +118,11 @@ class Journeys:
                 is_due = now - flight.alive_at >= limits.SILENT_CHUNK_S - limits.TICK_S
             if is_due:
                 self._show_alive(flight, now)
+
+    def work_off(self) -> None:
+        """A worker may have room again."""
+        if self._turns:
+            self._turns.work_off(time.monotonic())
 
     async def drain(self) -> None:
         """Waits until no request is on its way to a worker any more."""

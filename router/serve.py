@@ -22,6 +22,7 @@ from router.flight import Flights
 from router.intake import Intake
 from router.journey import Journeys
 from router.placement import make_policies
+from router.turns import Choice, QueueSettings, Turns
 from router.vocabularies import Vocabularies
 from router.watch import FleetWatch
 
@@ -38,6 +39,8 @@ class RouterSettings:
     """How workers are chosen where a request does not say."""
     temperature: float = 0.0
     """0 always chooses the lowest cost; above it dearer workers are drawn too, the less often the dearer."""
+    queue: QueueSettings = dataclasses.field(default_factory=QueueSettings)
+    """How many requests may wait while every worker is busy."""
     inbox_prefixes: tuple[str, ...] = subjects.DEFAULT_INBOX_PREFIXES
     """What a client's reply subject may begin with."""
     max_request_bytes: int = 0
@@ -58,9 +61,10 @@ class Router:
         fleet = Fleet(time.monotonic())
         flights = Flights(settings.max_flights, settings.max_held_bytes)
         answers = Answers(bus, router_id)
-        policies = make_policies()
-        dispatch = Dispatch(bus, names, fleet, flights, router_id, policies, settings.policy, rng, settings.temperature)
-        self._journeys = Journeys(fleet, flights, Vocabularies(bus, names), dispatch, answers)
+        choice = Choice(make_policies(), settings.policy, rng, settings.temperature)
+        turns = Turns(fleet, choice, settings.queue)
+        dispatch = Dispatch(bus, names, fleet, flights, turns, router_id)
+        self._journeys = Journeys(fleet, flights, Vocabularies(bus, names), turns, dispatch, answers)
         most = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)
         self._intake = Intake(bus, names, settings.inbox_prefixes, most, fleet, self._journeys, answers)
         self._watch = FleetWatch(bus, names, fleet, flights, self._journeys)

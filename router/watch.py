@@ -125,6 +125,7 @@ class FleetWatch:
         heard = self._fleet.take_events(events, now)
         if heard is not None:
             self._act(heard, events.worker_id)
+            self._journeys.work_off()
         elif now - self._discovered_at > _DISCOVER_EVERY_S:
             self._discover()
 
