@@ -1,0 +1,60 @@
+"""How a number is spread, in bounded memory however many values there are; pure."""
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+_GROWTH = 1.01
+"""From one bucket to the next: percentiles are right within 0.5 %."""
+_SMALLEST, _LARGEST = 1e-3, 1e9
+"""What lies outside is counted at the edge, so that there are at most 2,778 buckets."""
+_DIGITS = 3
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Of a time in milliseconds; null where nothing was measured."""
+
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    max: float | None
+
+
+class Histogram:
+    """Counts by size. The mean and the extremes are exact, percentiles are by nearest rank."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._total = 0.0
+        self._min, self._max = math.inf, -math.inf
+        self.count = 0
+
+    def __repr__(self) -> str:
+        return f"<Histogram of {self.count} in {len(self._counts)} buckets>"
+
+    def add(self, value: float, times: int = 1) -> None:
+        bucket = math.floor(math.log(min(max(value, _SMALLEST), _LARGEST), _GROWTH))
+        self._counts[bucket] = self._counts.get(bucket, 0) + times
+        self._total += value * times
+        self._min, self._max = min(self._min, value), max(self._max, value)
+        self.count += times
+
+    def percentile(self, percent: float) -> float | None:
+        """The smallest value that so many per cent of all values do not exceed; None if there are none."""
+        return next((value for value, below in self.shares() if below * 100 >= percent - 1e-9), None)
+
+    def shares(self) -> Iterator[tuple[float, float]]:
+        """Values, and what part of all does not exceed each, in rising order: the distribution."""
+        below = 0
+        for bucket in sorted(self._counts):
+            below += self._counts[bucket]
+            middle = _GROWTH ** (bucket + 0.5)
+            yield min(max(middle, self._min), self._max), below / self.count
+
+    def spread(self) -> Spread:
+        if not self.count:
+            return Spread(None, None, None, None, None)
+        numbers = (self._total / self.count, *map(self.percentile, (50, 90, 99)), self._max)
+        return Spread(*(None if number is None else round(number, _DIGITS) for number in numbers))

@@ -1,0 +1,113 @@
+"""The flags of `tokenbus bench`: what they mean together, and what is said where they make no sense."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from cli.bench.options import Plan, add_flags, plan_of
+from cli.bench.points import Kind, Point
+from cli.bench.workload import RandomTokens, Text, Traced
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return parser.parse_args(["--model", "m", *arguments])
+
+
+def plan(*arguments: str) -> Plan:
+    return plan_of(parsed(*arguments))
+
+
+def test_without_flags_one_client_sends_random_tokens() -> None:
+    made = plan()
+    assert made.points == (Point(Kind.CONCURRENCY, 1.0),)
+    assert made.workload == RandomTokens(128, 64, 400)
+    assert made.requests_at(made.points[0], made.workload) == 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "points"),
+    [
+        (("--concurrency", "1,2,8"), [(Kind.CONCURRENCY, 1), (Kind.CONCURRENCY, 2), (Kind.CONCURRENCY, 8)]),
+        (("--rate", "0.5,10"), [(Kind.RATE, 0.5), (Kind.RATE, 10)]),
+        (("--trace", "shared"), [(Kind.SPEEDUP, 1)]),
+        (("--trace", "shared", "--speedup", "2"), [(Kind.SPEEDUP, 2)]),
+        (("--trace", "shared", "--rate", "3"), [(Kind.RATE, 3)]),
+    ],
+)
+def test_each_number_is_a_run(arguments: tuple[str, ...], points: list[Point]) -> None:
+    assert list(plan(*arguments).points) == points
+
+
+@pytest.mark.parametrize(
+    ("arguments", "requests"),
+    [
+        (("--concurrency", "64"), 640),
+        (("--rate", "64"), 100),
+        (("--requests", "7"), 7),
+        (("--duration-s", "3"), None),
+        (("--duration-s", "3", "--requests", "7"), 7),
+        (("--trace", "shared:requests=30"), 30),
+        (("--trace", "shared:requests=30", "--requests", "7"), 7),
+        (("--trace", "shared:requests=30", "--requests", "70"), 30),
+    ],
+)
+def test_a_run_ends_after_so_many_requests(arguments: tuple[str, ...], requests: int | None) -> None:
+    made = plan(*arguments)
+    assert made.requests_at(made.points[0], made.workload) == requests
+
+
+def test_a_text_or_a_trace_takes_the_place_of_random_tokens() -> None:
+    assert plan("--prompt", "hello", "--output-tokens", "9").workload == Text("hello", 9)
+    traced = plan("--trace", "shared:requests=5", "--vocabulary", "50").workload
+    assert isinstance(traced, Traced)
+    assert (traced.num_requests, traced.vocabulary) == (5, 50)
+
+
+def test_a_trace_can_be_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": [3]}\n')
+    assert plan("--trace", str(path)).workload.describe() == "1 requests of trace.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--concurrency", "1", "--rate", "1"), "--concurrency and --rate exclude each other"),
+        (("--prompt", "x", "--input-tokens", "1"), "--prompt and --input-tokens exclude each other"),
+        (("--trace", "shared", "--output-tokens", "1"), "--trace and --output-tokens exclude each other"),
+        (("--speedup", "2"), "--speedup is about the times of a --trace"),
+        (("--burst", "2"), "--burst goes with --rate"),
+        (("--concurrency", "4", "--requests", "3"), "--requests 3 never reach --concurrency 4"),
+        (("--prompt", ""), "the prompt is empty"),
+        (("--trace", "nothing"), "'nothing' is neither a file nor one of the workloads"),
+        (("--trace", "shared:x=1"), "shared has no setting 'x'"),
+        (("--trace", "/"), "/ can't be read: Is a directory"),
+        (("--json", "/nowhere/at/all.json"), "/nowhere/at/all.json can't be written"),
+        (("--html", "/"), "/ can't be written"),
+    ],
+)
+def test_flags_that_make_no_sense_together_are_named(arguments: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^{reason}"):
+        plan(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--concurrency", "0"), "argument --concurrency: must be 1 to 16,384, got 0"),
+        (("--concurrency", "1,1.5"), "argument --concurrency: must be numbers with commas, got 1,1.5"),
+        (("--rate", "1,,2"), "argument --rate: must be numbers with commas, got 1,,2"),
+        (("--rate", "nan"), "argument --rate: must be 0.001 to 100,000, got nan"),
+        (("--rate", ",".join("1" * 65)), "argument --rate: must be at most 64 numbers, got 65"),
+        (("--warmup", "-1"), "argument --warmup: must be 0 to 10,000, got -1"),
+        (("--duration-s", "inf"), "argument --duration-s: must be 0.1 to 1,000,000, got inf"),
+        (("--input-tokens", "x"), "argument --input-tokens: invalid number value: 'x'"),
+    ],
+)
+def test_a_wrong_number_is_named(arguments: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(*arguments)
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {reason}")

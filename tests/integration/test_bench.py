@@ -1,0 +1,139 @@
+"""`tokenbus bench` against a running system, as a person or a script uses it."""
+
+import argparse
+import asyncio
+import json
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import structlog
+
+from cli.bench import options, run
+from protocol import subjects
+from tests.support.bare import Bare
+from tests.support.load import cards, until_idle
+from tests.support.system import command
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Bench = Callable[..., Done]
+
+
+@pytest.fixture
+def bench(url: str, capsys: pytest.CaptureFixture[str]) -> Iterator[Bench]:
+    """Runs the command in this process: starting one takes longer than most benches here."""
+
+    def run_here(*arguments: str) -> Done:
+        parser = argparse.ArgumentParser()
+        options.add_flags(parser)
+        broker = argparse.Namespace(nats=url, prefix=subjects.DEFAULT_PREFIX, tenant=subjects.DEFAULT_TENANT)
+        status = run.run(parser.parse_args(["--model", "demo", *arguments], broker))
+        return Done(status, *capsys.readouterr())
+
+    yield run_here
+    structlog.reset_defaults()
+
+
+def runs(done: Done) -> list[dict[str, Any]]:
+    """The runs as the JSON has them."""
+    found: list[dict[str, Any]] = json.loads(done.stdout)["runs"]
+    return found
+
+
+def test_a_sweep_of_clients_is_measured_printed_and_written(bench: Bench, tmp_path: Path) -> None:
+    numbers, page = tmp_path / "numbers.json", tmp_path / "page.html"
+    files = ["--json", str(numbers), "--html", str(page)]
+    done = bench("--concurrency", "1,3", "--requests", "6", "--output-tokens", "5", *files)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "3 at a time" in done.stdout
+    assert "time to first token" in done.stdout
+    report = json.loads(numbers.read_bytes())
+    assert [(run["load"], run["value"]) for run in report["runs"]] == [("concurrency", 1.0), ("concurrency", 3.0)]
+    for one in report["runs"]:
+        assert (one["sent"], one["finished"], one["finish_reasons"]) == (6, 6, {"length": 6})
+        assert (one["peak_in_flight"], one["output_tokens"]) == (one["value"], 30)
+        assert (one["prompt_tokens"], sum(one["workers"].values())) == (6 * 128, 6)
+        assert 0 < one["accept_ms"]["p50"] <= one["ttft_ms"]["max"] <= one["e2e_ms"]["max"]
+        assert one["ttft_ms"]["p50"] <= one["ttft_ms"]["p99"] <= one["ttft_ms"]["max"]
+    assert page.read_text().count("<svg") >= 9
+
+
+def test_open_loop_does_not_wait_and_counts_what_it_could_not_send(bench: Bench) -> None:
+    (one,) = runs(bench("--json", "-", "--rate", "2000", "--burst", "10", "--max-in-flight", "4", "--requests", "20"))
+    assert (one["sent"] + one["not_sent"], one["peak_in_flight"]) == (20, 4)
+    assert one["not_sent"] >= 6
+    assert one["finished"] == one["sent"]
+
+
+def test_a_trace_shares_prefixes_within_a_run_and_with_no_earlier_one(bench: Bench) -> None:
+    trace = "shared:requests=6,groups=1,shared_tokens=256,prompt_tokens=16,output_tokens=2,rate=50"
+    same = ("--json", "-", "--trace", trace, "--concurrency", "1,1", "--warmup", "0")
+    for one in runs(bench(*same)):
+        assert one["finished"] == 6
+        assert 0 < one["cached_tokens"] <= one["prompt_tokens"] - 256
+    assert runs(bench(*same, "--reuse-cache"))[1]["cached_share"] > 0.9
+
+
+def test_a_text_is_asked_until_its_time_is_over(bench: Bench) -> None:
+    (one,) = runs(bench("--json", "-", "--prompt", "What is 20 + 22?", "--duration-s", "0.3"))
+    assert one["finish_reasons"] == {"stop": one["sent"]}
+    assert one["duration_s"] > 0.2
+
+
+def test_errors_are_counted_by_code_and_fail_the_command(bench: Bench) -> None:
+    done = bench("--json", "-", "--timeout-ms", "1", "--requests", "2", "--output-tokens", "900")
+    (one,) = runs(done)
+    assert (done.returncode, one["errors"]) == (1, {"deadline_exceeded": 2})
+    assert (one["finished"], one["failed"], one["e2e_ms"]["mean"]) == (0, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--vocabulary", "100000"), "the first request was refused: invalid_request: token_ids["),
+        (("--input-tokens", "5000"), "--input-tokens 5000 and --output-tokens 64 do not fit the model's context of "),
+        (("--model", "nobody"), "nobody serves 'nobody'; what is served: demo"),
+        (("--rate", "1", "--concurrency", "1"), "--concurrency and --rate exclude each other"),
+    ],
+)
+def test_what_can_not_be_measured_is_said_in_one_line(bench: Bench, arguments: tuple[str, ...], line: str) -> None:
+    done = bench(*arguments)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"tokenbus: {line}")
+    assert len(done.stderr.splitlines()) == 1
+
+
+async def until_busy(bare: Bare) -> None:
+    async with asyncio.timeout(20):
+        while not any(card["load"]["running"] for card in await cards(bare)):
+            await asyncio.sleep(0.02)
+
+
+async def test_ctrl_c_cancels_what_is_in_flight_and_prints_what_was_measured(
+    url: str, bare: Bare, tmp_path: Path
+) -> None:
+    arguments = ["--output-tokens", "1500", "--concurrency", "4", "--duration-s", "60", "--warmup", "0"]
+    numbers = tmp_path / "numbers.json"
+    process = subprocess.Popen(
+        command("bench", "--model", "demo", "--nats", url, *arguments, "--json", str(numbers)),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    await until_busy(bare)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "interrupted" in printed
+    (one,) = json.loads(numbers.read_bytes())["runs"]
+    assert one["interrupted"]
+    assert one["sent"] == one["finished"] + one["cancelled"]
+    await until_idle(bare)
