@@ -125,13 +125,22 @@ async def _models(options: argparse.Namespace, client: Client) -> int:
         for card in served.workers or []:
             load = card.load or messages.Load()
             numbers = (str(load.running), str(load.waiting))
+            is_silent = card.watched is not None and card.watched.events == "silent"
             features = " ".join(card.features)
             table.add_row(
-                served.model, str(served.context_length), card.worker_id, card.state, card.engine, *numbers, features
+                served.model,
+                str(served.context_length),
+                card.worker_id,
+                f"{card.state}, events silent" if is_silent else card.state,
+                card.engine,
+                *numbers,
+                features,
             )
         if not served.workers:
             table.add_row(served.model, str(served.context_length))
     Console().print(table if reply.models else "no model is being served")
+    for refused in reply.router.refused_cards if reply.router else []:
+        print(f"refused: {refused.worker_id} of {refused.model}: {refused.reason}")
     return 0
 
 

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from rich.console import Console
@@ -14,7 +15,11 @@ from cli import clients
 from client import Client
 from protocol import errors, messages
 
-_COLUMNS = ("worker", "model", "state", "run", "wait", "prefill", "tok/s", "KV used", "cached", "step ms")
+_COLUMNS = (
+    *("worker", "model", "state", "run", "wait", "prefill", "tok/s", "KV used", "cached"),
+    *("indexed", "hits", "events", "step ms"),
+)
+_WIDTH = 120
 
 
 class Row(NamedTuple):
@@ -32,6 +37,12 @@ class Row(NamedTuple):
     cached_blocks: int
     total_blocks: int
     step_age_ms: float
+    hit_rate: float
+    """Prompt tokens that were cached, of all since its engine started."""
+    indexed_blocks: int
+    """What the router that answered knows to be held there."""
+    events: str
+    lost_events: int
 
 
 class Rates:
@@ -52,7 +63,7 @@ def rows_of(reply: messages.ModelsReply, rates: Rates, now: float) -> list[Row]:
     rows = []
     for served in reply.models:
         for card in sorted(served.workers or [], key=lambda card: card.worker_id):
-            load = card.load or messages.Load()
+            load, watched = card.load or messages.Load(), card.watched
             rows.append(
                 Row(
                     worker_id=card.worker_id,
@@ -67,12 +78,16 @@ def rows_of(reply: messages.ModelsReply, rates: Rates, now: float) -> list[Row]:
                     cached_blocks=load.cached_blocks,
                     total_blocks=load.used_blocks + load.cached_blocks + load.free_blocks,
                     step_age_ms=load.step_age_ms,
+                    hit_rate=load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0,
+                    indexed_blocks=watched.indexed_blocks if watched else 0,
+                    events=watched.events if watched else "",
+                    lost_events=watched.lost_events if watched else 0,
                 )
             )
     return rows
 
 
-def table_of(rows: list[Row]) -> Table:
+def table_of(rows: list[Row], router: messages.RouterView | None = None) -> Table:
     table = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in table.columns[:3]:
         column.no_wrap = True
@@ -87,13 +102,29 @@ def table_of(rows: list[Row]) -> Table:
             f"{row.tokens_per_s:.0f}",
             f"{row.used_blocks}/{row.total_blocks}",
             str(row.cached_blocks),
+            str(row.indexed_blocks),
+            f"{row.hit_rate:.0%}",
+            f"{row.events} -{row.lost_events}" if row.lost_events else row.events,
             f"{row.step_age_ms:.0f}",
         )
-    table.caption = (
+    table.caption = "\n".join(_caption(rows, router))
+    return table
+
+
+def _caption(rows: list[Row], router: messages.RouterView | None) -> Iterator[str]:
+    yield (
         f"{sum(row.running for row in rows)} running, {sum(row.waiting for row in rows)} waiting, "
         f"{sum(row.tokens_per_s for row in rows):.0f} tokens/s"
     )
-    return table
+    if router is None:
+        return
+    yield (
+        f"router {router.router_id}: {router.decisions} placed, {router.decisions_per_s:.1f} a second, "
+        f"{router.waiting} wait here; {router.indexed_blocks} blocks indexed; "
+        f"cached {router.predicted_hit_rate:.0%} expected, {router.hit_rate:.0%} real"
+    )
+    for refused in router.refused_cards:
+        yield f"refused: {refused.worker_id} of {refused.model}: {refused.reason}"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -106,7 +137,7 @@ async def _top(options: argparse.Namespace, client: Client) -> int:
     rows_of(await client.models(), rates, time.monotonic())
     await asyncio.sleep(options.every_s)
     if options.once or options.json:
-        return _show_once(rows_of(await client.models(), rates, time.monotonic()), as_json=options.json)
+        return _show_once(await client.models(), rates, as_json=options.json)
     with Live(auto_refresh=False, screen=True) as live:
         while True:
             live.update(await _look(client, rates), refresh=True)
@@ -115,14 +146,18 @@ async def _top(options: argparse.Namespace, client: Client) -> int:
 
 async def _look(client: Client, rates: Rates) -> Table | str:
     try:
-        return table_of(rows_of(await client.models(timeout_s=2.0), rates, time.monotonic()))
+        reply = await client.models(timeout_s=2.0)
+        return table_of(rows_of(reply, rates, time.monotonic()), reply.router or None)
     except errors.RequestError as error:
         return f"no router answers: {error.error.message}"
 
 
-def _show_once(rows: list[Row], *, as_json: bool) -> int:
+def _show_once(reply: messages.ModelsReply, rates: Rates, *, as_json: bool) -> int:
+    rows = rows_of(reply, rates, time.monotonic())
     if as_json:
         print(json.dumps([row._asdict() for row in rows]))
     else:
-        Console().print(table_of(rows) if rows else "no model is being served")
+        console = Console()
+        shown = table_of(rows, reply.router or None) if rows else "no model is being served"
+        Console(width=max(_WIDTH, console.width)).print(shown)
     return 0

@@ -376,6 +376,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens sampled since the engine started."""
     computed_tokens: int = 0
     """Tokens that its steps have computed since it started, of prompts and completions: the work that caches spare."""
+    prompt_tokens: int = 0
+    """Of the prompts that it has computed since it started."""
+    cached_tokens: int = 0
+    """Those of them that were cached and did not have to be."""
     step_age_ms: float = 0.0
     """Time since the step in progress began; 0 while idle."""
 
@@ -399,6 +403,20 @@ class WorkerState(enum.StrEnum):
     DRAINING = "draining"
     STOPPED = "stopped"
     """Its last word: it has withdrawn."""
+
+
+class Watched(msgspec.Struct, frozen=True, kw_only=True):
+    """What the router that answers knows of a worker beyond what the worker says of itself."""
+
+    events: Literal["live", "behind", "silent"]
+    """`behind`: something was missed, and a snapshot is awaited. `silent`: it computes prompts and never says that it
+    holds their blocks, so that only its load counts."""
+    indexed_blocks: int
+    """Blocks that it is known to hold."""
+    lost_events: int
+    """Events that never came, in this life of the worker."""
+    booked: int
+    """Requests that were sent there and that it has not confirmed yet."""
 
 
 class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -448,6 +466,8 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """`both`: it computes prompts and completions."""
     load: Load | None = None
     """Only in a `models` reply."""
+    watched: Watched | None = None
+    """Likewise."""
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -463,6 +483,40 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Their cards, with load."""
 
 
+class RefusedCard(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that gets no requests, because its card contradicts those of the others."""
+
+    worker_id: str
+    """Whose card it is."""
+    model: str
+    """Which model it says it serves."""
+    reason: str
+    """What contradicts what."""
+
+
+class RouterView(msgspec.Struct, frozen=True, kw_only=True):
+    """The router that answers, since it started."""
+
+    router_id: str
+    """Its name in logs."""
+    decisions: int
+    """Placements."""
+    decisions_per_s: float
+    """Over the last ten seconds or so."""
+    waiting: int
+    """Requests that wait here because every worker is busy."""
+    indexed_blocks: int
+    """Blocks in its index, over all models."""
+    predicted_hit_rate: float
+    """Prompt tokens that were expected to be cached where they were sent, of all."""
+    hit_rate: float
+    """Prompt tokens that the workers of now have found cached since they started, of all."""
+    refused_cards: list[RefusedCard] = []
+    """Workers that are not believed."""
+    refused_messages: int = 0
+    """What workers said that was malformed, out of order, or of nobody known."""
+
+
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_request_bytes: int
     """Largest request that the router takes."""
@@ -475,5 +529,7 @@ class ModelsReply(Message, frozen=True, kw_only=True):
     """Each model that is being served."""
     limits: ServerLimits
     """What clients must keep to."""
+    router: RouterView | UnsetType = UNSET
+    """Who answers."""
     truncated: bool | UnsetType = UNSET
     """true where the workers did not fit the message."""

@@ -43,6 +43,10 @@ class Recent(Generic[ValueT]):
         entry = self._entries.get(key)
         return entry.value if entry is not None and now - entry.put_at < self._keep_s else None
 
+    def values(self, now: float) -> list[ValueT]:
+        """Everything that is kept, the oldest first."""
+        return [entry.value for entry in self._entries.values() if now - entry.put_at < self._keep_s]
+
     def pop(self, key: str) -> None:
         """Forgets one, if it is there."""
         entry = self._entries.pop(key, None)

@@ -13,6 +13,7 @@ Rows = np.ndarray[tuple[int], np.dtype[np.intp]]
 _FIRST_ROWS = 16
 WORK_FADES_S = 10.0
 """After so long a third of a worker's recent work still counts."""
+_MOST_OCTAVES = 4.0
 _PEAK_FADES_S = 600.0
 """And after so long a third of the most that it has ever done."""
 
@@ -47,6 +48,7 @@ class Columns:
         self._work = np.zeros(_FIRST_ROWS)
         self._worked_at = np.zeros(_FIRST_ROWS)
         self._peak = np.zeros(_FIRST_ROWS)
+        self._slowness = np.ones((2, _FIRST_ROWS))
 
     def __repr__(self) -> str:
         return f"<Columns of {self._numbers.shape[1]} rows>"
@@ -61,6 +63,7 @@ class Columns:
         """The worker is gone."""
         self._numbers[:, row] = 0.0
         self._work[row] = self._peak[row] = 0.0
+        self._slowness[:, row] = 1.0
 
     def worked(self, row: int, tokens: float, now: float) -> None:
         """A worker has computed that many tokens lately."""
@@ -85,6 +88,27 @@ class Columns:
         found: Floats = self._numbers[Numbers._fields.index(name)]
         return found
 
+    def compare(self, prefill_s: Floats, gap_s: Floats) -> None:
+        """Notes how long each row takes for a token of a prompt and of a stream; 0 where it is not known."""
+        for slowness, seconds in zip(self._slowness, (prefill_s, gap_s), strict=True):
+            known = seconds > 0
+            slowness[:] = 1.0
+            if known.any():
+                octaves = np.floor(np.log2(seconds[known] / seconds[known].min()))
+                slowness[: len(known)][known] = 2.0 ** np.minimum(octaves, _MOST_OCTAVES)
+
+    @property
+    def prefill_slowness(self) -> Floats:
+        """How many times longer than the fastest a row takes for prompts: a power of 2, so that chance decides little."""
+        slowness: Floats = self._slowness[0]
+        return slowness
+
+    @property
+    def decode_slowness(self) -> Floats:
+        """Likewise for streams."""
+        slowness: Floats = self._slowness[1]
+        return slowness
+
     def recent_share(self, now: float) -> Floats:
         """What each worker has computed lately, the older the less, as a share of the most that it had ever."""
         recent: Floats = self._work * np.exp((self._worked_at - now) / WORK_FADES_S)
@@ -96,3 +120,4 @@ class Columns:
         self._work = np.concatenate([self._work, np.zeros_like(self._work)])
         self._worked_at = np.concatenate([self._worked_at, np.zeros_like(self._worked_at)])
         self._peak = np.concatenate([self._peak, np.zeros_like(self._peak)])
+        self._slowness = np.concatenate([self._slowness, np.ones_like(self._slowness)], axis=1)

@@ -4,12 +4,13 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from protocol import internal, limits, messages
+from protocol import codec, internal, limits, messages
 from protocol.recent import Recent
 from protocol.subjects import epoch_order
 from router.eventlog import Caught
 from router.placement import Policy
 from router.served import NoWorker, Placement, Prompt, Room, Scheme, Served, Wish
+from router.tally import Tally
 from router.worker import Worker
 
 MAX_WORKERS = 4_096
@@ -54,9 +55,10 @@ class Fleet:
         self._served: dict[str, Served] = {}
         self._holders: dict[str, Worker] = {}
         """Who runs a request, by the last word of anyone."""
-        self._refused: Recent[str] = Recent(_REFUSED_S, MAX_WORKERS)
+        self._refused: Recent[messages.RefusedCard] = Recent(_REFUSED_S, MAX_WORKERS)
         """Why lives of workers are not believed, by epoch."""
         self._seen_models: dict[str, None] = {}
+        self.tally = Tally()
         self._lost_behind: Recent[bool] = Recent(limits.KEEP_ENDED_S, MAX_WORKERS)
 
     def __repr__(self) -> str:
@@ -76,7 +78,9 @@ class Fleet:
         refusal = self._why_not(card)
         if refusal is not None:
             is_new = self._refused.get(card.epoch, now) is None
-            self._refused.put(card.epoch, refusal, now)
+            self._refused.put(
+                card.epoch, messages.RefusedCard(worker_id=card.worker_id, model=card.model, reason=refusal), now
+            )
             return Heard(refused=refusal if is_new else None)
         if known is None:
             if len(self._workers) < MAX_WORKERS:
@@ -99,8 +103,10 @@ class Fleet:
         if self._refused.get(events.epoch, now) is not None:
             return Heard()
         if worker is None or worker.card.epoch != events.epoch:
+            self.tally.refused_messages += 1
             return None
         if worker.log.seq is not None and events.seq <= worker.log.seq:
+            self.tally.refused_messages += 1
             return Heard()
         worker.load, worker.state = events.load, events.state
         worker.heard_at, worker.has_lapsed = now, False
@@ -123,6 +129,7 @@ class Fleet:
         self._let_go(worker, worker.running)
         worker.running = set(list(caught.running)[:MAX_RUNNING])
         self._holders |= dict.fromkeys(worker.running, worker)
+        worker.to_be_held &= worker.running
         self._of(worker).replace_blocks(worker, caught.runs)
         self._apply(worker, caught.events, now)
         self._of(worker).refresh(worker)
@@ -198,7 +205,11 @@ class Fleet:
     ) -> Placement | NoWorker:
         """Chooses a worker of that model for a prompt and books it there, in one step."""
         served = self._served.get(model)
-        return NoWorker() if served is None else served.place(prompt, policy, rng, now, wish)
+        placement = NoWorker() if served is None else served.place(prompt, policy, rng, now, wish)
+        if isinstance(placement, Placement):
+            size = placement.worker.card.kv_block_size or 0
+            self.tally.placed(prompt.num_tokens, placement.overlap_blocks * size, now)
+        return placement
 
     def room(self, model: str, now: float) -> Room:
         """Whether a request for that model would begin soon if it was placed now."""
@@ -252,6 +263,32 @@ class Fleet:
         """Each model that is being served, with its workers."""
         for model in sorted(self._served):
             yield model, list(self._served[model].workers)
+
+    def card_of(self, worker: Worker) -> messages.Card:
+        """A worker's card as clients see it: with its load, and with what is known of it here."""
+        watched = messages.Watched(
+            events="silent" if worker.is_silent else "behind" if worker.log.is_behind else "live",
+            indexed_blocks=self._of(worker).num_held(worker),
+            lost_events=worker.log.num_lost,
+            booked=len(worker.bookings),
+        )
+        return codec.replaced(worker.card, state=worker.state, load=worker.load, watched=watched)
+
+    def view(self, router_id: str, waiting: int, now: float) -> messages.RouterView:
+        """What this router knows and has done."""
+        loads = [worker.load for worker in self._workers.values()]
+        prompts = sum(load.prompt_tokens for load in loads)
+        return messages.RouterView(
+            router_id=router_id,
+            decisions=self.tally.decisions,
+            decisions_per_s=round(self.tally.per_s(now), 3),
+            waiting=waiting,
+            indexed_blocks=sum(served.num_blocks for served in self._served.values()),
+            predicted_hit_rate=round(self.tally.predicted_hit_rate, 4),
+            hit_rate=round(sum(load.cached_tokens for load in loads) / prompts, 4) if prompts else 0.0,
+            refused_cards=self._refused.values(now),
+            refused_messages=self.tally.refused_messages,
+        )
 
     def is_unknown(self, model: str, now: float) -> bool:
         """Whether this router is old enough to say that nobody has ever served the model."""
@@ -308,7 +345,9 @@ class Fleet:
         """Applies what an event log has ready."""
         for events in ready:
             for started in events.started:
-                worker.bookings.pop(started.id, None)
+                booking = worker.bookings.pop(started.id, None)
+                if booking is not None and booking.leaves_blocks and len(worker.to_be_held) < MAX_RUNNING:
+                    worker.to_be_held.add(started.id)
                 if len(worker.running) < MAX_RUNNING:
                     worker.running.add(started.id)
                     self._holders[started.id] = worker
@@ -316,6 +355,9 @@ class Fleet:
                 worker.bookings.pop(key, None)
                 self._let_go(worker, [key])
                 worker.running.discard(key)
+                if key in worker.to_be_held:
+                    worker.to_be_held.remove(key)
+                    worker.num_unheard += 1
             self._of(worker).apply(worker, events, now)
 
     def _remember(self, model: str) -> None:

@@ -144,14 +144,15 @@ class Intake:
                 model=model,
                 context_length=min(worker.card.context_length for worker in workers),
                 features=sorted(set.intersection(*(set(worker.card.features) for worker in workers))),
-                workers=[codec.replaced(w.card, state=w.state, load=w.load) for w in workers]
-                if with_workers
-                else UNSET,
+                workers=[self._fleet.card_of(worker) for worker in workers] if with_workers else UNSET,
             )
             for model, workers in self._fleet.models()
         ]
         limits = messages.ServerLimits(max_request_bytes=self._max_request_bytes)
-        return messages.ModelsReply(models=served, limits=limits, truncated=UNSET if with_workers else True)
+        view = self._journeys.view() if with_workers else UNSET
+        return messages.ModelsReply(
+            models=served, limits=limits, router=view, truncated=UNSET if with_workers else True
+        )
 
     def _cancel(self, message: Msg) -> None:
         if message.reply and not self._may_answer(message):

@@ -32,6 +32,7 @@ class Journeys:
         turns: Turns,
         dispatch: Dispatch,
         answers: Answers,
+        router_id: str,
     ) -> None:
         self._fleet = fleet
         self._flights = flights
@@ -39,6 +40,7 @@ class Journeys:
         self._turns = turns
         self._dispatch = dispatch
         self._answers = answers
+        self._router_id = router_id
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
 
@@ -48,6 +50,10 @@ class Journeys:
     def check(self, wish: messages.RoutingWish | None) -> None:
         """Raises RequestError for a routing wish that can't be met by anyone."""
         self._turns.check(wish)
+
+    def view(self) -> messages.RouterView:
+        """What this router knows and has done."""
+        return self._fleet.view(self._router_id, len(self._turns), time.monotonic())
 
     def begin(self, flight: Flight, num_bytes: int) -> None:
         """Takes a request. Raises RequestError where there is no room, or its id is in flight."""

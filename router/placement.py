@@ -29,6 +29,12 @@ class View(NamedTuple):
     """How much it has computed lately, as a share of the most that it ever had: near 0 where it has been idle."""
     turn: Floats
     """A number that is larger the later it was chosen last; 0 for never."""
+    prefill_slowness: Floats
+    """How many times longer than the fastest it takes for prompts: a power of 2."""
+    decode_slowness: Floats
+    """Likewise for streams."""
+    session: Floats
+    """1 where the last request of the same session went, else 0."""
 
 
 class Policy(Protocol):
@@ -41,6 +47,8 @@ class Policy(Protocol):
         ...
 
 
+_NEIGHBOUR_SHARE = 0.2
+"""A neighbour counts for no more than this share of the prompt, or short prompts would never stay where they began."""
 _IDLE_SHARE = 0.05
 """Of its most work: what has done less lately is idle more than half."""
 
@@ -51,7 +59,8 @@ class Kv:
     That is what is not held of its own prompt; a part of what is queued before it, since to wait a little is better
     than to compute and to keep a prefix twice; each request there, since it slows every step; each that would have to
     wait for a place or for memory; and a trace of recent work, which spreads requests that come one by one, whose load
-    is gone before the next comes. The defaults are those of docs/decisions/0027."""
+    is gone before the next comes. All of it is more where a worker is slower than others, and a little less where the
+    session's last request went. The defaults are those of docs/decisions/0027."""
 
     name = "kv"
 
@@ -61,17 +70,22 @@ class Kv:
         request_tokens: float = 200.0,
         wait_tokens: float = 1_024.0,
         idle_tokens: float = 2_048.0,
+        session_tokens: float = 256.0,
     ) -> None:
         self._queue_weight = queue_weight
         self._request_tokens = request_tokens
         self._wait_tokens = wait_tokens
         self._idle_tokens = idle_tokens
+        self._session_tokens = session_tokens
 
     def costs(self, view: View) -> Floats:
         costs: Floats = np.maximum(view.prompt_tokens - view.overlap_tokens, 0.0)
         costs += self._queue_weight * view.prefill_tokens
-        costs += self._request_tokens * view.requests
+        costs *= view.prefill_slowness
+        neighbour_tokens = min(self._request_tokens, _NEIGHBOUR_SHARE * view.prompt_tokens)
+        costs += neighbour_tokens * view.requests * view.decode_slowness
         costs += self._wait_tokens * _waiting(view)
+        costs -= self._session_tokens * view.session
         costs += self._idle_tokens * view.recent_share / (view.recent_share + _IDLE_SHARE)
         return costs
 
@@ -85,12 +99,12 @@ def _waiting(view: View) -> Floats:
 
 
 class LeastLoaded:
-    """The worker with the fewest requests, as a share of what it can run at once."""
+    """The worker with the fewest requests, as a share of what it can run at once; a slow one counts them for more."""
 
     name = "least_loaded"
 
     def costs(self, view: View) -> Floats:
-        costs: Floats = view.requests / np.maximum(view.max_num_seqs, 1.0)
+        costs: Floats = (view.requests + 1.0) * view.decode_slowness / np.maximum(view.max_num_seqs, 1.0)
         return costs
 
 

@@ -64,7 +64,7 @@ class Router:
         choice = Choice(make_policies(), settings.policy, rng, settings.temperature)
         turns = Turns(fleet, choice, settings.queue)
         dispatch = Dispatch(bus, names, fleet, flights, turns, router_id)
-        self._journeys = Journeys(fleet, flights, Vocabularies(bus, names), turns, dispatch, answers)
+        self._journeys = Journeys(fleet, flights, Vocabularies(bus, names), turns, dispatch, answers, router_id)
         most = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)
         self._intake = Intake(bus, names, settings.inbox_prefixes, most, fleet, self._journeys, answers)
         self._watch = FleetWatch(bus, names, fleet, flights, self._journeys)

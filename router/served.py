@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from protocol import internal, limits, messages
-from router.columns import Columns, Numbers, Rows
+from protocol.recent import Recent
+from router.columns import Columns, Floats, Numbers, Rows
 from router.index import Level, PrefixIndex
 from router.placement import Policy, View, draw
 from router.predictions import Predictions
@@ -20,6 +21,8 @@ _OLDEST_STEP_MS = 2_000.0
 """An engine whose step is older than this gets no new work."""
 _HASH = "xxh3-64"
 _SOME = 8
+_SESSION_S = 600.0
+_MOST_SESSIONS = 65_536
 _SPARE = 8
 """A worker has an eighth more requests than it can run, so that a place that becomes free is taken at once."""
 _MOST_BLOCKS = 1 << 22
@@ -33,6 +36,8 @@ class Prompt(NamedTuple):
     num_tokens: int
     hashes: Sequence[int] = ()
     """Of its full blocks; none for a request that neither uses nor leaves cache."""
+    session: str = ""
+    """What it is a part of, by its client's word."""
 
 
 class Scheme(NamedTuple):
@@ -93,6 +98,8 @@ class Served:
         self._predictions = Predictions()
         self._turn = 0
         self._turns = np.zeros(0)
+        self._sessions: Recent[str] = Recent(_SESSION_S, _MOST_SESSIONS)
+        """Which worker has had the last request of each."""
 
     def __repr__(self) -> str:
         return f"<Served {len(self._workers)} workers, {self._index!r}>"
@@ -148,6 +155,10 @@ class Served:
             self._index.remove(worker.row, events.removed)
         for run in events.stored:
             self._index.store(worker.row, run.hashes)
+        worker.speed.observe(worker.load_before, events.load, now - worker.applied_at)
+        worker.load_before, worker.applied_at = events.load, now
+        if events.stored:
+            worker.num_unheard = 0
         done = events.load.computed_tokens + events.load.generated_tokens
         if done > worker.done_tokens:
             self._columns.worked(worker.row, done - worker.done_tokens, now)
@@ -211,11 +222,17 @@ class Served:
         """Forgets a part of what is out of date; to be called a few times a second."""
         self._predictions.tick(now)
         self._index.sweep()
+        self._sessions.expire(now)
+        self._compare()
 
     @property
     def num_blocks(self) -> int:
         """Blocks in the index."""
         return len(self._index)
+
+    def num_held(self, worker: Worker) -> int:
+        """How many blocks a worker is known to hold."""
+        return self._index.num_blocks(worker.row)
 
     def held_by(self, worker: Worker) -> set[int]:
         """The blocks that a worker is known to hold."""
@@ -228,6 +245,13 @@ class Served:
             assert worker.card.worker_id == worker_id
             assert self._of_row[worker.row] is worker
         assert sum(worker is not None for worker in self._of_row) == len(self._workers)
+
+    def _compare(self) -> None:
+        prefill_s, gap_s = np.zeros(len(self._of_row)), np.zeros(len(self._of_row))
+        for worker in self._workers.values():
+            prefill_s[worker.row] = worker.speed.prefill_s
+            gap_s[worker.row] = worker.speed.gap_s
+        self._columns.compare(prefill_s, gap_s)
 
     def _scheme_but_of(self, worker_id: str | None) -> Scheme | None:
         for worker in self._workers.values():
@@ -252,7 +276,7 @@ class Served:
         worker_id = worker.card.worker_id
         return worker_id not in wish.without and (wish.only is None or worker_id == wish.only)
 
-    def _overlap(self, hashes: Sequence[int], now: float) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+    def _overlap(self, hashes: Sequence[int], now: float) -> Floats:
         """Leading blocks by row: those that are known to be there, and those that are expected there."""
         self._predictions.tick(now)
         overlap = np.zeros(max(1, len(self._turns)))
@@ -265,9 +289,7 @@ class Served:
             overlap[row] = depth
         return overlap
 
-    def _view(
-        self, prompt: Prompt, rows: Rows, overlap: "np.ndarray[tuple[int], np.dtype[np.float64]]", now: float
-    ) -> View:
+    def _view(self, prompt: Prompt, rows: Rows, overlap: Floats, now: float) -> View:
         column = self._columns.column
         block_size = column("block_size")[rows]
         return View(
@@ -281,7 +303,16 @@ class Served:
             max_num_seqs=column("max_num_seqs")[rows],
             recent_share=self._columns.recent_share(now)[rows],
             turn=self._turns[rows],
+            prefill_slowness=self._columns.prefill_slowness[rows],
+            decode_slowness=self._columns.decode_slowness[rows],
+            session=self._session(prompt, rows, now),
         )
+
+    def _session(self, prompt: Prompt, rows: Rows, now: float) -> Floats:
+        """1 for the worker that has had the session's last request."""
+        worker_id = self._sessions.get(prompt.session, now) if prompt.session else None
+        worker = self._workers.get(worker_id) if worker_id else None
+        return (rows == worker.row).astype(np.float64) if worker is not None else np.zeros(len(rows))
 
     def _book(self, worker: Worker, prompt: Prompt, overlap_blocks: int, now: float) -> None:
         size = worker.card.kv_block_size or 0
@@ -289,11 +320,15 @@ class Served:
             now,
             prefill_tokens=max(0, prompt.num_tokens - overlap_blocks * size),
             blocks=-(-prompt.num_tokens // size) if size else 0,
+            leaves_blocks=len(prompt.hashes) > 0,
         )
         worker.bookings[prompt.key] = booking
         self._turn += 1
         self._turns[worker.row] = self._turn
-        self._predictions.put(worker.row, prompt.hashes, overlap_blocks, now)
+        if prompt.session:
+            self._sessions.put(prompt.session, worker.card.worker_id, now)
+        if not worker.is_silent:
+            self._predictions.put(worker.row, prompt.hashes, overlap_blocks, now)
         self.refresh(worker)
 
     def _explain(
@@ -347,7 +382,7 @@ def _numbers(worker: Worker) -> Numbers:
     )
 
 
-def _spread(overlap: "np.ndarray[tuple[int], np.dtype[np.float64]]", level: Level) -> None:
+def _spread(overlap: Floats, level: Level) -> None:
     """Notes a level's depth in the rows of its workers."""
     places = level.places
     if places & (places - 1) == 0:

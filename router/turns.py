@@ -149,11 +149,12 @@ class Turns:
     def _prompt(self, flight: Flight) -> Prompt:
         assert flight.prompt_ids is not None, flight
         scheme, request = self._fleet.scheme_of(flight.model), flight.request
+        session = f"{flight.tenant} {request.session_id}" if request.session_id else ""
         if scheme is None or request.cache_prompt is False:
-            return Prompt(flight.key, flight.num_prompt_tokens)
+            return Prompt(flight.key, flight.num_prompt_tokens, session=session)
         domain = blocks.PrefixDomain(scheme.fingerprint, tenant=flight.tenant, cache_salt=request.cache_salt or "")
         hashes = blocks.hashes_of(flight.prompt_ids, scheme.block_size, blocks.root_hash(domain))
-        return Prompt(flight.key, flight.num_prompt_tokens, hashes)
+        return Prompt(flight.key, flight.num_prompt_tokens, hashes, session)
 
 
 def _waiting(flight: Flight) -> Waiting:

@@ -4,6 +4,10 @@ from typing import NamedTuple
 
 from protocol import messages
 from router.eventlog import EventLog
+from router.speed import Speed
+
+_UNHEARD = 3
+"""So many prompts that should have left blocks, and left none, are no chance."""
 
 
 class Booking(NamedTuple):
@@ -14,6 +18,8 @@ class Booking(NamedTuple):
     """Prompt tokens that it adds to what the worker has to compute."""
     blocks: int = 0
     """Blocks of its prompt."""
+    leaves_blocks: bool = False
+    """Whether it will be said to be held there."""
 
 
 class Worker:
@@ -34,9 +40,22 @@ class Worker:
         """Its place in its model's index and columns."""
         self.done_tokens = 0
         """Tokens that it has computed and generated, by its last event."""
+        self.load_before = messages.Load()
+        self.applied_at = 0.0
+        """What its last event that was applied said, and when that was."""
+        self.speed = Speed()
+        self.to_be_held: set[str] = set()
+        """Requests of which blocks will be held when they have ended."""
+        self.num_unheard = 0
+        """How many of those have ended since it last said that it holds anything."""
 
     def __repr__(self) -> str:
         return f"<Worker {self.card.worker_id} {self.state} {self.num_requests} requests>"
+
+    @property
+    def is_silent(self) -> bool:
+        """It computes prompts and never says that it holds their blocks: its events can't be relied on."""
+        return self.num_unheard >= _UNHEARD
 
     @property
     def num_requests(self) -> int:

@@ -188,6 +188,19 @@ def test_load_and_state_are_believed_even_behind_a_gap() -> None:
     assert known(fleet).num_requests == 3
 
 
+def test_what_is_refused_is_counted_and_shown_with_its_reason() -> None:
+    fleet = fleet_of(card(kv_block_size=16, total_kv_blocks=9))
+    fleet.take_card(card("w2", epoch="100-b", kv_block_size=32, total_kv_blocks=9), 0.0)
+    fleet.take_events(events("nobody"), 0.0)
+    fleet.take_events(events(seq=0), 0.0)
+    fleet.take_events(events(seq=0), 0.0)
+    view = fleet.view("r1", 0, 1.0)
+    assert [(one.worker_id, one.model) for one in view.refused_cards] == [("w2", "demo")]
+    assert "32" in view.refused_cards[0].reason
+    assert view.refused_messages == 2
+    assert fleet.view("r1", 0, 99.0).refused_cards == []
+
+
 def test_who_has_spoken_or_ended_is_heard_once_and_at_once_even_behind_a_gap() -> None:
     fleet = fleet_of(card())
     fleet.behind(0.0, 1.0)

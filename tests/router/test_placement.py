@@ -271,12 +271,12 @@ def test_a_worker_without_blocks_is_chosen_by_its_load() -> None:
 def test_a_pin_and_a_refusal_leave_only_the_others() -> None:
     fleet = fleet_with_blocks(9, 5, 0)
     rng = random.Random(1)
-    pinned = place(fleet, Kv(), rng, PROMPT, wish=Wish(only="w2"))
-    assert isinstance(pinned, Placement)
-    assert pinned.worker.card.worker_id == "w2"
     other = place(fleet, Kv(), rng, PROMPT, wish=Wish(without=("w0",)))
     assert isinstance(other, Placement)
     assert other.worker.card.worker_id == "w1"
+    pinned = place(fleet, Kv(), rng, PROMPT, wish=Wish(only="w2"))
+    assert isinstance(pinned, Placement)
+    assert pinned.worker.card.worker_id == "w2"
     assert place(fleet, Kv(), rng, PROMPT, wish=Wish(only="w0", without=("w0",))) == NoWorker()
 
 
@@ -312,3 +312,59 @@ def test_a_policy_has_a_finite_cost_for_every_candidate(policy: Policy) -> None:
     costs = policy.costs(view)
     assert costs.shape == (3,)
     assert np.isfinite(costs).all()
+
+
+def test_a_worker_that_never_says_what_it_holds_is_called_silent_and_nothing_is_expected_of_it() -> None:
+    fleet = fleet_with_blocks(0, context_length=4_096)
+    rng = random.Random(1)
+    for number in range(3):
+        worker = chosen(fleet, [1, 2, 3], now=0.0).worker
+        assert fleet.card_of(worker).watched.events == "live"  # type: ignore[union-attr]
+        (key,) = worker.bookings
+        fleet.take_events(events("w0", seq=2 * number + 1, started=(key,)), 0.0)
+        fleet.take_events(events("w0", seq=2 * number + 2, finished=(key,)), 0.0)
+    fleet.forgive(9.0)
+    assert fleet.card_of(worker).watched.events == "silent"  # type: ignore[union-attr]
+    again = [rng.getrandbits(64) for _ in range(9)]
+    assert [chosen(fleet, again, now=9.0).overlap_blocks for _ in range(2)] == [0, 0]
+    fleet.take_events(events("w0", seq=7, stored=stored([1])), 9.0)
+    assert fleet.card_of(worker).watched.events == "live"  # type: ignore[union-attr]
+
+
+def test_a_session_goes_where_it_was_last_unless_that_is_dear() -> None:
+    fleet = Fleet(began_at=0.0)
+    for name in ("w0", "w1", "w2", "w3"):
+        fleet.take_card(card(name), 0.0)
+    said = Prompt("k", 100, session="t s")
+    first = fleet.place("demo", said, Kv(), random.Random(0), 0.0, Wish())
+    assert isinstance(first, Placement)
+    home = first.worker.card.worker_id
+    for seed in range(9):
+        fleet.unbook(home, "k")
+        again = fleet.place("demo", said, Kv(), random.Random(seed), 0.5, Wish())
+        assert isinstance(again, Placement)
+        assert again.worker.card.worker_id == home
+    fleet.take_events(events(home, load=messages.Load(running=8, waiting=9)), 0.5)
+    away = fleet.place("demo", said, Kv(), random.Random(0), 0.5, Wish())
+    assert isinstance(away, Placement)
+    assert away.worker.card.worker_id != home
+
+
+def test_a_worker_that_takes_four_times_as_long_gets_a_fraction() -> None:
+    """Known by its events alone: the same work between them, and four times as long."""
+    fleet = Fleet(began_at=0.0)
+    slow_s = {"w0": 0.1, "w1": 0.4}
+    for name, step_s in slow_s.items():
+        fleet.take_card(card(name, context_length=1 << 20, max_num_seqs=64), 0.0)
+        for seq in range(30):
+            load = messages.Load(running=1, queued_prefill_tokens=30_000 - 1_000 * seq, computed_tokens=1_000 * seq)
+            fleet.take_events(events(name, seq=seq, load=load), seq * step_s)
+        fleet.take_events(events(name, seq=30, load=messages.Load()), 20.0)
+    fleet.forgive(20.0)
+    fleet.lapse(20.0)
+    counts = Counter[str]()
+    for number in range(50):
+        placement = fleet.place("demo", Prompt(str(number), 1_000), Kv(), random.Random(number), 20.0, Wish())
+        assert isinstance(placement, Placement)
+        counts[placement.worker.card.worker_id] += 1
+    assert counts["w1"] <= 0.35 * counts["w0"], counts

@@ -78,7 +78,8 @@ def sizes(plan: StepPlan) -> list[tuple[int, int, int]]:
 
 def held(scheduler: Scheduler) -> messages.Load:
     """What a scheduler holds now, whatever it has generated so far."""
-    return msgspec.structs.replace(scheduler.load(), generated_tokens=0, computed_tokens=0)
+    counts = {"generated_tokens": 0, "computed_tokens": 0, "prompt_tokens": 0, "cached_tokens": 0}
+    return msgspec.structs.replace(scheduler.load(), **counts)
 
 
 def test_with_nothing_to_do_the_plan_is_empty() -> None:

@@ -28,6 +28,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._num_generated = 0
         self._num_computed = 0
+        self._num_prompt = 0
+        self._num_cached = 0
         self.preemptions = 0
         self._is_tight = False
         """The device had less room than was promised: none is started before one has ended."""
@@ -162,6 +164,8 @@ class Scheduler:
             free_blocks=self._pool.free_blocks,
             generated_tokens=self._num_generated,
             computed_tokens=self._num_computed,
+            prompt_tokens=self._num_prompt,
+            cached_tokens=self._num_cached,
         )
 
     def check_integrity(self) -> None:
@@ -195,6 +199,9 @@ class Scheduler:
             return self.end(sequence, result)
         end = sequence.append(result.token_id)
         self._num_generated += 1
+        if sequence.num_sampled == 1:
+            self._num_prompt += sequence.num_prompt
+            self._num_cached += sequence.num_cached
         if end is not None:
             self.end(sequence, end)
         return Advance(sequence, result, end)

@@ -1,0 +1,59 @@
+"""How fast a worker is, as its events show; pure."""
+
+from protocol import messages
+
+_WEIGHT = 0.05
+"""Of the newest sign in the running estimate."""
+_FEWEST = 20
+"""Signs before there is an estimate: one event may have been late."""
+_SHORTEST_S = 0.001
+
+
+class _Mean:
+    """A mean in which old values fade."""
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        self._count += 1
+        weight = max(_WEIGHT, 1.0 / self._count)
+        self._mean += weight * (value - self._mean)
+
+    @property
+    def value(self) -> float:
+        """0 while too little is known."""
+        return self._mean if self._count >= _FEWEST else 0.0
+
+
+class Speed:
+    """How long a worker takes for a token of a prompt, and from one token of a stream to the next."""
+
+    def __init__(self) -> None:
+        self._prefill = _Mean()
+        self._gap = _Mean()
+
+    def __repr__(self) -> str:
+        return f"<Speed {self.prefill_s:.6f} s, {self.gap_s:.4f} s>"
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds for a token of a prompt; 0 while it is not known."""
+        return self._prefill.value
+
+    @property
+    def gap_s(self) -> float:
+        """Seconds between two tokens of a stream; likewise."""
+        return self._gap.value
+
+    def observe(self, before: messages.Load, after: messages.Load, seconds: float) -> None:
+        """Learns from two events that followed each other, between which there was work all the time."""
+        if seconds < _SHORTEST_S:
+            return
+        computed = after.computed_tokens - before.computed_tokens
+        generated = after.generated_tokens - before.generated_tokens
+        if before.queued_prefill_tokens > after.queued_prefill_tokens and computed > 0:
+            self._prefill.add(seconds / computed)
+        elif not before.queued_prefill_tokens and not after.queued_prefill_tokens and generated > 0 and before.running:
+            self._gap.add(seconds * before.running / generated)
