@@ -26,6 +26,9 @@ def _flags() -> Iterator[_Flag]:
     """The flags that set a field of the same name in engine, pressure, front or worker settings."""
     yield _Flag("--engine", _ENGINE.engine, "gguf, or sim: a simulator, whose --model is a timing (docs/operations.md)")
     yield _Flag("--sim-speedup", _ENGINE.sim_speedup, "how many times faster than its timing a simulator is")
+    yield _Flag(
+        "--sim-faults", _ENGINE.sim_faults, "what a simulator does wrong: crash@200,slow@50=3000,hang@9,lose@20"
+    )
     yield _Flag("--context-length", _ENGINE.context_length, "tokens of one sequence; 0: the model's, at most 8,192")
     yield _Flag("--kv-tokens", _ENGINE.kv_tokens, "tokens of KV memory in all; 0: four contexts, at most 16,384")
     yield _Flag("--kv-block-size", _ENGINE.kv_block_size, "tokens of one block of KV memory; -1: 16")

@@ -11,13 +11,13 @@ from worker.engine.pace import Pace
 from worker.engine.plan import Advance, Sampled, StepPlan
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import End, Sequence
+from worker.engine.sim.runner import VOCABULARY
 from worker.engine.sim.timing import Timing, of_plan
 from worker.engine.tree import Domain
 from worker.front.held import runs_of
 
 MODEL = "replayed"
 FINGERPRINT = "replay"
-VOCABULARY = 32_768
 _FEWEST_PREFILL_TOKENS = 32
 _LANES_PER_SEQUENCE = 64
 

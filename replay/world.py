@@ -5,12 +5,13 @@ from collections import deque
 from typing import NamedTuple
 
 from protocol import blocks, internal
-from replay.machine import FINGERPRINT, MODEL, VOCABULARY, Machine, MachineSettings, Progress, Steps
+from replay.machine import FINGERPRINT, MODEL, Machine, MachineSettings, Progress, Steps
 from replay.traces import TracedRequest
 from router.backlog import Backlog, Waiting
 from router.fleet import Fleet
 from router.placement import Policy
 from router.served import NoWorker, Prompt, Room, Wish
+from worker.engine.sim.runner import VOCABULARY
 from worker.engine.tree import Domain
 
 _FOREVER = float("inf")

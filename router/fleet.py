@@ -264,6 +264,10 @@ class Fleet:
         for model in sorted(self._served):
             yield model, list(self._served[model].workers)
 
+    def held_by(self, worker: Worker) -> set[int]:
+        """The blocks that a worker is known to hold, by a look at every block there is."""
+        return self._of(worker).held_by(worker)
+
     def card_of(self, worker: Worker) -> messages.Card:
         """A worker's card as clients see it: with its load, and with what is known of it here."""
         watched = messages.Watched(

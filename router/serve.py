@@ -58,7 +58,7 @@ class Router:
     def __init__(
         self, bus: Bus, names: subjects.Subjects, router_id: str, settings: RouterSettings, rng: random.Random
     ) -> None:
-        fleet = Fleet(time.monotonic())
+        fleet = self.fleet = Fleet(time.monotonic())
         flights = Flights(settings.max_flights, settings.max_held_bytes)
         answers = Answers(bus, router_id)
         choice = Choice(make_policies(), settings.policy, rng, settings.temperature)

@@ -2,37 +2,38 @@
 
 from protocol import messages
 
-_WEIGHT = 0.05
-"""Of the newest sign in the running estimate."""
+_WEIGHT_OF_FASTER = 0.1
+_WEIGHT_OF_SLOWER = 0.001
+"""What a worker does at its best says how fast it is; at other times it has other things to do as well."""
 _FEWEST = 20
 """Signs before there is an estimate: one event may have been late."""
 _SHORTEST_S = 0.001
 
 
-class _Mean:
-    """A mean in which old values fade."""
+class _Best:
+    """About the shortest time that is seen more than by chance."""
 
     def __init__(self) -> None:
-        self._mean = 0.0
+        self._value = 0.0
         self._count = 0
 
     def add(self, value: float) -> None:
         self._count += 1
-        weight = max(_WEIGHT, 1.0 / self._count)
-        self._mean += weight * (value - self._mean)
+        weight = _WEIGHT_OF_FASTER if value < self._value else max(_WEIGHT_OF_SLOWER, 1.0 / self._count)
+        self._value += weight * (value - self._value)
 
     @property
     def value(self) -> float:
         """0 while too little is known."""
-        return self._mean if self._count >= _FEWEST else 0.0
+        return self._value if self._count >= _FEWEST else 0.0
 
 
 class Speed:
     """How long a worker takes for a token of a prompt, and from one token of a stream to the next."""
 
     def __init__(self) -> None:
-        self._prefill = _Mean()
-        self._gap = _Mean()
+        self._prefill = _Best()
+        self._gap = _Best()
 
     def __repr__(self) -> str:
         return f"<Speed {self.prefill_s:.6f} s, {self.gap_s:.4f} s>"

@@ -155,6 +155,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the model was found."""
     kv_bytes: int = 0
     """Of the device's memory, for the keys and values of all sequences; 0 where it is not known."""
+    lose_events: int = 0
+    """Of a simulator: every n-th entry of its event log is to be lost on its way; 0: none."""
 
 
 class EngineStartError(RuntimeError):

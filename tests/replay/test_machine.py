@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replay.machine import VOCABULARY, Machine, MachineSettings, Progress
+from replay.machine import Machine, MachineSettings, Progress
 from replay.traces import TracedRequest
+from worker.engine.sim.runner import VOCABULARY
 from worker.engine.sim.timing import PRESETS
 from worker.engine.tree import Domain
 

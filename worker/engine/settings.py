@@ -27,6 +27,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`gguf`, or `sim`: a simulator, whose model is the name of a timing."""
     sim_speedup: float = 1.0
     """How many times faster than its timing says a simulator is."""
+    sim_faults: str = ""
+    """What a simulator does wrong and when: `crash@200,slow@50=3000,hang@900,lose@20` (worker/engine/sim/faults.py)."""
     context_length: int = 0
     """Tokens of one sequence; chosen: what the model was trained for, at most 8,192."""
     kv_tokens: int = 0

@@ -1,6 +1,7 @@
 """Executes step plans by waiting as long as a device would take. Every token says that it is simulated."""
 
 import os
+import threading
 import time
 from collections.abc import Sequence as Listing
 
@@ -14,9 +15,10 @@ from worker.engine.plan import Part, Sampled, StepPlan
 from worker.engine.runner import ModelError
 from worker.engine.sequence import End
 from worker.engine.settings import EngineSettings
-from worker.engine.sim import timing
+from worker.engine.sim import faults, timing
 
-VOCABULARY = 32_768
+VOCABULARY = 1_024
+"""Small: a process may have hundreds of replicas, each with its own list."""
 _END = 0
 _FIRST_WORD = 257
 """Ids below it are the end and the 256 bytes that prompts are made of; ids from it on are what is generated."""
@@ -37,13 +39,18 @@ class SimRunner:
             raise ModelError(f"--model {preset}: the simulator has the timings {', '.join(timing.PRESETS)}")
         if settings.sim_speedup <= 0:
             raise ModelError(f"--sim-speedup must be above 0, got {settings.sim_speedup}")
+        try:
+            self._faults = faults.parse(settings.sim_faults)
+        except ValueError as error:
+            raise ModelError(f"--sim-faults: {error}") from error
+        self._num_sampled = 0
         self._timing = timing.PRESETS[preset]
         self._speedup = settings.sim_speedup
         self.end_token_ids = frozenset({_END})
         self.pieces = [b"", *(bytes([byte]) for byte in range(256))]
         self.pieces += [b" simulated-%d" % number for number in range(_NUM_WORDS)]
         self.bundle: bytes | None = None
-        self.config = _config(preset, settings)
+        self.config = _config(preset, settings, self._faults.lose)
         self.num_lanes = self.config.max_num_seqs + self.config.total_kv_blocks
         self._samplings: dict[int, contract.Sampling] = {}
 
@@ -62,7 +69,10 @@ class SimRunner:
     def step(self, plan: StepPlan) -> list[Sampled | End]:
         capacity = self.config.total_kv_blocks * self.config.kv_block_size
         time.sleep(timing.of_plan(plan, self._timing, capacity) / 1e3 / self._speedup)
-        return [self._sample(part) for part in plan.parts if part.samples]
+        sampled: list[Sampled | End] = [self._sample(part) for part in plan.parts if part.samples]
+        self._fail(self._num_sampled, self._num_sampled + len(sampled))
+        self._num_sampled += len(sampled)
+        return sampled
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         """A token for each byte."""
@@ -76,6 +86,16 @@ class SimRunner:
     def close(self) -> None:
         """There is nothing to give back."""
 
+    def _fail(self, before: int, now: int) -> None:
+        """Does what the script says of the tokens after `before`, up to `now`."""
+        script = self._faults
+        if before < script.slow <= now:
+            time.sleep(script.slow_ms / 1e3)
+        if before < script.hang <= now:
+            threading.Event().wait()
+        if before < script.crash <= now:
+            os.abort()
+
     def _sample(self, part: Part) -> Sampled:
         """A word that follows from the seed, the last token and its place; it ends nothing that may not end yet."""
         sequence, sampling = part.sequence, self._samplings[part.sequence.seq_no]
@@ -87,7 +107,7 @@ class SimRunner:
         return Sampled(_FIRST_WORD + word % _NUM_WORDS, None)
 
 
-def _config(preset: str, settings: EngineSettings) -> contract.EngineConfig:
+def _config(preset: str, settings: EngineSettings, lose_events: int) -> contract.EngineConfig:
     block_size = settings.kv_block_size if settings.kv_block_size > 0 else _CHOSEN_BLOCK_SIZE
     context = settings.context_length or _CHOSEN_CONTEXT
     kv_tokens = settings.kv_tokens or max(context, _CHOSEN_KV_TOKENS)
@@ -113,4 +133,5 @@ def _config(preset: str, settings: EngineSettings) -> contract.EngineConfig:
         defaults=contract.SamplingDefaults(),
         versions={},
         pid=os.getpid(),
+        lose_events=lose_events,
     )
