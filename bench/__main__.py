@@ -1,6 +1,7 @@
 """`python -m bench [NAME ...]`: runs the measurements, one after another; without names all that can be run here."""
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
@@ -29,15 +30,33 @@ AGAINST_LLAMA_CPP = {
 """Those that need llama.cpp's own programs (bench/llama_server.py), and one its Python server."""
 
 
+AGAINST_DYNAMO = {
+    "choice_dynamo": ("bench.choice_dynamo",),
+    "ingest": ("bench.ingest",),
+    "index_memory": ("bench.index_memory",),
+}
+"""Those that need NVIDIA Dynamo's wheel (bench/dynamo_wheel.py)."""
+
+
+def _runnable() -> dict[str, tuple[str, ...]]:
+    """Those that have here what they need."""
+    found = dict(QUESTIONS)
+    if os.environ.get("LLAMA_CPP_BIN"):
+        found |= AGAINST_LLAMA_CPP
+    if importlib.util.find_spec("dynamo") and importlib.util.find_spec("zmq"):
+        found |= AGAINST_DYNAMO
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    known = QUESTIONS | AGAINST_LLAMA_CPP
+    known = QUESTIONS | AGAINST_LLAMA_CPP | AGAINST_DYNAMO
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in known]
     if unknown:
         parser.error(f"there is no {unknown[0]!r}: choose from {', '.join(known)}")
-    for name in options.names or (known if os.environ.get("LLAMA_CPP_BIN") else QUESTIONS):
+    for name in options.names or _runnable():
         print(f"# {name}", flush=True)
         if subprocess.run([sys.executable, "-m", *known[name]], check=False).returncode:
             sys.exit(f"{name} failed")

@@ -11,71 +11,27 @@ import random
 import statistics
 import time
 
-from protocol import blocks, internal, messages
-from router.fleet import Fleet
+import numpy as np
+
+from bench import holdings
+from protocol import blocks
 from router.placement import Kv
 from router.served import Placement, Prompt, Wish
 
-_BLOCK = 16
 _ANYONE = Wish()
-
-
-def _card(number: int, held_blocks: int) -> messages.Card:
-    return messages.Card(
-        worker_id=f"w{number}",
-        epoch="1-a",
-        model="m",
-        source="m",
-        engine="sim",
-        engine_version="1",
-        context_length=131_072,
-        max_num_seqs=256,
-        max_num_batched_tokens=8_192,
-        hash_scheme="xxh3-64:f",
-        features=["generate"],
-        state=messages.WorkerState.READY,
-        host="h",
-        pids=messages.Pids(front=1, engine=2),
-        versions={},
-        kv_block_size=_BLOCK,
-        total_kv_blocks=held_blocks,
-    )
 
 
 class Bed:
     """A fleet whose workers are full, and prompts that go on with what they hold."""
 
-    def __init__(self, workers: int, num_blocks: int, rng: random.Random) -> None:
-        self.fleet = Fleet(began_at=0.0)
-        self.rng = rng
-        self.told: list[bytes] = []
-        self.parent = blocks.root_hash(blocks.PrefixDomain("f", tenant="default"))
-        each = num_blocks // workers
-        for number in range(workers):
-            self.fleet.take_card(_card(number, 2 * each + 1_024), 0.0)
-            self._fill(number, each)
-
-    def _fill(self, number: int, each: int) -> None:
-        runs, held = [], 0
-        while held < each:
-            length = min(self.rng.randrange(64, 513), each - held)
-            data = self.rng.randbytes(4 * _BLOCK * length)
-            self.told.append(data)
-            runs.append(internal.BlockRun(parent=self.parent, hashes=blocks.hashes_of(data, _BLOCK, self.parent)))
-            held += length
-        load = messages.Load(running=self.rng.randrange(8), used_blocks=self.rng.randrange(each))
-        said = internal.Events(
-            worker_id=f"w{number}", epoch="1-a", seq=0, load=load, state=messages.WorkerState.READY, stored=runs
-        )
-        self.fleet.take_events(said, 0.0)
+    def __init__(self, workers: int, num_blocks: int, seed: int) -> None:
+        self.rng, self._numbers = random.Random(seed), np.random.default_rng(seed)
+        self._told = holdings.conversations(workers, num_blocks, self._numbers)
+        self.fleet = holdings.fleet(workers, 2 * num_blocks // workers + 1_024)
+        holdings.fill(self.fleet, self._told, self._numbers)
 
     def prompts(self, tokens: int, count: int) -> list[bytes]:
-        """Each goes on with a conversation that some worker holds."""
-        found = []
-        for _ in range(count):
-            begun = self.rng.choice(self.told)[: 4 * tokens // 2]
-            found.append(begun + self.rng.randbytes(4 * tokens - len(begun)))
-        return found
+        return holdings.prompts(self._told, tokens, count, self._numbers)
 
     def choose(self, number: int, data: bytes, policy: Kv) -> None:
         """What a router does for each request, but the sending."""
@@ -91,7 +47,7 @@ class Bed:
 
 def measure(workers: int, num_blocks: int, tokens: int, count: int) -> list[float]:
     """Microseconds of each choice, sorted."""
-    bed = Bed(workers, num_blocks, random.Random(1))
+    bed = Bed(workers, num_blocks, seed=1)
     policy = Kv()
     gc.collect()
     gc.freeze()

@@ -1,0 +1,86 @@
+"""How much memory does a block take in a router's index, against the `RadixTree` of NVIDIA Dynamo's wheel?
+
+Run: .venv/bin/python -m bench.index_memory [--blocks 260000 360000] [--times 3]
+
+Each is filled in a fresh process with the events that bench/ingest.py has, one after another over a pipe; the resident
+size after that, less that before, by the number of blocks. A table of Python grows by doubling: ours takes most just
+after it has, at about 350,000 blocks and twice that, and so on."""
+
+import argparse
+import gc
+import os
+import statistics
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from bench import dynamo_wheel, ingest
+
+_FRAME = struct.Struct("<II")
+_WORKERS = 64
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def make(name: str, num_blocks: int) -> ingest.Way:
+    """An index without any blocks."""
+    if name == "ours":
+        return ingest.Ours(_WORKERS, 4 * num_blocks // _WORKERS)
+    return ingest.Theirs(dynamo_wheel.find())
+
+
+def frames(source: BinaryIO) -> Iterator[ingest.Payload]:
+    while head := source.read(_FRAME.size):
+        worker, length = _FRAME.unpack(head)
+        yield worker, source.read(length)
+
+
+def fill(name: str, num_blocks: int) -> None:
+    """In a process of its own: takes in what comes on its standard input, and says how much it has grown."""
+    way = make(name, num_blocks)
+    coming = frames(sys.stdin.buffer)
+    way.take([next(coming)])
+    gc.collect()
+    before = resident_bytes()
+    way.take(coming)
+    gc.collect()
+    print(resident_bytes() - before)
+
+
+def growth(name: str, num_blocks: int, payloads: Sequence[ingest.Payload]) -> int:
+    """Bytes by which a fresh process grows that takes all of it in."""
+    command = [sys.executable, "-m", "bench.index_memory", "--fill", name, "--blocks", str(num_blocks)]
+    given = b"".join(_FRAME.pack(worker, len(payload)) + payload for worker, payload in payloads)
+    return int(subprocess.run(command, input=given, stdout=subprocess.PIPE, check=True).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[260_000, 360_000])
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--fill", choices=["ours", "dynamo"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.fill:
+        return fill(options.fill, options.blocks[0])
+    dynamo_wheel.find()
+    print(f"{'bytes a block':>16}{'ours':>24}{'Dynamo':>24}")
+    for num_blocks in options.blocks:
+        held = ingest.runs(_WORKERS, num_blocks, 16)
+        count = sum(len(run.hashes) for run in held)
+        cells = []
+        for name in ("ours", "dynamo"):
+            payloads = make(name, num_blocks).encode([ingest.Change(run) for run in held])
+            found = sorted(growth(name, num_blocks, payloads) / count for _ in range(options.times))
+            cells.append(f"{statistics.median(found):.0f} ({found[0]:.0f} to {found[-1]:.0f})")
+        print(f"{count:>16,}{cells[0]:>24}{cells[1]:>24}")
+    return None
+
+
+if __name__ == "__main__":
+    main()

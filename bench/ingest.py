@@ -1,0 +1,225 @@
+"""How fast does a router take in what workers say of their blocks, against the `RadixTree` of NVIDIA Dynamo's wheel?
+
+Run: .venv/bin/python -m bench.ingest [--pairs 9] [--blocks 131072] [--run 16]
+
+Each gets its own wire form, made before: ours MessagePack, decoded and given to the fleet, one message for each run of
+16 blocks with load, state and sequence number; Dynamo's the JSON that its binding takes, one event for each run. Blocks
+are stored into an empty index; or each run that is stored takes the place of another, which is removed in the same
+message of ours, and in an event of its own for Dynamo. CPU time of all threads of this process; nothing goes over a
+socket. All threads share one core: to wake Dynamo's on another takes up to three times as long as its work."""
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from bench import dynamo_wheel, holdings, pairs
+from protocol import blocks, codec, internal, messages
+from router.placement import Kv
+from router.served import Placement, Prompt, Wish
+
+_SEED = 1
+_LOAD = messages.Load(running=3, used_blocks=100)
+_DECODER = codec.Decoder(internal.Events)
+_TWIN = 0x5555_5555_5555_5555
+
+
+class Run(NamedTuple):
+    """Consecutive blocks of a chain, which a worker stores at once."""
+
+    worker: int
+    parent: int
+    """0 where there is none."""
+    hashes: list[int]
+
+    def twin(self) -> "Run":
+        """Other blocks in the same places."""
+        return Run(self.worker, self.parent and self.parent ^ _TWIN, [name ^ _TWIN for name in self.hashes])
+
+
+class Change(NamedTuple):
+    """A worker stores a run, and may give up another."""
+
+    stored: Run
+    removed: Run | None = None
+
+
+Payload = tuple[int, bytes]
+"""A message of a worker."""
+
+
+class Way(Protocol):
+    """Takes changes in, in its own form."""
+
+    def encode(self, changes: Sequence[Change]) -> list[Payload]: ...
+
+    def take(self, payloads: Iterable[Payload]) -> None: ...
+
+    def holds(self, run: Run) -> int:
+        """How many blocks of a run that begins a chain it knows that worker to hold."""
+        ...
+
+
+class Ours:
+    def __init__(self, workers: int, most_blocks: int) -> None:
+        self._fleet = holdings.fleet(workers, most_blocks)
+        self._seqs = [0] * workers
+
+    def encode(self, changes: Sequence[Change]) -> list[Payload]:
+        return [(change.stored.worker, codec.encode(self._event(change))) for change in changes]
+
+    def take(self, payloads: Iterable[Payload]) -> None:
+        decode, take = _DECODER.decode, self._fleet.take_events
+        for _, payload in payloads:
+            take(decode(payload), 0.0)
+
+    def _event(self, change: Change) -> internal.Events:
+        stored, removed = change
+        seq = self._seqs[stored.worker]
+        self._seqs[stored.worker] += 1
+        run = internal.BlockRun(parent=stored.parent or holdings.PARENT, hashes=stored.hashes)
+        return holdings.events(stored.worker, seq, _LOAD, [run], removed.hashes[::-1] if removed else [])
+
+    def holds(self, run: Run) -> int:
+        prompt = Prompt("r", holdings.BLOCK * len(run.hashes), run.hashes)
+        only = Wish(only=holdings.worker_id(run.worker))
+        found = self._fleet.place("m", prompt, Kv(), random.Random(_SEED), 0.0, only)
+        assert isinstance(found, Placement)
+        return found.overlap_blocks
+
+
+class Theirs:
+    def __init__(self, core: Any) -> None:
+        self._tree = core.RadixTree()
+
+    def encode(self, changes: Sequence[Change]) -> list[Payload]:
+        return [(change.stored.worker, payload) for change in changes for payload in _events(change)]
+
+    def take(self, payloads: Iterable[Payload]) -> None:
+        apply = self._tree.apply_event
+        for worker, payload in payloads:
+            apply(worker, payload)
+
+    def holds(self, run: Run) -> int:
+        found: int = self._tree.find_matches(run.hashes).scores.get((run.worker, 0), 0)
+        return found
+
+
+def _events(change: Change) -> list[bytes]:
+    """As Dynamo's binding takes them. Of the two names that it has for a block both are ours."""
+    stored, removed = change
+    named = [{"block_hash": name, "tokens_hash": name} for name in stored.hashes]
+    found = [_json({"stored": {"parent_hash": stored.parent or None, "blocks": named}})]
+    if removed is not None:
+        found.append(_json({"removed": {"block_hashes": removed.hashes[::-1]}}))
+    return found
+
+
+def _json(data: dict[str, Any]) -> bytes:
+    return json.dumps({"event_id": 0, "data": data, "dp_rank": 0}, separators=(",", ":")).encode()
+
+
+def runs(workers: int, num_blocks: int, length: int) -> list[Run]:
+    """What full workers hold, each chain in its order, the workers in turn."""
+    of_worker: dict[int, list[Run]] = {}
+    for one in holdings.conversations(workers, num_blocks, np.random.default_rng(_SEED)):
+        parent, hashes = 0, blocks.hashes_of(one.token_ids, holdings.BLOCK, holdings.PARENT)
+        for start in range(0, len(hashes), length):
+            cut = hashes[start : start + length]
+            of_worker.setdefault(one.worker, []).append(Run(one.worker, parent, cut))
+            parent = cut[-1]
+    return [run for turn in itertools.zip_longest(*of_worker.values()) for run in turn if run is not None]
+
+
+def exchange(new: Sequence[Run], old: Sequence[Run]) -> list[Change]:
+    """Each worker stores run after run, and for each gives up one that it held, the last of a chain first."""
+    leaving: dict[int, list[Run]] = {}
+    for run in old:
+        leaving.setdefault(run.worker, []).append(run)
+    return [Change(run, leaving[run.worker].pop()) for run in new]
+
+
+def check(way: Way, there: Sequence[Run], gone: Sequence[Run] = ()) -> None:
+    """Whatever was to be taken in has been: of each worker its first run."""
+    firsts = [run for run in there if not run.parent], [run for run in gone if not run.parent]
+    if any(way.holds(run) != len(run.hashes) for run in firsts[0]) or any(way.holds(run) for run in firsts[1]):
+        sys.exit(f"{type(way).__name__} has not taken in what it was given")
+
+
+def store(make: Callable[[], Way], held: Sequence[Run], rounds: int) -> tuple[list[Way], Callable[[], None]]:
+    """Each call fills another that was empty."""
+    ways = [make() for _ in range(rounds)]
+    return ways, _in_turn([(way, way.encode([Change(run) for run in held])) for way in ways])
+
+
+def replace(way: Way, held: Sequence[Run], others: Sequence[Run], rounds: int) -> Callable[[], None]:
+    """Each call replaces all that is held by the others, or back."""
+    way.take(way.encode([Change(run) for run in held]))
+    sides = itertools.islice(itertools.cycle([(others, held), (held, others)]), rounds)
+    return _in_turn([(way, way.encode(exchange(new, old))) for new, old in sides])
+
+
+def _in_turn(works: Sequence[tuple[Way, list[Payload]]]) -> Callable[[], None]:
+    """The next of them at each call."""
+    left = iter(works)
+
+    def work() -> None:
+        way, payloads = next(left)
+        way.take(payloads)
+
+    return work
+
+
+def row(name: str, found: tuple[float, float, pairs.Ratio], num_blocks: int) -> str:
+    first, second, ratio = found
+    rates = [1 / one for one in (ratio.third_quartile, ratio.median, ratio.first_quartile)]
+    speed = f"{rates[1]:.2f} ({rates[0]:.2f} to {rates[2]:.2f})"
+    return f"{name:26}{num_blocks / second / 1e3:>14.0f}{num_blocks / first / 1e3:>14.0f}    {speed}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=64)
+    parser.add_argument("--blocks", type=int, default=131_072)
+    parser.add_argument("--run", type=int, default=16)
+    parser.add_argument("--pairs", type=int, default=9)
+    options = parser.parse_args()
+    core = dynamo_wheel.find()
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    held = runs(options.workers, options.blocks, options.run)
+    others, rounds, num_blocks = [run.twin() for run in held], options.pairs + 1, sum(len(run.hashes) for run in held)
+
+    def ours() -> Ours:
+        return Ours(options.workers, 4 * options.blocks // options.workers)
+
+    def theirs() -> Theirs:
+        return Theirs(core)
+
+    their_ways, their_work = store(theirs, held, rounds)
+    our_ways, our_work = store(ours, held, rounds)
+    gc.collect()
+    gc.freeze()
+    stored = pairs.compare(their_work, our_work, options.pairs)
+    for way in their_ways + our_ways:
+        check(way, held, others)
+    first, second = theirs(), ours()
+    their_work, our_work = (replace(way, held, others, rounds) for way in (first, second))
+    gc.collect()
+    gc.freeze()
+    replaced = pairs.compare(their_work, our_work, options.pairs)
+    for way in (first, second):
+        check(way, *((others, held) if rounds % 2 else (held, others)))
+    print(f"\n{'thousand blocks/s of CPU':26}{'ours':>14}{'Dynamo':>14}    ours / Dynamo (quartiles)")
+    print(row("stored", stored, num_blocks))
+    print(row("stored and removed mixed", replaced, 2 * num_blocks))
+
+
+if __name__ == "__main__":
+    main()
