@@ -7,6 +7,7 @@ from cli.bench.histogram import Histogram
 from cli.bench.points import Kind
 from cli.bench.results import Report, Run
 from cli.bench.table import ROWS, number, run_lines
+from replay.page import document
 from replay.svg import Axis, Series, bar_chart, line_chart
 
 _PERCENTILES = ("p50", "p90", "p99")
@@ -14,23 +15,14 @@ _PLOTTED = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
 _MOST_RUNS = 8
 """As many as there are colours; of more only the first are drawn where each is a line."""
 _LOADS = {Kind.CONCURRENCY: "clients", Kind.RATE: "requests per second offered", Kind.SPEEDUP: "× the trace's speed"}
-_STYLE = """
-:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif }
-body { max-width: 1340px; margin: 2em auto; padding: 0 1em }
-table { border-collapse: collapse } td, th { padding: .15em .8em; text-align: right }
-td:first-child { text-align: left }
-pre { white-space: pre-wrap } .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(460px, 1fr)) }
-"""
 
 
 def page(report: Report, times: Sequence[Mapping[str, Histogram]]) -> str:
     """`times` are the histograms of the runs."""
-    title = escape(f"{report.model}: {report.workload}")
-    parts = [f"<h1>{title}</h1>", f"<p>{escape(report.began_at)}, seed {report.seed}</p>"]
+    parts = [f"<p>{escape(report.began_at)}, seed {report.seed}</p>"]
     parts += ['<div class="plots">', *_sweep(report.runs), *_distributions(report.runs, times)]
     parts += [*_by_worker(report.runs), "</div>", *map(_section, report.runs)]
-    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-    return "\n".join([head, *parts, "</html>\n"])
+    return document(f"{report.model}: {report.workload}", parts)
 
 
 def _sweep(runs: Sequence[Run]) -> Iterator[str]:

@@ -33,6 +33,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag(
         "--jobs", type=int, default=os.cpu_count() or 1, help="policies that are played at the same time (%(default)s)"
     )
+    flag("--live", action="store_true", help="on real simulated workers, a real router and broker, in real time")
+    flag("--sim-speedup", type=float, default=1.0, help="with --live: how many times faster than real (%(default)s)")
     flag("--json", type=Path, metavar="FILE", help="write the numbers; the same for the same seed")
     flag("--html", type=Path, metavar="FILE", help="write plots")
 
@@ -61,10 +63,13 @@ def settings_of(options: argparse.Namespace) -> ReplaySettings:
         "max_num_seqs": (1, 4_096),
         "step_target_ms": (0, 60_000),
         "jobs": (1, 1_024),
+        "sim_speedup": (0.01, 1_000),
     }
     for name, (low, high) in ranges.items():
         if not low <= getattr(options, name) <= high:
             raise ValueError(f"--{name.replace('_', '-')} must be {low:g} to {high:g}, got {getattr(options, name)}")
+    if options.live and (options.routers > 1 or options.speeds != "1"):
+        raise ValueError("--live has one router and workers of one speed")
     if not options.max_num_seqs < options.max_num_batched_tokens <= 1 << 20:
         raise ValueError("--max-num-batched-tokens must be above --max-num-seqs, and at most 1,048,576")
     fields = {name: getattr(options, name) for name in ReplaySettings.__struct_fields__ if name != "speeds"}

@@ -1,6 +1,7 @@
 """Plays the trace, prints the table, writes what was asked for."""
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,11 +10,15 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from cli import broker
+from cli.clients import complain
+from cli.family import EXIT_REFUSED, RefusedError
+from cli.replay.live import LiveError, play_live
 from cli.replay.options import policies_of, settings_of
+from cli.replay.page import page
 from replay.offline import ReplaySettings, play_all, requests_of
 from replay.results import Run, Spread
 
-_USAGE = 2
 _WIDTH = 110
 _SMALL_MS = 100.0
 
@@ -21,25 +26,32 @@ _SMALL_MS = 100.0
 def run(options: argparse.Namespace) -> int:
     try:
         settings, policies = settings_of(options), policies_of(options)
-        count = len(requests_of(settings))
-        print(f"{count:,} requests, {settings.workers} workers, {', '.join(policies)}", file=sys.stderr)
-        runs = play_all(settings, policies, options.jobs)
+        trace = requests_of(settings)
+        print(f"{len(trace):,} requests, {settings.workers} workers, {', '.join(policies)}", file=sys.stderr)
+        if options.live:
+            runs = [asyncio.run(play_live(settings, policy, trace, options.sim_speedup)) for policy in policies]
+        else:
+            runs = play_all(settings, policies, options.jobs)
         if options.json:
             options.json.write_bytes(as_json(settings, runs))
+        if options.html:
+            options.html.write_text(page(settings, runs, _name(settings)), encoding="utf-8")
     except (ValueError, OSError) as error:
-        print(f"tokenbus: {error}", file=sys.stderr)
-        return _USAGE
+        complain(str(error))
+        return EXIT_REFUSED
+    except (LiveError, broker.BrokerError, RefusedError) as error:
+        return complain(str(error))
     Console(width=max(_WIDTH, Console().width)).print(table(runs))
     return 0
 
 
+def _name(settings: ReplaySettings) -> str:
+    return Path(settings.trace).name
+
+
 def as_json(settings: ReplaySettings, runs: Sequence[Run]) -> bytes:
     """The numbers, and what they are of; nothing in it depends on when or where it ran."""
-    said = {
-        "trace": Path(settings.trace).name,
-        "settings": msgspec.structs.asdict(settings) | {"trace": Path(settings.trace).name},
-        "runs": runs,
-    }
+    said = {"settings": msgspec.structs.asdict(settings) | {"trace": _name(settings)}, "runs": runs}
     return msgspec.json.format(msgspec.json.encode(said), indent=2) + b"\n"
 
 
