@@ -23,8 +23,8 @@ async def running(model: Path, *worker: str) -> AsyncIterator[Client]:
     with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as folder:
         nats = await broker.start(0, Path(folder) / "nats.log")
         processes = [
-            _start(Path(folder) / "router.log", "router", "--nats", nats.url),
-            _start(
+            start(Path(folder) / "router.log", "router", "--nats", nats.url),
+            start(
                 Path(folder) / "worker.log",
                 *("worker", "--nats", nats.url, "--model", str(model), "--served-name", "m"),
                 *worker,
@@ -60,7 +60,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
-def _start(log_path: Path, *arguments: str) -> "subprocess.Popen[bytes]":
+def start(log_path: Path, *arguments: str) -> "subprocess.Popen[bytes]":
     with log_path.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "cli.main", *arguments],

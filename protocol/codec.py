@@ -19,7 +19,8 @@ CONTENT_TYPE = "Content-Type"
 _FREE_FORM = frozenset({"chat_template_kwargs", "tools", "tool_choice", "json_schema", "tool_calls"})
 _LARGEST_EXACT = 2.0**53
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
-_NOT_FINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]|\xca[\x7f\xff][\x80-\xff]")
+_NOT_FINITE_64 = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]").search
+_NOT_FINITE_32 = re.compile(rb"\xca[\x7f\xff][\x80-\xff]").search
 """How a MessagePack float begins that may be no number. It may stand inside a text too, so a hit proves nothing."""
 
 
@@ -88,7 +89,7 @@ class Decoder(Generic[MessageT]):
         if encoding is Encoding.JSON:
             return self._json.decode(payload)
         message = self._msgpack.decode(payload)
-        if _NOT_FINITE.search(payload):
+        if _NOT_FINITE_64(payload) or _NOT_FINITE_32(payload):
             _check_finite(msgspec.msgpack.decode(payload, strict=False))
         return message
 

@@ -9,13 +9,16 @@ import numpy as np
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Rows = np.ndarray[tuple[int], np.dtype[np.intp]]
+Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
 _FIRST_ROWS = 16
 WORK_FADES_S = 10.0
 """After so long a third of a worker's recent work still counts."""
-_MOST_OCTAVES = 4.0
 _PEAK_FADES_S = 600.0
 """And after so long a third of the most that it has ever done."""
+_SHARE_HOLDS_S = 0.05
+"""So long it is not computed anew."""
+_MOST_OCTAVES = 4.0
 
 
 class Numbers(NamedTuple):
@@ -38,6 +41,23 @@ class Numbers(NamedTuple):
     max_num_seqs: int
     most_requests: int
     """With so many there another one would only wait."""
+    waits: int
+    """Requests that would wait for a place there if one more came, with that one."""
+    free_tokens: float
+    """Tokens that its memory has room for; without end where it has no blocks."""
+    prefill_slowness: float = 1.0
+    """How many times longer than the fastest it takes for prompts: a power of 2, so that chance decides little."""
+    decode_slowness: float = 1.0
+    """Likewise for streams."""
+    recent_share: float = 0.0
+    """What it has computed lately, the older the less, as a share of the most that it had ever."""
+    turn: int = 0
+    """A number that is larger the later it was chosen last; 0 for never."""
+
+
+_SAID = Numbers._fields.index("prefill_slowness")
+"""The first of those that its own word does not set."""
+_AT = {name: at for at, name in enumerate(Numbers._fields)}
 
 
 class Columns:
@@ -48,22 +68,30 @@ class Columns:
         self._work = np.zeros(_FIRST_ROWS)
         self._worked_at = np.zeros(_FIRST_ROWS)
         self._peak = np.zeros(_FIRST_ROWS)
-        self._slowness = np.ones((2, _FIRST_ROWS))
+        self._shared_at = -math.inf
 
     def __repr__(self) -> str:
         return f"<Columns of {self._numbers.shape[1]} rows>"
 
-    def set(self, row: int, numbers: Numbers) -> None:
-        """Notes what is known of a worker now."""
+    def join(self, row: int) -> None:
+        """A worker has that row from now on."""
         while row >= self._numbers.shape[1]:
             self._grow()
-        self._numbers[:, row] = numbers
+        self.clear(row)
+
+    def set(self, row: int, numbers: Numbers) -> None:
+        """Notes what is known of a worker now."""
+        self._numbers[:_SAID, row] = numbers[:_SAID]
 
     def clear(self, row: int) -> None:
         """The worker is gone."""
         self._numbers[:, row] = 0.0
+        self._numbers[_AT["prefill_slowness"], row] = self._numbers[_AT["decode_slowness"], row] = 1.0
         self._work[row] = self._peak[row] = 0.0
-        self._slowness[:, row] = 1.0
+
+    def choose(self, row: int, turn: int) -> None:
+        """It was that worker's turn."""
+        self._numbers[_AT["turn"], row] = turn
 
     def worked(self, row: int, tokens: float, now: float) -> None:
         """A worker has computed that many tokens lately."""
@@ -74,10 +102,21 @@ class Columns:
 
     def eligible(self, now: float, silent_s: float, oldest_step_ms: float, num_tokens: int) -> Rows:
         """The workers that may be given a prompt of so many tokens now."""
-        column = self.column
-        fits = (column("is_open") > 0) & (now - column("heard_at") < silent_s)
-        fits &= (column("step_age_ms") <= oldest_step_ms) & (column("context_length") > num_tokens)
-        return np.flatnonzero(fits)
+        is_open, heard_at, step_age_ms, context_length = self._numbers[:4]
+        fits = heard_at > now - silent_s
+        fits &= is_open > 0
+        fits &= step_age_ms <= oldest_step_ms
+        fits &= context_length > num_tokens
+        rows: Rows = fits.nonzero()[0]
+        return rows
+
+    def of(self, rows: Rows, now: float) -> Table:
+        """All that is known of some rows, a column for each number; not to be written to."""
+        if now - self._shared_at > _SHARE_HOLDS_S:
+            self._share(now)
+        if is_dense(rows):
+            return self._numbers[:, : len(rows)]
+        return self._numbers.take(rows, axis=1)
 
     def has_room(self, rows: Rows) -> bool:
         """Whether one of them would begin with another request at once, or nearly so."""
@@ -85,39 +124,31 @@ class Columns:
 
     def column(self, name: str) -> Floats:
         """All rows of one column, those of no worker among them."""
-        found: Floats = self._numbers[Numbers._fields.index(name)]
+        found: Floats = self._numbers[_AT[name]]
         return found
 
     def compare(self, prefill_s: Floats, gap_s: Floats) -> None:
         """Notes how long each row takes for a token of a prompt and of a stream; 0 where it is not known."""
-        for slowness, seconds in zip(self._slowness, (prefill_s, gap_s), strict=True):
-            known = seconds > 0
+        for name, seconds in (("prefill_slowness", prefill_s), ("decode_slowness", gap_s)):
+            known = (seconds > 0).nonzero()[0]
+            slowness = self.column(name)
             slowness[:] = 1.0
-            if known.any():
+            if len(known):
                 octaves = np.floor(np.log2(seconds[known] / seconds[known].min()))
-                slowness[: len(known)][known] = 2.0 ** np.minimum(octaves, _MOST_OCTAVES)
+                slowness[known] = 2.0 ** np.minimum(octaves, _MOST_OCTAVES)
 
-    @property
-    def prefill_slowness(self) -> Floats:
-        """How many times longer than the fastest a row takes for prompts: a power of 2, so that chance decides little."""
-        slowness: Floats = self._slowness[0]
-        return slowness
-
-    @property
-    def decode_slowness(self) -> Floats:
-        """Likewise for streams."""
-        slowness: Floats = self._slowness[1]
-        return slowness
-
-    def recent_share(self, now: float) -> Floats:
-        """What each worker has computed lately, the older the less, as a share of the most that it had ever."""
-        recent: Floats = self._work * np.exp((self._worked_at - now) / WORK_FADES_S)
-        recent /= np.maximum(self._peak, 1.0)
-        return recent
+    def _share(self, now: float) -> None:
+        self._shared_at = now
+        recent = self._work * np.exp((self._worked_at - now) / WORK_FADES_S)
+        self.column("recent_share")[:] = recent / np.maximum(self._peak, 1.0)
 
     def _grow(self) -> None:
         self._numbers = np.concatenate([self._numbers, np.zeros_like(self._numbers)], axis=1)
         self._work = np.concatenate([self._work, np.zeros_like(self._work)])
         self._worked_at = np.concatenate([self._worked_at, np.zeros_like(self._worked_at)])
         self._peak = np.concatenate([self._peak, np.zeros_like(self._peak)])
-        self._slowness = np.concatenate([self._slowness, np.ones_like(self._slowness)], axis=1)
+
+
+def is_dense(rows: Rows) -> bool:
+    """Whether these are the first rows, without a gap: what is known of them needs no copy."""
+    return bool(rows[-1] + 1 == len(rows))

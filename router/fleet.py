@@ -110,8 +110,10 @@ class Fleet:
             return Heard()
         worker.load, worker.state = events.load, events.state
         worker.heard_at, worker.has_lapsed = now, False
-        self._apply(worker, worker.log.take(events), now)
-        self._of(worker).refresh(worker)
+        ready = worker.log.take(events)
+        self._apply(worker, ready, now)
+        if not ready:
+            self._of(worker).refresh(worker)
         return Heard(spoken=tuple(events.spoken), finished=tuple(events.finished))
 
     def take_part(self, part: internal.SnapshotPart, now: float) -> Heard:
@@ -282,10 +284,13 @@ class Fleet:
         """What this router knows and has done."""
         loads = [worker.load for worker in self._workers.values()]
         prompts = sum(load.prompt_tokens for load in loads)
+        p50_us, p99_us = self.tally.decision_us()
         return messages.RouterView(
             router_id=router_id,
             decisions=self.tally.decisions,
             decisions_per_s=round(self.tally.per_s(now), 3),
+            decision_p50_us=round(p50_us, 1),
+            decision_p99_us=round(p99_us, 1),
             waiting=waiting,
             indexed_blocks=sum(served.num_blocks for served in self._served.values()),
             predicted_hit_rate=round(self.tally.predicted_hit_rate, 4),

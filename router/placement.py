@@ -10,13 +10,15 @@ from router.columns import Floats
 
 
 class View(NamedTuple):
-    """What a policy may look at: of each candidate one entry in every column."""
+    """What a policy may look at, and not change: of each candidate one entry in every column."""
 
     prompt_tokens: int
-    block_size: Floats
-    """Tokens of a block; 0 where it has none."""
     overlap_tokens: Floats
     """Leading tokens of the prompt that it holds, or will soon."""
+    session: Floats | None
+    """1 where the last request of the same session went, else 0; None where that is nowhere."""
+    block_size: Floats
+    """Tokens of a block; 0 where it has none."""
     prefill_tokens: Floats
     """Prompt tokens that it has to compute before this one's."""
     held_blocks: Floats
@@ -25,16 +27,20 @@ class View(NamedTuple):
     requests: Floats
     """Running and waiting there."""
     max_num_seqs: Floats
-    recent_share: Floats
-    """How much it has computed lately, as a share of the most that it ever had: near 0 where it has been idle."""
-    turn: Floats
-    """A number that is larger the later it was chosen last; 0 for never."""
+    most_requests: Floats
+    """With so many there another one would only wait."""
+    waits: Floats
+    """Requests that would wait for a place there, this one among them."""
+    free_tokens: Floats
+    """Tokens that its memory has room for."""
     prefill_slowness: Floats
     """How many times longer than the fastest it takes for prompts: a power of 2."""
     decode_slowness: Floats
     """Likewise for streams."""
-    session: Floats
-    """1 where the last request of the same session went, else 0."""
+    recent_share: Floats
+    """How much it has computed lately, as a share of the most that it ever had: near 0 where it has been idle."""
+    turn: Floats
+    """A number that is larger the later it was chosen last; 0 for never."""
 
 
 class Policy(Protocol):
@@ -79,23 +85,17 @@ class Kv:
         self._session_tokens = session_tokens
 
     def costs(self, view: View) -> Floats:
-        costs: Floats = np.maximum(view.prompt_tokens - view.overlap_tokens, 0.0)
-        costs += self._queue_weight * view.prefill_tokens
+        to_compute = view.prompt_tokens - view.overlap_tokens
+        costs: Floats = self._queue_weight * view.prefill_tokens
+        costs += to_compute
         costs *= view.prefill_slowness
         neighbour_tokens = min(self._request_tokens, _NEIGHBOUR_SHARE * view.prompt_tokens)
         costs += neighbour_tokens * view.requests * view.decode_slowness
-        costs += self._wait_tokens * _waiting(view)
-        costs -= self._session_tokens * view.session
+        costs += self._wait_tokens * (view.waits + (to_compute > view.free_tokens))
         costs += self._idle_tokens * view.recent_share / (view.recent_share + _IDLE_SHARE)
+        if view.session is not None:
+            costs -= self._session_tokens * view.session
         return costs
-
-
-def _waiting(view: View) -> Floats:
-    """How many would wait at each worker, this request among them."""
-    waiting: Floats = np.maximum(view.requests + 1.0 - view.max_num_seqs, 0.0)
-    held_tokens = view.held_blocks * view.block_size + view.prompt_tokens - view.overlap_tokens
-    waiting += (view.block_size > 0) & (held_tokens > view.total_blocks * view.block_size)
-    return waiting
 
 
 class LeastLoaded:
@@ -146,9 +146,10 @@ def draw(costs: Floats, rng: random.Random, temperature: float = 0.0) -> int:
 
     With a temperature above 0 any is drawn, the likelier the lower its cost: by exp(-cost / temperature), costs
     measured against their own spread."""
-    lowest = costs.min()
+    first = costs.argmin()
+    lowest = costs[first]
     if temperature > 0.0 and (spread := float(costs.max() - lowest)) > 0.0:
         weights = np.exp(-(costs - lowest) / (spread * temperature))
         return rng.choices(range(len(costs)), weights.tolist())[0]
-    best = np.flatnonzero(costs == lowest)
-    return int(best[0] if len(best) == 1 else best[rng.randrange(len(best))])
+    best = (costs == lowest).nonzero()[0]
+    return int(first if len(best) == 1 else best[rng.randrange(len(best))])

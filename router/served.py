@@ -11,7 +11,7 @@ import numpy as np
 
 from protocol import internal, limits, messages
 from protocol.recent import Recent
-from router.columns import Columns, Floats, Numbers, Rows
+from router.columns import Columns, Floats, Numbers, Rows, is_dense
 from router.index import Level, PrefixIndex
 from router.placement import Policy, View, draw
 from router.predictions import Predictions
@@ -21,6 +21,8 @@ _OLDEST_STEP_MS = 2_000.0
 """An engine whose step is older than this gets no new work."""
 _HASH = "xxh3-64"
 _SOME = 8
+_BLOCK_SIZE = Numbers._fields.index("block_size")
+"""From this one on policies may know all that is in the columns."""
 _SESSION_S = 600.0
 _MOST_SESSIONS = 65_536
 _SPARE = 8
@@ -97,7 +99,6 @@ class Served:
         self._index = PrefixIndex()
         self._predictions = Predictions()
         self._turn = 0
-        self._turns = np.zeros(0)
         self._sessions: Recent[str] = Recent(_SESSION_S, _MOST_SESSIONS)
         """Which worker has had the last request of each."""
 
@@ -115,9 +116,7 @@ class Served:
         while worker.row >= len(self._of_row):
             self._of_row.append(None)
         self._of_row[worker.row] = worker
-        if worker.row >= len(self._turns):
-            self._turns = np.concatenate([self._turns, np.zeros(max(16, len(self._turns)))])
-        self._turns[worker.row] = 0.0
+        self._columns.join(worker.row)
         self._workers[card.worker_id] = worker
         self.refresh(worker)
 
@@ -279,7 +278,7 @@ class Served:
     def _overlap(self, hashes: Sequence[int], now: float) -> Floats:
         """Leading blocks by row: those that are known to be there, and those that are expected there."""
         self._predictions.tick(now)
-        overlap = np.zeros(max(1, len(self._turns)))
+        overlap = np.zeros(len(self._of_row))
         if not hashes:
             return overlap
         levels = self._index.match(hashes, -1)
@@ -290,29 +289,16 @@ class Served:
         return overlap
 
     def _view(self, prompt: Prompt, rows: Rows, overlap: Floats, now: float) -> View:
-        column = self._columns.column
-        block_size = column("block_size")[rows]
-        return View(
-            prompt_tokens=prompt.num_tokens,
-            block_size=block_size,
-            overlap_tokens=overlap[rows] * block_size,
-            prefill_tokens=column("prefill_tokens")[rows],
-            held_blocks=column("held_blocks")[rows],
-            total_blocks=column("total_blocks")[rows],
-            requests=column("requests")[rows],
-            max_num_seqs=column("max_num_seqs")[rows],
-            recent_share=self._columns.recent_share(now)[rows],
-            turn=self._turns[rows],
-            prefill_slowness=self._columns.prefill_slowness[rows],
-            decode_slowness=self._columns.decode_slowness[rows],
-            session=self._session(prompt, rows, now),
-        )
+        known = self._columns.of(rows, now)
+        overlap_tokens = overlap[: len(rows)] if is_dense(rows) else overlap[rows]
+        overlap_tokens = overlap_tokens * known[_BLOCK_SIZE]
+        session = self._session(prompt, rows, now) if prompt.session else None
+        return View(prompt.num_tokens, overlap_tokens, session, *known[_BLOCK_SIZE:])
 
-    def _session(self, prompt: Prompt, rows: Rows, now: float) -> Floats:
-        """1 for the worker that has had the session's last request."""
-        worker_id = self._sessions.get(prompt.session, now) if prompt.session else None
-        worker = self._workers.get(worker_id) if worker_id else None
-        return (rows == worker.row).astype(np.float64) if worker is not None else np.zeros(len(rows))
+    def _session(self, prompt: Prompt, rows: Rows, now: float) -> Floats | None:
+        """1 for the worker that has had the session's last request; None where there is no such one."""
+        worker = self._workers.get(self._sessions.get(prompt.session, now) or "")
+        return None if worker is None else (rows == worker.row).astype(np.float64)
 
     def _book(self, worker: Worker, prompt: Prompt, overlap_blocks: int, now: float) -> None:
         size = worker.card.kv_block_size or 0
@@ -324,7 +310,7 @@ class Served:
         )
         worker.bookings[prompt.key] = booking
         self._turn += 1
-        self._turns[worker.row] = self._turn
+        self._columns.choose(worker.row, self._turn)
         if prompt.session:
             self._sessions.put(prompt.session, worker.card.worker_id, now)
         if not worker.is_silent:
@@ -366,19 +352,27 @@ def _most_blocks(card: messages.Card) -> int:
 
 
 def _numbers(worker: Worker) -> Numbers:
-    card, load, bookings = worker.card, worker.load, worker.bookings.values()
+    card, load, bookings = worker.card, worker.load, worker.bookings
+    prefill_tokens, held_blocks = load.queued_prefill_tokens, load.used_blocks
+    if bookings:
+        prefill_tokens += sum([one.prefill_tokens for one in bookings.values()])
+        held_blocks += sum([one.blocks for one in bookings.values()])
+    block_size, total_blocks, most = card.kv_block_size or 0, card.total_kv_blocks or 0, card.max_num_seqs
+    requests = load.running + load.waiting + len(bookings)
     return Numbers(
-        is_open=worker.state is messages.WorkerState.READY and not worker.has_lapsed and card.max_num_seqs > 0,
-        heard_at=worker.heard_at,
-        step_age_ms=load.step_age_ms,
-        context_length=card.context_length,
-        block_size=card.kv_block_size or 0,
-        prefill_tokens=load.queued_prefill_tokens + sum(one.prefill_tokens for one in bookings),
-        held_blocks=load.used_blocks + sum(one.blocks for one in bookings),
-        total_blocks=card.total_kv_blocks or 0,
-        requests=worker.num_requests,
-        max_num_seqs=card.max_num_seqs,
-        most_requests=card.max_num_seqs + max(1, card.max_num_seqs // _SPARE),
+        worker.state is messages.WorkerState.READY and not worker.has_lapsed and most > 0,
+        worker.heard_at,
+        load.step_age_ms,
+        card.context_length,
+        block_size,
+        prefill_tokens,
+        held_blocks,
+        total_blocks,
+        requests,
+        most,
+        most + max(1, most // _SPARE),
+        max(0, requests + 1 - most),
+        (total_blocks - held_blocks) * block_size if block_size else math.inf,
     )
 
 

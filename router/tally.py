@@ -1,8 +1,11 @@
 """What a router counts of its own work; pure."""
 
 import math
+from collections import deque
 
 _FADES_S = 10.0
+_KEPT = 1_024
+"""Choices whose times are remembered."""
 
 
 class Tally:
@@ -13,6 +16,7 @@ class Tally:
         self.prompt_tokens = 0
         self.predicted_tokens = 0
         self.refused_messages = 0
+        self._took_s: deque[float] = deque(maxlen=_KEPT)
         self._recent = 0.0
         self._recent_at = 0.0
 
@@ -26,6 +30,15 @@ class Tally:
         self.predicted_tokens += predicted_tokens
         self._recent = self._recent * math.exp((self._recent_at - now) / _FADES_S) + 1.0
         self._recent_at = now
+
+    def took(self, seconds: float) -> None:
+        """A choice has taken so long, from a prompt's token ids to its booking."""
+        self._took_s.append(seconds)
+
+    def decision_us(self) -> tuple[float, float]:
+        """Median and 99th percentile of the last choices, in microseconds."""
+        times = sorted(self._took_s) or [0.0]
+        return times[len(times) // 2] * 1e6, times[len(times) * 99 // 100] * 1e6
 
     def per_s(self, now: float) -> float:
         """Placements in a second, of late."""

@@ -141,10 +141,13 @@ class Turns:
         self._held.pop(flight.key).outcome.set_result(outcome)
 
     def _choose(self, flight: Flight, without: Collection[str], now: float) -> Placement | NoWorker:
+        began = time.perf_counter()
         asked = flight.request.routing or _NO_WISH
         policy = self._choice.policies[asked.policy or self._choice.default_policy]
         wish = Wish(asked.worker_id or None, without, self._choice.temperature, bool(asked.explain))
-        return self._fleet.place(flight.model, self._prompt(flight), policy, self._choice.rng, now, wish)
+        placement = self._fleet.place(flight.model, self._prompt(flight), policy, self._choice.rng, now, wish)
+        self._fleet.tally.took(time.perf_counter() - began)
+        return placement
 
     def _prompt(self, flight: Flight) -> Prompt:
         assert flight.prompt_ids is not None, flight

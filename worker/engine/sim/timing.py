@@ -25,11 +25,13 @@ class Timing(NamedTuple):
     """Of the share of the KV memory that running sequences hold, from 0 to 1."""
     per_decode_ms: float = 0.0
     """For each sequence that decodes."""
+    least_ms: float = 0.0
+    """No step is shorter."""
 
     def step_ms(self, prompt_tokens: int, decodes: int, held_share: float) -> float:
         prefill_ms = self.prefill(prompt_tokens) if prompt_tokens else 0.0
         decode_ms = self.decode(held_share) + self.per_decode_ms * decodes if decodes else 0.0
-        return prefill_ms + decode_ms
+        return max(self.least_ms, prefill_ms + decode_ms)
 
 
 PRESETS = {
@@ -42,9 +44,10 @@ PRESETS = {
         decode=Polynomial(0.0, 20.0, 16.0),
         per_decode_ms=14.5,
     ),
+    "steps-of-50ms": Timing(Polynomial(0.0, 0.0, 0.0), Polynomial(0.0, 0.0, 0.0), least_ms=50.0),
 }
 """`dynamo`: the polynomials of NVIDIA Dynamo's simulated engine. `cpu-0.5b-q8_0`: a 0.5B shape in Q8_0 on 2 threads of
-an x86-64 server, as bench/README.md has it."""
+an x86-64 server, as bench/README.md has it. `steps-of-50ms`: steps whose length does not depend on anything."""
 
 
 def of_plan(plan: StepPlan, timing: Timing, capacity_tokens: int) -> float:
