@@ -16,6 +16,10 @@ WORK_FADES_S = 10.0
 """After so long a third of a worker's recent work still counts."""
 _PEAK_FADES_S = 600.0
 """And after so long a third of the most that it has ever done."""
+_IDLE_SHARE = 0.05
+"""Of its most work: what has done less lately is idle more than half."""
+_SOON_HEARD_S = 0.5
+"""A worker that is heard of after so long may have been out of sight."""
 _SHARE_HOLDS_S = 0.05
 """So long it is not computed anew."""
 _MOST_OCTAVES = 4.0
@@ -49,10 +53,18 @@ class Numbers(NamedTuple):
     """How many times longer than the fastest it takes for prompts: a power of 2, so that chance decides little."""
     decode_slowness: float = 1.0
     """Likewise for streams."""
-    recent_share: float = 0.0
-    """What it has computed lately, the older the less, as a share of the most that it had ever."""
+    busyness: float = 0.0
+    """Near 1 where it has computed much of late, beside the most that it ever had; 0 where it has been idle."""
     turn: int = 0
     """A number that is larger the later it was chosen last; 0 for never."""
+
+
+class _Ready(NamedTuple):
+    """Which rows were eligible when that was last looked at, and how long and for what they must still be."""
+
+    rows: Rows
+    until: float
+    least_context: float
 
 
 _SAID = Numbers._fields.index("prefill_slowness")
@@ -69,6 +81,8 @@ class Columns:
         self._worked_at = np.zeros(_FIRST_ROWS)
         self._peak = np.zeros(_FIRST_ROWS)
         self._shared_at = -math.inf
+        self._oldest_step_ms = 0.0
+        self._ready = _Ready(np.zeros(0, np.intp), -math.inf, 0.0)
 
     def __repr__(self) -> str:
         return f"<Columns of {self._numbers.shape[1]} rows>"
@@ -81,10 +95,16 @@ class Columns:
 
     def set(self, row: int, numbers: Numbers) -> None:
         """Notes what is known of a worker now."""
-        self._numbers[:_SAID, row] = numbers[:_SAID]
+        column = self._numbers[:, row]
+        was_late, is_late = column[2] > self._oldest_step_ms, numbers.step_age_ms > self._oldest_step_ms
+        is_back = numbers.heard_at - column[1] > _SOON_HEARD_S
+        if is_back or was_late != is_late or (numbers.is_open, numbers.context_length) != (column[0], column[3]):
+            self._ready = self._ready._replace(until=-math.inf)
+        column[:_SAID] = numbers[:_SAID]
 
     def clear(self, row: int) -> None:
         """The worker is gone."""
+        self._ready = self._ready._replace(until=-math.inf)
         self._numbers[:, row] = 0.0
         self._numbers[_AT["prefill_slowness"], row] = self._numbers[_AT["decode_slowness"], row] = 1.0
         self._work[row] = self._peak[row] = 0.0
@@ -102,13 +122,18 @@ class Columns:
 
     def eligible(self, now: float, silent_s: float, oldest_step_ms: float, num_tokens: int) -> Rows:
         """The workers that may be given a prompt of so many tokens now."""
+        if now < self._ready.until and num_tokens < self._ready.least_context:
+            return self._ready.rows
+        self._oldest_step_ms = oldest_step_ms
         is_open, heard_at, step_age_ms, context_length = self._numbers[:4]
         fits = heard_at > now - silent_s
         fits &= is_open > 0
         fits &= step_age_ms <= oldest_step_ms
-        fits &= context_length > num_tokens
         rows: Rows = fits.nonzero()[0]
-        return rows
+        if len(rows):
+            self._ready = _Ready(rows, float(heard_at[rows].min()) + silent_s, float(context_length[rows].min()))
+        long_enough: Rows = rows[context_length[rows] > num_tokens]
+        return long_enough
 
     def of(self, rows: Rows, now: float) -> Table:
         """All that is known of some rows, a column for each number; not to be written to."""
@@ -139,8 +164,8 @@ class Columns:
 
     def _share(self, now: float) -> None:
         self._shared_at = now
-        recent = self._work * np.exp((self._worked_at - now) / WORK_FADES_S)
-        self.column("recent_share")[:] = recent / np.maximum(self._peak, 1.0)
+        recent = self._work * np.exp((self._worked_at - now) / WORK_FADES_S) / np.maximum(self._peak, 1.0)
+        self.column("busyness")[:] = recent / (recent + _IDLE_SHARE)
 
     def _grow(self) -> None:
         self._numbers = np.concatenate([self._numbers, np.zeros_like(self._numbers)], axis=1)

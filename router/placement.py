@@ -37,8 +37,8 @@ class View(NamedTuple):
     """How many times longer than the fastest it takes for prompts: a power of 2."""
     decode_slowness: Floats
     """Likewise for streams."""
-    recent_share: Floats
-    """How much it has computed lately, as a share of the most that it ever had: near 0 where it has been idle."""
+    busyness: Floats
+    """Near 1 where it has computed much of late, beside the most that it ever had; 0 where it has been idle."""
     turn: Floats
     """A number that is larger the later it was chosen last; 0 for never."""
 
@@ -55,8 +55,6 @@ class Policy(Protocol):
 
 _NEIGHBOUR_SHARE = 0.2
 """A neighbour counts for no more than this share of the prompt, or short prompts would never stay where they began."""
-_IDLE_SHARE = 0.05
-"""Of its most work: what has done less lately is idle more than half."""
 
 
 class Kv:
@@ -92,7 +90,7 @@ class Kv:
         neighbour_tokens = min(self._request_tokens, _NEIGHBOUR_SHARE * view.prompt_tokens)
         costs += neighbour_tokens * view.requests * view.decode_slowness
         costs += self._wait_tokens * (view.waits + (to_compute > view.free_tokens))
-        costs += self._idle_tokens * view.recent_share / (view.recent_share + _IDLE_SHARE)
+        costs += self._idle_tokens * view.busyness
         if view.session is not None:
             costs -= self._session_tokens * view.session
         return costs

@@ -18,6 +18,8 @@ _FRONT_FEATURES = ("explain",)
 """What a front does beside its engine."""
 _HASHES_PER_EVENT = 4_096
 """A stored block that no other follows takes about 50 bytes, so that an event stays far below what a broker takes."""
+_BEAT_S = 0.8 * limits.HEARTBEAT_S
+"""A little before it is late: a loop may be busy."""
 
 
 def new_epoch() -> str:
@@ -151,9 +153,11 @@ class Announcer:
     async def beat(self) -> None:
         """Keeps the event log alive; runs until cancelled."""
         while True:
-            await asyncio.sleep(limits.HEARTBEAT_S / 4)
-            if time.monotonic() - self._published_at > limits.HEARTBEAT_S / 2:
+            due_in_s = self._published_at + _BEAT_S - time.monotonic()
+            if due_in_s <= 0:
                 self.publish_events()
+                due_in_s = _BEAT_S
+            await asyncio.sleep(due_in_s)
 
     def _said(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
         self._seq += 1
