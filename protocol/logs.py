@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 
+import msgspec
 import structlog
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -18,7 +19,7 @@ def configure(process: str) -> None:
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
         if form == "console"
-        else structlog.processors.JSONRenderer()
+        else structlog.processors.JSONRenderer(serializer=_as_json)
     )
     tracebacks = structlog.processors.ExceptionRenderer(
         structlog.tracebacks.ExceptionDictTransformer(show_locals=False)  # they hold prompts and texts
@@ -36,3 +37,8 @@ def configure(process: str) -> None:
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)
+
+
+def _as_json(line: object, **_: object) -> str:
+    """Quicker than the standard library's: a router writes three lines for each request."""
+    return msgspec.json.encode(line, enc_hook=repr).decode()
