@@ -12,7 +12,7 @@ up: $(READY)
 	@$(BIN)/tokenbus up $(ARGS)
 
 test: check
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .
