@@ -15,6 +15,8 @@ QUESTIONS = {
     "conversation": ("bench.conversation",),
     "idle_cache": ("bench.idle_cache",),
     "choice": ("bench.choice",),
+    "router_cost": ("bench.router_cost",),
+    "many_workers": ("bench.many_workers",),
 }
 """Those that need nothing but this project."""
 

@@ -19,7 +19,9 @@ class _Best:
 
     def add(self, value: float) -> None:
         self._count += 1
-        weight = _WEIGHT_OF_FASTER if value < self._value else max(_WEIGHT_OF_SLOWER, 1.0 / self._count)
+        weight = _WEIGHT_OF_FASTER if value < self._value else _WEIGHT_OF_SLOWER
+        if self._count <= _FEWEST:
+            weight = max(weight, 1.0 / self._count)
         self._value += weight * (value - self._value)
 
     @property

@@ -10,7 +10,7 @@ from worker.engine.plan import Part, StepPlan
 from worker.engine.runner import ModelError
 from worker.engine.sequence import Sequence
 from worker.engine.settings import EngineSettings
-from worker.engine.sim import timing
+from worker.engine.sim import faults, timing
 from worker.engine.sim.runner import SimRunner
 
 DYNAMO = timing.PRESETS["dynamo"]
@@ -66,3 +66,25 @@ def test_settings_that_it_can_not_meet_are_refused(changes: dict[str, object], s
     fields = {"model": "dynamo", "engine": "sim", "max_num_seqs": 8} | changes
     with pytest.raises(ModelError, match=said):
         SimRunner(EngineSettings(**fields))  # type: ignore[arg-type]
+
+
+def test_a_script_of_faults_is_read_as_it_is_written() -> None:
+    assert faults.parse("") == faults.Faults()
+    assert faults.parse("crash@200,slow@50=3000,hang@9,lose@20") == faults.Faults(200, 9, 50, 3000.0, 20)
+
+
+@pytest.mark.parametrize(
+    "text", ["crash", "crash@0", "crash@x", "crash@5=1", "slow@5", "slow@5=0", "slow@5=x", "burn@5"]
+)
+def test_a_fault_that_there_is_not_is_refused_with_those_that_there_are(text: str) -> None:
+    with pytest.raises(ModelError, match="--sim-faults: "):
+        SimRunner(EngineSettings(model="dynamo", engine="sim", sim_faults=text))
+
+
+def test_a_simulator_that_loses_events_says_how_many_in_its_config() -> None:
+    assert SimRunner(EngineSettings(model="dynamo", engine="sim", sim_faults="lose@7")).config.lose_events == 7
+
+
+def test_a_step_is_never_shorter_than_its_least() -> None:
+    steady = timing.PRESETS["steps-of-50ms"]
+    assert steady.step_ms(512, 0, 0.0) == steady.step_ms(0, 3, 0.9) == 50.0
