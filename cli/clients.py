@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from client import Client, Stream
-from protocol import codec, errors, messages
+from protocol import codec, errors, logs, messages
 
 _CANCELLED = 130
 _CONNECT_TIMEOUT_S = 2.0
@@ -43,6 +43,7 @@ def with_client(options: argparse.Namespace, command: Command) -> int:
         async with await _connect(options) as client:
             return await command(options, client)
 
+    logs.quieten()
     try:
         return asyncio.run(run())
     except BrokenPipeError:

@@ -39,6 +39,14 @@ def configure(process: str) -> None:
     structlog.contextvars.bind_contextvars(process=process)
 
 
+def quieten() -> None:
+    """Of a command that asks others: only errors, on standard error. What its requests end in says what is wrong."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+    )
+
+
 def _as_json(line: object, **_: object) -> str:
     """Quicker than the standard library's: a router writes three lines for each request."""
     return msgspec.json.encode(line, enc_hook=repr).decode()

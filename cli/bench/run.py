@@ -3,14 +3,12 @@
 import argparse
 import asyncio
 import datetime
-import logging
 import signal
 import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
 
-import structlog
 from rich.console import Console
 
 from cli import clients
@@ -22,6 +20,7 @@ from cli.bench.table import run_lines, run_table, sweep_table
 from cli.bench.tally import Tally
 from cli.bench.workload import Fitted
 from client import Client
+from protocol import logs
 
 _INTERRUPTED = 130
 
@@ -32,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
         plan = plan_of(options)
     except ValueError as error:
         return clients.complain(str(error))
-    _quieten()
+    logs.quieten()
     return clients.with_client(options, lambda _, client: Bench(plan, client).run())
 
 
@@ -116,12 +115,6 @@ class Bench:
             _write(self._plan.json, as_json(report))
         if self._plan.html:
             _write(self._plan.html, page(report, [tally.times for tally in self._tallies]).encode())
-
-
-def _quieten() -> None:
-    """A broker that is gone is said by the errors of the requests; a line at every try to reach it would bury them."""
-    logger = structlog.make_filtering_bound_logger(logging.ERROR)
-    structlog.configure(wrapper_class=logger, logger_factory=structlog.WriteLoggerFactory(file=sys.stderr))
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -11,6 +11,9 @@ from tests.support.bare import PREFIX, Bare
 
 PROMPT = "Once upon a time"
 
+NEAR_TIE = 0.02
+"""Of the logarithms of two probabilities: closer ones are decided by how a step's numbers are rounded."""
+
 
 class Told:
     """What the reader of one stream was given."""
@@ -47,8 +50,11 @@ class Told:
             await self.task
         return self
 
-    def check(self, whole_text: str | None = None) -> None:
-        """One terminal, at the end; nothing missing before it; of a whole one all tokens."""
+    def check(self, whole: "Told | None" = None) -> None:
+        """One terminal, at the end; nothing missing before it; of a whole one all tokens.
+
+        `whole`, asked for with `logprobs`, is what it must begin like, up to where the model itself could not decide:
+        steps that carry other sequences round otherwise."""
         assert [chunk.finish_reason is None for chunk in self.chunks] == [True] * (len(self.chunks) - 1) + [False]
         if self.is_whole:
             assert self.num_tokens == self.max_tokens
@@ -56,8 +62,19 @@ class Told:
             assert self.terminal.usage.completion_tokens == self.num_tokens
         else:
             assert self.terminal.error, self.terminal
-        if whole_text is not None:
-            assert whole_text.startswith(self.text)
+        if whole is not None and not whole.text.startswith(self.text):
+            parted = next(at for at, pair in enumerate(zip(whole.text, self.text, strict=False)) if len({*pair}) > 1)
+            assert whole.doubt_at(parted) < NEAR_TIE, (whole.text[parted - 40 :], self.text[parted - 40 :])
+
+    def doubt_at(self, place: int) -> float:
+        """By how much the token at that place of the text was likelier than the next one, as logarithms."""
+        end = 0
+        for chunk in self.chunks:
+            for logprob in chunk.logprobs or []:
+                end += len(logprob.text)
+                if end > place:
+                    return logprob.top[0].logprob - logprob.top[1].logprob
+        raise AssertionError(f"the text ends before {place}")
 
     async def _read(self) -> None:
         async for chunk in self.stream:
