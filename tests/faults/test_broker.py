@@ -19,7 +19,7 @@ async def test_a_broker_killed_and_restarted_under_32_streams_costs_no_byte_and_
     bare = await system.connect()
     await until_ready(bare, 2)
     async with await Client.connect(system.url) as client:
-        undisturbed = await ask(client, 900, logprobs=2).end()
+        undisturbed = await ask(client, 900, logprobs=5).end()
         told = [ask(client, 900) for _ in range(32)]
         await asyncio.gather(*(one.speaks() for one in told))
         await system.restart_broker(away_s)
@@ -40,7 +40,7 @@ async def test_a_broker_that_stands_still_for_three_seconds_mixes_nothing_and_ha
     bare = await system.connect()
     await until_ready(bare, 2)
     async with await Client.connect(system.url) as client:
-        undisturbed = await ask(client, 600, logprobs=2).end()
+        undisturbed = await ask(client, 600, logprobs=5).end()
         told = [ask(client, 600) for _ in range(8)]
         await asyncio.gather(*(one.speaks() for one in told))
         with system.broker_frozen():

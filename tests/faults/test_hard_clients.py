@@ -63,7 +63,7 @@ async def test_a_client_that_reconnects_keeps_its_streams(system: System) -> Non
     bare = await system.connect()
     await until_ready(bare, 1)
     async with await Client.connect(system.url) as client:
-        undisturbed = await ask(client, 700, logprobs=2).end()
+        undisturbed = await ask(client, 700, logprobs=5).end()
         told = [ask(client, 700) for _ in range(8)]
         await asyncio.gather(*(one.speaks() for one in told))
         for _ in range(3):

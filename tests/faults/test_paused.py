@@ -45,7 +45,7 @@ async def freeze_under_load(folder: Path, victim: str, seconds: float) -> list[T
         bare = await system.connect()
         await until_ready(bare, 2)
         async with await Client.connect(system.url) as client:
-            undisturbed = await ask(client, 400, logprobs=2).end()
+            undisturbed = await ask(client, 400, logprobs=5).end()
             told = [ask(client, 400) for _ in range(8)]
             await asyncio.gather(*(one.speaks() for one in told))
             with frozen(await pid_of(system, bare, victim)):

@@ -24,7 +24,7 @@ async def test_two_of_three_routers_killed_under_200_requests_disturb_no_stream_
     rng = random.Random(3)
     rng.shuffle(names)
     async with await Client.connect(system.url) as client:
-        undisturbed = await ask(client, 100, logprobs=2).end()
+        undisturbed = await ask(client, 100, logprobs=5).end()
         told = []
         for number in range(200):
             told.append(ask(client, rng.randint(1, 100)))

@@ -1,6 +1,7 @@
 """Load on a real system by exact clients, and what must hold when it is over."""
 
 import asyncio
+import math
 import json
 import time
 from typing import Any
@@ -67,13 +68,18 @@ class Told:
             assert whole.doubt_at(parted) < NEAR_TIE, (whole.text[parted - 40 :], self.text[parted - 40 :])
 
     def doubt_at(self, place: int) -> float:
-        """By how much the token at that place of the text was likelier than the next one, as logarithms."""
-        end = 0
+        """By how much the token at that place of the text was likelier than the next one, as logarithms.
+
+        The end of the text, which has none, is not to be had. Two tokens may begin alike, so that of the token before
+        it counts too if that ends there."""
+        end, before = 0, math.inf
         for chunk in self.chunks:
             for logprob in chunk.logprobs or []:
                 end += len(logprob.text)
+                first, second, *_ = [one.logprob for one in logprob.top if one.text]
                 if end > place:
-                    return logprob.top[0].logprob - logprob.top[1].logprob
+                    return min(first - second, before)
+                before = first - second if end == place else math.inf
         raise AssertionError(f"the text ends before {place}")
 
     async def _read(self) -> None:
