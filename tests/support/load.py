@@ -1,8 +1,8 @@
 """Load on a real system by exact clients, and what must hold when it is over."""
 
 import asyncio
-import math
 import json
+import math
 import time
 from typing import Any
 
