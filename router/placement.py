@@ -97,12 +97,12 @@ class Kv:
 
 
 class LeastLoaded:
-    """The worker with the fewest requests, as a share of what it can run at once; a slow one counts them for more."""
+    """The worker with the fewest requests, as a share of what it can run at once."""
 
     name = "least_loaded"
 
     def costs(self, view: View) -> Floats:
-        costs: Floats = (view.requests + 1.0) * view.decode_slowness / np.maximum(view.max_num_seqs, 1.0)
+        costs: Floats = view.requests / np.maximum(view.max_num_seqs, 1.0)
         return costs
 
 

@@ -5,9 +5,10 @@ from protocol import messages
 _WEIGHT_OF_FASTER = 0.1
 _WEIGHT_OF_SLOWER = 0.001
 """What a worker does at its best says how fast it is; at other times it has other things to do as well."""
-_FEWEST = 20
-"""Signs before there is an estimate: one event may have been late."""
-_SHORTEST_S = 0.001
+_FEWEST = 10
+"""Signs before there is an estimate."""
+_WINDOW_S = 0.2
+"""Of work that a sign is made of: single events come late, and then two at once."""
 
 
 class _Best:
@@ -30,12 +31,30 @@ class _Best:
         return self._value if self._count >= _FEWEST else 0.0
 
 
+class _Window:
+    """Time and work of events that followed each other, until there is enough of it for a sign."""
+
+    def __init__(self) -> None:
+        self.best = _Best()
+        self._seconds = self._weighted_s = 0.0
+        self._tokens = 0
+
+    def add(self, seconds: float, weight: float, tokens: int) -> None:
+        self._seconds += seconds
+        self._weighted_s += seconds * weight
+        self._tokens += tokens
+        if self._seconds >= _WINDOW_S:
+            self.best.add(self._weighted_s / self._tokens)
+            self._seconds = self._weighted_s = 0.0
+            self._tokens = 0
+
+
 class Speed:
     """How long a worker takes for a token of a prompt, and from one token of a stream to the next."""
 
     def __init__(self) -> None:
-        self._prefill = _Best()
-        self._gap = _Best()
+        self._prefill = _Window()
+        self._gap = _Window()
 
     def __repr__(self) -> str:
         return f"<Speed {self.prefill_s:.6f} s, {self.gap_s:.4f} s>"
@@ -43,20 +62,18 @@ class Speed:
     @property
     def prefill_s(self) -> float:
         """Seconds for a token of a prompt; 0 while it is not known."""
-        return self._prefill.value
+        return self._prefill.best.value
 
     @property
     def gap_s(self) -> float:
         """Seconds between two tokens of a stream; likewise."""
-        return self._gap.value
+        return self._gap.best.value
 
     def observe(self, before: messages.Load, after: messages.Load, seconds: float) -> None:
         """Learns from two events that followed each other, between which there was work all the time."""
-        if seconds < _SHORTEST_S:
-            return
         computed = after.computed_tokens - before.computed_tokens
         generated = after.generated_tokens - before.generated_tokens
         if before.queued_prefill_tokens > after.queued_prefill_tokens and computed > 0:
-            self._prefill.add(seconds / computed)
+            self._prefill.add(seconds, 1.0, computed)
         elif not before.queued_prefill_tokens and not after.queued_prefill_tokens and generated > 0 and before.running:
-            self._gap.add(seconds * before.running / generated)
+            self._gap.add(seconds, before.running, generated)

@@ -356,15 +356,15 @@ def test_a_worker_that_takes_four_times_as_long_gets_a_fraction() -> None:
     slow_s = {"w0": 0.1, "w1": 0.4}
     for name, step_s in slow_s.items():
         fleet.take_card(card(name, context_length=1 << 20, max_num_seqs=64), 0.0)
-        for seq in range(30):
-            load = messages.Load(running=1, queued_prefill_tokens=30_000 - 1_000 * seq, computed_tokens=1_000 * seq)
+        for seq in range(60):
+            load = messages.Load(running=1, queued_prefill_tokens=60_000 - 1_000 * seq, computed_tokens=1_000 * seq)
             fleet.take_events(events(name, seq=seq, load=load), seq * step_s)
-        fleet.take_events(events(name, seq=30, load=messages.Load()), 20.0)
-    fleet.forgive(20.0)
-    fleet.lapse(20.0)
+        fleet.take_events(events(name, seq=60, load=messages.Load()), 40.0)
+    fleet.forgive(40.0)
+    fleet.lapse(40.0)
     counts = Counter[str]()
     for number in range(50):
-        placement = fleet.place("demo", Prompt(str(number), 1_000), Kv(), random.Random(number), 20.0, Wish())
+        placement = fleet.place("demo", Prompt(str(number), 1_000), Kv(), random.Random(number), 40.0, Wish())
         assert isinstance(placement, Placement)
         counts[placement.worker.card.worker_id] += 1
     assert counts["w1"] <= 0.35 * counts["w0"], counts
