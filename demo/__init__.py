@@ -3,5 +3,6 @@
 from pathlib import Path
 
 MODEL_PATH = Path(__file__).with_name("demo.gguf")
+ONNX_PATH = Path(__file__).with_name("demo-onnx")
 CORRECT_SUMS_UP_TO = 50
 """Both summands of every sum that the model was trained on are below this."""

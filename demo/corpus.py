@@ -9,6 +9,12 @@ from demo import CORRECT_SUMS_UP_TO
 BOS, END, SYSTEM, USER, ASSISTANT = "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (BOS, END, SYSTEM, USER, ASSISTANT)
 
+# The `qwen2` pre-tokenizer of llama.cpp: single digits, so that a sum is a matter of columns.
+PRE_TOKENIZER = "qwen2"
+PRE_TOKENIZER_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"

@@ -26,11 +26,6 @@ HEAD = WIDTH // HEADS
 CONTEXT = 2048
 ROPE_BASE = 10_000.0
 NORM_EPSILON = 1e-5
-# The `qwen2` pre-tokenizer of llama.cpp: single digits, so that a sum is a matter of columns.
-PRE_TOKENIZER = "qwen2"
-PRE_TOKENIZER_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def train_tokenizer() -> Tokenizer:
@@ -38,7 +33,7 @@ def train_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PRE_TOKENIZER_PATTERN), "isolated"),
+            pre_tokenizers.Split(Regex(corpus.PRE_TOKENIZER_PATTERN), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -210,7 +205,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
     model = tokenizer.model
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(PRE_TOKENIZER)
+    writer.add_tokenizer_pre(corpus.PRE_TOKENIZER)
     writer.add_token_list([text for text, _ in vocabulary])
     writer.add_token_types([gguf.TokenType.CONTROL] * special + [gguf.TokenType.NORMAL] * (len(vocabulary) - special))
     writer.add_token_merges(merges_of(model))

@@ -1,0 +1,101 @@
+"""Writes the demo model as ONNX beside its GGUF: the same weights in F32, and the files that a tokenizer comes in.
+
+    python -m demo.export_onnx [--flavour grouped] [--out FOLDER]
+
+The folder is laid out as published models are. Needs gguf and onnx.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import onnx
+
+from demo import MODEL_PATH, ONNX_PATH, corpus, onnx_graph
+
+Json = dict[str, Any]
+
+
+def export(folder: Path, flavour: onnx_graph.Flavour) -> None:
+    """Writes the whole folder."""
+    reader = gguf.GGUFReader(MODEL_PATH)
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    (folder / "onnx").mkdir(parents=True, exist_ok=True)
+    model = onnx_graph.build(_shape(reader), lambda name: tensors[name].astype(np.float32), flavour)
+    onnx.save(model, folder / "onnx" / "model.onnx")
+    for name, document in _sidecars(reader).items():
+        (folder / name).write_text(json.dumps(document, ensure_ascii=False, indent=1) + "\n")
+    (folder / "chat_template.jinja").write_text(corpus.CHAT_TEMPLATE)
+
+
+def _number(reader: gguf.GGUFReader, key: str) -> Any:
+    return reader.fields[f"llama.{key}"].contents()
+
+
+def _shape(reader: gguf.GGUFReader) -> onnx_graph.Shape:
+    return onnx_graph.Shape(
+        layers=_number(reader, "block_count"),
+        width=_number(reader, "embedding_length"),
+        heads=_number(reader, "attention.head_count"),
+        kv_heads=_number(reader, "attention.head_count_kv"),
+        vocab=_number(reader, "vocab_size"),
+        context=_number(reader, "context_length"),
+        rope_base=_number(reader, "rope.freq_base"),
+        epsilon=_number(reader, "attention.layer_norm_rms_epsilon"),
+    )
+
+
+def _sidecars(reader: gguf.GGUFReader) -> dict[str, Json]:
+    shape = _shape(reader)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.width,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.context, "rms_norm_eps": shape.epsilon, "rope_theta": shape.rope_base,
+        "intermediate_size": _number(reader, "feed_forward_length"), "tie_word_embeddings": True,
+        "bos_token_id": corpus.SPECIAL_TOKENS.index(corpus.BOS),
+        "eos_token_id": corpus.SPECIAL_TOKENS.index(corpus.END),
+    }  # fmt: skip
+    names = {"bos_token": corpus.BOS, "eos_token": corpus.END}
+    return {
+        "config.json": config,
+        "generation_config.json": {"eos_token_id": config["eos_token_id"]},
+        "special_tokens_map.json": names,
+        "tokenizer_config.json": names | {"add_bos_token": True, "model_max_length": shape.context},
+        "tokenizer.json": _tokenizer(reader),
+    }
+
+
+def _tokenizer(reader: gguf.GGUFReader) -> Json:
+    """The vocabulary of the GGUF, in the `tokenizers` library's format."""
+    texts = reader.fields["tokenizer.ggml.tokens"].contents()
+    merges = reader.fields["tokenizer.ggml.merges"].contents()
+    special = len(corpus.SPECIAL_TOKENS)
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    cut = {"type": "Split", "pattern": {"Regex": corpus.PRE_TOKENIZER_PATTERN}, "behavior": "Isolated", "invert": False}
+    letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0", "truncation": None, "padding": None,
+        "added_tokens": [{"id": n, "content": text} | plain for n, text in enumerate(texts[:special])],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [cut, letters]},
+        "post_processor": None,
+        "decoder": letters,
+        "model": {"type": "BPE", "vocab": {text: n for n, text in enumerate(texts)}, "merges": merges},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the demo model as ONNX.")
+    parser.add_argument("--flavour", choices=("plain", "grouped"), default="plain")
+    parser.add_argument("--out", type=Path, default=ONNX_PATH)
+    options = parser.parse_args()
+    export(options.out, options.flavour)
+    print(f"{options.out}: {(options.out / 'onnx' / 'model.onnx').stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
