@@ -9,13 +9,15 @@ import pytest
 from protocol import errors
 from tests.contracts import kit
 from tests.support.arithmetic import ArithmeticRunner
-from tests.support.engines import DEMO, demo_engine, thread_engine
+from tests.support.engines import DEMO, ONNX, demo_engine, grouped_demo, thread_engine
 from worker import contract
 from worker.engine.runner import ModelError, Runner
 
 FACTORIES: dict[str, Callable[[], contract.Engine]] = {
     "arithmetic": lambda: thread_engine(lambda _: ArithmeticRunner(step_s=0.002)),
     "gguf": demo_engine,
+    "onnx-plain": lambda: demo_engine(ONNX),
+    "onnx-grouped": lambda: demo_engine(msgspec.structs.replace(ONNX, model=str(grouped_demo()))),
     "sim": lambda: demo_engine(msgspec.structs.replace(DEMO, model="dynamo", engine="sim", sim_speedup=20.0)),
 }
 

@@ -1,12 +1,18 @@
 """Engines for tests: the real child process with the demo model, and the same front over a loop in a thread."""
 
 import asyncio
+import atexit
 import contextlib
+import functools
+import shutil
 import socket
+import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import demo
+from demo import export_onnx
 from worker import contract
 from worker.engine import replica
 from worker.engine.runner import DeviceError, Runner
@@ -63,6 +69,24 @@ DEMO = EngineSettings(
     kv_tokens=4096,
     max_num_batched_tokens=256,
 )
+
+ONNX = EngineSettings(
+    model=str(demo.ONNX_PATH),
+    engine="onnx",
+    threads=1,
+    max_num_seqs=8,
+    context_length=512,
+    max_num_batched_tokens=256,
+)
+
+
+@functools.cache
+def grouped_demo() -> Path:
+    """The demo model with GroupQueryAttention, written once for all tests."""
+    folder = Path(tempfile.mkdtemp(prefix="tokenbus-grouped-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    export_onnx.export(folder, "grouped")
+    return folder
 
 
 def demo_engine(settings: EngineSettings = DEMO) -> ChildEngine:

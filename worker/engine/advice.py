@@ -57,6 +57,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int | None = None
     kv_block_size: int | None = None
     total_kv_blocks: int | None = None
+    max_paddings: int | None = None
 
 
 def read(sidecars: dict[str, Path], in_weights: dict[str, float]) -> Advice:
@@ -64,9 +65,9 @@ def read(sidecars: dict[str, Path], in_weights: dict[str, float]) -> Advice:
 
     `in_weights` are sampling defaults that the weights carry themselves, under the names of `SamplingDefaults`; the
     files come first."""
-    generation = _decode(sidecars.get("generation_config.json"), _Generation)
-    config = _decode(sidecars.get("config.json"), _Generation)
-    llm = _llm(_decode(sidecars.get("metadata.json"), _Metadata))
+    generation = decode(sidecars.get("generation_config.json"), _Generation)
+    config = decode(sidecars.get("config.json"), _Generation)
+    llm = _llm(decode(sidecars.get("metadata.json"), _Metadata))
     chosen = contract.SamplingDefaults()
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         value = getattr(generation, name)
@@ -82,13 +83,15 @@ def read(sidecars: dict[str, Path], in_weights: dict[str, float]) -> Advice:
         max_num_seqs=llm.scheduler.max_num_seqs,
         kv_block_size=llm.kv_cache.block_size,
         total_kv_blocks=llm.kv_cache.total_blocks,
+        max_paddings=llm.scheduler.max_paddings,
     )
 
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
-def _decode(path: Path | None, kind: type[StructT]) -> StructT:
+def decode(path: Path | None, kind: type[StructT]) -> StructT:
+    """What a JSON file says; the defaults where there is none. Raises ModelError naming a file that is wrong."""
     if path is None:
         return kind()
     try:

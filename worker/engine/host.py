@@ -15,6 +15,7 @@ from protocol import logs
 from worker.engine import frames, replica
 from worker.engine.runner import DeviceError, ModelError, Runner
 from worker.engine.settings import EngineSettings
+from worker.engine.sharing import Models
 from worker.engine.turnstile import Turnstile
 
 EXIT_DEVICE_FAILED = 3
@@ -85,26 +86,49 @@ class _Loader:
     """Makes runners of every kind of engine; each kind's library is imported when the first of it is asked for."""
 
     def __init__(self) -> None:
-        self._gguf: Load | None = None
+        self._known: dict[str, Load] = {}
 
     def __call__(self, settings: EngineSettings, progress: Callable[[float], None]) -> Runner:
-        if settings.engine == "sim":
-            from worker.engine.sim.runner import SimRunner
+        kind = _kind(settings)
+        if kind not in self._known:
+            self._known[kind] = _LOADERS[kind]()
+        return self._known[kind](settings, progress)
 
-            return SimRunner(settings)
-        if settings.engine != "gguf":
-            raise ModelError(f"--engine must be one of gguf, sim, got {settings.engine}")
-        if self._gguf is None:
-            self._gguf = _gguf_loader()
-        return self._gguf(settings, progress)
+
+def _kind(settings: EngineSettings) -> str:
+    """The engine for a model, where `auto` looks at its files."""
+    if settings.engine != "auto":
+        if settings.engine not in _LOADERS:
+            raise ModelError(f"--engine must be one of auto, {', '.join(_LOADERS)}, got {settings.engine}")
+        return settings.engine
+    from worker.engine.onnx import files
+
+    return "onnx" if files.is_one(settings.model) else "gguf"
+
+
+def _sim_loader() -> Load:
+    from worker.engine.sim.runner import SimRunner
+
+    return lambda settings, _: SimRunner(settings)
 
 
 def _gguf_loader() -> Load:
-    from worker.engine.gguf.model import Models
+    from worker.engine.gguf.model import GgufModel
     from worker.engine.gguf.runner import GgufRunner
 
-    models = Models()
+    models: Models[GgufModel] = Models()
     return lambda settings, progress: GgufRunner(settings, progress, models)
+
+
+def _onnx_loader() -> Load:
+    from worker.engine.onnx.model import OnnxModel
+    from worker.engine.onnx.runner import OnnxRunner
+
+    models: Models[OnnxModel] = Models()
+    return lambda settings, progress: OnnxRunner(settings, progress, models)
+
+
+_LOADERS: dict[str, Callable[[], Load]] = {"gguf": _gguf_loader, "onnx": _onnx_loader, "sim": _sim_loader}
 
 
 def main() -> None:

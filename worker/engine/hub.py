@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import huggingface_hub
 import structlog
@@ -13,11 +13,22 @@ from worker.engine import weights
 from worker.engine.runner import ModelError
 
 
-def fetch(name: str, progress: Callable[[float], None]) -> weights.Found:
+class Layout(Protocol):
+    """Which files of a repository make up a model."""
+
+    sidecars: tuple[str, ...]
+    """Small files that are fetched where there are such."""
+
+    def files(self, names: list[str], quant: str, where: str) -> list[str]:
+        """Of all the names those to fetch, the one to load first. Raises ModelError where nothing decides."""
+        ...
+
+
+def fetch(name: str, progress: Callable[[float], None], layout: Layout) -> weights.Found:
     """The files of `org/repo` or `org/repo:quant`. Raises ModelError, saying what to do."""
     repo, _, quant = name.partition(":")
     try:
-        return _fetch(repo, quant, progress)
+        return _fetch(repo, quant, progress, layout)
     except hub_errors.GatedRepoError as error:
         raise ModelError(f"{repo}: asks for its terms to be accepted on the Hub; then set HF_TOKEN") from error
     except hub_errors.RepositoryNotFoundError as error:
@@ -29,18 +40,17 @@ def fetch(name: str, progress: Callable[[float], None]) -> weights.Found:
         raise ModelError(f"{repo}: can't be fetched from the Hub: {reason}") from error
 
 
-def _fetch(repo: str, quant: str, progress: Callable[[float], None]) -> weights.Found:
+def _fetch(repo: str, quant: str, progress: Callable[[float], None], layout: Layout) -> weights.Found:
     names, base = _listing(repo)
-    chosen = weights.choose(names, quant, repo)
-    parts = weights.parts_of(chosen)
-    structlog.get_logger().info("fetching_model", repo=repo, file=chosen, parts=len(parts))
+    parts = layout.files(names, quant, repo)
+    structlog.get_logger().info("fetching_model", repo=repo, file=parts[0], parts=len(parts))
     paths = [
         _download(repo, part, lambda share, done=done: progress((done + share) / len(parts)))  # type: ignore[misc]
         for done, part in enumerate(parts)
     ]
-    sidecars = {name: _download(repo, name) for name in weights.SIDECARS if name in names}
+    sidecars = {name: _download(repo, name) for name in layout.sidecars if name in names}
     if base is not None:
-        for name in weights.SIDECARS:
+        for name in layout.sidecars:
             path = None if name in sidecars else _download_if_there(base, name)
             if path is not None:
                 sidecars[name] = path
@@ -71,7 +81,7 @@ def _cached_listing(repo: str) -> list[str]:
 
 
 def _base_by_name(repo: str) -> str | None:
-    for ending in ("-GGUF", "-gguf"):
+    for ending in ("-GGUF", "-gguf", "-ONNX", "-onnx"):
         if repo.endswith(ending):
             return repo.removesuffix(ending)
     return None

@@ -16,11 +16,29 @@ class Pressure(msgspec.Struct, frozen=True, kw_only=True):
     host memory for the others, else for all."""
 
 
+class OnnxSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What only an ONNX engine has to know."""
+
+    provider: str = "auto"
+    """Where onnxruntime computes: `cpu`, `cuda`, or `auto`: cuda where there is a GPU that it can use."""
+    device_id: int = 0
+    """Which GPU."""
+    device_memory_bytes: int = 0
+    """No more of a GPU's memory than this for weights and work, the cache apart; 0: as much as there is."""
+    min_free_bytes: int = 256 << 20
+    """No prompt is computed while less memory than this is free on the device: it could take what a running stream
+    needs."""
+    max_paddings: int = -1
+    """Columns without a token that one batch of a plain-attention graph may have; chosen by -1: 4,096."""
+    spin: bool = True
+    """Threads wait for each other by spinning, which is quicker where each has a core for itself."""
+
+
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How to load a model and how much of the machine to use for it. 0 means: choose."""
 
     model: str
-    """A GGUF file, a directory with one, or a name on the Hub."""
+    """A GGUF or ONNX file, a directory with one, or a name on the Hub."""
     files: dict[str, str] = {}
     """Where an earlier engine found its files: a restart looks for nothing anew, and so can't find another model."""
     engine: str = "gguf"
@@ -44,6 +62,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     """CPU threads; chosen: all cores that this process may use."""
     pressure: Pressure = Pressure()
+    onnx: OnnxSettings = OnnxSettings()
     gpu_layers: int = -1
     """Layers to put on a GPU where there is one; -1 is all."""
     ubatch_tokens: int = 512

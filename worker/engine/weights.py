@@ -8,6 +8,7 @@ from typing import NamedTuple
 from worker.engine.runner import ModelError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
+_ENDINGS = (".gguf", ".onnx")
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _QUANT = re.compile(r"[-.]((?:UD-)?(?:I?Q\d\w*|BF16|F16|F32|MXFP4\w*|TQ\d_\d))$", re.IGNORECASE)
 PREFERRED = ("Q4_K_M", "Q4_0", "Q5_K_M", "Q8_0")
@@ -27,17 +28,20 @@ class Found(NamedTuple):
 
 def is_hub_name(model: str) -> bool:
     """Whether it can only be meant as a name on the Hub."""
-    return not Path(model).exists() and _HUB_NAME.fullmatch(model) is not None and not model.lower().endswith(".gguf")
+    return not Path(model).exists() and _HUB_NAME.fullmatch(model) is not None and not model.lower().endswith(_ENDINGS)
 
 
 def served_name(model: str) -> str:
     """What to call a model on the wire where nothing else was said."""
     if is_hub_name(model):
         name = model.partition(":")[0].rpartition("/")[2]
-        return name.removesuffix("-GGUF").removesuffix("-gguf").lower()
-    name = Path(model).name
-    split = _PART.fullmatch(name)
-    return (split.group(1) if split else name.removesuffix(".gguf")).lower()
+        return name.lower().removesuffix("-gguf").removesuffix("-onnx")
+    path = Path(model)
+    if path.suffix == ".onnx":
+        folder = path.parent.parent if path.parent.name == "onnx" else path.parent
+        return folder.resolve().name.lower()
+    split = _PART.fullmatch(path.name)
+    return (split.group(1) if split else path.name.removesuffix(".gguf")).lower()
 
 
 _WEIGHTS = "weights"
@@ -60,7 +64,7 @@ def find(model: str, progress: Callable[[float], None]) -> Found:
     if is_hub_name(model):
         from worker.engine import hub  # importing it takes half a second, which a local file need not pay
 
-        return hub.fetch(model, progress)
+        return hub.fetch(model, progress, Layout())
     path = Path(model)
     if path.is_dir():
         folder = path
@@ -68,6 +72,19 @@ def find(model: str, progress: Callable[[float], None]) -> Found:
     else:
         folder = path.parent
     return Found(_first_part(path), {name: folder / name for name in SIDECARS if (folder / name).is_file()})
+
+
+class Layout:
+    """Which files of a repository on the Hub make up a GGUF model."""
+
+    sidecars: tuple[str, ...] = SIDECARS
+
+    def __repr__(self) -> str:
+        return "<Layout of GGUF>"
+
+    def files(self, names: list[str], quant: str, where: str) -> list[str]:
+        """All parts of the weights. Raises ModelError as `choose` does."""
+        return parts_of(choose(names, quant, where))
 
 
 def choose(names: Iterable[str], quant: str, where: str) -> str:

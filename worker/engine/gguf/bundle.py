@@ -6,6 +6,7 @@ from typing import Protocol
 import structlog
 
 from protocol import prompt
+from worker.engine import published as publishing
 from worker.engine.gguf import bpe, probes, sentencepiece, tokenizer_json
 from worker.engine.gguf.metadata import Metadata
 
@@ -45,7 +46,7 @@ def _candidates(metadata: Metadata, reference: Reference, published: bytes | Non
     design = _DESIGNS[model](metadata, reference.user_defined) if model in _DESIGNS else None
     if design is not None:
         yield tokenizer_json.write(design, reference.user_defined)
-    if published is not None and (text := tokenizer_json.without_special_tokens(published)) is not None:
+    if published is not None and (text := publishing.without_special_tokens(published)) is not None:
         yield text
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
 import ctypes
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -11,13 +10,12 @@ from typing import NamedTuple
 import llama_cpp
 from llama_cpp import llama_cpp as llama
 
-from worker.engine import advice, weights
+from worker.engine import advice, published, weights
 from worker.engine.gguf import bundle, choices, library, metadata
 from worker.engine.gguf.vocabulary import Vocabulary
 from worker.engine.runner import ModelError
 from worker.engine.settings import EngineSettings
 
-_LARGEST_TOKENIZER = 64 * 1024 * 1024
 _MOST_DEVICES = 128
 """More than llama.cpp can use: it reads as many shares as it has devices."""
 
@@ -33,7 +31,7 @@ class GgufModel:
         vocab = llama.llama_model_get_vocab(self.handle)
         assert vocab is not None
         self.vocabulary = Vocabulary(vocab, self.facts)
-        self.bundle = bundle.build(self.facts, self.vocabulary, _published_tokenizer(found))
+        self.bundle = bundle.build(self.facts, self.vocabulary, published.read(found.sidecars.get("tokenizer.json")))
 
     def __repr__(self) -> str:
         return f"<GgufModel {self.found.weights}>"
@@ -43,7 +41,7 @@ class GgufModel:
         llama.llama_model_free(self.handle)
 
 
-class _Key(NamedTuple):
+class Key(NamedTuple):
     """What two replicas must have in common to share a model."""
 
     weights: Path
@@ -53,46 +51,9 @@ class _Key(NamedTuple):
     tensor_split: tuple[float, ...]
 
 
-class Models:
-    """The models of a process: each is in memory once, for as long as somebody uses it. Safe to use from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._models: dict[_Key, GgufModel] = {}
-        self._users: dict[_Key, int] = {}
-
-    def __repr__(self) -> str:
-        return f"<Models {list(self._models.values())}>"
-
-    def use(self, found: weights.Found, settings: EngineSettings, progress: Callable[[float], None]) -> GgufModel:
-        """A model for one more user, who gives it back by `release`. Raises ModelError."""
-        key = _key(found, settings)
-        with self._lock:
-            if key not in self._models:
-                self._models[key] = GgufModel(found, settings, progress)
-            self._users[key] = self._users.get(key, 0) + 1
-            return self._models[key]
-
-    def release(self, model: GgufModel) -> None:
-        """One user less; the last one's going frees the memory."""
-        with self._lock:
-            key = next(key for key, known in self._models.items() if known is model)
-            self._users[key] -= 1
-            if not self._users[key]:
-                del self._users[key]
-                self._models.pop(key).close()
-
-
-def _published_tokenizer(found: weights.Found) -> bytes | None:
-    path = found.sidecars.get("tokenizer.json")
-    if path is None or path.stat().st_size > _LARGEST_TOKENIZER:
-        return None
-    return path.read_bytes()
-
-
-def _key(found: weights.Found, settings: EngineSettings) -> _Key:
+def key_of(found: weights.Found, settings: EngineSettings) -> Key:
     path = found.weights.resolve()
-    return _Key(path, settings.gpu_layers, settings.split_mode, settings.main_gpu, settings.tensor_split)
+    return Key(path, settings.gpu_layers, settings.split_mode, settings.main_gpu, settings.tensor_split)
 
 
 def _load(path: Path, settings: EngineSettings, progress: Callable[[float], None]) -> llama.llama_model_p:

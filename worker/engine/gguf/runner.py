@@ -17,13 +17,14 @@ from worker.engine import weights
 from worker.engine.gguf import choices, context, library, memory, probe
 from worker.engine.gguf.batch import Batch
 from worker.engine.gguf.lanes import Lanes
-from worker.engine.gguf.model import Models
+from worker.engine.gguf.model import GgufModel, key_of
 from worker.engine.moves import Move
 from worker.engine.plan import Sampled, StepPlan
 from worker.engine.runner import DeviceError, ModelError, NoRoomError
 from worker.engine.sampler import Sampler
 from worker.engine.sequence import End
 from worker.engine.settings import EngineSettings
+from worker.engine.sharing import Models
 
 FEATURES = (
     "generate",
@@ -49,13 +50,13 @@ class GgufRunner:
     Raises ModelError when the file can't be served, and for settings that the model can't meet."""
 
     def __init__(
-        self, settings: EngineSettings, progress: Callable[[float], None], models: Models | None = None
+        self, settings: EngineSettings, progress: Callable[[float], None], models: Models[GgufModel] | None = None
     ) -> None:
         library.start()
         choices.check(settings)
         found = weights.from_files(settings.files) or weights.find(settings.model, progress)
-        self._models = models or Models()
-        self._model = self._models.use(found, settings, progress)
+        self._models: Models[GgufModel] = models or Models()
+        self._model = self._models.use(key_of(found, settings), lambda: GgufModel(found, settings, progress))
         self._context: llama.llama_context_p | None = None
         self._vocabulary = self._model.vocabulary
         self.end_token_ids = self._vocabulary.end_token_ids | self._model.advised.end_token_ids

@@ -1,6 +1,6 @@
 """Writes a tokenizer in the JSON format of the `tokenizers` library, in which routers read it."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -45,19 +45,6 @@ def write(design: Design, whole: dict[str, int]) -> str:
         "model": design.model,
     }
     return msgspec.json.encode(document).decode()
-
-
-def without_special_tokens(published: bytes) -> str | None:
-    """A published tokenizer as routers use it: nothing in a text is a special token, and nothing is put around it.
-
-    None for what is no such file."""
-    try:
-        document = msgspec.json.decode(published, type=dict[str, Any])
-        added = [token for token in document.get("added_tokens") or [] if not token["special"]]
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return None
-    bare = {"truncation": None, "padding": None, "post_processor": None, "added_tokens": added}
-    return msgspec.json.encode(document | bare).decode()
 
 
 _AS_IT_IS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}

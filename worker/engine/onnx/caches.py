@@ -1,0 +1,24 @@
+"""What both kinds of cache do: keep the lanes' tokens, and compute new ones behind them."""
+
+from collections.abc import Sequence as Listing
+from typing import Protocol
+
+from worker.engine.onnx.lanes import Copy, Shrink, Take
+from worker.engine.onnx.session import Array
+from worker.engine.plan import Part
+
+
+class Cache(Protocol):
+    """The keys and values of all lanes. Runs raise NoRoomError and DeviceError; one that failed may be tried again."""
+
+    def apply(self, changes: Listing[Copy | Take | Shrink]) -> None:
+        """Carries out what was resolved, in order."""
+        ...
+
+    def decode(self, parts: Listing[Part]) -> Array:
+        """The logits of parts of one token each, (parts, vocabulary), in their order."""
+        ...
+
+    def prompt(self, part: Part, *, wants_logits: bool) -> Array:
+        """The logits behind a part of any length, (1, vocabulary), or (0, vocabulary) where they are not wanted."""
+        ...

@@ -1,0 +1,149 @@
+"""Which settings an ONNX engine can meet, and what it chooses where they leave it open; pure."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from worker.engine import advice
+from worker.engine.onnx.session import PROVIDERS
+from worker.engine.runner import ModelError
+from worker.engine.settings import EngineSettings
+
+CHOOSE = -1
+_CHOSEN_BLOCK_SIZE = 16
+_CHOSEN_NUM_SEQS = 16
+_LONGEST_CHOSEN_CONTEXT = 4_096
+_MOST_ROWS = 256
+_CHOSEN_MAX_PADDINGS = 4_096
+_CHOSEN_MEMORY_SHARE = 4
+"""Of the memory that is free, one byte in so many goes to the cache unless a setting says otherwise."""
+_OF_GGUF = (
+    "kv_layout",
+    "cache_type_k",
+    "cache_type_v",
+    "flash_attention",
+    "gpu_layers",
+    "main_gpu",
+    "split_mode",
+    "tensor_split",
+    "ubatch_tokens",
+    "host_cache_mib",
+)
+"""Settings that mean nothing here: whoever gives one is told, instead of believing that it holds."""
+
+
+class Shape(NamedTuple):
+    """How large the cache is: rows for running sequences and for idle prefixes, each of one context."""
+
+    block_size: int
+    context_length: int
+    """Tokens of one sequence, and of one row: whole blocks."""
+    max_num_seqs: int
+    num_rows: int
+
+    @property
+    def row_blocks(self) -> int:
+        return self.context_length // self.block_size
+
+    @property
+    def total_blocks(self) -> int:
+        return self.num_rows * self.row_blocks
+
+
+class Limits(NamedTuple):
+    """What a model and its device allow."""
+
+    trained: int | None
+    """Tokens that the model was made for."""
+    bytes_per_token: int
+    """Of the cache."""
+    free_bytes: int | None
+    """What the device has; None where nobody says."""
+
+
+def check(settings: EngineSettings) -> None:
+    """Raises ModelError naming the setting that can't be met, and what it may be."""
+    default = EngineSettings(model="")
+    for name in _OF_GGUF:
+        if getattr(settings, name) != getattr(default, name):
+            raise ModelError(f"--{name.replace('_', '-')} is for --engine gguf; take it away")
+    for flag, value, holds, allowed in _limits(settings):
+        if not holds:
+            raise ModelError(f"{flag} must be {allowed}, got {value}")
+
+
+def _limits(settings: EngineSettings) -> Iterator[tuple[str, object, bool, str]]:
+    onnx = settings.onnx
+    num_seqs, block_size = settings.max_num_seqs, settings.kv_block_size
+    batched = settings.max_num_batched_tokens
+    yield "--provider", onnx.provider, onnx.provider in PROVIDERS, f"one of {', '.join(PROVIDERS)}"
+    yield "--device-id", onnx.device_id, onnx.device_id >= 0, "0 or more"
+    yield "--device-memory", onnx.device_memory_bytes, onnx.device_memory_bytes >= 0, "0 or more"
+    yield "--min-free-memory", onnx.min_free_bytes, onnx.min_free_bytes >= 0, "0 or more"
+    yield "--max-paddings", onnx.max_paddings, onnx.max_paddings >= CHOOSE, "0 or more"
+    yield "--max-num-seqs", num_seqs, num_seqs == CHOOSE or 1 <= num_seqs <= _MOST_ROWS, f"1 to {_MOST_ROWS}"
+    yield "--kv-block-size", block_size, block_size == CHOOSE or block_size >= 1, "at least 1"
+    yield (
+        "--context-length",
+        settings.context_length,
+        settings.context_length >= 0,
+        "at least 1, or 0 to have it chosen",
+    )
+    yield "--kv-tokens", settings.kv_tokens, settings.kv_tokens >= 0, "at least one context, or 0 to have it chosen"
+    yield "--max-num-batched-tokens", batched, batched > num_seqs, f"above --max-num-seqs ({num_seqs})"
+    yield "--threads", settings.threads, settings.threads >= 0, "0 or more"
+
+
+def max_paddings(settings: EngineSettings, advised: advice.Advice) -> int:
+    if settings.onnx.max_paddings != CHOOSE:
+        return settings.onnx.max_paddings
+    return _CHOSEN_MAX_PADDINGS if advised.max_paddings is None else advised.max_paddings
+
+
+def shape(settings: EngineSettings, advised: advice.Advice, limits: Limits) -> Shape:
+    """How many rows there are room for. Every row can hold a whole context, so that what runs never has to give way.
+
+    Raises ModelError where not even one fits, or fewer than were asked for."""
+    block_size = settings.kv_block_size if settings.kv_block_size > 0 else advised.kv_block_size or _CHOSEN_BLOCK_SIZE
+    num_seqs = settings.max_num_seqs if settings.max_num_seqs > 0 else advised.max_num_seqs or _CHOSEN_NUM_SEQS
+    wanted = settings.context_length or advised.context_length
+    context = wanted or min(limits.trained or _LONGEST_CHOSEN_CONTEXT, _LONGEST_CHOSEN_CONTEXT)
+    if limits.trained is not None and context > limits.trained:
+        raise ModelError(f"--context-length {context} is above what the model was made for, {limits.trained}")
+    context = context // block_size * block_size
+    if not context:
+        raise ModelError(f"--kv-block-size {block_size} is above the context, {wanted or limits.trained}")
+    most = _most_rows(settings, advised, limits, context * limits.bytes_per_token, context)
+    if settings.max_num_seqs > most:
+        raise ModelError(
+            f"--max-num-seqs {num_seqs} needs room for as many contexts of {context} tokens, there is room for {most}: "
+            "pass a smaller --context-length, fewer, or more --kv-tokens"
+        )
+    num_seqs = min(num_seqs, most)
+    return Shape(block_size, context, num_seqs, min(most, num_seqs + _idle_rows(num_seqs), _MOST_ROWS))
+
+
+def _most_rows(settings: EngineSettings, advised: advice.Advice, limits: Limits, row_bytes: int, context: int) -> int:
+    most, least, reason = _MOST_ROWS, "", ""
+    tokens = settings.kv_tokens or (advised.total_kv_blocks or 0) * max(settings.kv_block_size, _CHOSEN_BLOCK_SIZE)
+    if tokens:
+        most, reason = min(most, tokens // context), f"--kv-tokens {tokens}"
+    if settings.kv_limit_bytes:
+        fits = settings.kv_limit_bytes // row_bytes
+        most, reason = (
+            (fits, f"--kv-budget leaves {settings.kv_limit_bytes} bytes, and") if fits < most else (most, reason)
+        )
+    elif not tokens and limits.free_bytes is not None:
+        fits = max(1, limits.free_bytes // _CHOSEN_MEMORY_SHARE // row_bytes)
+        most = min(most, fits)
+        if limits.free_bytes < row_bytes:
+            most, reason = 0, f"there are {limits.free_bytes} bytes free, and"
+    if most < 1:
+        raise ModelError(
+            f"{reason} one context of {context} tokens takes {row_bytes} bytes: pass a smaller --context-length{least}"
+        )
+    return most
+
+
+def _idle_rows(num_seqs: int) -> int:
+    """Rows for prefixes that nobody uses."""
+    return max(4, num_seqs // 2)

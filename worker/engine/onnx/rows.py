@@ -1,0 +1,78 @@
+"""Which row of the cache holds which lane: those that decode must lie side by side, from row 0 on; pure.
+
+    rows    | 0 1 2 | 3   4   5   6 |
+    lanes   | decode | prompts, cached prefixes, empty |
+
+A batch is a run of rows without holes, since every row in it costs a row's work. A lane that joins or leaves costs a
+copy or two; an empty one changes places for nothing."""
+
+from collections.abc import Sequence as Listing
+from typing import NamedTuple
+
+
+class RowCopy(NamedTuple):
+    """The first `num_tokens` of row `source` are to be copied to row `target`."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+class Rows:
+    """`num_lanes` rows, and behind them one that is for exchanges alone. Lengths are those of the lanes, in tokens."""
+
+    def __init__(self, num_lanes: int, lengths: Listing[int]) -> None:
+        self._row_of = list(range(num_lanes))
+        self._lane_at = list(range(num_lanes))
+        self._lengths = lengths
+        self.spare = num_lanes
+
+    def __repr__(self) -> str:
+        return f"<Rows {self._lane_at}>"
+
+    def row_of(self, lane: int) -> int:
+        return self._row_of[lane]
+
+    def settle(self, lane: int) -> None:
+        """Gives an empty lane the first row that nobody needs, since it will decode there."""
+        assert not self._lengths[lane], lane
+        first = next(row for row, other in enumerate(self._lane_at) if not self._lengths[other])
+        if first < self._row_of[lane]:
+            self.swap(lane, self._lane_at[first])
+
+    def swap(self, one: int, other: int) -> None:
+        """Two lanes change rows: each has from then on what the other's row holds."""
+        a, b = self._row_of[one], self._row_of[other]
+        self._row_of[one], self._row_of[other] = b, a
+        self._lane_at[a], self._lane_at[b] = other, one
+
+    def gather(self, lanes: Listing[int]) -> list[RowCopy]:
+        """Has these lanes lie in the first rows; returns the copies for it, in order."""
+        wanted = set(lanes)
+        assert len(wanted) == len(lanes), lanes
+        holes = [row for row in range(len(lanes)) if self._lane_at[row] not in wanted]
+        outside = [lane for lane in lanes if self._row_of[lane] >= len(lanes)]
+        copies: list[RowCopy] = []
+        for hole, lane in zip(holes, outside, strict=True):
+            copies += self._move(lane, hole)
+        return copies
+
+    def check_integrity(self) -> None:
+        assert sorted(self._row_of) == list(range(len(self._row_of))), self
+        assert all(self._lane_at[row] == lane for lane, row in enumerate(self._row_of)), self
+
+    def _move(self, lane: int, row: int) -> list[RowCopy]:
+        other, left = self._lane_at[row], self._row_of[lane]
+        moved = RowCopy(left, row, self._lengths[lane])
+        if not self._lengths[other]:
+            self.swap(lane, other)
+            return [moved]
+        empty = next((last for last in reversed(self._lane_at) if not self._lengths[last]), None)
+        if empty is None:
+            self.swap(lane, other)
+            length = self._lengths[other]
+            return [RowCopy(row, self.spare, length), moved, RowCopy(self.spare, left, length)]
+        out = RowCopy(row, self._row_of[empty], self._lengths[other])
+        self.swap(other, empty)
+        self.swap(lane, empty)
+        return [out, moved]

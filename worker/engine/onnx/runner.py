@@ -1,0 +1,210 @@
+"""Executes step plans with onnxruntime: one run for all that decode, and one for each share of a prompt."""
+
+import os
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import structlog
+
+from protocol import internal
+from worker import contract
+from worker.engine import weights
+from worker.engine.moves import Move
+from worker.engine.onnx import choices, device, files, probe
+from worker.engine.onnx.caches import Cache
+from worker.engine.onnx.grouped import GroupedCache
+from worker.engine.onnx.lanes import Lanes
+from worker.engine.onnx.model import OnnxModel, key_of
+from worker.engine.onnx.plain import PlainCache
+from worker.engine.onnx.session import Array, choose_device
+from worker.engine.plan import Part, Sampled, StepPlan
+from worker.engine.runner import ModelError, NoRoomError
+from worker.engine.sampler import Sampler
+from worker.engine.sequence import End
+from worker.engine.settings import EngineSettings
+from worker.engine.sharing import Models
+
+FEATURES = (
+    "generate",
+    "chat",
+    "stop",
+    "seed",
+    "return_token_ids",
+    "logprobs",
+    "penalties",
+    "logit_bias",
+    "progress",
+)
+
+
+class OnnxRunner:
+    """A loaded model and its cache. `progress` is told how much is loaded, from 0 to 1.
+
+    Raises ModelError when the files can't be served, and for settings that the model or the machine can't meet."""
+
+    def __init__(
+        self, settings: EngineSettings, progress: Callable[[float], None], models: Models[OnnxModel] | None = None
+    ) -> None:
+        choices.check(settings)
+        self._device = choose_device(settings)
+        on_gpu = self._device.kind != "cpu"
+        found = weights.from_files(settings.files) or files.find(settings.model, on_gpu, progress)
+        self._models: Models[OnnxModel] = models or Models()
+        key = key_of(found, settings, self._device)
+        self._model = self._models.use(key, lambda: OnnxModel(found, settings, self._device))
+        self._vocabulary = self._model.vocabulary
+        self.end_token_ids = self._vocabulary.end_token_ids | self._model.advised.end_token_ids
+        self.pieces = self._vocabulary.pieces
+        self.bundle: bytes | None = self._vocabulary.bundle
+        self._min_free_bytes = settings.onnx.min_free_bytes
+        try:
+            self._open(settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<OnnxRunner {self.config.source} {self._cache!r}>"
+
+    def _open(self, settings: EngineSettings) -> None:
+        """Makes the cache and finds out what the graph can do with it."""
+        model = self._model
+        limits = choices.Limits(
+            trained=_trained(model),
+            bytes_per_token=self._bytes_per_token(),
+            free_bytes=device.free_bytes(self._device),
+        )
+        shape = choices.shape(settings, model.advised, limits)
+        self.num_lanes = shape.num_rows
+        self._sampler = Sampler(self.end_token_ids, self._vocabulary.size)
+        self._lanes = Lanes(shape.num_rows)
+        self._cache = self._make_cache(settings, shape)
+        self.config = self._describe(settings, shape)
+
+    def begin(self, seq_no: int, sampling: contract.Sampling) -> None:
+        self._sampler.begin(seq_no, sampling)
+
+    def finish(self, seq_no: int) -> None:
+        self._sampler.finish(seq_no)
+
+    def apply(self, moves: Listing[Move]) -> None:
+        self._cache.apply(self._lanes.resolve(moves))
+
+    def step(self, plan: StepPlan) -> list[Sampled | End]:
+        decodes = [part for part in plan.parts if _can_share_a_run(part)]
+        prompts = [part for part in plan.parts if not _can_share_a_run(part)]
+        if prompts:
+            self._check_memory()
+        rows: dict[int, Array] = {}
+        if decodes:
+            rows |= {part.lane: row for part, row in zip(decodes, self._cache.decode(decodes), strict=True)}
+            self._note(decodes)
+        for part in prompts:
+            logits = self._prompt(part)
+            self._note([part])
+            if part.samples:
+                rows[part.lane] = logits[0]
+        sampling = [part for part in plan.parts if part.samples]
+        if not sampling:
+            return []
+        return self._sampler.choose(np.stack([rows[part.lane] for part in sampling]), [p.sequence for p in sampling])
+
+    def tokenize(self, request: internal.Tokenize) -> list[int]:
+        return self._vocabulary.tokenize(request)
+
+    def close(self) -> None:
+        self._models.release(self._model)
+
+    def _prompt(self, part: Part) -> Array:
+        """In pieces, where the graph computes the logits of every token."""
+        most, end = self._model.caller.most_tokens, part.start + part.num_tokens
+        for start in range(part.start, end, most):
+            piece = Part(part.sequence, start, min(most, end - start))
+            logits = self._cache.prompt(piece, wants_logits=piece.samples)
+        return logits
+
+    def _note(self, parts: list[Part]) -> None:
+        for part in parts:
+            self._lanes.grow(part.lane, part.start, part.start + part.num_tokens)
+
+    def _check_memory(self) -> None:
+        """Raises NoRoomError where a prompt could take what the streams that run need."""
+        free = device.free_bytes(self._device) if self._min_free_bytes else None
+        if free is not None and free < self._min_free_bytes:
+            structlog.get_logger().error("memory_low", free_bytes=free, min_free_bytes=self._min_free_bytes)
+            raise NoRoomError(f"{free} bytes are free, --min-free-memory wants {self._min_free_bytes}")
+
+    def _make_cache(self, settings: EngineSettings, shape: choices.Shape) -> Cache:
+        """Raises ModelError where there is no memory for it, or where batches compute something else."""
+        model, where = self._model, str(self._model.found.weights)
+        if model.graph.grouped:
+            made: Cache = self._make_grouped(self._lanes, shape.context_length)
+            tried = Lanes(probe.LANES)
+            if probe.agrees(self._make_grouped(tried, shape.context_length), tried, self._vocabulary.size, where):
+                return made
+        else:
+            paddings = choices.max_paddings(settings, model.advised)
+            for can_gap in (True, False) if model.graph.positions is not None else (False,):
+                made = PlainCache(model.caller, paddings, can_gap=can_gap)
+                tried = Lanes(probe.LANES)
+                if probe.agrees(made, tried, self._vocabulary.size, where):
+                    return PlainCache(model.caller, paddings, can_gap=can_gap)
+        raise ModelError(
+            f"{where}: computes something else in a batch than alone, so that requests would disturb each other; "
+            "export it anew, with a dynamic batch axis and attention_mask, or take its GGUF"
+        )
+
+    def _make_grouped(self, lanes: Lanes, context_length: int) -> GroupedCache:
+        num_rows = len(lanes.lengths) + 1
+        try:
+            memory = device.make_rows(self._model.graph.kv, num_rows, context_length, self._device)
+        except Exception as error:  # a GPU without room makes onnxruntime raise a class of its own
+            size = num_rows * context_length * self._bytes_per_token()
+            raise ModelError(
+                f"there is no memory for a cache of {size} bytes: pass a smaller --context-length or --max-num-seqs"
+            ) from error
+        return GroupedCache(self._model.caller, memory, lanes)
+
+    def _bytes_per_token(self) -> int:
+        """Plain attention needs the cache twice: a run reads the one and writes the other."""
+        graph = self._model.graph
+        return graph.bytes_per_token * (1 if graph.grouped else 2)
+
+    def _describe(self, settings: EngineSettings, shape: choices.Shape) -> contract.EngineConfig:
+        model = self._model
+        chat = self._vocabulary.rules.chat_template is not None
+        return contract.EngineConfig(
+            engine="onnx",
+            engine_version=f"onnxruntime {onnxruntime.__version__} on {self._device.kind}",
+            source=settings.model if weights.is_hub_name(settings.model) else Path(settings.model).name,
+            fingerprint=model.fingerprint,
+            context_length=shape.context_length,
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            kv_block_size=shape.block_size,
+            total_kv_blocks=shape.total_blocks,
+            prefix_cache=True,
+            vocab_size=self._vocabulary.size,
+            features=tuple(feature for feature in FEATURES if chat or feature != "chat"),
+            defaults=model.advised.defaults,
+            versions={"onnxruntime": onnxruntime.__version__},
+            pid=os.getpid(),
+            files=weights.to_files(model.found),
+            kv_bytes=shape.num_rows * shape.context_length * self._bytes_per_token(),
+        )
+
+
+def _can_share_a_run(part: Part) -> bool:
+    """Whether it is one token behind others."""
+    return part.num_tokens == 1 and part.start > 0 and part.samples
+
+
+def _trained(model: OnnxModel) -> int | None:
+    """Tokens of one sequence; a plain graph takes columns for places, so that none may be as far off as its window."""
+    trained, window = model.facts.context_length, model.facts.window
+    if model.graph.grouped or window is None:
+        return trained
+    return window if trained is None else min(trained, window)
