@@ -117,6 +117,9 @@ class ArithmeticRunner:
                     del self._copies[number]
         self.check_room()
 
+    def is_empty(self) -> bool:
+        return not any(self._lanes) and not self._copies
+
     def check_room(self) -> None:
         """Fails where more is held than there is."""
         cells = {id(cell) for lane in self._lanes for cell in lane.values()}

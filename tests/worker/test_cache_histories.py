@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from protocol import blocks
 from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
+from tests.support.echo import EchoRunner
 from worker import contract
 from worker.engine.blocks import BlockPool
 from worker.engine.plan import Advance
@@ -20,6 +21,8 @@ from worker.engine.tree import Domain
 
 BLOCK = 4
 DOMAINS = (Domain("a"), Domain("b"), Domain("a", "salt"), None)
+KINDS = ("shared", "shared", "grouped", "plain", "plain without gaps")
+"""What lanes are: cells that several may hold, or memory of their own."""
 HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "60")) * 5
 
 
@@ -46,14 +49,18 @@ class CacheHistory(RuleBasedStateMachine):
         total=st.integers(4, 14),
         lanes=st.integers(0, 5),
         host=st.sampled_from([0, 1, 3, 40]),
+        kind=st.sampled_from(KINDS),
         overcommit=st.sampled_from([1.0, 1.5, 4.0]),
         most_idle=st.sampled_from([None, 0, 2]),
     )
-    def begin(self, total: int, lanes: int, host: int, overcommit: float, most_idle: int | None) -> None:
+    def begin(self, total: int, lanes: int, host: int, kind: str, overcommit: float, most_idle: int | None) -> None:
+        host = host if kind == "shared" else 0
         self.config = make_config(
             max_num_seqs=3, kv_block_size=BLOCK, total_kv_blocks=total, host_kv_blocks=host, max_num_batched_tokens=99
         )
-        self.runner = ArithmeticRunner(self.config, num_lanes=3 + lanes)
+        self.runner: ArithmeticRunner = ArithmeticRunner(self.config, num_lanes=3 + lanes)
+        if kind != "shared":
+            self.runner = EchoRunner(self.config, 3 + lanes, kind=kind)
         self.pool = BlockPool(total, BLOCK, 3 + lanes, host_blocks=host, overcommit=overcommit)
         self.scheduler = Scheduler(self.pool, 3, priority_s=1.0, max_idle_blocks=most_idle)
         self.mirror = Mirror()
@@ -151,8 +158,7 @@ class CacheHistory(RuleBasedStateMachine):
         assert (self.pool.used_blocks, self.pool.free_blocks) == (0, self.pool.total_blocks)
         assert not self.mirror.parents
         self.runner.apply(self.pool.take_moves())
-        assert not any(self.runner._lanes)
-        assert not self.runner._copies
+        assert self.runner.is_empty()
 
     def one_step(self, budget: int, transfer: int) -> None:
         plan = self.scheduler.plan(budget, transfer)
