@@ -8,13 +8,13 @@ bounded time only.
 When there are too many, the tenant with the most tokens waiting gives up its last one."""
 
 import bisect
-import math
 from collections import deque
 from typing import NamedTuple
 
+from router.fading import Fading
+
 QUANTUM_TOKENS = 256
 """What each tenant may spend in a round."""
-_RATE_FADES_S = 10.0
 _SHORTEST_RETRY_MS = 100.0
 _LONGEST_RETRY_MS = 60_000.0
 _UNKNOWN_RETRY_MS = 1_000.0
@@ -68,8 +68,7 @@ class Backlog:
         """Tenant and turn of each request, by its key."""
         self._count = 0
         self._tokens = 0
-        self._left = 0.0
-        self._left_at = 0.0
+        self._left = Fading()
 
     def __repr__(self) -> str:
         return f"<Backlog of {len(self)} requests, {self._tokens} tokens, {len(self._lines)} tenants>"
@@ -104,8 +103,7 @@ class Backlog:
             if request.tokens <= line.deficit:
                 line.deficit -= request.tokens
                 self.remove(request.key)
-                self._left = self._left * math.exp((self._left_at - now) / _RATE_FADES_S) + 1.0
-                self._left_at = now
+                self._left.add(now)
                 return request
             line.deficit += QUANTUM_TOKENS
             self._round.rotate(-1)
@@ -123,7 +121,7 @@ class Backlog:
 
     def retry_after_ms(self, now: float) -> float:
         """When what waits now will have been placed, if it goes on as in the last seconds."""
-        per_s = self._left * math.exp((self._left_at - now) / _RATE_FADES_S) / _RATE_FADES_S
+        per_s = self._left.per_s(now)
         if per_s < 1e-3:
             return _UNKNOWN_RETRY_MS
         return min(_LONGEST_RETRY_MS, max(_SHORTEST_RETRY_MS, 1e3 * (len(self) + 1) / per_s))

@@ -43,6 +43,7 @@ PURE = (
     "router/served.py",
     "router/worker.py",
     "router/backlog.py",
+    "router/fading.py",
     "router/speed.py",
     "router/tally.py",
     "worker/engine/sim/faults.py",
