@@ -95,7 +95,7 @@ class Served:
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
         self._of_row: list[Worker | None] = []
-        self._columns = Columns()
+        self._columns = Columns(limits.SUSPECT_S, _OLDEST_STEP_MS)
         self._index = PrefixIndex()
         self._predictions = Predictions()
         self._turn = 0
@@ -174,7 +174,7 @@ class Served:
         self, prompt: Prompt, policy: Policy, rng: random.Random, now: float, wish: Wish = _ANYONE
     ) -> Placement | NoWorker:
         """Chooses a worker and books the request there."""
-        rows = self._columns.eligible(now, limits.SUSPECT_S, _OLDEST_STEP_MS, prompt.num_tokens)
+        rows = self._columns.eligible(now, prompt.num_tokens)
         if wish.only is not None or wish.without:
             rows = np.array([row for row in rows.tolist() if self._may(row, wish)], dtype=np.intp)
         if not len(rows):
@@ -192,14 +192,14 @@ class Served:
 
     def room(self, now: float) -> Room:
         """Whether a request would begin soon if it was placed now."""
-        rows = self._columns.eligible(now, limits.SUSPECT_S, _OLDEST_STEP_MS, 0)
+        rows = self._columns.eligible(now)
         if not len(rows):
             return Room.NOBODY
         return Room.SOME if self._columns.has_room(rows) else Room.NONE
 
     def some(self, now: float) -> list[Worker]:
         """A few workers, such as may be given a request now if there are any."""
-        rows = self._columns.eligible(now, limits.SUSPECT_S, _OLDEST_STEP_MS, 0)[:_SOME]
+        rows = self._columns.eligible(now)[:_SOME]
         ready = [worker for row in rows.tolist() if (worker := self._of_row[row]) is not None]
         return ready or list(itertools.islice(self._workers.values(), _SOME))
 
@@ -210,7 +210,7 @@ class Served:
 
     def candidates(self, now: float) -> list[Worker]:
         """The workers that may be given a request now."""
-        rows = self._columns.eligible(now, limits.SUSPECT_S, _OLDEST_STEP_MS, 0)
+        rows = self._columns.eligible(now)
         return [worker for row in rows.tolist() if (worker := self._of_row[row]) is not None]
 
     def book(self, worker: Worker, prompt: Prompt, now: float) -> None:
