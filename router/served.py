@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocol import internal, limits, messages
+from protocol import blocks, internal, limits, messages
 from protocol.recent import Recent
 from router.columns import Columns, Floats, Numbers, Rows, is_dense
 from router.index import Level, PrefixIndex
@@ -47,6 +47,11 @@ class Scheme(NamedTuple):
 
     fingerprint: str
     block_size: int
+
+    def hashes(self, token_ids: bytes, tenant: str, cache_salt: str = "") -> list[int]:
+        """Of the full blocks of a prompt, its token ids in the form in which they are sent."""
+        root = blocks.root_hash(blocks.PrefixDomain(self.fingerprint, tenant=tenant, cache_salt=cache_salt))
+        return blocks.hashes_of(token_ids, self.block_size, root)
 
 
 class Wish(NamedTuple):

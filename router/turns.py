@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from typing import NamedTuple
 
-from protocol import blocks, errors, messages
+from protocol import errors, messages
 from router.backlog import Backlog, Waiting
 from router.fleet import Fleet
 from router.flight import Flight
@@ -155,8 +155,7 @@ class Turns:
         session = f"{flight.tenant} {request.session_id}" if request.session_id else ""
         if scheme is None or request.cache_prompt is False:
             return Prompt(flight.key, flight.num_prompt_tokens, session=session)
-        domain = blocks.PrefixDomain(scheme.fingerprint, tenant=flight.tenant, cache_salt=request.cache_salt or "")
-        hashes = blocks.hashes_of(flight.prompt_ids, scheme.block_size, blocks.root_hash(domain))
+        hashes = scheme.hashes(flight.prompt_ids, flight.tenant, request.cache_salt or "")
         return Prompt(flight.key, flight.num_prompt_tokens, hashes, session)
 
 
