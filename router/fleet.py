@@ -256,11 +256,6 @@ class Fleet:
         served = self._served.get(model)
         return 0 if served is None else served.longest_context
 
-    def candidates(self, model: str, now: float) -> list[Worker]:
-        """The workers that may be given a request for that model now."""
-        served = self._served.get(model)
-        return [] if served is None else served.candidates(now)
-
     def models(self) -> Iterator[tuple[str, list[Worker]]]:
         """Each model that is being served, with its workers."""
         for model in sorted(self._served):

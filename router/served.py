@@ -213,11 +213,6 @@ class Served:
         """Tokens of the longest sequence that one of the workers can hold."""
         return int(self._columns.column("context_length").max())
 
-    def candidates(self, now: float) -> list[Worker]:
-        """The workers that may be given a request now."""
-        rows = self._columns.eligible(now)
-        return [worker for row in rows.tolist() if (worker := self._of_row[row]) is not None]
-
     def book(self, worker: Worker, prompt: Prompt, now: float) -> None:
         """Counts a request as being at a worker that was not chosen here."""
         self._book(worker, prompt, 0, now)
