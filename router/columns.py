@@ -105,6 +105,10 @@ class Columns:
             self._ready = self._ready._replace(until=-math.inf)
         column[:_SAID] = numbers[:_SAID]
 
+    def says(self, row: int, numbers: Numbers) -> bool:
+        """Whether that is what was noted of a worker last."""
+        return np.array_equal(self._numbers[:_SAID, row], numbers[:_SAID])
+
     def clear(self, row: int) -> None:
         """The worker is gone."""
         self._ready = self._ready._replace(until=-math.inf)

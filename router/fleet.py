@@ -122,9 +122,9 @@ class Fleet:
         if worker is None or worker.card.epoch != part.epoch:
             return Heard()
         worker.heard_at, worker.has_lapsed = now, False
-        self._of(worker).refresh(worker)
         caught = worker.log.take_part(part)
         if caught is None:
+            self._of(worker).refresh(worker)
             return Heard()
         for key in caught.running:
             worker.bookings.pop(key, None)
@@ -134,7 +134,6 @@ class Fleet:
         worker.to_be_held &= worker.running
         self._of(worker).replace_blocks(worker, caught.runs)
         self._apply(worker, caught.events, now)
-        self._of(worker).refresh(worker)
         return Heard(caught=caught)
 
     def behind(self, now: float, every_s: float) -> list[Worker]:

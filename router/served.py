@@ -170,7 +170,7 @@ class Served:
         self.refresh(worker)
 
     def replace_blocks(self, worker: Worker, runs: Sequence[internal.BlockRun]) -> None:
-        """A snapshot says all that a worker holds."""
+        """A snapshot says all that a worker holds; what else is known of it is looked at anew as well."""
         self._begin_anew(worker)
         for run in runs:
             self._index.store(worker.row, run.hashes)
@@ -243,6 +243,7 @@ class Served:
         for worker_id, worker in self._workers.items():
             assert worker.card.worker_id == worker_id
             assert self._of_row[worker.row] is worker
+            assert self._columns.says(worker.row, _numbers(worker)), worker
         assert sum(worker is not None for worker in self._of_row) == len(self._workers)
 
     def _compare(self) -> None:
