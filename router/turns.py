@@ -89,8 +89,7 @@ class Turns:
             if backlog and not self._fleet.of_model(model):
                 for held in [held for held in self._held.values() if held.flight.model == model]:
                     self._release(held.flight, NoWorker())
-            if not backlog:
-                self._backlogs.pop(model, None)
+            self._drop_if_empty(model)
 
     def cancel(self, flight: Flight) -> None:
         """Has a request that waits wait no more."""
@@ -134,11 +133,14 @@ class Turns:
         self._held.pop(key).outcome.set_result(error)
 
     def _release(self, flight: Flight, outcome: NoWorker | errors.Error | None) -> None:
-        backlog = self._backlogs[flight.model]
-        backlog.remove(flight.key)
-        if not backlog:
-            del self._backlogs[flight.model]
+        self._backlogs[flight.model].remove(flight.key)
+        self._drop_if_empty(flight.model)
         self._held.pop(flight.key).outcome.set_result(outcome)
+
+    def _drop_if_empty(self, model: str) -> None:
+        """A model for which nobody waits has no backlog."""
+        if model in self._backlogs and not self._backlogs[model]:
+            del self._backlogs[model]
 
     def _choose(self, flight: Flight, without: Collection[str], now: float) -> Placement | NoWorker:
         began = time.perf_counter()
