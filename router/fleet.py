@@ -9,7 +9,8 @@ from protocol.recent import Recent
 from protocol.subjects import epoch_order
 from router.eventlog import Caught
 from router.placement import Policy
-from router.served import NoWorker, Placement, Prompt, Room, Scheme, Served, Wish
+from router.scheme import Scheme
+from router.served import NoWorker, Placement, Prompt, Room, Served, Wish
 from router.tally import Tally
 from router.worker import Worker
 
