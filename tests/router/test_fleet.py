@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protocol import messages
-from router.fleet import MAX_WORKERS, Fleet, Heard, Lost
+from router.fleet import MAX_WORKERS, Fleet
+from router.heard import Heard, Lost
 from router.served import Prompt, Room
 from router.worker import Worker
 from tests.router.beliefs import READY, card, events, part
