@@ -14,7 +14,6 @@ import time
 import numpy as np
 
 from bench import holdings
-from protocol import blocks
 from router.placement import Kv
 from router.served import Placement, Prompt, Wish
 
@@ -37,9 +36,7 @@ class Bed:
         """What a router does for each request, but the sending."""
         scheme = self.fleet.scheme_of("m")
         assert scheme is not None
-        domain = blocks.PrefixDomain(scheme.fingerprint, tenant="default")
-        hashes = blocks.hashes_of(data, scheme.block_size, blocks.root_hash(domain))
-        prompt = Prompt(f"r{number}", len(data) // 4, hashes)
+        prompt = Prompt(f"r{number}", len(data) // 4, scheme.hashes(data, "default"))
         placement = self.fleet.place("m", prompt, policy, self.rng, 0.5, _ANYONE)
         assert isinstance(placement, Placement)
         self.fleet.unbook(placement.worker.card.worker_id, prompt.key)

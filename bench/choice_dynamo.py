@@ -74,9 +74,8 @@ class Ours:
         data = blocks.to_bytes(token_ids)
         scheme = self._fleet.scheme_of("m")
         assert scheme is not None
-        domain = blocks.PrefixDomain(scheme.fingerprint, tenant="default")
-        hashes = blocks.hashes_of(data, scheme.block_size, blocks.root_hash(domain))
-        found = self._fleet.place("m", Prompt(key, len(token_ids), hashes), self._policy, self._rng, self._now, wish)
+        prompt = Prompt(key, len(token_ids), scheme.hashes(data, "default"))
+        found = self._fleet.place("m", prompt, self._policy, self._rng, self._now, wish)
         assert isinstance(found, Placement)
         return found
 

@@ -5,6 +5,7 @@ of the fixed bounds."""
 
 import ast
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -41,12 +42,17 @@ def _table(kind: str, name: str | None) -> str:
 
 
 def _fields(name: str) -> str:
-    module = messages if hasattr(messages, name) else internal
     rows = [
         f"| `{field}` | {_type_of(annotation)} | {_one_line(text)} |"
-        for field, annotation, text in _notes(module)[name]
+        for field, annotation, text in _notes(_home_of(name))[name]
     ]
     return "\n".join(["| field | type | meaning |", "|---|---|---|", *rows])
+
+
+def _home_of(name: str) -> ModuleType:
+    """The module that says what a message is."""
+    message = vars(messages).get(name) or vars(internal)[name]
+    return sys.modules[message.__module__]
 
 
 def _type_of(annotation: str) -> str:

@@ -3,11 +3,10 @@
 import concurrent.futures
 import multiprocessing
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
-from replay import generators, traces
+from replay import sources, traces
 from replay.machine import MachineSettings
 from replay.results import Run, summarize
 from replay.world import World, WorldSettings
@@ -45,10 +44,7 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def requests_of(settings: ReplaySettings) -> list[traces.TracedRequest]:
     """The requests to be played, by time. Raises TraceError, WorkloadError and OSError."""
-    if Path(settings.trace).exists():
-        found = traces.read(Path(settings.trace))
-    else:
-        found = generators.generate(*generators.parse(settings.trace), settings.seed)
+    found = sources.requests(settings.trace, settings.seed)
     found = found[: settings.max_requests] if settings.max_requests else found
     longest = max(one.prompt_tokens + one.output_tokens for one in found)
     room = settings.kv_blocks * settings.block_size

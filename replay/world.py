@@ -4,8 +4,8 @@ import random
 from collections import deque
 from typing import NamedTuple
 
-from protocol import blocks, internal
-from replay.machine import FINGERPRINT, MODEL, Machine, MachineSettings, Progress, Steps
+from protocol import internal
+from replay.machine import MODEL, Machine, MachineSettings, Progress, Steps
 from replay.traces import TracedRequest
 from router.backlog import Backlog, Waiting
 from router.fleet import Fleet
@@ -167,11 +167,9 @@ class World:
 
     def _arrive(self, number: int, request: TracedRequest, now: float) -> None:
         router = self._routers[number % len(self._routers)]
-        token_ids = request.token_ids(VOCABULARY)
         scheme = router.fleet.scheme_of(MODEL)
         assert scheme is not None
-        root = blocks.root_hash(blocks.PrefixDomain(FINGERPRINT, tenant=request.tenant))
-        hashes = blocks.hashes_of(token_ids.tobytes(), scheme.block_size, root)
+        hashes = scheme.hashes(request.token_ids(VOCABULARY).tobytes(), request.tenant)
         key = f"{request.tenant}:{number}"
         router.take(_Arrived(number, request, Prompt(key, request.prompt_tokens, hashes)), now)
         self._place_all(router, now)

@@ -73,15 +73,18 @@ _AT = {name: at for at, name in enumerate(Numbers._fields)}
 
 
 class Columns:
-    """The rows of one model's workers. A row is a worker's place in the prefix index."""
+    """The rows of one model's workers. A row is a worker's place in the prefix index.
 
-    def __init__(self) -> None:
+    Who has been silent for `silent_s`, or is at a step older than `oldest_step_ms`, gets no new work."""
+
+    def __init__(self, silent_s: float, oldest_step_ms: float) -> None:
+        self._silent_s = silent_s
+        self._oldest_step_ms = oldest_step_ms
         self._numbers = np.zeros((len(Numbers._fields), _FIRST_ROWS))
         self._work = np.zeros(_FIRST_ROWS)
         self._worked_at = np.zeros(_FIRST_ROWS)
         self._peak = np.zeros(_FIRST_ROWS)
         self._shared_at = -math.inf
-        self._oldest_step_ms = 0.0
         self._ready = _Ready(np.zeros(0, np.intp), -math.inf, 0.0)
 
     def __repr__(self) -> str:
@@ -102,6 +105,10 @@ class Columns:
             self._ready = self._ready._replace(until=-math.inf)
         column[:_SAID] = numbers[:_SAID]
 
+    def says(self, row: int, numbers: Numbers) -> bool:
+        """Whether that is what was noted of a worker last."""
+        return np.array_equal(self._numbers[:_SAID, row], numbers[:_SAID])
+
     def clear(self, row: int) -> None:
         """The worker is gone."""
         self._ready = self._ready._replace(until=-math.inf)
@@ -120,18 +127,18 @@ class Columns:
         self._peak[row] = max(self._peak[row] * math.exp(-since / _PEAK_FADES_S), self._work[row])
         self._worked_at[row] = now
 
-    def eligible(self, now: float, silent_s: float, oldest_step_ms: float, num_tokens: int) -> Rows:
+    def eligible(self, now: float, num_tokens: int = 0) -> Rows:
         """The workers that may be given a prompt of so many tokens now."""
         if now < self._ready.until and num_tokens < self._ready.least_context:
             return self._ready.rows
-        self._oldest_step_ms = oldest_step_ms
         is_open, heard_at, step_age_ms, context_length = self._numbers[:4]
-        fits = heard_at > now - silent_s
+        fits = heard_at > now - self._silent_s
         fits &= is_open > 0
-        fits &= step_age_ms <= oldest_step_ms
+        fits &= step_age_ms <= self._oldest_step_ms
         rows: Rows = fits.nonzero()[0]
         if len(rows):
-            self._ready = _Ready(rows, float(heard_at[rows].min()) + silent_s, float(context_length[rows].min()))
+            until = float(heard_at[rows].min()) + self._silent_s
+            self._ready = _Ready(rows, until, float(context_length[rows].min()))
         long_enough: Rows = rows[context_length[rows] > num_tokens]
         return long_enough
 

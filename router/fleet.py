@@ -1,73 +1,49 @@
 """What a router believes of its workers: pure, fed with cards and events and the time, all in seconds."""
 
 import random
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
-from protocol import codec, internal, limits, messages
+from protocol import internal, limits, messages
 from protocol.recent import Recent
 from protocol.subjects import epoch_order
-from router.eventlog import Caught
+from router import shown
+from router.heard import Heard, Lost
+from router.holders import Holders
 from router.placement import Policy
-from router.served import NoWorker, Placement, Prompt, Room, Scheme, Served, Wish
+from router.scheme import Scheme
+from router.seen import SeenModels
+from router.served import NoWorker, Placement, Prompt, Room, Served, Wish
 from router.tally import Tally
 from router.worker import Worker
 
 MAX_WORKERS = 4_096
 """Workers beyond this are not taken in: a router's memory stays bounded whatever is published."""
-MAX_RUNNING = 65_536
-"""Requests of one worker that are remembered by their ids."""
 _REFUSED_S = 30.0
 """A card that was refused is looked at again after this: the workers that it contradicts may be gone."""
 _BOOKING_LAPSES_S = 5.0
 """A booking that no event has confirmed by then was lost on the way."""
 
 
-class Lost(NamedTuple):
-    """One life of a worker that is over, or seems to be."""
-
-    card: messages.Card
-    was_behind: bool
-    """What its streams had said is not known for certain."""
-
-
-class Heard(NamedTuple):
-    """What a message of a worker changed for requests placed earlier."""
-
-    spoken: tuple[str, ...] = ()
-    finished: tuple[str, ...] = ()
-    lost: Lost | None = None
-    """A new life has begun: the streams of this one were given up."""
-    left: bool = False
-    """The worker has withdrawn, and has ended all its streams itself."""
-    caught: Caught | None = None
-    """What the worker holds, after a gap in what was known."""
-    refused: str | None = None
-    """Why a card was not believed."""
-
-
 class Fleet:
     """All workers of all models. Nothing here waits, reads a clock, or sends."""
 
     def __init__(self, began_at: float) -> None:
-        self._began_at = began_at
         self._workers: dict[str, Worker] = {}
         self._served: dict[str, Served] = {}
-        self._holders: dict[str, Worker] = {}
-        """Who runs a request, by the last word of anyone."""
+        self._holders = Holders()
         self._refused: Recent[messages.RefusedCard] = Recent(_REFUSED_S, MAX_WORKERS)
         """Why lives of workers are not believed, by epoch."""
-        self._seen_models: dict[str, None] = {}
+        self._seen = SeenModels(began_at, MAX_WORKERS)
         self.tally = Tally()
         self._lost_behind: Recent[bool] = Recent(limits.KEEP_ENDED_S, MAX_WORKERS)
 
     def __repr__(self) -> str:
-        return f"<Fleet {len(self._workers)} workers, {len(self._seen_models)} models seen>"
+        return f"<Fleet {len(self._workers)} workers, {len(self._seen)} models seen>"
 
     def take_card(self, card: messages.Card, now: float) -> Heard:
         """Notes a card: a new worker, a new life of one, or a change."""
         known = self._workers.get(card.worker_id)
-        self._remember(card.model)
+        self._seen.add(card.model)
         if card.state is messages.WorkerState.STOPPED:
             if known is not None and known.card.epoch == card.epoch:
                 self._leave(known)
@@ -122,19 +98,13 @@ class Fleet:
         if worker is None or worker.card.epoch != part.epoch:
             return Heard()
         worker.heard_at, worker.has_lapsed = now, False
-        self._of(worker).refresh(worker)
         caught = worker.log.take_part(part)
         if caught is None:
+            self._of(worker).refresh(worker)
             return Heard()
-        for key in caught.running:
-            worker.bookings.pop(key, None)
-        self._let_go(worker, worker.running)
-        worker.running = set(list(caught.running)[:MAX_RUNNING])
-        self._holders |= dict.fromkeys(worker.running, worker)
-        worker.to_be_held &= worker.running
+        self._holders.replace(worker, caught.running)
         self._of(worker).replace_blocks(worker, caught.runs)
         self._apply(worker, caught.events, now)
-        self._of(worker).refresh(worker)
         return Heard(caught=caught)
 
     def behind(self, now: float, every_s: float) -> list[Worker]:
@@ -238,7 +208,7 @@ class Fleet:
 
     def holder_of(self, key: str, model: str) -> Worker | None:
         """The worker of that model that says it holds a request, whoever has placed it there."""
-        worker = self._holders.get(key)
+        worker = self._holders.find(key)
         return worker if worker is not None and worker.card.model == model else None
 
     def of_model(self, model: str) -> list[Worker]:
@@ -256,11 +226,6 @@ class Fleet:
         served = self._served.get(model)
         return 0 if served is None else served.longest_context
 
-    def candidates(self, model: str, now: float) -> list[Worker]:
-        """The workers that may be given a request for that model now."""
-        served = self._served.get(model)
-        return [] if served is None else served.candidates(now)
-
     def models(self) -> Iterator[tuple[str, list[Worker]]]:
         """Each model that is being served, with its workers."""
         for model in sorted(self._served):
@@ -272,48 +237,27 @@ class Fleet:
 
     def card_of(self, worker: Worker) -> messages.Card:
         """A worker's card as clients see it: with its load, and with what is known of it here."""
-        watched = messages.Watched(
-            events="silent" if worker.is_silent else "behind" if worker.log.is_behind else "live",
-            indexed_blocks=self._of(worker).num_held(worker),
-            lost_events=worker.log.num_lost,
-            booked=len(worker.bookings),
-        )
-        return codec.replaced(worker.card, state=worker.state, load=worker.load, watched=watched)
+        return shown.card_of(worker, self._of(worker).num_held(worker))
 
     def view(self, router_id: str, waiting: int, now: float) -> messages.RouterView:
         """What this router knows and has done."""
-        loads = [worker.load for worker in self._workers.values()]
-        prompts = sum(load.prompt_tokens for load in loads)
-        p50_us, p99_us = self.tally.decision_us()
-        return messages.RouterView(
-            router_id=router_id,
-            decisions=self.tally.decisions,
-            decisions_per_s=round(self.tally.per_s(now), 3),
-            decision_p50_us=round(p50_us, 1),
-            decision_p99_us=round(p99_us, 1),
-            waiting=waiting,
-            indexed_blocks=sum(served.num_blocks for served in self._served.values()),
-            predicted_hit_rate=round(self.tally.predicted_hit_rate, 4),
-            hit_rate=round(sum(load.cached_tokens for load in loads) / prompts, 4) if prompts else 0.0,
-            refused_cards=self._refused.values(now),
-            refused_messages=self.tally.refused_messages,
-        )
+        num_blocks = sum(served.num_blocks for served in self._served.values())
+        refused = self._refused.values(now)
+        return shown.view_of(router_id, self.tally, self._workers.values(), refused, num_blocks, waiting, now)
 
     def is_unknown(self, model: str, now: float) -> bool:
         """Whether this router is old enough to say that nobody has ever served the model."""
-        return model not in self._seen_models and now - self._began_at > limits.MODEL_NOT_FOUND_AFTER_S
+        return self._seen.is_unknown(model, now)
 
     def check_integrity(self) -> None:
         assert len(self._workers) <= MAX_WORKERS
         assert all(name == worker.card.worker_id for name, worker in self._workers.items())
-        assert len(self._seen_models) <= MAX_WORKERS
+        assert len(self._seen) <= MAX_WORKERS
         of_models = {worker.card.worker_id for served in self._served.values() for worker in served.workers}
         assert of_models == self._workers.keys()
         for served in self._served.values():
             served.check_integrity()
-        for key, worker in self._holders.items():
-            assert key in worker.running, key
-            assert self._workers[worker.card.worker_id] is worker
+        self._holders.check_integrity(self._workers)
 
     def _join(self, worker: Worker) -> None:
         self._workers[worker.card.worker_id] = worker
@@ -331,16 +275,11 @@ class Fleet:
 
     def _leave(self, worker: Worker) -> None:
         del self._workers[worker.card.worker_id]
-        self._let_go(worker, worker.running)
+        self._holders.leave(worker)
         served = self._of(worker)
         served.leave(worker)
         if not served.workers:
             del self._served[worker.card.model]
-
-    def _let_go(self, worker: Worker, keys: Iterable[str]) -> None:
-        for key in keys:
-            if self._holders.get(key) is worker:
-                del self._holders[key]
 
     def _of(self, worker: Worker) -> Served:
         return self._served[worker.card.model]
@@ -354,25 +293,10 @@ class Fleet:
         """Applies what an event log has ready."""
         for events in ready:
             for started in events.started:
-                booking = worker.bookings.pop(started.id, None)
-                if booking is not None and booking.leaves_blocks and len(worker.to_be_held) < MAX_RUNNING:
-                    worker.to_be_held.add(started.id)
-                if len(worker.running) < MAX_RUNNING:
-                    worker.running.add(started.id)
-                    self._holders[started.id] = worker
+                self._holders.start(worker, started.id)
             for key in events.finished:
-                worker.bookings.pop(key, None)
-                self._let_go(worker, [key])
-                worker.running.discard(key)
-                if key in worker.to_be_held:
-                    worker.to_be_held.remove(key)
-                    worker.num_unheard += 1
+                self._holders.finish(worker, key)
             self._of(worker).apply(worker, events, now)
-
-    def _remember(self, model: str) -> None:
-        self._seen_models[model] = None
-        if len(self._seen_models) > MAX_WORKERS:
-            del self._seen_models[next(iter(self._seen_models))]
 
     def _supersedes(self, epoch: str, known: Worker, now: float) -> bool:
         """A later life always, any other once the known one has been silent long enough to be lost."""

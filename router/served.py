@@ -2,7 +2,6 @@
 
 import enum
 import itertools
-import math
 import random
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -12,21 +11,21 @@ import numpy as np
 from protocol import internal, limits, messages
 from protocol.recent import Recent
 from router.columns import Columns, Floats, Numbers, Rows, is_dense
-from router.index import Level, PrefixIndex
+from router.explain import explain
+from router.index import PrefixIndex
+from router.overlap import overlaps
 from router.placement import Policy, View, draw
 from router.predictions import Predictions
+from router.scheme import Scheme, scheme_of
 from router.worker import Booking, Worker
 
 _OLDEST_STEP_MS = 2_000.0
 """An engine whose step is older than this gets no new work."""
-_HASH = "xxh3-64"
 _SOME = 8
 _BLOCK_SIZE = Numbers._fields.index("block_size")
 """From this one on policies may know all that is in the columns."""
 _SESSION_S = 600.0
 _MOST_SESSIONS = 65_536
-_SPARE = 8
-"""A worker has an eighth more requests than it can run, so that a place that becomes free is taken at once."""
 _MOST_BLOCKS = 1 << 22
 """A card may say what it likes."""
 
@@ -42,13 +41,6 @@ class Prompt(NamedTuple):
     """What it is a part of, by its client's word."""
 
 
-class Scheme(NamedTuple):
-    """How the blocks of a model are named: the same for all of its workers that have blocks."""
-
-    fingerprint: str
-    block_size: int
-
-
 class Wish(NamedTuple):
     """Which workers may be chosen, and how."""
 
@@ -60,6 +52,9 @@ class Wish(NamedTuple):
     """0 takes the lowest cost; above it others are drawn too."""
     explain: bool = False
     """Whether to say why."""
+
+    def allows(self, worker_id: str) -> bool:
+        return worker_id not in self.without and (self.only is None or worker_id == self.only)
 
 
 class Placement(NamedTuple):
@@ -95,7 +90,7 @@ class Served:
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
         self._of_row: list[Worker | None] = []
-        self._columns = Columns()
+        self._columns = Columns(limits.SUSPECT_S, _OLDEST_STEP_MS)
         self._index = PrefixIndex()
         self._predictions = Predictions()
         self._turn = 0
@@ -144,7 +139,7 @@ class Served:
 
     def refresh(self, worker: Worker) -> None:
         """Something that is known of a worker has changed."""
-        self._columns.set(worker.row, _numbers(worker))
+        self._columns.set(worker.row, worker.numbers())
 
     def apply(self, worker: Worker, events: internal.Events, now: float) -> None:
         """What a worker says that it holds and has done."""
@@ -165,7 +160,7 @@ class Served:
         self.refresh(worker)
 
     def replace_blocks(self, worker: Worker, runs: Sequence[internal.BlockRun]) -> None:
-        """A snapshot says all that a worker holds."""
+        """A snapshot says all that a worker holds; what else is known of it is looked at anew as well."""
         self._begin_anew(worker)
         for run in runs:
             self._index.store(worker.row, run.hashes)
@@ -174,44 +169,38 @@ class Served:
         self, prompt: Prompt, policy: Policy, rng: random.Random, now: float, wish: Wish = _ANYONE
     ) -> Placement | NoWorker:
         """Chooses a worker and books the request there."""
-        rows = self._columns.eligible(now, limits.SUSPECT_S, _OLDEST_STEP_MS, prompt.num_tokens)
+        rows = self._columns.eligible(now, prompt.num_tokens)
         if wish.only is not None or wish.without:
-            rows = np.array([row for row in rows.tolist() if self._may(row, wish)], dtype=np.intp)
+            rows = np.array([one.row for one in self._at(rows) if wish.allows(one.card.worker_id)], dtype=np.intp)
         if not len(rows):
             return NoWorker()
-        overlap = self._overlap(prompt.hashes, now)
+        overlap = overlaps(self._index, self._predictions, prompt.hashes, len(self._of_row), now)
         view = self._view(prompt, rows, overlap, now)
         costs = policy.costs(view)
         at = draw(costs, rng, wish.temperature)
         worker = self._of_row[int(rows[at])]
         assert worker is not None
-        report = self._explain(worker, policy, rows, view, costs.tolist()) if wish.explain else None
+        report = explain(worker, policy.name, self._at(rows), view, costs.tolist()) if wish.explain else None
         overlap_blocks = int(overlap[worker.row])
         self._book(worker, prompt, overlap_blocks, now)
         return Placement(worker, policy.name, overlap_blocks, report)
 
     def room(self, now: float) -> Room:
         """Whether a request would begin soon if it was placed now."""
-        rows = self._columns.eligible(now, limits.SUSPECT_S, _OLDEST_STEP_MS, 0)
+        rows = self._columns.eligible(now)
         if not len(rows):
             return Room.NOBODY
         return Room.SOME if self._columns.has_room(rows) else Room.NONE
 
     def some(self, now: float) -> list[Worker]:
         """A few workers, such as may be given a request now if there are any."""
-        rows = self._columns.eligible(now, limits.SUSPECT_S, _OLDEST_STEP_MS, 0)[:_SOME]
-        ready = [worker for row in rows.tolist() if (worker := self._of_row[row]) is not None]
-        return ready or list(itertools.islice(self._workers.values(), _SOME))
+        rows = self._columns.eligible(now)[:_SOME]
+        return self._at(rows) or list(itertools.islice(self._workers.values(), _SOME))
 
     @property
     def longest_context(self) -> int:
         """Tokens of the longest sequence that one of the workers can hold."""
         return int(self._columns.column("context_length").max())
-
-    def candidates(self, now: float) -> list[Worker]:
-        """The workers that may be given a request now."""
-        rows = self._columns.eligible(now, limits.SUSPECT_S, _OLDEST_STEP_MS, 0)
-        return [worker for row in rows.tolist() if (worker := self._of_row[row]) is not None]
 
     def book(self, worker: Worker, prompt: Prompt, now: float) -> None:
         """Counts a request as being at a worker that was not chosen here."""
@@ -243,6 +232,7 @@ class Served:
         for worker_id, worker in self._workers.items():
             assert worker.card.worker_id == worker_id
             assert self._of_row[worker.row] is worker
+            assert self._columns.says(worker.row, worker.numbers()), worker
         assert sum(worker is not None for worker in self._of_row) == len(self._workers)
 
     def _compare(self) -> None:
@@ -269,24 +259,10 @@ class Served:
         self._index.leave(worker.row)
         self._predictions.leave(worker.row)
 
-    def _may(self, row: int, wish: Wish) -> bool:
-        worker = self._of_row[row]
-        assert worker is not None
-        worker_id = worker.card.worker_id
-        return worker_id not in wish.without and (wish.only is None or worker_id == wish.only)
-
-    def _overlap(self, hashes: Sequence[int], now: float) -> Floats:
-        """Leading blocks by row: those that are known to be there, and those that are expected there."""
-        self._predictions.tick(now)
-        overlap = np.zeros(len(self._of_row))
-        if not hashes:
-            return overlap
-        levels = self._index.match(hashes, -1)
-        for level in levels:
-            _spread(overlap, level)
-        for row, depth in self._predictions.reach(hashes, levels).items():
-            overlap[row] = depth
-        return overlap
+    def _at(self, rows: Rows) -> list[Worker]:
+        workers = [worker for row in rows.tolist() if (worker := self._of_row[row]) is not None]
+        assert len(workers) == len(rows), rows
+        return workers
 
     def _view(self, prompt: Prompt, rows: Rows, overlap: Floats, now: float) -> View:
         known = self._columns.of(rows, now)
@@ -317,70 +293,6 @@ class Served:
             self._predictions.put(worker.row, prompt.hashes, overlap_blocks, now)
         self.refresh(worker)
 
-    def _explain(
-        self, chosen: Worker, policy: Policy, rows: Rows, view: View, costs: list[float]
-    ) -> messages.RoutingReport:
-        candidates = []
-        for at, row in enumerate(rows.tolist()):
-            worker = self._of_row[row]
-            assert worker is not None
-            size = max(1.0, float(view.block_size[at]))
-            to_compute = float(view.prefill_tokens[at]) + max(0.0, view.prompt_tokens - float(view.overlap_tokens[at]))
-            candidates.append(
-                messages.Candidate(
-                    worker_id=worker.card.worker_id,
-                    cost=round(costs[at], 3),
-                    overlap_blocks=int(view.overlap_tokens[at] / size),
-                    prefill_blocks=math.ceil(to_compute / size),
-                    decode_blocks=int(view.held_blocks[at]),
-                    state=worker.state,
-                )
-            )
-        return messages.RoutingReport(chosen=chosen.card.worker_id, policy=policy.name, candidates=candidates)
-
-
-def scheme_of(card: messages.Card) -> Scheme | None:
-    """How a worker names its blocks; None where it has none, or names them in a way that is not known here."""
-    kind, _, fingerprint = card.hash_scheme.partition(":")
-    if kind != _HASH or not card.kv_block_size:
-        return None
-    return Scheme(fingerprint, card.kv_block_size)
-
 
 def _most_blocks(card: messages.Card) -> int:
     return min(_MOST_BLOCKS, (card.total_kv_blocks or 0) + (card.host_kv_blocks or 0))
-
-
-def _numbers(worker: Worker) -> Numbers:
-    card, load, bookings = worker.card, worker.load, worker.bookings
-    prefill_tokens, held_blocks = load.queued_prefill_tokens, load.used_blocks
-    if bookings:
-        prefill_tokens += sum([one.prefill_tokens for one in bookings.values()])
-        held_blocks += sum([one.blocks for one in bookings.values()])
-    block_size, total_blocks, most = card.kv_block_size or 0, card.total_kv_blocks or 0, card.max_num_seqs
-    requests = load.running + load.waiting + len(bookings)
-    return Numbers(
-        worker.state is messages.WorkerState.READY and not worker.has_lapsed and most > 0,
-        worker.heard_at,
-        load.step_age_ms,
-        card.context_length,
-        block_size,
-        prefill_tokens,
-        held_blocks,
-        total_blocks,
-        requests,
-        most,
-        most + max(1, most // _SPARE),
-        max(0, requests + 1 - most),
-        (total_blocks - held_blocks) * block_size if block_size else math.inf,
-    )
-
-
-def _spread(overlap: Floats, level: Level) -> None:
-    """Notes a level's depth in the rows of its workers."""
-    places = level.places
-    if places & (places - 1) == 0:
-        overlap[places.bit_length() - 1] = level.overlap_blocks
-        return
-    data = np.frombuffer(places.to_bytes(-(-places.bit_length() // 8), "little"), np.uint8)
-    overlap[np.flatnonzero(np.unpackbits(data, bitorder="little"))] = level.overlap_blocks

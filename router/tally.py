@@ -1,9 +1,9 @@
 """What a router counts of its own work; pure."""
 
-import math
 from collections import deque
 
-_FADES_S = 10.0
+from router.fading import Fading
+
 _KEPT = 1_024
 """Choices whose times are remembered."""
 
@@ -17,8 +17,7 @@ class Tally:
         self.predicted_tokens = 0
         self.refused_messages = 0
         self._took_s: deque[float] = deque(maxlen=_KEPT)
-        self._recent = 0.0
-        self._recent_at = 0.0
+        self._recent = Fading()
 
     def __repr__(self) -> str:
         return f"<Tally of {self.decisions} decisions, {self.predicted_hit_rate:.3f} expected to be cached>"
@@ -28,8 +27,7 @@ class Tally:
         self.decisions += 1
         self.prompt_tokens += prompt_tokens
         self.predicted_tokens += predicted_tokens
-        self._recent = self._recent * math.exp((self._recent_at - now) / _FADES_S) + 1.0
-        self._recent_at = now
+        self._recent.add(now)
 
     def took(self, seconds: float) -> None:
         """A choice has taken so long, from a prompt's token ids to its booking."""
@@ -42,7 +40,7 @@ class Tally:
 
     def per_s(self, now: float) -> float:
         """Placements in a second, of late."""
-        return self._recent * math.exp((self._recent_at - now) / _FADES_S) / _FADES_S
+        return self._recent.per_s(now)
 
     @property
     def predicted_hit_rate(self) -> float:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from typing import NamedTuple
 
-from protocol import blocks, errors, messages
+from protocol import errors, messages
 from router.backlog import Backlog, Waiting
 from router.fleet import Fleet
 from router.flight import Flight
@@ -89,8 +89,7 @@ class Turns:
             if backlog and not self._fleet.of_model(model):
                 for held in [held for held in self._held.values() if held.flight.model == model]:
                     self._release(held.flight, NoWorker())
-            if not backlog:
-                self._backlogs.pop(model, None)
+            self._drop_if_empty(model)
 
     def cancel(self, flight: Flight) -> None:
         """Has a request that waits wait no more."""
@@ -134,11 +133,14 @@ class Turns:
         self._held.pop(key).outcome.set_result(error)
 
     def _release(self, flight: Flight, outcome: NoWorker | errors.Error | None) -> None:
-        backlog = self._backlogs[flight.model]
-        backlog.remove(flight.key)
-        if not backlog:
-            del self._backlogs[flight.model]
+        self._backlogs[flight.model].remove(flight.key)
+        self._drop_if_empty(flight.model)
         self._held.pop(flight.key).outcome.set_result(outcome)
+
+    def _drop_if_empty(self, model: str) -> None:
+        """A model for which nobody waits has no backlog."""
+        if model in self._backlogs and not self._backlogs[model]:
+            del self._backlogs[model]
 
     def _choose(self, flight: Flight, without: Collection[str], now: float) -> Placement | NoWorker:
         began = time.perf_counter()
@@ -155,8 +157,7 @@ class Turns:
         session = f"{flight.tenant} {request.session_id}" if request.session_id else ""
         if scheme is None or request.cache_prompt is False:
             return Prompt(flight.key, flight.num_prompt_tokens, session=session)
-        domain = blocks.PrefixDomain(scheme.fingerprint, tenant=flight.tenant, cache_salt=request.cache_salt or "")
-        hashes = blocks.hashes_of(flight.prompt_ids, scheme.block_size, blocks.root_hash(domain))
+        hashes = scheme.hashes(flight.prompt_ids, flight.tenant, request.cache_salt or "")
         return Prompt(flight.key, flight.num_prompt_tokens, hashes, session)
 
 

@@ -10,8 +10,9 @@ from protocol import codec, errors, internal, limits, messages, subjects
 from protocol.bus import Bus
 from protocol.signs import ask_for_signs
 from router.eventlog import Caught
-from router.fleet import Fleet, Heard, Lost
+from router.fleet import Fleet
 from router.flight import Flight, Flights
+from router.heard import Heard, Lost
 from router.journey import Journeys
 
 _cards = codec.Decoder(messages.Card)

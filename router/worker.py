@@ -1,11 +1,15 @@
 """One worker as its card, its events, and what was placed there since describe it."""
 
+import math
 from typing import NamedTuple
 
 from protocol import messages
+from router.columns import Numbers
 from router.eventlog import EventLog
 from router.speed import Speed
 
+_SPARE = 8
+"""A worker has an eighth more requests than it can run, so that a place that becomes free is taken at once."""
 _UNHEARD = 3
 """So many prompts that should have left blocks, and left none, are no chance."""
 
@@ -61,3 +65,28 @@ class Worker:
     def num_requests(self) -> int:
         """Requests there: those it reports, and those placed that its reports can't know of yet."""
         return self.load.running + self.load.waiting + len(self.bookings)
+
+    def numbers(self) -> Numbers:
+        """Its row of the columns, as far as its own word and the bookings set it."""
+        card, load, bookings = self.card, self.load, self.bookings
+        prefill_tokens, held_blocks = load.queued_prefill_tokens, load.used_blocks
+        if bookings:
+            prefill_tokens += sum([one.prefill_tokens for one in bookings.values()])
+            held_blocks += sum([one.blocks for one in bookings.values()])
+        block_size, total_blocks, most = card.kv_block_size or 0, card.total_kv_blocks or 0, card.max_num_seqs
+        requests = load.running + load.waiting + len(bookings)
+        return Numbers(
+            self.state is messages.WorkerState.READY and not self.has_lapsed and most > 0,
+            self.heard_at,
+            load.step_age_ms,
+            card.context_length,
+            block_size,
+            prefill_tokens,
+            held_blocks,
+            total_blocks,
+            requests,
+            most,
+            most + max(1, most // _SPARE),
+            max(0, requests + 1 - most),
+            (total_blocks - held_blocks) * block_size if block_size else math.inf,
+        )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cli.bench.points import Kind, Point
 from cli.bench.workload import MIN_VOCABULARY, RandomTokens, Text, Traced, Workload
-from replay import generators, traces
+from replay import generators, sources, traces
 
 _REQUESTS = 100
 _REQUESTS_PER_CLIENT = 10
@@ -133,11 +133,9 @@ def _workload(options: argparse.Namespace) -> Workload:
 
 def _trace(text: str, seed: int) -> list[traces.TracedRequest]:
     try:
-        if Path(text).exists():
-            return traces.read(Path(text))
+        return sources.requests(text, seed)
     except OSError as error:
         raise ValueError(f"{text} can't be read: {error.strerror}") from error
-    return generators.generate(*generators.parse(text), seed)
 
 
 def _check_writable(path: Path) -> None:

@@ -54,7 +54,7 @@ def test_where_there_is_nobody_there_is_no_placement(name: str) -> None:
 def test_the_only_worker_is_chosen_and_the_policy_named(name: str) -> None:
     fleet = fleet_of(8)
     placement = place(fleet, make_policies()[name], random.Random(1))
-    assert placement == Placement(fleet.candidates("demo", 0.0)[0], name)
+    assert placement == Placement(fleet.of_model("demo")[0], name)
 
 
 def test_there_is_one_policy_of_each_name() -> None:
