@@ -14,7 +14,7 @@ from pathlib import Path
 from cli import broker, screen
 from cli.family import Child, RefusedError
 from client import Client
-from demo import MODEL_PATH
+from demo import MODEL_PATH, ONNX_PATH
 from protocol import errors, messages
 from worker.engine import weights
 
@@ -87,6 +87,7 @@ class Up:
         self._add("router", ["router", *common])
         threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)
         model = ["--model", str(options.model), "--served-name", options.served_name, "--threads", str(threads)]
+        model += ["--engine", options.engine]
         for number in range(1, options.workers + 1):
             name = f"worker-{number}"
             worker_id = f"{socket.gethostname()}-{os.getpid()}-{number}" if options.nats else name
@@ -140,7 +141,8 @@ def _num_ready(reply: messages.ModelsReply, name: str) -> int:
 def run(options: argparse.Namespace) -> int:
     """Runs `up`; returns the exit status."""
     if options.model is None:
-        options.model, options.served_name = str(MODEL_PATH), options.served_name or "demo"
+        options.model = str(ONNX_PATH if options.engine == "onnx" else MODEL_PATH)
+        options.served_name = options.served_name or "demo"
     options.served_name = options.served_name or weights.served_name(options.model)
     out = screen.make(as_json=options.json)
     log_folder = Path(tempfile.mkdtemp(prefix="tokenbus-"))

@@ -9,11 +9,12 @@ from typing import NamedTuple
 from protocol import connection as nats
 from protocol import subjects
 from worker.engine import weights
-from worker.engine.settings import EngineSettings, Pressure
+from worker.engine.settings import EngineSettings, OnnxSettings, Pressure
 from worker.front.settings import FrontSettings, ServedModel, WorkerSettings
 
 _ENGINE = EngineSettings(model="")
 _PRESSURE = Pressure()
+_ONNX = OnnxSettings()
 
 
 class _Flag(NamedTuple):
@@ -24,7 +25,16 @@ class _Flag(NamedTuple):
 
 def _flags() -> Iterator[_Flag]:
     """The flags that set a field of the same name in engine, pressure, front or worker settings."""
-    yield _Flag("--engine", _ENGINE.engine, "gguf, or sim: a simulator, whose --model is a timing (docs/operations.md)")
+    yield _Flag("--fingerprint", _ENGINE.fingerprint, "name of these weights, for a fleet of several files of a model")
+    yield _Flag("--provider", _ONNX.provider, "where an ONNX model is computed: auto, cpu or cuda")
+    yield _Flag("--device-id", _ONNX.device_id, "which GPU, for an ONNX model")
+    yield _Flag(
+        "--device-memory-mib", _ONNX.device_memory_mib, "GPU memory for an ONNX model's weights and work; 0: all"
+    )
+    yield _Flag("--min-free-mib", _ONNX.min_free_mib, "an ONNX model computes no prompt with less memory free")
+    yield _Flag(
+        "--max-paddings", _ONNX.max_paddings, "empty columns of one batch of a plain-attention ONNX graph; -1: 4,096"
+    )
     yield _Flag("--sim-speedup", _ENGINE.sim_speedup, "how many times faster than its timing a simulator is")
     yield _Flag(
         "--sim-faults", _ENGINE.sim_faults, "what a simulator does wrong: crash@200,slow@50=3000,hang@9,lose@20"
@@ -53,7 +63,7 @@ def _flags() -> Iterator[_Flag]:
     yield _Flag("--grace-s", WorkerSettings.grace_s, "time for running requests after SIGTERM")
 
 
-_MODEL_HELP = "a GGUF file, a directory with one, or org/repo[:quant] on the Hugging Face Hub"
+_MODEL_HELP = "a GGUF or ONNX file, a directory with one, or org/repo[:quant] on the Hugging Face Hub"
 _NAME_HELP = "the model's name on the wire (the file's name)"
 
 
@@ -61,10 +71,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """The flags of `tokenbus up` that say what is served."""
     parser.add_argument("--model", metavar="MODEL", help=_MODEL_HELP)
     parser.add_argument("--served-name", metavar="NAME", help=_NAME_HELP)
-    _add_threads(parser)
+    _add_shared(parser)
 
 
-def _add_threads(parser: argparse.ArgumentParser) -> None:
+def _add_shared(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine",
+        default=_ENGINE.engine,
+        help="gguf, onnx, or sim: a simulator, whose --model is a timing; auto looks at the files (auto)",
+    )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of each worker; 0 shares the cores")
 
 
@@ -76,7 +91,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-name", metavar="NAME", action="append", default=[], help=help_of_name)
     parser.add_argument("--replicas", type=int, default=1, help="of each model, on one copy of its weights (1)")
     parser.add_argument("--kv-budget", type=int, default=0, metavar="MIB", help="KV memory of all; 0: no limit")
-    _add_threads(parser)
+    _add_shared(parser)
     parser.add_argument("--worker-id", default="", help="stable name of this worker; of several replicas -1, -2, ...")
     for flag in _flags():
         shown = "" if flag.default is None else f" ({flag.default})"
@@ -125,7 +140,8 @@ def _engine_of(options: argparse.Namespace, model: str) -> EngineSettings:
         priority_s=options.priority_s,
         max_idle_blocks=options.max_idle_blocks,
     )
-    return EngineSettings(**own, pressure=pressure)
+    onnx = OnnxSettings(**{name: getattr(options, name) for name in OnnxSettings.__struct_fields__ if name in options})
+    return EngineSettings(**own, pressure=pressure, onnx=onnx)
 
 
 def _shares(text: str) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 It hosts replicas of models, each with a socket and a step loop of its own, and each model's weights only once."""
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -21,6 +22,7 @@ from worker.engine.turnstile import Turnstile
 EXIT_DEVICE_FAILED = 3
 """The exit status that tells the front that the device is at fault, and not a model."""
 EXIT_BUG = 1
+_FINGERPRINT = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 Load = Callable[[EngineSettings, Callable[[float], None]], Runner]
 """Makes a replica's runner, telling how much is loaded. Raises ModelError."""
@@ -89,6 +91,8 @@ class _Loader:
         self._known: dict[str, Load] = {}
 
     def __call__(self, settings: EngineSettings, progress: Callable[[float], None]) -> Runner:
+        if settings.fingerprint and not _FINGERPRINT.fullmatch(settings.fingerprint):
+            raise ModelError(f"--fingerprint must be 1 to 64 of A-Z a-z 0-9 . _ -, got {settings.fingerprint!r}")
         kind = _kind(settings)
         if kind not in self._known:
             self._known[kind] = _LOADERS[kind]()

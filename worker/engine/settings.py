@@ -23,11 +23,11 @@ class OnnxSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where onnxruntime computes: `cpu`, `cuda`, or `auto`: cuda where there is a GPU that it can use."""
     device_id: int = 0
     """Which GPU."""
-    device_memory_bytes: int = 0
-    """No more of a GPU's memory than this for weights and work, the cache apart; 0: as much as there is."""
-    min_free_bytes: int = 256 << 20
-    """No prompt is computed while less memory than this is free on the device: it could take what a running stream
-    needs."""
+    device_memory_mib: int = 0
+    """No more MiB of a GPU's memory than this for weights and work, the cache apart; 0: as much as there is."""
+    min_free_mib: int = 256
+    """No prompt is computed while fewer MiB than this are free on the device: it could take what a running stream
+    needs. Then requests end in `insufficient_memory`. 0 looks at nothing."""
     max_paddings: int = -1
     """Columns without a token that one batch of a plain-attention graph may have; chosen by -1: 4,096."""
     spin: bool = True
@@ -41,8 +41,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A GGUF or ONNX file, a directory with one, or a name on the Hub."""
     files: dict[str, str] = {}
     """Where an earlier engine found its files: a restart looks for nothing anew, and so can't find another model."""
-    engine: str = "gguf"
-    """`gguf`, or `sim`: a simulator, whose model is the name of a timing."""
+    engine: str = "auto"
+    """`gguf`, `onnx`, or `sim`: a simulator, whose model is the name of a timing. `auto`: `onnx` for a file or folder
+    of that kind, else `gguf`."""
+    fingerprint: str = ""
+    """What the fleet calls these weights; empty: a digest of the files. Workers of one model name must have the same:
+    one name for the GGUF and the ONNX of a model makes them one fleet."""
     sim_speedup: float = 1.0
     """How many times faster than its timing says a simulator is."""
     sim_faults: str = ""

@@ -21,7 +21,7 @@ from worker.front.settings import Say, ServedModel, WorkerSettings
 
 _MOST_REPLICAS = 64
 _PROGRESS_S = 0.5
-_FIXED = {"model", "files", "engine", "pressure", "kv_limit_bytes"}
+_FIXED = {"model", "files", "engine", "pressure", "onnx", "kv_limit_bytes"}
 """Engine settings that a `load` message does not set by name."""
 
 

@@ -136,7 +136,7 @@ class GgufRunner:
             engine="gguf",
             engine_version=f"llama-cpp-python {llama_cpp.__version__}",
             source=settings.model if weights.is_hub_name(settings.model) else Path(settings.model).name,
-            fingerprint=facts.fingerprint,
+            fingerprint=settings.fingerprint or facts.fingerprint,
             context_length=min(longest, fits),
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,

@@ -77,8 +77,8 @@ def _limits(settings: EngineSettings) -> Iterator[tuple[str, object, bool, str]]
     batched = settings.max_num_batched_tokens
     yield "--provider", onnx.provider, onnx.provider in PROVIDERS, f"one of {', '.join(PROVIDERS)}"
     yield "--device-id", onnx.device_id, onnx.device_id >= 0, "0 or more"
-    yield "--device-memory", onnx.device_memory_bytes, onnx.device_memory_bytes >= 0, "0 or more"
-    yield "--min-free-memory", onnx.min_free_bytes, onnx.min_free_bytes >= 0, "0 or more"
+    yield "--device-memory-mib", onnx.device_memory_mib, onnx.device_memory_mib >= 0, "0 or more"
+    yield "--min-free-mib", onnx.min_free_mib, onnx.min_free_mib >= 0, "0 or more"
     yield "--max-paddings", onnx.max_paddings, onnx.max_paddings >= CHOOSE, "0 or more"
     yield "--max-num-seqs", num_seqs, num_seqs == CHOOSE or 1 <= num_seqs <= _MOST_ROWS, f"1 to {_MOST_ROWS}"
     yield "--kv-block-size", block_size, block_size == CHOOSE or block_size >= 1, "at least 1"

@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
     weights: Path
     device: Device
-    device_memory_bytes: int
+    device_memory_mib: int
 
 
 class OnnxModel:
@@ -64,7 +64,7 @@ class OnnxModel:
 
 
 def key_of(found: weights.Found, settings: EngineSettings, device: Device) -> Key:
-    return Key(found.weights.resolve(), device, settings.onnx.device_memory_bytes)
+    return Key(found.weights.resolve(), device, settings.onnx.device_memory_mib)
 
 
 def _fingerprint(path: Path, model: onnx.ModelProto) -> str:

@@ -59,7 +59,7 @@ class OnnxRunner:
         self.end_token_ids = self._vocabulary.end_token_ids | self._model.advised.end_token_ids
         self.pieces = self._vocabulary.pieces
         self.bundle: bytes | None = self._vocabulary.bundle
-        self._min_free_bytes = settings.onnx.min_free_bytes
+        self._min_free_bytes = settings.onnx.min_free_mib << 20
         try:
             self._open(settings)
         except BaseException:
@@ -135,7 +135,7 @@ class OnnxRunner:
         free = device.free_bytes(self._device) if self._min_free_bytes else None
         if free is not None and free < self._min_free_bytes:
             structlog.get_logger().error("memory_low", free_bytes=free, min_free_bytes=self._min_free_bytes)
-            raise NoRoomError(f"{free} bytes are free, --min-free-memory wants {self._min_free_bytes}")
+            raise NoRoomError(f"{free} bytes are free, --min-free-mib wants {self._min_free_bytes}")
 
     def _make_cache(self, settings: EngineSettings, shape: choices.Shape) -> Cache:
         """Raises ModelError where there is no memory for it, or where batches compute something else."""
@@ -180,7 +180,7 @@ class OnnxRunner:
             engine="onnx",
             engine_version=f"onnxruntime {onnxruntime.__version__} on {self._device.kind}",
             source=settings.model if weights.is_hub_name(settings.model) else Path(settings.model).name,
-            fingerprint=model.fingerprint,
+            fingerprint=settings.fingerprint or model.fingerprint,
             context_length=shape.context_length,
             max_num_seqs=shape.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,

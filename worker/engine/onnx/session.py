@@ -134,8 +134,8 @@ def _provider_options(settings: EngineSettings, device: Device) -> dict[str, str
     if device.kind == "cpu":
         return {}
     options = {"device_id": str(device.number), "arena_extend_strategy": "kSameAsRequested"}
-    if settings.onnx.device_memory_bytes:
-        options["gpu_mem_limit"] = str(settings.onnx.device_memory_bytes)
+    if settings.onnx.device_memory_mib:
+        options["gpu_mem_limit"] = str(settings.onnx.device_memory_mib << 20)
     return options
 
 
