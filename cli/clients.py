@@ -1,4 +1,4 @@
-"""The commands that are clients: `generate`, `models`, `cancel`."""
+"""The commands that are clients: `generate`, `embed`, `models`, `cancel`."""
 
 import argparse
 import asyncio
@@ -7,11 +7,13 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from client import Client, Stream
 from protocol import codec, errors, logs, messages
+from protocol import embed as embed_rules
 
 _CANCELLED = 130
 _CONNECT_TIMEOUT_S = 2.0
@@ -24,6 +26,11 @@ Command = Callable[[argparse.Namespace, Client], Awaitable[int]]
 def generate(options: argparse.Namespace) -> int:
     """Streams an answer to standard output; returns the exit status."""
     return with_client(options, _generate)
+
+
+def embed(options: argparse.Namespace) -> int:
+    """Prints the embedding of each text as a line of JSON; returns the exit status."""
+    return with_client(options, _embed)
 
 
 def models(options: argparse.Namespace) -> int:
@@ -114,6 +121,24 @@ def _status(reason: messages.FinishReason | None) -> int:
     if reason is messages.FinishReason.CANCELLED:
         return _CANCELLED
     return 1 if reason in (None, messages.FinishReason.ERROR) else 0
+
+
+async def _embed(options: argparse.Namespace, client: Client) -> int:
+    texts = sys.stdin.read().splitlines() if options.texts == ["-"] else options.texts
+    request = messages.EmbedRequest(
+        input=list(texts),
+        dimensions=options.dimensions,
+        normalize=not options.no_normalize,
+        timeout_ms=options.timeout_ms,
+    )
+    reply = await client.embed(
+        options.model, request, timeout_s=(options.timeout_ms or embed_rules.DEFAULT_TIMEOUT_MS) / 1e3 + 1
+    )
+    for row in reply.embeddings or []:
+        print(msgspec.json.encode(row).decode())
+    tokens = reply.usage.prompt_tokens if reply.usage else 0
+    print(f"[{len(texts)} embeddings of {tokens} tokens]", file=sys.stderr)
+    return 0
 
 
 async def _models(options: argparse.Namespace, client: Client) -> int:

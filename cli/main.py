@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_worker(commands.add_parser("worker", help="run one worker"))
     _add_router(commands.add_parser("router", help="run one router"))
     _add_generate(commands.add_parser("generate", help="ask for a completion and stream it"))
+    _add_embed(commands.add_parser("embed", help="make embeddings of texts, one line of JSON each"))
     models = commands.add_parser("models", help="list what is being served")
     _add_broker(models)
     models.add_argument("--json", action="store_true", help="print the reply as it came")
@@ -149,6 +150,18 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout-ms", type=float)
     parser.add_argument("--json", action="store_true", help="print the raw messages, one a line")
     parser.set_defaults(run=clients.generate)
+
+
+def _add_embed(parser: argparse.ArgumentParser) -> None:
+    _add_broker(parser)
+    parser.add_argument("--model", metavar="NAME", required=True, help="the model's name on the wire")
+    parser.add_argument("--dimensions", type=_at_least(1), help="numbers of each vector; all that the model makes")
+    parser.add_argument("--no-normalize", action="store_true", help="leave vectors as long as the model makes them")
+    parser.add_argument("--timeout-ms", type=float, help="how long to wait (60,000)")
+    parser.add_argument(
+        "texts", metavar="TEXT", nargs="+", help="a text; - alone reads one from each line of the input"
+    )
+    parser.set_defaults(run=clients.embed)
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:

@@ -39,6 +39,7 @@ def _flags() -> Iterator[_Flag]:
     yield _Flag(
         "--sim-faults", _ENGINE.sim_faults, "what a simulator does wrong: crash@200,slow@50=3000,hang@9,lose@20"
     )
+    yield _Flag("--pooling", _ONNX.pooling, "what of a text becomes its embedding: auto, mean, cls or last")
     yield _Flag("--context-length", _ENGINE.context_length, "tokens of one sequence; 0: the model's, at most 8,192")
     yield _Flag("--kv-tokens", _ENGINE.kv_tokens, "tokens of KV memory in all; 0: four contexts, at most 16,384")
     yield _Flag("--kv-block-size", _ENGINE.kv_block_size, "tokens of one block of KV memory; -1: 16")

@@ -158,6 +158,28 @@ class TokenizeReply(public.Message, frozen=True, kw_only=True, omit_defaults=Tru
     """Instead."""
 
 
+class Embed(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks a worker for embeddings. It may be asked again, or another: the answer is the same."""
+
+    inputs: list[str | list[int]]
+    """Texts, or lists of token ids."""
+    dimensions: int | None = None
+    """Length of the vectors; all that the model makes where absent."""
+    normalize: bool = True
+    """To unit length."""
+    remaining_ms: float
+    """Of the request's time."""
+
+
+class Embedded(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    vectors: bytes = b""
+    """A row for each input: 32-bit little-endian floating-point numbers."""
+    prompt_tokens: int = 0
+    """Of all inputs."""
+    error: errors.Error | None = None
+    """Instead."""
+
+
 class TokenizerPart(public.Message, frozen=True, kw_only=True):
     """One of the parts that together are a `TokenizerBundle`."""
 

@@ -3,6 +3,8 @@
 MAX_ID_BYTES = 128
 MAX_NAME_BYTES = 128
 """Model, tenant, worker and router names: together they must stay far below the broker's limit for a subject."""
+MAX_EMBED_INPUTS = 2_048
+"""Texts of one embed request."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1_024
 MAX_STOP_TOKEN_IDS = 128

@@ -8,10 +8,11 @@ import structlog
 from msgspec import UNSET
 from nats.aio.msg import Msg
 
-from protocol import codec, errors, messages, subjects
+from protocol import codec, embed, errors, messages, subjects
 from protocol import request as checks
 from protocol.bus import Bus, Subscription
 from router.answer import Answers
+from router.embeddings import Asked, Embeddings
 from router.fleet import Fleet
 from router.flight import Flight
 from router.journey import Journeys
@@ -34,6 +35,7 @@ class Intake:
         max_request_bytes: int,
         fleet: Fleet,
         journeys: Journeys,
+        embeddings: Embeddings,
         answers: Answers,
     ) -> None:
         self._connection = connection
@@ -42,6 +44,7 @@ class Intake:
         self._max_request_bytes = max_request_bytes
         self._fleet = fleet
         self._journeys = journeys
+        self._embeddings = embeddings
         self._answers = answers
         self._subscriptions: list[Subscription] = []
         self._log = structlog.get_logger()
@@ -115,15 +118,17 @@ class Intake:
             self._check_size(message)
             request = _embeds.decode(message.data, encoding)
             checks.check_id(request.id)
-            request_id = request.id or ""
-            self._address(message)
-            error = errors.make_error(errors.Code.UNSUPPORTED, "no model here makes embeddings", param="model")
+            request_id = request.id or secrets.token_urlsafe(16)
+            address, work = self._address(message), embed.check(request)
+            self._embeddings.begin(Asked(request_id, address, request, work, message.reply, encoding, time.monotonic()))
+            return
         except codec.MediaTypeError as problem:
             error = errors.make_error(errors.Code.INVALID_REQUEST, str(problem))
         except errors.RequestError as problem:
             error = problem.error
-        reply = messages.EmbedReply(id=request_id, error=error)
-        self._connection.publish(message.reply, codec.encode(reply, encoding), headers=codec.error_headers(error))
+            request_id = request_id or _readable_id(message, encoding)
+        self._log.info("embed_refused", request_id=request_id, code=error.code, param=error.param)
+        self._embeddings.answer(message.reply, encoding, messages.EmbedReply(id=request_id, error=error))
 
     def _models(self, message: Msg) -> None:
         if not self._may_answer(message):

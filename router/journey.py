@@ -9,6 +9,7 @@ import structlog
 
 from protocol import blocks, errors, limits, messages
 from protocol import request as checks
+from router import present
 from router.answer import Answers
 from router.dispatch import AlreadyLiveError, Dispatch
 from router.fleet import Fleet
@@ -154,7 +155,7 @@ class Journeys:
         task.add_done_callback(self._tasks.discard)
 
     async def _bring(self, flight: Flight) -> None:
-        workers = self._anyone(flight)
+        workers = present.workers_of(self._fleet, flight.model, time.monotonic())
         _check_needs(flight.request, workers[0])
         remaining_ms = flight.remaining_ms(time.monotonic())
         try:
@@ -198,17 +199,10 @@ class Journeys:
         else:
             self._answers.fail(flight, error)
 
-    def _anyone(self, flight: Flight) -> list[Worker]:
-        """Some workers of the model, such as can work now if any can. Raises RequestError where there is none."""
-        workers = self._fleet.some_of(flight.model, time.monotonic())
-        if workers:
-            return workers
-        if self._fleet.is_unknown(flight.model, time.monotonic()):
-            raise errors.request_error(errors.Code.MODEL_NOT_FOUND, f"no worker has ever served {flight.model!r}")
-        raise errors.request_error(errors.Code.NO_WORKER, f"nothing serves {flight.model!r} now")
-
 
 def _check_needs(request: messages.GenerateRequest, worker: Worker) -> None:
+    if "generate" not in worker.card.features:
+        raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes embeddings only", param="model")
     for need in checks.needs(request):
         if need.feature not in worker.card.features:
             raise errors.request_error(

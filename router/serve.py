@@ -17,6 +17,7 @@ from protocol import subjects
 from protocol.bus import Bus
 from router.answer import Answers
 from router.dispatch import Dispatch
+from router.embeddings import Embeddings
 from router.fleet import Fleet
 from router.flight import Flights
 from router.intake import Intake
@@ -66,7 +67,9 @@ class Router:
         dispatch = Dispatch(bus, names, fleet, flights, turns, router_id)
         self._journeys = Journeys(fleet, flights, Vocabularies(bus, names), turns, dispatch, answers, router_id)
         most = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)
-        self._intake = Intake(bus, names, settings.inbox_prefixes, most, fleet, self._journeys, answers)
+        self._embeddings = Embeddings(bus, names, fleet, rng)
+        prefixes = settings.inbox_prefixes
+        self._intake = Intake(bus, names, prefixes, most, fleet, self._journeys, self._embeddings, answers)
         self._watch = FleetWatch(bus, names, fleet, flights, self._journeys)
 
     def __repr__(self) -> str:
@@ -88,6 +91,7 @@ class Router:
     async def drain(self) -> None:
         """Returns when every request taken is with a worker, or has ended."""
         await self._journeys.drain()
+        await self._embeddings.drain()
 
     def leave(self) -> None:
         """The last act: closes the books."""

@@ -18,6 +18,9 @@ An engine that passes `tests/contracts` can be served. The rules, each of them t
 9. `drain` returns when nothing runs any more. `cleanup` ends what is left in `error`, may be called at any time,
    also twice and before or after a failed `start`, and never raises.
 10. When the engine dies, every open sink gets one terminal with `error` `worker_lost`, and `died` is told why.
+11. An engine with an `embedding_width` gives `embed` one row for each input, in their order, whatever runs beside it.
+    An input's row does not depend on the others. One without makes none, and says so.
+11. `embed` gives an engine with an `embedding_width` one row for each input, in their order, whatever runs beside it.
 
 Sinks are called from the event loop, in order. A sink is a plain function and not an async iterator, because waking a
 task for each token and stream costs several times what the token itself does (docs/decisions/0003).
@@ -155,6 +158,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the model was found."""
     kv_bytes: int = 0
     """Of the device's memory, for the keys and values of all sequences; 0 where it is not known."""
+    embedding_width: int = 0
+    """Numbers of one embedding; 0 where the engine makes none."""
     lose_events: int = 0
     """Of a simulator: every n-th entry of its event log is to be lost on its way; 0: none."""
 
@@ -189,6 +194,10 @@ class Engine(Protocol):
 
     async def tokenize(self, request: internal.Tokenize) -> list[int]:
         """The token ids of a text or conversation. Raises RequestError."""
+        ...
+
+    async def embed(self, request: internal.Embed) -> internal.Embedded:
+        """The embeddings of all inputs. Raises RequestError."""
         ...
 
     def clear_cache(self) -> None:

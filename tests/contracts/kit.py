@@ -6,11 +6,12 @@ keeps it waiting) if the rule does not hold. `lifecycle_rules` get a factory ins
 
 import asyncio
 import itertools
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from protocol import blocks, errors, messages
+from protocol import blocks, errors, internal, messages
 from tests.support.engines import Recorder
 from worker import contract
 from worker.validator import StreamValidator
@@ -391,6 +392,30 @@ async def tells_which_blocks_it_holds(engine: contract.Engine, config: contract.
     assert len(held.parents) == sum(held.has(token_ids))
 
 
+async def embeds_each_input_by_itself(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    inputs: list[str | list[int]] = [prompt(config, number, 3 + 5 * number) for number in range(4)]
+    if not config.embedding_width:
+        with pytest.raises(errors.RequestError) as refusal:
+            await engine.embed(internal.Embed(inputs=inputs, remaining_ms=10_000))
+        assert refusal.value.error.code is errors.Code.UNSUPPORTED
+        return
+    recorder = start(engine, request(prompt(config), max_tokens=100))
+    together = await engine.embed(internal.Embed(inputs=inputs, remaining_ms=10_000))
+    assert together.prompt_tokens == sum(map(len, inputs))
+    size = 4 * config.embedding_width
+    assert len(together.vectors) == size * len(inputs)
+    for place, one in enumerate(inputs):
+        alone = await engine.embed(internal.Embed(inputs=[one], remaining_ms=10_000))
+        row = struct.unpack(f"<{config.embedding_width}f", together.vectors[size * place : size * (place + 1)])
+        assert row == pytest.approx(struct.unpack(f"<{config.embedding_width}f", alone.vectors), abs=1e-4)
+    await recorder.terminal()
+    late = engine.embed(internal.Embed(inputs=inputs, remaining_ms=0))
+    with pytest.raises(errors.RequestError) as refusal:
+        await late
+    assert refusal.value.error.code is errors.Code.DEADLINE_EXCEEDED
+    assert engine.load().running == engine.load().used_blocks == 0
+
+
 async def ends_every_stream_at_cleanup(engine: contract.Engine, config: contract.EngineConfig) -> None:
     recorders = [start(engine, request(prompt(config, number), max_tokens=200)) for number in range(20)]
     await recorders[0].until(lambda seen: len(seen.token_ids) >= 1)
@@ -424,6 +449,7 @@ RULES: tuple[Check, ...] = (
     keeps_caches_apart,
     leaves_nothing_where_it_must_not,
     tells_which_blocks_it_holds,
+    embeds_each_input_by_itself,
     ends_every_stream_at_cleanup,
 )
 

@@ -54,6 +54,9 @@ class Honest:
     async def tokenize(self, request: internal.Tokenize) -> list[int]:
         return await self.inner.tokenize(request)
 
+    async def embed(self, request: internal.Embed) -> internal.Embedded:
+        return await self.inner.embed(request)
+
     def tokenizer_bundle(self) -> bytes | None:
         return self.inner.tokenizer_bundle()
 
@@ -92,6 +95,16 @@ class ForgetsTheTerminal(Honest):
     def output(self, request, output, sink):  # type: ignore[no-untyped-def]
         if not output.finish_reason:
             sink(output)
+
+
+class MixesEmbeddingsUp(Honest):
+    async def embed(self, request: internal.Embed) -> internal.Embedded:
+        return await self.inner.embed(replace(request, inputs=request.inputs[::-1]))
+
+
+class ForgetsAnEmbedding(Honest):
+    async def embed(self, request: internal.Embed) -> internal.Embedded:
+        return await self.inner.embed(replace(request, inputs=request.inputs[:1]))
 
 
 class CallsLengthStop(Honest):
@@ -312,6 +325,8 @@ BROKEN = {
     AcceptsEverything: kit.refuses_without_a_trace,
     ReportsLoadForEver: kit.drains_to_zero,
     FailsAbortsOfTheUnknown: kit.ignores_aborts_of_the_unknown,
+    MixesEmbeddingsUp: kit.embeds_each_input_by_itself,
+    ForgetsAnEmbedding: kit.embeds_each_input_by_itself,
     LeavesStreamsOpenAtCleanup: kit.ends_every_stream_at_cleanup,
 }
 

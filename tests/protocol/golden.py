@@ -279,6 +279,12 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ("loading", internal.ControlReply(ok=True, progress=0.5)),
     ("loaded", internal.ControlReply(ok=True, progress=1.0, worker_ids=["w-2", "w-3"])),
     ("not done", internal.ControlReply(ok=False, error=ERROR)),
+    (
+        "texts and token ids to embed",
+        internal.Embed(inputs=["Hello", [1, 2]], dimensions=64, normalize=False, remaining_ms=5_000.0),
+    ),
+    ("embeddings", internal.Embedded(vectors=b"\x00\x00\x80?", prompt_tokens=3)),
+    ("no embeddings", internal.Embedded(error=ERROR)),
     ("a text", internal.Tokenize(text="Hello")),
     (
         "a conversation",

@@ -8,10 +8,13 @@ import zlib
 from array import array
 from collections.abc import Sequence as Listing
 
+import numpy as np
+
 from protocol import errors, internal
 from worker import contract
 from worker.engine.moves import Cut, Forget, Move, Restore, Save, Share
 from worker.engine.plan import Sampled, StepPlan
+from worker.engine.runner import Embedder, Matrix
 from worker.engine.sequence import End, Sequence
 
 END_TOKEN = 0
@@ -47,6 +50,7 @@ def make_config(**changes: object) -> contract.EngineConfig:
         "defaults": contract.SamplingDefaults(),
         "versions": {},
         "pid": os.getpid(),
+        "embedding_width": Sums.width,
     }
     return contract.EngineConfig(**(fields | changes))  # type: ignore[arg-type]
 
@@ -58,6 +62,22 @@ class _Cell:
 
     def __init__(self, token_id: int) -> None:
         self.token_id = token_id
+
+
+class Sums:
+    """Embeds an input as its sum, its length and its last token."""
+
+    width = 3
+    vocab_size = len(PIECES)
+
+    def __init__(self, config: contract.EngineConfig) -> None:
+        self.longest = config.context_length
+
+    def ids_of(self, text: str) -> list[int]:
+        return [1 + byte % (len(PIECES) - 1) for byte in text.encode()]
+
+    def embed(self, inputs: Listing[Listing[int]]) -> Matrix:
+        return np.array([[sum(one), len(one), one[-1]] for one in inputs], np.float32)
 
 
 class ArithmeticRunner:
@@ -76,6 +96,7 @@ class ArithmeticRunner:
         self.end_token_ids = frozenset({END_TOKEN})
         self.pieces = PIECES
         self.bundle: bytes | None = None
+        self.embedder: Embedder | None = Sums(self.config)
         self.num_lanes = num_lanes
         self.num_steps = 0
         self.num_evaluated = 0
@@ -154,7 +175,7 @@ class ArithmeticRunner:
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         if request.text is None:
             raise errors.request_error(errors.Code.UNSUPPORTED, "no chat template", param="messages")
-        return [1 + byte % (len(PIECES) - 1) for byte in request.text.encode()]
+        return Sums(self.config).ids_of(request.text)
 
     def close(self) -> None:
         self.closed = True

@@ -67,8 +67,10 @@ class System:
     def router(self, name: str, *arguments: str) -> None:
         self._run(name, "router", "--router-id", name, *arguments)
 
-    def worker(self, name: str, *arguments: str, model: Path = demo.MODEL_PATH) -> None:
-        settings = ["--model", str(model), "--served-name", "demo", "--threads", "1", "--worker-id", name]
+    def worker(
+        self, name: str, *arguments: str, model: str | Path = demo.MODEL_PATH, served_name: str = "demo"
+    ) -> None:
+        settings = ["--model", str(model), "--served-name", served_name, "--threads", "1", "--worker-id", name]
         self._run(name, "worker", *settings, *arguments)
 
     async def restart_broker(self, pause_s: float = 0.0) -> None:

@@ -52,6 +52,13 @@ class AskTokens(Frame, frozen=True):
     request: internal.Tokenize
 
 
+class AskEmbeddings(Frame, frozen=True):
+    """Front to engine: compute embeddings; answered by `Embeddings` with the same ticket."""
+
+    ticket: int
+    request: internal.Embed
+
+
 class ClearCache(Frame, frozen=True):
     """Front to engine: forget every block that no sequence uses."""
 
@@ -69,7 +76,7 @@ class Closed(Frame, frozen=True):
     number: int
 
 
-Command = Add | Abort | AskTokens | ClearCache
+Command = Add | Abort | AskTokens | AskEmbeddings | ClearCache
 
 
 class Loading(Frame, frozen=True):
@@ -139,7 +146,14 @@ class Tokens(Frame, frozen=True):
     error: errors.Error | None
 
 
-Report = Loading | LoadFailed | Ready | SteppedAlone | StepReport | Tokens
+class Embeddings(Frame, frozen=True):
+    """Engine to front: the answer to `AskEmbeddings`."""
+
+    ticket: int
+    reply: internal.Embedded
+
+
+Report = Loading | LoadFailed | Ready | SteppedAlone | StepReport | Tokens | Embeddings
 
 _encoder = msgspec.msgpack.Encoder()
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

@@ -125,11 +125,11 @@ def _gguf_loader() -> Load:
 
 
 def _onnx_loader() -> Load:
+    from worker.engine.onnx.load import load
     from worker.engine.onnx.model import OnnxModel
-    from worker.engine.onnx.runner import OnnxRunner
 
     models: Models[OnnxModel] = Models()
-    return lambda settings, progress: OnnxRunner(settings, progress, models)
+    return lambda settings, progress: load(settings, progress, models)
 
 
 _LOADERS: dict[str, Callable[[], Load]] = {"gguf": _gguf_loader, "onnx": _onnx_loader, "sim": _sim_loader}

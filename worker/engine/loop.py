@@ -10,6 +10,7 @@ import structlog
 
 from worker.engine import frames
 from worker.engine.blocks import BlockPool
+from worker.engine.embedding import Embeddings, Job
 from worker.engine.pace import Pace, TransferPace
 from worker.engine.plan import Advance, StepPlan
 from worker.engine.runner import NoRoomError, Runner
@@ -24,7 +25,7 @@ _IDLE_TOKENS = 256
 every stream, by 11 % for 4,096 and 35 % for 16,384 with four streams of a 0.5B shape, and a prompt of 1,000 tokens by
 13 % for 1,000 and 20 % for 2,000 (decision 0020); to bring 1,000 back takes a few milliseconds."""
 
-Inbox = queue.SimpleQueue[frames.Add | frames.Abort | frames.ClearCache | None]
+Inbox = queue.SimpleQueue[frames.Add | frames.Abort | frames.ClearCache | Job | None]
 """Commands for the loop; None ends it."""
 
 
@@ -35,7 +36,7 @@ class StepLoop:
         self,
         runner: Runner,
         inbox: Inbox,
-        report: Callable[[frames.StepReport | frames.SteppedAlone], None],
+        report: Callable[[frames.StepReport | frames.SteppedAlone | frames.Embeddings], None],
         step_target_s: float,
         pressure: Pressure | None = None,
         turnstile: Turnstile | None = None,
@@ -47,6 +48,11 @@ class StepLoop:
         most = runner.config.max_num_batched_tokens - runner.config.max_num_seqs
         self._pace = Pace(step_target_s, min_tokens=min(32, most), max_tokens=most)
         self._transfers = TransferPace(step_target_s / 10)
+        self._embeddings = Embeddings(
+            runner.embedder,
+            runner.config.max_num_batched_tokens,
+            lambda ticket, reply: report(frames.Embeddings(ticket, reply)),
+        )
         self._watched: dict[int, Sequence] = {}
         self._turnstile = turnstile or Turnstile()
         self._alone: Sequence | None = None
@@ -65,6 +71,7 @@ class StepLoop:
                 with contextlib.nullcontext() if self._alone else self._turnstile.step():
                     self._begin(plan)
                     advances += self._step(plan)
+                    self._embeddings.step()
                 self._hand_out(advances)
                 if self._scheduler.suspect is None:
                     self._set_alone(None)
@@ -74,11 +81,13 @@ class StepLoop:
     def _take_commands(self) -> list[Advance] | None:
         """Carries out all commands there are, waiting for one while there is nothing else to do."""
         advances: list[Advance] = []
-        while not self._inbox.empty() or not (self._scheduler.has_work or advances):
+        while not self._inbox.empty() or not (self._scheduler.has_work or advances or self._embeddings.has_work):
             command = self._inbox.get()
             match command:
                 case None:
                     return None
+                case Job():
+                    self._embeddings.add(command)
                 case frames.Add():
                     self._add(command)
                 case frames.Abort(seq_no):

@@ -3,10 +3,11 @@
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 
-from protocol import blocks, errors
-from worker.engine import frames
+from protocol import blocks, errors, internal
+from worker.engine import embedding, frames
 from worker.engine.loop import Inbox, StepLoop
 from worker.engine.runner import ModelError, Runner
 from worker.engine.settings import Pressure
@@ -43,10 +44,16 @@ def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Callable[[fra
     """Passes commands on to the loop and tokenizes beside it, so that neither waits for the other."""
     for body in frames.received(sock):
         command = frames.command_decoder.decode(body)
-        if isinstance(command, frames.AskTokens):
-            send(_tokenize(runner, command))
-        else:
-            inbox.put(command)
+        match command:
+            case frames.AskTokens():
+                send(_tokenize(runner, command))
+            case frames.AskEmbeddings(ticket, request):
+                try:
+                    inbox.put(embedding.job_of(ticket, request, runner.embedder, time.monotonic()))
+                except errors.RequestError as error:
+                    send(frames.Embeddings(ticket, internal.Embedded(error=error.error)))
+            case _:
+                inbox.put(command)
     inbox.put(None)
 
 

@@ -3,11 +3,15 @@
 from collections.abc import Sequence as Listing
 from typing import Protocol
 
+import numpy as np
+
 from protocol import internal
 from worker import contract
 from worker.engine.moves import Move
 from worker.engine.plan import Sampled, StepPlan
 from worker.engine.sequence import End
+
+Matrix = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 
 
 class NoRoomError(RuntimeError):
@@ -22,6 +26,24 @@ class ModelError(RuntimeError):
     """The model can't be loaded; says what to do. Loading it again won't help."""
 
 
+class Embedder(Protocol):
+    """Makes vectors of token ids. `ids_of` may be used from other threads."""
+
+    width: int
+    """Numbers of a vector."""
+    longest: int
+    """Tokens that one input may have."""
+    vocab_size: int
+
+    def ids_of(self, text: str) -> list[int]:
+        """The token ids of a text, with what the model wants around it."""
+        ...
+
+    def embed(self, inputs: Listing[Listing[int]]) -> Matrix:
+        """A row for each input. Raises NoRoomError and DeviceError."""
+        ...
+
+
 class Runner(Protocol):
     """Executes steps on one thread. `tokenize` and the descriptive members may be used from other threads."""
 
@@ -30,6 +52,8 @@ class Runner(Protocol):
     pieces: list[bytes]
     """The bytes of each token's text, by token id; empty for control tokens."""
     bundle: bytes | None
+    embedder: Embedder | None
+    """Makes embeddings, where the model can."""
     num_lanes: int
     """Lanes that running and cached sequences share."""
 

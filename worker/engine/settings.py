@@ -30,6 +30,9 @@ class OnnxSettings(msgspec.Struct, frozen=True, kw_only=True):
     needs. Then requests end in `insufficient_memory`. 0 looks at nothing."""
     max_paddings: int = -1
     """Columns without a token that one batch of a plain-attention graph may have; chosen by -1: 4,096."""
+    pooling: str = "auto"
+    """What of a text's tokens becomes its embedding: `mean`, `cls` (the first) or `last`. `auto`: what the model's
+    files say; where they say nothing, `last` for a model that generates and `mean` for an encoder."""
     spin: bool = True
     """Threads wait for each other by spinning, which is quicker where each has a core for itself."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import structlog
 
@@ -16,6 +17,8 @@ from worker.front.link import EngineDiedError, Link
 
 _CLOSE_TIMEOUT_S = 5.0
 _MOST_CRASHES = 2
+_MOST_EMBEDS = 64
+"""Requests for embeddings that may be here at a time."""
 _STUCK_FACTOR = 10
 """A step this many times as long as the longest seen is one that never ends."""
 
@@ -37,6 +40,7 @@ class ChildEngine:
         self._numbers: dict[str, int] = {}
         self._releasing: set[int] = set()
         self._tickets: dict[int, asyncio.Future[list[int]]] = {}
+        self._embeds: dict[int, asyncio.Future[internal.Embedded]] = {}
         self._last_number = 0
         self._load = messages.Load()
         self._stepped_at = time.monotonic()
@@ -116,6 +120,30 @@ class ChildEngine:
         finally:
             self._tickets.pop(ticket, None)
 
+    async def embed(self, request: internal.Embed) -> internal.Embedded:
+        if self._config is None or self._died:
+            raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
+        if not self._config.embedding_width:
+            raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes no embeddings", param="model")
+        if len(self._embeds) >= _MOST_EMBEDS:
+            raise errors.request_error(errors.Code.OVERLOADED)
+        self._last_number += 1
+        ticket = self._last_number
+        future: asyncio.Future[internal.Embedded] = asyncio.get_running_loop().create_future()
+        self._embeds[ticket] = future
+        if self._idle.is_set():
+            self._stepped_at = time.monotonic()
+        self._idle.clear()
+        self._send(frames.AskEmbeddings(ticket, request))
+        try:
+            reply = await future
+        finally:
+            self._embeds.pop(ticket, None)
+            self._note_idle()
+        if reply.error is not None:
+            raise errors.RequestError(reply.error)
+        return reply
+
     def clear_cache(self) -> None:
         if self._config is not None and not self._died:
             self._send(frames.ClearCache())
@@ -143,7 +171,7 @@ class ChildEngine:
     def end_stuck_step(self, now: float, timeout_s: float) -> None:
         """Ends the engine if it has work and its step is older than `timeout_s`, and than ten of the longest so far."""
         age_s = now - self._stepped_at
-        is_busy = bool(self._generations or self._releasing)
+        is_busy = bool(self._generations or self._releasing or self._embeds)
         if is_busy and not self._died and age_s > max(timeout_s, _STUCK_FACTOR * self._longest_step_s):
             self._log.error("step_stuck", age_s=round(age_s, 1), longest_step_s=round(self._longest_step_s, 3))
             assert self._link is not None
@@ -195,6 +223,8 @@ class ChildEngine:
         """Raises RequestError when the request can't be accepted."""
         if self._config is None or self._died:
             raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
+        if "generate" not in self._config.features:
+            raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes embeddings only", param="model")
         outside = max(request.token_ids)
         if outside >= self._config.vocab_size:
             index = request.token_ids.index(outside)
@@ -249,6 +279,8 @@ class ChildEngine:
                 self._take_step(report)
             case frames.Tokens(ticket, token_ids, error):
                 self._take_tokens(ticket, token_ids, error)
+            case frames.Embeddings(ticket, reply):
+                self._take_embeddings(ticket, reply)
             case frames.SteppedAlone(number):
                 self._blame.stepped_alone(self, number)
             case frames.Loading(fraction):
@@ -305,7 +337,7 @@ class ChildEngine:
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if not self._generations and not self._releasing:
+        if not self._generations and not self._releasing and not self._embeds:
             self._idle.set()
 
     def _take_tokens(self, ticket: int, token_ids: bytes, error: errors.Error | None) -> None:
@@ -316,6 +348,11 @@ class ChildEngine:
             future.set_exception(errors.RequestError(error))
         else:
             future.set_result(blocks.from_bytes(token_ids))
+
+    def _take_embeddings(self, ticket: int, reply: internal.Embedded) -> None:
+        future = self._embeds.get(ticket)
+        if future is not None and not future.done():
+            future.set_result(reply)
 
     def _lost(self) -> None:
         """The other side is gone: every open stream gets its terminal now."""
@@ -360,7 +397,8 @@ class ChildEngine:
         self.on_step()
 
     def _fail_tickets(self) -> None:
-        for future in self._tickets.values():
+        waiting: list[asyncio.Future[Any]] = [*self._tickets.values(), *self._embeds.values()]
+        for future in waiting:
             if not future.done():
                 future.set_exception(errors.request_error(errors.Code.WORKER_LOST))
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import structlog
 from nats.aio.msg import Msg
 
-from protocol import blocks, codec, errors, internal, messages, prompt, subjects
+from protocol import blocks, codec, errors, internal, limits, messages, prompt, subjects
 from protocol.bus import Bus, Callback, PayloadTooLargeError, is_no_responders
 from worker import contract
 from worker.front.announce import Announcer
@@ -17,6 +17,7 @@ from worker.front.streams import Streams
 _runs = codec.Decoder(internal.Run)
 _controls = codec.Decoder(internal.Control)
 _tokenizes = codec.Decoder(internal.Tokenize)
+_embeds = codec.Decoder(internal.Embed)
 _resyncs = codec.Decoder(messages.ResyncRequest)
 _cards = codec.Decoder(messages.Card)
 
@@ -55,6 +56,7 @@ class Inbox:
         self._owner = owner
         self._engine: contract.Engine | None = None
         self._tokenizes: set[asyncio.Task[None]] = set()
+        self._embeds: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -68,6 +70,7 @@ class Inbox:
             "control": self._control,
             "tokenizer": self._send_tokenizer,
             "tokenize": self._ask,
+            "embed": self._take_embed,
             "snapshot": self._send_snapshot,
             "gone.*": self._gone,
         }
@@ -186,6 +189,26 @@ class Inbox:
             self._reply(message, internal.TokenizeReply(error=error.error))
         else:
             self._reply_with_tokens(message, blocks.to_bytes(token_ids))
+
+    def _take_embed(self, message: Msg) -> None:
+        task = asyncio.get_running_loop().create_task(self._embed(message))
+        self._embeds.add(task)
+        task.add_done_callback(self._embeds.discard)
+
+    async def _embed(self, message: Msg) -> None:
+        """The engine bounds how many there are."""
+        try:
+            request = _embeds.decode(message.data)
+            if self._engine is None:
+                raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
+            reply = await self._engine.embed(request)
+            if len(reply.vectors) > self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES:
+                problem = f"{len(request.inputs)} embeddings take {len(reply.vectors)} bytes: ask for fewer at a time"
+                raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, problem, param="input")
+        except errors.RequestError as error:
+            self._reply(message, internal.Embedded(error=error.error))
+        else:
+            self._reply(message, reply)
 
     def _reply_with_tokens(self, message: Msg, token_ids: bytes) -> None:
         try:

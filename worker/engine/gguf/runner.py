@@ -20,7 +20,7 @@ from worker.engine.gguf.lanes import Lanes
 from worker.engine.gguf.model import GgufModel, key_of
 from worker.engine.moves import Move
 from worker.engine.plan import Sampled, StepPlan
-from worker.engine.runner import DeviceError, ModelError, NoRoomError
+from worker.engine.runner import DeviceError, Embedder, ModelError, NoRoomError
 from worker.engine.sampler import Sampler
 from worker.engine.sequence import End
 from worker.engine.settings import EngineSettings
@@ -62,6 +62,7 @@ class GgufRunner:
         self.end_token_ids = self._vocabulary.end_token_ids | self._model.advised.end_token_ids
         self.pieces = self._vocabulary.pieces
         self.bundle = self._model.bundle
+        self.embedder: Embedder | None = None
         try:
             self._open(settings)
         except BaseException:

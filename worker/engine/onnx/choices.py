@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from worker.engine import advice
+from worker.engine.onnx import pooling
 from worker.engine.onnx.session import PROVIDERS
 from worker.engine.runner import ModelError
 from worker.engine.settings import EngineSettings
@@ -76,6 +77,7 @@ def _limits(settings: EngineSettings) -> Iterator[tuple[str, object, bool, str]]
     num_seqs, block_size = settings.max_num_seqs, settings.kv_block_size
     batched = settings.max_num_batched_tokens
     yield "--provider", onnx.provider, onnx.provider in PROVIDERS, f"one of {', '.join(PROVIDERS)}"
+    yield "--pooling", onnx.pooling, onnx.pooling in pooling.MODES, f"one of {', '.join(pooling.MODES)}"
     yield "--device-id", onnx.device_id, onnx.device_id >= 0, "0 or more"
     yield "--device-memory-mib", onnx.device_memory_mib, onnx.device_memory_mib >= 0, "0 or more"
     yield "--min-free-mib", onnx.min_free_mib, onnx.min_free_mib >= 0, "0 or more"

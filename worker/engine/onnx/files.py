@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from worker.engine import advice, weights
+from worker.engine.onnx import pooling
 from worker.engine.runner import ModelError
 
 SIDECARS = (
@@ -19,6 +20,7 @@ SIDECARS = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "genai_config.json",
+    pooling.SIDECAR,
 )
 """Small files that say how the model wants to be used."""
 _HOST = ("q4", "int4", "quantized", "int8", "uint8", "q8", "", "bnb4", "fp16", "q4f16")

@@ -13,19 +13,19 @@ from protocol import internal
 from worker import contract
 from worker.engine import weights
 from worker.engine.moves import Move
-from worker.engine.onnx import choices, device, files, probe
+from worker.engine.onnx import choices, device, probe
 from worker.engine.onnx.caches import Cache
+from worker.engine.onnx.embedder import make_embedder
 from worker.engine.onnx.grouped import GroupedCache
 from worker.engine.onnx.lanes import Lanes
-from worker.engine.onnx.model import OnnxModel, key_of
+from worker.engine.onnx.model import OnnxModel
 from worker.engine.onnx.plain import PlainCache
-from worker.engine.onnx.session import Array, choose_device
+from worker.engine.onnx.session import Array, Device
 from worker.engine.plan import Part, Sampled, StepPlan
-from worker.engine.runner import ModelError, NoRoomError
+from worker.engine.runner import Embedder, ModelError, NoRoomError
 from worker.engine.sampler import Sampler
 from worker.engine.sequence import End
 from worker.engine.settings import EngineSettings
-from worker.engine.sharing import Models
 
 FEATURES = (
     "generate",
@@ -41,48 +41,32 @@ FEATURES = (
 
 
 class OnnxRunner:
-    """A loaded model and its cache. `progress` is told how much is loaded, from 0 to 1.
+    """The cache of one replica over a loaded model that generates; `release` gives the model back.
 
-    Raises ModelError when the files can't be served, and for settings that the model or the machine can't meet."""
+    Raises ModelError for settings that the model or the machine can't meet, and for a graph that has no batches."""
 
-    def __init__(
-        self, settings: EngineSettings, progress: Callable[[float], None], models: Models[OnnxModel] | None = None
-    ) -> None:
-        choices.check(settings)
-        self._device = choose_device(settings)
-        on_gpu = self._device.kind != "cpu"
-        found = weights.from_files(settings.files) or files.find(settings.model, on_gpu, progress)
-        self._models: Models[OnnxModel] = models or Models()
-        key = key_of(found, settings, self._device)
-        self._model = self._models.use(key, lambda: OnnxModel(found, settings, self._device))
-        self._vocabulary = self._model.vocabulary
-        self.end_token_ids = self._vocabulary.end_token_ids | self._model.advised.end_token_ids
+    def __init__(self, model: OnnxModel, settings: EngineSettings, dev: Device, release: Callable[[], None]) -> None:
+        self._model = model
+        self._device = dev
+        self._release = release
+        self._vocabulary = model.vocabulary
+        self.end_token_ids = self._vocabulary.end_token_ids | model.advised.end_token_ids
         self.pieces = self._vocabulary.pieces
         self.bundle: bytes | None = self._vocabulary.bundle
         self._min_free_bytes = settings.onnx.min_free_mib << 20
-        try:
-            self._open(settings)
-        except BaseException:
-            self.close()
-            raise
-
-    def __repr__(self) -> str:
-        return f"<OnnxRunner {self.config.source} {self._cache!r}>"
-
-    def _open(self, settings: EngineSettings) -> None:
-        """Makes the cache and finds out what the graph can do with it."""
-        model = self._model
-        limits = choices.Limits(
-            trained=_trained(model),
-            bytes_per_token=self._bytes_per_token(),
-            free_bytes=device.free_bytes(self._device),
-        )
+        limits = choices.Limits(_trained(model), self._bytes_per_token(), device.free_bytes(dev))
         shape = choices.shape(settings, model.advised, limits)
         self.num_lanes = shape.num_rows
         self._sampler = Sampler(self.end_token_ids, self._vocabulary.size)
         self._lanes = Lanes(shape.num_rows)
         self._cache = self._make_cache(settings, shape)
+        self.embedder: Embedder | None = None
+        if model.graph.hidden is not None:
+            self.embedder = make_embedder(model, settings, longest=shape.context_length)
         self.config = self._describe(settings, shape)
+
+    def __repr__(self) -> str:
+        return f"<OnnxRunner {self.config.source} {self._cache!r}>"
 
     def begin(self, seq_no: int, sampling: contract.Sampling) -> None:
         self._sampler.begin(seq_no, sampling)
@@ -116,7 +100,7 @@ class OnnxRunner:
         return self._vocabulary.tokenize(request)
 
     def close(self) -> None:
-        self._models.release(self._model)
+        self._release()
 
     def _prompt(self, part: Part) -> Array:
         """In pieces, where the graph computes the logits of every token."""
@@ -176,6 +160,9 @@ class OnnxRunner:
     def _describe(self, settings: EngineSettings, shape: choices.Shape) -> contract.EngineConfig:
         model = self._model
         chat = self._vocabulary.rules.chat_template is not None
+        features = tuple(feature for feature in FEATURES if chat or feature != "chat")
+        if self.embedder is not None:
+            features += ("embed",)
         return contract.EngineConfig(
             engine="onnx",
             engine_version=f"onnxruntime {onnxruntime.__version__} on {self._device.kind}",
@@ -188,12 +175,13 @@ class OnnxRunner:
             total_kv_blocks=shape.total_blocks,
             prefix_cache=True,
             vocab_size=self._vocabulary.size,
-            features=tuple(feature for feature in FEATURES if chat or feature != "chat"),
+            features=features,
             defaults=model.advised.defaults,
             versions={"onnxruntime": onnxruntime.__version__},
             pid=os.getpid(),
             files=weights.to_files(model.found),
             kv_bytes=shape.num_rows * shape.context_length * self._bytes_per_token(),
+            embedding_width=self.embedder.width if self.embedder is not None else 0,
         )
 
 

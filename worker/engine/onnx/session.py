@@ -82,6 +82,13 @@ class Session:
                 raise NoRoomError(reason) from error
             raise DeviceError(f"onnxruntime failed: {reason}") from error
 
+    def fetch(self, binding: "Binding", name: str) -> Array:
+        """Runs, and returns an output of whatever shape. Raises as `run` does."""
+        binding.bound.bind_output(name, "cpu")
+        self.run(binding)
+        found: Array = binding.bound.get_outputs()[0].numpy()
+        return found
+
 
 class Binding:
     """Inputs and outputs of a run by name; it keeps the arrays that it was given for as long as they are bound."""

@@ -52,7 +52,7 @@ class Vocabulary:
             raise ModelError(f"{where}: has no tokenizer.json beside it that can be read; fetch it with the model")
         try:
             self._whole = Tokenizer.from_buffer(document)
-            encode = prompt.encoder_of(bare)
+            self._bare = Tokenizer.from_str(bare)
         except Exception as error:  # the library raises nothing more exact
             raise ModelError(f"{sidecars['tokenizer.json']}: is no tokenizer ({error}); fetch it again") from error
         self._whole.no_truncation()
@@ -64,7 +64,7 @@ class Vocabulary:
         self.rules = self._rules(sidecars, special)
         self.end_token_ids = self._end_tokens(sidecars)
         self.pieces = pieces.of(self._whole, document, self.size)
-        self._builder = prompt.PromptBuilder(self.rules, encode)
+        self._builder = prompt.PromptBuilder(self.rules, prompt.encoder_of(bare))
         self.bundle = prompt.pack(prompt.TokenizerBundle(tokenizer_json=bare, rules=self.rules))
 
     def __repr__(self) -> str:
@@ -79,9 +79,11 @@ class Vocabulary:
         return self._builder.from_text(request.text)
 
     def with_frame(self, text: str) -> list[int]:
-        """The ids of a text with what the model's tokenizer puts around it, as embeddings want it."""
-        ids: list[int] = self._whole.encode(text).ids
-        return ids
+        """The ids of a text with what the model's tokenizer puts around it, as embeddings want it. Nothing in the text
+        is a special token."""
+        framed: list[int] = self._whole.post_process(self._bare.encode(text, add_special_tokens=False)).ids
+        bos = self.rules.bos_token_id
+        return [bos, *framed] if self.rules.add_bos and bos is not None and framed[:1] != [bos] else framed
 
     def _checked_size(self, size: int | None, where: str) -> int:
         known = max(self._whole.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -101,7 +103,7 @@ class Vocabulary:
         bos_id = self._whole.token_to_id(bos) if bos else None
         add_bos = names.add_bos_token
         if add_bos is None:
-            add_bos = bos_id is not None and self.with_frame("a")[:1] == [bos_id]
+            add_bos = bos_id is not None and self._whole.encode("a").ids[:1] == [bos_id]
         return prompt.PromptRules(
             special_tokens=special,
             chat_template=_template(sidecars.get("chat_template.jinja"), names),

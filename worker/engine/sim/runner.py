@@ -12,7 +12,7 @@ from protocol import request as checks
 from worker import contract
 from worker.engine.moves import Move
 from worker.engine.plan import Part, Sampled, StepPlan
-from worker.engine.runner import ModelError
+from worker.engine.runner import Embedder, ModelError
 from worker.engine.sequence import End
 from worker.engine.settings import EngineSettings
 from worker.engine.sim import faults, timing
@@ -50,6 +50,7 @@ class SimRunner:
         self.pieces = [b"", *(bytes([byte]) for byte in range(256))]
         self.pieces += [b" simulated-%d" % number for number in range(_NUM_WORDS)]
         self.bundle: bytes | None = None
+        self.embedder: Embedder | None = None
         self.config = _config(preset, settings, self._faults.lose)
         self.num_lanes = self.config.max_num_seqs + self.config.total_kv_blocks
         self._samplings: dict[int, contract.Sampling] = {}

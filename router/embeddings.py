@@ -1,0 +1,161 @@
+"""Requests for embeddings: each is asked of one worker, of another if that is lost, and answered once."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from typing import NamedTuple
+
+import structlog
+
+from protocol import codec, embed, errors, internal, limits, messages, subjects
+from protocol.bus import Bus, NoRespondersError, PayloadTooLargeError
+from router import present
+from router.fleet import Fleet
+from router.worker import Worker
+
+_replies = codec.Decoder(internal.Embedded)
+MAX_OPEN = 1_024
+"""Requests for embeddings that one router holds at a time."""
+_MAX_ATTEMPTS = 3
+
+
+class Asked(NamedTuple):
+    """A checked request, and where its answer goes."""
+
+    request_id: str
+    address: subjects.ModelAddress
+    request: messages.EmbedRequest
+    work: internal.Embed
+    reply: str
+    encoding: codec.Encoding
+    received_at: float
+
+
+class Embeddings:
+    """The requests of one router. They hold no state in a worker, so that any may be asked again elsewhere."""
+
+    def __init__(self, bus: Bus, names: subjects.Subjects, fleet: Fleet, rng: random.Random) -> None:
+        self._bus = bus
+        self._names = names
+        self._fleet = fleet
+        self._rng = rng
+        self._open: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Embeddings, {len(self._tasks)} open>"
+
+    def begin(self, asked: Asked) -> None:
+        """Takes a request. Raises RequestError where there is no room."""
+        if len(self._tasks) >= MAX_OPEN:
+            raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=1_000.0))
+        self._log.info("embed_received", request_id=asked.request_id, model=asked.address.model)
+        task = asyncio.get_running_loop().create_task(self._carry(asked))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def drain(self) -> None:
+        """Returns when every request has its answer."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def answer(self, reply: str, encoding: codec.Encoding, answer: messages.EmbedReply) -> None:
+        """Publishes an answer, or, where that is too large, why there is none."""
+        headers = codec.error_headers(answer.error) if answer.error else None
+        try:
+            self._bus.publish(reply, codec.encode(answer, encoding), headers=headers)
+        except PayloadTooLargeError as problem:
+            error = errors.make_error(
+                errors.Code.PAYLOAD_TOO_LARGE,
+                f"{problem}: ask for fewer embeddings at a time, or in base64",
+                param="input",
+            )
+            refusal = messages.EmbedReply(id=answer.id, error=error)
+            self._bus.publish(reply, codec.encode(refusal, encoding), headers=codec.error_headers(error))
+
+    async def _carry(self, asked: Asked) -> None:
+        """To the one answer."""
+        try:
+            found = await self._ask_around(asked)
+            answer = _answer(asked, found)
+        except errors.RequestError as error:
+            answer = messages.EmbedReply(id=asked.request_id, error=error.error)
+        except Exception:  # outermost frame of a request: whatever went wrong, it gets its answer
+            self._log.exception("request_failed", request_id=asked.request_id)
+            answer = messages.EmbedReply(id=asked.request_id, error=errors.make_error(errors.Code.INTERNAL))
+        self.answer(asked.reply, asked.encoding, answer)
+        total_ms = round((time.monotonic() - asked.received_at) * 1e3, 1)
+        code = answer.error.code if answer.error else None
+        tokens = answer.usage.prompt_tokens if answer.usage else 0
+        self._log.info(
+            "embed_finished", request_id=asked.request_id, code=code, prompt_tokens=tokens, total_ms=total_ms
+        )
+
+    async def _ask_around(self, asked: Asked) -> internal.Embedded:
+        """The first answer that is one. Raises RequestError with the last refusal."""
+        refused: dict[str, errors.Error] = {}
+        for _ in range(_MAX_ATTEMPTS):
+            worker = self._choose(asked.address.model, refused)
+            if worker is None:
+                break
+            worker_id = worker.card.worker_id
+            self._open[worker_id] += 1
+            try:
+                found = await self._ask(worker.card, asked)
+            finally:
+                self._open[worker_id] -= 1
+                self._open += Counter()  # keeps only those above 0
+            if found.error is None:
+                return found
+            if not found.error.retryable or found.error.code is errors.Code.DEADLINE_EXCEEDED:
+                raise errors.RequestError(found.error)
+            refused[worker_id] = found.error
+        raise errors.RequestError(list(refused.values())[-1])
+
+    def _choose(self, model: str, refused: dict[str, errors.Error]) -> Worker | None:
+        """The least busy that can, None when all of those have refused. Raises RequestError where there is none."""
+        workers = present.workers_of(self._fleet, model, time.monotonic())
+        able = [worker for worker in workers if "embed" in worker.card.features]
+        if not able:
+            raise errors.request_error(errors.Code.UNSUPPORTED, "no worker of it makes embeddings", param="model")
+        others = [worker for worker in able if worker.card.worker_id not in refused]
+        return min(others, key=self._busyness, default=None)
+
+    def _busyness(self, worker: Worker) -> tuple[int, int, float]:
+        load = worker.load
+        return self._open[worker.card.worker_id], load.running + load.waiting, self._rng.random()
+
+    async def _ask(self, card: messages.Card, asked: Asked) -> internal.Embedded:
+        """One worker's answer; one that dies meanwhile, or never answers, is an error."""
+        remaining_s = asked.received_at + asked.work.remaining_ms / 1e3 - time.monotonic()
+        if remaining_s <= 0:
+            return internal.Embedded(error=errors.make_error(errors.Code.DEADLINE_EXCEEDED))
+        work = codec.encode(codec.replaced(asked.work, remaining_ms=remaining_s * 1e3))
+        subject = self._names.worker(card.model, card.worker_id, "embed")
+        answer = asyncio.get_running_loop().create_task(self._bus.request(subject, work, remaining_s))
+        try:
+            while not answer.done():
+                await asyncio.wait({answer}, timeout=limits.TICK_S)
+                if self._fleet.is_lost(card) and not answer.done():
+                    return internal.Embedded(error=errors.make_error(errors.Code.WORKER_LOST))
+            return _replies.decode(answer.result().data)
+        except (NoRespondersError, ConnectionError):
+            return internal.Embedded(error=errors.make_error(errors.Code.NO_WORKER))
+        except PayloadTooLargeError as error:
+            return internal.Embedded(error=errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error), param="input"))
+        except TimeoutError:
+            return internal.Embedded(error=errors.make_error(errors.Code.DEADLINE_EXCEEDED))
+        finally:
+            answer.cancel()
+
+
+def _answer(asked: Asked, found: internal.Embedded) -> messages.EmbedReply:
+    tokens = found.prompt_tokens
+    return messages.EmbedReply(
+        id=asked.request_id,
+        model=asked.address.model,
+        embeddings=embed.to_rows(found.vectors, len(asked.work.inputs), asked.request.encoding),
+        usage=messages.Usage(prompt_tokens=tokens, completion_tokens=0, total_tokens=tokens, cached_tokens=0),
+    )

@@ -1,0 +1,100 @@
+"""Embeddings over the bus, as a client sees them that knows only the wire's text."""
+
+import asyncio
+import base64
+import json
+import math
+import signal
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import demo
+from tests.support import encoder
+from tests.support.bare import PREFIX, Bare
+from tests.support.load import until_ready
+from tests.support.system import System
+
+
+@pytest.fixture
+async def system(tmp_path: Path) -> Any:
+    system = await System.start(tmp_path)
+    yield system
+    await system.stop()
+
+
+async def embed(bare: Bare, payload: dict[str, Any], model: str = "demo", timeout_s: float = 20) -> dict[str, Any]:
+    answer = await bare.nats.request(f"{PREFIX}.embed.{model}", json.dumps(payload).encode(), timeout=timeout_s)
+    reply: dict[str, Any] = json.loads(answer.data)
+    return reply
+
+
+async def test_embeddings_are_answered_once_under_the_request_s_id(system: System) -> None:
+    system.router("router")
+    system.worker("worker", model=demo.ONNX_PATH)
+    bare = await system.connect()
+    await until_ready(bare, 1)
+    reply = await embed(bare, {"id": "mine", "input": ["the fox", [5, 6, 7], "the owl"]})
+    assert (reply["id"], reply["model"], len(reply["embeddings"])) == ("mine", "demo", 3)
+    assert all(math.hypot(*row) == pytest.approx(1, abs=1e-5) for row in reply["embeddings"])
+    assert reply["usage"]["prompt_tokens"] == reply["usage"]["total_tokens"] > 3
+    one = await embed(bare, {"input": "the fox"})
+    assert one["embeddings"][0] == pytest.approx(reply["embeddings"][0], abs=1e-5)
+    assert one["id"]
+    packed = await embed(bare, {"input": "the fox", "encoding": "base64"})
+    row = base64.b64decode(packed["embeddings"][0])
+    assert struct.unpack(f"<{len(row) // 4}f", row) == pytest.approx(one["embeddings"][0])
+    long = await embed(bare, {"input": "the fox", "normalize": False, "dimensions": 4})
+    assert len(long["embeddings"][0]) == 4
+    assert math.hypot(*long["embeddings"][0]) != pytest.approx(1, abs=1e-2)
+    asked = msgspec.msgpack.encode({"id": "packed", "input": "the fox"})
+    headers = {"Content-Type": "application/msgpack"}
+    answer = await bare.nats.request(f"{PREFIX}.embed.demo", asked, timeout=20, headers=headers)
+    assert msgspec.msgpack.decode(answer.data)["embeddings"][0] == pytest.approx(one["embeddings"][0])
+
+    for wrong, code, param in (
+        ({"input": ""}, "invalid_request", "input[0]"),
+        ({"input": ["fine", [99_999]]}, "invalid_request", "input[1]"),
+        ({"input": "x", "dimensions": 129}, "invalid_request", "dimensions"),
+        ({"input": "x", "encoding": "hex"}, "invalid_request", "encoding"),
+        ({"input": ["x", "word " * 2_100]}, "prompt_too_long", "input[1]"),
+        ({"input": ["x"] * 2_048}, "payload_too_large", "input"),
+    ):
+        reply = await embed(bare, {"id": "wrong", **wrong})
+        assert (reply["id"], reply["error"]["code"], reply["error"]["param"]) == ("wrong", code, param), reply
+        assert "embeddings" not in reply
+    finished = [line for line in system.log("router") if line["event"] == "embed_finished"]
+    assert [line["code"] for line in finished[:2]] == [None, None]
+    assert len(finished) == len([line for line in system.log("router") if line["event"] == "embed_received"])
+
+
+async def test_a_model_without_embeddings_and_one_with_nothing_else_say_so(system: System, tmp_path: Path) -> None:
+    encoder.write(tmp_path / "encoder")
+    system.router("router")
+    system.worker("generates")
+    system.worker("embeds", model=tmp_path / "encoder", served_name="encoder")
+    bare = await system.connect()
+    await until_ready(bare, 2)
+    assert (await embed(bare, {"input": "x"}))["error"]["code"] == "unsupported"
+    assert (await embed(bare, {"input": "x"}, "nobody"))["error"]["code"] == "no_worker"
+    assert len((await embed(bare, {"input": "the fox"}, "encoder"))["embeddings"][0]) == encoder.WIDTH
+    answer = await bare.ask({"prompt": "the fox"}, subject=f"{PREFIX}.generate.encoder")
+    assert answer.terminals[0]["error"]["code"] == "unsupported"
+
+
+async def test_embeddings_whose_worker_is_killed_are_made_by_another(system: System) -> None:
+    system.router("router")
+    system.worker("first", model=demo.ONNX_PATH)
+    bare = await system.connect()
+    await until_ready(bare, 1)
+    asked = {"id": "x", "input": [[5 + number % 5] * 1_500 for number in range(45)], "dimensions": 4}
+    reply = asyncio.create_task(embed(bare, asked, timeout_s=60))
+    await system.until_logged("router", "embed_received")
+    system.worker("second", model=demo.ONNX_PATH)
+    await until_ready(bare, 2)
+    assert not reply.done(), "it has to be killed in the middle"
+    system.signal("first", signal.SIGKILL)
+    assert len((await reply)["embeddings"]) == 45
