@@ -121,6 +121,21 @@ def external_files(model: onnx.ModelProto) -> Iterator[str]:
             yield next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
 
 
+def follow_links(model: onnx.ModelProto, folder: Path) -> Path:
+    """Has the graph name the files of its weights as they lie where links lead; returns the folder that they are in.
+
+    onnxruntime follows no link out of a folder, and the Hub's cache is made of such links."""
+    real = {name: os.path.realpath(folder / name) for name in set(external_files(model))}
+    if not real:
+        return folder
+    common = os.path.commonpath([os.path.dirname(file) for file in real.values()])
+    for tensor in _tensors(model.graph):
+        for entry in tensor.external_data:
+            if tensor.data_location == TensorProto.EXTERNAL and entry.key == "location":
+                entry.value = Path(real[entry.value]).relative_to(common).as_posix()
+    return Path(common)
+
+
 def read(model: onnx.ModelProto, where: str, sizes: Sizes = _UNKNOWN) -> Graph:
     """Raises ModelError saying what of the graph can't be served, and what would work instead."""
     weights = {tensor.name for tensor in model.graph.initializer}
