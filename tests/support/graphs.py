@@ -30,9 +30,9 @@ def decoder(
     more_inputs: Iterable[onnx.ValueInfoProto] = (),
     nodes: Iterable[onnx.NodeProto] = (),
 ) -> onnx.ModelProto:
-    """What a decoder says of itself. `kv` names the output of each cache input, `sizes` are those of all its tensors, or of each."""
+    """What a decoder says of itself. `kv` names the output of each cache input; `sizes` are of all or of each."""
     kv = pairs(1) if kv is None else kv
-    of = sizes if isinstance(sizes, Mapping) else {name: sizes for name in kv}
+    of = sizes if isinstance(sizes, Mapping) else dict.fromkeys(kv, sizes)
     cache = [value(name, of[name], kind) for name in kv]
     inputs = [value("input_ids", ["batch", "sequence"], ids_kind), value("attention_mask", ["batch", "total"])]
     outputs = [logits or value("logits", ["batch", "sequence", VOCAB], TensorProto.FLOAT)]
@@ -69,11 +69,12 @@ def tiny(flavour: onnx_graph.Flavour = "plain") -> onnx.ModelProto:
 
 
 def keep_outside(path: Path, location: str) -> Path:
-    """Writes a graph whose weights are said to be at `location`, where this puts them too."""
-    onnx.save(tiny(), path, save_as_external_data=True, location="weights", size_threshold=0)
+    """Writes a graph whose larger weights are said to be at `location`, where this puts them too."""
+    onnx.save(tiny(), path, save_as_external_data=True, location="weights", size_threshold=256)
     graph = onnx.load(path, load_external_data=False)
     for tensor in graph.graph.initializer:
-        tensor.external_data[0].value = location
+        for entry in tensor.external_data[:1]:
+            entry.value = location
     path.write_bytes(graph.SerializeToString())
     (path.parent / "weights").rename(path.parent / location)
     return path
