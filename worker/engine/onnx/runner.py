@@ -142,15 +142,14 @@ class OnnxRunner:
         model, where = self._model, str(self._model.found.weights)
         if model.graph.grouped:
             made: Cache = self._make_grouped(self._lanes, shape.context_length)
-            tried = Lanes(probe.LANES)
-            if probe.agrees(self._make_grouped(tried, shape.context_length), tried, self._vocabulary.size, where):
+            lanes = Lanes(probe.LANES)
+            if probe.agrees(self._make_grouped(lanes, probe.TOKENS), lanes, self._vocabulary.size, where):
                 return made
         else:
             paddings = choices.max_paddings(settings, model.advised)
             for can_gap in (True, False) if model.graph.positions is not None else (False,):
-                made = PlainCache(model.caller, paddings, can_gap=can_gap)
-                tried = Lanes(probe.LANES)
-                if probe.agrees(made, tried, self._vocabulary.size, where):
+                tried = PlainCache(model.caller, probe.PADDINGS, can_gap=can_gap)
+                if probe.agrees(tried, Lanes(probe.LANES), self._vocabulary.size, where):
                     return PlainCache(model.caller, paddings, can_gap=can_gap)
         raise ModelError(
             f"{where}: computes something else in a batch than alone, so that requests would disturb each other; "
