@@ -12,11 +12,11 @@ import structlog
 from protocol import internal
 from worker import contract
 from worker.engine import weights
-from worker.engine.moves import Move
+from worker.engine.moves import Cut, Move
 from worker.engine.onnx import choices, device, files, probe
 from worker.engine.onnx.caches import Cache
 from worker.engine.onnx.grouped import GroupedCache
-from worker.engine.onnx.lanes import Lanes
+from worker.engine.onnx.lanes import Lanes, Shrink
 from worker.engine.onnx.model import OnnxModel, key_of
 from worker.engine.onnx.plain import PlainCache
 from worker.engine.onnx.session import Array, choose_device
@@ -94,6 +94,24 @@ class OnnxRunner:
         self._cache.apply(self._lanes.resolve(moves))
 
     def step(self, plan: StepPlan) -> list[Sampled | End]:
+        try:
+            rows = self._compute(plan)
+        except NoRoomError:
+            self._undo(plan)
+            raise
+        sampling = [part for part in plan.parts if part.samples]
+        if not sampling:
+            return []
+        return self._sampler.choose(np.stack([rows[part.lane] for part in sampling]), [p.sequence for p in sampling])
+
+    def tokenize(self, request: internal.Tokenize) -> list[int]:
+        return self._vocabulary.tokenize(request)
+
+    def close(self) -> None:
+        self._models.release(self._model)
+
+    def _compute(self, plan: StepPlan) -> dict[int, Array]:
+        """The logits behind each part that samples, by lane."""
         decodes = [part for part in plan.parts if _can_share_a_run(part)]
         prompts = [part for part in plan.parts if not _can_share_a_run(part)]
         if prompts:
@@ -107,16 +125,12 @@ class OnnxRunner:
             self._note([part])
             if part.samples:
                 rows[part.lane] = logits[0]
-        sampling = [part for part in plan.parts if part.samples]
-        if not sampling:
-            return []
-        return self._sampler.choose(np.stack([rows[part.lane] for part in sampling]), [p.sequence for p in sampling])
+        return rows
 
-    def tokenize(self, request: internal.Tokenize) -> list[int]:
-        return self._vocabulary.tokenize(request)
-
-    def close(self) -> None:
-        self._models.release(self._model)
+    def _undo(self, plan: StepPlan) -> None:
+        """Has lanes give up what a step computed before it found no room: it will be computed again."""
+        self._lanes.resolve([Cut(part.lane, part.start) for part in plan.parts])
+        self._cache.apply([Shrink(part.lane, part.start) for part in plan.parts])  # the cache may be ahead of the lanes
 
     def _prompt(self, part: Part) -> Array:
         """In pieces, where the graph computes the logits of every token."""
