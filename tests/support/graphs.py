@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from demo import onnx_graph
 
@@ -78,3 +78,65 @@ def keep_outside(path: Path, location: str) -> Path:
     path.write_bytes(graph.SerializeToString())
     (path.parent / "weights").rename(path.parent / location)
     return path
+
+
+class Change:
+    """Adds nodes in front of a graph's last one, the projection."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self._graph = graph
+
+    def add(self, op: str, inputs: list[str], **attributes: Any) -> str:
+        name = f"changed.{len(self._graph.node)}"
+        place = len(self._graph.node) - 1
+        self._graph.node.insert(place, helper.make_node(op, inputs, [name], **attributes))
+        return name
+
+    def ints(self, *values: int) -> str:
+        name = f"changed.constant.{len(self._graph.initializer)}"
+        self._graph.initializer.append(numpy_helper.from_array(np.array(values, np.int64), name))
+        return name
+
+    @property
+    def hidden(self) -> str:
+        return self._graph.node[-1].input[0]
+
+    @hidden.setter
+    def hidden(self, name: str) -> None:
+        self._graph.node[-1].input[0] = name
+
+
+def mix_rows(graph: onnx.GraphProto) -> None:
+    """What a token becomes depends on the tokens of the other rows."""
+    change = Change(graph)
+    change.hidden = change.add("Add", [change.hidden, change.add("ReduceMean", [change.hidden, change.ints(0)])])
+
+
+def run_out_of_memory(graph: onnx.GraphProto, *, above: int) -> None:
+    """A run of more tokens than that asks for memory that no machine has."""
+    change = Change(graph)
+    over = change.add("Sub", [change.add("Shape", ["input_ids"], start=1), change.ints(above)])
+    size = change.add("Mul", [change.add("Max", [over, change.ints(0)]), change.ints(1 << 44)])
+    nothing = change.add("ReduceSum", [change.add("ConstantOfShape", [size])], keepdims=0)
+    change.hidden = change.add("Add", [change.hidden, nothing])
+
+
+def compute_no_numbers(graph: onnx.GraphProto) -> None:
+    """Its logits are infinite."""
+    change = Change(graph)
+    change.hidden = change.add("Log", [change.add("Sub", [change.hidden, change.hidden])])
+
+
+def ignore_mask(graph: onnx.GraphProto) -> None:
+    """Every token sees all columns before its own, those without a token too."""
+    cast = next(node for node in graph.node if node.op_type == "Cast" and node.input[0] == "attention_mask")
+    cast.input[0] = "everything"
+    one = helper.make_tensor("one", TensorProto.INT64, [1], [1])
+    graph.node.insert(0, helper.make_node("ConstantOfShape", ["mask.shape"], ["everything"], value=one))
+    graph.node.insert(0, helper.make_node("Shape", ["attention_mask"], ["mask.shape"]))
+
+
+def have_one_row(graph: onnx.GraphProto) -> None:
+    """Its batches are of one row, as some exports have it."""
+    for end in (*graph.input, *graph.output):
+        end.type.tensor_type.shape.dim[0].dim_value = 1
