@@ -41,6 +41,7 @@ COMMANDS: list[frames.Command] = [
     ),
     frames.Abort(2**40),
     frames.ClearCache(),
+    frames.AskEmbeddings(3, internal.Embed(inputs=["x", [1, 2]], dimensions=4, remaining_ms=100.0)),
     frames.AskTokens(1, internal.Tokenize(text="a\0é")),
     frames.AskTokens(
         2,
@@ -69,6 +70,7 @@ REPORTS: list[frames.Report] = [
         stored=[(0, 2**64 - 1), (2**64 - 1, 7)],
     ),
     frames.SteppedAlone(3),
+    frames.Embeddings(3, internal.Embedded(vectors=b"\x00" * 8, prompt_tokens=2)),
     frames.Tokens(1, b"\x05\0\0\0", None),
     frames.Tokens(2, b"", errors.make_error(errors.Code.UNSUPPORTED, "no template", param="messages")),
 ]

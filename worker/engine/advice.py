@@ -96,7 +96,7 @@ def decode(path: Path | None, kind: type[StructT]) -> StructT:
         return kind()
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind, strict=False)
-    except (msgspec.DecodeError, OSError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise ModelError(f"{path}: {error}; correct it or take it away") from error
 
 

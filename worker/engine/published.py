@@ -20,7 +20,7 @@ def without_special_tokens(published: bytes) -> str | None:
     try:
         document = msgspec.json.decode(published, type=dict[str, Any])
         added = [token for token in document.get("added_tokens") or [] if not token["special"]]
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
         return None
     bare = {"truncation": None, "padding": None, "post_processor": None, "added_tokens": added}
     return msgspec.json.encode(document | bare).decode()

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
+
 from worker.engine import advice
 from worker.engine.onnx import pooling
 from worker.engine.onnx.session import PROVIDERS
@@ -75,7 +77,7 @@ def check(settings: EngineSettings) -> None:
 def _limits(settings: EngineSettings) -> Iterator[tuple[str, object, bool, str]]:
     onnx = settings.onnx
     num_seqs, block_size = settings.max_num_seqs, settings.kv_block_size
-    batched = settings.max_num_batched_tokens
+    batched, least = settings.max_num_batched_tokens, max(num_seqs, 1)
     yield "--provider", onnx.provider, onnx.provider in PROVIDERS, f"one of {', '.join(PROVIDERS)}"
     yield "--pooling", onnx.pooling, onnx.pooling in pooling.MODES, f"one of {', '.join(pooling.MODES)}"
     yield "--device-id", onnx.device_id, onnx.device_id >= 0, "0 or more"
@@ -91,8 +93,13 @@ def _limits(settings: EngineSettings) -> Iterator[tuple[str, object, bool, str]]
         "at least 1, or 0 to have it chosen",
     )
     yield "--kv-tokens", settings.kv_tokens, settings.kv_tokens >= 0, "at least one context, or 0 to have it chosen"
-    yield "--max-num-batched-tokens", batched, batched > num_seqs, f"above --max-num-seqs ({num_seqs})"
+    yield "--max-num-batched-tokens", batched, batched > least, f"above --max-num-seqs ({least})"
     yield "--threads", settings.threads, settings.threads >= 0, "0 or more"
+    overcommit, priority_s = settings.pressure.overcommit, settings.pressure.priority_s
+    yield "--kv-overcommit", overcommit, 1 <= overcommit <= 100, "1 to 100"
+    yield "--priority-s", priority_s, 0 <= priority_s <= 3_600, "0 to 3,600"
+    idle = settings.pressure.max_idle_blocks
+    yield "--max-idle-blocks", idle, idle is None or idle >= 0, "0 or more"
 
 
 def max_paddings(settings: EngineSettings, advised: advice.Advice) -> int:
@@ -104,44 +111,60 @@ def max_paddings(settings: EngineSettings, advised: advice.Advice) -> int:
 def shape(settings: EngineSettings, advised: advice.Advice, limits: Limits) -> Shape:
     """How many rows there are room for. Every row can hold a whole context, so that what runs never has to give way.
 
-    Raises ModelError where not even one fits, or fewer than were asked for."""
-    block_size = settings.kv_block_size if settings.kv_block_size > 0 else advised.kv_block_size or _CHOSEN_BLOCK_SIZE
-    num_seqs = settings.max_num_seqs if settings.max_num_seqs > 0 else advised.max_num_seqs or _CHOSEN_NUM_SEQS
-    wanted = settings.context_length or advised.context_length
-    context = wanted or min(limits.trained or _LONGEST_CHOSEN_CONTEXT, _LONGEST_CHOSEN_CONTEXT)
+    Raises ModelError where not even one fits, or fewer than were asked for, and for advice that can't be met."""
+    chosen = _chosen(settings, advised)
+    check(chosen)
+    context = chosen.context_length or min(limits.trained or _LONGEST_CHOSEN_CONTEXT, _LONGEST_CHOSEN_CONTEXT)
     if limits.trained is not None and context > limits.trained:
         raise ModelError(f"--context-length {context} is above what the model was made for, {limits.trained}")
+    block_size = chosen.kv_block_size
+    if block_size > context:
+        raise ModelError(f"--kv-block-size {block_size} is above the context, {context}")
     context = context // block_size * block_size
-    if not context:
-        raise ModelError(f"--kv-block-size {block_size} is above the context, {wanted or limits.trained}")
-    most = _most_rows(settings, advised, limits, context * limits.bytes_per_token, context)
+    most = _most_rows(chosen, limits, context)
     if settings.max_num_seqs > most:
         raise ModelError(
-            f"--max-num-seqs {num_seqs} needs room for as many contexts of {context} tokens, there is room for {most}: "
-            "pass a smaller --context-length, fewer, or more --kv-tokens"
+            f"--max-num-seqs {settings.max_num_seqs} needs room for as many contexts of {context} tokens, there is "
+            f"room for {most}: pass a smaller --context-length, fewer, or more --kv-tokens"
         )
-    num_seqs = min(num_seqs, most)
-    return Shape(block_size, context, num_seqs, min(most, num_seqs + _idle_rows(num_seqs), _MOST_ROWS))
+    num_seqs = min(chosen.max_num_seqs, most)
+    return Shape(block_size, context, num_seqs, min(most, num_seqs + _idle_rows(num_seqs)))
 
 
-def _most_rows(settings: EngineSettings, advised: advice.Advice, limits: Limits, row_bytes: int, context: int) -> int:
-    most, least, reason = _MOST_ROWS, "", ""
-    tokens = settings.kv_tokens or (advised.total_kv_blocks or 0) * max(settings.kv_block_size, _CHOSEN_BLOCK_SIZE)
-    if tokens:
-        most, reason = min(most, tokens // context), f"--kv-tokens {tokens}"
+def _chosen(settings: EngineSettings, advised: advice.Advice) -> EngineSettings:
+    """Fills in what settings leave open and does not hang on room, by the model's own hints where it has some."""
+    block_size, num_seqs = settings.kv_block_size, settings.max_num_seqs
+    if block_size == CHOOSE:
+        block_size = advised.kv_block_size or _CHOSEN_BLOCK_SIZE
+    if num_seqs == CHOOSE:
+        num_seqs = min(advised.max_num_seqs or _CHOSEN_NUM_SEQS, _MOST_ROWS)
+    return msgspec.structs.replace(
+        settings,
+        context_length=settings.context_length or advised.context_length or 0,
+        max_num_seqs=num_seqs,
+        kv_block_size=block_size,
+        kv_tokens=settings.kv_tokens or (advised.total_kv_blocks or 0) * block_size,
+    )
+
+
+def _most_rows(settings: EngineSettings, limits: Limits, context: int) -> int:
+    """Raises ModelError where there is no room for one."""
+    row_bytes = context * limits.bytes_per_token
+    allowed = [(_MOST_ROWS, "")]
+    if settings.kv_tokens:
+        allowed.append((settings.kv_tokens // context, f"--kv-tokens {settings.kv_tokens} are"))
     if settings.kv_limit_bytes:
-        fits = settings.kv_limit_bytes // row_bytes
-        most, reason = (
-            (fits, f"--kv-budget leaves {settings.kv_limit_bytes} bytes, and") if fits < most else (most, reason)
+        allowed.append(
+            (settings.kv_limit_bytes // row_bytes, f"the {settings.kv_limit_bytes} bytes of --kv-budget are")
         )
-    elif not tokens and limits.free_bytes is not None:
-        fits = max(1, limits.free_bytes // _CHOSEN_MEMORY_SHARE // row_bytes)
-        most = min(most, fits)
-        if limits.free_bytes < row_bytes:
-            most, reason = 0, f"there are {limits.free_bytes} bytes free, and"
-    if most < 1:
+    elif not settings.kv_tokens and limits.free_bytes is not None:
+        fits = limits.free_bytes // row_bytes
+        allowed.append((max(fits // _CHOSEN_MEMORY_SHARE, min(fits, 1)), f"the {limits.free_bytes} bytes free are"))
+    most, what = min(allowed)
+    if not most:
         raise ModelError(
-            f"{reason} one context of {context} tokens takes {row_bytes} bytes: pass a smaller --context-length{least}"
+            f"{what} too few for one context of {context} tokens, which takes {row_bytes} bytes: pass a smaller "
+            "--context-length"
         )
     return most
 

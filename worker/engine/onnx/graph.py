@@ -2,6 +2,7 @@
 
 Nothing is assumed: names, types and sizes are read from the graph, and what is not understood is refused by name."""
 
+import os.path
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -105,6 +106,8 @@ def load(path: Path) -> onnx.ModelProto:
     except Exception as error:  # whatever protobuf says of bytes that are none of its own
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(f"{path}: is no ONNX model ({reason}); fetch it again") from error
+    if not all(isinstance(name, str) for name in _names(model)):
+        raise ModelError(f"{path}: is no ONNX model (it has names that are no text); fetch it again")
     missing = sorted({name for name in external_files(model) if not _is_beside(path, name)})
     if missing:
         raise ModelError(f"{path}: its weights are in {', '.join(missing)}, not beside it; fetch all its files")
@@ -113,9 +116,24 @@ def load(path: Path) -> onnx.ModelProto:
 
 def external_files(model: onnx.ModelProto) -> Iterator[str]:
     """The files that hold weights, as the graph names them."""
-    for tensor in model.graph.initializer:
+    for tensor in _tensors(model.graph):
         if tensor.data_location == TensorProto.EXTERNAL:
             yield next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+
+
+def follow_links(model: onnx.ModelProto, folder: Path) -> Path:
+    """Has the graph name the files of its weights as they lie where links lead; returns the folder that they are in.
+
+    onnxruntime follows no link out of a folder, and the Hub's cache is made of such links."""
+    real = {name: os.path.realpath(folder / name) for name in set(external_files(model))}
+    if not real:
+        return folder
+    common = os.path.commonpath([os.path.dirname(file) for file in real.values()])
+    for tensor in _tensors(model.graph):
+        for entry in tensor.external_data:
+            if tensor.data_location == TensorProto.EXTERNAL and entry.key == "location":
+                entry.value = Path(real[entry.value]).relative_to(common).as_posix()
+    return Path(common)
 
 
 def read(model: onnx.ModelProto, where: str, sizes: Sizes = _UNKNOWN) -> Graph:
@@ -143,7 +161,7 @@ def read(model: onnx.ModelProto, where: str, sizes: Sizes = _UNKNOWN) -> Graph:
         token_types=_if_there(inputs, _TOKEN_TYPES),
         logits=logits.name if logits is not None else None,
         logits_dtype=_type(logits, _FLOATS, where) if logits is not None else np.dtype(np.float32),
-        vocab_size=_dimensions(logits)[-1] if logits is not None else None,
+        vocab_size=next(reversed(_dimensions(logits)), None) if logits is not None else None,
         hidden=next((name for name in _EMBEDDINGS if name in outputs), None),
         pooled=next((name for name in _POOLED if name in outputs), None),
     )
@@ -202,6 +220,25 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
                 yield from _nodes(attribute.g)
 
 
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """Every weight, those of constants and in branches too."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            if attribute.HasField("g"):
+                yield from _tensors(attribute.g)
+
+
+def _names(model: onnx.ModelProto) -> Iterator[object]:
+    """What is compared or shown: protobuf gives it as bytes, unasked, where it is no text."""
+    graph = model.graph
+    yield from (value.name for values in (graph.input, graph.output) for value in values)
+    yield from (node.op_type for node in _nodes(graph))
+    yield from external_files(model)
+
+
 def _dimensions(value: onnx.ValueInfoProto) -> list[int | None]:
     dimensions = value.type.tensor_type.shape.dim
     return [one.dim_value if one.HasField("dim_value") and one.dim_value > 0 else None for one in dimensions]
@@ -211,7 +248,7 @@ def _type(value: onnx.ValueInfoProto, known: Mapping[int, DType], where: str) ->
     kind = value.type.tensor_type.elem_type
     if kind not in known:
         allowed = ", ".join(TensorProto.DataType.Name(one).lower() for one in known)
-        name = TensorProto.DataType.Name(kind).lower()
+        name = TensorProto.DataType.Name(kind).lower() if kind in TensorProto.DataType.values() else f"type {kind}"
         raise ModelError(f"{where}: {value.name} is of {name}, which can't be served; {allowed} can")
     return known[kind]
 
@@ -223,4 +260,4 @@ def _if_there(inputs: dict[str, onnx.ValueInfoProto], name: str) -> str | None:
 def _is_beside(path: Path, name: str) -> bool:
     """Whether there is such a file in the model's own folder; a name that leads out of it never counts."""
     parts = Path(name).parts
-    return bool(parts) and ".." not in parts and not Path(name).is_absolute() and (path.parent / name).is_file()
+    return bool(parts) and ".." not in parts and not Path(name).is_absolute() and os.path.isfile(path.parent / name)

@@ -12,13 +12,15 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def of(tokenizer: Tokenizer, document: bytes, size: int) -> list[bytes]:
     """By token id, `size` of them; empty for special tokens, and for ids that stand for nothing."""
     found = [b""] * size
-    write = _by_bytes if _is_of_bytes(msgspec.json.decode(document)) else _ByDecoder(tokenizer)
+    is_of_bytes = _is_of_bytes(msgspec.json.decode(document))
+    write = _by_bytes if is_of_bytes else _ByDecoder(tokenizer)
     added = tokenizer.get_added_tokens_decoder()
     for text, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
         if token_id not in added:
             found[token_id] = write(text, token_id)
     for token_id, token in added.items():
-        found[token_id] = b"" if token.special else token.content.encode()
+        if not token.special:  # among bytes written as letters it is written as it is
+            found[token_id] = token.content.encode() if is_of_bytes else write(token.content, token_id)
     return found
 
 
@@ -50,8 +52,9 @@ class _ByDecoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-        plain = (token_id for text, token_id in vocabulary.items() if text.isascii() and text.isalpha())
-        self._before = next(plain, 0)
+        added = tokenizer.get_added_tokens_decoder()  # of which the special ones are no text
+        plain = {token_id for text, token_id in vocabulary.items() if text.isascii() and text.isalpha()}
+        self._before = min(plain - added.keys(), default=0)
         self._length = len(tokenizer.decode([self._before]))
 
     def __call__(self, text: str, token_id: int) -> bytes:

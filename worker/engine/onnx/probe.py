@@ -13,25 +13,33 @@ from worker.engine.plan import Part
 from worker.engine.runner import DeviceError, ModelError, NoRoomError
 from worker.engine.sequence import Sequence
 
-_TOKENS = 8
+LANES = 4
+TOKENS = 16
+"""Of the longest lane."""
+PADDINGS = LANES * TOKENS
+"""More than its batch has."""
+_WHOLE = 8
 _SHARED = 5
-"""Of them, those that the third lane has from the first."""
-LANES = 3
+"""Of the whole, those that another lane gets from it."""
+_STEPS = _WHOLE - _SHARED
 _CLOSE = 0.05
 """Logits of the same token, computed twice in batches of other shapes, differ by less, against their own spread."""
 
 
 def agrees(cache: Cache, lanes: Lanes, vocab_size: int, where: str) -> bool:
-    """Whether tokens behind a shared prefix, in a batch of unequal rows, come to what they are when computed alone.
+    """Whether tokens behind a shared prefix come to what they are alone, in a batch with a longer row and an equal one.
 
+    The longer one gives them columns without a token, the equal one shares their batch where there are no such columns.
     `cache` and its lanes have to be empty. Raises ModelError when nothing can be computed."""
-    whole, short, shared = (_sequence(lane, vocab_size) for lane in range(LANES))
+    whole, shared = _sequence(0, vocab_size, text=0), _sequence(1, vocab_size, text=0)
+    longer, equal = _sequence(2, vocab_size, text=1), _sequence(3, vocab_size, text=2)
     try:
-        truth = _prompt(cache, lanes, whole, _TOKENS)
-        _prompt(cache, lanes, short, 2)
-        cache.apply(lanes.resolve([Share(whole.lane or 0, shared.lane or 0, 0, _SHARED)]))
-        for step in range(_TOKENS - _SHARED):
-            parts = [Part(short, 2 + step, 1), Part(shared, _SHARED + step, 1)]
+        truth = _prompt(cache, lanes, whole, _WHOLE)
+        _prompt(cache, lanes, longer, TOKENS - _STEPS)
+        _prompt(cache, lanes, equal, _SHARED)
+        cache.apply(lanes.resolve([Share(whole.seq_no, shared.seq_no, 0, _SHARED)]))
+        for _ in range(_STEPS):
+            parts = [Part(sequence, lanes.lengths[sequence.seq_no], 1) for sequence in (shared, longer, equal)]
             found = cache.decode(parts)
             for part in parts:
                 lanes.grow(part.lane, part.start, part.start + 1)
@@ -39,7 +47,7 @@ def agrees(cache: Cache, lanes: Lanes, vocab_size: int, where: str) -> bool:
         raise ModelError(f"{where}: can't compute a first step: {error}") from error
     if truth.shape != (1, vocab_size) or not np.isfinite(truth).all():
         raise ModelError(f"{where}: its first step gives no logits for a vocabulary of {vocab_size}, or no numbers")
-    return bool(np.abs(found[1] - truth[0]).max() <= float(truth.std()) * _CLOSE)
+    return bool(np.abs(found[0] - truth[0]).max() <= float(truth.std()) * _CLOSE)
 
 
 def _prompt(cache: Cache, lanes: Lanes, sequence: Sequence, count: int) -> Array:
@@ -49,8 +57,9 @@ def _prompt(cache: Cache, lanes: Lanes, sequence: Sequence, count: int) -> Array
     return logits
 
 
-def _sequence(lane: int, vocab_size: int) -> Sequence:
-    tokens = array("I", [(7 * place + 3) % vocab_size for place in range(_TOKENS)])
+def _sequence(lane: int, vocab_size: int, *, text: int) -> Sequence:
+    """Numbered as its lane."""
+    tokens = array("I", [(7 * place + 3 + 11 * text) % vocab_size for place in range(TOKENS)])
     sequence = Sequence(lane, tokens, contract.Sampling(max_tokens=1), frozenset())
     sequence.lane = lane
     return sequence

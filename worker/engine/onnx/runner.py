@@ -12,12 +12,12 @@ import structlog
 from protocol import internal
 from worker import contract
 from worker.engine import weights
-from worker.engine.moves import Move
+from worker.engine.moves import Cut, Move
 from worker.engine.onnx import choices, device, probe
 from worker.engine.onnx.caches import Cache
 from worker.engine.onnx.embedder import make_embedder
 from worker.engine.onnx.grouped import GroupedCache
-from worker.engine.onnx.lanes import Lanes
+from worker.engine.onnx.lanes import Lanes, Shrink
 from worker.engine.onnx.model import OnnxModel
 from worker.engine.onnx.plain import PlainCache
 from worker.engine.onnx.session import Array, Device
@@ -78,6 +78,24 @@ class OnnxRunner:
         self._cache.apply(self._lanes.resolve(moves))
 
     def step(self, plan: StepPlan) -> list[Sampled | End]:
+        try:
+            rows = self._compute(plan)
+        except NoRoomError:
+            self._undo(plan)
+            raise
+        sampling = [part for part in plan.parts if part.samples]
+        if not sampling:
+            return []
+        return self._sampler.choose(np.stack([rows[part.lane] for part in sampling]), [p.sequence for p in sampling])
+
+    def tokenize(self, request: internal.Tokenize) -> list[int]:
+        return self._vocabulary.tokenize(request)
+
+    def close(self) -> None:
+        self._release()
+
+    def _compute(self, plan: StepPlan) -> dict[int, Array]:
+        """The logits behind each part that samples, by lane."""
         decodes = [part for part in plan.parts if _can_share_a_run(part)]
         prompts = [part for part in plan.parts if not _can_share_a_run(part)]
         if prompts:
@@ -91,16 +109,12 @@ class OnnxRunner:
             self._note([part])
             if part.samples:
                 rows[part.lane] = logits[0]
-        sampling = [part for part in plan.parts if part.samples]
-        if not sampling:
-            return []
-        return self._sampler.choose(np.stack([rows[part.lane] for part in sampling]), [p.sequence for p in sampling])
+        return rows
 
-    def tokenize(self, request: internal.Tokenize) -> list[int]:
-        return self._vocabulary.tokenize(request)
-
-    def close(self) -> None:
-        self._release()
+    def _undo(self, plan: StepPlan) -> None:
+        """Has lanes give up what a step computed before it found no room: it will be computed again."""
+        self._lanes.resolve([Cut(part.lane, part.start) for part in plan.parts])
+        self._cache.apply([Shrink(part.lane, part.start) for part in plan.parts])  # the cache may be ahead of the lanes
 
     def _prompt(self, part: Part) -> Array:
         """In pieces, where the graph computes the logits of every token."""
@@ -126,15 +140,14 @@ class OnnxRunner:
         model, where = self._model, str(self._model.found.weights)
         if model.graph.grouped:
             made: Cache = self._make_grouped(self._lanes, shape.context_length)
-            tried = Lanes(probe.LANES)
-            if probe.agrees(self._make_grouped(tried, shape.context_length), tried, self._vocabulary.size, where):
+            lanes = Lanes(probe.LANES)
+            if probe.agrees(self._make_grouped(lanes, probe.TOKENS), lanes, self._vocabulary.size, where):
                 return made
         else:
             paddings = choices.max_paddings(settings, model.advised)
             for can_gap in (True, False) if model.graph.positions is not None else (False,):
-                made = PlainCache(model.caller, paddings, can_gap=can_gap)
-                tried = Lanes(probe.LANES)
-                if probe.agrees(made, tried, self._vocabulary.size, where):
+                tried = PlainCache(model.caller, probe.PADDINGS, can_gap=can_gap)
+                if probe.agrees(tried, Lanes(probe.LANES), self._vocabulary.size, where):
                     return PlainCache(model.caller, paddings, can_gap=can_gap)
         raise ModelError(
             f"{where}: computes something else in a batch than alone, so that requests would disturb each other; "

@@ -9,6 +9,7 @@ import onnx
 import onnxruntime
 import structlog
 
+from worker.engine.onnx import graph
 from worker.engine.runner import DeviceError, ModelError, NoRoomError
 from worker.engine.settings import EngineSettings
 
@@ -129,8 +130,9 @@ def _open(model: onnx.ModelProto, path: Path, settings: EngineSettings, device: 
     options.intra_op_num_threads = settings.threads
     options.inter_op_num_threads = 1
     options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
-    # The graph comes from memory, where it was changed; weights in other files are still found beside its file.
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    # The graph comes from memory, where it was changed: it has no folder of its own in which to look for its weights.
+    folder = graph.follow_links(model, path.parent)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     if not settings.onnx.spin:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     providers = [(_NAMES[device.kind], _provider_options(settings, device))]

@@ -9,7 +9,8 @@ from onnx import TensorProto, helper
 HIDDEN = "tokenbus.hidden"
 """The output that is added: what each token has become, of (batch, tokens, width)."""
 _LAST = "tokenbus.last"
-_PROJECTIONS = ("MatMul", "MatMulNBits", "MatMulBnb4", "MatMulIntegerToFloat", "Gemm", "FusedMatMul")
+_PROJECTIONS = ("MatMul", "MatMulNBits", "MatMulBnb4", "MatMulIntegerToFloat", "FusedMatMul")
+"""Those that keep the axes of their input; a Gemm takes matrices, which have none of tokens."""
 _BETWEEN = ("Cast", "Add", "Mul", "Div", "Tanh", "Identity")
 """What may come behind the projection: a bias, a cap, another type."""
 
@@ -47,7 +48,10 @@ def show_hidden(model: onnx.ModelProto, logits: str) -> bool:
 
 
 def _projection(graph: onnx.GraphProto, logits: str) -> onnx.NodeProto | None:
-    """The node that makes logits of hidden states; None where there is none, or others use what it makes."""
+    """The node that makes logits of hidden states; None where there is none, or logits are not by row and token."""
+    value = next(value for value in graph.output if value.name == logits)
+    if len(value.type.tensor_type.shape.dim) != 3:
+        return None
     makers: dict[str, onnx.NodeProto] = {output: node for node in graph.node for output in node.output}
     weights = {tensor.name for tensor in graph.initializer}
     name = logits

@@ -1,0 +1,142 @@
+"""Small ONNX graphs: those that are only read have no nodes, those that are run are the demo model, changed."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from demo import onnx_graph
+
+Sizes = list[int | str | None]
+KV: Sizes = ["batch", 2, "past", 8]
+VOCAB = 32
+TINY = onnx_graph.Shape(layers=1, width=16, heads=2, kv_heads=1, vocab=VOCAB, context=64)
+
+
+def value(name: str, sizes: Iterable[int | str | None] = (), kind: int = TensorProto.INT64) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, kind, list(sizes))
+
+
+def decoder(
+    kv: Mapping[str, str] | None = None,
+    *,
+    sizes: Sizes | Mapping[str, Sizes] = KV,
+    kind: int = TensorProto.FLOAT,
+    ids_kind: int = TensorProto.INT64,
+    logits: onnx.ValueInfoProto | None = None,
+    more_inputs: Iterable[onnx.ValueInfoProto] = (),
+    nodes: Iterable[onnx.NodeProto] = (),
+) -> onnx.ModelProto:
+    """What a decoder says of itself. `kv` names the output of each cache input; `sizes` are of all or of each."""
+    kv = pairs(1) if kv is None else kv
+    of = sizes if isinstance(sizes, Mapping) else dict.fromkeys(kv, sizes)
+    cache = [value(name, of[name], kind) for name in kv]
+    inputs = [value("input_ids", ["batch", "sequence"], ids_kind), value("attention_mask", ["batch", "total"])]
+    outputs = [logits or value("logits", ["batch", "sequence", VOCAB], TensorProto.FLOAT)]
+    outputs += [value(name, of[past], kind) for past, name in kv.items()]
+    return model([*inputs, *more_inputs, *cache], outputs, nodes)
+
+
+def pairs(layers: int, past: str = "past_key_values.{}.{}", present: str = "present.{}.{}") -> dict[str, str]:
+    """The names of a cache's inputs and outputs."""
+    return {past.format(n, part): present.format(n, part) for n in range(layers) for part in ("key", "value")}
+
+
+def model(
+    inputs: Iterable[onnx.ValueInfoProto],
+    outputs: Iterable[onnx.ValueInfoProto],
+    nodes: Iterable[onnx.NodeProto] = (),
+) -> onnx.ModelProto:
+    graph = helper.make_graph(list(nodes), "made", list(inputs), list(outputs))
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
+def tiny(flavour: onnx_graph.Flavour = "plain") -> onnx.ModelProto:
+    """A llama of one layer whose weights are noise."""
+    rng = np.random.default_rng(5)
+    inner = {"attn_q": (16, 16), "attn_k": (8, 16), "attn_v": (8, 16), "attn_output": (16, 16),
+             "ffn_gate": (24, 16), "ffn_up": (24, 16), "ffn_down": (16, 24)}  # fmt: skip
+    sizes = {f"blk.0.{name}.weight": size for name, size in inner.items()} | {"token_embd.weight": (VOCAB, 16)}
+
+    def weights(name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return rng.normal(0, 0.5, sizes.get(name, (16,))).astype(np.float32)
+
+    return onnx_graph.build(TINY, weights, flavour)
+
+
+def keep_outside(path: Path, location: str) -> Path:
+    """Writes a graph whose larger weights are said to be at `location`, where this puts them too."""
+    onnx.save(tiny(), path, save_as_external_data=True, location="weights", size_threshold=256)
+    graph = onnx.load(path, load_external_data=False)
+    for tensor in graph.graph.initializer:
+        for entry in tensor.external_data[:1]:
+            entry.value = location
+    path.write_bytes(graph.SerializeToString())
+    (path.parent / "weights").rename(path.parent / location)
+    return path
+
+
+class Change:
+    """Adds nodes in front of a graph's last one, the projection."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self._graph = graph
+
+    def add(self, op: str, inputs: list[str], **attributes: Any) -> str:
+        name = f"changed.{len(self._graph.node)}"
+        place = len(self._graph.node) - 1
+        self._graph.node.insert(place, helper.make_node(op, inputs, [name], **attributes))
+        return name
+
+    def ints(self, *values: int) -> str:
+        name = f"changed.constant.{len(self._graph.initializer)}"
+        self._graph.initializer.append(numpy_helper.from_array(np.array(values, np.int64), name))
+        return name
+
+    @property
+    def hidden(self) -> str:
+        return self._graph.node[-1].input[0]
+
+    @hidden.setter
+    def hidden(self, name: str) -> None:
+        self._graph.node[-1].input[0] = name
+
+
+def mix_rows(graph: onnx.GraphProto) -> None:
+    """What a token becomes depends on the tokens of the other rows."""
+    change = Change(graph)
+    change.hidden = change.add("Add", [change.hidden, change.add("ReduceMean", [change.hidden, change.ints(0)])])
+
+
+def run_out_of_memory(graph: onnx.GraphProto, *, above: int) -> None:
+    """A run of more tokens than that asks for memory that no machine has."""
+    change = Change(graph)
+    over = change.add("Sub", [change.add("Shape", ["input_ids"], start=1), change.ints(above)])
+    size = change.add("Mul", [change.add("Max", [over, change.ints(0)]), change.ints(1 << 44)])
+    nothing = change.add("ReduceSum", [change.add("ConstantOfShape", [size])], keepdims=0)
+    change.hidden = change.add("Add", [change.hidden, nothing])
+
+
+def compute_no_numbers(graph: onnx.GraphProto) -> None:
+    """Its logits are infinite."""
+    change = Change(graph)
+    change.hidden = change.add("Log", [change.add("Sub", [change.hidden, change.hidden])])
+
+
+def ignore_mask(graph: onnx.GraphProto) -> None:
+    """Every token sees all columns before its own, those without a token too."""
+    cast = next(node for node in graph.node if node.op_type == "Cast" and node.input[0] == "attention_mask")
+    cast.input[0] = "everything"
+    one = helper.make_tensor("one", TensorProto.INT64, [1], [1])
+    graph.node.insert(0, helper.make_node("ConstantOfShape", ["mask.shape"], ["everything"], value=one))
+    graph.node.insert(0, helper.make_node("Shape", ["attention_mask"], ["mask.shape"]))
+
+
+def have_one_row(graph: onnx.GraphProto) -> None:
+    """Its batches are of one row, as some exports have it."""
+    for end in (*graph.input, *graph.output):
+        end.type.tensor_type.shape.dim[0].dim_value = 1
