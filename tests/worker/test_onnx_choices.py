@@ -268,3 +268,12 @@ def test_a_shape_keeps_every_limit_or_there_is_none(
     assert kv_tokens or kv_limit_bytes or free_bytes is None or size * bytes_per_token <= free_bytes
     again = msgspec.structs.replace(asked, kv_limit_bytes=size * bytes_per_token)
     assert choices.shape(again, advice.Advice(), limits._replace(free_bytes=0)) == found, "a restart has what there was"
+
+
+def test_a_chosen_context_is_as_long_as_the_budget_allows_and_one_that_was_asked_for_is_refused() -> None:
+    limits = choices.Limits(trained=4_096, bytes_per_token=10, free_bytes=None)
+    budget = 10 * 1_000
+    found = choices.shape(EngineSettings(model="m", kv_limit_bytes=budget), advice.Advice(), limits)
+    assert (found.context_length, found.num_rows) == (992, 1)
+    with pytest.raises(ModelError, match="--kv-budget"):
+        choices.shape(EngineSettings(model="m", kv_limit_bytes=budget, context_length=1_024), advice.Advice(), limits)

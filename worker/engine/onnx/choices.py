@@ -114,7 +114,7 @@ def shape(settings: EngineSettings, advised: advice.Advice, limits: Limits) -> S
     Raises ModelError where not even one fits, or fewer than were asked for, and for advice that can't be met."""
     chosen = _chosen(settings, advised)
     check(chosen)
-    context = chosen.context_length or min(limits.trained or _LONGEST_CHOSEN_CONTEXT, _LONGEST_CHOSEN_CONTEXT)
+    context = chosen.context_length or _longest(chosen, limits)
     if limits.trained is not None and context > limits.trained:
         raise ModelError(f"--context-length {context} is above what the model was made for, {limits.trained}")
     block_size = chosen.kv_block_size
@@ -129,6 +129,16 @@ def shape(settings: EngineSettings, advised: advice.Advice, limits: Limits) -> S
         )
     num_seqs = min(chosen.max_num_seqs, most)
     return Shape(block_size, context, num_seqs, min(most, num_seqs + _idle_rows(num_seqs)))
+
+
+def _longest(settings: EngineSettings, limits: Limits) -> int:
+    """A context that the model was made for and that there is room for, where nobody asked for one."""
+    allowed = [_LONGEST_CHOSEN_CONTEXT, limits.trained or _LONGEST_CHOSEN_CONTEXT]
+    if settings.kv_tokens:
+        allowed.append(max(settings.kv_tokens, settings.kv_block_size))
+    if settings.kv_limit_bytes:
+        allowed.append(max(settings.kv_limit_bytes // limits.bytes_per_token, settings.kv_block_size))
+    return min(allowed)
 
 
 def _chosen(settings: EngineSettings, advised: advice.Advice) -> EngineSettings:
