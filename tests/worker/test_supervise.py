@@ -1,8 +1,14 @@
 """The pause before an engine is started again grows while engines die young, up to a limit."""
 
-import pytest
+import asyncio
 
-from worker.front.supervise import FIRST_PAUSE_S, HEALTHY_AFTER_S, LONGEST_PAUSE_S, next_pause
+import pytest
+from structlog.testing import capture_logs
+
+from tests.support.arithmetic import ArithmeticRunner
+from tests.support.engines import thread_engine
+from worker import contract
+from worker.front.supervise import FIRST_PAUSE_S, HEALTHY_AFTER_S, LONGEST_PAUSE_S, Supervisor, next_pause
 
 
 def test_an_engine_that_dies_young_doubles_the_pause() -> None:
@@ -27,3 +33,29 @@ def test_pauses_grow_from_the_first_to_the_longest_and_stay_there() -> None:
     assert pauses == sorted(pauses)
     assert pauses[:4] == pytest.approx([0.1, 0.2, 0.4, 0.8])
     assert pauses[-3:] == [LONGEST_PAUSE_S] * 3
+
+
+class Listener:
+    """Waits for an engine to serve."""
+
+    def __init__(self) -> None:
+        self.serves = asyncio.Event()
+
+    def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
+        self.serves.set()
+
+    def engine_died(self) -> None:
+        self.serves.clear()
+
+
+async def test_an_engine_that_is_taken_down_has_not_died_and_is_not_started_again() -> None:
+    listener = Listener()
+    supervisor = Supervisor(lambda: thread_engine(lambda _: ArithmeticRunner()), "w", listener, 30.0)
+    with capture_logs() as lines:
+        life = asyncio.create_task(supervisor.run())
+        await listener.serves.wait()
+        await supervisor.cleanup()
+        async with asyncio.timeout(5):
+            await life
+    assert "engine_died" not in [line["event"] for line in lines]
+    assert supervisor.restarts == 0

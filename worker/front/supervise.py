@@ -14,10 +14,9 @@ from worker.front.link import EngineDiedError
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 15.0
 HEALTHY_AFTER_S = 30.0
+"""An engine that has lived this long has earned a quick restart."""
 PATIENCE_S = 60.0
 """How long streams wait for an engine to go on with them."""
-"""An engine that has lived this long has earned a quick restart."""
-
 
 _STOOD_STILL_S = 1.0
 """A front that was away for longer has not heard of the engine's steps meanwhile."""
@@ -50,6 +49,7 @@ class Supervisor:
         self._dead: ChildEngine | None = None
         """The last one that served: it holds the open streams until the next one serves."""
         self._died_at = 0.0
+        self._is_over = False
         self.restarts = 0
         self._log = structlog.get_logger()
 
@@ -61,11 +61,13 @@ class Supervisor:
         return self._engine
 
     async def run(self) -> None:
-        """Until cancelled. Raises EngineStartError when the first engine says that starting again won't help."""
+        """Until cancelled, or cleaned up. Raises EngineStartError when the first engine says that starting again won't help."""
         pause_s = FIRST_PAUSE_S
         while True:
             began = time.monotonic()
             reason = await self._live()
+            if self._is_over:
+                return
             pause_s = next_pause(pause_s, time.monotonic() - began) if self.restarts else FIRST_PAUSE_S
             self.restarts += 1
             self._log.error("engine_died", worker_id=self._worker_id, reason=reason, restart_in_s=pause_s)
@@ -85,6 +87,8 @@ class Supervisor:
             self._engine.end_stuck_step(now, self._step_timeout_s)
 
     async def cleanup(self) -> None:
+        """Ends the engine, and starts no other."""
+        self._is_over = True
         for engine in (self._engine, self._dead):
             if engine is not None:
                 await engine.cleanup()
