@@ -61,7 +61,7 @@ class Supervisor:
         return self._engine
 
     async def run(self) -> None:
-        """Until cancelled, or cleaned up. Raises EngineStartError when the first engine says that starting again won't help."""
+        """Until cancelled or cleaned up. Raises EngineStartError when the first engine says that another won't help."""
         pause_s = FIRST_PAUSE_S
         while True:
             began = time.monotonic()
