@@ -392,6 +392,18 @@ async def tells_which_blocks_it_holds(engine: contract.Engine, config: contract.
     assert len(held.parents) == sum(held.has(token_ids))
 
 
+async def counts_on_while_it_works(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    await run(engine, request(prompt(config, 1), max_tokens=2))
+    before = engine.load()
+    assert before.prompt_tokens >= len(prompt(config, 1))
+    recorder = start(engine, request(prompt(config, 2), max_tokens=30))
+    await recorder.until(lambda seen: len(seen.token_ids) >= 1)
+    during = engine.load()
+    assert during.prompt_tokens > before.prompt_tokens
+    assert during.generated_tokens > before.generated_tokens
+    await recorder.terminal()
+
+
 async def embeds_each_input_by_itself(engine: contract.Engine, config: contract.EngineConfig) -> None:
     inputs: list[str | list[int]] = [prompt(config, number, 3 + 5 * number) for number in range(4)]
     if not config.embedding_width:
@@ -449,6 +461,7 @@ RULES: tuple[Check, ...] = (
     keeps_caches_apart,
     leaves_nothing_where_it_must_not,
     tells_which_blocks_it_holds,
+    counts_on_while_it_works,
     embeds_each_input_by_itself,
     ends_every_stream_at_cleanup,
 )

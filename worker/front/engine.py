@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 
-from protocol import blocks, errors, internal, messages
+from protocol import blocks, codec, errors, internal, messages
 from worker import contract
 from worker.engine import frames
 from worker.engine.sequence import End
@@ -155,18 +155,8 @@ class ChildEngine:
         if not self._generations and not self._releasing:
             return self._load
         age_ms = (time.monotonic() - self._stepped_at) * 1e3
-        known = self._load
-        return messages.Load(
-            running=known.running,
-            waiting=max(0, len(self._generations) + len(self._releasing) - known.running),
-            queued_prefill_tokens=known.queued_prefill_tokens,
-            used_blocks=known.used_blocks,
-            cached_blocks=known.cached_blocks,
-            free_blocks=known.free_blocks,
-            generated_tokens=known.generated_tokens,
-            computed_tokens=known.computed_tokens,
-            step_age_ms=age_ms,
-        )
+        waiting = max(0, len(self._generations) + len(self._releasing) - self._load.running)
+        return codec.replaced(self._load, waiting=waiting, step_age_ms=age_ms)
 
     def end_stuck_step(self, now: float, timeout_s: float) -> None:
         """Ends the engine if it has work and its step is older than `timeout_s`, and than ten of the longest so far."""
