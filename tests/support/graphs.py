@@ -127,6 +127,13 @@ def compute_no_numbers(graph: onnx.GraphProto) -> None:
     change.hidden = change.add("Log", [change.add("Sub", [change.hidden, change.hidden])])
 
 
+def shake(graph: onnx.GraphProto, *, by: float) -> None:
+    """What a token becomes is off by about that share, each time differently."""
+    change = Change(graph)
+    noise = change.add("RandomNormalLike", [change.hidden], mean=1.0, scale=by, seed=1.0)
+    change.hidden = change.add("Mul", [change.hidden, noise])
+
+
 def ignore_mask(graph: onnx.GraphProto) -> None:
     """Every token sees all columns before its own, those without a token too."""
     cast = next(node for node in graph.node if node.op_type == "Cast" and node.input[0] == "attention_mask")
@@ -140,3 +147,19 @@ def have_one_row(graph: onnx.GraphProto) -> None:
     """Its batches are of one row, as some exports have it."""
     for end in (*graph.input, *graph.output):
         end.type.tensor_type.shape.dim[0].dim_value = 1
+
+
+def quantize(graph: onnx.GraphProto) -> None:
+    """Its weights are of 4 bits, in blocks of 32, and what they are multiplied with is rounded to 8 bits."""
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    for node in [node for node in graph.node if node.op_type == "MatMul" and node.input[1] in weights]:
+        tensor = weights.pop(node.input[1])
+        blocks = numpy_helper.to_array(tensor).T.reshape(tensor.dims[1], -1, 32)
+        scales = np.abs(blocks).max(axis=2) / 7
+        nibbles = (np.rint(blocks / scales[:, :, None]) + 8).astype(np.uint8)
+        graph.initializer.remove(tensor)
+        graph.initializer.append(numpy_helper.from_array(nibbles[:, :, ::2] | nibbles[:, :, 1::2] << 4, node.input[1]))
+        graph.initializer.append(numpy_helper.from_array(scales.astype(np.float32), f"{node.input[1]}.scales"))
+        sizes = {"K": tensor.dims[0], "N": tensor.dims[1], "bits": 4, "block_size": 32, "accuracy_level": 4}
+        inputs = [*node.input, f"{node.input[1]}.scales"]
+        node.CopyFrom(helper.make_node("MatMulNBits", inputs, list(node.output), domain="com.microsoft", **sizes))

@@ -176,7 +176,8 @@ def test_a_precision_that_is_not_there_is_refused_with_those_that_are() -> None:
     ("names", "host", "gpu"),
     [
         (["model.onnx", "model_fp16.onnx"], "model.onnx", "model_fp16.onnx"),
-        (["model.onnx", "model_quantized.onnx"], "model_quantized.onnx", "model.onnx"),
+        (["model.onnx", "model_int8.onnx", "model_quantized.onnx"], "model.onnx", "model.onnx"),
+        (["model.onnx", "model_q8.onnx"], "model_q8.onnx", "model.onnx"),
         (["model_fp16.onnx", "model_q4f16.onnx"], "model_fp16.onnx", "model_q4f16.onnx"),
         (["model_bnb4.onnx", "model_q4.onnx"], "model_q4.onnx", "model_q4.onnx"),
         (["decoder_model_merged.onnx", "decoder_model_merged_q4.onnx"], *["decoder_model_merged_q4.onnx"] * 2),

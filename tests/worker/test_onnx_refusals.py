@@ -131,6 +131,23 @@ def test_a_graph_that_mixes_the_rows_of_a_batch_is_refused(tmp_path: Path, flavo
         load(changed(tmp_path, flavour, graphs.mix_rows))
 
 
+def test_rounding_that_differs_from_run_to_run_is_borne_and_more_than_that_is_not(tmp_path: Path, flavour: str) -> None:
+    load(changed(tmp_path / "little", flavour, partial(graphs.shake, by=0.015))).close()
+    with pytest.raises(ModelError, match=r"model\.onnx: computes something else in a batch than alone"):
+        load(changed(tmp_path / "much", flavour, partial(graphs.shake, by=0.1)))
+
+
+def test_a_graph_with_weights_of_four_bits_is_served(tmp_path: Path, flavour: str) -> None:
+    runner = load(changed(tmp_path, flavour, graphs.quantize))
+    alone, *together = (Lane(runner, number, [1, 40, 41, 42]) for number in range(3))
+    for lanes in ([alone], together):
+        for _ in range(4):
+            step(runner, *lanes)
+    for lane in together:
+        assert_same(alone, lane)
+    runner.close()
+
+
 def test_a_graph_for_one_row_is_refused(tmp_path: Path, flavour: str) -> None:
     with pytest.raises(ModelError, match=r"model\.onnx: can't compute a first step: "):
         load(changed(tmp_path, flavour, graphs.have_one_row))

@@ -23,9 +23,10 @@ SIDECARS = (
     pooling.SIDECAR,
 )
 """Small files that say how the model wants to be used."""
-_HOST = ("q4", "int4", "quantized", "int8", "uint8", "q8", "", "bnb4", "fp16", "q4f16")
-_GPU = ("q4f16", "fp16", "q4", "int4", "", "bnb4", "int8", "uint8", "quantized", "q8")
-"""Precisions that are taken, in this order, where there are several and none was asked for."""
+_HOST = ("q4", "int4", "q8", "", "bnb4", "fp16", "q4f16", "int8", "uint8", "quantized")
+_GPU = ("q4f16", "fp16", "q4", "int4", "", "bnb4", "q8", "int8", "uint8", "quantized")
+"""Precisions that are taken, in this order, where there are several and none was asked for. Last are those that scale a
+batch as a whole, so that requests in it disturb each other, for which they are refused."""
 
 
 def is_one(model: str) -> bool:

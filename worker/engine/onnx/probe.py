@@ -23,7 +23,9 @@ _SHARED = 5
 """Of the whole, those that another lane gets from it."""
 _STEPS = _WHOLE - _SHARED
 _CLOSE = 0.05
-"""Logits of the same token, computed twice in batches of other shapes, differ by less, against their own spread."""
+"""How much the logits of a token may differ between batches of other shapes: the spread of the differences against
+their own. With 4-bit weights it was up to 0.02, since activations are rounded to 8 bits; where a graph ignored its
+mask, 0.14. The largest difference says less: it grows with the vocabulary."""
 
 
 def agrees(cache: Cache, lanes: Lanes, vocab_size: int, where: str) -> bool:
@@ -47,7 +49,7 @@ def agrees(cache: Cache, lanes: Lanes, vocab_size: int, where: str) -> bool:
         raise ModelError(f"{where}: can't compute a first step: {error}") from error
     if truth.shape != (1, vocab_size) or not np.isfinite(truth).all():
         raise ModelError(f"{where}: its first step gives no logits for a vocabulary of {vocab_size}, or no numbers")
-    return bool(np.abs(found[0] - truth[0]).max() <= float(truth.std()) * _CLOSE)
+    return bool((found[0] - truth[0]).std() <= truth.std() * _CLOSE)
 
 
 def _prompt(cache: Cache, lanes: Lanes, sequence: Sequence, count: int) -> Array:

@@ -151,7 +151,8 @@ class OnnxRunner:
                     return PlainCache(model.caller, paddings, can_gap=can_gap)
         raise ModelError(
             f"{where}: computes something else in a batch than alone, so that requests would disturb each other; "
-            "export it anew, with a dynamic batch axis and attention_mask, or take its GGUF"
+            "take another of its files (those of int8 scale a batch as a whole), export it anew, with a dynamic batch "
+            "axis and attention_mask, or take its GGUF"
         )
 
     def _make_grouped(self, lanes: Lanes, context_length: int) -> GroupedCache:
