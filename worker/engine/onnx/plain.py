@@ -18,6 +18,7 @@ from worker.engine.onnx.graph import Kv
 from worker.engine.onnx.lanes import Copy, Shrink, Take
 from worker.engine.onnx.session import Array, Binding
 from worker.engine.plan import Part
+from worker.engine.runner import NoRoomError
 
 _HEADROOM_COLUMNS = 128
 """Columns that a batch can take before it needs other memory."""
@@ -47,14 +48,17 @@ class _Batch:
         return [self._view(buffer, kv, self.columns) for buffer, kv in zip(self._buffers[0], self._kv, strict=True)]
 
     def reserve(self, columns: int) -> None:
-        """Sees to it that the cache can grow to that width; keeps what is there."""
+        """Sees to it that the cache can grow to that width; keeps what is there. Raises NoRoomError."""
         if self._buffers[0] and columns <= self._capacity:
             return
         kept = self.arrays() if self._buffers[0] else []
-        self._capacity = columns + _HEADROOM_COLUMNS
-        sizes = [len(self.lanes) * kv.heads * self._capacity * kv.width for kv in self._kv]
-        first, second = ([np.empty(size, kv.dtype) for size, kv in zip(sizes, self._kv, strict=True)] for _ in range(2))
-        self._buffers = (first, second)
+        capacity = columns + _HEADROOM_COLUMNS
+        sizes = [len(self.lanes) * kv.heads * capacity * kv.width for kv in self._kv]
+        try:
+            both = [[np.empty(size, kv.dtype) for size, kv in zip(sizes, self._kv, strict=True)] for _ in range(2)]
+        except MemoryError as error:
+            raise NoRoomError(f"no memory for a batch of {len(self.lanes)} rows of {capacity} tokens") from error
+        self._buffers, self._capacity = (both[0], both[1]), capacity
         for array, old in zip(self.arrays(), kept, strict=bool(kept)):
             array[:] = old
 

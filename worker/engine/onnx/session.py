@@ -17,7 +17,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 PROVIDERS = ("auto", "cpu", "cuda")
 _NAMES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-_LARGEST_PROTOBUF = 2**31 - 1
 _ERRORS_ONLY = 3
 _OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "bad allocation")
 
