@@ -22,7 +22,7 @@ from worker.engine.onnx.model import OnnxModel
 from worker.engine.onnx.plain import PlainCache
 from worker.engine.onnx.session import Array, Device
 from worker.engine.plan import Part, Sampled, StepPlan
-from worker.engine.runner import Embedder, ModelError, NoRoomError
+from worker.engine.runner import DeviceError, Embedder, ModelError, NoRoomError
 from worker.engine.sampler import Sampler
 from worker.engine.sequence import End
 from worker.engine.settings import EngineSettings
@@ -75,7 +75,10 @@ class OnnxRunner:
         self._sampler.finish(seq_no)
 
     def apply(self, moves: Listing[Move]) -> None:
-        self._cache.apply(self._lanes.resolve(moves))
+        try:
+            self._cache.apply(self._lanes.resolve(moves))
+        except NoRoomError as error:  # lanes are halfway, and nobody could say where
+            raise DeviceError(str(error)) from error
 
     def step(self, plan: StepPlan) -> list[Sampled | End]:
         try:
