@@ -15,7 +15,7 @@ from cli.replay import options as replay_options
 from cli.replay import run as replay
 from cli.wirecheck import run as wirecheck
 from protocol import connection as nats
-from protocol import logs, subjects
+from protocol import logs, status, subjects
 from router import serve as router
 from router.placement import POLICIES
 from router.turns import QueueSettings
@@ -95,8 +95,22 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
 def _add_worker(parser: argparse.ArgumentParser) -> None:
     _add_broker(parser)
     _add_inboxes(parser)
+    _add_status(parser)
     worker.add_flags(parser)
     parser.set_defaults(run=_worker)
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    shown = status.Settings()
+    parser.add_argument(
+        "--metrics-port",
+        type=_port,
+        metavar="PORT",
+        help="show /metrics, /livez and /readyz there; 0 takes a free port; without it nothing is shown",
+    )
+    parser.add_argument(
+        "--metrics-host", default=shown.host, metavar="ADDRESS", help="and at this address (%(default)s)"
+    )
 
 
 def _add_inboxes(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +124,7 @@ def _add_inboxes(parser: argparse.ArgumentParser) -> None:
 
 def _add_router(parser: argparse.ArgumentParser) -> None:
     _add_broker(parser)
+    _add_status(parser)
     _add_inboxes(parser)
     parser.add_argument("--router-id", default="", help="name of this router in logs")
     parser.add_argument("--policy", default=POLICIES[0], help=f"{', '.join(POLICIES)} or your own (%(default)s)")
@@ -232,6 +247,7 @@ def _router(options: argparse.Namespace) -> int:
         queue=QueueSettings(options.max_queued_requests, options.max_queued_tokens),
         inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
         max_request_bytes=options.max_request_bytes,
+        status_page=status.Settings(options.metrics_host, options.metrics_port),
     )
     return _run("router", router.serve(settings))
 

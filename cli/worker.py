@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from protocol import connection as nats
-from protocol import subjects
+from protocol import status, subjects
 from worker.engine import weights
 from worker.engine.settings import EngineSettings, OnnxSettings, Pressure
 from worker.front.settings import FrontSettings, ServedModel, WorkerSettings
@@ -120,6 +120,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         broker=nats.Settings(url=options.nats),
         prefix=options.prefix,
         worker_id=options.worker_id,
+        status_page=status.Settings(options.metrics_host, options.metrics_port),
         front=FrontSettings(
             inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
             max_new_tokens=options.max_new_tokens,

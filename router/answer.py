@@ -9,6 +9,7 @@ from protocol import codec, errors, limits, messages
 from protocol.bus import Bus, BusyError, PayloadTooLargeError
 from protocol.recent import Recent
 from router.flight import Flight
+from router.metrics import RouterMetrics
 
 MAX_ENDED = 4_096
 """Terminals of this router that can be had again."""
@@ -40,9 +41,10 @@ def _timings(flight: Flight) -> messages.Timings:
 class Answers:
     """Publishes a router's own terminals, each with its line in the log."""
 
-    def __init__(self, connection: Bus, router_id: str) -> None:
+    def __init__(self, connection: Bus, router_id: str, metrics: RouterMetrics | None = None) -> None:
         self._connection = connection
         self._router_id = router_id
+        self._metrics = metrics or RouterMetrics()
         self._ended: Recent[_Said] = Recent(limits.KEEP_ENDED_S, MAX_ENDED)
         self._log = structlog.get_logger()
 
@@ -51,6 +53,7 @@ class Answers:
 
     def refuse(self, reply: str, encoding: codec.Encoding, request_id: str, error: errors.Error) -> None:
         """The terminal of a request that was never taken."""
+        self._metrics.refused.of(error.code).add()
         chunk = messages.Chunk(id=request_id, finish_reason=messages.FinishReason.ERROR, error=error)
         self._publish(reply, encoding, chunk)
         self._log.info(
@@ -75,6 +78,7 @@ class Answers:
 
     def fail(self, flight: Flight, error: errors.Error) -> None:
         """The terminal of a taken request that ends in an error."""
+        self._metrics.refused.of(error.code).add()
         self._end(flight, messages.FinishReason.ERROR, error)
 
     def cancelled(self, flight: Flight) -> None:

@@ -11,6 +11,7 @@ from protocol import request as checks
 from protocol.bus import Bus, BusyError, NoRespondersError, PayloadTooLargeError
 from router.fleet import Fleet
 from router.flight import Flight, Flights
+from router.metrics import RouterMetrics
 from router.served import NoWorker, Placement
 from router.turns import Turns
 
@@ -38,6 +39,7 @@ class Dispatch:
         flights: Flights,
         turns: Turns,
         router_id: str,
+        metrics: RouterMetrics | None = None,
     ) -> None:
         self._connection = connection
         self._names = names
@@ -45,6 +47,8 @@ class Dispatch:
         self._flights = flights
         self._turns = turns
         self._router_id = router_id
+        self._metrics = metrics or RouterMetrics()
+        self._accepting = self._metrics.phases.of("accept")
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -72,9 +76,12 @@ class Dispatch:
                     if flight.cancelled:
                         self._fleet.unbook(worker.card.worker_id, flight.key)
                         return
+                    began = time.perf_counter()
                     refusal = await self._try(flight, placement)
+                    self._accepting.observe(time.perf_counter() - began)
                     if refusal is None:
                         return
+                    self._metrics.retries.of(refusal.code).add()
                     self._fleet.unbook(worker.card.worker_id, flight.key)
                     if flight.spoken or not refusal.retryable:
                         raise errors.RequestError(refusal)

@@ -12,6 +12,7 @@ from protocol import codec, embed, errors, internal, limits, messages, subjects
 from protocol.bus import Bus, NoRespondersError, PayloadTooLargeError
 from router import present
 from router.fleet import Fleet
+from router.metrics import RouterMetrics
 from router.worker import Worker
 
 _replies = codec.Decoder(internal.Embedded)
@@ -35,11 +36,14 @@ class Asked(NamedTuple):
 class Embeddings:
     """The requests of one router. They hold no state in a worker, so that any may be asked again elsewhere."""
 
-    def __init__(self, bus: Bus, names: subjects.Subjects, fleet: Fleet, rng: random.Random) -> None:
+    def __init__(
+        self, bus: Bus, names: subjects.Subjects, fleet: Fleet, rng: random.Random, metrics: RouterMetrics
+    ) -> None:
         self._bus = bus
         self._names = names
         self._fleet = fleet
         self._rng = rng
+        self._metrics = metrics
         self._open: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
@@ -88,6 +92,7 @@ class Embeddings:
         self.answer(asked.reply, asked.encoding, answer)
         total_ms = round((time.monotonic() - asked.received_at) * 1e3, 1)
         code = answer.error.code if answer.error else None
+        self._metrics.embeddings.of(code or "ok").add()
         tokens = answer.usage.prompt_tokens if answer.usage else 0
         self._log.info(
             "embed_finished", request_id=asked.request_id, code=code, prompt_tokens=tokens, total_ms=total_ms

@@ -203,6 +203,10 @@ class Fleet:
         served = self._served.get(model)
         return None if served is None else served.scheme
 
+    def num_blocks(self, model: str) -> int:
+        """Blocks of a model in the index."""
+        return self._served[model].num_blocks if model in self._served else 0
+
     def find(self, worker_id: str) -> Worker | None:
         return self._workers.get(worker_id)
 

@@ -14,6 +14,7 @@ from router.answer import Answers
 from router.dispatch import AlreadyLiveError, Dispatch
 from router.fleet import Fleet
 from router.flight import Flight, Flights
+from router.metrics import RouterMetrics
 from router.turns import Turns
 from router.vocabularies import Vocabularies
 from router.worker import Worker
@@ -34,6 +35,7 @@ class Journeys:
         dispatch: Dispatch,
         answers: Answers,
         router_id: str,
+        metrics: RouterMetrics | None = None,
     ) -> None:
         self._fleet = fleet
         self._flights = flights
@@ -42,6 +44,8 @@ class Journeys:
         self._dispatch = dispatch
         self._answers = answers
         self._router_id = router_id
+        self._metrics = metrics or RouterMetrics()
+        self._tokenizing = self._metrics.phases.of("tokenize")
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
 
@@ -156,11 +160,14 @@ class Journeys:
 
     async def _bring(self, flight: Flight) -> None:
         workers = present.workers_of(self._fleet, flight.model, time.monotonic())
+        self._metrics.received.of(flight.model).add()
         _check_needs(flight.request, workers[0])
         remaining_ms = flight.remaining_ms(time.monotonic())
         try:
             async with asyncio.timeout(None if remaining_ms is None else remaining_ms / 1e3):
+                began = time.perf_counter()
                 token_ids = await self._vocabularies.token_ids(flight.request, workers)
+                self._tokenizing.observe(time.perf_counter() - began)
         except TimeoutError as error:
             raise errors.request_error(errors.Code.DEADLINE_EXCEEDED) from error
         longest = max(worker.card.context_length for worker in workers)

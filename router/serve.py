@@ -13,7 +13,7 @@ import time
 import structlog
 
 from protocol import connection as nats
-from protocol import subjects
+from protocol import metrics, status, subjects
 from protocol.bus import Bus
 from router.answer import Answers
 from router.dispatch import Dispatch
@@ -22,10 +22,14 @@ from router.fleet import Fleet
 from router.flight import Flights
 from router.intake import Intake
 from router.journey import Journeys
+from router.metrics import RouterMetrics
 from router.placement import make_policies
 from router.turns import Choice, QueueSettings, Turns
 from router.vocabularies import Vocabularies
 from router.watch import FleetWatch
+
+_BYTES_PER_BLOCK = 87
+"""Of the prefix index, measured over a million blocks (bench.index_memory)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +54,8 @@ class RouterSettings:
     """Requests held at a time; beyond that they are refused with `overloaded`."""
     max_held_bytes: int = 256 * 1024 * 1024
     """What their prompts may take in memory; likewise."""
+    status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
+    """Where it shows its metrics and health."""
     grace_s: float = 5.0
 
 
@@ -61,19 +67,47 @@ class Router:
     ) -> None:
         fleet = self.fleet = Fleet(time.monotonic())
         flights = Flights(settings.max_flights, settings.max_held_bytes)
-        answers = Answers(bus, router_id)
+        measured = self.metrics = RouterMetrics()
+        answers = Answers(bus, router_id, measured)
         choice = Choice(make_policies(), settings.policy, rng, settings.temperature)
-        turns = Turns(fleet, choice, settings.queue)
-        dispatch = Dispatch(bus, names, fleet, flights, turns, router_id)
-        self._journeys = Journeys(fleet, flights, Vocabularies(bus, names), turns, dispatch, answers, router_id)
+        turns = Turns(fleet, choice, settings.queue, measured)
+        dispatch = Dispatch(bus, names, fleet, flights, turns, router_id, measured)
+        self._journeys = Journeys(
+            fleet, flights, Vocabularies(bus, names), turns, dispatch, answers, router_id, measured
+        )
+        self._bus, self._flights, self._turns = bus, flights, turns
         most = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)
-        self._embeddings = Embeddings(bus, names, fleet, rng)
+        self._embeddings = Embeddings(bus, names, fleet, rng, measured)
         prefixes = settings.inbox_prefixes
         self._intake = Intake(bus, names, prefixes, most, fleet, self._journeys, self._embeddings, answers)
-        self._watch = FleetWatch(bus, names, fleet, flights, self._journeys)
+        self._watch = FleetWatch(bus, names, fleet, flights, self._journeys, measured)
 
     def __repr__(self) -> str:
         return f"<Router {self._watch!r} {self._journeys!r}>"
+
+    @property
+    def why_not_ready(self) -> str:
+        """Empty while it can place requests."""
+        if not self._bus.is_connected:
+            return "there is no connection to the broker"
+        return "" if any(True for _ in self.fleet.models()) else "no worker is known"
+
+    def show(self) -> None:
+        """Brings levels up to date, for a scrape."""
+        shown = self.metrics
+        shown.in_flight.of().set(len(self._flights))
+        shown.dropped.of().set(self._intake.num_dropped)
+        for family in (shown.queue_depth, shown.workers, shown.index_blocks, shown.index_bytes):
+            family.clear()
+        for model, depth in self._turns.depths().items():
+            shown.queue_depth.of(model).set(depth)
+        for model, workers in self.fleet.models():
+            shown.queue_depth.of(model)
+            blocks = self.fleet.num_blocks(model)
+            shown.index_blocks.of(model).set(blocks)
+            shown.index_bytes.of(model).set(blocks * _BYTES_PER_BLOCK)
+            for worker in workers:
+                shown.workers.of(model, "silent" if worker.is_silent else worker.state).add()
 
     async def open(self) -> None:
         """Learns who is there, and takes requests from then on."""
@@ -113,6 +147,8 @@ async def serve(settings: RouterSettings) -> None:
         stack.push_async_callback(connection.close)
         names = subjects.Subjects(settings.prefix)
         router = Router(connection, names, router_id, settings, random.Random())
+        page = metrics.Page(router.metrics.families(), router.show)
+        await stack.enter_async_context(status.shown(settings.status_page, page.registry, lambda: router.why_not_ready))
         await router.open()
         structlog.get_logger().info("router_ready", policy=settings.policy)
         await _run(settings, connection, router, leave)

@@ -10,6 +10,7 @@ from protocol import errors, messages
 from router.backlog import Backlog, Waiting
 from router.fleet import Fleet
 from router.flight import Flight
+from router.metrics import RouterMetrics
 from router.placement import Policy
 from router.served import NoWorker, Placement, Prompt, Room, Wish
 
@@ -44,10 +45,14 @@ class _Held(NamedTuple):
 class Turns:
     """The requests of one router that wait for their placement. Choosing and booking are one step without a pause."""
 
-    def __init__(self, fleet: Fleet, choice: Choice, settings: QueueSettings) -> None:
+    def __init__(
+        self, fleet: Fleet, choice: Choice, settings: QueueSettings, metrics: RouterMetrics | None = None
+    ) -> None:
         self._fleet = fleet
         self._choice = choice
         self._settings = settings
+        self._metrics = metrics or RouterMetrics()
+        self._hashing, self._placing = (self._metrics.phases.of(phase) for phase in ("hash", "place"))
         self._backlogs: dict[str, Backlog] = {}
         self._held: dict[str, _Held] = {}
 
@@ -91,6 +96,10 @@ class Turns:
                     self._release(held.flight, NoWorker())
             self._drop_if_empty(model)
 
+    def depths(self) -> dict[str, int]:
+        """How many wait, by model."""
+        return {model: len(backlog) for model, backlog in self._backlogs.items()}
+
     def cancel(self, flight: Flight) -> None:
         """Has a request that waits wait no more."""
         if flight.key in self._held:
@@ -122,6 +131,7 @@ class Turns:
         finally:
             if not held.outcome.done():
                 self._release(flight, errors.make_error(errors.Code.DEADLINE_EXCEEDED))
+        self._metrics.queue_wait.of(flight.model).observe(time.monotonic() - now)
         outcome = held.outcome.result()
         if isinstance(outcome, errors.Error):
             raise errors.RequestError(outcome)
@@ -147,9 +157,22 @@ class Turns:
         asked = flight.request.routing or _NO_WISH
         policy = self._choice.policies[asked.policy or self._choice.default_policy]
         wish = Wish(asked.worker_id or None, without, self._choice.temperature, bool(asked.explain))
-        placement = self._fleet.place(flight.model, self._prompt(flight), policy, self._choice.rng, now, wish)
-        self._fleet.tally.took(time.perf_counter() - began)
+        prompt = self._prompt(flight)
+        hashed = time.perf_counter()
+        placement = self._fleet.place(flight.model, prompt, policy, self._choice.rng, now, wish)
+        ended = time.perf_counter()
+        self._fleet.tally.took(ended - began)
+        self._hashing.observe(hashed - began)
+        self._placing.observe(ended - hashed)
+        if isinstance(placement, Placement):
+            self._count(flight, placement)
         return placement
+
+    def _count(self, flight: Flight, placement: Placement) -> None:
+        self._metrics.placed.of(flight.model, placement.policy).add()
+        self._metrics.prompt_tokens.of(flight.model).add(flight.num_prompt_tokens)
+        size = placement.worker.card.kv_block_size or 0
+        self._metrics.overlap_tokens.of(flight.model).add(placement.overlap_blocks * size)
 
     def _prompt(self, flight: Flight) -> Prompt:
         assert flight.prompt_ids is not None, flight

@@ -14,6 +14,7 @@ from router.fleet import Fleet
 from router.flight import Flight, Flights
 from router.heard import Heard, Lost
 from router.journey import Journeys
+from router.metrics import RouterMetrics
 
 _cards = codec.Decoder(messages.Card)
 _events = codec.Decoder(internal.Events)
@@ -33,12 +34,21 @@ _SNAPSHOT_EVERY_S = 1.0
 class FleetWatch:
     """Feeds the fleet with cards, events and snapshots, and tells the journeys what became of their requests."""
 
-    def __init__(self, bus: Bus, names: subjects.Subjects, fleet: Fleet, flights: Flights, journeys: Journeys) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        names: subjects.Subjects,
+        fleet: Fleet,
+        flights: Flights,
+        journeys: Journeys,
+        metrics: RouterMetrics | None = None,
+    ) -> None:
         self._bus = bus
         self._names = names
         self._fleet = fleet
         self._flights = flights
         self._journeys = journeys
+        self._metrics = metrics or RouterMetrics()
         self._inbox = bus.new_inbox()
         self._discovered_at = 0.0
         self._forgive_until = 0.0
@@ -123,7 +133,11 @@ class FleetWatch:
             self._log.error("events_refused", subject=message.subject, error=str(error))
             return
         now = time.monotonic()
+        known = self._fleet.find(events.worker_id)
+        before = known.log.num_lost if known is not None else 0
         heard = self._fleet.take_events(events, now)
+        if known is not None and known.log.num_lost > before:
+            self._metrics.lost_events.of().add(known.log.num_lost - before)
         if heard is not None:
             self._act(heard, events.worker_id)
             self._journeys.work_off()
@@ -162,6 +176,7 @@ class FleetWatch:
         """Sets right what is believed of the requests that the worker had when it was asked for the snapshot."""
         worker = self._fleet.find(worker_id)
         assert worker is not None, worker_id
+        self._metrics.snapshots.of().add()
         self._log.info("worker_caught_up", worker_id=worker_id, running=len(caught.running))
         for flight in self._flights.at(worker_id):
             running = caught.running.get(flight.key)

@@ -1,5 +1,6 @@
 """What front and engine process say to each other over their socket: length-prefixed MessagePack."""
 
+import enum
 import socket
 import struct
 from collections import deque
@@ -124,6 +125,27 @@ class PromptProgress(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int
 
 
+class StepKind(enum.StrEnum):
+    """What a step computed."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class StepNote(msgspec.Struct, frozen=True, array_like=True):
+    """How a step went, for the metrics."""
+
+    kind: StepKind
+    seconds: float
+    gap_s: float
+    """Since the step before, if there was work all the while; else 0."""
+    preemptions: int = 0
+    """Since the step before."""
+    evicted_blocks: int = 0
+    """Likewise."""
+
+
 class StepReport(Frame, frozen=True):
     """Engine to front: what a step did. `started` are sequences that got a lane."""
 
@@ -136,6 +158,8 @@ class StepReport(Frame, frozen=True):
     """Hashes of cached blocks that are gone."""
     stored: list[tuple[int, int]] = []
     """Cached blocks that are new: the hash of the block before, and its own."""
+    note: StepNote | None = None
+    """Where something was computed."""
 
 
 class Tokens(Frame, frozen=True):

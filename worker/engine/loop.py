@@ -19,6 +19,7 @@ from worker.engine.sequence import Sequence
 from worker.engine.settings import Pressure
 from worker.engine.tree import Domain
 from worker.engine.turnstile import Turnstile
+from worker.engine.watch import StepWatch
 
 _IDLE_TOKENS = 256
 """Cached tokens that stay on the device where there is host memory for the rest: all that are held slow every step of
@@ -48,6 +49,8 @@ class StepLoop:
         most = runner.config.max_num_batched_tokens - runner.config.max_num_seqs
         self._pace = Pace(step_target_s, min_tokens=min(32, most), max_tokens=most)
         self._transfers = TransferPace(step_target_s / 10)
+        self._watch = StepWatch(self._scheduler)
+        self._note: frames.StepNote | None = None
         self._embeddings = Embeddings(
             runner.embedder,
             runner.config.max_num_batched_tokens,
@@ -82,6 +85,8 @@ class StepLoop:
         """Carries out all commands there are, waiting for one while there is nothing else to do."""
         advances: list[Advance] = []
         while not self._inbox.empty() or not (self._scheduler.has_work or advances or self._embeddings.has_work):
+            if self._inbox.empty():
+                self._watch.rest()
             command = self._inbox.get()
             match command:
                 case None:
@@ -153,7 +158,9 @@ class StepLoop:
             sampled = self._runner.step(plan)
         except NoRoomError:
             return self._give_way()
-        self._pace.observe(plan.num_tokens, time.monotonic() - began)
+        ended = time.monotonic()
+        self._pace.observe(plan.num_tokens, ended - began)
+        self._note = self._watch.note(plan, began, ended)
         return self._scheduler.commit(plan, sampled)
 
     def _give_way(self) -> list[Advance]:
@@ -169,7 +176,8 @@ class StepLoop:
         progress = self._progress(advances)
         removed, stored = self._scheduler.take_changes()
         pairs = [(new.parent, new.hash) for new in stored]
-        self._report(frames.StepReport([], outputs, self._scheduler.load(), progress, removed, pairs))
+        note, self._note = self._note, None
+        self._report(frames.StepReport([], outputs, self._scheduler.load(), progress, removed, pairs, note))
         if not self._scheduler.has_work:
             self._scheduler.check_integrity()
 

@@ -42,6 +42,11 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
+    def evicted_blocks(self) -> int:
+        """Cached blocks that had to leave the device, in all."""
+        return self._pool.evicted_blocks
+
+    @property
     def running(self) -> Listing[Sequence]:
         """Those with a lane, in turn."""
         return self._running

@@ -57,6 +57,10 @@ class ChildEngine:
         """Called when the other side is gone, before any stream is told so."""
         self.on_blocks: Callable[[list[int], list[tuple[int, int]]], None] = lambda removed, stored: None
         """As the contract says."""
+        self.on_note: Callable[[frames.StepNote], None] = lambda note: None
+        """Told how each step went that computed something."""
+        self.on_interval: Callable[[float], None] = lambda seconds: None
+        """Told the time from each token of a request to its next."""
         self.on_step: Callable[[], None] = lambda: None
         """Called when all sinks have had what a step brought."""
 
@@ -288,6 +292,8 @@ class ChildEngine:
             self._longest_step_s = max(self._longest_step_s, now - self._stepped_at)
         self._stepped_at = now
         self._load = report.load
+        if report.note is not None:
+            self.on_note(report.note)
         if report.removed or report.stored:
             self.on_blocks(report.removed, report.stored)
         for number in report.started:
@@ -306,6 +312,9 @@ class ChildEngine:
         self.on_step()
 
     def _advance(self, output: frames.SequenceOutput, generation: Generation, now: float) -> None:
+        before = generation.last_token_at
+        if before is not None and output.token_id is not None:
+            self.on_interval(now - before)
         if not generation.advance(output, now):
             return
         if output.seq_no not in self._generations:  # its own sink has aborted it

@@ -13,6 +13,7 @@ from worker import contract
 from worker.front.announce import Announcer
 from worker.front.fence import FENCE_S, Fence
 from worker.front.inbox import Inbox
+from worker.front.metrics import ReplicaMetrics, WorkerMetrics
 from worker.front.outbox import Outbox
 from worker.front.settings import FrontSettings, Say
 from worker.front.streams import Streams
@@ -25,20 +26,30 @@ class ReplacedError(RuntimeError):
 class Front:
     """Serves one worker over a bus, with whatever engine it is given. Times are of one monotonic clock."""
 
-    def __init__(self, bus: Bus, names: subjects.Subjects, model: str, worker_id: str, settings: FrontSettings) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        names: subjects.Subjects,
+        model: str,
+        worker_id: str,
+        settings: FrontSettings,
+        metrics: ReplicaMetrics | None = None,
+    ) -> None:
         self._bus = bus
         self._announcer = Announcer(bus, names, model, worker_id)
-        self._outbox = Outbox(bus, self._announcer)
+        self.metrics = metrics or ReplicaMetrics(WorkerMetrics(), model, worker_id)
+        self._outbox = Outbox(bus, self._announcer, self.metrics)
         self._streams = Streams(
             self._announcer,
             self._outbox,
+            self.metrics,
             settings.max_new_tokens,
             settings.inbox_prefixes,
             validate=settings.debug,
         )
         self.drain_asked = asyncio.Event()
         self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._inbox = Inbox(bus, names, self._announcer, self._streams, settings.inbox_prefixes, self)
+        self._inbox = Inbox(bus, names, self._announcer, self._streams, settings.inbox_prefixes, self, self.metrics)
         self._fence = Fence(time.monotonic())
         self._leaving = False
         self._has_engine = False
@@ -52,6 +63,11 @@ class Front:
 
     def __repr__(self) -> str:
         return f"<Front {self._announcer!r} {self._streams!r} {self._fence!r}>"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken now."""
+        return self._has_engine and not self._leaving and not self._announcer.is_silent
 
     async def open(self) -> None:
         """Subscribes to everything that the worker serves."""

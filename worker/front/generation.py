@@ -29,6 +29,7 @@ class Generation:
         self.accepted_at = accepted_at
         self.started_at: float | None = None
         self._first_token_at: float | None = None
+        self.last_token_at: float | None = None
         self.finished_by: End | None = None
         self.sampled = array("I")
         """What an engine would have to be given, behind the prompt, to go on."""
@@ -66,6 +67,7 @@ class Generation:
         self.crashes = 0
         if self._first_token_at is None:
             self._first_token_at = now
+        self.last_token_at = now
         if end is End.STOP_TOKEN:
             self._completion.count_silent()
             self._end(now, end, token_id, self._completion.release(), logprobs, stop_match=token_id)

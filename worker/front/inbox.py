@@ -11,6 +11,7 @@ from protocol import blocks, codec, errors, internal, limits, messages, prompt, 
 from protocol.bus import Bus, Callback, PayloadTooLargeError, is_no_responders
 from worker import contract
 from worker.front.announce import Announcer
+from worker.front.metrics import ReplicaMetrics
 from worker.front.settings import Say
 from worker.front.streams import Streams
 
@@ -47,6 +48,7 @@ class Inbox:
         streams: Streams,
         inbox_prefixes: tuple[str, ...],
         owner: Owner,
+        metrics: ReplicaMetrics,
     ) -> None:
         self._connection = connection
         self._names = names
@@ -54,6 +56,7 @@ class Inbox:
         self._streams = streams
         self._inbox_prefixes = inbox_prefixes
         self._owner = owner
+        self._metrics = metrics
         self._engine: contract.Engine | None = None
         self._tokenizes: set[asyncio.Task[None]] = set()
         self._embeds: set[asyncio.Task[None]] = set()
@@ -208,6 +211,7 @@ class Inbox:
         except errors.RequestError as error:
             self._reply(message, internal.Embedded(error=error.error))
         else:
+            self._metrics.embedded(len(request.inputs))
             self._reply(message, reply)
 
     def _reply_with_tokens(self, message: Msg, token_ids: bytes) -> None:

@@ -6,6 +6,7 @@ from protocol import codec, limits, messages, subjects
 from protocol.bus import Bus, BusyError
 from worker import contract
 from worker.front.announce import Announcer
+from worker.front.metrics import ReplicaMetrics
 from worker.front.stream import Stream, too_large
 
 _LOG_FIELDS = ("prompt_tokens", "completion_tokens", "cached_tokens")
@@ -14,9 +15,10 @@ _LOG_FIELDS = ("prompt_tokens", "completion_tokens", "cached_tokens")
 class Outbox:
     """Collects what one turn of the loop has to say and publishes it at the turn's end."""
 
-    def __init__(self, connection: Bus, announcer: Announcer) -> None:
+    def __init__(self, connection: Bus, announcer: Announcer, metrics: ReplicaMetrics) -> None:
         self._connection = connection
         self._announcer = announcer
+        self._metrics = metrics
         self._chunks: list[tuple[Stream, messages.Chunk, str]] = []
         self._log = structlog.get_logger()
         self.dropped_chunks = 0
@@ -89,6 +91,8 @@ class Outbox:
         return chunk
 
     def _log_end(self, stream: Stream, chunk: messages.Chunk) -> None:
+        reason = chunk.error.code if chunk.error else chunk.finish_reason
+        self._metrics.finished(str(reason), chunk.usage or None, chunk.timings or None)
         self._log.info(
             "request_finished",
             request_id=stream.key,

@@ -16,6 +16,7 @@ from worker.engine.settings import EngineSettings
 from worker.front.engine import ChildEngine
 from worker.front.front import Front
 from worker.front.link import EngineProcess
+from worker.front.metrics import ReplicaMetrics, WorkerMetrics
 from worker.front.settings import Say, WorkerSettings
 from worker.front.supervise import Supervisor
 
@@ -26,7 +27,13 @@ class Replica:
     """Lives from `run` until it is drained. Its engine is a step loop in `process`."""
 
     def __init__(
-        self, settings: WorkerSettings, served_name: str, worker_id: str, engine: EngineSettings, process: EngineProcess
+        self,
+        settings: WorkerSettings,
+        served_name: str,
+        worker_id: str,
+        engine: EngineSettings,
+        process: EngineProcess,
+        metrics: WorkerMetrics,
     ) -> None:
         self.worker_id = worker_id
         self.served_name = served_name
@@ -41,6 +48,9 @@ class Replica:
         self._settings = settings
         self._engine = engine
         self._process = process
+        self._metrics = ReplicaMetrics(metrics, served_name, worker_id)
+        self._config: contract.EngineConfig | None = None
+        self._supervisor: Supervisor | None = None
         self._said_at = time.monotonic()
         self._log = structlog.get_logger()
 
@@ -60,20 +70,36 @@ class Replica:
         connection = await nats.connect(self._settings.broker, name=f"worker {self.worker_id}")
         try:
             names = subjects.Subjects(self._settings.prefix)
-            front = Front(connection, names, self.served_name, self.worker_id, self._settings.front)
+            front = Front(connection, names, self.served_name, self.worker_id, self._settings.front, self._metrics)
             self.front = front
             front.on_load = self.on_load
             if self._leave.is_set():
                 return
             supervisor = Supervisor(self._make_engine, self.worker_id, self, self._settings.step_timeout_s)
-            front.on_pulse = supervisor.watch
+            self._supervisor = supervisor
+            front.on_pulse = self._pulse
             await front.open()
             await self._live(connection, supervisor, front)
         finally:
+            self._metrics.forget()
             await connection.close()
+
+    @property
+    def why_not_ready(self) -> str:
+        """Empty while it takes requests."""
+        return "" if self.front is not None and self.front.is_ready else f"{self.worker_id} is not ready"
+
+    def show(self) -> None:
+        """Brings its levels up to date, for a scrape."""
+        engine = self._supervisor.engine if self._supervisor is not None else None
+        if engine is not None and self._config is not None:
+            self._metrics.show(engine.load(), self._config, is_ready=not self.why_not_ready)
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         """A restart finds the same files and takes no more memory than the first."""
+        if self._config is not None:
+            self._metrics.restarted()
+        self._config = config
         self._engine = msgspec.structs.replace(self._engine, files=config.files, kv_limit_bytes=config.kv_bytes)
         assert self.front is not None
         self.front.engine_started(engine, config)
@@ -89,9 +115,18 @@ class Replica:
         settings = self._engine
         engine = ChildEngine(lambda: self._process.open(settings), self._settings.max_waiting, keeps_streams=True)
         engine.on_step = self.front.step_done
+        engine.on_note = self._metrics.step
+        engine.on_interval = self._metrics.interval
         engine.on_blocks = self.front.blocks_changed
         engine.on_loading = self._note_loading
         return engine
+
+    def _pulse(self, now: float, gap_s: float) -> None:
+        assert self._supervisor is not None
+        self._supervisor.watch(now, gap_s)
+        engine = self._supervisor.engine
+        if engine is not None and self._config is not None:
+            self._metrics.take_load(engine.load())
 
     def _note_loading(self, fraction: float) -> None:
         """Says how far a model is loaded, every few seconds of a long load."""

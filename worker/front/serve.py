@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 import structlog
 
-from protocol import errors, internal
+from protocol import errors, internal, metrics, status
 from worker import contract
 from worker.engine import weights
 from worker.engine.settings import EngineSettings
 from worker.front.link import EngineProcess
+from worker.front.metrics import WorkerMetrics
 from worker.front.replica import Replica
 from worker.front.settings import Say, ServedModel, WorkerSettings
 
@@ -42,6 +43,7 @@ class Worker:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._process = EngineProcess()
+        self._metrics = WorkerMetrics()
         self._name = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self._is_single = sum(model.replicas for model in settings.models) == 1
         self._lives: dict[Replica, asyncio.Task[None]] = {}
@@ -57,6 +59,10 @@ class Worker:
 
     async def run(self) -> None:
         """Until every replica has left. Raises what `serve` does."""
+        async with status.shown(self._settings.status_page, self._page().registry, self._why_not_ready):
+            await self._live()
+
+    async def _live(self) -> None:
         try:
             await self._start_first()
             while self._lives:
@@ -66,6 +72,18 @@ class Worker:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _page(self) -> metrics.Page:
+        def refresh() -> None:
+            for replica in self._lives:
+                replica.show()
+
+        return metrics.Page(self._metrics.families(), refresh)
+
+    def _why_not_ready(self) -> str:
+        if not self._lives or self._is_leaving:
+            return "no replica takes requests"
+        return next(filter(None, (replica.why_not_ready for replica in self._lives)), "")
 
     def leave(self) -> None:
         """Has every replica drained."""
@@ -130,7 +148,7 @@ class Worker:
         alone = self._is_single and self._last_number == 1
         worker_id = self._name if alone else f"{self._name}-{self._last_number}"
         engine = msgspec.structs.replace(model.engine, kv_limit_bytes=self._share(coming))
-        replica = Replica(self._settings, model.served_name, worker_id, engine, self._process)
+        replica = Replica(self._settings, model.served_name, worker_id, engine, self._process, self._metrics)
         replica.on_load = self.load
         life = self._lives[replica] = asyncio.create_task(replica.run())
         life.add_done_callback(lambda _: self._ended.put_nowait(replica))

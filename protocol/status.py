@@ -1,0 +1,92 @@
+"""What every server process shows over HTTP: `/metrics`, `/livez` and `/readyz`."""
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import structlog
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Where a process shows its metrics and health."""
+
+    host: str = "127.0.0.1"
+    port: int | None = None
+    """None shows nothing, 0 takes a free one."""
+
+
+@contextlib.asynccontextmanager
+async def shown(
+    settings: Settings, registry: CollectorRegistry, why_not_ready: Callable[[], str]
+) -> AsyncIterator[None]:
+    """Serves the page while the block runs. Raises ValueError where the port can't be had."""
+    if settings.port is None:
+        yield
+        return
+    server = StatusServer(settings.host, settings.port, registry, why_not_ready)
+    task = asyncio.create_task(server.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class StatusServer:
+    """`is_ready` says why the process can't do its work now; empty where it can. Port 0 takes a free one."""
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, why_not_ready: Callable[[], str]) -> None:
+        self._registry = registry
+        self._why_not_ready = why_not_ready
+        routes = [Route("/metrics", self._metrics), Route("/livez", self._livez), Route("/readyz", self._readyz)]
+        config = uvicorn.Config(
+            Starlette(routes=routes), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        )
+        self._server = _Server(config)
+        self._socket = _bind(host, port)
+        self.port: int = self._socket.getsockname()[1]
+
+    def __repr__(self) -> str:
+        return f"<StatusServer on port {self.port}>"
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        structlog.get_logger().info("status_page", port=self.port)
+        try:
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            self._socket.close()
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _livez(self, _: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def _readyz(self, _: Request) -> Response:
+        reason = self._why_not_ready()
+        return PlainTextResponse(f"{reason or 'ok'}\n", status_code=503 if reason else 200)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the process's own business."""
+        yield
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Raises ValueError where the port is taken, or the address nobody's."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise ValueError(f"--metrics-port {port} on {host}: {error.strerror or error}; take another") from error

@@ -1,0 +1,81 @@
+"""Metrics: what is counted is what is shown, and no client can make them grow without end."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from protocol import metrics
+from router.metrics import RouterMetrics
+from worker.front.metrics import WorkerMetrics
+
+BOUNDS = (0.1, 1.0, 10.0)
+
+
+def shown(*families: metrics.Counter | metrics.Gauge | metrics.Histogram) -> dict[tuple[str, ...], float]:
+    """Samples by name and label values, as a scraper reads them."""
+    text = generate_latest(metrics.Page(families, lambda: None).registry).decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[(sample.name, *(f"{name}={value}" for name, value in sorted(sample.labels.items())))] = sample.value
+    return found
+
+
+def test_a_counter_is_shown_with_its_labels_and_total() -> None:
+    counter = metrics.Counter("apples", "Apples.", ("kind",))
+    counter.of("red").add()
+    counter.of("red").add(2)
+    assert shown(counter) == {("apples_total", "kind=red"): 3.0}
+
+
+@given(st.lists(st.floats(0, 100)))
+def test_a_histogram_counts_every_value_in_each_bucket_that_is_not_below_it(values: list[float]) -> None:
+    histogram = metrics.Histogram("t_seconds", "Times.", (), BOUNDS)
+    child = histogram.of()
+    for value in values:
+        child.observe(value)
+    found = shown(histogram)
+    for bound in (*BOUNDS, math.inf):
+        name = "+Inf" if bound == math.inf else str(bound)
+        assert found["t_seconds_bucket", f"le={name}"] == sum(value <= bound for value in values)
+    assert found["t_seconds_count",] == len(values)
+    assert found["t_seconds_sum",] == pytest.approx(sum(values))
+
+
+def test_several_equal_values_are_one_call() -> None:
+    histogram = metrics.Histogram("t_seconds", "Times.", (), BOUNDS)
+    histogram.of().observe(0.5, 64)
+    assert shown(histogram)["t_seconds_count",] == 64
+
+
+def test_label_values_beyond_the_limit_are_counted_together() -> None:
+    counter = metrics.Counter("requests", "Requests.", ("model",))
+    for number in range(metrics.MAX_CHILDREN + 50):
+        counter.of(f"model-{number}").add()
+    found = shown(counter)
+    assert found["requests_total", f"model={metrics.OTHER}"] == 50
+    assert len(found) == metrics.MAX_CHILDREN + 1
+
+
+def test_somebody_who_is_forgotten_is_shown_no_more() -> None:
+    counter = metrics.Counter("requests", "Requests.", ("model", "worker_id"))
+    counter.of("m", "one").add()
+    counter.of("m", "two").add()
+    counter.forget("worker_id", "one")
+    assert shown(counter) == {("requests_total", "model=m", "worker_id=two"): 1.0}
+
+
+@pytest.mark.parametrize("declared", [WorkerMetrics().families(), RouterMetrics().families()])
+def test_every_metric_is_named_as_prometheus_wants_it_once_and_explained(
+    declared: list[metrics.Counter | metrics.Gauge | metrics.Histogram],
+) -> None:
+    assert len({family.name for family in declared}) == len(declared)
+    for family in declared:
+        assert family.name.startswith(("tokenbus_worker_", "tokenbus_router_"))
+        assert family.help_text.endswith((".", ")."))
+        assert isinstance(family, metrics.Histogram) <= family.name.endswith("_seconds")
+        assert not family.name.endswith("_total"), "the library adds it"
