@@ -60,12 +60,15 @@ class Broker:
                 self.kill()
 
 
-async def start(port: int, log_path: Path) -> Broker:
+async def start(port: int, log_path: Path, config: Path | None = None) -> Broker:
     """Starts nats-server on that port of 127.0.0.1; 0 takes a free one. Raises BrokerError.
+
+    `config` is a file of its settings, of which address and port are not taken.
 
     Must be called from the main thread, to which the server's life is bound."""
     with tempfile.TemporaryDirectory(prefix="tokenbus-nats-") as folder:
         command = [find_binary(), "-a", "127.0.0.1", "-p", str(port or -1), "--ports_file_dir", folder]
+        command += ["-c", str(config)] if config is not None else []
         with log_path.open("ab") as log:
             process = subprocess.Popen(  # noqa: ASYNC220  # asyncio's own has no preexec_fn under every loop
                 command, stdout=log, stderr=log, start_new_session=True, preexec_fn=die_with_parent

@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from cli import reach
 from client import Client, Stream
 from protocol import codec, errors, logs, messages
 from protocol import embed as embed_rules
@@ -63,7 +64,7 @@ def with_client(options: argparse.Namespace, command: Command) -> int:
 
 async def _connect(options: argparse.Namespace) -> Client:
     return await Client.connect(
-        options.nats, tenant=options.tenant, prefix=options.prefix, connect_timeout_s=_CONNECT_TIMEOUT_S
+        tenant=options.tenant, prefix=options.prefix, settings=reach.settings_of(options, _CONNECT_TIMEOUT_S)
     )
 
 

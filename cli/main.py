@@ -7,14 +7,13 @@ import sys
 from collections.abc import Coroutine
 from typing import Any
 
-from cli import chat, clients, operate, top, up, worker
+from cli import chat, clients, operate, reach, top, up, worker
 from cli.bench import options as bench_options
 from cli.bench import run as bench
 from cli.family import EXIT_REFUSED
 from cli.replay import options as replay_options
 from cli.replay import run as replay
 from cli.wirecheck import run as wirecheck
-from protocol import connection as nats
 from protocol import logs, status, subjects
 from router import serve as router
 from router.placement import POLICIES
@@ -22,8 +21,6 @@ from router.turns import QueueSettings
 from worker import contract
 from worker.front import serve
 from worker.front.front import ReplacedError
-
-DEFAULT_NATS = "nats://127.0.0.1:4222"
 
 
 def main() -> None:
@@ -75,10 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_broker(parser: argparse.ArgumentParser) -> None:
-    default = os.environ.get("TOKENBUS_NATS", DEFAULT_NATS)
-    parser.add_argument(
-        "--nats", metavar="URL", default=default, help=f"the broker (variable TOKENBUS_NATS; now {default})"
-    )
+    reach.add_flags(parser)
     parser.add_argument("--prefix", default=subjects.DEFAULT_PREFIX, help="prefix of all subjects (%(default)s)")
     parser.add_argument("--tenant", default=subjects.DEFAULT_TENANT, help="on whose behalf (%(default)s)")
 
@@ -239,7 +233,7 @@ def _worker(options: argparse.Namespace) -> int:
 
 def _router(options: argparse.Namespace) -> int:
     settings = router.RouterSettings(
-        broker=nats.Settings(url=options.nats),
+        broker=reach.settings_of(options),
         prefix=options.prefix,
         router_id=options.router_id,
         policy=options.policy,

@@ -9,6 +9,7 @@ from typing import Any
 
 from nats.aio.msg import Msg
 
+from cli import reach
 from cli.clients import complain, sentence, with_client
 from client import Client
 from protocol import codec, errors, internal, subjects
@@ -76,7 +77,7 @@ async def _ask(
     """The replies of a worker as they come. Raises RequestError when there is no such worker."""
     subject = subjects.Subjects(options.prefix).worker(await _model_of(client, options), options.worker_id, "control")
     replies: asyncio.Queue[internal.ControlReply] = asyncio.Queue()
-    connection = await nats.connect(nats.Settings(url=options.nats), name="tokenbus operator")
+    connection = await nats.connect(reach.settings_of(options), name="tokenbus operator")
     try:
         inbox = connection.new_inbox()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from protocol import connection as nats
+from cli import reach
 from protocol import status, subjects
 from worker.engine import weights
 from worker.engine.settings import EngineSettings, OnnxSettings, Pressure
@@ -117,7 +117,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
             for name, model in zip(names, options.model, strict=True)
         ),
         kv_budget_bytes=options.kv_budget << 20,
-        broker=nats.Settings(url=options.nats),
+        broker=reach.settings_of(options),
         prefix=options.prefix,
         worker_id=options.worker_id,
         status_page=status.Settings(options.metrics_host, options.metrics_port),

@@ -53,9 +53,11 @@ class Client:
         prefix: str = subjects.DEFAULT_PREFIX,
         encoding: codec.Encoding = codec.Encoding.JSON,
         connect_timeout_s: float = 10.0,
+        settings: nats.Settings | None = None,
     ) -> "Client":
-        """Raises ConnectionError when the broker can't be reached."""
-        settings = nats.Settings(url=url, connect_timeout_s=connect_timeout_s)
+        """`settings` say more of the broker than its address: credentials, TLS, the inbox. Raises ConnectionError when
+        it can't be reached."""
+        settings = settings or nats.Settings(url=url, connect_timeout_s=connect_timeout_s)
         connection = await nats.connect(settings, name="tokenbus client")
         return await cls.over(connection, tenant=tenant, prefix=prefix, encoding=encoding)
 

@@ -11,7 +11,9 @@ nats-py leaves some edges open (versions and measurements: docs/decisions/0004-n
 import asyncio
 import contextlib
 import dataclasses
+import os
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Callable
@@ -34,11 +36,57 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 
 
 @dataclasses.dataclass(frozen=True)
+class Credentials:
+    """Who the process is, in one of the ways that NATS knows; nothing for a broker that does not ask."""
+
+    user: str = ""
+    password: str = dataclasses.field(default="", repr=False)
+    token: str = dataclasses.field(default="", repr=False)
+    nkey_file: str = ""
+    """A file with the seed of an nkey."""
+    creds_file: str = ""
+    """A file with a user's JWT and seed."""
+
+    def check(self) -> None:
+        """Raises ValueError for several ways at once, and for a file that is not there."""
+        given = [bool(self.user), bool(self.token), bool(self.nkey_file), bool(self.creds_file)]
+        if sum(given) > 1:
+            raise ValueError("give only one of a NATS user, token, nkey file and credentials file")
+        for path in (self.nkey_file, self.creds_file):
+            if path and not os.path.isfile(path):
+                raise ValueError(f"{path}: there is no such file of NATS credentials")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tls:
+    """Files in PEM; nothing for a broker without TLS, or whose certificate the system trusts (`tls://` URLs)."""
+
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+
+    def context(self) -> ssl.SSLContext | None:
+        """Raises ValueError for files that are no good."""
+        if not self.ca_file and not self.cert_file:
+            return None
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file or None)
+            if self.cert_file:
+                context.load_cert_chain(self.cert_file, self.key_file or None)
+        except (OSError, ssl.SSLError) as error:
+            raise ValueError(f"the TLS files {self.ca_file} {self.cert_file} {self.key_file}: {error}") from error
+        return context
+
+
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """How to reach the broker."""
 
     url: str = "nats://127.0.0.1:4222"
     inbox_prefix: str = "_INBOX"
+    """What the process's own reply subjects begin with."""
+    credentials: Credentials = dataclasses.field(default_factory=Credentials)
+    tls: Tls = dataclasses.field(default_factory=Tls)
     connect_timeout_s: float = 10.0
     """How long the first connect may take, retries included; later ones are retried for ever."""
     max_pending_bytes: int = 32 * 1024 * 1024
@@ -269,8 +317,12 @@ class Connection:
 async def connect(settings: Settings, name: str) -> Connection:
     """Connects, trying again for `connect_timeout_s`; afterwards the connection looks after itself.
 
-    Raises ConnectionError saying what to do when the broker can't be reached or refuses the credentials."""
+    Raises ConnectionError saying what to do when the broker can't be reached or refuses the credentials, and ValueError
+    for settings that contradict each other."""
     log = structlog.get_logger().bind(nats=name)
+    credentials = settings.credentials
+    credentials.check()
+    tls = settings.tls.context()
     client = _Client()
     connection = Connection(client, settings, log)
 
@@ -310,15 +362,26 @@ async def connect(settings: Settings, name: str) -> Connection:
                 pending_size=settings.max_pending_bytes,
                 inbox_prefix=settings.inbox_prefix,
                 skip_subject_validation=True,
+                user=credentials.user or None,
+                password=credentials.password or None,
+                token=credentials.token or None,
+                nkeys_seed=credentials.nkey_file or None,
+                user_credentials=credentials.creds_file or None,
+                tls=tls,
             )
     except (TimeoutError, OSError, nats.errors.Error) as error:
         connection.is_closing = True
         with contextlib.suppress(Exception):  # whatever a half-made client raises, the reason is already known
             await client.close()
-        reason = str(error) or "no answer"
-        raise ConnectionError(f"no NATS broker at {settings.url} ({reason}): start one or pass --nats URL") from error
+        raise ConnectionError(_what_to_do(settings.url, str(error) or str(client.last_error or "no answer"))) from error
     client._error_cb = report
     return connection
+
+
+def _what_to_do(url: str, reason: str) -> str:
+    if "authorization" in reason.lower():
+        return f"the NATS broker at {url} refuses the credentials ({reason}): see --nats-user and the flags beside it"
+    return f"no NATS broker at {url} ({reason}): start one or pass --nats URL"
 
 
 async def _never(message: Msg) -> None:

@@ -8,6 +8,8 @@ from protocol import limits
 DEFAULT_PREFIX = "tokenbus.v1"
 DEFAULT_TENANT = "default"
 DEFAULT_INBOX_PREFIXES = ("_INBOX",)
+TENANT_PLACE = "{tenant}"
+"""In an inbox prefix: the tenant's name in subject form."""
 PROBE_SUFFIX = ":again"
 """On a `gone` subject: the notice answers the chunk that was sent to make sure."""
 
@@ -64,12 +66,16 @@ def epoch_order(epoch: str) -> tuple[int, str]:
     return (int(born) if born.isascii() and born.isdigit() and len(born) < 20 else 0, rest)
 
 
-def is_inbox(reply: str, prefixes: tuple[str, ...]) -> bool:
+def is_inbox(reply: str, prefixes: tuple[str, ...], tenant_token: str = DEFAULT_TENANT) -> bool:
     """Whether a reply subject is one that may be published to: an allowed prefix, then at least one more token.
+
+    `{tenant}` in a prefix stands for the subject form of the tenant on whose behalf something was asked.
 
     A reply subject is not checked against its sender's permissions by the broker, so this is what keeps one client
     from having messages sent to another part of the system."""
-    return bool(_SUBJECT.fullmatch(reply)) and any(reply.startswith(prefix + ".") for prefix in prefixes)
+    return bool(_SUBJECT.fullmatch(reply)) and any(
+        reply.startswith(prefix.replace(TENANT_PLACE, tenant_token) + ".") for prefix in prefixes
+    )
 
 
 class ModelAddress(NamedTuple):
@@ -171,6 +177,15 @@ class Subjects:
         if not _REQUEST_ID.fullmatch(request_id):
             raise ValueError(f"{request_id[:150]!r} is no request id")
         return RequestAddress(_tenant(tenant), request_id)
+
+    def tenant_token(self, subject: str) -> str:
+        """On whose behalf a client's message was published, in subject form; nothing is checked."""
+        verb, *rest = self._tail(subject)
+        if verb in ("cancel", "resync"):
+            rest = rest[:-1]
+        elif verb in ("generate", "embed"):
+            rest = rest[1:]
+        return rest[0] if rest else DEFAULT_TENANT
 
     def parse_worker(self, subject: str) -> WorkerAddress:
         """Model and worker of a `card` or `events` subject. Raises ValueError likewise."""

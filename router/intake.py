@@ -185,7 +185,8 @@ class Intake:
             self._connection.publish(message.reply, codec.encode(messages.ResyncReply(found=True), encoding))
 
     def _may_answer(self, message: Msg) -> bool:
-        if subjects.is_inbox(message.reply, self._inbox_prefixes):
+        tenant = self._names.tenant_token(message.subject)
+        if subjects.is_inbox(message.reply, self._inbox_prefixes, tenant):
             return True
         self.num_dropped += 1
         if self.num_dropped <= MAX_LOGGED_DROPS:

@@ -61,8 +61,8 @@ class System:
         self._clients: list[Bare] = []
 
     @classmethod
-    async def start(cls, folder: Path) -> "System":
-        return cls(await broker.start(0, folder / "nats.log"), folder)
+    async def start(cls, folder: Path, config: Path | None = None) -> "System":
+        return cls(await broker.start(0, folder / "nats.log", config), folder)
 
     def router(self, name: str, *arguments: str) -> None:
         self._run(name, "router", "--router-id", name, *arguments)

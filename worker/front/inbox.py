@@ -123,7 +123,7 @@ class Inbox:
                 self._reply(message, internal.ControlReply(ok=False, error=refusal))
 
     def _cancel(self, message: Msg) -> None:
-        if message.reply and not subjects.is_inbox(message.reply, self._inbox_prefixes):
+        if message.reply and not self._may_answer(message):
             return  # the routers count and log it
         try:
             address = self._names.parse_request(message.subject)
@@ -134,7 +134,7 @@ class Inbox:
             self._connection.publish(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
 
     def _resync(self, message: Msg) -> None:
-        if not subjects.is_inbox(message.reply, self._inbox_prefixes):
+        if not self._may_answer(message):
             return  # the routers count and log it
         try:
             address = self._names.parse_request(message.subject)
@@ -146,6 +146,10 @@ class Inbox:
             return
         if offset >= 0 and self._streams.repeat(address.key, offset):
             self._connection.publish(message.reply, codec.encode(messages.ResyncReply(found=True), encoding))
+
+    def _may_answer(self, message: Msg) -> bool:
+        tenant = self._names.tenant_token(message.subject)
+        return subjects.is_inbox(message.reply, self._inbox_prefixes, tenant)
 
     def _gone(self, message: Msg) -> None:
         if is_no_responders(message):

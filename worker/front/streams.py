@@ -244,7 +244,7 @@ class Streams:
             raise errors.request_error(errors.Code.ENGINE_POISONED, "the engine is being restarted")
         if self._is_withdrawn(run, run.attempt):
             raise errors.request_error(errors.Code.NO_WORKER, "the run was taken back before it came")
-        if not subjects.is_inbox(run.reply, self._inbox_prefixes):
+        if not subjects.is_inbox(run.reply, self._inbox_prefixes, run.request_id.partition(":")[0]):
             raise errors.request_error(errors.Code.INVALID_REQUEST, "reply: is no inbox", param="reply")
         if run.request_id in self._streams:
             raise errors.request_error(errors.Code.DUPLICATE_REQUEST)

@@ -1,0 +1,59 @@
+"""The flags and variables that say how a process reaches the broker."""
+
+import argparse
+import os
+
+from protocol import connection as nats
+
+DEFAULT_NATS = "nats://127.0.0.1:4222"
+_FILES = (
+    ("--nats-nkey", "a file with the seed of an nkey"),
+    ("--nats-creds", "a credentials file"),
+    ("--nats-ca", "a PEM file with the authority that signed the broker's certificate"),
+    ("--nats-cert", "a PEM file with this process's own certificate"),
+    ("--nats-key", "and its key"),
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Each flag has a variable: --nats-user is TOKENBUS_NATS_USER. Secrets have no flag, since others see those."""
+    url = _variable("--nats") or DEFAULT_NATS
+    parser.add_argument("--nats", metavar="URL", default=url, help=f"the broker (variable TOKENBUS_NATS; now {url})")
+    parser.add_argument(
+        "--nats-inbox",
+        metavar="PREFIX",
+        default=_variable("--nats-inbox") or nats.Settings().inbox_prefix,
+        help="what this process's own reply subjects begin with (%(default)s)",
+    )
+    parser.add_argument(
+        "--nats-user",
+        metavar="NAME",
+        default=_variable("--nats-user"),
+        help="user; the password is the variable TOKENBUS_NATS_PASSWORD, a token TOKENBUS_NATS_TOKEN",
+    )
+    for flag, text in _FILES:
+        parser.add_argument(flag, metavar="FILE", default=_variable(flag), help=text)
+
+
+def settings_of(options: argparse.Namespace, connect_timeout_s: float = 10.0) -> nats.Settings:
+    """What parsed flags mean. Raises ValueError for what contradicts itself."""
+    credentials = nats.Credentials(
+        user=options.nats_user,
+        password=_variable("--nats-password"),
+        token=_variable("--nats-token"),
+        nkey_file=options.nats_nkey,
+        creds_file=options.nats_creds,
+    )
+    credentials.check()
+    return nats.Settings(
+        url=options.nats,
+        inbox_prefix=options.nats_inbox,
+        connect_timeout_s=connect_timeout_s,
+        credentials=credentials,
+        tls=nats.Tls(options.nats_ca, options.nats_cert, options.nats_key),
+    )
+
+
+def _variable(flag: str) -> str:
+    """`--nats-user` is TOKENBUS_NATS_USER."""
+    return os.environ.get("TOKENBUS" + flag.removeprefix("-").replace("-", "_").upper(), "")

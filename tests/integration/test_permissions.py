@@ -1,0 +1,203 @@
+"""With the permissions of deploy/nats.conf on, nobody can do what is not their role's: here they do try."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+from nats.aio.client import Client as Nats
+from nats.aio.msg import Msg
+
+import demo
+from protocol import connection
+from tests.support.bare import PREFIX, Bare
+from tests.support.system import System
+
+CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
+USERS = ("router", "worker-demo", "worker-other", "operator", "default", "acme", "globex")
+LONG = {"max_tokens": 500, "ignore_eos": True}
+TENANTS_ONLY = ("--inbox-prefix", "_INBOX_{tenant}")
+
+
+class Guarded:
+    """A system whose broker asks who you are."""
+
+    def __init__(self, system: System, passwords: dict[str, str]) -> None:
+        self.system = system
+        self.passwords = passwords
+        self.clients: list[Nats] = []
+        self.violations: list[str] = []
+
+    async def connect(self, user: str, inbox: str) -> Nats:
+        async def note(error: Exception) -> None:
+            self.violations.append(f"{user}: {error}")
+
+        client = await nats.connect(
+            self.system.url,
+            user=user,
+            password=self.passwords[user],
+            inbox_prefix=inbox,
+            error_cb=note,
+            allow_reconnect=False,
+        )
+        self.clients.append(client)
+        return client
+
+    async def refuses(self, user: str, what: str) -> None:
+        """The broker has said no to something of a user since the last time."""
+        async with asyncio.timeout(5):
+            while not any(user in line and what.lower() in line.lower() for line in self.violations):
+                await asyncio.sleep(0.01)
+        self.violations.clear()
+
+
+@pytest.fixture
+async def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Guarded]:
+    passwords = {user: secrets.token_hex(8) for user in USERS}
+    for user, password in passwords.items():
+        monkeypatch.setenv(f"TOKENBUS_{user.replace('-', '_').upper()}_PASSWORD", password)
+    system = await System.start(tmp_path, CONFIG)
+    guarded = Guarded(system, passwords)
+    monkeypatch.setenv("TOKENBUS_NATS_PASSWORD", passwords["router"])
+    system.router("router", "--nats-user", "router", "--nats-inbox", "_INBOX_router", *TENANTS_ONLY)
+    for model, path in (("demo", demo.MODEL_PATH), ("other", demo.ONNX_PATH)):
+        monkeypatch.setenv("TOKENBUS_NATS_PASSWORD", passwords[f"worker-{model}"])
+        who = ("--nats-user", f"worker-{model}", "--nats-inbox", f"_INBOX_worker_{model}")
+        system.worker(f"w-{model}", *who, *TENANTS_ONLY, model=path, served_name=model)
+    yield guarded
+    for client in guarded.clients:
+        await client.close()
+    await system.stop()
+
+
+async def until_served(client: Nats, tenant: str, count: int) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                reply = await client.request(f"{PREFIX}.models.{tenant}", b"", timeout=1)
+                if len(json.loads(reply.data)["models"]) >= count:
+                    return
+            except Exception:  # no router yet
+                pass
+            await asyncio.sleep(0.05)
+
+
+async def listen(client: Nats, subject: str) -> list[Msg]:
+    seen: list[Msg] = []
+
+    async def take(message: Msg) -> None:
+        seen.append(message)
+
+    await client.subscribe(subject, cb=take)
+    await client.flush()
+    return seen
+
+
+def ask(**fields: Any) -> bytes:
+    return json.dumps({"prompt": "12 + 30 =", "max_tokens": 3, "temperature": 0, **fields}).encode()
+
+
+async def test_everyone_can_do_what_is_their_role(guarded: Guarded) -> None:
+    acme = await guarded.connect("acme", "_INBOX_acme")
+    await until_served(acme, "acme", 2)
+    for model in ("demo", "other"):
+        answer = await Bare(acme).ask(ask(), subject=f"{PREFIX}.generate.{model}.acme")
+        assert answer.text == " 42"
+    reply = await acme.request(f"{PREFIX}.embed.other.acme", b'{"input": "x"}', timeout=10)
+    assert len(json.loads(reply.data)["embeddings"]) == 1
+    default = await guarded.connect("default", "_INBOX_default")
+    assert (await Bare(default).ask(ask())).text == " 42"
+    long = await Bare(acme).generate(ask(id="mine", **LONG), subject=f"{PREFIX}.generate.demo.acme")
+    await long.until(3)
+    assert json.loads((await acme.request(f"{PREFIX}.cancel.acme.mine", b"", timeout=5)).data) == {"cancelled": True}
+    assert (await long.terminal())["finish_reason"] == "cancelled"
+    operator = await guarded.connect("operator", "_INBOX_operator")
+    control = f"{PREFIX}.worker.demo.w-demo.control"
+    assert json.loads((await operator.request(f"{PREFIX}.models.operator", b"", timeout=5)).data)["models"]
+    assert (await operator.request(control, b"\x81\xa2op\xabclear_cache", timeout=5)).data
+    assert not guarded.violations
+
+
+async def test_a_client_can_not_reach_workers_others_inboxes_or_others_subjects(guarded: Guarded) -> None:
+    acme = await guarded.connect("acme", "_INBOX_acme")
+    await until_served(acme, "acme", 2)
+    for subject in (
+        f"{PREFIX}.worker.demo.w-demo.run",
+        f"{PREFIX}.worker.demo.w-demo.control",
+        f"{PREFIX}.generate.demo",
+        f"{PREFIX}.generate.demo.globex",
+        f"{PREFIX}.cancel.globex.their-id",
+        f"{PREFIX}.cancel.their-id",
+        f"{PREFIX}.resync.globex.their-id",
+        f"{PREFIX}.events.demo.w-demo",
+        f"{PREFIX}.card.demo.w-demo",
+        "_INBOX_globex.x",
+    ):
+        await acme.publish(subject, ask())
+        await guarded.refuses("acme", subject)
+    for subject in ("_INBOX_globex.>", f"{PREFIX}.generate.>", f"{PREFIX}.worker.>", f"{PREFIX}.events.>", ">"):
+        await acme.subscribe(subject)
+        await guarded.refuses("acme", "subscription")
+
+
+async def test_nothing_is_sent_to_an_inbox_that_is_not_the_tenant_s_own(guarded: Guarded) -> None:
+    acme = await guarded.connect("acme", "_INBOX_acme")
+    globex = await guarded.connect("globex", "_INBOX_globex")
+    await until_served(acme, "acme", 2)
+    seen = await listen(globex, "_INBOX_globex.>")
+    for reply in ("_INBOX_globex.victim", f"{PREFIX}.worker.demo.w-demo.control", "_INBOX_router.x", "_INBOX.x"):
+        await acme.publish(f"{PREFIX}.generate.demo.acme", ask(id="sly"), reply=reply)
+        await acme.publish(f"{PREFIX}.embed.other.acme", b'{"input": "x"}', reply=reply)
+        await acme.publish(f"{PREFIX}.models.acme", b"", reply=reply)
+    own = await Bare(acme).generate(ask(id="own", **LONG), subject=f"{PREFIX}.generate.demo.acme")
+    await own.until(3)
+    for verb in ("cancel", "resync"):
+        await acme.publish(f"{PREFIX}.{verb}.acme.own", b'{"offset": 0}', reply="_INBOX_globex.victim")
+    await acme.request(f"{PREFIX}.cancel.acme.own", b"", timeout=5)
+    await own.terminal()
+    assert (await Bare(globex).ask(ask(), subject=f"{PREFIX}.generate.demo.globex")).text == " 42"
+    assert {message.subject for message in seen if b'"id":"sly"' in message.data or b"victim" in message.data} == set()
+    assert not any(message.subject == "_INBOX_globex.victim" for message in seen)
+
+
+async def test_a_tenant_can_not_cancel_another_s_request_of_the_same_id(guarded: Guarded) -> None:
+    acme = await guarded.connect("acme", "_INBOX_acme")
+    globex = await guarded.connect("globex", "_INBOX_globex")
+    await until_served(acme, "acme", 2)
+    theirs = await Bare(globex).generate(
+        ask(id="same", max_tokens=200, ignore_eos=True), subject=f"{PREFIX}.generate.demo.globex"
+    )
+    await theirs.until(3)
+    await acme.publish(f"{PREFIX}.cancel.acme.same", b"")
+    assert (await theirs.terminal())["finish_reason"] == "length"
+
+
+async def test_a_worker_s_credentials_can_not_read_prompts_of_other_models(guarded: Guarded) -> None:
+    worker = await guarded.connect("worker-other", "_INBOX_worker_other")
+    for subject in (f"{PREFIX}.worker.demo.>", f"{PREFIX}.generate.>", f"{PREFIX}.generate.demo", "_INBOX_acme.>", ">"):
+        await worker.subscribe(subject)
+        await guarded.refuses("worker-other", "subscription")
+    for subject in (f"{PREFIX}.card.demo.w-demo", f"{PREFIX}.events.demo.w-demo", f"{PREFIX}.worker.demo.w-demo.run"):
+        await worker.publish(subject, b"")
+        await guarded.refuses("worker-other", subject)
+
+
+async def test_whoever_has_no_or_wrong_credentials_is_told_so_and_shown_no_secret(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = connection.Settings(url=guarded.system.url, connect_timeout_s=1)
+    with pytest.raises(ConnectionError, match="refuses the credentials"):
+        await connection.connect(settings, "nobody")
+    wrong = connection.Credentials(user="acme", password="guessed-wrong")
+    settings = connection.Settings(url=guarded.system.url, connect_timeout_s=1, credentials=wrong)
+    with pytest.raises(ConnectionError, match="refuses the credentials"):
+        await connection.connect(settings, "acme")
+    assert "guessed-wrong" not in repr(settings)
+    with pytest.raises(ValueError, match="only one"):
+        connection.Credentials(user="a", token="t").check()
+    text = guarded.system.text_log("router")
+    assert not any(password in text for password in guarded.passwords.values())
