@@ -7,7 +7,7 @@ import sys
 from collections.abc import Coroutine
 from typing import Any
 
-from cli import chat, clients, operate, reach, top, up, worker
+from cli import chat, clients, health, operate, reach, top, up, worker
 from cli.bench import options as bench_options
 from cli.bench import run as bench
 from cli.family import EXIT_REFUSED
@@ -55,6 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_argument("--once", action="store_true", help="print one table and end")
     watch.add_argument("--json", action="store_true", help="print the workers as JSON and end")
     watch.set_defaults(run=top.run)
+    probed = commands.add_parser("health", help="say whether the process at a metrics port does its work")
+    probed.add_argument("--port", type=_port, default=health.PORT, help="its --metrics-port (%(default)s)")
+    probed.add_argument("--live", action="store_true", help="only whether it is alive")
+    probed.set_defaults(run=health.run)
     cancel = commands.add_parser("cancel", help="cancel a running request")
     _add_broker(cancel)
     cancel.add_argument("request_id", metavar="ID")
@@ -98,9 +102,10 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     shown = status.Settings()
     parser.add_argument(
         "--metrics-port",
-        type=_port,
-        metavar="PORT",
-        help="show /metrics, /livez and /readyz there; 0 takes a free port; without it nothing is shown",
+        type=_ports,
+        default=shown.ports,
+        metavar="PORT[-PORT]",
+        help="show /metrics, /livez and /readyz at the first of these that is free; 0 takes any; none shows nothing",
     )
     parser.add_argument(
         "--metrics-host", default=shown.host, metavar="ADDRESS", help="and at this address (%(default)s)"
@@ -285,6 +290,14 @@ def _positive(text: str) -> float:
     if not 0.05 <= value <= 3_600:
         raise argparse.ArgumentTypeError(f"must be 0.05 to 3600 seconds, got {text}")
     return value
+
+
+def _ports(text: str) -> range:
+    first, _, last = text.partition("-")
+    found = range(_port(first), _port(last or first) + 1)
+    if not found:
+        raise argparse.ArgumentTypeError(f"must be a port, or the first and last of several, got {text}")
+    return found
 
 
 def _port(text: str) -> int:

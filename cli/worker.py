@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cli import reach
+from demo import MODEL_PATH
 from protocol import status, subjects
 from worker.engine import weights
 from worker.engine.settings import EngineSettings, OnnxSettings, Pressure
@@ -64,7 +65,7 @@ def _flags() -> Iterator[_Flag]:
     yield _Flag("--grace-s", WorkerSettings.grace_s, "time for running requests after SIGTERM")
 
 
-_MODEL_HELP = "a GGUF or ONNX file, a directory with one, or org/repo[:quant] on the Hugging Face Hub"
+_MODEL_HELP = "a GGUF or ONNX file, a directory with one, org/repo[:quant] on the Hugging Face Hub, or demo"
 _NAME_HELP = "the model's name on the wire (the file's name)"
 
 
@@ -134,7 +135,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
 
 def _engine_of(options: argparse.Namespace, model: str) -> EngineSettings:
     own = {name: getattr(options, name) for name in EngineSettings.__struct_fields__ if hasattr(options, name)}
-    own["model"] = model if weights.is_hub_name(model) else str(Path(model))
+    own["model"] = model if weights.is_hub_name(model) else str(_path_of(model))
     replicas = options.replicas * len(options.model)
     own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // replicas)
     pressure = Pressure(
@@ -144,6 +145,12 @@ def _engine_of(options: argparse.Namespace, model: str) -> EngineSettings:
     )
     onnx = OnnxSettings(**{name: getattr(options, name) for name in OnnxSettings.__struct_fields__ if name in options})
     return EngineSettings(**own, pressure=pressure, onnx=onnx)
+
+
+def _path_of(model: str) -> Path:
+    """`demo` is the model that comes with Tokenbus, wherever it is installed."""
+    path = Path(model)
+    return MODEL_PATH if model == "demo" and not path.exists() else path
 
 
 def _shares(text: str) -> tuple[float, ...]:

@@ -20,8 +20,8 @@ class Settings:
     """Where a process shows its metrics and health."""
 
     host: str = "127.0.0.1"
-    port: int | None = None
-    """None shows nothing, 0 takes a free one."""
+    ports: range = range(0)
+    """The first that is free is taken, and of 0 any; an empty range shows nothing."""
 
 
 @contextlib.asynccontextmanager
@@ -29,10 +29,10 @@ async def shown(
     settings: Settings, registry: CollectorRegistry, why_not_ready: Callable[[], str]
 ) -> AsyncIterator[None]:
     """Serves the page while the block runs. Raises ValueError where the port can't be had."""
-    if settings.port is None:
+    if not settings.ports:
         yield
         return
-    server = StatusServer(settings.host, settings.port, registry, why_not_ready)
+    server = StatusServer(settings, registry, why_not_ready)
     task = asyncio.create_task(server.run())
     try:
         yield
@@ -42,9 +42,9 @@ async def shown(
 
 
 class StatusServer:
-    """`is_ready` says why the process can't do its work now; empty where it can. Port 0 takes a free one."""
+    """`why_not_ready` says why the process can't do its work now; nothing where it can."""
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry, why_not_ready: Callable[[], str]) -> None:
+    def __init__(self, settings: Settings, registry: CollectorRegistry, why_not_ready: Callable[[], str]) -> None:
         self._registry = registry
         self._why_not_ready = why_not_ready
         routes = [Route("/metrics", self._metrics), Route("/livez", self._livez), Route("/readyz", self._readyz)]
@@ -52,7 +52,7 @@ class StatusServer:
             Starlette(routes=routes), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
         )
         self._server = _Server(config)
-        self._socket = _bind(host, port)
+        self._socket = _bind(settings)
         self.port: int = self._socket.getsockname()[1]
 
     def __repr__(self) -> str:
@@ -84,9 +84,15 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """Raises ValueError where the port is taken, or the address nobody's."""
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise ValueError(f"--metrics-port {port} on {host}: {error.strerror or error}; take another") from error
+def _bind(settings: Settings) -> socket.socket:
+    """Raises ValueError where every port is taken, or the address nobody's."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    reason = ""
+    for port in settings.ports:
+        try:
+            return socket.create_server((settings.host, port), family=family)
+        except OSError as error:
+            reason = error.strerror or str(error)
+    first, last = settings.ports[0], settings.ports[-1]
+    asked = str(first) if first == last else f"{first}-{last}"
+    raise ValueError(f"--metrics-port {asked} on {settings.host}: {reason}; take another")
