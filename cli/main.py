@@ -16,6 +16,7 @@ from cli.replay import run as replay
 from cli.wirecheck import run as wirecheck
 from protocol import logs, status, subjects
 from router import serve as router
+from router.allowance import TenantLimits
 from router.placement import POLICIES
 from router.turns import QueueSettings
 from worker import contract
@@ -133,6 +134,21 @@ def _add_router(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="above 0 dearer workers are drawn now and then (%(default)s)",
     )
+    parser.add_argument(
+        "--tenant-limit",
+        type=_limits,
+        default=TenantLimits(),
+        metavar="OPEN,REQUESTS,TOKENS",
+        help="of each tenant: requests at a time, requests and tokens a minute, at this router; 0 is no limit (0,0,0)",
+    )
+    parser.add_argument(
+        "--limit-of",
+        type=_limit_of,
+        action="append",
+        default=[],
+        metavar="TENANT=OPEN,REQUESTS,TOKENS",
+        help="of one tenant, instead; may be repeated",
+    )
     waiting = QueueSettings()
     parser.add_argument(
         "--max-queued-requests",
@@ -247,6 +263,8 @@ def _router(options: argparse.Namespace) -> int:
         inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
         max_request_bytes=options.max_request_bytes,
         status_page=status.Settings(options.metrics_host, options.metrics_port),
+        tenant_limits=options.tenant_limit,
+        own_tenant_limits=dict(options.limit_of),
     )
     return _run("router", router.serve(settings))
 
@@ -290,6 +308,24 @@ def _positive(text: str) -> float:
     if not 0.05 <= value <= 3_600:
         raise argparse.ArgumentTypeError(f"must be 0.05 to 3600 seconds, got {text}")
     return value
+
+
+def _limits(text: str) -> TenantLimits:
+    try:
+        concurrency, requests, tokens = text.split(",")
+        found = TenantLimits(int(concurrency), float(requests), float(tokens))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be three numbers as 8,600,100000, got {text}") from None
+    if not all(0 <= number < float("inf") for number in found):
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return found
+
+
+def _limit_of(text: str) -> tuple[str, TenantLimits]:
+    tenant, _, limits = text.partition("=")
+    if not tenant or not limits:
+        raise argparse.ArgumentTypeError(f"must be a tenant and its limits as acme=8,600,100000, got {text}")
+    return tenant, _limits(limits)
 
 
 def _ports(text: str) -> range:

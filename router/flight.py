@@ -1,5 +1,7 @@
 """One request on its way through a router, from its receipt to its end at a worker."""
 
+from collections import Counter
+
 from protocol import codec, messages, subjects
 
 
@@ -100,6 +102,7 @@ class Flights:
         self._flights: dict[str, Flight] = {}
         self._unaccepted: dict[str, Flight] = {}
         self._accepted: dict[str, dict[str, Flight]] = {}
+        self._of_tenant: Counter[str] = Counter()
 
     def __repr__(self) -> str:
         return f"<Flights {len(self._flights)} of {self._capacity}, {self._held_bytes} bytes>"
@@ -115,8 +118,13 @@ class Flights:
         assert flight.key not in self._flights, flight
         assert flight.worker_id is None, flight
         self._flights[flight.key] = flight
+        self._of_tenant[flight.tenant] += 1
         self._unaccepted[flight.key] = flight
         self._hold(flight, num_bytes)
+
+    def open_of(self, tenant: str) -> int:
+        """How many a tenant has in the air."""
+        return self._of_tenant[tenant]
 
     def find(self, key: str) -> Flight | None:
         return self._flights.get(key)
@@ -154,6 +162,9 @@ class Flights:
 
     def remove(self, flight: Flight) -> None:
         del self._flights[flight.key]
+        self._of_tenant[flight.tenant] -= 1
+        if not self._of_tenant[flight.tenant]:
+            del self._of_tenant[flight.tenant]
         self._hold(flight, 0)
         if flight.worker_id is None:
             del self._unaccepted[flight.key]
@@ -179,6 +190,7 @@ class Flights:
         assert accepted.keys() | self._unaccepted.keys() == self._flights.keys()
         assert not accepted.keys() & self._unaccepted.keys()
         assert all(self._accepted.values())
+        assert self._of_tenant == Counter(flight.tenant for flight in self._flights.values())
 
     def _hold(self, flight: Flight, num_bytes: int) -> None:
         self._held_bytes += num_bytes - flight.held_bytes

@@ -10,6 +10,7 @@ import structlog
 from protocol import blocks, errors, limits, messages
 from protocol import request as checks
 from router import present
+from router.allowance import Allowances, Refusal, TenantLimits
 from router.answer import Answers
 from router.dispatch import AlreadyLiveError, Dispatch
 from router.fleet import Fleet
@@ -36,6 +37,7 @@ class Journeys:
         answers: Answers,
         router_id: str,
         metrics: RouterMetrics | None = None,
+        allowances: Allowances | None = None,
     ) -> None:
         self._fleet = fleet
         self._flights = flights
@@ -45,6 +47,7 @@ class Journeys:
         self._answers = answers
         self._router_id = router_id
         self._metrics = metrics or RouterMetrics()
+        self._allowances = allowances or Allowances(TenantLimits(), {})
         self._tokenizing = self._metrics.phases.of("tokenize")
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
@@ -70,6 +73,8 @@ class Journeys:
             raise errors.request_error(errors.Code.DUPLICATE_REQUEST)
         if not self._flights.has_room(num_bytes):
             raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=1_000.0))
+        tenant = flight.tenant
+        _check_allowance(self._allowances.request(tenant, self._flights.open_of(tenant), flight.received_at))
         self._flights.add(flight, num_bytes)
         self._log.info("request_received", request_id=flight.key, model=flight.model)
         self._spawn(flight, self._bring)
@@ -173,6 +178,8 @@ class Journeys:
         longest = max(worker.card.context_length for worker in workers)
         _check_length(token_ids, max(longest, self._fleet.longest_context(flight.model)))
         self._flights.keep_prompt(flight, blocks.to_bytes(token_ids))
+        count = len(token_ids) + (flight.request.max_tokens or 0)
+        _check_allowance(self._allowances.tokens(flight.tenant, count, time.monotonic()))
         await self._dispatch.bring(flight)
 
     async def _carry(self, flight: Flight, way: Callable[[Flight], Coroutine[Any, Any, None]]) -> None:
@@ -205,6 +212,12 @@ class Journeys:
             self._answers.cancelled(flight)
         else:
             self._answers.fail(flight, error)
+
+
+def _check_allowance(refusal: Refusal | None) -> None:
+    if refusal is not None:
+        wait_ms = round(refusal.retry_after_s * 1e3, 1)
+        raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, refusal.reason, retry_after_ms=wait_ms))
 
 
 def _check_needs(request: messages.GenerateRequest, worker: Worker) -> None:

@@ -9,12 +9,14 @@ import secrets
 import signal
 import socket
 import time
+from collections.abc import Mapping
 
 import structlog
 
 from protocol import connection as nats
 from protocol import metrics, status, subjects
 from protocol.bus import Bus
+from router.allowance import Allowances, TenantLimits
 from router.answer import Answers
 from router.dispatch import Dispatch
 from router.embeddings import Embeddings
@@ -54,6 +56,10 @@ class RouterSettings:
     """Requests held at a time; beyond that they are refused with `overloaded`."""
     max_held_bytes: int = 256 * 1024 * 1024
     """What their prompts may take in memory; likewise."""
+    tenant_limits: TenantLimits = dataclasses.field(default_factory=TenantLimits)
+    """Of every tenant that has none of its own; of this router alone, as all of these are."""
+    own_tenant_limits: Mapping[str, TenantLimits] = dataclasses.field(default_factory=dict)
+    """By the tenant's name."""
     status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
     """Where it shows its metrics and health."""
     grace_s: float = 5.0
@@ -72,8 +78,9 @@ class Router:
         choice = Choice(make_policies(), settings.policy, rng, settings.temperature)
         turns = Turns(fleet, choice, settings.queue, measured)
         dispatch = Dispatch(bus, names, fleet, flights, turns, router_id, measured)
+        allowances = Allowances(settings.tenant_limits, settings.own_tenant_limits)
         self._journeys = Journeys(
-            fleet, flights, Vocabularies(bus, names), turns, dispatch, answers, router_id, measured
+            fleet, flights, Vocabularies(bus, names), turns, dispatch, answers, router_id, measured, allowances
         )
         self._bus, self._flights, self._turns = bus, flights, turns
         most = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)

@@ -48,6 +48,7 @@ PURE = (
     "router/explain.py",
     "router/served.py",
     "router/worker.py",
+    "router/allowance.py",
     "router/backlog.py",
     "router/fading.py",
     "router/speed.py",
