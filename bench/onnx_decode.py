@@ -9,7 +9,9 @@
 
 Ours is broker, router, worker and a client, with a cache that holds none of the prompts. Both ways get the same
 prompts, make the same number of tokens of each on as many threads, and take turns; decoding is timed while all streams
-do it. Without --model random weights of a 0.5B shape are made, in F32, for GroupQueryAttention."""
+do it. Both are started anew several times, since a process is up to a tenth slower than another of the same program for
+as long as it lives, by the pages that its weights got. Without --model random weights of a 0.5B shape are made, in F32,
+for GroupQueryAttention."""
 
 import argparse
 import asyncio
@@ -29,6 +31,14 @@ from client import Client
 
 CONTEXT = 1_024
 _ROWS = 8
+_ALTERNATIVES = {
+    "eight": ("bench.bare_onnx", "onnxruntime, one request at a time", True),
+    "genai": ("bench.bare_genai", "onnxruntime-genai, a batch", False),
+    "one": ("bench.bare_onnx", "onnxruntime alone", False),
+}
+"""Module, name, and whether it gets one request at a time."""
+_AIMS = {"eight": {8: "   aim 2"}, "genai": {8: "   aim 1"}, "one": {1: "   aim 0.95"}, "gguf": {1: "", 8: ""}}
+"""How many streams there are in turn, and what is aimed at with so many."""
 Way = Callable[[Ask], Awaitable[Took]]
 
 
@@ -120,7 +130,7 @@ async def our_system(name: str, model: Path, *settings: str) -> AsyncIterator[Si
 
 
 @contextlib.contextmanager
-def child_of(module: str, name: str, model: Path, threads: int, *, one_at_a_time: bool = False) -> Iterator[Side]:
+def child_of(module: str, name: str, one_at_a_time: bool, model: Path, threads: int) -> Iterator[Side]:
     child = Child(module, model, threads, CONTEXT)
     try:
         yield Side(name, lambda ask: asyncio.to_thread(child.generate, ask), one_at_a_time)
@@ -128,13 +138,12 @@ def child_of(module: str, name: str, model: Path, threads: int, *, one_at_a_time
         child.close()
 
 
-async def pairs_of(theirs: Side, ours: Side, sizes: "Sizes", count: int) -> list[Pair]:
+async def pairs_of(theirs: Side, ours: Side, sizes: "Sizes", count: int, rng: random.Random) -> list[Pair]:
     """One pair goes before that isn't measured. Prompts are new in every pair."""
-    rng = random.Random(sizes.seed)
     seen = []
     for _ in range(count + 1):
-        ask = Ask([[rng.randrange(10, models.VOCABULARY) for _ in range(sizes.prompt)] for _ in range(sizes.streams)],
-                  sizes.tokens)  # fmt: skip
+        prompts = [[rng.randrange(10, models.VOCABULARY) for _ in range(sizes.prompt)] for _ in range(sizes.streams)]
+        ask = Ask(prompts, sizes.tokens)
         seen.append(Pair(await theirs.measure(ask), await ours.measure(ask)))
     return seen[1:]
 
@@ -145,7 +154,6 @@ class Sizes(NamedTuple):
     streams: int
     prompt: int
     tokens: int
-    seed: int
 
 
 def show(theirs: str, ours: str, seen: list[Pair], sizes: Sizes, aim: str) -> None:
@@ -160,47 +168,52 @@ def show(theirs: str, ours: str, seen: list[Pair], sizes: Sizes, aim: str) -> No
     print(f"  CPU, theirs / ours          {ratio_of([pair.theirs.cpu_ms / pair.ours.cpu_ms for pair in seen])}")
 
 
-async def measure(options: argparse.Namespace, model: Path) -> None:
-    threads = ("--threads", str(options.threads))
-    print(f"{model.name}, {options.threads} threads", flush=True)
+@contextlib.asynccontextmanager
+async def started(options: argparse.Namespace, model: Path, gguf: Path | None) -> AsyncIterator[tuple[Side, Side]]:
+    """Theirs and ours."""
+    threads = ("--threads", str(options.threads), "--max-num-seqs", str(_ROWS))
     async with contextlib.AsyncExitStack() as stack:
-        rows = ("--engine", "onnx", "--provider", "cpu", "--max-num-seqs", str(_ROWS))
-        ours = await stack.enter_async_context(our_system("tokenbus, ONNX engine", model, *threads, *rows))
-        match options.question:
-            case "eight":
-                name = "onnxruntime, one request at a time"
-                other = child_of("bench.bare_onnx", name, model, options.threads, one_at_a_time=True)
-                plan, theirs = {8: "   aim 2"}, stack.enter_context(other)
-            case "genai":
-                other = child_of("bench.bare_genai", "onnxruntime-genai, a batch", model, options.threads)
-                plan, theirs = {8: "   aim 1"}, stack.enter_context(other)
-            case "one":
-                other = child_of("bench.bare_onnx", "onnxruntime alone", model, options.threads)
-                plan, theirs = {1: "   aim 0.95"}, stack.enter_context(other)
-            case _:
-                gguf = stack.enter_context(models.same_in_gguf(options.gguf))
-                memory = ("--engine", "gguf", "--kv-tokens", str(_ROWS * CONTEXT), "--max-num-seqs", str(_ROWS))
-                plan = {1: "", 8: ""}
-                theirs = await stack.enter_async_context(our_system(f"tokenbus, {gguf.name}", gguf, *threads, *memory))
-        for count, aim in plan.items():
-            sizes = Sizes(count, options.prompt, options.tokens, options.seed)
-            seen = await pairs_of(theirs, ours, sizes, options.pairs)
-            show(theirs.name, ours.name, seen, sizes, aim)
+        onnx = ("--engine", "onnx", "--provider", "cpu")
+        ours = await stack.enter_async_context(our_system("tokenbus, ONNX engine", model, *threads, *onnx))
+        if gguf is not None:
+            memory = ("--engine", "gguf", "--kv-tokens", str(_ROWS * CONTEXT))
+            theirs = await stack.enter_async_context(our_system(f"tokenbus, {gguf.name}", gguf, *threads, *memory))
+        else:
+            theirs = stack.enter_context(child_of(*_ALTERNATIVES[options.question], model, options.threads))
+        yield theirs, ours
+
+
+async def measure(options: argparse.Namespace, model: Path, gguf: Path | None) -> None:
+    print(f"{model.name}, {options.threads} threads, {options.starts} starts", flush=True)
+    aims = _AIMS[options.question]
+    seen: dict[int, list[Pair]] = {count: [] for count in aims}
+    rng = random.Random(options.seed)
+    for start in range(options.starts):
+        async with started(options, model, gguf) as (theirs, ours):
+            for count in aims:
+                sizes = Sizes(count, options.prompt, options.tokens)
+                share = len(range(start, options.pairs, options.starts))
+                seen[count] += await pairs_of(theirs, ours, sizes, share, rng)
+    for count, aim in aims.items():
+        show(theirs.name, ours.name, seen[count], Sizes(count, options.prompt, options.tokens), aim)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("question", choices=["eight", "genai", "one", "gguf"])
+    parser.add_argument("question", choices=_AIMS)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--gguf", type=Path)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--starts", type=int, default=3, help="of both ways, which share the pairs")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    with models.onnx_model(options.model) as model:
-        asyncio.run(measure(options, model))
+    with contextlib.ExitStack() as stack:
+        model = stack.enter_context(models.onnx_model(options.model))
+        gguf = stack.enter_context(models.same_in_gguf(options.gguf)) if options.question == "gguf" else None
+        asyncio.run(measure(options, model, gguf))
 
 
 if __name__ == "__main__":
