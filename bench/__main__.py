@@ -17,6 +17,9 @@ QUESTIONS = {
     "choice": ("bench.choice",),
     "router_cost": ("bench.router_cost",),
     "many_workers": ("bench.many_workers",),
+    "onnx_8": ("bench.onnx_decode", "eight"),
+    "onnx_1": ("bench.onnx_decode", "one"),
+    "onnx_gguf": ("bench.onnx_decode", "gguf"),
 }
 """Those that need nothing but this project."""
 
@@ -40,6 +43,10 @@ AGAINST_DYNAMO = {
 """Those that need NVIDIA Dynamo's wheel (bench/dynamo_wheel.py)."""
 
 
+AGAINST_GENAI = {"onnx_genai": ("bench.onnx_decode", "genai")}
+"""Those that need onnxruntime-genai."""
+
+
 def _runnable() -> dict[str, tuple[str, ...]]:
     """Those that have here what they need."""
     found = dict(QUESTIONS)
@@ -47,12 +54,14 @@ def _runnable() -> dict[str, tuple[str, ...]]:
         found |= AGAINST_LLAMA_CPP
     if importlib.util.find_spec("dynamo") and importlib.util.find_spec("zmq"):
         found |= AGAINST_DYNAMO
+    if importlib.util.find_spec("onnxruntime_genai"):
+        found |= AGAINST_GENAI
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    known = QUESTIONS | AGAINST_LLAMA_CPP | AGAINST_DYNAMO
+    known = QUESTIONS | AGAINST_LLAMA_CPP | AGAINST_DYNAMO | AGAINST_GENAI
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in known]

@@ -46,15 +46,14 @@ def write(path: Path, shape: Shape, quantized_to: str = "f16", *, seed: int = 0,
 
 
 def _write_plain(path: Path, shape: Shape, encoding: str, seed: int) -> None:
-    # PCG64 by name, because numpy may change what its default generator is.
-    rng = np.random.Generator(np.random.PCG64(seed))
+    rng = generator(seed)
     file_type, matrix_type = quantization.PLAIN[encoding]
     _write_header(path, shape, file_type, matrix_type)
     with path.open("ab") as file:
         _pad(file)
         for tensor in tensors(shape):
             kind = _type_of(tensor, matrix_type)
-            for weights in _slabs(tensor, rng):
+            for weights in slabs(tensor, rng):
                 file.write(gguf.quantize(weights, kind).tobytes())
             _pad(file)
 
@@ -106,7 +105,12 @@ def _type_of(tensor: Tensor, matrix_type: gguf.GGMLQuantizationType) -> gguf.GGM
     return matrix_type if tensor.is_matrix else gguf.GGMLQuantizationType.F32
 
 
-def _slabs(tensor: Tensor, rng: np.random.Generator) -> Iterator[np.ndarray[tuple[int], np.dtype[np.float32]]]:
+def generator(seed: int) -> np.random.Generator:
+    """What weights are drawn from. PCG64 by name, because numpy may change what its default generator is."""
+    return np.random.Generator(np.random.PCG64(seed))
+
+
+def slabs(tensor: Tensor, rng: np.random.Generator) -> Iterator[np.ndarray[tuple[int], np.dtype[np.float32]]]:
     """The weights of a tensor, row after row, `_SLAB` at a time; a norm's are 1."""
     for start in range(0, tensor.size, _SLAB):
         count = min(_SLAB, tensor.size - start)

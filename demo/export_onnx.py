@@ -23,12 +23,53 @@ def export(folder: Path, flavour: onnx_graph.Flavour) -> None:
     """Writes the whole folder."""
     reader = gguf.GGUFReader(MODEL_PATH)
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    shape = _shape(reader)
     (folder / "onnx").mkdir(parents=True, exist_ok=True)
-    model = onnx_graph.build(_shape(reader), lambda name: tensors[name].astype(np.float32), flavour)
+    model = onnx_graph.build(shape, lambda name: tensors[name].astype(np.float32), flavour)
     onnx.save(model, folder / "onnx" / "model.onnx")
-    for name, document in _sidecars(reader).items():
+    texts, merges = (reader.fields[f"tokenizer.ggml.{part}"].contents() for part in ("tokens", "merges"))
+    write_sidecars(folder, shape, _number(reader, "feed_forward_length"), tokenizer(texts, merges))
+
+
+def write_sidecars(folder: Path, shape: onnx_graph.Shape, feed_forward: int, tokenizer: Json) -> None:
+    """The files beside a graph that say how the model is to be used, as published models have them."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.width,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.context, "rms_norm_eps": shape.epsilon, "rope_theta": shape.rope_base,
+        "intermediate_size": feed_forward, "tie_word_embeddings": shape.tied,
+        "bos_token_id": corpus.SPECIAL_TOKENS.index(corpus.BOS),
+        "eos_token_id": corpus.SPECIAL_TOKENS.index(corpus.END),
+    }  # fmt: skip
+    names = {"bos_token": corpus.BOS, "eos_token": corpus.END}
+    documents = {
+        "config.json": config,
+        "generation_config.json": {"eos_token_id": config["eos_token_id"]},
+        "special_tokens_map.json": names,
+        "tokenizer_config.json": names | {"add_bos_token": True, "model_max_length": shape.context},
+        "tokenizer.json": tokenizer,
+    }
+    for name, document in documents.items():
         (folder / name).write_text(json.dumps(document, ensure_ascii=False, indent=1) + "\n")
     (folder / "chat_template.jinja").write_text(corpus.CHAT_TEMPLATE)
+
+
+def tokenizer(texts: list[str], merges: list[str]) -> Json:
+    """A vocabulary as GGUF has it, in the `tokenizers` library's format. The demo's special tokens come first."""
+    special = len(corpus.SPECIAL_TOKENS)
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    cut = {"type": "Split", "pattern": {"Regex": corpus.PRE_TOKENIZER_PATTERN}, "behavior": "Isolated", "invert": False}
+    letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0", "truncation": None, "padding": None,
+        "added_tokens": [{"id": n, "content": text} | plain for n, text in enumerate(texts[:special])],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [cut, letters]},
+        "post_processor": None,
+        "decoder": letters,
+        "model": {"type": "BPE", "vocab": {text: n for n, text in enumerate(texts)}, "merges": merges},
+    }  # fmt: skip
 
 
 def _number(reader: gguf.GGUFReader, key: str) -> Any:
@@ -46,46 +87,6 @@ def _shape(reader: gguf.GGUFReader) -> onnx_graph.Shape:
         rope_base=_number(reader, "rope.freq_base"),
         epsilon=_number(reader, "attention.layer_norm_rms_epsilon"),
     )
-
-
-def _sidecars(reader: gguf.GGUFReader) -> dict[str, Json]:
-    shape = _shape(reader)
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.width,
-        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab,
-        "max_position_embeddings": shape.context, "rms_norm_eps": shape.epsilon, "rope_theta": shape.rope_base,
-        "intermediate_size": _number(reader, "feed_forward_length"), "tie_word_embeddings": True,
-        "bos_token_id": corpus.SPECIAL_TOKENS.index(corpus.BOS),
-        "eos_token_id": corpus.SPECIAL_TOKENS.index(corpus.END),
-    }  # fmt: skip
-    names = {"bos_token": corpus.BOS, "eos_token": corpus.END}
-    return {
-        "config.json": config,
-        "generation_config.json": {"eos_token_id": config["eos_token_id"]},
-        "special_tokens_map.json": names,
-        "tokenizer_config.json": names | {"add_bos_token": True, "model_max_length": shape.context},
-        "tokenizer.json": _tokenizer(reader),
-    }
-
-
-def _tokenizer(reader: gguf.GGUFReader) -> Json:
-    """The vocabulary of the GGUF, in the `tokenizers` library's format."""
-    texts = reader.fields["tokenizer.ggml.tokens"].contents()
-    merges = reader.fields["tokenizer.ggml.merges"].contents()
-    special = len(corpus.SPECIAL_TOKENS)
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    cut = {"type": "Split", "pattern": {"Regex": corpus.PRE_TOKENIZER_PATTERN}, "behavior": "Isolated", "invert": False}
-    letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    return {
-        "version": "1.0", "truncation": None, "padding": None,
-        "added_tokens": [{"id": n, "content": text} | plain for n, text in enumerate(texts[:special])],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [cut, letters]},
-        "post_processor": None,
-        "decoder": letters,
-        "model": {"type": "BPE", "vocab": {text: n for n, text in enumerate(texts)}, "merges": merges},
-    }  # fmt: skip
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 Flavour = Literal["plain", "grouped"]
 Weights = Callable[[str], np.ndarray[Any, np.dtype[np.float32]]]
 Tensors = Callable[[str, np.ndarray[Any, Any]], TensorProto]
-"""How a weight becomes part of the graph, or of a file beside it."""
+"""How a weight becomes part of the graph, or of a file beside it. It may come as a view that is not contiguous."""
 
 _OPSET = 18
 _IR_VERSION = 10
@@ -24,7 +24,7 @@ _MASKED = float(np.finfo(np.float32).min)
 
 
 class Shape(NamedTuple):
-    """The sizes of a llama whose embedding serves as output too."""
+    """The sizes of a llama."""
 
     layers: int
     width: int
@@ -34,6 +34,8 @@ class Shape(NamedTuple):
     context: int
     rope_base: float = 10_000.0
     epsilon: float = 1e-5
+    tied: bool = True
+    """The embedding serves as output too."""
 
     @property
     def head(self) -> int:
@@ -104,8 +106,10 @@ class _Graph:
             down = self._linear(self._add("Mul", [silu, up]), f"{name}.ffn_down.weight")
             x = self._add("Add", [x, down])
         h = self._norm(x, "output_norm.weight")
-        transposed = self._add("Transpose", [embedding], perm=[1, 0])
-        self._add("MatMul", [h, transposed], "logits")
+        if self._shape.tied:
+            self._add("MatMul", [h, self._add("Transpose", [embedding], perm=[1, 0])], "logits")
+        else:
+            self._linear(h, "output.weight", output="logits")
 
     # attention
 
@@ -203,8 +207,10 @@ class _Graph:
 
     # parts
 
-    def _linear(self, x: str, name: str, change: Callable[[Any], Any] = lambda matrix: matrix) -> str:
-        return self._add("MatMul", [x, self._weight(name, lambda m: np.ascontiguousarray(change(m).T))])
+    def _linear(
+        self, x: str, name: str, change: Callable[[Any], Any] = lambda matrix: matrix, *, output: str = ""
+    ) -> str:
+        return self._add("MatMul", [x, self._weight(name, lambda matrix: change(matrix).T)], output)
 
     def _norm(self, x: str, name: str) -> str:
         scale = self._weight(name, lambda row: row)
