@@ -23,9 +23,11 @@ from tests.support import engines
 from worker import contract
 from worker.engine.gguf.runner import GgufRunner
 from worker.engine.moves import Cut
+from worker.engine.onnx.load import load
 from worker.engine.onnx.runner import OnnxRunner
 from worker.engine.plan import Part, Sampled, StepPlan
 from worker.engine.sequence import Sequence
+from worker.engine.sharing import Models
 
 TINY = PRESETS["tiny"]
 TEXT = "The owl lives in Zürich, 日本 and \x00 10 other places.\n 👍🏽 "
@@ -39,7 +41,9 @@ def written(folder: Path, shape: Shape = TINY, flavour: onnx_graph.Flavour = "gr
 
 
 def served(folder: Path) -> OnnxRunner:
-    return OnnxRunner(msgspec.structs.replace(engines.ONNX, model=str(folder)), lambda _: None)
+    runner = load(msgspec.structs.replace(engines.ONNX, model=str(folder)), lambda _: None, Models())
+    assert isinstance(runner, OnnxRunner)
+    return runner
 
 
 def greedy(runner: OnnxRunner | GgufRunner, prompt: list[int], count: int) -> list[int]:

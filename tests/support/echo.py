@@ -116,7 +116,11 @@ class EchoRunner(ArithmeticRunner):
 
     def step(self, plan: StepPlan) -> list[Sampled | End]:
         decodes = [part for part in plan.parts if part.num_tokens == 1 and part.start and part.samples]
-        seen = dict(zip([part.lane for part in decodes], self.cache.decode(decodes) if decodes else [], strict=True))
+        seen: dict[int, Any] = {}
+        if decodes:
+            in_rows, logits = self.cache.decode(decodes)
+            assert len(in_rows) == len(decodes)
+            seen = {part.lane: row for part, row in zip(in_rows, logits, strict=True)}
         for part in plan.parts:
             if part not in decodes:
                 seen[part.lane] = self.cache.prompt(part, wants_logits=True)[0]

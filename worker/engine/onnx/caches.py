@@ -1,11 +1,19 @@
 """What both kinds of cache do: keep the lanes' tokens, and compute new ones behind them."""
 
 from collections.abc import Sequence as Listing
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from worker.engine.onnx.lanes import Copy, Shrink, Take
 from worker.engine.onnx.session import Array
 from worker.engine.plan import Part
+
+
+class Decoded(NamedTuple):
+    """Parts in the order in which they lie in the cache, and their logits, (parts, vocabulary): to put those into
+    another order would copy them."""
+
+    parts: list[Part]
+    logits: Array
 
 
 class Cache(Protocol):
@@ -15,8 +23,8 @@ class Cache(Protocol):
         """Carries out what was resolved, in order."""
         ...
 
-    def decode(self, parts: Listing[Part]) -> Array:
-        """The logits of parts of one token each, (parts, vocabulary), in their order."""
+    def decode(self, parts: Listing[Part]) -> Decoded:
+        """Computes parts of one token each."""
         ...
 
     def prompt(self, part: Part, *, wants_logits: bool) -> Array:

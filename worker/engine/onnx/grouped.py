@@ -8,6 +8,7 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
+from worker.engine.onnx.caches import Decoded
 from worker.engine.onnx.caller import Caller
 from worker.engine.onnx.device import RowMemory
 from worker.engine.onnx.lanes import Copy, Lanes, Shrink, Take
@@ -39,17 +40,16 @@ class GroupedCache:
                 case Shrink():
                     pass  # nothing looks at what lies behind a lane's length
 
-    def decode(self, parts: Listing[Part]) -> Array:
-        """The logits of parts of one token each, in their order. Raises NoRoomError and DeviceError."""
+    def decode(self, parts: Listing[Part]) -> Decoded:
+        """Raises NoRoomError and DeviceError."""
         for copy in self._rows.gather([part.lane for part in parts]):
             self._copy(copy.source, copy.target, 0, copy.num_tokens)
-        order = np.array([self._rows.row_of(part.lane) for part in parts])
-        ids, starts = np.empty((len(parts), 1), np.int64), np.empty((len(parts), 1), np.int64)
-        ids[order, 0] = [part.token_ids[0] for part in parts]
-        starts[order, 0] = [part.start for part in parts]
+        in_rows = sorted(parts, key=lambda part: self._rows.row_of(part.lane))
+        ids = np.array([[part.token_ids[0]] for part in in_rows])
+        starts = np.array([[part.start] for part in in_rows])
         mask = np.arange(starts.max() + 1) <= starts
-        logits: Array = self._caller.run(self._binding(0, len(parts)), ids, mask, starts, has_past=True)[order]
-        return logits
+        logits = self._caller.run(self._binding(0, len(parts)), ids, mask, starts, has_past=True)
+        return Decoded(in_rows, logits)
 
     def prompt(self, part: Part, *, wants_logits: bool) -> Array:
         """The logits behind a part of any length, (1, vocabulary), or none. Raises NoRoomError and DeviceError."""

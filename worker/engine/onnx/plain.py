@@ -13,6 +13,7 @@ from collections.abc import Sequence as Listing
 import numpy as np
 
 from worker.engine.onnx import partition
+from worker.engine.onnx.caches import Decoded
 from worker.engine.onnx.caller import Caller
 from worker.engine.onnx.graph import Kv
 from worker.engine.onnx.lanes import Copy, Shrink, Take
@@ -105,18 +106,20 @@ class PlainCache:
                 case Shrink(lane, end):
                     self._shrink(lane, end)
 
-    def decode(self, parts: Listing[Part]) -> Array:
-        """The logits of parts of one token each, in their order. Raises NoRoomError and DeviceError."""
-        of_lane = {part.lane: place for place, part in enumerate(parts)}
+    def decode(self, parts: Listing[Part]) -> Decoded:
+        """Raises NoRoomError and DeviceError."""
+        of_lane = {part.lane: part for part in parts}
         lengths = {part.lane: part.start for part in parts}
-        found: list[Array] = [np.empty(0)] * len(parts)
+        in_rows: list[Part] = []
+        found: list[Array] = []
         for lanes in partition.by_length(lengths, self._max_paddings):
             batch = self._packed(lanes)
-            ids = np.array([[parts[of_lane[lane]].token_ids[0]] for lane in batch.lanes])
-            positions = np.array([[lengths[lane]] for lane in batch.lanes])
-            for lane, row in zip(batch.lanes, self._run(batch, ids, positions), strict=True):
-                found[of_lane[lane]] = row
-        return np.stack(found)
+            rows = [of_lane[lane] for lane in batch.lanes]
+            ids = np.array([[part.token_ids[0]] for part in rows])
+            positions = np.array([[part.start] for part in rows])
+            found.append(self._run(batch, ids, positions))
+            in_rows += rows
+        return Decoded(in_rows, found[0] if len(found) == 1 else np.concatenate(found))
 
     def prompt(self, part: Part, *, wants_logits: bool) -> Array:
         """The logits behind a part of any length, (1, vocabulary), or none. Raises NoRoomError and DeviceError."""

@@ -42,7 +42,8 @@ def agrees(cache: Cache, lanes: Lanes, vocab_size: int, where: str) -> bool:
         cache.apply(lanes.resolve([Share(whole.seq_no, shared.seq_no, 0, _SHARED)]))
         for _ in range(_STEPS):
             parts = [Part(sequence, lanes.lengths[sequence.seq_no], 1) for sequence in (shared, longer, equal)]
-            found = cache.decode(parts)
+            in_rows, logits = cache.decode(parts)
+            found = logits[[part.sequence is shared for part in in_rows]]
             for part in parts:
                 lanes.grow(part.lane, part.start, part.start + 1)
     except (DeviceError, NoRoomError) as error:

@@ -14,7 +14,7 @@ from worker import contract
 from worker.engine import weights
 from worker.engine.moves import Cut, Move
 from worker.engine.onnx import choices, device, probe
-from worker.engine.onnx.caches import Cache
+from worker.engine.onnx.caches import Cache, Decoded
 from worker.engine.onnx.embedder import make_embedder
 from worker.engine.onnx.grouped import GroupedCache
 from worker.engine.onnx.lanes import Lanes, Shrink
@@ -82,14 +82,18 @@ class OnnxRunner:
 
     def step(self, plan: StepPlan) -> list[Sampled | End]:
         try:
-            rows = self._compute(plan)
+            computed = self._compute(plan)
         except NoRoomError:
             self._undo(plan)
             raise
-        sampling = [part for part in plan.parts if part.samples]
-        if not sampling:
+        parts = [part for decoded in computed for part in decoded.parts]
+        if not parts:
             return []
-        return self._sampler.choose(np.stack([rows[part.lane] for part in sampling]), [p.sequence for p in sampling])
+        matrices = [decoded.logits for decoded in computed]
+        logits = matrices[0] if len(matrices) == 1 else np.concatenate(matrices)
+        chosen = self._sampler.choose(logits, [part.sequence for part in parts])
+        by_lane = dict(zip([part.lane for part in parts], chosen, strict=True))
+        return [by_lane[part.lane] for part in plan.parts if part.samples]
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         return self._vocabulary.tokenize(request)
@@ -97,22 +101,22 @@ class OnnxRunner:
     def close(self) -> None:
         self._release()
 
-    def _compute(self, plan: StepPlan) -> dict[int, Array]:
-        """The logits behind each part that samples, by lane."""
+    def _compute(self, plan: StepPlan) -> list[Decoded]:
+        """The logits behind each part that samples, as they come."""
         decodes = [part for part in plan.parts if _can_share_a_run(part)]
         prompts = [part for part in plan.parts if not _can_share_a_run(part)]
         if prompts:
             self._check_memory()
-        rows: dict[int, Array] = {}
+        found: list[Decoded] = []
         if decodes:
-            rows |= {part.lane: row for part, row in zip(decodes, self._cache.decode(decodes), strict=True)}
+            found.append(self._cache.decode(decodes))
             self._note(decodes)
         for part in prompts:
             logits = self._prompt(part)
             self._note([part])
             if part.samples:
-                rows[part.lane] = logits[0]
-        return rows
+                found.append(Decoded([part], logits))
+        return found
 
     def _undo(self, plan: StepPlan) -> None:
         """Has lanes give up what a step computed before it found no room: it will be computed again."""
