@@ -7,18 +7,14 @@ import structlog
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from client import Client, Stream
-from gateway import asked, body, failures, told
+from client import Client
+from gateway import answer, asked, body, failures, told
 from gateway.door import Door
 from gateway.journal import Journal
 from gateway.reply import Reply
 from gateway.tenants import Tenants
 from protocol import errors
 from protocol.bus import Bus
-
-HOLD_S = 10.0
-"""A stream that says nothing is not begun for so long: it may still turn out to be an error, which is then the
-answer's status. Later the answer begins, and comments keep it alive."""
 
 
 class Chat:
@@ -53,10 +49,15 @@ class Chat:
     async def _serve(self, request: Request, reply: Reply, journal: Journal, request_id: str) -> None:
         tenant = self._tenants.of(request)
         journal.tenant(tenant.name)
+        wanted = await self._read(request, journal, request_id)
+        await body.unless_gone(request.receive, self._answer(tenant.client, wanted, reply, journal))
+
+    async def _read(self, request: Request, journal: Journal, request_id: str) -> asked.Asked:
+        """What is asked for; nothing else holds the body while it is answered."""
         payload = await body.read(request, self._broker.max_payload)
         wanted = asked.read(payload, request_id)
         journal.came(wanted, len(payload))
-        await body.unless_gone(request.receive, self._answer(tenant.client, wanted, reply, journal))
+        return wanted
 
     async def _answer(self, client: Client, wanted: asked.Asked, reply: Reply, journal: Journal) -> None:
         stream = client.generate(wanted.model, wanted.request)
@@ -65,34 +66,9 @@ class Chat:
             async with stream:  # leaving it cancels the request
                 if wanted.stream:
                     events = told.Events(heading, include_usage=wanted.include_usage)
-                    await _answer_in_events(stream, events, reply, journal)
+                    await answer.in_events(stream, events, reply, journal)
                 else:
-                    await _answer_whole(stream, told.Whole(heading), reply, journal)
-
-
-async def _answer_whole(stream: Stream, whole: told.Whole, reply: Reply, journal: Journal) -> None:
-    async for chunk in stream:
-        journal.heard(chunk)
-        whole.take(chunk)
-    failure = failures.of_terminal(chunk)
-    if failure is None:
-        await reply.whole(200, whole.completion(chunk))
-    else:
-        await reply.fail(failure)
-
-
-async def _answer_in_events(stream: Stream, events: told.Events, reply: Reply, journal: Journal) -> None:
-    async for chunk in stream:
-        journal.heard(chunk)
-        failure = failures.of_terminal(chunk)
-        if failure is not None and not reply.has_begun and not chunk.text:
-            await reply.fail(failure)
-            return
-        said = events.of(chunk)
-        if said:
-            await reply.events(*said, last=chunk.finish_reason is not None)
-        elif not chunk.tokens and journal.age_s >= HOLD_S:
-            await reply.events(told.STILL_HERE)
+                    await answer.whole(stream, told.Whole(heading), reply, journal)
 
 
 async def _refuse(failure: failures.Failure, reply: Reply, journal: Journal) -> None:

@@ -76,6 +76,7 @@ class Journal:
         self._log.info(
             "request_finished",
             request_id=self._key,
+            asked_as=terminal.id if terminal and terminal.id != self._request_id else None,
             status=status,
             finish_reason=str(terminal.finish_reason) if terminal else None,
             code=str(error.code) if error else self._code,

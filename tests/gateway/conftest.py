@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.system import running_up, up_that_says
+from tests.support.system import Gateway, running_gateway, running_up, up_that_says
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +24,10 @@ def slow_url() -> Iterator[str]:
     model = ["--engine", "sim", "--model", "steps-of-50ms", "--served-name", "slow"]
     with running_up("--workers", "1", *model) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def slow_gateway(slow_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway of that system, for tests that leave it running."""
+    with running_gateway(slow_url, tmp_path_factory.mktemp("gateway")) as gateway:
+        yield gateway

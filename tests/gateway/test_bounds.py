@@ -10,7 +10,7 @@ import pytest
 
 from cli import broker
 from tests.support.post import ENDLESS, post
-from tests.support.system import command, running_gateway
+from tests.support.system import Gateway, command, running_gateway
 
 HELLO: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
 
@@ -60,23 +60,24 @@ async def test_one_request_more_than_may_be_open_is_told_to_come_back(slow_url: 
                 assert await second.line("retry-after:") == "retry-after: 1"
 
 
-async def test_each_request_leaves_two_lines_and_nothing_of_its_text(slow_url: str, tmp_path: Path) -> None:
+async def test_each_request_leaves_two_lines_and_nothing_of_its_text(slow_gateway: Gateway) -> None:
     said = ENDLESS | {"messages": [{"role": "user", "content": "a-secret"}], "max_tokens": 2}
-    with running_gateway(slow_url, tmp_path) as gateway:
-        for extra, status in (({}, "200"), ({"stream": True}, "200"), ({"tools": [{}]}, "400"), ({"n": 7}, "400")):
-            async with post(gateway, said | extra) as one:
-                assert (await one.line("HTTP/1.1")).split()[1] == status
-                await one.line("data: [DONE]" if status == "200" and extra else "{")
-    received, finished = gateway.log("request_received"), gateway.log("request_finished")
-    assert [line["request_id"] for line in received] == [line["request_id"] for line in finished]
+    ids = []
+    for extra, status in (({}, "200"), ({"stream": True}, "200"), ({"tools": [{}]}, "400"), ({"n": 7}, "400")):
+        async with post(slow_gateway, said | extra) as one:
+            assert (await one.line("HTTP/1.1")).split()[1] == status
+            ids.append("default:" + (await one.line("x-request-id")).split()[1])
+            await one.rest()
+    finished = [await slow_gateway.ended(request_id) for request_id in ids]
+    assert [line["request_id"] for line in slow_gateway.log("request_received") if line["request_id"] in ids] == ids
     assert [(line["status"], line["finish_reason"], line["code"], line["completion_tokens"]) for line in finished] == [
         (200, "length", None, 2),
         (200, "length", None, 2),
         (400, "error", "unsupported", 0),
         (400, None, "unsupported", 0),
     ]
-    assert "a-secret" not in gateway.text_log()
-    assert "simulated" not in gateway.text_log()
+    assert "a-secret" not in slow_gateway.text_log()
+    assert "simulated" not in slow_gateway.text_log()
 
 
 async def test_a_gateway_without_a_router_is_live_and_not_ready(tmp_path: Path) -> None:

@@ -5,28 +5,10 @@ import contextlib
 
 import pytest
 
-from client import Stream
 from gateway.door import Door
 from gateway.failures import FULL, LEAVING, FailedError
-from protocol import codec, errors, messages
-
-
-class Line:
-    def __init__(self) -> None:
-        self.num_cancels = 0
-
-    def send_cancel(self, stream: Stream) -> None:
-        self.num_cancels += 1
-
-    def send_resync(self, stream: Stream, offset: int) -> None: ...
-
-    def ask_anew(self, stream: Stream, request: messages.GenerateRequest) -> None: ...
-
-    def forget(self, stream: Stream) -> None: ...
-
-
-def stream_over(line: Line) -> Stream:
-    return Stream(messages.GenerateRequest(id="r", prompt="hi"), codec.Encoding.JSON, line, 0.0)
+from protocol import errors
+from tests.support.streams import Line, stream_over
 
 
 def test_as_many_requests_are_open_as_may_be_and_not_one_more() -> None:

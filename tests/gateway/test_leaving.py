@@ -12,7 +12,7 @@ import pytest
 
 from client import Client
 from tests.support.post import ENDLESS, post
-from tests.support.system import running_gateway
+from tests.support.system import Gateway, running_gateway
 
 
 @pytest.fixture
@@ -37,26 +37,25 @@ async def until_running(client: Client, count: int, timeout_s: float) -> float:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["in a stream", "while waiting"])
 async def test_a_client_that_goes_away_cancels_its_request_within_a_second(
-    client: Client, slow_url: str, tmp_path: Path, stream: bool
+    client: Client, slow_gateway: Gateway, stream: bool
 ) -> None:
-    with running_gateway(slow_url, tmp_path) as gateway:
-        async with post(gateway, ENDLESS | {"stream": stream}) as one:
-            if stream:
-                await one.line("data: ")
-            await until_running(client, 1, timeout_s=10)
-        assert await until_running(client, 0, timeout_s=5) < 1.0
-    (finished,) = gateway.log("request_finished")
+    async with post(slow_gateway, ENDLESS | {"stream": stream}) as one:
+        if stream:
+            await one.line("data: ")
+        await until_running(client, 1, timeout_s=10)
+        request_id = slow_gateway.log("request_received")[-1]["request_id"]
+    assert await until_running(client, 0, timeout_s=5) < 1.0
+    finished = await slow_gateway.ended(request_id)
     assert finished["client_gone"] is True
     assert finished["status"] == (200 if stream else None)
 
 
-async def test_leaving_the_loop_of_the_openai_client_cancels_too(client: Client, slow_url: str, tmp_path: Path) -> None:
-    with running_gateway(slow_url, tmp_path) as gateway:
-        async with openai.AsyncOpenAI(base_url=gateway.url, api_key="none") as other:
-            async with await other.chat.completions.create(**ENDLESS, stream=True) as stream:
-                async for _ in stream:
-                    break
-            assert await until_running(client, 0, timeout_s=5) < 1.0
+async def test_leaving_the_loop_of_the_openai_client_cancels_too(client: Client, slow_gateway: Gateway) -> None:
+    async with openai.AsyncOpenAI(base_url=slow_gateway.url, api_key="none") as other:
+        async with await other.chat.completions.create(**ENDLESS, stream=True) as stream:
+            async for _ in stream:
+                break
+        assert await until_running(client, 0, timeout_s=5) < 1.0
 
 
 async def test_a_gateway_killed_with_9_leaves_nothing_running(client: Client, slow_url: str, tmp_path: Path) -> None:

@@ -59,6 +59,15 @@ class Gateway:
         lines = [json.loads(line) for line in self.text_log().splitlines() if line.startswith("{")]
         return [line for line in lines if line["event"] == event]
 
+    async def ended(self, request_id: str) -> dict[str, Any]:
+        """The last line of a request, once it is there."""
+        async with asyncio.timeout(10):
+            while True:
+                for line in self.log("request_finished"):
+                    if line["request_id"] == request_id:
+                        return line
+                await asyncio.sleep(0.02)
+
     def text_log(self) -> str:
         return self._log_path.read_text()
 
