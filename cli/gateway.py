@@ -29,7 +29,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="completions that are open at a time (%(default)s)",
     )
     parser.add_argument(
-        "--grace-s", type=float, default=_DEFAULTS.grace_s, help="time for running completions after SIGTERM"
+        "--grace-s",
+        type=float,
+        default=_DEFAULTS.grace_s,
+        help="seconds for open completions after SIGTERM (%(default)s)",
     )
 
 

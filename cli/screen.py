@@ -1,6 +1,7 @@
 """What `tokenbus up` shows: a live table on a terminal, plain lines elsewhere, one JSON line where asked for."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from gateway import keys
 from protocol import messages
 
 
@@ -77,9 +79,12 @@ def _how_to_post(place: Place) -> str:
     if not place.http:
         return ""
     body = f'{{"model": "{place.model}", "messages": [{{"role": "user", "content": "What is 12 + 30?"}}]}}'
+    headers = "-H 'Content-Type: application/json'"
+    if os.environ.get(keys.VARIABLE):
+        headers += " -H 'Authorization: Bearer KEY'"
     return f"""
 From OpenAI's clients: base_url {place.http}, for example
-  curl {place.http}/chat/completions -H 'Content-Type: application/json' -d '{body}'
+  curl {place.http}/chat/completions {headers} -d '{body}'
 """
 
 

@@ -1,8 +1,11 @@
 """The socket that the gateway listens on: bound here, or handed down by who started the process."""
 
 import contextlib
-import resource
 import socket
+import sys
+
+if sys.platform != "win32":
+    import resource
 
 _BACKLOG = 2_048
 _GONE_AFTER_S = 30
@@ -46,6 +49,8 @@ def watch_readers(listening: socket.socket) -> None:
 
 def allow_connections() -> None:
     """Has the process open as many files as the system lets it: 1,024, as many shells have it, are too few."""
+    if sys.platform == "win32":
+        return
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -9,7 +9,7 @@ from tests.support.system import Gateway, running_gateway, running_up, up_that_s
 @pytest.fixture(scope="session")
 def said() -> Iterator[dict[str, Any]]:
     """A whole system with the demo model, as `make up` starts it: what it says of itself."""
-    with up_that_says("--workers", "1") as said:
+    with up_that_says("--workers", "1", "--threads", "1") as said:
         yield said
 
 

@@ -58,6 +58,18 @@ async def test_leaving_the_loop_of_the_openai_client_cancels_too(client: Client,
         assert await until_running(client, 0, timeout_s=5) < 1.0
 
 
+async def test_the_openai_client_raises_when_somebody_else_cancels_its_stream(
+    client: Client, slow_gateway: Gateway
+) -> None:
+    async with openai.AsyncOpenAI(base_url=slow_gateway.url, api_key="none") as other:
+        stream = await other.chat.completions.create(**ENDLESS, stream=True)
+        assert await client.cancel(stream.response.headers["x-request-id"])
+        with pytest.raises(openai.APIError) as raised:
+            async for _ in stream:
+                pass
+    assert raised.value.code == "cancelled"
+
+
 async def test_a_gateway_killed_with_9_leaves_nothing_running(client: Client, slow_url: str, tmp_path: Path) -> None:
     with running_gateway(slow_url, tmp_path) as gateway:
         async with post(gateway, ENDLESS | {"stream": True}), post(gateway, ENDLESS):

@@ -32,6 +32,7 @@ def environment() -> dict[str, str]:
 def running_up(*arguments: str) -> Iterator[str]:
     """`tokenbus up` without a gateway; gives the broker's URL."""
     with up_that_says("--no-gateway", *arguments) as said:
+        assert said["http"] is None
         yield said["nats"]
 
 
