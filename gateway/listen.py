@@ -1,6 +1,7 @@
 """The socket that the gateway listens on: bound here, or handed down by who started the process."""
 
 import contextlib
+import os
 import socket
 import sys
 
@@ -22,7 +23,9 @@ def bind(host: str, port: int, hint: str = "") -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise TakenError(f"can't listen on {host}:{port} ({error.strerror or error}){hint}") from error
+        number = error.errno or 0
+        reason = os.strerror(number) if number > 0 else error.strerror  # a name's errors have numbers of their own
+        raise TakenError(f"can't listen on {host}:{port} ({reason}){hint}") from error
     return listening
 
 
