@@ -23,6 +23,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"who may ask, and on whose behalf; may be repeated; better in {keys.VARIABLE}, parted by commas",
     )
     parser.add_argument(
+        "--tenant-inbox",
+        metavar="PREFIX",
+        default=_DEFAULTS.tenant_inbox,
+        help="what reply subjects of the keys' tenants begin with, as _INBOX_{tenant}.gateway (as --nats-inbox)",
+    )
+    parser.add_argument(
         "--max-requests",
         type=int,
         default=_DEFAULTS.max_requests,
@@ -49,6 +55,8 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
         host=options.host,
         port=options.port,
         fd=options.fd,
+        tenant=options.tenant,
+        tenant_inbox=options.tenant_inbox,
         keys=keys.Keys(pairs + options.api_key, open_to=options.tenant),
         max_requests=options.max_requests,
         grace_s=options.grace_s,

@@ -30,12 +30,14 @@ _MAX_STRAYS = 1_024
 class Client:
     """Open it with `connect`, close it with `close`, or use it as `async with await Client.connect(url) as client`."""
 
-    def __init__(self, connection: bus.Bus, tenant: str, prefix: str, encoding: codec.Encoding) -> None:
+    def __init__(
+        self, connection: bus.Bus, tenant: str, prefix: str, encoding: codec.Encoding, inbox: str = ""
+    ) -> None:
         self._connection = connection
         self._tenant = tenant
         self._names = subjects.Subjects(prefix)
         self._encoding = encoding
-        self._inbox = connection.new_inbox()
+        self._inbox = inbox or connection.new_inbox()
         self._streams: dict[str, Stream] = {}
         self._places: dict[Stream, str] = {}
         self._strays: Recent[bool] = Recent(keep_s=10.0, capacity=_MAX_STRAYS)
@@ -77,9 +79,13 @@ class Client:
         await client._open()
         return client
 
-    async def for_tenant(self, tenant: str) -> "Client":
-        """A client on behalf of another tenant over this one's connection. Close only the first: that ends both."""
-        other = Client(self._connection, tenant, self._names.prefix, self._encoding)
+    async def for_tenant(self, tenant: str, inbox_prefix: str = "") -> "Client":
+        """A client on behalf of another tenant over this one's connection. Close only the first: that ends both.
+
+        Its streams come to an inbox that begins with `inbox_prefix`, or else as the connection's own do; answers to its
+        `models`, `embed` and `cancel` come to the connection's own in any case."""
+        inbox = f"{inbox_prefix}.{secrets.token_hex(8)}" if inbox_prefix else ""
+        other = Client(self._connection, tenant, self._names.prefix, self._encoding, inbox)
         await other._open()
         self._others.append(other)
         return other

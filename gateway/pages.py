@@ -52,14 +52,15 @@ class Pages:
         if not self._broker.is_connected:
             return "the broker is away"
         try:
-            await self._tenants.any_client.models(timeout_s=_READY_TIMEOUT_S)
+            await self._tenants.own.models(timeout_s=_READY_TIMEOUT_S)
         except errors.RequestError as error:
             return error.error.message
         return None
 
     async def _served(self, request: Request) -> list[shapes.Model]:
         """Raises FailedError, and RequestError when no router answers."""
-        reply = await self._tenants.of(request).client.models()
+        self._tenants.of(request)
+        reply = await self._tenants.own.models()
         return [_model(served) for served in reply.models]
 
 

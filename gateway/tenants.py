@@ -7,6 +7,7 @@ from starlette.requests import Request
 from client import Client
 from gateway.failures import NO_KEY, FailedError
 from gateway.keys import Keys
+from gateway.settings import GatewaySettings
 from protocol import subjects
 from protocol.bus import Bus
 
@@ -19,7 +20,9 @@ class Tenant(NamedTuple):
 class Tenants:
     """All there are, over one connection."""
 
-    def __init__(self, keys: Keys, clients: dict[str, Client]) -> None:
+    def __init__(self, keys: Keys, own: Client, clients: dict[str, Client]) -> None:
+        self.own = own
+        """Of the gateway itself: to ask what concerns no tenant, and to close, which closes all."""
         self._keys = keys
         self._clients = clients
 
@@ -27,15 +30,17 @@ class Tenants:
         return f"<Tenants {sorted(self._clients)}>"
 
     @classmethod
-    async def over(cls, connection: Bus, keys: Keys, prefix: str = subjects.DEFAULT_PREFIX) -> "Tenants":
-        first, *others = sorted(keys.tenants)
-        client = await Client.over(connection, tenant=first, prefix=prefix)
-        return cls(keys, {first: client} | {name: await client.for_tenant(name) for name in others})
-
-    @property
-    def any_client(self) -> Client:
-        """The first: to ask what concerns no tenant, and to close, which closes all."""
-        return next(iter(self._clients.values()))
+    async def over(cls, connection: Bus, settings: GatewaySettings) -> "Tenants":
+        """All those of the keys, known from the start."""
+        own = await Client.over(connection, tenant=settings.tenant, prefix=settings.prefix)
+        clients = {}
+        for name in settings.keys.tenants:
+            if name == settings.tenant and not settings.tenant_inbox:
+                clients[name] = own
+            else:
+                inbox = settings.tenant_inbox.replace(subjects.TENANT_PLACE, subjects.name_to_token(name))
+                clients[name] = await own.for_tenant(name, inbox)
+        return cls(settings.keys, own, clients)
 
     def of(self, request: Request) -> Tenant:
         """Who asks. Raises FailedError(401)."""

@@ -79,8 +79,8 @@ ONLY_IN = {
     "llama_cpp": ("worker/engine/gguf/",),
     "onnxruntime": ("worker/engine/onnx/",),
     "onnx": ("worker/engine/onnx/", "demo/"),
-    "starlette": ("gateway/",),
-    "uvicorn": ("gateway/",),
+    "starlette": ("gateway/", "protocol/status.py"),
+    "uvicorn": ("gateway/", "protocol/status.py"),
     "torch": ("demo/train.py",),
     "gguf": ("demo/",),
 }
