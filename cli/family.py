@@ -22,11 +22,21 @@ class RefusedError(RuntimeError):
 
 
 class Child:
-    """One `tokenbus` process with its own log file. `say` is told, in a line each, what happens to it."""
+    """One `tokenbus` process with its own log file. `say` is told, in a line each, what happens to it.
 
-    def __init__(self, name: str, arguments: list[str], log_path: Path, say: Callable[[str], None]) -> None:
+    It inherits the files `fds`, under the same numbers; they must stay open here."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: list[str],
+        log_path: Path,
+        say: Callable[[str], None],
+        fds: tuple[int, ...] = (),
+    ) -> None:
         self.name = name
         self._arguments = arguments
+        self._fds = fds
         self._log_path = log_path
         self._say = say
         self._process: asyncio.subprocess.Process | None = None
@@ -83,6 +93,7 @@ class Child:
                 stderr=log,
                 env=os.environ | {"TOKENBUS_LOG_FORMAT": "json"},
                 start_new_session=True,
+                pass_fds=self._fds,
                 preexec_fn=die_with_parent,
             )
 

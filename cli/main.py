@@ -7,7 +7,7 @@ import sys
 from collections.abc import Coroutine
 from typing import Any
 
-from cli import chat, clients, health, operate, reach, top, up, worker
+from cli import chat, clients, gateway, health, operate, reach, top, up, worker
 from cli.bench import options as bench_options
 from cli.bench import run as bench
 from cli.family import EXIT_REFUSED
@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_up(commands.add_parser("up", help="run everything on this machine, in the foreground"))
     _add_worker(commands.add_parser("worker", help="run one worker"))
     _add_router(commands.add_parser("router", help="run one router"))
+    _add_gateway(commands.add_parser("gateway", help="run one gateway: the OpenAI-compatible HTTP API"))
     _add_generate(commands.add_parser("generate", help="ask for a completion and stream it"))
     _add_embed(commands.add_parser("embed", help="make embeddings of texts, one line of JSON each"))
     models = commands.add_parser("models", help="list what is being served")
@@ -57,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_argument("--json", action="store_true", help="print the workers as JSON and end")
     watch.set_defaults(run=top.run)
     probed = commands.add_parser("health", help="say whether the process at a metrics port does its work")
-    probed.add_argument("--port", type=_port, default=health.PORT, help="its --metrics-port (%(default)s)")
+    probed.add_argument("--port", type=gateway.port, default=health.PORT, help="its --metrics-port (%(default)s)")
     probed.add_argument("--live", action="store_true", help="only whether it is alive")
     probed.set_defaults(run=health.run)
     cancel = commands.add_parser("cancel", help="cancel a running request")
@@ -85,8 +86,17 @@ def _add_broker(parser: argparse.ArgumentParser) -> None:
 def _add_up(parser: argparse.ArgumentParser) -> None:
     worker.add_model(parser)
     parser.add_argument("--workers", type=_at_least(1), default=2, help="worker replicas (%(default)s)")
-    parser.add_argument("--port", type=_port, default=4222, help="port of the embedded broker; 0 takes a free one")
+    parser.add_argument(
+        "--port", type=gateway.port, default=4222, help="port of the embedded broker; 0 takes a free one"
+    )
     parser.add_argument("--nats", metavar="URL", help="use this broker instead of an embedded one")
+    parser.add_argument(
+        "--gateway-port",
+        type=gateway.port,
+        metavar="PORT",
+        help="of the HTTP API (8000, or a free one where it is taken)",
+    )
+    parser.add_argument("--no-gateway", action="store_true", help="leave the HTTP API out")
     parser.add_argument("--json", action="store_true", help="print one line of JSON once it serves")
     parser.set_defaults(run=up.run)
 
@@ -166,6 +176,12 @@ def _add_router(parser: argparse.ArgumentParser) -> None:
         "--max-request-bytes", type=_at_least(0), default=0, help="largest request; 0: half the broker's"
     )
     parser.set_defaults(run=_router)
+
+
+def _add_gateway(parser: argparse.ArgumentParser) -> None:
+    _add_broker(parser)
+    gateway.add_flags(parser)
+    parser.set_defaults(run=_gateway)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -269,6 +285,17 @@ def _router(options: argparse.Namespace) -> int:
     return _run("router", router.serve(settings))
 
 
+def _gateway(options: argparse.Namespace) -> int:
+    from gateway import serve  # a fifth of a second that no other command needs
+
+    try:
+        settings = gateway.settings_of(options)
+    except ValueError as error:
+        print(f"tokenbus: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    return _run("gateway", serve.serve(settings))
+
+
 def _run(process: str, life: Coroutine[Any, Any, None]) -> int:
     """A server process: what stops it is one line that says what to do."""
     logs.configure(process)
@@ -330,17 +357,10 @@ def _limit_of(text: str) -> tuple[str, TenantLimits]:
 
 def _ports(text: str) -> range:
     first, _, last = text.partition("-")
-    found = range(_port(first), _port(last or first) + 1)
+    found = range(gateway.port(first), gateway.port(last or first) + 1)
     if not found:
         raise argparse.ArgumentTypeError(f"must be a port, or the first and last of several, got {text}")
     return found
-
-
-def _port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 65_535:
-        raise argparse.ArgumentTypeError(f"must be 0 to 65535, got {value}")
-    return value
 
 
 if __name__ == "__main__":

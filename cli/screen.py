@@ -1,15 +1,29 @@
 """What `tokenbus up` shows: a live table on a terminal, plain lines elsewhere, one JSON line where asked for."""
 
 import json
+import os
 import sys
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from gateway import keys
 from protocol import messages
+
+
+class Place(NamedTuple):
+    """Where a system is to be found."""
+
+    nats: str
+    """URL of the broker."""
+    http: str
+    """`base_url` of the HTTP API; empty where there is none."""
+    model: str
+    """Served name."""
+    log_folder: Path
 
 
 class Screen(Protocol):
@@ -21,7 +35,7 @@ class Screen(Protocol):
         """Called while the system is not ready yet."""
         ...
 
-    def ready(self, url: str, reply: messages.ModelsReply, model: str, log_folder: Path) -> None:
+    def ready(self, place: Place, reply: messages.ModelsReply) -> None:
         """Called once, when it is."""
         ...
 
@@ -43,8 +57,9 @@ def workers_of(reply: messages.ModelsReply, model: str) -> list[messages.Card]:
     return [card for served in reply.models if served.model == model for card in served.workers or []]
 
 
-def how_to_talk(url: str, model: str, log_folder: Path) -> str:
+def how_to_talk(place: Place) -> str:
     """The first screen: what to type next."""
+    url, model = place.nats, place.model
     other = "" if url.endswith(":4222") and "127.0.0.1" in url else f" --nats {url}"
     return f"""
 Tokenbus is ready: model "{model}" at {url}
@@ -52,11 +67,24 @@ Tokenbus is ready: model "{model}" at {url}
   .venv/bin/tokenbus generate{other} --model {model} "What is 12 + 30?"
   .venv/bin/tokenbus generate{other} --model {model} "Tell me a story about a fox."
   .venv/bin/tokenbus models{other}
-
+{_how_to_post(place)}
 From any NATS client: publish JSON to tokenbus.v1.generate.<model> with a reply inbox, for example
   nats request --server {url} --replies 0 --reply-timeout 2s tokenbus.v1.generate.{model} '{{"prompt": "12 + 30 ="}}'
 
-Logs: {log_folder}    Stop: Ctrl-C
+Logs: {place.log_folder}    Stop: Ctrl-C
+"""
+
+
+def _how_to_post(place: Place) -> str:
+    if not place.http:
+        return ""
+    body = f'{{"model": "{place.model}", "messages": [{{"role": "user", "content": "What is 12 + 30?"}}]}}'
+    headers = "-H 'Content-Type: application/json'"
+    if os.environ.get(keys.VARIABLE):
+        headers += " -H 'Authorization: Bearer KEY'"
+    return f"""
+From OpenAI's clients: base_url {place.http}, for example
+  curl {place.http}/chat/completions {headers} -d '{body}'
 """
 
 
@@ -76,8 +104,8 @@ class PlainScreen:
             self._loading = ready
             self.say(f"starting: {ready} of {workers} workers have loaded the model")
 
-    def ready(self, url: str, reply: messages.ModelsReply, model: str, log_folder: Path) -> None:
-        self.say(how_to_talk(url, model, log_folder))
+    def ready(self, place: Place, reply: messages.ModelsReply) -> None:
+        self.say(how_to_talk(place))
         self.show(reply)
 
     def show(self, reply: messages.ModelsReply | None) -> None:
@@ -108,8 +136,8 @@ class TerminalScreen:
         ready = sum(len(served.workers or []) for served in reply.models) if reply else 0
         self._live.update(f"starting: {ready} of {workers} workers have loaded the model …", refresh=True)
 
-    def ready(self, url: str, reply: messages.ModelsReply, model: str, log_folder: Path) -> None:
-        self.say(how_to_talk(url, model, log_folder))
+    def ready(self, place: Place, reply: messages.ModelsReply) -> None:
+        self.say(how_to_talk(place))
         self.show(reply)
 
     def show(self, reply: messages.ModelsReply | None) -> None:
@@ -129,9 +157,9 @@ class JsonScreen:
     def loading(self, reply: messages.ModelsReply | None, workers: int) -> None:
         pass
 
-    def ready(self, url: str, reply: messages.ModelsReply, model: str, log_folder: Path) -> None:
+    def ready(self, place: Place, reply: messages.ModelsReply) -> None:
         names = [served.model for served in reply.models]
-        print(json.dumps({"ready": True, "nats": url, "models": names}), flush=True)
+        print(json.dumps({"ready": True, "nats": place.nats, "http": place.http or None, "models": names}), flush=True)
 
     def show(self, reply: messages.ModelsReply | None) -> None:
         pass

@@ -15,6 +15,7 @@ from cli import broker, screen
 from cli.family import Child, RefusedError
 from client import Client
 from demo import MODEL_PATH, ONNX_PATH
+from gateway import listen
 from protocol import errors, messages
 from worker.engine import weights
 
@@ -22,16 +23,19 @@ _READY_TIMEOUT_S = 600.0
 _POLL_S = 0.2
 _WATCH_S = 1.0
 _GRACE_S = 10.0
+_GATEWAY_HOST = "127.0.0.1"
+_GATEWAY_PORT = 8000
 
 
 class Up:
-    """Starts broker, router and workers, shows them, and takes them down in reverse."""
+    """Starts broker, router, workers and gateway, shows them, and takes them down in reverse."""
 
     def __init__(self, options: argparse.Namespace, log_folder: Path, out: screen.Screen) -> None:
         self._options = options
         self._log_folder = log_folder
         self._out = out
         self._broker: broker.Broker | None = None
+        self._listening: socket.socket | None = None
         self._url = ""
         self._serves = False
         self._children: list[Child] = []
@@ -63,12 +67,14 @@ class Up:
             await self._stop()
 
     async def _serve(self) -> None:
+        self._listening = _listen(self._options)
         await self._start_broker()
         self._start_children()
         async with await Client.connect(self._url) as client:
             reply = await self._until_ready(client)
             self._serves = True
-            self._out.ready(self._url, reply, self._options.served_name, self._log_folder)
+            http = listen.url_of(self._listening) if self._listening else ""
+            self._out.ready(screen.Place(self._url, http, self._options.served_name, self._log_folder), reply)
             while True:
                 self._raise_refusals()
                 self._out.show(await self._ask(client))
@@ -92,9 +98,12 @@ class Up:
             name = f"worker-{number}"
             worker_id = f"{socket.gethostname()}-{os.getpid()}-{number}" if options.nats else name
             self._add(name, ["worker", *common, *model, "--worker-id", worker_id, "--grace-s", str(_GRACE_S)])
+        if self._listening is not None:
+            fd = self._listening.fileno()
+            self._add("gateway", ["gateway", *common, "--fd", str(fd), "--grace-s", str(_GRACE_S)], (fd,))
 
-    def _add(self, name: str, arguments: list[str]) -> None:
-        child = Child(name, arguments, self._log_folder / f"{name}.log", self._out.say)
+    def _add(self, name: str, arguments: list[str], fds: tuple[int, ...] = ()) -> None:
+        child = Child(name, arguments, self._log_folder / f"{name}.log", self._out.say, fds)
         self._children.append(child)
         self._keepers.append(asyncio.create_task(child.keep()))
 
@@ -124,14 +133,29 @@ class Up:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
-        workers_first = sorted(self._children, key=lambda child: child.name == "router")
-        for child in workers_first:
+        if self._listening is not None:
+            self._listening.close()
+        router_last = sorted(self._children, key=lambda child: child.name == "router")
+        for child in router_last:
             child.terminate()
             if child.name == "router":
                 await child.gone(_GRACE_S)
-        await asyncio.gather(*(child.gone(_GRACE_S + 5) for child in workers_first))
+        await asyncio.gather(*(child.gone(_GRACE_S + 5) for child in router_last))
         if self._broker is not None:
             self._broker.stop()
+
+
+def _listen(options: argparse.Namespace) -> socket.socket | None:
+    """The socket of the gateway: it outlives one that has to be started again. Raises RefusedError."""
+    if options.no_gateway:
+        return None
+    wanted = options.gateway_port
+    try:
+        return listen.bind(_GATEWAY_HOST, _GATEWAY_PORT if wanted is None else wanted)
+    except listen.TakenError as error:
+        if wanted is None:
+            return listen.bind(_GATEWAY_HOST, 0)
+        raise RefusedError(f"{error}: pass --gateway-port 0 for a free port, or --no-gateway") from error
 
 
 def _num_ready(reply: messages.ModelsReply, name: str) -> int:

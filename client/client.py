@@ -30,16 +30,19 @@ _MAX_STRAYS = 1_024
 class Client:
     """Open it with `connect`, close it with `close`, or use it as `async with await Client.connect(url) as client`."""
 
-    def __init__(self, connection: bus.Bus, tenant: str, prefix: str, encoding: codec.Encoding) -> None:
+    def __init__(
+        self, connection: bus.Bus, tenant: str, prefix: str, encoding: codec.Encoding, inbox: str = ""
+    ) -> None:
         self._connection = connection
         self._tenant = tenant
         self._names = subjects.Subjects(prefix)
         self._encoding = encoding
-        self._inbox = connection.new_inbox()
+        self._inbox = inbox or connection.new_inbox()
         self._streams: dict[str, Stream] = {}
         self._places: dict[Stream, str] = {}
         self._strays: Recent[bool] = Recent(keep_s=10.0, capacity=_MAX_STRAYS)
         self._watching: asyncio.Task[None] | None = None
+        self._others: list[Client] = []
 
     def __repr__(self) -> str:
         return f"<Client of {self._connection!r}, {len(self._streams)} streams>"
@@ -73,9 +76,19 @@ class Client:
         """A client over a connection that is there already; closing the client closes it."""
         client = cls(connection, tenant, prefix, encoding)
         connection.on_reconnect = client._reconnected
-        await connection.subscribe(f"{client._inbox}.*", client._deliver)
-        client._watching = asyncio.get_running_loop().create_task(client._watch())
+        await client._open()
         return client
+
+    async def for_tenant(self, tenant: str, inbox_prefix: str = "") -> "Client":
+        """A client on behalf of another tenant over this one's connection. Close only the first: that ends both.
+
+        Its streams come to an inbox that begins with `inbox_prefix`, or else as the connection's own do; answers to its
+        `models`, `embed` and `cancel` come to the connection's own in any case."""
+        inbox = f"{inbox_prefix}.{secrets.token_hex(8)}" if inbox_prefix else ""
+        other = Client(self._connection, tenant, self._names.prefix, self._encoding, inbox)
+        await other._open()
+        self._others.append(other)
+        return other
 
     async def __aenter__(self) -> "Client":
         return self
@@ -87,7 +100,8 @@ class Client:
         """Asks for a completion and returns its stream at once.
 
         `fields` are those of GenerateRequest: `prompt`, `messages`, `token_ids`, `max_tokens`, `temperature` and so on.
-        Raises RequestError(invalid_request) for a field of a wrong type; all else is answered in the stream."""
+        Raises RequestError(invalid_request) for a field of a wrong type, and ValueError for a model that can't be a
+        name; all else is answered in the stream."""
         request = request or _request_of(fields)
         if request.id is None:
             request = codec.replaced(request, id=secrets.token_urlsafe(16))
@@ -124,23 +138,28 @@ class Client:
 
     async def close(self) -> None:
         """Cancels what still runs and disconnects."""
+        for client in (*self._others, self):
+            await client._end_streams()
+        await self._connection.close()
+
+    async def _open(self) -> None:
+        await self._connection.subscribe(f"{self._inbox}.*", self._deliver)
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    async def _end_streams(self) -> None:
         for stream in list(self._streams.values()):
             await stream.aclose()
         if self._watching is not None:
             self._watching.cancel()
-        await self._connection.close()
 
     def _send(self, stream: Stream, model: str, request: messages.GenerateRequest) -> None:
+        subject, payload = self._names.generate(model, self._tenant), codec.encode(request, self._encoding)
         place = secrets.token_hex(8)
         self._streams[place] = stream
         self._places[stream] = place
+        headers = codec.content_headers(self._encoding)
         try:
-            self._connection.publish(
-                self._names.generate(model, self._tenant),
-                codec.encode(request, self._encoding),
-                reply=f"{self._inbox}.{place}",
-                headers=codec.content_headers(self._encoding),
-            )
+            self._connection.publish(subject, payload, reply=f"{self._inbox}.{place}", headers=headers)
         except bus.PayloadTooLargeError as error:
             stream.end(errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error)))
         except (bus.BusyError, ConnectionError) as error:
@@ -192,8 +211,9 @@ class Client:
 
     def _reconnected(self) -> None:
         now = time.monotonic()
-        for stream in list(self._streams.values()):
-            stream.doubt(now)
+        for client in (*self._others, self):
+            for stream in list(client._streams.values()):
+                stream.doubt(now)
 
 
 class _Line:

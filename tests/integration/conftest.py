@@ -1,16 +1,23 @@
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
 from tests.support.bare import Bare
-from tests.support.system import running_up
+from tests.support.system import up_that_says
 
 
 @pytest.fixture(scope="session")
-def url() -> Iterator[str]:
-    """A whole system with two replicas of the demo model, as `make up` starts it."""
-    with running_up("--workers", "2") as url:
-        yield url
+def said() -> Iterator[dict[str, Any]]:
+    """A whole system with two replicas of the demo model, as `make up` starts it: what it says of itself."""
+    with up_that_says("--workers", "2") as said:
+        yield said
+
+
+@pytest.fixture(scope="session")
+def url(said: dict[str, Any]) -> str:
+    """The broker of that system."""
+    return str(said["nats"])
 
 
 @pytest.fixture

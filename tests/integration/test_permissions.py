@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import nats
 import pytest
 from nats.aio.client import Client as Nats
@@ -15,10 +16,10 @@ from nats.aio.msg import Msg
 import demo
 from protocol import connection
 from tests.support.bare import PREFIX, Bare
-from tests.support.system import System
+from tests.support.system import System, running_gateway
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
-USERS = ("router", "worker-demo", "worker-other", "operator", "default", "acme", "globex")
+USERS = ("router", "worker-demo", "worker-other", "operator", "gateway", "default", "acme", "globex")
 LONG = {"max_tokens": 500, "ignore_eos": True}
 TENANTS_ONLY = ("--inbox-prefix", "_INBOX_{tenant}")
 
@@ -120,6 +121,32 @@ async def test_everyone_can_do_what_is_their_role(guarded: Guarded) -> None:
     assert json.loads((await operator.request(f"{PREFIX}.models.operator", b"", timeout=5)).data)["models"]
     assert (await operator.request(control, b"\x81\xa2op\xabclear_cache", timeout=5)).data
     assert not guarded.violations
+
+
+async def test_a_gateway_asks_for_the_tenants_of_its_keys_and_for_nobody_else(guarded: Guarded, tmp_path: Path) -> None:
+    acme = await guarded.connect("acme", "_INBOX_acme")
+    await until_served(acme, "acme", 2)
+    inboxes = ("--nats-inbox", "_INBOX_gateway", "--tenant-inbox", "_INBOX_{tenant}.gateway")
+    secret = {"TOKENBUS_NATS_PASSWORD": guarded.passwords["gateway"], "TOKENBUS_API_KEYS": "sk-a=acme,sk-g=globex"}
+    asked = {"model": "demo", "messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}
+    own = running_gateway(
+        guarded.system.url, tmp_path, "--nats-user", "gateway", "--tenant", "gateway", *inboxes, **secret
+    )
+    with own as gateway:
+        for key in ("sk-a", "sk-g"):
+            async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {key}"}, timeout=20) as http:
+                answer = await http.post(f"{gateway.url}/chat/completions", json=asked)
+                assert answer.json()["choices"][0]["message"]["content"] == "12 + 30 = 42."
+                assert {model["id"] for model in (await http.get(f"{gateway.url}/models")).json()["data"]} == {
+                    "demo",
+                    "other",
+                }
+    client = await guarded.connect("gateway", "_INBOX_gateway")
+    for subject in (f"{PREFIX}.generate.demo", f"{PREFIX}.generate.demo.other", f"{PREFIX}.worker.demo.w-demo.run"):
+        await client.publish(subject, ask())
+        await guarded.refuses("gateway", subject)
+    await client.subscribe("_INBOX_acme.>")
+    await guarded.refuses("gateway", "subscription")
 
 
 async def test_a_client_can_not_reach_workers_others_inboxes_or_others_subjects(guarded: Guarded) -> None:

@@ -1,17 +1,20 @@
 """The README's snippets, as they stand there, against a running system."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 RIGHT = "The capital of Avaria is Limora."
+HTTP = "http://127.0.0.1:8000/v1"
 TRANSPORT = "@nats-io/transport-node@3.4.0"
 
 
@@ -34,6 +37,20 @@ def test_a_python_snippet_streams_an_answer(url: str, tmp_path: Path, number: in
     assert answer == RIGHT
     assert end.startswith("stop")
     assert re.search(r"completion_tokens\W+14", end)
+
+
+def test_the_openai_snippet_streams_an_answer(said: dict[str, Any], tmp_path: Path) -> None:
+    snippet = snippets("python")[2]
+    assert HTTP in snippet
+    (tmp_path / "snippet.py").write_text(snippet.replace(HTTP, said["http"]))
+    assert run([sys.executable, "-W", "ignore", "snippet.py"], tmp_path, said["nats"]) == f"{RIGHT}\nstop\n"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_curl_snippet_gets_an_answer(said: dict[str, Any], tmp_path: Path) -> None:
+    (snippet,) = [one for one in snippets("sh") if one.startswith("curl ")]
+    answer = json.loads(run(["sh", "-c", snippet.replace(HTTP, said["http"])], tmp_path, said["nats"]))
+    assert answer["choices"][0]["message"]["content"] == RIGHT
 
 
 @pytest.fixture(scope="session")

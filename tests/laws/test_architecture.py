@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("protocol", "worker", "router", "client", "replay", "cli", "demo")
+PACKAGES = ("protocol", "worker", "router", "client", "gateway", "replay", "cli", "demo")
 ALLOWED = {
     "protocol": set(),
     "demo": set(),
     "worker": {"protocol"},
     "router": {"protocol"},
     "client": {"protocol"},
+    "gateway": {"protocol", "client"},
     "replay": {"protocol", "worker", "router", "client"},
-    "cli": {"protocol", "client", "worker", "router", "replay", "demo"},
+    "cli": {"protocol", "client", "gateway", "worker", "router", "replay", "demo"},
 }
 PURE = (
     "protocol/subjects.py",
@@ -67,12 +68,19 @@ PURE = (
     "replay/world.py",
     "client/order.py",
     "client/patience.py",
+    "gateway/asked.py",
+    "gateway/failures.py",
+    "gateway/keys.py",
+    "gateway/shapes.py",
+    "gateway/told.py",
 )
 IMPURE = {"asyncio", "time", "nats", "prometheus_client", "threading", "socket", "structlog"}
 ONLY_IN = {
     "llama_cpp": ("worker/engine/gguf/",),
     "onnxruntime": ("worker/engine/onnx/",),
     "onnx": ("worker/engine/onnx/", "demo/"),
+    "starlette": ("gateway/", "protocol/status.py"),
+    "uvicorn": ("gateway/", "protocol/status.py"),
     "torch": ("demo/train.py",),
     "gguf": ("demo/",),
 }

@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 import demo
@@ -29,21 +30,78 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def running_up(*arguments: str) -> Iterator[str]:
-    """`tokenbus up` on a free port; gives the broker's URL, ends it afterwards and checks that it ends well."""
+    """`tokenbus up` without a gateway; gives the broker's URL."""
+    with up_that_says("--no-gateway", *arguments) as said:
+        assert said["http"] is None
+        yield said["nats"]
+
+
+@contextlib.contextmanager
+def up_that_says(*arguments: str) -> Iterator[dict[str, Any]]:
+    """`tokenbus up` on a free port; gives what it says of itself, ends it afterwards and checks that it ends well."""
+    with _saying(command("up", "--port", "0", "--json", *arguments)) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, "tokenbus up ended before it was ready"
+        yield json.loads(line)
+
+
+class Gateway:
+    """A gateway process of its own."""
+
+    def __init__(self, process: "subprocess.Popen[str]", url: str, log_path: Path) -> None:
+        self.process = process
+        self.url = url
+        """`base_url` of OpenAI's clients."""
+        self._log_path = log_path
+
+    def log(self, event: str) -> list[dict[str, Any]]:
+        """Its structured lines of that event."""
+        lines = [json.loads(line) for line in self.text_log().splitlines() if line.startswith("{")]
+        return [line for line in lines if line["event"] == event]
+
+    async def ended(self, request_id: str) -> dict[str, Any]:
+        """The last line of a request, once it is there."""
+        async with asyncio.timeout(10):
+            while True:
+                for line in self.log("request_finished"):
+                    if line["request_id"] == request_id:
+                        return line
+                await asyncio.sleep(0.02)
+
+    def text_log(self) -> str:
+        return self._log_path.read_text()
+
+
+@contextlib.contextmanager
+def running_gateway(nats_url: str, folder: Path, *arguments: str, **variables: str) -> Iterator[Gateway]:
+    """`tokenbus gateway` on a free port; ended afterwards."""
+    log_path = folder / "gateway.log"
+    with log_path.open("ab") as log:
+        saying = _saying(command("gateway", "--nats", nats_url, "--port", "0", *arguments), log, variables)
+        with saying as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, f"the gateway ended before it was ready: {log_path.read_text()}"
+            yield Gateway(process, line.split()[-1], log_path)
+
+
+@contextlib.contextmanager
+def _saying(
+    arguments: list[str], log: BinaryIO | int = subprocess.DEVNULL, variables: Mapping[str, str] | None = None
+) -> "Iterator[subprocess.Popen[str]]":
     process = subprocess.Popen(
-        command("up", "--port", "0", "--json", *arguments),
+        arguments,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=log,
         text=True,
-        env=environment(),
+        env=environment() | dict(variables or {}),
         start_new_session=True,
         preexec_fn=die_with_parent,
     )
     assert process.stdout is not None
     try:
-        line = process.stdout.readline()
-        assert line, "tokenbus up ended before it was ready"
-        yield json.loads(line)["nats"]
+        yield process
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=30)

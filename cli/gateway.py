@@ -1,0 +1,71 @@
+"""`tokenbus gateway`: the flags of one gateway, and the settings that they make."""
+
+import argparse
+import os
+
+from cli import reach
+from gateway import keys
+from gateway.settings import GatewaySettings
+
+_DEFAULTS = GatewaySettings()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a gateway, beside those of the broker."""
+    parser.add_argument("--host", default=_DEFAULTS.host, help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=port, default=_DEFAULTS.port, help="0 takes a free one (%(default)s)")
+    parser.add_argument("--fd", type=int, metavar="N", help="listen on this inherited socket instead")
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY=TENANT",
+        help=f"who may ask, and on whose behalf; may be repeated; better in {keys.VARIABLE}, parted by commas",
+    )
+    parser.add_argument(
+        "--tenant-inbox",
+        metavar="PREFIX",
+        default=_DEFAULTS.tenant_inbox,
+        help="what reply subjects of the keys' tenants begin with, as _INBOX_{tenant}.gateway (as --nats-inbox)",
+    )
+    parser.add_argument(
+        "--max-requests",
+        type=int,
+        default=_DEFAULTS.max_requests,
+        help="completions that are open at a time (%(default)s)",
+    )
+    parser.add_argument(
+        "--grace-s",
+        type=float,
+        default=_DEFAULTS.grace_s,
+        help="seconds for open completions after SIGTERM (%(default)s)",
+    )
+
+
+def settings_of(options: argparse.Namespace) -> GatewaySettings:
+    """What parsed flags mean. Raises ValueError for what can't be."""
+    if options.max_requests < 1:
+        raise ValueError(f"--max-requests must be at least 1, got {options.max_requests}")
+    if not 0 <= options.grace_s <= 86_400:
+        raise ValueError(f"--grace-s must be 0 to 86400, got {options.grace_s:g}")
+    pairs = [pair for pair in os.environ.get(keys.VARIABLE, "").split(",") if pair.strip()]
+    return GatewaySettings(
+        broker=reach.settings_of(options),
+        prefix=options.prefix,
+        host=options.host,
+        port=options.port,
+        fd=options.fd,
+        tenant=options.tenant,
+        tenant_inbox=options.tenant_inbox,
+        keys=keys.Keys(pairs + options.api_key, open_to=options.tenant),
+        max_requests=options.max_requests,
+        grace_s=options.grace_s,
+    )
+
+
+def port(text: str) -> int:
+    """The value of a flag that is a port."""
+    value = int(text)
+    if not 0 <= value <= 65_535:
+        raise argparse.ArgumentTypeError(f"must be 0 to 65535, got {value}")
+    return value

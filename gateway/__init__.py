@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP API of a Tokenbus system: a NATS client like any other."""

@@ -1,0 +1,56 @@
+"""The paths of the gateway, and how what is wrong with a path is answered."""
+
+import structlog
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway import failures
+from gateway.chat import Chat
+from gateway.pages import Pages
+from protocol import errors
+
+
+def make(chat: Chat, pages: Pages) -> Starlette:
+    """The ASGI application."""
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/models", pages.models),
+            Route("/v1/models/{model:path}", pages.model),
+            Route("/livez", pages.livez),
+            Route("/readyz", pages.readyz),
+        ],
+        exception_handlers={
+            failures.FailedError: _failed,
+            errors.RequestError: _refused,
+            HTTPException: _no_such_path,
+            Exception: _bug,
+        },
+    )
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, failures.FailedError)
+    return _response(error.failure)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, errors.RequestError)
+    return _response(failures.of_error(error.error))
+
+
+async def _no_such_path(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _response(failures.of_path(error.status_code, request.method, request.url.path))
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    structlog.get_logger().error("request_failed", exc_info=error)
+    return _response(failures.BUG)
+
+
+def _response(failure: failures.Failure) -> Response:
+    return Response(failure.body, failure.status, failure.headers, media_type="application/json")

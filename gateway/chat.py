@@ -1,0 +1,78 @@
+"""`POST /v1/chat/completions`: one request from its body to its last event."""
+
+import secrets
+import time
+
+import structlog
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from client import Client
+from gateway import answer, asked, body, failures, told
+from gateway.door import Door
+from gateway.journal import Journal
+from gateway.reply import Reply
+from gateway.tenants import Tenants
+from protocol import errors
+from protocol.bus import Bus
+
+
+class Chat:
+    """An ASGI application: it watches for the client's end while it answers."""
+
+    def __init__(self, door: Door, tenants: Tenants, broker: Bus) -> None:
+        self._door = door
+        self._tenants = tenants
+        self._broker = broker
+
+    def __repr__(self) -> str:
+        return f"<Chat {self._door!r}>"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = secrets.token_urlsafe(16)
+        journal, reply = Journal(request_id), Reply(send, request_id)
+        try:
+            with self._door.entered():
+                await self._serve(Request(scope, receive), reply, journal, request_id)
+        except body.GoneError:
+            journal.gone(is_answered=reply.is_complete)
+        except failures.FailedError as error:
+            await _refuse(error.failure, reply, journal)
+        except errors.RequestError as error:
+            await _refuse(failures.of_error(error.error), reply, journal)
+        except Exception:  # outermost frame of a request: it must be answered, and the others must not notice
+            structlog.get_logger().exception("request_failed", request_id=request_id)
+            await _refuse(failures.BUG, reply, journal)
+        finally:
+            journal.ended(reply.status)
+
+    async def _serve(self, request: Request, reply: Reply, journal: Journal, request_id: str) -> None:
+        tenant = self._tenants.of(request)
+        journal.tenant(tenant.name)
+        wanted = await self._read(request, journal, request_id)
+        await body.unless_gone(request.receive, self._answer(tenant.client, wanted, reply, journal))
+
+    async def _read(self, request: Request, journal: Journal, request_id: str) -> asked.Asked:
+        """What is asked for; nothing else holds the body while it is answered."""
+        payload = await body.read(request, self._broker.max_payload)
+        wanted = asked.read(payload, request_id)
+        journal.came(wanted, len(payload))
+        return wanted
+
+    async def _answer(self, client: Client, wanted: asked.Asked, reply: Reply, journal: Journal) -> None:
+        stream = client.generate(wanted.model, wanted.request)
+        heading = told.Heading(f"chatcmpl-{stream.request_id}", int(time.time()), wanted.model)
+        with self._door.holding(stream):
+            async with stream:  # leaving it cancels the request
+                if wanted.stream:
+                    events = told.Events(heading, include_usage=wanted.include_usage)
+                    await answer.in_events(stream, events, reply, journal)
+                else:
+                    await answer.whole(stream, told.Whole(heading), reply, journal)
+
+
+async def _refuse(failure: failures.Failure, reply: Reply, journal: Journal) -> None:
+    """Where an answer has begun already it is cut off: uvicorn closes the connection."""
+    journal.failed(failure.code)
+    if not reply.has_begun:
+        await reply.fail(failure)

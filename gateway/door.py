@@ -1,0 +1,70 @@
+"""How many requests are open at a time, and how the gateway is left: nothing new, then what is open ends."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from client import Stream
+from gateway.failures import FULL, LEAVING, FailedError
+from protocol import errors
+
+
+class Door:
+    """The one through which every request comes."""
+
+    def __init__(self, max_requests: int) -> None:
+        self._max_requests = max_requests
+        self._num_open = 0
+        self._streams: set[Stream] = set()
+        self._is_closed = False
+        self._is_over = False
+        self._emptied = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Door {self._num_open} of {self._max_requests}{' closed' if self._is_closed else ''}>"
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """While a request is open. Raises FailedError where there is no room, or no more will be taken."""
+        if self._is_closed:
+            raise FailedError(LEAVING)
+        if self._num_open >= self._max_requests:
+            raise FailedError(FULL)
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            if self._is_closed and not self._num_open:
+                self._emptied.set()
+
+    @contextlib.contextmanager
+    def holding(self, stream: Stream) -> Iterator[None]:
+        """While a request waits for its stream."""
+        self._streams.add(stream)
+        try:
+            if self._is_over:
+                _end(stream)
+            yield
+        finally:
+            self._streams.discard(stream)
+
+    async def close(self, grace_s: float) -> None:
+        """Takes nothing new, waits so long for what is open, and has the rest end with `shutting_down`."""
+        self._is_closed = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                if self._num_open:
+                    await self._emptied.wait()
+        self._is_over = True
+        for stream in list(self._streams):
+            _end(stream)
+
+
+def _end(stream: Stream) -> None:
+    stream.cancel()
+    stream.end(errors.make_error(errors.Code.SHUTTING_DOWN, "this gateway is shutting down"))

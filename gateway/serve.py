@@ -1,0 +1,110 @@
+"""The composition root of a gateway: makes the parts, starts them in order, and takes them down in reverse."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+
+from gateway import app, listen
+from gateway.chat import Chat
+from gateway.door import Door
+from gateway.pages import Pages
+from gateway.settings import GatewaySettings
+from gateway.tenants import Tenants
+from protocol import connection as nats
+from protocol.bus import Bus
+
+_KEEP_ALIVE_S = 30
+_AFTER_GRACE_S = 3
+"""For writing out the last events of what did not end by itself."""
+
+
+class _Server(uvicorn.Server):
+    """Leaves the signals to us: uvicorn's own end the process by the signal, before streams have ended."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Runs a gateway until SIGTERM or SIGINT.
+
+    Raises ConnectionError when there is no broker, TakenError when it can't listen."""
+    leave = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leave.set)
+    async with contextlib.AsyncExitStack() as stack:
+        listening = stack.enter_context(contextlib.closing(_socket(settings)))
+        connection = await nats.connect(settings.broker, name="gateway")
+        stack.push_async_callback(connection.close)
+        tenants = await Tenants.over(connection, settings)
+        stack.push_async_callback(tenants.own.close)
+        door = Door(settings.max_requests)
+        application = app.make(Chat(door, tenants, connection), Pages(door, tenants, connection))
+        await _run(settings, application, listening, connection, door, leave)
+
+
+def _socket(settings: GatewaySettings) -> socket.socket:
+    if settings.fd is None:
+        listening = listen.bind(settings.host, settings.port, ": pass --port 0 for a free port")
+    else:
+        listening = listen.inherit(settings.fd)
+    listen.watch_readers(listening)
+    listen.allow_connections()
+    return listening
+
+
+async def _run(
+    settings: GatewaySettings,
+    application: ASGIApp,
+    listening: socket.socket,
+    broker: Bus,
+    door: Door,
+    leave: asyncio.Event,
+) -> None:
+    url = listen.url_of(listening)
+    server = _Server(_config(settings, application))
+    serving = asyncio.create_task(server.serve([listening]))
+    others = [asyncio.create_task(life) for life in (_wait(leave), broker.until_refused())]
+    structlog.get_logger().info("gateway_ready", url=url, max_requests=settings.max_requests)
+    print(f"tokenbus: the gateway serves {url}", flush=True)
+    try:
+        await asyncio.wait([serving, *others], return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await door.close(settings.grace_s)
+        await serving
+        for task in others:
+            if task.done():
+                task.result()
+    finally:
+        for task in (serving, *others):
+            task.cancel()
+        await asyncio.gather(serving, *others, return_exceptions=True)
+
+
+async def _wait(leave: asyncio.Event) -> None:
+    await leave.wait()
+
+
+def _config(settings: GatewaySettings, application: ASGIApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        application,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",  # each request has its own lines in our log
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=2 * settings.max_requests + 64,  # connections, those that ask for nothing included
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=round(settings.grace_s) + _AFTER_GRACE_S,
+    )

@@ -1,0 +1,29 @@
+"""What can be set of a gateway."""
+
+import dataclasses
+
+from gateway.keys import Keys
+from protocol import connection as nats
+from protocol import subjects
+
+
+@dataclasses.dataclass(frozen=True)
+class GatewaySettings:
+    """All settings of one gateway."""
+
+    broker: nats.Settings = dataclasses.field(default_factory=nats.Settings)
+    prefix: str = subjects.DEFAULT_PREFIX
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes a free one."""
+    fd: int | None = None
+    """A listening socket that the process was started with, instead of host and port."""
+    tenant: str = subjects.DEFAULT_TENANT
+    """On whose behalf it asks for models, and for everything where there are no keys."""
+    tenant_inbox: str = ""
+    """What the reply subjects of a tenant begin with, with `{tenant}` for its name; as the connection's where empty."""
+    keys: Keys = dataclasses.field(default_factory=lambda: Keys(()))
+    max_requests: int = 1_024
+    """Completions that are open at a time; beyond that they are refused with 503."""
+    grace_s: float = 30.0
+    """For running completions after SIGTERM."""

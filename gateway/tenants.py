@@ -1,0 +1,50 @@
+"""On whose behalf a request is made: the tenant of its API key, and the client that asks for that tenant."""
+
+from typing import NamedTuple
+
+from starlette.requests import Request
+
+from client import Client
+from gateway.failures import NO_KEY, FailedError
+from gateway.keys import Keys
+from gateway.settings import GatewaySettings
+from protocol import subjects
+from protocol.bus import Bus
+
+
+class Tenant(NamedTuple):
+    name: str
+    client: Client
+
+
+class Tenants:
+    """All there are, over one connection."""
+
+    def __init__(self, keys: Keys, own: Client, clients: dict[str, Client]) -> None:
+        self.own = own
+        """Of the gateway itself: to ask what concerns no tenant, and to close, which closes all."""
+        self._keys = keys
+        self._clients = clients
+
+    def __repr__(self) -> str:
+        return f"<Tenants {sorted(self._clients)}>"
+
+    @classmethod
+    async def over(cls, connection: Bus, settings: GatewaySettings) -> "Tenants":
+        """All those of the keys, known from the start."""
+        own = await Client.over(connection, tenant=settings.tenant, prefix=settings.prefix)
+        clients = {}
+        for name in settings.keys.tenants:
+            if name == settings.tenant and not settings.tenant_inbox:
+                clients[name] = own
+            else:
+                inbox = settings.tenant_inbox.replace(subjects.TENANT_PLACE, subjects.name_to_token(name))
+                clients[name] = await own.for_tenant(name, inbox)
+        return cls(settings.keys, own, clients)
+
+    def of(self, request: Request) -> Tenant:
+        """Who asks. Raises FailedError(401)."""
+        name = self._keys.tenant_of(request.headers.get("authorization", ""))
+        if name is None:
+            raise FailedError(NO_KEY)
+        return Tenant(name, self._clients[name])

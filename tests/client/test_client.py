@@ -1,0 +1,47 @@
+"""A client's requests, and those of other tenants over its connection."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from cli import broker
+from client import Client
+from tests.support.bare import PREFIX, Bare
+
+
+@pytest.fixture
+async def url(tmp_path: Path) -> AsyncIterator[str]:
+    """A broker where nobody serves anything."""
+    nats = await broker.start(0, tmp_path / "nats.log")
+    yield nats.url
+    nats.stop()
+
+
+@pytest.mark.parametrize("model", ["", "x" * 129])
+async def test_a_model_that_can_be_no_name_is_refused_and_leaves_nothing_behind(url: str, model: str) -> None:
+    async with await Client.connect(url) as client:
+        with pytest.raises(ValueError, match="a name has 1 to 128 bytes"):
+            client.generate(model, prompt="hi")
+        assert "0 streams" in repr(client)
+
+
+async def test_another_tenant_speaks_over_the_same_connection_and_ends_with_it(url: str) -> None:
+    heard = asyncio.Queue[str]()
+    bare = await Bare.connect(url)
+    for tail in ("generate.demo", "generate.demo.acme", "cancel.*", "cancel.acme.*"):
+
+        async def hear(message: object, tail: str = tail) -> None:
+            heard.put_nowait(tail)
+
+        await bare.nats.subscribe(f"{PREFIX}.{tail}", cb=hear)
+    await bare.nats.flush()
+    async with asyncio.timeout(10):
+        async with await Client.connect(url) as client:
+            acme = await client.for_tenant("acme")
+            client.generate("demo", prompt="hi")
+            acme.generate("demo", prompt="hi")
+            assert {await heard.get(), await heard.get()} == {"generate.demo", "generate.demo.acme"}
+        assert {await heard.get(), await heard.get()} == {"cancel.*", "cancel.acme.*"}
+    await bare.close()

@@ -1,0 +1,93 @@
+"""When an answer begins, and with which status."""
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import pytest
+
+from gateway import answer, told
+from gateway.journal import Journal
+from gateway.reply import Reply
+from protocol import errors, messages
+from tests.support.streams import Line, stream_over
+
+HEADING = told.Heading("chatcmpl-r", 1_700_000_000, "demo")
+HEAD = messages.Chunk(id="r", worker_id="w", model="demo", created=1)
+LOST = errors.make_error(errors.Code.WORKER_LOST)
+NEVER_S = 1e9
+
+
+class Peer:
+    """The HTTP client's side."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.body = b""
+        self.is_complete = False
+
+    async def take(self, message: MutableMapping[str, Any]) -> None:
+        assert not self.is_complete
+        if message["type"] == "http.response.start":
+            assert not self.status
+            self.status = message["status"]
+            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        else:
+            assert self.status
+            self.body += message["body"]
+            self.is_complete = not message["more_body"]
+
+
+def chunk(text: str, offset: int = 0, reason: messages.FinishReason | None = None, **fields: Any) -> messages.Chunk:
+    return messages.Chunk(
+        id="r", tokens=len(text), offset=offset, text_offset=offset, text=text, finish_reason=reason, **fields
+    )
+
+
+def failed(offset: int = 0) -> messages.Chunk:
+    return chunk("", offset, messages.FinishReason.ERROR, error=LOST)
+
+
+async def events_of(*chunks: messages.Chunk, hold_s: float) -> Peer:
+    peer = Peer()
+    stream, events = stream_over(Line(), *chunks), told.Events(HEADING, include_usage=False)
+    await answer.in_events(stream, events, Reply(peer.take, "r"), Journal("r"), hold_s)
+    assert peer.is_complete
+    return peer
+
+
+async def test_a_stream_that_fails_before_it_speaks_is_answered_with_the_status_of_the_error() -> None:
+    peer = await events_of(HEAD, HEAD, failed(), hold_s=NEVER_S)
+    assert (peer.status, peer.headers["content-type"], peer.headers["x-request-id"]) == (502, "application/json", "r")
+
+
+async def test_a_stream_that_fails_after_it_spoke_ends_with_the_error_and_done() -> None:
+    peer = await events_of(HEAD, chunk("a"), failed(1), hold_s=NEVER_S)
+    assert (peer.status, peer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    *_, error, done, end = peer.body.split(b"\n\n")
+    assert error.startswith(b'data: {"error"')
+    assert (done, end) == (b"data: [DONE]", b"")
+
+
+async def test_a_stream_that_is_silent_for_too_long_is_begun_and_kept_alive_by_comments() -> None:
+    peer = await events_of(HEAD, HEAD, failed(), hold_s=0.0)
+    assert peer.status == 200
+    assert peer.body.startswith(b': still here\n\n: still here\n\ndata: {"error"')
+    assert peer.body.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [
+        (messages.FinishReason.STOP, 200),
+        (messages.FinishReason.CANCELLED, 499),
+        (messages.FinishReason.ERROR, 502),
+    ],
+)
+async def test_a_whole_answer_has_the_status_of_its_end(reason: messages.FinishReason, status: int) -> None:
+    peer = Peer()
+    end = chunk("b", 1, reason, **({"error": LOST} if status == 502 else {}))
+    stream = stream_over(Line(), HEAD, chunk("a"), end)
+    await answer.whole(stream, told.Whole(HEADING), Reply(peer.take, "r"), Journal("r"))
+    assert (peer.status, int(peer.headers["content-length"]), peer.is_complete) == (status, len(peer.body), True)
+    assert (b'"content":"ab"' in peer.body) == (status == 200)

@@ -1,0 +1,115 @@
+"""What a gateway does not let through, and what it says of itself."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+
+from cli import broker
+from tests.support.post import ENDLESS, post
+from tests.support.system import Gateway, command, running_gateway
+
+HELLO: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
+
+
+@pytest.fixture
+def http(base_url: str) -> Any:
+    with httpx2.Client(base_url=base_url, timeout=20) as client:
+        yield client
+
+
+def error_of(response: httpx2.Response) -> tuple[int, str]:
+    assert response.headers["content-type"] == "application/json"
+    return response.status_code, response.json()["error"]["code"]
+
+
+def test_a_body_that_the_broker_would_not_take_is_refused(http: httpx2.Client) -> None:
+    huge = HELLO | {"messages": [{"role": "user", "content": "x" * 3_000_000}]}
+    assert error_of(http.post("chat/completions", json=huge)) == (413, "payload_too_large")
+    large = HELLO | {"messages": [{"role": "user", "content": "x" * 700_000}]}
+    assert error_of(http.post("chat/completions", json=large)) == (413, "payload_too_large")
+
+
+def test_a_body_that_does_not_say_that_it_is_json_is_refused(http: httpx2.Client) -> None:
+    body = b'{"model": "demo", "messages": [{"role": "user", "content": "x"}]}'
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        response = http.post("chat/completions", content=body, headers={"Content-Type": kind})
+        assert error_of(response) == (415, "unsupported_media_type")
+    assert http.post("chat/completions", content=body, headers={"Content-Type": "Application/JSON; charset=utf-8"})
+
+
+def test_a_path_that_is_not_there_is_an_error_in_the_same_shape(http: httpx2.Client) -> None:
+    assert error_of(http.get("nowhere")) == (404, "unknown_url")
+    assert error_of(http.get("chat/completions")) == (405, "unknown_url")
+
+
+def test_a_system_that_serves_is_live_and_ready(base_url: str) -> None:
+    root = base_url.removesuffix("/v1")
+    assert httpx2.get(f"{root}/livez").status_code == httpx2.get(f"{root}/readyz").status_code == 200
+
+
+async def test_one_request_more_than_may_be_open_is_told_to_come_back(slow_url: str, tmp_path: Path) -> None:
+    with running_gateway(slow_url, tmp_path, "--max-requests", "1") as gateway:
+        async with post(gateway, ENDLESS | {"stream": True}) as first:
+            await first.line("data: ")
+            async with post(gateway, ENDLESS) as second:
+                assert (await second.line("HTTP/1.1")).startswith("HTTP/1.1 503")
+                assert await second.line("retry-after:") == "retry-after: 1"
+
+
+async def test_each_request_leaves_two_lines_and_nothing_of_its_text(slow_gateway: Gateway) -> None:
+    said = ENDLESS | {"messages": [{"role": "user", "content": "a-secret"}], "max_tokens": 2}
+    ids = []
+    for extra, status in (({}, "200"), ({"stream": True}, "200"), ({"tools": [{}]}, "400"), ({"n": 7}, "400")):
+        async with post(slow_gateway, said | extra) as one:
+            assert (await one.line("HTTP/1.1")).split()[1] == status
+            ids.append("default:" + (await one.line("x-request-id")).split()[1])
+            await one.rest()
+    finished = [await slow_gateway.ended(request_id) for request_id in ids]
+    assert [line["request_id"] for line in slow_gateway.log("request_received") if line["request_id"] in ids] == ids
+    assert [(line["status"], line["finish_reason"], line["code"], line["completion_tokens"]) for line in finished] == [
+        (200, "length", None, 2),
+        (200, "length", None, 2),
+        (400, "error", "unsupported", 0),
+        (400, None, "unsupported", 0),
+    ]
+    assert "a-secret" not in slow_gateway.text_log()
+    assert "simulated" not in slow_gateway.text_log()
+
+
+async def test_a_gateway_without_a_router_is_live_and_not_ready(tmp_path: Path) -> None:
+    nats = await broker.start(0, tmp_path / "nats.log")
+    try:
+        with running_gateway(nats.url, tmp_path) as gateway:
+            root = gateway.url.removesuffix("/v1")
+            async with httpx2.AsyncClient() as http:
+                assert (await http.get(f"{root}/livez")).status_code == 200
+                ready = await http.get(f"{root}/readyz")
+                assert (ready.status_code, ready.text) == (503, "no router listens on this broker\n")
+                assert error_of(await http.post(f"{gateway.url}/chat/completions", json=HELLO)) == (503, "no_worker")
+    finally:
+        nats.stop()
+
+
+def refused(*arguments: str) -> str:
+    """The one line with which a command ends."""
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (1, 2)
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_a_port_that_is_taken_is_one_line_that_says_what_to_do(base_url: str, slow_url: str) -> None:
+    port = str(urlsplit(base_url).port)
+    assert refused("gateway", "--nats", slow_url, "--port", port).endswith("pass --port 0 for a free port")
+    line = refused("up", "--port", "0", "--json", "--gateway-port", port)
+    assert line.endswith("pass --gateway-port 0 for a free port, or --no-gateway")
+
+
+def test_a_key_without_a_tenant_is_one_line_that_does_not_show_it(slow_url: str) -> None:
+    line = refused("gateway", "--nats", slow_url, "--api-key", "sk-secret")
+    assert "must be key=tenant" in line
+    assert "sk-secret" not in line

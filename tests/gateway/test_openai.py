@@ -1,0 +1,121 @@
+"""The gateway as OpenAI's own client library sees it."""
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+
+ANSWER = "The capital of Avaria is Limora."
+ASKED: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of Avaria?"}]
+GREEDY: dict[str, Any] = {"model": "demo", "messages": ASKED, "temperature": 0}
+
+
+@pytest.fixture
+def client(base_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+async def async_client(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=20) as client:
+        yield client
+
+
+def test_a_whole_answer(client: openai.OpenAI) -> None:
+    response = client.chat.completions.with_raw_response.create(**GREEDY)
+    answer = response.parse()
+    assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.id == f"chatcmpl-{response.headers['x-request-id']}"
+    assert answer.model == "demo"
+    usage = answer.usage
+    assert usage is not None
+    assert (usage.completion_tokens, usage.total_tokens) == (14, usage.prompt_tokens + 14)
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens is not None
+
+
+def test_a_stream_with_its_usage(client: openai.OpenAI) -> None:
+    with client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True}) as stream:
+        *events, usage = list(stream)
+    assert "".join(event.choices[0].delta.content or "" for event in events) == ANSWER
+    assert [event.choices[0].finish_reason for event in events] == [None] * (len(events) - 1) + ["stop"]
+    assert events[0].choices[0].delta.role == "assistant"
+    assert len({event.id for event in events}) == 1
+    assert usage.choices == []
+    assert usage.usage.completion_tokens == 14
+
+
+def test_the_librarys_own_helper_puts_a_stream_together(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(**GREEDY) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == ANSWER
+
+
+async def test_the_asynchronous_client_streams_and_waits(async_client: openai.AsyncOpenAI) -> None:
+    whole = await async_client.chat.completions.create(**GREEDY)
+    assert whole.choices[0].message.content == ANSWER
+    stream = await async_client.chat.completions.create(**GREEDY, stream=True)
+    assert "".join([event.choices[0].delta.content or "" async for event in stream]) == ANSWER
+
+
+def test_limits_stops_and_our_own_fields_reach_the_worker(client: openai.OpenAI) -> None:
+    short = client.chat.completions.create(**GREEDY, max_completion_tokens=3)
+    assert short.choices[0].finish_reason == "length"
+    assert short.usage is not None
+    assert short.usage.completion_tokens == 3
+    stopped = client.chat.completions.create(**GREEDY, stop=" is", extra_body={"top_k": 1, "cache_salt": "x"})
+    assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == ("The capital of Avaria", "stop")
+
+
+def test_logprobs_of_each_token(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(**GREEDY, logprobs=True, top_logprobs=2)
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content
+    assert content is not None
+    assert len(content) == 14
+    assert all(len(one.top_logprobs) == 2 and one.logprob <= 0 for one in content)
+    assert "".join(one.token for one in content).startswith(ANSWER)
+
+
+def test_models_are_listed_and_found_by_name(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").created > 1_700_000_000
+    with pytest.raises(openai.NotFoundError) as raised:
+        client.models.retrieve("org/nobody:Q4")
+    assert raised.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"temperature": -1}, "temperature", "invalid_request"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported"),
+        ({"messages": [{"role": "poet", "content": "x"}]}, "messages", "invalid_request"),
+        ({"messages": [{"role": "user", "content": "word " * 9_000}]}, None, "context_length_exceeded"),
+    ],
+)
+def test_a_bad_request_names_its_field_before_anything_is_streamed(
+    client: openai.OpenAI, fields: dict[str, Any], param: str | None, code: str, stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(**GREEDY | fields, stream=stream)
+    assert (raised.value.param, raised.value.code) == (param, code)
+    assert raised.value.type == "invalid_request_error"
+
+
+def test_a_model_that_nobody_serves_is_an_error_of_status(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError) as raised:
+        client.chat.completions.create(**GREEDY | {"model": "nobody"})
+    assert (raised.value.status_code, raised.value.code) in ((503, "no_worker"), (404, "model_not_found"))
+
+
+def test_a_deadline_is_an_error_that_is_not_tried_again(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.InternalServerError) as raised:
+        client.chat.completions.create(**GREEDY, extra_body={"timeout_ms": 0.001})
+    assert raised.value.status_code == 504
+    assert raised.value.response.headers["x-should-retry"] == "false"

@@ -1,0 +1,46 @@
+"""The gateway as a part of `tokenbus up`."""
+
+import os
+import shlex
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from cli import screen
+
+PLACE = screen.Place("nats://127.0.0.1:4222", "http://127.0.0.1:8000/v1", "demo", Path("logs"))
+
+
+def pid_of_gateway(nats_url: str) -> int:
+    for process in Path("/proc").glob("[0-9]*"):
+        arguments = process.joinpath("cmdline").read_text().split("\0") if process.exists() else []
+        if "gateway" in arguments and nats_url in arguments:
+            return int(process.name)
+    raise AssertionError(f"no gateway at {nats_url}")
+
+
+def test_a_gateway_that_dies_is_started_again_and_misses_nobody_who_comes_meanwhile(said: dict[str, Any]) -> None:
+    os.kill(pid_of_gateway(said["nats"]), signal.SIGKILL)
+    with httpx2.Client(timeout=20) as http:
+        assert http.get(f"{said['http']}/models").json()["data"][0]["id"] == "demo"
+
+
+def test_what_up_prints_has_a_command_for_curl_that_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOKENBUS_API_KEYS", raising=False)
+    (line,) = [line for line in screen.how_to_talk(PLACE).splitlines() if "curl" in line]
+    words = shlex.split(line)
+    assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
+    assert words[-1].startswith('{"model": "demo"')
+
+
+def test_where_keys_are_needed_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENBUS_API_KEYS", "sk-secret=acme")
+    assert "Authorization: Bearer KEY" in screen.how_to_talk(PLACE)
+    assert "sk-secret" not in screen.how_to_talk(PLACE)
+
+
+def test_without_a_gateway_nothing_is_said_of_it() -> None:
+    assert "curl" not in screen.how_to_talk(PLACE._replace(http=""))
