@@ -1,0 +1,114 @@
+"""Settings come from flags, variables and one file, under the same names, and unknown ones are refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli import config, main
+
+FILE = """
+[nats]
+url = "nats://there:4222"
+user = "worker-demo"
+
+[worker]
+model = ["a.gguf", "b.gguf"]
+max-num-seqs = 32
+kv-overcommit = 1.5
+metrics-port = "9100-9110"
+
+[router]
+tenant-limit = "8,600,100000"
+limit-of = ["acme=1,2,3"]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tokenbus.toml"
+    path.write_text(FILE)
+    return path
+
+
+def test_a_file_sets_what_no_flag_does(file: Path) -> None:
+    options = main._options(["worker", "--config", str(file), "--kv-overcommit", "2"])
+    assert options.nats == "nats://there:4222"
+    assert options.nats_user == "worker-demo"
+    assert options.model == ["a.gguf", "b.gguf"]
+    assert (options.max_num_seqs, options.kv_overcommit) == (32, 2.0)
+    assert options.metrics_port == range(9100, 9111)
+    router = main._options(["router", "--config", str(file)])
+    assert router.tenant_limit == (8, 600.0, 100_000.0)
+    assert router.limit_of == [("acme", (1, 2.0, 3.0))]
+
+
+def test_a_list_of_flags_takes_the_place_of_the_file_s(file: Path) -> None:
+    assert main._options(["worker", "--config", str(file), "--model", "c.gguf"]).model == ["c.gguf"]
+
+
+def test_a_variable_goes_before_the_file_and_a_flag_before_the_variable(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENBUS_WORKER_MAX_NUM_SEQS", "64")
+    monkeypatch.setenv("TOKENBUS_NATS_USER", "somebody")
+    monkeypatch.setenv("TOKENBUS_CONFIG", str(file))
+    options = main._options(["worker"])
+    assert (options.max_num_seqs, options.nats_user) == (64, "somebody")
+    assert main._options(["worker", "--max-num-seqs", "5"]).max_num_seqs == 5
+
+
+def test_without_a_file_everything_is_as_it_was() -> None:
+    assert main._options(["router"]).max_queued_requests == 1_024
+    assert main._options(["worker", "--model", "a.gguf"]).served_name == []
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[worker]\nmax-num-seq = 3", "max-num-seq is no setting of [worker]; it has"),
+        ("[nats]\nurls = 3", "urls is no setting of [nats]; it has"),
+        ("[wroker]\n", "[wroker] is nobody's"),
+        ("worker = 3", "worker must be a table"),
+        ('[worker]\nmax-num-seqs = "many"', "max-num-seqs must be a whole number, got 'many'"),
+        ("[worker]\nmax-num-seqs = 1.5", "max-num-seqs must be a whole number, got 1.5"),
+        ("[worker]\nmax-num-seqs = [1]", "max-num-seqs must be one value"),
+        ('[worker]\nmetrics-port = "70000"', "must be 0 to 65535"),
+        ("[worker", "Expected"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as refusal:
+        main._options(["worker", "--config", str(path)])
+    assert complaint in str(refusal.value)
+    assert str(path) in str(refusal.value)
+
+
+def test_what_is_shown_can_be_read_again(file: Path, tmp_path: Path) -> None:
+    _, commands = main._parser()
+    tables = config.read(file)
+    shown = "\n".join(
+        config.show(name, config.apply(commands[name], name, tables, str(file))) for name in ("worker", "router")
+    )
+    again = tmp_path / "again.toml"
+    again.write_text(shown)
+    for name in ("worker", "router"):
+        asked = vars(main._options([name, "--config", str(again)]))
+        expected = vars(main._options([name, "--config", str(file)]))
+        assert {key: value for key, value in asked.items() if key not in ("config", "run")} == {
+            key: value for key, value in expected.items() if key not in ("config", "run")
+        }
+
+
+def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text("[router]\npolice = 1")
+    command = [sys.executable, "-m", "cli.main", "config", "check", "--file", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"tokenbus: {path}: police is no setting of [router]")
+    assert done.stderr.count("\n") == 1
