@@ -1,0 +1,30 @@
+# Worker for NVIDIA GPUs. NOT RUN: there was no GPU to try it on.
+#   docker build -f deploy/docker/worker-cuda.Dockerfile -t tokenbus-worker-cuda .
+# CUDA_ARCHITECTURES are those of the GPUs that it shall run on: 80 A100, 86 A10, 89 L4 and L40, 90 H100 and H200.
+ARG CUDA=12.8.1
+FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu24.04 AS build
+RUN apt-get update && apt-get install -y --no-install-recommends g++ cmake make ninja-build python3-dev python3-venv \
+ && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+ARG CUDA_ARCHITECTURES="80;86;89;90"
+ENV CMAKE_ARGS="-DGGML_CUDA=ON -DGGML_NATIVE=OFF -DCMAKE_CUDA_ARCHITECTURES=${CUDA_ARCHITECTURES}" TOKENBUS_CACHE=/cache
+COPY deploy/llama_cpp_wheel.py deploy/
+COPY pyproject.toml README.md constraints.txt ./
+RUN python3 -m venv /opt/tokenbus \
+ && wheel=$(/opt/tokenbus/bin/python deploy/llama_cpp_wheel.py 0.3.36) \
+ && /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt "$wheel"
+COPY . .
+RUN /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt . \
+ && find /opt/tokenbus -name __pycache__ -prune -exec rm -rf {} +
+
+FROM nvidia/cuda:${CUDA}-cudnn-runtime-ubuntu24.04
+RUN apt-get update && apt-get install -y --no-install-recommends python3 libgomp1 && rm -rf /var/lib/apt/lists/*
+COPY --from=build /opt/tokenbus /opt/tokenbus
+RUN useradd --system --uid 10001 --create-home tokenbus
+USER 10001
+ENV PATH=/opt/tokenbus/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 TOKENBUS_LOG_FORMAT=json
+VOLUME /models
+ENTRYPOINT ["tokenbus"]
+CMD ["worker", "--model", "demo", "--metrics-host", "0.0.0.0", "--metrics-port", "9100"]
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=5s --timeout=3s --start-period=120s CMD ["tokenbus", "health"]

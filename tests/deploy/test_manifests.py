@@ -1,0 +1,80 @@
+"""What deploy/ says to Kubernetes and to Docker is well-formed, and agrees with what the processes take."""
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from cli import config, main
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+FOREIGN = ("kustomize.config.k8s.io/v1beta1", "keda.sh/v1alpha1")
+"""Kinds of others, whose schemas come with them and not with Kubernetes."""
+
+
+def documents() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in sorted((DEPLOY / "kubernetes").rglob("*.yaml")):
+        if path.name != "nats-values.yaml":
+            for document in yaml.safe_load_all(path.read_text()):
+                yield f"{path.relative_to(DEPLOY)} {document.get('kind')}", document
+
+
+MANIFESTS = [(name, document) for name, document in documents() if document["apiVersion"] not in FOREIGN]
+
+
+@pytest.mark.parametrize("document", [document for _, document in MANIFESTS], ids=[name for name, _ in MANIFESTS])
+def test_a_manifest_is_what_kubernetes_takes(document: dict[str, Any]) -> None:
+    kubernetes_validate.validate(document, "1.32", strict=True)
+
+
+def test_every_file_that_a_kustomization_names_is_there() -> None:
+    for path in (DEPLOY / "kubernetes").rglob("kustomization.yaml"):
+        for name in yaml.safe_load(path.read_text())["resources"]:
+            assert (path.parent / name).exists(), f"{path} names {name}"
+
+
+def test_the_settings_of_the_cluster_are_settings_that_processes_know(tmp_path: Path) -> None:
+    (settings,) = [document for _, document in MANIFESTS if document["kind"] == "ConfigMap"]
+    text = settings["data"]["tokenbus.toml"]
+    path = tmp_path / "tokenbus.toml"
+    path.write_text(text)
+    _, commands = main._parser()
+    for section in config.SECTIONS:
+        config.apply(commands[section], section, config.read(path), str(path))
+    assert set(tomllib.loads(text)) == {"nats", *config.SECTIONS}
+
+
+def test_containers_run_as_nobody_with_nothing_to_write_to() -> None:
+    pods = [document["spec"]["template"]["spec"] for _, document in MANIFESTS if document["kind"] == "Deployment"]
+    assert len(pods) == 3
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["automountServiceAccountToken"] is False
+        for container in pod["containers"]:
+            assert container["securityContext"]["readOnlyRootFilesystem"]
+            assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+            assert {"readinessProbe", "livenessProbe", "resources"} <= container.keys()
+
+
+def test_a_pod_has_more_time_to_leave_than_its_streams_to_finish() -> None:
+    (settings,) = [document for _, document in MANIFESTS if document["kind"] == "ConfigMap"]
+    grace_s = tomllib.loads(settings["data"]["tokenbus.toml"])["worker"]["grace-s"]
+    (worker,) = [
+        document
+        for _, document in MANIFESTS
+        if document["kind"] == "Deployment" and document["metadata"]["name"] == "worker"
+    ]
+    assert worker["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > grace_s
+
+
+def test_the_commands_of_the_compose_file_are_ones_that_processes_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    for name in ("router", "worker", "gateway"):
+        command = services[name]["command"]
+        words = command if isinstance(command, list) else command.split()
+        words = [word.partition(":-")[2].rstrip("}") if word.startswith("${") else word for word in words]
+        assert main._options(words).nats == "nats://nats:4222"
