@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from cli import chat, clients, config, gateway, health, operate, reach, top, up, worker
+from cli import chat, clients, config, doctor, gateway, health, operate, reach, top, up, worker
 from cli.bench import options as bench_options
 from cli.bench import run as bench
 from cli.family import EXIT_REFUSED
@@ -95,6 +95,18 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     watch.add_argument("--once", action="store_true", help="print one table and end")
     watch.add_argument("--json", action="store_true", help="print the workers as JSON and end")
     watch.set_defaults(run=top.run)
+    looked = commands.add_parser("doctor", help="look at broker, models, ports and fleet, and say what to mend")
+    _add_broker(looked)
+    looked.add_argument("--model", action="append", default=[], metavar="MODEL", help="a file or folder to look at")
+    looked.add_argument(
+        "--ports",
+        type=gateway.port,
+        nargs="*",
+        default=[4222, 8000, 9100],
+        metavar="PORT",
+        help="ports that shall be free",
+    )
+    looked.set_defaults(run=doctor.run)
     probed = commands.add_parser("health", help="say whether the process at a metrics port does its work")
     probed.add_argument("--port", type=gateway.port, default=health.PORT, help="its --metrics-port (%(default)s)")
     probed.add_argument("--live", action="store_true", help="only whether it is alive")

@@ -1,0 +1,47 @@
+"""The doctor sees what is wrong, and says what to do about it."""
+
+from pathlib import Path
+
+import demo
+from cli import doctor
+from protocol import messages
+from tests.router.beliefs import card
+
+
+def marks(findings: list[doctor.Finding]) -> dict[str, str]:
+    return {finding.what: finding.mark for finding in findings}
+
+
+def test_a_model_that_is_there_is_fine_and_one_that_is_none_is_bad(tmp_path: Path) -> None:
+    assert doctor._model(str(demo.MODEL_PATH)).mark == "ok"
+    assert doctor._model(str(demo.ONNX_PATH)).mark == "ok"
+    assert doctor._model("org/repo:Q8_0").mark == "note"
+    (tmp_path / "model.gguf").write_bytes(b"not a model")
+    found = doctor._model(str(tmp_path / "model.gguf"))
+    assert (found.mark, "is no GGUF file" in found.advice) == ("bad", True)
+    assert doctor._model(str(tmp_path / "missing.gguf")).mark == "bad"
+    (tmp_path / "empty").mkdir()
+    assert "there is no GGUF file" in doctor._model(str(tmp_path / "empty")).advice
+
+
+def reply(*cards: messages.Card) -> messages.ModelsReply:
+    served = messages.ServedModel(model="demo", context_length=512, features=[], workers=list(cards))
+    return messages.ModelsReply(
+        models=[served] if cards else [],
+        limits=messages.ServerLimits(max_request_bytes=1_000),
+        router=None,  # type: ignore[arg-type]
+    )
+
+
+def test_a_fleet_without_workers_or_without_one_that_is_ready_is_bad() -> None:
+    assert marks(list(doctor._fleet(reply())))["no worker is known"] == "bad"
+    restarting = card(state=messages.WorkerState.RESTARTING, tokenizer_digest="a")
+    assert marks(list(doctor._fleet(reply(restarting))))["demo: 1 restarting"] == "bad"
+
+
+def test_a_fleet_that_is_ready_is_fine_and_tokenizers_that_differ_are_noted() -> None:
+    one, two = card("one", tokenizer_digest="a"), card("two", tokenizer_digest="b")
+    assert set(marks(list(doctor._fleet(reply(one)))).values()) == {"ok"}
+    found = list(doctor._fleet(reply(one, two)))
+    assert [finding.mark for finding in found] == ["ok", "ok", "note"]
+    assert "several forms (one: a; two: b)" in found[-1].what
