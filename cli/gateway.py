@@ -6,6 +6,7 @@ import os
 from cli import reach
 from gateway import keys
 from gateway.settings import GatewaySettings
+from protocol import status
 
 _DEFAULTS = GatewaySettings()
 
@@ -59,6 +60,7 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
         tenant_inbox=options.tenant_inbox,
         keys=keys.Keys(pairs + options.api_key, open_to=options.tenant),
         max_requests=options.max_requests,
+        status_page=status.Settings(options.metrics_host, options.metrics_port),
         grace_s=options.grace_s,
     )
 

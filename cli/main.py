@@ -241,6 +241,7 @@ def _add_router(parser: argparse.ArgumentParser) -> None:
 
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
     _add_broker(parser)
+    _add_status(parser)
     gateway.add_flags(parser)
     parser.set_defaults(run=_gateway)
 

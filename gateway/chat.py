@@ -11,6 +11,7 @@ from client import Client
 from gateway import answer, asked, body, failures, told
 from gateway.door import Door
 from gateway.journal import Journal
+from gateway.metrics import GatewayMetrics
 from gateway.reply import Reply
 from gateway.tenants import Tenants
 from protocol import errors
@@ -20,17 +21,18 @@ from protocol.bus import Bus
 class Chat:
     """An ASGI application: it watches for the client's end while it answers."""
 
-    def __init__(self, door: Door, tenants: Tenants, broker: Bus) -> None:
+    def __init__(self, door: Door, tenants: Tenants, broker: Bus, metrics: GatewayMetrics) -> None:
         self._door = door
         self._tenants = tenants
         self._broker = broker
+        self._metrics = metrics
 
     def __repr__(self) -> str:
         return f"<Chat {self._door!r}>"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = secrets.token_urlsafe(16)
-        journal, reply = Journal(request_id), Reply(send, request_id)
+        journal, reply = Journal(request_id, self._metrics), Reply(send, request_id)
         try:
             with self._door.entered():
                 await self._serve(Request(scope, receive), reply, journal, request_id)

@@ -27,6 +27,10 @@ class Door:
     def is_closed(self) -> bool:
         return self._is_closed
 
+    @property
+    def num_open(self) -> int:
+        return self._num_open
+
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """While a request is open. Raises FailedError where there is no room, or no more will be taken."""

@@ -5,6 +5,7 @@ import time
 import structlog
 
 from gateway.asked import Asked
+from gateway.metrics import GatewayMetrics
 from protocol import messages, subjects
 
 _MAX_MODEL = 128
@@ -13,8 +14,9 @@ _MAX_MODEL = 128
 class Journal:
     """Of one request."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, metrics: GatewayMetrics | None = None) -> None:
         self._request_id = request_id
+        self._metrics = metrics or GatewayMetrics()
         self._began = time.monotonic()
         self._tenant: str | None = None
         self._has_come = False
@@ -73,6 +75,7 @@ class Journal:
         terminal = self._terminal
         usage = terminal.usage if terminal and terminal.usage else None
         error = terminal.error if terminal and terminal.error else None
+        self._count(status, usage)
         self._log.info(
             "request_finished",
             request_id=self._key,
@@ -88,3 +91,14 @@ class Journal:
             ttft_ms=None if self._first_s is None else round(self._first_s * 1e3, 3),
             total_ms=round(self.age_s * 1e3, 3),
         )
+
+    def _count(self, status: int | None, usage: messages.Usage | None) -> None:
+        metrics = self._metrics
+        metrics.finished.of(str(status or "none")).add()
+        metrics.gone.of().add(self._is_gone)
+        metrics.whole.of().observe(self.age_s)
+        if self._first_s is not None:
+            metrics.first.of().observe(self._first_s)
+        if usage is not None:
+            metrics.prompt_tokens.of().add(usage.prompt_tokens)
+            metrics.completion_tokens.of().add(usage.completion_tokens)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Iterator
 
 import structlog
 import uvicorn
@@ -13,23 +12,17 @@ from starlette.types import ASGIApp
 from gateway import app, listen
 from gateway.chat import Chat
 from gateway.door import Door
+from gateway.metrics import GatewayMetrics
 from gateway.pages import Pages
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from protocol import connection as nats
+from protocol import metrics, status
 from protocol.bus import Bus
 
 _KEEP_ALIVE_S = 30
 _AFTER_GRACE_S = 3
 """For writing out the last events of what did not end by itself."""
-
-
-class _Server(uvicorn.Server):
-    """Leaves the signals to us: uvicorn's own end the process by the signal, before streams have ended."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def serve(settings: GatewaySettings) -> None:
@@ -47,7 +40,10 @@ async def serve(settings: GatewaySettings) -> None:
         tenants = await Tenants.over(connection, settings)
         stack.push_async_callback(tenants.own.close)
         door = Door(settings.max_requests)
-        application = app.make(Chat(door, tenants, connection), Pages(door, tenants, connection))
+        measured = GatewayMetrics()
+        page = metrics.Page(measured.families(), lambda: measured.open.of().set(door.num_open))
+        await stack.enter_async_context(status.shown(settings.status_page, page.registry, lambda: ""))
+        application = app.make(Chat(door, tenants, connection, measured), Pages(door, tenants, connection))
         await _run(settings, application, listening, connection, door, leave)
 
 
@@ -70,7 +66,7 @@ async def _run(
     leave: asyncio.Event,
 ) -> None:
     url = listen.url_of(listening)
-    server = _Server(_config(settings, application))
+    server = status.QuietServer(_config(settings, application))
     serving = asyncio.create_task(server.serve([listening]))
     others = [asyncio.create_task(life) for life in (_wait(leave), broker.until_refused())]
     structlog.get_logger().info("gateway_ready", url=url, max_requests=settings.max_requests)

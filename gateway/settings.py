@@ -4,7 +4,7 @@ import dataclasses
 
 from gateway.keys import Keys
 from protocol import connection as nats
-from protocol import subjects
+from protocol import status, subjects
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,5 +25,7 @@ class GatewaySettings:
     keys: Keys = dataclasses.field(default_factory=lambda: Keys(()))
     max_requests: int = 1_024
     """Completions that are open at a time; beyond that they are refused with 503."""
+    status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
+    """Where it shows its metrics."""
     grace_s: float = 30.0
     """For running completions after SIGTERM."""

@@ -33,6 +33,7 @@ async def shown(
         yield
         return
     server = StatusServer(settings, registry, why_not_ready)
+    structlog.get_logger().info("status_page", port=server.port)
     task = asyncio.create_task(server.run())
     try:
         yield
@@ -51,7 +52,7 @@ class StatusServer:
         config = uvicorn.Config(
             Starlette(routes=routes), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
         )
-        self._server = _Server(config)
+        self._server = QuietServer(config)
         self._socket = _bind(settings)
         self.port: int = self._socket.getsockname()[1]
 
@@ -60,7 +61,6 @@ class StatusServer:
 
     async def run(self) -> None:
         """Until cancelled."""
-        structlog.get_logger().info("status_page", port=self.port)
         try:
             await self._server.serve(sockets=[self._socket])
         finally:
@@ -77,10 +77,11 @@ class StatusServer:
         return PlainTextResponse(f"{reason or 'ok'}\n", status_code=503 if reason else 200)
 
 
-class _Server(uvicorn.Server):
+class QuietServer(uvicorn.Server):
+    """Leaves the signals to the process: uvicorn's own end it by the signal, before its work is done."""
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the process's own business."""
         yield
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.metrics import GatewayMetrics
 from protocol import metrics
 from router.metrics import RouterMetrics
 from worker.front.metrics import WorkerMetrics
@@ -69,13 +70,15 @@ def test_somebody_who_is_forgotten_is_shown_no_more() -> None:
     assert shown(counter) == {("requests_total", "model=m", "worker_id=two"): 1.0}
 
 
-@pytest.mark.parametrize("declared", [WorkerMetrics().families(), RouterMetrics().families()])
+@pytest.mark.parametrize(
+    "declared", [WorkerMetrics().families(), RouterMetrics().families(), GatewayMetrics().families()]
+)
 def test_every_metric_is_named_as_prometheus_wants_it_once_and_explained(
     declared: list[metrics.Counter | metrics.Gauge | metrics.Histogram],
 ) -> None:
     assert len({family.name for family in declared}) == len(declared)
     for family in declared:
-        assert family.name.startswith(("tokenbus_worker_", "tokenbus_router_"))
+        assert family.name.startswith(("tokenbus_worker_", "tokenbus_router_", "tokenbus_gateway_"))
         assert family.help_text.endswith((".", ")."))
         assert isinstance(family, metrics.Histogram) <= family.name.endswith("_seconds")
         assert not family.name.endswith("_total"), "the library adds it"
