@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from cli import reach
+from cli import kinds, reach
 from gateway import keys
 from gateway.settings import GatewaySettings
 from protocol import status
@@ -14,7 +14,7 @@ _DEFAULTS = GatewaySettings()
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of a gateway, beside those of the broker."""
     parser.add_argument("--host", default=_DEFAULTS.host, help="address to listen on (%(default)s)")
-    parser.add_argument("--port", type=port, default=_DEFAULTS.port, help="0 takes a free one (%(default)s)")
+    parser.add_argument("--port", type=kinds.port, default=_DEFAULTS.port, help="0 takes a free one (%(default)s)")
     parser.add_argument("--fd", type=int, metavar="N", help="listen on this inherited socket instead")
     parser.add_argument(
         "--api-key",
@@ -63,11 +63,3 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
         status_page=status.Settings(options.metrics_host, options.metrics_port),
         grace_s=options.grace_s,
     )
-
-
-def port(text: str) -> int:
-    """The value of a flag that is a port."""
-    value = int(text)
-    if not 0 <= value <= 65_535:
-        raise argparse.ArgumentTypeError(f"must be 0 to 65535, got {value}")
-    return value

@@ -4,6 +4,7 @@ import argparse
 import os
 
 from protocol import connection as nats
+from protocol import subjects
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
 _FILES = (
@@ -57,3 +58,10 @@ def settings_of(options: argparse.Namespace, connect_timeout_s: float = 10.0) ->
 def _variable(flag: str) -> str:
     """`--nats-user` is TOKENBUS_NATS_USER."""
     return os.environ.get("TOKENBUS" + flag.removeprefix("-").replace("-", "_").upper(), "")
+
+
+def add_all(parser: argparse.ArgumentParser) -> None:
+    """The flags of whoever speaks on the wire."""
+    add_flags(parser)
+    parser.add_argument("--prefix", default=subjects.DEFAULT_PREFIX, help="prefix of all subjects (%(default)s)")
+    parser.add_argument("--tenant", default=subjects.DEFAULT_TENANT, help="on whose behalf (%(default)s)")

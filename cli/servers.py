@@ -1,0 +1,181 @@
+"""The commands that serve: `up`, `worker`, `router` and `gateway`."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+from cli import gateway, kinds, reach, up, worker
+from cli.family import EXIT_REFUSED
+from protocol import logs, status, subjects
+from router import serve as router
+from router.allowance import TenantLimits
+from router.placement import POLICIES
+from router.turns import QueueSettings
+from worker import contract
+from worker.front import serve
+from worker.front.front import ReplacedError
+
+
+def add(commands: Any) -> None:
+    """Their parsers."""
+    _add_up(commands.add_parser("up", help="run everything on this machine, in the foreground"))
+    _add_worker(commands.add_parser("worker", help="run one worker"))
+    _add_router(commands.add_parser("router", help="run one router"))
+    _add_gateway(commands.add_parser("gateway", help="run one gateway: the OpenAI-compatible HTTP API"))
+
+
+def _add_up(parser: argparse.ArgumentParser) -> None:
+    worker.add_model(parser)
+    parser.add_argument("--workers", type=kinds.at_least(1), default=2, help="worker replicas (%(default)s)")
+    parser.add_argument("--port", type=kinds.port, default=4222, help="port of the embedded broker; 0 takes a free one")
+    parser.add_argument("--nats", metavar="URL", help="use this broker instead of an embedded one")
+    parser.add_argument(
+        "--gateway-port",
+        type=kinds.port,
+        metavar="PORT",
+        help="of the HTTP API (8000, or a free one where it is taken)",
+    )
+    parser.add_argument("--no-gateway", action="store_true", help="leave the HTTP API out")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON once it serves")
+    parser.set_defaults(run=up.run)
+
+
+def _add_worker(parser: argparse.ArgumentParser) -> None:
+    reach.add_all(parser)
+    _add_inboxes(parser)
+    _add_status(parser)
+    worker.add_flags(parser)
+    parser.set_defaults(run=_worker)
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    shown = status.Settings()
+    parser.add_argument(
+        "--metrics-port",
+        type=kinds.ports,
+        default=shown.ports,
+        metavar="PORT[-PORT]",
+        help="show /metrics, /livez and /readyz at the first of these that is free; 0 takes any; none shows nothing",
+    )
+    parser.add_argument(
+        "--metrics-host", default=shown.host, metavar="ADDRESS", help="and at this address (%(default)s)"
+    )
+
+
+def _add_inboxes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--inbox-prefix",
+        action="append",
+        metavar="PREFIX",
+        help="what a client's reply subject may begin with (_INBOX); may be repeated",
+    )
+
+
+def _add_router(parser: argparse.ArgumentParser) -> None:
+    reach.add_all(parser)
+    _add_status(parser)
+    _add_inboxes(parser)
+    parser.add_argument("--router-id", default="", help="name of this router in logs")
+    parser.add_argument("--policy", default=POLICIES[0], help=f"{', '.join(POLICIES)} or your own (%(default)s)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="above 0 dearer workers are drawn now and then (%(default)s)",
+    )
+    parser.add_argument(
+        "--tenant-limit",
+        type=kinds.limits,
+        default=TenantLimits(),
+        metavar="OPEN,REQUESTS,TOKENS",
+        help="of each tenant: requests at a time, requests and tokens a minute, at this router; 0 is no limit (0,0,0)",
+    )
+    parser.add_argument(
+        "--limit-of",
+        type=kinds.limit_of,
+        action="append",
+        default=[],
+        metavar="TENANT=OPEN,REQUESTS,TOKENS",
+        help="of one tenant, instead; may be repeated",
+    )
+    waiting = QueueSettings()
+    parser.add_argument(
+        "--max-queued-requests",
+        type=kinds.at_least(0),
+        default=waiting.max_requests,
+        help="requests of a model that may wait here while every worker is busy (%(default)s)",
+    )
+    parser.add_argument(
+        "--max-queued-tokens",
+        type=kinds.at_least(0),
+        default=waiting.max_tokens,
+        help="tokens of all of them, prompts and what they may generate (%(default)s)",
+    )
+    parser.add_argument(
+        "--max-request-bytes", type=kinds.at_least(0), default=0, help="largest request; 0: half the broker's"
+    )
+    parser.set_defaults(run=_router)
+
+
+def _add_gateway(parser: argparse.ArgumentParser) -> None:
+    reach.add_all(parser)
+    _add_status(parser)
+    gateway.add_flags(parser)
+    parser.set_defaults(run=_gateway)
+
+
+def _worker(options: argparse.Namespace) -> int:
+    return _run("worker", serve.serve(worker.settings_of(options)))
+
+
+def _router(options: argparse.Namespace) -> int:
+    settings = router.RouterSettings(
+        broker=reach.settings_of(options),
+        prefix=options.prefix,
+        router_id=options.router_id,
+        policy=options.policy,
+        temperature=options.temperature,
+        queue=QueueSettings(options.max_queued_requests, options.max_queued_tokens),
+        inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
+        max_request_bytes=options.max_request_bytes,
+        status_page=status.Settings(options.metrics_host, options.metrics_port),
+        tenant_limits=options.tenant_limit,
+        own_tenant_limits=dict(options.limit_of),
+    )
+    return _run("router", router.serve(settings))
+
+
+def _gateway(options: argparse.Namespace) -> int:
+    from gateway import serve  # a fifth of a second that no other command needs
+
+    try:
+        settings = gateway.settings_of(options)
+    except ValueError as error:
+        print(f"tokenbus: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    return _run("gateway", serve.serve(settings))
+
+
+def _run(process: str, life: Coroutine[Any, Any, None]) -> int:
+    """A server process: what stops it is one line that says what to do."""
+    logs.configure(process)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(life)
+    except (contract.EngineStartError, ReplacedError, ValueError) as error:
+        print(f"tokenbus: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    except ConnectionError as error:
+        print(f"tokenbus: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _loop_factory() -> Any:
+    if sys.platform == "win32":
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
