@@ -147,6 +147,8 @@ async def test_alerts_fire_when_workers_and_routers_are_killed_and_clear_when_th
     await prometheus.until_firing("TokenbusWorkerGone", "TokenbusWorkerUnseen")
     watched.kill("two")
     await prometheus.until_firing("TokenbusNoWorkerReady")
+    await until_data(prometheus, ['ALERTS{alertname="TokenbusNoWorkerReady",model="demo",alertstate="firing"}'])
+    assert await prometheus.values('count(ALERTS{alertname="TokenbusNoWorkerReady",alertstate="firing"})') == [1.0]
     await asyncio.gather(watched.worker("one"), watched.worker("two"))
     await prometheus.until_clear("TokenbusNoWorkerReady", "TokenbusWorkerGone", "TokenbusWorkerUnseen")
     assert await prometheus.values("model:tokenbus_workers_ready:max") == [2.0]
