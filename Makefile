@@ -6,7 +6,7 @@ LLAMA_CPP_PYTHON := 0.3.36
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: up test check format bench demo-model clean
+.PHONY: up test check format bench demo-model dashboards clean
 
 up: $(READY)
 	@$(BIN)/tokenbus up $(ARGS)
@@ -30,6 +30,10 @@ bench: $(READY)
 demo-model: $(READY)
 	$(BIN)/pip install -q -e '.[train]'
 	$(BIN)/python -m demo.train
+
+dashboards: $(READY)
+	$(BIN)/pip install -q -e '.[dashboards]'
+	$(BIN)/python -m deploy.dashboards
 
 $(READY): pyproject.toml constraints.txt deploy/llama_cpp_wheel.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed: make PYTHON=python3.12"; exit 1; }

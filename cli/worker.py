@@ -91,6 +91,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", required=True, action="append", help=help_of_model)
     help_of_name = _NAME_HELP + ", for each --model"
     parser.add_argument("--served-name", metavar="NAME", action="append", default=[], help=help_of_name)
+    parser.add_argument("--vllm-metrics", action="store_true", help="show metrics under vLLM's names as well")
     parser.add_argument("--replicas", type=int, default=1, help="of each model, on one copy of its weights (1)")
     parser.add_argument("--kv-budget", type=int, default=0, metavar="MIB", help="KV memory of all; 0: no limit")
     _add_shared(parser)
@@ -122,6 +123,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         prefix=options.prefix,
         worker_id=options.worker_id,
         status_page=status.Settings(options.metrics_host, options.metrics_port),
+        vllm_metrics=options.vllm_metrics,
         front=FrontSettings(
             inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
             max_new_tokens=options.max_new_tokens,

@@ -7,7 +7,7 @@ library's own histogram takes 2, and a step of 64 streams observes 64 times."""
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -149,10 +149,18 @@ class Histogram(Family[Times]):
         return family
 
 
-class Page(Collector):
-    """The families of a process. `refresh` is called before each scrape, and sets what is a level."""
+class Shown(Protocol):
+    """What a page has: a family, or another name of one."""
 
-    def __init__(self, families: Iterable[Counter | Gauge | Histogram], refresh: Callable[[], None]) -> None:
+    def collect(self) -> Metric:
+        """Its samples as they are now."""
+        ...
+
+
+class Page(Collector):
+    """What a process shows. `refresh` is called before each scrape, and sets what is a level."""
+
+    def __init__(self, families: Iterable[Shown], refresh: Callable[[], None]) -> None:
         self._families = list(families)
         self._refresh = refresh
         self.registry = CollectorRegistry(auto_describe=False)

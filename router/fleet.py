@@ -235,6 +235,10 @@ class Fleet:
         for model in sorted(self._served):
             yield model, list(self._served[model].workers)
 
+    def seen_models(self) -> Iterator[str]:
+        """Each model that was ever served, as far as is known here."""
+        return iter(self._seen)
+
     def held_by(self, worker: Worker) -> set[int]:
         """The blocks that a worker is known to hold, by a look at every block there is."""
         return self._of(worker).held_by(worker)

@@ -1,5 +1,6 @@
 """Every metric of a router, declared once."""
 
+from protocol import errors, messages
 from protocol.metrics import REQUEST_SECONDS, SHORT_SECONDS, Counter, Gauge, Histogram
 
 _P = "tokenbus_router"
@@ -11,6 +12,7 @@ class RouterMetrics:
     """Model names are those of models that a worker serves, or has served."""
 
     def __init__(self) -> None:
+        self.ready = Gauge(f"{_P}_ready", "1 while requests can be placed.")
         self.received = Counter(f"{_P}_requests", "Requests that were taken.", ("model",))
         self.placed = Counter(f"{_P}_decisions", "Placements, by policy.", ("model", "policy"))
         self.refused = Counter(f"{_P}_refusals", "Requests that ended here in an error, by its code.", ("code",))
@@ -28,8 +30,15 @@ class RouterMetrics:
             f"{_P}_queue_wait_seconds", "How long requests waited here for room.", ("model",), REQUEST_SECONDS
         )
         self.queue_depth = Gauge(f"{_P}_queue_depth", "Requests that wait here for room.", ("model",))
+        self.queue_limit = Gauge(f"{_P}_queue_limit", "How many requests of one model may wait here.")
         self.in_flight = Gauge(f"{_P}_requests_in_flight", "Requests that this router placed or is about to.")
-        self.workers = Gauge(f"{_P}_workers", "Workers, by their state, or silent.", ("model", "state"))
+        self.workers = Gauge(f"{_P}_workers", "Workers, by their state, or silent for too long.", ("model", "state"))
+        self.followed = Gauge(
+            f"{_P}_event_logs",
+            "Workers, by whether the blocks they hold are known: live, behind a gap, or silent about them.",
+            ("model", "events"),
+        )
+        self.lost_workers = Counter(f"{_P}_workers_lost", "Workers that fell silent and had not left.", ("model",))
         self.index_blocks = Gauge(f"{_P}_index_blocks", "Blocks in the prefix index.", ("model",))
         self.index_bytes = Gauge(f"{_P}_index_bytes", "What they take in memory, about (bench/README.md).", ("model",))
         self.lost_events = Counter(f"{_P}_events_lost", "Entries of workers' event logs that never came.")
@@ -38,6 +47,17 @@ class RouterMetrics:
             self.phases.of(phase)
         for family in (self.dropped, self.lost_events, self.snapshots):
             family.of()
+        for code in errors.Code:  # from 0 on, or the first of each would not be seen as an increase
+            self.refused.of(code)
+            self.retries.of(code)
+        self.embeddings.of("ok")
+
+    def know(self, model: str) -> None:
+        """Shows a model before anything is counted for it, and after its last worker has left."""
+        for family in (self.received, self.prompt_tokens, self.overlap_tokens, self.lost_workers, self.queue_wait):
+            family.of(model)
+        self.queue_depth.of(model)
+        self.workers.of(model, messages.WorkerState.READY)
 
     def families(self) -> list[Counter | Gauge | Histogram]:
         """In the order in which they are declared."""

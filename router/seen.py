@@ -1,5 +1,7 @@
 """Which models have ever been served; pure."""
 
+from collections.abc import Iterator
+
 from protocol import limits
 
 
@@ -16,6 +18,9 @@ class SeenModels:
 
     def __len__(self) -> int:
         return len(self._models)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
 
     def add(self, model: str) -> None:
         """A worker says that it serves a model."""

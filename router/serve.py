@@ -102,19 +102,23 @@ class Router:
     def show(self) -> None:
         """Brings levels up to date, for a scrape."""
         shown = self.metrics
+        shown.ready.of().set(not self.why_not_ready)
         shown.in_flight.of().set(len(self._flights))
+        shown.queue_limit.of().set(self._turns.most_waiting)
         shown.dropped.of().set(self._intake.num_dropped)
-        for family in (shown.queue_depth, shown.workers, shown.index_blocks, shown.index_bytes):
+        for family in (shown.queue_depth, shown.workers, shown.followed, shown.index_blocks, shown.index_bytes):
             family.clear()
+        for model in self.fleet.seen_models():
+            shown.know(model)
         for model, depth in self._turns.depths().items():
             shown.queue_depth.of(model).set(depth)
         for model, workers in self.fleet.models():
-            shown.queue_depth.of(model)
             blocks = self.fleet.num_blocks(model)
             shown.index_blocks.of(model).set(blocks)
             shown.index_bytes.of(model).set(blocks * _BYTES_PER_BLOCK)
             for worker in workers:
-                shown.workers.of(model, "silent" if worker.is_silent else worker.state).add()
+                shown.workers.of(model, "silent" if worker.has_lapsed else worker.state).add()
+                shown.followed.of(model, worker.events).add()
 
     async def open(self) -> None:
         """Learns who is there, and takes requests from then on."""

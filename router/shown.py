@@ -10,7 +10,7 @@ from router.worker import Worker
 def card_of(worker: Worker, indexed_blocks: int) -> messages.Card:
     """A worker's card as clients see it: with its load, and with what is known of it here."""
     watched = messages.Watched(
-        events="silent" if worker.is_silent else "behind" if worker.log.is_behind else "live",
+        events=worker.events,
         indexed_blocks=indexed_blocks,
         lost_events=worker.log.num_lost,
         booked=len(worker.bookings),

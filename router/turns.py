@@ -70,6 +70,11 @@ class Turns:
                 errors.Code.INVALID_REQUEST, f"routing.policy: must be one of {known}", param="routing.policy"
             )
 
+    @property
+    def most_waiting(self) -> int:
+        """How many requests of one model may wait."""
+        return self._settings.max_requests
+
     async def place(self, flight: Flight, without: Collection[str]) -> Placement | NoWorker | None:
         """Where a request goes, booked; None if it was cancelled while it waited. `without` have refused it.
 

@@ -97,6 +97,7 @@ class FleetWatch:
                 self._fleet.forgive(now)
             ticked_at = now
             for lost in self._fleet.lapse(now):
+                self._metrics.lost_workers.of(lost.card.model).add()
                 self._log.error("worker_silent", worker_id=lost.card.worker_id)
                 self._recover(lost, is_certain=False)
             for worker in self._fleet.behind(now, _SNAPSHOT_EVERY_S):

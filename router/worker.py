@@ -1,7 +1,7 @@
 """One worker as its card, its events, and what was placed there since describe it."""
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from protocol import messages
 from router.columns import Numbers
@@ -60,6 +60,13 @@ class Worker:
     def is_silent(self) -> bool:
         """It computes prompts and never says that it holds their blocks: its events can't be relied on."""
         return self.num_unheard >= _UNHEARD
+
+    @property
+    def events(self) -> Literal["live", "behind", "silent"]:
+        """Whether the blocks that it holds are known."""
+        if self.is_silent:
+            return "silent"
+        return "behind" if self.log.is_behind else "live"
 
     @property
     def num_requests(self) -> int:

@@ -1,6 +1,7 @@
 """A whole system of real processes for tests: broker, routers, workers, each of which can be killed."""
 
 import asyncio
+import collections
 import contextlib
 import json
 import os
@@ -116,6 +117,7 @@ class System:
         self._folder = folder
         self.url = nats.url
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._starts: collections.Counter[str] = collections.Counter()
         self._clients: list[Bare] = []
 
     @classmethod
@@ -152,6 +154,10 @@ class System:
 
     def wait(self, name: str, timeout_s: float = 30.0) -> int:
         return self._processes[name].wait(timeout=timeout_s)
+
+    def num_starts(self, name: str) -> int:
+        """Processes of that name so far."""
+        return self._starts[name]
 
     def pid(self, name: str) -> int:
         return self._processes[name].pid
@@ -190,6 +196,7 @@ class System:
         self._broker.stop()
 
     def _run(self, name: str, *arguments: str) -> None:
+        self._starts[name] += 1
         with (self._folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 command(*arguments, "--nats", self.url),

@@ -1,6 +1,6 @@
 """Every metric of a worker process, declared once. Names follow vLLM's where there are such."""
 
-from protocol import messages
+from protocol import errors, messages
 from protocol.metrics import REQUEST_SECONDS, SECONDS, TOKEN_SECONDS, Counter, Gauge, Histogram
 from worker import contract
 from worker.engine import frames
@@ -21,6 +21,7 @@ class WorkerMetrics:
         self.ready = Gauge(f"{_P}_ready", "1 while the worker takes requests.", _ONE)
         self.running = Gauge(f"{_P}_requests_running", "Requests that have a lane.", _ONE)
         self.waiting = Gauge(f"{_P}_requests_waiting", "Accepted requests that wait for one.", _ONE)
+        self.max_running = Gauge(f"{_P}_max_num_seqs", "Requests that can run at the same time.", _ONE)
         self.queued_prefill = Gauge(f"{_P}_queued_prefill_tokens", "Prompt tokens that are not computed yet.", _ONE)
         self.kv_blocks = Gauge(
             f"{_P}_kv_blocks",
@@ -91,6 +92,10 @@ class ReplicaMetrics:
         ]
         for family in (metrics.restarts, metrics.preemptions, metrics.embeddings):
             family.of(*own)
+        for reason in messages.FinishReason:  # from 0 on, or the first of each would not be seen as an increase
+            metrics.finished.of(*own, reason)
+        for code in errors.Code:
+            metrics.refused.of(*own, code)
 
     def __repr__(self) -> str:
         return f"<ReplicaMetrics of {self._who[1]}>"
@@ -122,6 +127,7 @@ class ReplicaMetrics:
         metrics.ready.of(*who).set(is_ready)
         metrics.running.of(*who).set(load.running)
         metrics.waiting.of(*who).set(load.waiting)
+        metrics.max_running.of(*who).set(config.max_num_seqs)
         metrics.queued_prefill.of(*who).set(load.queued_prefill_tokens)
         blocks = {"used": load.used_blocks, "cached": load.cached_blocks, "free": load.free_blocks}
         for state, count in blocks.items():

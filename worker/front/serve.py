@@ -15,6 +15,7 @@ from protocol import errors, internal, metrics, status
 from worker import contract
 from worker.engine import weights
 from worker.engine.settings import EngineSettings
+from worker.front import vllm
 from worker.front.link import EngineProcess
 from worker.front.metrics import WorkerMetrics
 from worker.front.replica import Replica
@@ -78,7 +79,10 @@ class Worker:
             for replica in self._lives:
                 replica.show()
 
-        return metrics.Page(self._metrics.families(), refresh)
+        families: list[metrics.Shown] = [*self._metrics.families()]
+        if self._settings.vllm_metrics:
+            families += vllm.aliases(self._metrics)
+        return metrics.Page(families, refresh)
 
     def _why_not_ready(self) -> str:
         if not self._lives or self._is_leaving:

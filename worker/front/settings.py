@@ -45,6 +45,8 @@ class WorkerSettings:
     where absent."""
     front: FrontSettings = dataclasses.field(default_factory=FrontSettings)
     status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
+    vllm_metrics: bool = False
+    """Show them under vLLM's names as well."""
     kv_budget_bytes: int = 0
     """What all replicas together may take for KV memory; 0: as much as each one's own settings say."""
     max_waiting: int = 64

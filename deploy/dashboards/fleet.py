@@ -1,0 +1,151 @@
+"""The fleet at a glance: who serves, how much is asked, how full it is, and what goes wrong."""
+
+from deploy.dashboards.promql import OF_MODELS, OF_WORKERS, highest, increase, rate, total
+from deploy.dashboards.spec import MODEL, WORKER, Dashboard, Panel, Query, Row
+
+_HITS = rate("tokenbus_worker_prefix_cache_hits_tokens_total", OF_WORKERS)
+_LOOKED_UP = rate("tokenbus_worker_prefix_cache_queries_tokens_total", OF_WORKERS)
+
+_LOST = f"tokenbus_router_workers_lost_total{{{OF_MODELS}}}"
+_READY = highest("tokenbus_router_workers", f'{OF_MODELS},state="ready"', "model")
+
+_NOW = (
+    Panel(
+        "Workers that take requests",
+        "Of the chosen models, as routers see them. If it is fewer than you run, the panel of states below says what "
+        "the others do, and `tokenbus models` which they are.",
+        "short",
+        (Query(f"sum ({_READY})"),),
+        "number",
+    ),
+    Panel(
+        "Requests that run",
+        "Requests that have a lane in a worker. If it stays at the number of lanes, workers are full: see what waits.",
+        "short",
+        (Query(total("tokenbus_worker_requests_running", OF_WORKERS)),),
+        "number",
+    ),
+    Panel(
+        "Requests that wait for a worker",
+        "In the routers' queues. If it does not fall back to 0 between bursts, add workers.",
+        "short",
+        (Query(total("tokenbus_router_queue_depth", OF_MODELS)),),
+        "number",
+    ),
+    Panel(
+        "Tokens that are generated",
+        "By all workers together. If it falls while requests wait, look at step times in the worker dashboard.",
+        "suffix: tok/s",
+        (Query(rate("tokenbus_worker_generation_tokens_total", OF_WORKERS)),),
+        "number",
+    ),
+    Panel(
+        "Prompt tokens that were cached",
+        "Their share of all prompt tokens. If it falls, see the router dashboard for whether requests still find their "
+        "caches, and the worker dashboard for evictions.",
+        "percentunit",
+        (Query(f"{_HITS} / {_LOOKED_UP}"),),
+        "number",
+    ),
+    Panel(
+        "Alerts that fire",
+        "Of deploy/prometheus/rules.yml. If it is not 0, each alert names its heading in docs/operations.md.",
+        "short",
+        (Query('count(ALERTS{alertname=~"Tokenbus.*",alertstate="firing"}) or vector(0)'),),
+        "number",
+    ),
+)
+
+_LOAD = (
+    Panel(
+        "Workers by state",
+        "If some stay `loading`, their logs say how far the model is; `silent` ones have been lost, and go within "
+        "seconds; none `ready` means that requests are refused.",
+        "short",
+        (Query(highest("tokenbus_router_workers", OF_MODELS, "model, state"), "{{model}} {{state}}"),),
+        "stacked",
+    ),
+    Panel(
+        "Requests that come in",
+        "By model, before anything is refused. If it stops while clients run, routers or the broker can't be reached.",
+        "reqps",
+        (Query(rate("tokenbus_router_requests_total", OF_MODELS, "model"), "{{model}}"),),
+    ),
+    Panel(
+        "Requests that end, by how",
+        "If `error` grows, `request_finished` in the workers' logs has the codes; many `cancelled` mean clients that "
+        "give up: see what they wait for.",
+        "reqps",
+        (Query(rate("tokenbus_worker_requests_total", OF_WORKERS, "finish_reason"), "{{finish_reason}}"),),
+        "stacked",
+    ),
+    Panel(
+        "Tokens of prompts and of answers",
+        "Of requests that have ended, and as they are sampled. If answers fall while prompts grow, long prompts slow "
+        "the streams: see --step-target-ms.",
+        "suffix: tok/s",
+        (
+            Query(rate("tokenbus_worker_prompt_tokens_total", OF_WORKERS), "prompts"),
+            Query(rate("tokenbus_worker_generation_tokens_total", OF_WORKERS), "answers"),
+        ),
+    ),
+    Panel(
+        "Requests that wait, in routers and in workers",
+        "A worker gets an eighth more than it can run; the rest waits in routers. If workers have many waiting and "
+        "routers none, requests are pinned to workers, or several routers fill them at once.",
+        "short",
+        (
+            Query(total("tokenbus_router_queue_depth", OF_MODELS, "model"), "{{model}} in routers"),
+            Query(total("tokenbus_worker_requests_waiting", OF_WORKERS, "model"), "{{model}} in workers"),
+        ),
+    ),
+    Panel(
+        "KV memory that running requests hold",
+        "By worker. If one is full and others are not, see whether requests are pinned; if all are, add workers or "
+        "--kv-tokens.",
+        "percentunit",
+        (Query(highest("tokenbus_worker_kv_usage_ratio", OF_WORKERS, "worker_id"), "{{worker_id}}"),),
+    ),
+)
+
+_FAULTS = (
+    Panel(
+        "Requests that routers refuse, by code",
+        "If it is `overloaded`, add workers; `no_worker`, see why none is ready; `invalid_request` and the like are "
+        "clients' mistakes, which the answers explain.",
+        "reqps",
+        (Query(rate("tokenbus_router_refusals_total", "", "code"), "{{code}}"),),
+        "stacked",
+    ),
+    Panel(
+        "Workers lost and engines restarted",
+        "If it happens again and again, `engine_died` in the log says why an engine died; a worker that is lost was "
+        "killed or cut off.",
+        "short",
+        (
+            Query(f"max by (model) (increase({_LOST}[$__rate_interval]))", "{{model}} workers lost"),
+            Query(increase("tokenbus_worker_engine_restarts_total", OF_WORKERS, "model"), "{{model}} engines ended"),
+        ),
+    ),
+    Panel(
+        "Entries of event logs that routers missed",
+        "A snapshot closes each gap. If they go on, see the broker for slow consumers and the routers' CPU.",
+        "short",
+        (Query(increase("tokenbus_router_events_lost_total", "", "instance"), "{{instance}}"),),
+    ),
+    Panel(
+        "Workers, and what they run",
+        "If two of one model differ in version or source, a release is half done.",
+        "none",
+        (Query(highest("tokenbus_worker_info", OF_WORKERS, "model, worker_id, engine, engine_version, source")),),
+        "table",
+    ),
+)
+
+DASHBOARD = Dashboard(
+    "fleet",
+    "Tokenbus fleet",
+    "Who serves, how much is asked, how full it is, and what goes wrong.",
+    (MODEL, WORKER),
+    (Row("Now", _NOW), Row("Load", _LOAD), Row("Faults", _FAULTS)),
+)

@@ -1,0 +1,91 @@
+"""Makes Grafana's JSON of a dashboard, with Grafana's own library for that."""
+
+import json
+from typing import Any
+
+from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, table, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import common as values
+from grafana_foundation_sdk.models import dashboard as parts
+from grafana_foundation_sdk.models import heatmap as heat
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+from deploy.dashboards.spec import Dashboard, Panel, Query, Variable
+
+_SOURCE = parts.DataSourceRef("prometheus", "${datasource}")
+_HIDDEN = ("Time", "Value", "__name__")
+"""Columns of a table of labels that say nothing."""
+
+
+def to_json(of: Dashboard) -> str:
+    """The text of a dashboard's file."""
+    made = dashboard.Dashboard(of.title).uid(f"tokenbus-{of.name}").description(of.about).tags(["tokenbus"])
+    made.timezone("browser").refresh("10s").time("now-30m", "now").tooltip(parts.DashboardCursorSync.CROSSHAIR)
+    made.link(dashboard.DashboardLink("Tokenbus").type(parts.DashboardLinkType.DASHBOARDS).tags(["tokenbus"]))
+    made.with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+    for variable in of.variables:
+        made.with_variable(_variable(variable))
+    for row in of.rows:
+        made.with_row(dashboard.Row(row.title))
+        for panel in row.panels:
+            made.with_panel(_SHAPES[panel.shape](panel).datasource(_SOURCE))
+    built = made.build()
+    for number, placed in enumerate(built.panels or [], 1):
+        placed.id_val = number
+    return json.dumps(built, cls=JSONEncoder, indent=2) + "\n"
+
+
+def _variable(of: Variable) -> Any:
+    everything = parts.VariableOption(True, "All", "$__all")
+    made = dashboard.QueryVariable(of.name).label(of.name.capitalize()).datasource(_SOURCE)
+    made.query(f"label_values({of.of}, {of.label})").refresh(parts.VariableRefresh.ON_TIME_RANGE_CHANGED)
+    return made.multi(True).include_all(True).all_value(".*").current(everything)
+
+
+def _target(query: Query, number: int) -> Any:
+    made = prometheus.Dataquery().expr(query.expr).ref_id(chr(ord("A") + number))
+    return made.legend_format(query.legend or "__auto")
+
+
+def _begun(builder: Any, panel: Panel, span: int, height: int) -> Any:
+    """What all shapes have."""
+    return builder.title(panel.title).description(panel.advice).unit(panel.unit).span(span).height(height)
+
+
+def _lines(panel: Panel) -> Any:
+    made = _begun(timeseries.Panel(), panel, 8, 8).min(0).line_width(1.5).show_points(values.VisibilityMode.NEVER)
+    made.tooltip(common.VizTooltipOptions().mode(values.TooltipDisplayMode.MULTI))
+    made.legend(common.VizLegendOptions().show_legend(True).calcs(["lastNotNull", "max"]))
+    for number, query in enumerate(panel.queries):
+        made.with_target(_target(query, number).range())
+    return made
+
+
+def _stacked(panel: Panel) -> Any:
+    return _lines(panel).fill_opacity(30).stacking(common.StackingConfig().mode(values.StackingMode.NORMAL))
+
+
+def _number(panel: Panel) -> Any:
+    made = _begun(stat.Panel(), panel, 4, 4).graph_mode(values.BigValueGraphMode.AREA)
+    made.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+    (query,) = panel.queries
+    return made.with_target(_target(query, 0).range())
+
+
+def _heatmap(panel: Panel) -> Any:
+    made = _begun(heatmap.Panel(), panel, 12, 8).calculate(False)
+    made.y_axis(heatmap.YAxisConfig().unit(panel.unit))
+    made.color(heatmap.HeatmapColorOptions().mode(heat.HeatmapColorMode.SCHEME).scheme("Oranges").steps(64))
+    (query,) = panel.queries
+    return made.with_target(_target(query, 0).range().format(PromQueryFormat.HEATMAP))
+
+
+def _table(panel: Panel) -> Any:
+    made = _begun(table.Panel(), panel, 24, 8)
+    options: dict[str, object] = {"excludeByName": dict.fromkeys(_HIDDEN, True)}
+    made.with_transformation(parts.DataTransformerConfig(id_val="organize", options=options))
+    (query,) = panel.queries
+    return made.with_target(_target(query, 0).instant().format(PromQueryFormat.TABLE))
+
+
+_SHAPES = {"lines": _lines, "stacked": _stacked, "number": _number, "heatmap": _heatmap, "table": _table}

@@ -1,0 +1,122 @@
+"""A real Prometheus that watches the processes of a test: every half second, with the rules' minutes as seconds."""
+
+import asyncio
+import json
+import math
+import re
+import socket
+import subprocess
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from cli.parent import die_with_parent
+from tests.support import rules
+
+_CONFIG = """
+global: {{ scrape_interval: 500ms, scrape_timeout: 500ms, evaluation_interval: 500ms }}
+rule_files: [{folder}/rules.yml]
+scrape_configs:
+  - job_name: tokenbus-router
+    file_sd_configs: [{{ files: [{folder}/tokenbus-router.json], refresh_interval: 1s }}]
+  - job_name: tokenbus-worker
+    file_sd_configs: [{{ files: [{folder}/tokenbus-worker.json], refresh_interval: 1s }}]
+"""
+_POLL_S = 0.1
+WINDOW = "5s"
+"""What `$__rate_interval` is then."""
+
+
+def hastened(text: str) -> str:
+    """Rules in which all that takes minutes takes seconds."""
+    return re.sub(r"\b(\d+)m\b", r"\1s", text)
+
+
+class Prometheus:
+    """Runs until it is stopped; its targets may come and go."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self._targets: dict[str, dict[str, int]] = {"tokenbus-router": {}, "tokenbus-worker": {}}
+        (folder / "rules.yml").write_text(hastened(rules.RULES.read_text()))
+        (folder / "prometheus.yml").write_text(_CONFIG.format(folder=folder))
+        for job in self._targets:
+            self._write(job)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self._url = f"http://127.0.0.1:{port}"
+        command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+        with (folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, f"--web.listen-address=127.0.0.1:{port}"],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+    @classmethod
+    async def start(cls, folder: Path) -> "Prometheus":
+        started = cls(folder)
+        async with asyncio.timeout(30):
+            while not await asyncio.to_thread(started._is_ready):
+                assert started._process.poll() is None, (folder / "log").read_text()
+                await asyncio.sleep(_POLL_S)
+        return started
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def watch(self, job: str, name: str, port: int) -> None:
+        """From now on `name` is to be found at that port."""
+        self._targets[job][name] = port
+        self._write(job)
+
+    async def get(self, path: str, **asked: str) -> Any:
+        """What the API answers."""
+
+        def fetch() -> Any:
+            url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(asked)}"
+            try:
+                with urllib.request.urlopen(url, timeout=10) as answer:
+                    return json.load(answer)["data"]
+            except urllib.error.HTTPError as error:
+                raise AssertionError(f"{asked}: {error.read().decode()}") from error
+
+        return await asyncio.to_thread(fetch)
+
+    async def values(self, expression: str) -> list[float]:
+        """Of all series of an expression now, those that are numbers."""
+        found = (await self.get("query", query=expression))["result"]
+        return [value for value in (float(one["value"][1]) for one in found) if not math.isnan(value)]
+
+    async def firing(self) -> set[str]:
+        alerts = (await self.get("alerts"))["alerts"]
+        return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
+
+    async def until_firing(self, *names: str, timeout_s: float = 20.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not set(names) <= await self.firing():
+                await asyncio.sleep(_POLL_S)
+
+    async def until_clear(self, *names: str, timeout_s: float = 30.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while set(names) & await self.firing():
+                await asyncio.sleep(_POLL_S)
+
+    def _write(self, job: str) -> None:
+        targets = [f"127.0.0.1:{port}" for port in self._targets[job].values()]
+        fresh = self._folder / "fresh"
+        fresh.write_text(json.dumps([{"targets": targets}]))
+        fresh.rename(self._folder / f"{job}.json")
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._url}/-/ready", timeout=5):
+                return True
+        except OSError:
+            return False

@@ -1,0 +1,43 @@
+"""The rules for Prometheus as they lie in `deploy`, and the programs that read them."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from protocol.metrics import Counter, Histogram
+from router.metrics import RouterMetrics
+from worker.front.metrics import WorkerMetrics
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "prometheus"
+DASHBOARDS = ROOT / "deploy" / "grafana" / "dashboards"
+RULES = FOLDER / "rules.yml"
+METRIC = re.compile(r"\b(?:[a-z]+:)?tokenbus[a-z0-9_:]+|\bup\b")
+"""Names of series in an expression."""
+
+
+def needs(program: str) -> pytest.MarkDecorator:
+    """For tests that run a program of Prometheus."""
+    return pytest.mark.skipif(shutil.which(program) is None, reason=f"{program} is not on the PATH")
+
+
+def shown() -> set[str]:
+    """Names of the samples of a router and a worker."""
+    names = set()
+    for family in RouterMetrics().families() + WorkerMetrics().families():
+        if isinstance(family, Histogram):
+            names |= {f"{family.name}_{part}" for part in ("bucket", "sum", "count")}
+        else:
+            names.add(f"{family.name}_total" if isinstance(family, Counter) else family.name)
+    return names
+
+
+def alerts() -> set[str]:
+    return set(re.findall(r"- alert: (\w+)", RULES.read_text()))
+
+
+def runbooks() -> set[str]:
+    """Where the alerts say that one should read on."""
+    return set(re.findall(r"runbook: (\S+)", RULES.read_text()))
