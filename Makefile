@@ -32,7 +32,6 @@ demo-model: $(READY)
 	$(BIN)/python -m demo.train
 
 dashboards: $(READY)
-	$(BIN)/pip install -q -e '.[dashboards]'
 	$(BIN)/python -m deploy.dashboards
 
 $(READY): pyproject.toml constraints.txt deploy/llama_cpp_wheel.py

@@ -25,7 +25,7 @@ def text(request: pytest.FixtureRequest) -> str:
 
 
 def test_the_files_are_what_the_code_makes() -> None:
-    pytest.importorskip("grafana_foundation_sdk", reason="the group `dashboards` is not installed")
+    pytest.importorskip("grafana_foundation_sdk", reason="grafana-foundation-sdk is not installed")
     from deploy.dashboards.__main__ import ALL
     from deploy.dashboards.grafana import to_json
 
