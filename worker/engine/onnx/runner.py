@@ -60,9 +60,7 @@ class OnnxRunner:
         self._sampler = Sampler(self.end_token_ids, self._vocabulary.size)
         self._lanes = Lanes(shape.num_rows)
         self._cache = self._make_cache(settings, shape)
-        self.embedder: Embedder | None = None
-        if model.graph.hidden is not None:
-            self.embedder = make_embedder(model, settings, longest=shape.context_length)
+        self.embedder = self._make_embedder(settings, shape)
         self.config = self._describe(settings, shape)
 
     def __repr__(self) -> str:
@@ -141,6 +139,16 @@ class OnnxRunner:
         if free is not None and free < self._min_free_bytes:
             structlog.get_logger().error("memory_low", free_bytes=free, min_free_bytes=self._min_free_bytes)
             raise NoRoomError(f"{free} bytes are free, --min-free-mib wants {self._min_free_bytes}")
+
+    def _make_embedder(self, settings: EngineSettings, shape: choices.Shape) -> Embedder | None:
+        """None where the graph shows no states, or can't compute a whole text at once: it generates all the same."""
+        if self._model.graph.hidden is None:
+            return None
+        try:
+            return make_embedder(self._model, settings, longest=shape.context_length)
+        except ModelError as error:
+            structlog.get_logger().info("no_embeddings", reason=str(error))
+            return None
 
     def _make_cache(self, settings: EngineSettings, shape: choices.Shape) -> Cache:
         """Raises ModelError where there is no memory for it, or where batches compute something else."""
