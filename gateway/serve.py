@@ -17,7 +17,7 @@ from gateway.pages import Pages
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from protocol import connection as nats
-from protocol import metrics, status
+from protocol import metrics, status, status_server
 from protocol.bus import Bus
 
 _KEEP_ALIVE_S = 30
@@ -66,7 +66,7 @@ async def _run(
     leave: asyncio.Event,
 ) -> None:
     url = listen.url_of(listening)
-    server = status.QuietServer(_config(settings, application))
+    server = status_server.QuietServer(_config(settings, application))
     serving = asyncio.create_task(server.serve([listening]))
     others = [asyncio.create_task(life) for life in (_wait(leave), broker.until_refused())]
     structlog.get_logger().info("gateway_ready", url=url, max_requests=settings.max_requests)

@@ -3,16 +3,10 @@
 import asyncio
 import contextlib
 import dataclasses
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 import structlog
-import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
+from prometheus_client import CollectorRegistry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +26,8 @@ async def shown(
     if not settings.ports:
         yield
         return
+    from protocol.status_server import StatusServer  # a fifth of a second that no other process needs
+
     server = StatusServer(settings, registry, why_not_ready)
     structlog.get_logger().info("status_page", port=server.port)
     task = asyncio.create_task(server.run())
@@ -40,60 +36,3 @@ async def shown(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-class StatusServer:
-    """`why_not_ready` says why the process can't do its work now; nothing where it can."""
-
-    def __init__(self, settings: Settings, registry: CollectorRegistry, why_not_ready: Callable[[], str]) -> None:
-        self._registry = registry
-        self._why_not_ready = why_not_ready
-        routes = [Route("/metrics", self._metrics), Route("/livez", self._livez), Route("/readyz", self._readyz)]
-        config = uvicorn.Config(
-            Starlette(routes=routes), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
-        )
-        self._server = QuietServer(config)
-        self._socket = _bind(settings)
-        self.port: int = self._socket.getsockname()[1]
-
-    def __repr__(self) -> str:
-        return f"<StatusServer on port {self.port}>"
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        try:
-            await self._server.serve(sockets=[self._socket])
-        finally:
-            self._socket.close()
-
-    async def _metrics(self, _: Request) -> Response:
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
-
-    async def _livez(self, _: Request) -> Response:
-        return PlainTextResponse("ok\n")
-
-    async def _readyz(self, _: Request) -> Response:
-        reason = self._why_not_ready()
-        return PlainTextResponse(f"{reason or 'ok'}\n", status_code=503 if reason else 200)
-
-
-class QuietServer(uvicorn.Server):
-    """Leaves the signals to the process: uvicorn's own end it by the signal, before its work is done."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _bind(settings: Settings) -> socket.socket:
-    """Raises ValueError where every port is taken, or the address nobody's."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    reason = ""
-    for port in settings.ports:
-        try:
-            return socket.create_server((settings.host, port), family=family)
-        except OSError as error:
-            reason = error.strerror or str(error)
-    first, last = settings.ports[0], settings.ports[-1]
-    asked = str(first) if first == last else f"{first}-{last}"
-    raise ValueError(f"--metrics-port {asked} on {settings.host}: {reason}; take another")

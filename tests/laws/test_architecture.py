@@ -1,6 +1,7 @@
 """The laws of the architecture: who may import whom, and what pure code may not touch."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -79,8 +80,8 @@ ONLY_IN = {
     "llama_cpp": ("worker/engine/gguf/",),
     "onnxruntime": ("worker/engine/onnx/",),
     "onnx": ("worker/engine/onnx/", "demo/"),
-    "starlette": ("gateway/", "protocol/status.py"),
-    "uvicorn": ("gateway/", "protocol/status.py"),
+    "starlette": ("gateway/", "protocol/status_server.py"),
+    "uvicorn": ("gateway/", "protocol/status_server.py"),
     "torch": ("demo/train.py",),
     "gguf": ("demo/",),
 }
@@ -154,3 +155,10 @@ def test_only_the_subjects_module_puts_subjects_together() -> None:
         if name(path) in ("protocol/subjects.py", "cli/screen.py"):
             continue
         assert "tokenbus.v1" not in path.read_text(), name(path)
+
+
+def test_a_command_that_only_asks_waits_for_no_engine_and_no_web_server() -> None:
+    heavy = ("llama_cpp", "onnx", "onnxruntime", "uvicorn", "starlette", "huggingface_hub", "torch")
+    code = f"import sys, cli.main; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

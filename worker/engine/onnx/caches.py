@@ -3,8 +3,8 @@
 from collections.abc import Sequence as Listing
 from typing import NamedTuple, Protocol
 
+from worker.engine.onnx.arrays import Array
 from worker.engine.onnx.lanes import Copy, Shrink, Take
-from worker.engine.onnx.session import Array
 from worker.engine.plan import Part
 
 

@@ -8,12 +8,13 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
+from worker.engine.onnx.arrays import Array
 from worker.engine.onnx.caches import Decoded
 from worker.engine.onnx.caller import Caller
 from worker.engine.onnx.device import RowMemory
 from worker.engine.onnx.lanes import Copy, Lanes, Shrink, Take
 from worker.engine.onnx.rows import Rows
-from worker.engine.onnx.session import Array, Binding
+from worker.engine.onnx.session import Binding
 from worker.engine.plan import Part
 
 

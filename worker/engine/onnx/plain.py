@@ -13,11 +13,12 @@ from collections.abc import Sequence as Listing
 import numpy as np
 
 from worker.engine.onnx import partition
+from worker.engine.onnx.arrays import Array
 from worker.engine.onnx.caches import Decoded
 from worker.engine.onnx.caller import Caller
 from worker.engine.onnx.graph import Kv
 from worker.engine.onnx.lanes import Copy, Shrink, Take
-from worker.engine.onnx.session import Array, Binding
+from worker.engine.onnx.session import Binding
 from worker.engine.plan import Part
 from worker.engine.runner import NoRoomError
 

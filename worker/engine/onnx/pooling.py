@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from worker.engine import advice
-from worker.engine.onnx.session import Array
+from worker.engine.onnx.arrays import Array
 
 MODES = ("auto", "mean", "cls", "last")
 SIDECAR = "1_Pooling/config.json"

@@ -6,9 +6,9 @@ import numpy as np
 
 from worker import contract
 from worker.engine.moves import Share
+from worker.engine.onnx.arrays import Array
 from worker.engine.onnx.caches import Cache
 from worker.engine.onnx.lanes import Lanes
-from worker.engine.onnx.session import Array
 from worker.engine.plan import Part
 from worker.engine.runner import DeviceError, ModelError, NoRoomError
 from worker.engine.sequence import Sequence

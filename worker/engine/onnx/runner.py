@@ -14,13 +14,14 @@ from worker import contract
 from worker.engine import weights
 from worker.engine.moves import Cut, Move
 from worker.engine.onnx import choices, device, probe
+from worker.engine.onnx.arrays import Array
 from worker.engine.onnx.caches import Cache, Decoded
 from worker.engine.onnx.embedder import make_embedder
 from worker.engine.onnx.grouped import GroupedCache
 from worker.engine.onnx.lanes import Lanes, Shrink
 from worker.engine.onnx.model import OnnxModel
 from worker.engine.onnx.plain import PlainCache
-from worker.engine.onnx.session import Array, Device
+from worker.engine.onnx.session import Device
 from worker.engine.plan import Part, Sampled, StepPlan
 from worker.engine.runner import DeviceError, Embedder, ModelError, NoRoomError
 from worker.engine.sampler import Sampler

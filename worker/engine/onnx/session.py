@@ -10,10 +10,9 @@ import onnxruntime
 import structlog
 
 from worker.engine.onnx import graph
+from worker.engine.onnx.arrays import Array
 from worker.engine.runner import DeviceError, ModelError, NoRoomError
 from worker.engine.settings import EngineSettings
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 PROVIDERS = ("auto", "cpu", "cuda")
 _NAMES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
