@@ -8,16 +8,16 @@ from tests.support.system import up_that_says
 
 
 @pytest.fixture(scope="session")
-def said() -> Iterator[dict[str, Any]]:
+def said_by_up() -> Iterator[dict[str, Any]]:
     """A whole system with two replicas of the demo model, as `make up` starts it: what it says of itself."""
     with up_that_says("--workers", "2") as said:
         yield said
 
 
 @pytest.fixture(scope="session")
-def url(said: dict[str, Any]) -> str:
+def url(said_by_up: dict[str, Any]) -> str:
     """The broker of that system."""
-    return str(said["nats"])
+    return str(said_by_up["nats"])
 
 
 @pytest.fixture

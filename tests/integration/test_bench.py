@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 import structlog
 
+from cli import reach
 from cli.bench import options, run
-from protocol import subjects
 from tests.support.bare import Bare
 from tests.support.load import cards, until_idle
 from tests.support.system import command
@@ -34,9 +34,9 @@ def bench(url: str, capsys: pytest.CaptureFixture[str]) -> Iterator[Bench]:
 
     def run_here(*arguments: str) -> Done:
         parser = argparse.ArgumentParser()
+        reach.add_all(parser)
         options.add_flags(parser)
-        broker = argparse.Namespace(nats=url, prefix=subjects.DEFAULT_PREFIX, tenant=subjects.DEFAULT_TENANT)
-        status = run.run(parser.parse_args(["--model", "demo", *arguments], broker))
+        status = run.run(parser.parse_args(["--nats", url, "--model", "demo", *arguments]))
         return Done(status, *capsys.readouterr())
 
     yield run_here

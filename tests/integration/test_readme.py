@@ -39,17 +39,17 @@ def test_a_python_snippet_streams_an_answer(url: str, tmp_path: Path, number: in
     assert re.search(r"completion_tokens\W+14", end)
 
 
-def test_the_openai_snippet_streams_an_answer(said: dict[str, Any], tmp_path: Path) -> None:
+def test_the_openai_snippet_streams_an_answer(said_by_up: dict[str, Any], tmp_path: Path) -> None:
     snippet = snippets("python")[2]
     assert HTTP in snippet
-    (tmp_path / "snippet.py").write_text(snippet.replace(HTTP, said["http"]))
-    assert run([sys.executable, "-W", "ignore", "snippet.py"], tmp_path, said["nats"]) == f"{RIGHT}\nstop\n"
+    (tmp_path / "snippet.py").write_text(snippet.replace(HTTP, said_by_up["http"]))
+    assert run([sys.executable, "-W", "ignore", "snippet.py"], tmp_path, said_by_up["nats"]) == f"{RIGHT}\nstop\n"
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_the_curl_snippet_gets_an_answer(said: dict[str, Any], tmp_path: Path) -> None:
+def test_the_curl_snippet_gets_an_answer(said_by_up: dict[str, Any], tmp_path: Path) -> None:
     (snippet,) = [one for one in snippets("sh") if one.startswith("curl ")]
-    answer = json.loads(run(["sh", "-c", snippet.replace(HTTP, said["http"])], tmp_path, said["nats"]))
+    answer = json.loads(run(["sh", "-c", snippet.replace(HTTP, said_by_up["http"])], tmp_path, said_by_up["nats"]))
     assert answer["choices"][0]["message"]["content"] == RIGHT
 
 

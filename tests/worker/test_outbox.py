@@ -9,6 +9,7 @@ from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
 from worker import contract
 from worker.front.announce import Announcer
+from worker.front.metrics import ReplicaMetrics, WorkerMetrics
 from worker.front.outbox import Outbox
 from worker.front.stream import Stream
 
@@ -37,7 +38,7 @@ class Front:
     def __init__(self, max_payload: int = 1_000_000) -> None:
         self.wire = Wire(max_payload)
         self.announcer = Announcer(self.wire, subjects.Subjects(), "demo", "w1")  # type: ignore[arg-type]
-        self.outbox = Outbox(self.wire, self.announcer)  # type: ignore[arg-type]
+        self.outbox = Outbox(self.wire, self.announcer, ReplicaMetrics(WorkerMetrics(), "demo", "w1"))  # type: ignore[arg-type]
         self.announcer.engine_started(thread_engine(lambda _: ArithmeticRunner()), make_config(), None)
         self.wire.published.clear()
 
