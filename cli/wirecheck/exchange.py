@@ -9,7 +9,7 @@ import msgspec
 from cli.wirecheck.link import Received
 from cli.wirecheck.verdict import BrokenError, Message, brief
 
-DEFAULT_WAIT_S = 10.0
+DEFAULT_WAIT_S = 20.0
 """How long any one thing is waited for: less than a rule may take, so that the verdict says what did not come."""
 
 

@@ -14,7 +14,7 @@ from worker import contract
 from worker.front.engine import ChildEngine
 
 NUM_PROMPTS = 200
-TOKENS = 16
+TOKENS = 12
 BATCH = 8
 NEAR_TIE = 1e-3
 """Of the two likeliest logits. llama.cpp rounds what it multiplies with F16 weights to F16, onnxruntime doesn't."""
