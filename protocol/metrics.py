@@ -1,7 +1,7 @@
 """Counts and times that a process shows to Prometheus: plain numbers where they are counted, families when asked for.
 
 A family is declared once, with its name, help and labels. What counts holds a child of it, one for its label values,
-and adds to that; nothing is formatted before somebody scrapes. Observing takes 0.3 us this way where the client
+and adds to that; nothing is formatted before somebody scrapes. Observing takes 0.4 us this way where the client
 library's own histogram takes 2, and a step of 64 streams observes 64 times."""
 
 from bisect import bisect_left
