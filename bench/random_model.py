@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 
 from bench import quantization, random_vocabulary
-from bench.shape import PRESETS, SIZES, ImpossibleModelError, Shape, Tensor, check, tensors
+from bench.shape import ImpossibleModelError, Shape, Tensor, add_flags, check, shape_of, tensors
 from demo import corpus
 from protocol import logs
 
@@ -132,24 +132,19 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("out", type=Path, metavar="OUT.gguf")
-    parser.add_argument("--preset", choices=PRESETS, default="0.5b", help="the shape (%(default)s)")
+    add_flags(parser)
     parser.add_argument(
         "--quantization", type=str.lower, default="q8_0", metavar="TYPE", help="a llama.cpp file type (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="for quantizing (%(default)s); 0 takes all")
-    sizes = parser.add_argument_group("instead of the preset's")
-    for name in SIZES:
-        sizes.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
-    sizes.add_argument("--tied", action=argparse.BooleanOptionalAction, help="use the embedding as output too")
     return parser
 
 
 def main() -> None:
     logs.configure("bench")
     options = _parser().parse_args()
-    given = {name: getattr(options, name) for name in Shape._fields if getattr(options, name) is not None}
-    shape = PRESETS[options.preset]._replace(**given)
+    shape = shape_of(options)
     began = time.monotonic()
     try:
         write(options.out, shape, options.quantization, seed=options.seed, threads=options.threads)

@@ -18,7 +18,7 @@ import onnx
 from onnx import TensorProto
 
 from bench import nbits, random_model, random_vocabulary
-from bench.shape import PRESETS, SIZES, ImpossibleModelError, Shape, check, tensors
+from bench.shape import ImpossibleModelError, Shape, add_flags, check, shape_of, tensors
 from demo import corpus, export_onnx, onnx_graph
 from protocol import logs
 
@@ -156,22 +156,17 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("out", type=Path, metavar="FOLDER")
-    parser.add_argument("--preset", choices=PRESETS, default="0.5b", help="the shape (%(default)s)")
+    add_flags(parser)
     parser.add_argument("--flavour", choices=get_args(onnx_graph.Flavour), default="grouped", help="(%(default)s)")
     parser.add_argument("--bits", type=int, choices=BITS, default=32, help="of a weight (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights (%(default)s)")
-    sizes = parser.add_argument_group("instead of the preset's")
-    for name in SIZES:
-        sizes.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
-    sizes.add_argument("--tied", action=argparse.BooleanOptionalAction, help="use the embedding as output too")
     return parser
 
 
 def main() -> None:
     logs.configure("bench")
     options = _parser().parse_args()
-    given = {name: getattr(options, name) for name in Shape._fields if getattr(options, name) is not None}
-    shape = PRESETS[options.preset]._replace(**given)
+    shape = shape_of(options)
     began = time.monotonic()
     try:
         write(options.out, shape, options.flavour, bits=options.bits, seed=options.seed)

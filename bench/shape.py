@@ -1,5 +1,6 @@
 """The sizes of a llama model: what they may be, and which weights follow from them."""
 
+import argparse
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -41,6 +42,21 @@ PRESETS = {
 }
 SIZES = tuple(name for name in Shape._fields if name != "tied")
 """The fields that are numbers."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say a shape."""
+    parser.add_argument("--preset", choices=PRESETS, default="0.5b", help="the shape (%(default)s)")
+    sizes = parser.add_argument_group("instead of the preset's")
+    for name in SIZES:
+        sizes.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
+    sizes.add_argument("--tied", action=argparse.BooleanOptionalAction, help="use the embedding as output too")
+
+
+def shape_of(options: argparse.Namespace) -> Shape:
+    """What these flags say."""
+    given = {name: getattr(options, name) for name in Shape._fields if getattr(options, name) is not None}
+    return PRESETS[options.preset]._replace(**given)
 
 
 class Tensor(NamedTuple):
