@@ -45,7 +45,7 @@ class PromptBuilder:
 
     def from_text(self, text: str) -> list[int]:
         """The ids of a text, in which no special token is parsed; begins with BOS where the model wants one."""
-        return self._begun(self._encode(text))
+        return self.begun(self._encode(text))
 
     def from_messages(self, conversation: list[messages.ChatMessage], arguments: dict[str, Any] | None) -> list[int]:
         """The ids of a conversation by the model's template. Raises RequestError."""
@@ -56,14 +56,15 @@ class PromptBuilder:
         ids: list[int] = []
         for piece in self._template.render(conversation, arguments):
             ids.extend([piece] if isinstance(piece, int) else self._encode(piece))
-        return self._begun(ids)
+        return self.begun(ids)
 
     def _compile(self) -> ChatTemplate | None:
         rules = self.rules
         assert rules.chat_template is not None
         return ChatTemplate(rules.chat_template, self._special, rules.bos_token, rules.eos_token)
 
-    def _begun(self, ids: list[int]) -> list[int]:
+    def begun(self, ids: list[int]) -> list[int]:
+        """With BOS before them, where the model wants one and they have none."""
         bos = self.rules.bos_token_id
         if self.rules.add_bos and bos is not None and ids[:1] != [bos]:
             return [bos, *ids]

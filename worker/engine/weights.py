@@ -31,6 +31,11 @@ def is_hub_name(model: str) -> bool:
     return not Path(model).exists() and _HUB_NAME.fullmatch(model) is not None and not model.lower().endswith(_ENDINGS)
 
 
+def source_of(model: str) -> str:
+    """What a card says of where a model comes from: its name on the Hub, or that of its file or folder."""
+    return model if is_hub_name(model) else Path(model).name
+
+
 def served_name(model: str) -> str:
     """What to call a model on the wire where nothing else was said."""
     if is_hub_name(model):

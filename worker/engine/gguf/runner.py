@@ -5,7 +5,6 @@ from __future__ import annotations  # llama_cpp names its handle types for type 
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
-from pathlib import Path
 
 import llama_cpp
 import numpy as np
@@ -13,7 +12,7 @@ from llama_cpp import llama_cpp as llama
 
 from protocol import internal
 from worker import contract
-from worker.engine import weights
+from worker.engine import features, weights
 from worker.engine.gguf import choices, context, library, memory, probe
 from worker.engine.gguf.batch import Batch
 from worker.engine.gguf.lanes import Lanes
@@ -26,17 +25,6 @@ from worker.engine.sequence import End
 from worker.engine.settings import EngineSettings
 from worker.engine.sharing import Models
 
-FEATURES = (
-    "generate",
-    "chat",
-    "stop",
-    "seed",
-    "return_token_ids",
-    "logprobs",
-    "penalties",
-    "logit_bias",
-    "progress",
-)
 _MOST_HOST_BLOCKS = 65_536
 """The tree that finds them takes about 1 kB of memory for each."""
 _CHOSEN_HOST_BYTES = 1 << 30
@@ -136,7 +124,7 @@ class GgufRunner:
         return contract.EngineConfig(
             engine="gguf",
             engine_version=f"llama-cpp-python {llama_cpp.__version__}",
-            source=settings.model if weights.is_hub_name(settings.model) else Path(settings.model).name,
+            source=weights.source_of(settings.model),
             fingerprint=settings.fingerprint or facts.fingerprint,
             context_length=min(longest, fits),
             max_num_seqs=settings.max_num_seqs,
@@ -146,7 +134,7 @@ class GgufRunner:
             host_kv_blocks=_host_blocks(settings, abilities),
             prefix_cache=abilities.can_share,
             vocab_size=self._vocabulary.size,
-            features=tuple(feature for feature in FEATURES if chat or feature != "chat"),
+            features=features.of_sampler(chat=chat),
             defaults=self._model.advised.defaults,
             versions={"llama_cpp_python": llama_cpp.__version__},
             pid=os.getpid(),

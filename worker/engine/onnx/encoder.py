@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
-from pathlib import Path
 
 import onnxruntime
 
@@ -39,7 +38,7 @@ class EncoderRunner:
         self.config = contract.EngineConfig(
             engine="onnx",
             engine_version=f"onnxruntime {onnxruntime.__version__} on {device.kind}",
-            source=settings.model if weights.is_hub_name(settings.model) else Path(settings.model).name,
+            source=weights.source_of(settings.model),
             fingerprint=settings.fingerprint or model.fingerprint,
             context_length=longest,
             max_num_seqs=1,

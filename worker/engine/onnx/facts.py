@@ -6,21 +6,8 @@ from typing import NamedTuple
 import msgspec
 
 from worker.engine import advice
+from worker.engine.onnx import genai
 from worker.engine.onnx.graph import Sizes
-
-
-class _Decoder(msgspec.Struct, frozen=True):
-    num_key_value_heads: int | None = None
-    head_size: int | None = None
-
-
-class _GenaiModel(msgspec.Struct, frozen=True):
-    context_length: int | None = None
-    decoder: _Decoder = _Decoder()
-
-
-class _Genai(msgspec.Struct, frozen=True):
-    model: _GenaiModel = _GenaiModel()
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -49,15 +36,15 @@ class Facts(NamedTuple):
 def read(sidecars: dict[str, Path]) -> Facts:
     """Raises ModelError naming a file that is wrong."""
     config = advice.decode(sidecars.get("config.json"), _Config)
-    genai = advice.decode(sidecars.get("genai_config.json"), _Genai).model
+    said = genai.read(sidecars.get(genai.NAME))
     width = config.head_dim
     if width is None and config.hidden_size and config.num_attention_heads:
         width = config.hidden_size // config.num_attention_heads
     return Facts(
-        context_length=config.max_position_embeddings or config.n_positions or genai.context_length,
+        context_length=config.max_position_embeddings or config.n_positions or said.context_length,
         window=config.sliding_window if config.use_sliding_window else None,
         sizes=Sizes(
-            kv_heads=genai.decoder.num_key_value_heads or config.num_key_value_heads or config.num_attention_heads,
-            head_width=genai.decoder.head_size or width,
+            kv_heads=said.decoder.num_key_value_heads or config.num_key_value_heads or config.num_attention_heads,
+            head_width=said.decoder.head_size or width,
         ),
     )

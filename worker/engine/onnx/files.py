@@ -8,10 +8,8 @@ genai_config.json + its file    the builder of onnxruntime-genai
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import msgspec
-
-from worker.engine import advice, weights
-from worker.engine.onnx import pooling
+from worker.engine import weights
+from worker.engine.onnx import genai, pooling
 from worker.engine.runner import ModelError
 
 SIDECARS = (
@@ -19,7 +17,7 @@ SIDECARS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    "genai_config.json",
+    genai.NAME,
     pooling.SIDECAR,
 )
 """Small files that say how the model wants to be used."""
@@ -111,24 +109,12 @@ def _is_other_part(name: str) -> bool:
     return stem.startswith(other) or stem == "decoder_model.onnx"
 
 
-class _Decoder(msgspec.Struct, frozen=True):
-    filename: str | None = None
-
-
-class _GenaiModel(msgspec.Struct, frozen=True):
-    decoder: _Decoder = _Decoder()
-
-
-class _Genai(msgspec.Struct, frozen=True):
-    model: _GenaiModel = _GenaiModel()
-
-
 def _of_genai(folder: Path) -> str | None:
     """The file that a genai_config.json names."""
-    path = folder / "genai_config.json"
+    path = folder / genai.NAME
     if not path.is_file():
         return None
-    named = advice.decode(path, _Genai).model.decoder.filename
+    named = genai.read(path).decoder.filename
     if named is not None and (Path(named).is_absolute() or ".." in Path(named).parts):
         raise ModelError(f"{path}: its file {named} is not in its folder; correct it or take it away")
     return named

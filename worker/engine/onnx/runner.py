@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
-from pathlib import Path
 
 import numpy as np
 import onnxruntime
@@ -11,7 +10,7 @@ import structlog
 
 from protocol import internal
 from worker import contract
-from worker.engine import weights
+from worker.engine import features, weights
 from worker.engine.moves import Cut, Move
 from worker.engine.onnx import choices, device, probe
 from worker.engine.onnx.arrays import Array
@@ -27,18 +26,6 @@ from worker.engine.runner import DeviceError, Embedder, ModelError, NoRoomError
 from worker.engine.sampler import Sampler
 from worker.engine.sequence import End
 from worker.engine.settings import EngineSettings
-
-FEATURES = (
-    "generate",
-    "chat",
-    "stop",
-    "seed",
-    "return_token_ids",
-    "logprobs",
-    "penalties",
-    "logit_bias",
-    "progress",
-)
 
 
 class OnnxRunner:
@@ -190,13 +177,13 @@ class OnnxRunner:
     def _describe(self, settings: EngineSettings, shape: choices.Shape) -> contract.EngineConfig:
         model = self._model
         chat = self._vocabulary.rules.chat_template is not None
-        features = tuple(feature for feature in FEATURES if chat or feature != "chat")
+        offered = features.of_sampler(chat=chat)
         if self.embedder is not None:
-            features += ("embed",)
+            offered += ("embed",)
         return contract.EngineConfig(
             engine="onnx",
             engine_version=f"onnxruntime {onnxruntime.__version__} on {self._device.kind}",
-            source=settings.model if weights.is_hub_name(settings.model) else Path(settings.model).name,
+            source=weights.source_of(settings.model),
             fingerprint=settings.fingerprint or model.fingerprint,
             context_length=shape.context_length,
             max_num_seqs=shape.max_num_seqs,
@@ -205,7 +192,7 @@ class OnnxRunner:
             total_kv_blocks=shape.total_blocks,
             prefix_cache=True,
             vocab_size=self._vocabulary.size,
-            features=features,
+            features=offered,
             defaults=model.advised.defaults,
             versions={"onnxruntime": onnxruntime.__version__},
             pid=os.getpid(),

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from protocol import errors, internal, prompt
 from worker.engine import advice, published
-from worker.engine.onnx import pieces
+from worker.engine.onnx import genai, pieces
 from worker.engine.runner import ModelError
 
 _SMALLEST_SHARE = 0.5
@@ -31,14 +31,6 @@ class _Names(msgspec.Struct, frozen=True):
     eos_token: str | _Token | None = None
     add_bos_token: bool | None = None
     chat_template: str | list[_Template] | None = None
-
-
-class _GenaiModel(msgspec.Struct, frozen=True):
-    eos_token_id: int | list[int] | None = None
-
-
-class _Genai(msgspec.Struct, frozen=True):
-    model: _GenaiModel = _GenaiModel()
 
 
 class Vocabulary:
@@ -81,9 +73,7 @@ class Vocabulary:
     def with_frame(self, text: str) -> list[int]:
         """The ids of a text with what the model's tokenizer puts around it, as embeddings want it. Nothing in the text
         is a special token."""
-        framed: list[int] = self._whole.post_process(self._bare.encode(text, add_special_tokens=False)).ids
-        bos = self.rules.bos_token_id
-        return [bos, *framed] if self.rules.add_bos and bos is not None and framed[:1] != [bos] else framed
+        return self._builder.begun(self._whole.post_process(self._bare.encode(text, add_special_tokens=False)).ids)
 
     def _checked_size(self, size: int | None, where: str) -> int:
         known = max(self._whole.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -116,8 +106,8 @@ class Vocabulary:
 
     def _end_tokens(self, sidecars: dict[str, Path]) -> frozenset[int]:
         named = self._whole.token_to_id(self.rules.eos_token) if self.rules.eos_token else None
-        genai = advice.decode(sidecars.get("genai_config.json"), _Genai).model.eos_token_id
-        ids = [genai] if isinstance(genai, int) else genai or []
+        said = genai.read(sidecars.get(genai.NAME)).eos_token_id
+        ids = [said] if isinstance(said, int) else said or []
         return frozenset(token_id for token_id in (named, *ids) if token_id is not None)
 
 
