@@ -61,5 +61,6 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
         keys=keys.Keys(pairs + options.api_key, open_to=options.tenant),
         max_requests=options.max_requests,
         status_page=status.Settings(options.metrics_host, options.metrics_port),
+        otlp_traces_endpoint=options.otlp_traces_endpoint,
         grace_s=options.grace_s,
     )

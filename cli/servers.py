@@ -39,6 +39,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-gateway", action="store_true", help="leave the HTTP API out")
     parser.add_argument("--json", action="store_true", help="print one line of JSON once it serves")
+    _add_traces(parser)
     parser.set_defaults(run=up.run)
 
 
@@ -61,6 +62,16 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--metrics-host", default=shown.host, metavar="ADDRESS", help="and at this address (%(default)s)"
+    )
+    _add_traces(parser)
+
+
+def _add_traces(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--otlp-traces-endpoint",
+        default="",
+        metavar="URL",
+        help="send spans of requests there, as http://127.0.0.1:4318/v1/traces; needs the extra traces",
     )
 
 
@@ -141,6 +152,7 @@ def _router(options: argparse.Namespace) -> int:
         inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
         max_request_bytes=options.max_request_bytes,
         status_page=status.Settings(options.metrics_host, options.metrics_port),
+        otlp_traces_endpoint=options.otlp_traces_endpoint,
         tenant_limits=options.tenant_limit,
         own_tenant_limits=dict(options.limit_of),
     )

@@ -89,7 +89,7 @@ class Up:
 
     def _start_children(self) -> None:
         options = self._options
-        common = ["--nats", self._url]
+        common = ["--nats", self._url, "--otlp-traces-endpoint", options.otlp_traces_endpoint]
         self._add("router", ["router", *common])
         threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)
         model = ["--model", str(options.model), "--served-name", options.served_name, "--threads", str(threads)]

@@ -123,6 +123,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         prefix=options.prefix,
         worker_id=options.worker_id,
         status_page=status.Settings(options.metrics_host, options.metrics_port),
+        otlp_traces_endpoint=options.otlp_traces_endpoint,
         vllm_metrics=options.vllm_metrics,
         front=FrontSettings(
             inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),

@@ -2,5 +2,14 @@
 
 from client.client import Client
 from client.stream import Stream
+from protocol import traces
 
-__all__ = ["Client", "Stream"]
+
+def application_traces() -> traces.Traces:
+    """For `Client.connect(..., traced=...)`: the tracer that the application has set up. Needs the extra `traces`."""
+    from protocol import otel
+
+    return otel.OfApplication()
+
+
+__all__ = ["Client", "Stream", "application_traces"]

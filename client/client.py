@@ -10,7 +10,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from client.stream import Stream
-from protocol import bus, codec, errors, messages, subjects
+from protocol import bus, codec, errors, messages, subjects, traces
 from protocol import connection as nats
 from protocol.recent import Recent
 
@@ -31,12 +31,19 @@ class Client:
     """Open it with `connect`, close it with `close`, or use it as `async with await Client.connect(url) as client`."""
 
     def __init__(
-        self, connection: bus.Bus, tenant: str, prefix: str, encoding: codec.Encoding, inbox: str = ""
+        self,
+        connection: bus.Bus,
+        tenant: str,
+        prefix: str,
+        encoding: codec.Encoding,
+        traced: traces.Traces,
+        inbox: str = "",
     ) -> None:
         self._connection = connection
         self._tenant = tenant
         self._names = subjects.Subjects(prefix)
         self._encoding = encoding
+        self._traces = traced
         self._inbox = inbox or connection.new_inbox()
         self._streams: dict[str, Stream] = {}
         self._places: dict[Stream, str] = {}
@@ -57,12 +64,14 @@ class Client:
         encoding: codec.Encoding = codec.Encoding.JSON,
         connect_timeout_s: float = 10.0,
         settings: nats.Settings | None = None,
+        traced: traces.Traces | None = None,
     ) -> "Client":
-        """`settings` say more of the broker than its address: credentials, TLS, the inbox. Raises ConnectionError when
-        it can't be reached."""
+        """`settings` say more of the broker than its address: credentials, TLS, the inbox. `traced` makes a span of
+        each stream: `application_traces()` where the application uses OpenTelemetry. Raises ConnectionError when the
+        broker can't be reached."""
         settings = settings or nats.Settings(url=url, connect_timeout_s=connect_timeout_s)
         connection = await nats.connect(settings, name="tokenbus client")
-        return await cls.over(connection, tenant=tenant, prefix=prefix, encoding=encoding)
+        return await cls.over(connection, tenant=tenant, prefix=prefix, encoding=encoding, traced=traced)
 
     @classmethod
     async def over(
@@ -72,9 +81,10 @@ class Client:
         tenant: str = subjects.DEFAULT_TENANT,
         prefix: str = subjects.DEFAULT_PREFIX,
         encoding: codec.Encoding = codec.Encoding.JSON,
+        traced: traces.Traces | None = None,
     ) -> "Client":
         """A client over a connection that is there already; closing the client closes it."""
-        client = cls(connection, tenant, prefix, encoding)
+        client = cls(connection, tenant, prefix, encoding, traced or traces.Untraced())
         connection.on_reconnect = client._reconnected
         await client._open()
         return client
@@ -85,7 +95,7 @@ class Client:
         Its streams come to an inbox that begins with `inbox_prefix`, or else as the connection's own do; answers to its
         `models`, `embed` and `cancel` come to the connection's own in any case."""
         inbox = f"{inbox_prefix}.{secrets.token_hex(8)}" if inbox_prefix else ""
-        other = Client(self._connection, tenant, self._names.prefix, self._encoding, inbox)
+        other = Client(self._connection, tenant, self._names.prefix, self._encoding, self._traces, inbox)
         await other._open()
         self._others.append(other)
         return other
@@ -96,16 +106,25 @@ class Client:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    def generate(self, model: str, request: messages.GenerateRequest | None = None, **fields: Any) -> Stream:
+    def generate(
+        self,
+        model: str,
+        request: messages.GenerateRequest | None = None,
+        *,
+        headers: traces.Headers = None,
+        **fields: Any,
+    ) -> Stream:
         """Asks for a completion and returns its stream at once.
 
         `fields` are those of GenerateRequest: `prompt`, `messages`, `token_ids`, `max_tokens`, `temperature` and so on.
+        `headers` may say which trace the request belongs to (`traceparent`).
         Raises RequestError(invalid_request) for a field of a wrong type, and ValueError for a model that can't be a
         name; all else is answered in the stream."""
         request = request or _request_of(fields)
         if request.id is None:
             request = codec.replaced(request, id=secrets.token_urlsafe(16))
-        stream = Stream(request, self._encoding, _Line(self, model), time.monotonic())
+        span = self._begin_span(model, request, headers)
+        stream = Stream(request, self._encoding, _Line(self, model), time.monotonic(), span)
         self._send(stream, model, request)
         return stream
 
@@ -152,12 +171,27 @@ class Client:
         if self._watching is not None:
             self._watching.cancel()
 
+    def _begin_span(self, model: str, request: messages.GenerateRequest, headers: traces.Headers) -> traces.Span:
+        """As OpenTelemetry has it for whoever asks a model."""
+        operation = "chat" if request.messages else "text_completion"
+        known = {
+            traces.OPERATION: operation,
+            traces.MODEL: model,
+            traces.REQUEST_ID: request.id,
+            traces.TENANT: self._tenant,
+            "gen_ai.provider.name": "tokenbus",
+            "gen_ai.request.max_tokens": request.max_tokens,
+            "gen_ai.request.temperature": request.temperature,
+            "gen_ai.request.stream": request.stream is not False,
+        }
+        return self._traces.begin(f"{operation} {model}", "client", headers, known)
+
     def _send(self, stream: Stream, model: str, request: messages.GenerateRequest) -> None:
         subject, payload = self._names.generate(model, self._tenant), codec.encode(request, self._encoding)
         place = secrets.token_hex(8)
         self._streams[place] = stream
         self._places[stream] = place
-        headers = codec.content_headers(self._encoding)
+        headers = stream.trace_headers | (codec.content_headers(self._encoding) or {})
         try:
             self._connection.publish(subject, payload, reply=f"{self._inbox}.{place}", headers=headers)
         except bus.PayloadTooLargeError as error:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from client.order import BrokenStreamError, Gap, Order, Ready, Stale
 from client.patience import Patience, Step
-from protocol import codec, errors, messages
+from protocol import codec, errors, messages, traces
 from protocol.bus import BusyError
 
 _chunks = codec.Decoder(messages.Chunk)
@@ -42,13 +42,22 @@ class Stream:
     the stream with a terminal made here: `no_worker` where nobody listens, `worker_lost` where the rest can't be had.
     Leaving an `async with` block early, or `aclose`, cancels the request."""
 
-    def __init__(self, request: messages.GenerateRequest, encoding: codec.Encoding, line: Line, now: float) -> None:
+    def __init__(
+        self,
+        request: messages.GenerateRequest,
+        encoding: codec.Encoding,
+        line: Line,
+        now: float,
+        span: traces.Span = traces.UNTRACED,
+    ) -> None:
         assert request.id is not None
         self.request_id = request.id
         self._request = request
         self._encoding = encoding
         self._line = line
         self._asked_at = now
+        self._span = span
+        self._has_begun = False
         self._num_anew = 0
         self._order = Order()
         self._patience = Patience(now, streamed=request.stream is not False)
@@ -56,6 +65,11 @@ class Stream:
         self._arrived = asyncio.Event()
         self._is_cancelled = False
         self._ended = False
+
+    @property
+    def trace_headers(self) -> dict[str, str]:
+        """What goes with its messages, so that all spans of it are one trace."""
+        return self._span.headers()
 
     def __repr__(self) -> str:
         return f"<Stream {self.request_id} {self._order!r}{' ended' if self._ended else ''}>"
@@ -108,7 +122,7 @@ class Stream:
             match self._order.take(chunk):
                 case Ready(new):
                     self._patience.heard(now)
-                    self._take(new)
+                    self._take(new, now)
                 case Gap():
                     self._patience.missing(now)
                     self.tick(now)
@@ -146,25 +160,36 @@ class Stream:
         """Ends the stream with a terminal of our own."""
         if self._ended:
             return
-        self._unread.append(
-            messages.Chunk(
-                id=self.request_id,
-                attempt=self._order.attempt,
-                offset=self._order.num_tokens,
-                text_offset=self._order.text_bytes,
-                finish_reason=messages.FinishReason.ERROR,
-                error=error,
-            )
+        terminal = messages.Chunk(
+            id=self.request_id,
+            attempt=self._order.attempt,
+            offset=self._order.num_tokens,
+            text_offset=self._order.text_bytes,
+            finish_reason=messages.FinishReason.ERROR,
+            error=error,
         )
+        self._unread.append(terminal)
+        self._trace(terminal)
         self._finish()
 
-    def _take(self, chunk: messages.Chunk) -> None:
+    def _take(self, chunk: messages.Chunk, now: float) -> None:
         if len(self._unread) >= MAX_UNREAD_CHUNKS:
             raise BrokenStreamError(f"{MAX_UNREAD_CHUNKS} chunks were not read")
         self._unread.append(chunk)
         self._arrived.set()
+        if chunk.tokens and not self._has_begun:
+            self._has_begun = True
+            self._span.add({"gen_ai.response.time_to_first_chunk": now - self._asked_at})
         if chunk.finish_reason is not None:
+            self._trace(chunk)
             self._finish()
+
+    def _trace(self, terminal: messages.Chunk) -> None:
+        if self._span.is_recorded:
+            self._span.add(traces.of_terminal(terminal))
+            self._span.add({traces.WORKER_ID: terminal.worker_id or None})
+        if terminal.error:
+            self._span.fail(str(terminal.error.code))
 
     def _ask_anew(self, now: float) -> None:
         """Nobody holds the request: makes it again if nothing of it has come, else there is no way to go on."""
@@ -208,3 +233,4 @@ class Stream:
         self._ended = True
         self._arrived.set()
         self._line.forget(self)
+        self._span.end()

@@ -7,35 +7,40 @@ import structlog
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from client import Client
+from client import Stream
 from gateway import answer, asked, body, failures, told
 from gateway.door import Door
 from gateway.journal import Journal
 from gateway.metrics import GatewayMetrics
 from gateway.reply import Reply
 from gateway.tenants import Tenants
-from protocol import errors
+from protocol import errors, traces
 from protocol.bus import Bus
 
 
 class Chat:
     """An ASGI application: it watches for the client's end while it answers."""
 
-    def __init__(self, door: Door, tenants: Tenants, broker: Bus, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, door: Door, tenants: Tenants, broker: Bus, metrics: GatewayMetrics, traced: traces.Traces
+    ) -> None:
         self._door = door
         self._tenants = tenants
         self._broker = broker
         self._metrics = metrics
+        self._traces = traced
 
     def __repr__(self) -> str:
         return f"<Chat {self._door!r}>"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = secrets.token_urlsafe(16)
+        request, request_id = Request(scope, receive), secrets.token_urlsafe(16)
         journal, reply = Journal(request_id, self._metrics), Reply(send, request_id)
+        known = {"http.request.method": "POST", "http.route": scope["path"], traces.REQUEST_ID: request_id}
+        span = self._traces.begin(f"POST {scope['path']}", "server", request.headers, known)
         try:
             with self._door.entered():
-                await self._serve(Request(scope, receive), reply, journal, request_id)
+                await self._serve(request, reply, journal, request_id, span)
         except body.GoneError:
             journal.gone(is_answered=reply.is_complete)
         except failures.FailedError as error:
@@ -47,12 +52,16 @@ class Chat:
             await _refuse(failures.BUG, reply, journal)
         finally:
             journal.ended(reply.status)
+            _end(span, reply.status)
 
-    async def _serve(self, request: Request, reply: Reply, journal: Journal, request_id: str) -> None:
+    async def _serve(
+        self, request: Request, reply: Reply, journal: Journal, request_id: str, span: traces.Span
+    ) -> None:
         tenant = self._tenants.of(request)
         journal.tenant(tenant.name)
         wanted = await self._read(request, journal, request_id)
-        await body.unless_gone(request.receive, self._answer(tenant.client, wanted, reply, journal))
+        stream = tenant.client.generate(wanted.model, wanted.request, headers=span.headers())
+        await body.unless_gone(request.receive, self._answer(stream, wanted, reply, journal))
 
     async def _read(self, request: Request, journal: Journal, request_id: str) -> asked.Asked:
         """What is asked for; nothing else holds the body while it is answered."""
@@ -61,8 +70,7 @@ class Chat:
         journal.came(wanted, len(payload))
         return wanted
 
-    async def _answer(self, client: Client, wanted: asked.Asked, reply: Reply, journal: Journal) -> None:
-        stream = client.generate(wanted.model, wanted.request)
+    async def _answer(self, stream: Stream, wanted: asked.Asked, reply: Reply, journal: Journal) -> None:
         heading = told.Heading(f"chatcmpl-{stream.request_id}", int(time.time()), wanted.model)
         with self._door.holding(stream):
             async with stream:  # leaving it cancels the request
@@ -71,6 +79,13 @@ class Chat:
                     await answer.in_events(stream, events, reply, journal)
                 else:
                     await answer.whole(stream, told.Whole(heading), reply, journal)
+
+
+def _end(span: traces.Span, status: int | None) -> None:
+    span.add({"http.response.status_code": status})
+    if status is None or status >= 500:
+        span.fail(str(status or "none"))
+    span.end()
 
 
 async def _refuse(failure: failures.Failure, reply: Reply, journal: Journal) -> None:

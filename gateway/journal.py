@@ -14,9 +14,9 @@ _MAX_MODEL = 128
 class Journal:
     """Of one request."""
 
-    def __init__(self, request_id: str, metrics: GatewayMetrics | None = None) -> None:
+    def __init__(self, request_id: str, metrics: GatewayMetrics) -> None:
         self._request_id = request_id
-        self._metrics = metrics or GatewayMetrics()
+        self._metrics = metrics
         self._began = time.monotonic()
         self._tenant: str | None = None
         self._has_come = False

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 
@@ -17,7 +18,7 @@ from gateway.pages import Pages
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from protocol import connection as nats
-from protocol import metrics, status, status_server
+from protocol import metrics, status, status_server, traces
 from protocol.bus import Bus
 
 _KEEP_ALIVE_S = 30
@@ -37,13 +38,16 @@ async def serve(settings: GatewaySettings) -> None:
         listening = stack.enter_context(contextlib.closing(_socket(settings)))
         connection = await nats.connect(settings.broker, name="gateway")
         stack.push_async_callback(connection.close)
-        tenants = await Tenants.over(connection, settings)
-        stack.push_async_callback(tenants.own.close)
         door = Door(settings.max_requests)
         measured = GatewayMetrics()
         page = metrics.Page(measured.families(), lambda: measured.open.of().set(door.num_open))
         await stack.enter_async_context(status.shown(settings.status_page, page.registry, lambda: ""))
-        application = app.make(Chat(door, tenants, connection, measured), Pages(door, tenants, connection))
+        name = f"{socket.gethostname()}-{os.getpid()}"
+        traced = traces.make(settings.otlp_traces_endpoint, "gateway", name)
+        stack.push_async_callback(traced.close)
+        tenants = await Tenants.over(connection, settings, traced)
+        stack.push_async_callback(tenants.own.close)
+        application = app.make(Chat(door, tenants, connection, measured, traced), Pages(door, tenants, connection))
         await _run(settings, application, listening, connection, door, leave)
 
 

@@ -27,5 +27,7 @@ class GatewaySettings:
     """Completions that are open at a time; beyond that they are refused with 503."""
     status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
     """Where it shows its metrics."""
+    otlp_traces_endpoint: str = ""
+    """Where spans of requests are sent; nowhere where empty."""
     grace_s: float = 30.0
     """For running completions after SIGTERM."""

@@ -8,7 +8,7 @@ from client import Client
 from gateway.failures import NO_KEY, FailedError
 from gateway.keys import Keys
 from gateway.settings import GatewaySettings
-from protocol import subjects
+from protocol import subjects, traces
 from protocol.bus import Bus
 
 
@@ -30,9 +30,9 @@ class Tenants:
         return f"<Tenants {sorted(self._clients)}>"
 
     @classmethod
-    async def over(cls, connection: Bus, settings: GatewaySettings) -> "Tenants":
+    async def over(cls, connection: Bus, settings: GatewaySettings, traced: traces.Traces) -> "Tenants":
         """All those of the keys, known from the start."""
-        own = await Client.over(connection, tenant=settings.tenant, prefix=settings.prefix)
+        own = await Client.over(connection, tenant=settings.tenant, prefix=settings.prefix, traced=traced)
         clients = {}
         for name in settings.keys.tenants:
             if name == settings.tenant and not settings.tenant_inbox:

@@ -271,7 +271,7 @@ class Connection:
         if len(payload) + limits.MESSAGE_RESERVE_BYTES > self.max_payload:
             raise PayloadTooLargeError(f"{len(payload)} bytes do not fit the broker's {self.max_payload}")
         try:
-            return await self._client.request(subject, payload, timeout=timeout_s, headers=headers)
+            return await self._client.request(subject, payload, timeout=timeout_s, headers=headers or None)
         except nats.errors.NoRespondersError as error:
             raise NoRespondersError(subject) from error
         except nats.errors.TimeoutError as error:

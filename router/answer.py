@@ -41,10 +41,10 @@ def _timings(flight: Flight) -> messages.Timings:
 class Answers:
     """Publishes a router's own terminals, each with its line in the log."""
 
-    def __init__(self, connection: Bus, router_id: str, metrics: RouterMetrics | None = None) -> None:
+    def __init__(self, connection: Bus, router_id: str, metrics: RouterMetrics) -> None:
         self._connection = connection
         self._router_id = router_id
-        self._metrics = metrics or RouterMetrics()
+        self._metrics = metrics
         self._ended: Recent[_Said] = Recent(limits.KEEP_ENDED_S, MAX_ENDED)
         self._log = structlog.get_logger()
 

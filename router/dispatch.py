@@ -6,7 +6,7 @@ import time
 
 import structlog
 
-from protocol import codec, errors, internal, limits, messages, subjects
+from protocol import codec, errors, internal, limits, messages, subjects, traces
 from protocol import request as checks
 from protocol.bus import Bus, BusyError, NoRespondersError, PayloadTooLargeError
 from router.fleet import Fleet
@@ -39,7 +39,7 @@ class Dispatch:
         flights: Flights,
         turns: Turns,
         router_id: str,
-        metrics: RouterMetrics | None = None,
+        metrics: RouterMetrics,
     ) -> None:
         self._connection = connection
         self._names = names
@@ -47,7 +47,7 @@ class Dispatch:
         self._flights = flights
         self._turns = turns
         self._router_id = router_id
-        self._metrics = metrics or RouterMetrics()
+        self._metrics = metrics
         self._accepting = self._metrics.phases.of("accept")
         self._log = structlog.get_logger()
 
@@ -65,7 +65,9 @@ class Dispatch:
             remaining_ms = flight.remaining_ms(time.monotonic())
             if remaining_ms is not None and remaining_ms <= 0:
                 raise errors.request_error(errors.Code.DEADLINE_EXCEEDED)
-            match await self._turns.place(flight, refused):
+            with flight.span.child("place"):
+                found = await self._turns.place(flight, refused)
+            match found:
                 case None:
                     return
                 case NoWorker():
@@ -77,7 +79,7 @@ class Dispatch:
                         self._fleet.unbook(worker.card.worker_id, flight.key)
                         return
                     began = time.perf_counter()
-                    refusal = await self._try(flight, placement)
+                    refusal = await self._try_traced(flight, placement)
                     self._accepting.observe(time.perf_counter() - began)
                     if refusal is None:
                         return
@@ -121,7 +123,18 @@ class Dispatch:
                 self._fleet.remove(card, now)
                 return errors.make_error(errors.Code.WORKER_LOST)
 
-    async def _try(self, flight: Flight, placement: Placement) -> errors.Error | None:
+    async def _try_traced(self, flight: Flight, placement: Placement) -> errors.Error | None:
+        known: traces.Attributes = {
+            traces.WORKER_ID: placement.worker.card.worker_id,
+            traces.ATTEMPT: flight.attempt + 1,
+        }
+        with flight.span.child("dispatch", "client", known) as span:
+            refusal = await self._try(flight, placement, span.headers())
+            if refusal is not None:
+                span.fail(str(refusal.code))
+            return refusal
+
+    async def _try(self, flight: Flight, placement: Placement, headers: dict[str, str]) -> errors.Error | None:
         """Sends a run to one worker; None when it accepts. An answer that fails to come is cleared up first."""
         card = placement.worker.card
         flight.attempt += 1
@@ -130,7 +143,6 @@ class Dispatch:
         subject = self._names.worker(card.model, card.worker_id, "run")
         run = codec.encode(self._run(flight, placement))
         try:
-            headers = {"traceparent": flight.traceparent} if flight.traceparent else None
             answer = await self._connection.request(subject, run, limits.ACCEPT_S, headers)
         except NoRespondersError:
             return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} does not answer")

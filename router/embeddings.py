@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import structlog
 
-from protocol import codec, embed, errors, internal, limits, messages, subjects
+from protocol import codec, embed, errors, internal, limits, messages, subjects, traces
 from protocol.bus import Bus, NoRespondersError, PayloadTooLargeError
 from router import present
 from router.fleet import Fleet
@@ -31,19 +31,27 @@ class Asked(NamedTuple):
     reply: str
     encoding: codec.Encoding
     received_at: float
+    span: traces.Span = traces.UNTRACED
 
 
 class Embeddings:
     """The requests of one router. They hold no state in a worker, so that any may be asked again elsewhere."""
 
     def __init__(
-        self, bus: Bus, names: subjects.Subjects, fleet: Fleet, rng: random.Random, metrics: RouterMetrics
+        self,
+        bus: Bus,
+        names: subjects.Subjects,
+        fleet: Fleet,
+        rng: random.Random,
+        metrics: RouterMetrics,
+        traced: traces.Traces,
     ) -> None:
         self._bus = bus
         self._names = names
         self._fleet = fleet
         self._rng = rng
         self._metrics = metrics
+        self._traces = traced
         self._open: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
@@ -51,11 +59,13 @@ class Embeddings:
     def __repr__(self) -> str:
         return f"<Embeddings, {len(self._tasks)} open>"
 
-    def begin(self, asked: Asked) -> None:
+    def begin(self, asked: Asked, headers: traces.Headers) -> None:
         """Takes a request. Raises RequestError where there is no room."""
         if len(self._tasks) >= MAX_OPEN:
             raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=1_000.0))
         self._log.info("embed_received", request_id=asked.request_id, model=asked.address.model)
+        known = {traces.MODEL: asked.address.model, traces.OPERATION: "embeddings", traces.REQUEST_ID: asked.request_id}
+        asked = asked._replace(span=self._traces.begin("route", "server", headers, known, asked.received_at))
         task = asyncio.get_running_loop().create_task(self._carry(asked))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -92,6 +102,9 @@ class Embeddings:
         self.answer(asked.reply, asked.encoding, answer)
         total_ms = round((time.monotonic() - asked.received_at) * 1e3, 1)
         code = answer.error.code if answer.error else None
+        if code is not None:
+            asked.span.fail(str(code))
+        asked.span.end()
         self._metrics.embeddings.of(code or "ok").add()
         tokens = answer.usage.prompt_tokens if answer.usage else 0
         self._log.info(
@@ -108,7 +121,8 @@ class Embeddings:
             worker_id = worker.card.worker_id
             self._open[worker_id] += 1
             try:
-                found = await self._ask(worker.card, asked)
+                with asked.span.child("dispatch", "client", {traces.WORKER_ID: worker_id}) as span:
+                    found = await self._ask(worker.card, asked, span.headers())
             finally:
                 self._open[worker_id] -= 1
                 self._open += Counter()  # keeps only those above 0
@@ -132,14 +146,14 @@ class Embeddings:
         load = worker.load
         return self._open[worker.card.worker_id], load.running + load.waiting, self._rng.random()
 
-    async def _ask(self, card: messages.Card, asked: Asked) -> internal.Embedded:
+    async def _ask(self, card: messages.Card, asked: Asked, headers: dict[str, str]) -> internal.Embedded:
         """One worker's answer; one that dies meanwhile, or never answers, is an error."""
         remaining_s = asked.received_at + asked.work.remaining_ms / 1e3 - time.monotonic()
         if remaining_s <= 0:
             return internal.Embedded(error=errors.make_error(errors.Code.DEADLINE_EXCEEDED))
         work = codec.encode(codec.replaced(asked.work, remaining_ms=remaining_s * 1e3))
         subject = self._names.worker(card.model, card.worker_id, "embed")
-        answer = asyncio.get_running_loop().create_task(self._bus.request(subject, work, remaining_s))
+        answer = asyncio.get_running_loop().create_task(self._bus.request(subject, work, remaining_s, headers))
         try:
             while not answer.done():
                 await asyncio.wait({answer}, timeout=limits.TICK_S)

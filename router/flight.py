@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from protocol import codec, messages, subjects
+from protocol import codec, messages, subjects, traces
 
 
 class Flight:
@@ -28,9 +28,9 @@ class Flight:
         "received_at",
         "reply",
         "request",
+        "span",
         "spoken",
         "tenant",
-        "traceparent",
         "worker_id",
     )
 
@@ -41,7 +41,6 @@ class Flight:
         reply: str,
         encoding: codec.Encoding,
         received_at: float,
-        traceparent: str | None = None,
     ) -> None:
         assert request.id is not None
         self.request = request
@@ -51,7 +50,8 @@ class Flight:
         self.reply = reply
         self.encoding = encoding
         self.received_at = received_at
-        self.traceparent = traceparent
+        self.span = traces.UNTRACED
+        """Of its way to a worker, or to this router's own terminal."""
         self.held_bytes = 0
         """What it counts for among the bytes that a router may hold."""
         self.prompt_ids: bytes | None = None

@@ -5,7 +5,6 @@ import time
 
 import msgspec
 import structlog
-from msgspec import UNSET
 from nats.aio.msg import Msg
 
 from protocol import codec, embed, errors, messages, subjects
@@ -13,9 +12,9 @@ from protocol import request as checks
 from protocol.bus import Bus, Subscription
 from router.answer import Answers
 from router.embeddings import Asked, Embeddings
-from router.fleet import Fleet
 from router.flight import Flight
 from router.journey import Journeys
+from router.models import Models
 
 _requests = codec.Decoder(messages.GenerateRequest)
 _resyncs = codec.Decoder(messages.ResyncRequest)
@@ -33,7 +32,7 @@ class Intake:
         names: subjects.Subjects,
         inbox_prefixes: tuple[str, ...],
         max_request_bytes: int,
-        fleet: Fleet,
+        models: Models,
         journeys: Journeys,
         embeddings: Embeddings,
         answers: Answers,
@@ -42,7 +41,7 @@ class Intake:
         self._names = names
         self._inbox_prefixes = inbox_prefixes
         self._max_request_bytes = max_request_bytes
-        self._fleet = fleet
+        self._shown = models
         self._journeys = journeys
         self._embeddings = embeddings
         self._answers = answers
@@ -104,9 +103,8 @@ class Intake:
         """Makes a flight of a checked request. Raises RequestError."""
         if request.id is None:
             request = codec.replaced(request, id=secrets.token_urlsafe(16))
-        reply, traceparent = message.reply, (message.headers or {}).get("traceparent")
-        flight = Flight(request, address, reply, encoding, time.monotonic(), traceparent)
-        self._journeys.begin(flight, len(message.data))
+        flight = Flight(request, address, message.reply, encoding, time.monotonic())
+        self._journeys.begin(flight, len(message.data), message.headers)
 
     def _embed(self, message: Msg) -> None:
         if not self._may_answer(message):
@@ -120,7 +118,8 @@ class Intake:
             checks.check_id(request.id)
             request_id = request.id or secrets.token_urlsafe(16)
             address, work = self._address(message), embed.check(request)
-            self._embeddings.begin(Asked(request_id, address, request, work, message.reply, encoding, time.monotonic()))
+            asked = Asked(request_id, address, request, work, message.reply, encoding, time.monotonic())
+            self._embeddings.begin(asked, message.headers)
             return
         except codec.MediaTypeError as problem:
             error = errors.make_error(errors.Code.INVALID_REQUEST, str(problem))
@@ -137,27 +136,7 @@ class Intake:
             encoding = codec.encoding_of(message.headers)
         except codec.MediaTypeError:
             encoding = codec.Encoding.JSON
-        reply = self._models_reply(with_workers=True)
-        payload = codec.encode(reply, encoding)
-        if len(payload) > self._connection.max_payload:
-            payload = codec.encode(self._models_reply(with_workers=False), encoding)
-        self._connection.publish(message.reply, payload)
-
-    def _models_reply(self, *, with_workers: bool) -> messages.ModelsReply:
-        served = [
-            messages.ServedModel(
-                model=model,
-                context_length=min(worker.card.context_length for worker in workers),
-                features=sorted(set.intersection(*(set(worker.card.features) for worker in workers))),
-                workers=[self._fleet.card_of(worker) for worker in workers] if with_workers else UNSET,
-            )
-            for model, workers in self._fleet.models()
-        ]
-        limits = messages.ServerLimits(max_request_bytes=self._max_request_bytes)
-        view = self._journeys.view() if with_workers else UNSET
-        return messages.ModelsReply(
-            models=served, limits=limits, router=view, truncated=UNSET if with_workers else True
-        )
+        self._connection.publish(message.reply, self._shown.answer(encoding, self._connection.max_payload))
 
     def _cancel(self, message: Msg) -> None:
         if message.reply and not self._may_answer(message):

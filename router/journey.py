@@ -7,10 +7,10 @@ from typing import Any
 
 import structlog
 
-from protocol import blocks, errors, limits, messages
+from protocol import blocks, errors, limits, messages, traces
 from protocol import request as checks
 from router import present
-from router.allowance import Allowances, Refusal, TenantLimits
+from router.allowance import Allowances, Refusal
 from router.answer import Answers
 from router.dispatch import AlreadyLiveError, Dispatch
 from router.fleet import Fleet
@@ -35,9 +35,9 @@ class Journeys:
         turns: Turns,
         dispatch: Dispatch,
         answers: Answers,
-        router_id: str,
-        metrics: RouterMetrics | None = None,
-        allowances: Allowances | None = None,
+        allowances: Allowances,
+        metrics: RouterMetrics,
+        traced: traces.Traces,
     ) -> None:
         self._fleet = fleet
         self._flights = flights
@@ -45,9 +45,9 @@ class Journeys:
         self._turns = turns
         self._dispatch = dispatch
         self._answers = answers
-        self._router_id = router_id
-        self._metrics = metrics or RouterMetrics()
-        self._allowances = allowances or Allowances(TenantLimits(), {})
+        self._allowances = allowances
+        self._metrics = metrics
+        self._traces = traced
         self._tokenizing = self._metrics.phases.of("tokenize")
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
@@ -59,12 +59,10 @@ class Journeys:
         """Raises RequestError for a routing wish that can't be met by anyone."""
         self._turns.check(wish)
 
-    def view(self) -> messages.RouterView:
-        """What this router knows and has done."""
-        return self._fleet.view(self._router_id, len(self._turns), time.monotonic())
+    def begin(self, flight: Flight, num_bytes: int, headers: traces.Headers) -> None:
+        """Takes a request. Raises RequestError where there is no room, or its id is in flight.
 
-    def begin(self, flight: Flight, num_bytes: int) -> None:
-        """Takes a request. Raises RequestError where there is no room, or its id is in flight."""
+        `headers` of its message may say which trace it belongs to."""
         twin = self._flights.find(flight.key)
         if twin is not None and twin.reply == flight.reply:
             self._log.warning("duplicate_dropped", request_id=flight.key)
@@ -77,6 +75,8 @@ class Journeys:
         _check_allowance(self._allowances.request(tenant, self._flights.open_of(tenant), flight.received_at))
         self._flights.add(flight, num_bytes)
         self._log.info("request_received", request_id=flight.key, model=flight.model)
+        known = {traces.MODEL: flight.model, traces.REQUEST_ID: flight.request_id, traces.TENANT: tenant}
+        flight.span = self._traces.begin("route", "server", headers, known, flight.received_at)
         self._spawn(flight, self._bring)
 
     def recover(self, flight: Flight, card: messages.Card, *, is_certain: bool) -> None:
@@ -92,6 +92,7 @@ class Journeys:
                 await self._dispatch.bring(flight)
 
         self._flights.take_back(flight)
+        flight.span = flight.span.child("route_again", attributes={traces.WORKER_ID: card.worker_id})
         self._spawn(flight, go_on)
 
     def finish(self, flight: Flight) -> None:
@@ -171,7 +172,8 @@ class Journeys:
         try:
             async with asyncio.timeout(None if remaining_ms is None else remaining_ms / 1e3):
                 began = time.perf_counter()
-                token_ids = await self._vocabularies.token_ids(flight.request, workers)
+                with flight.span.child("tokenize"):
+                    token_ids = await self._vocabularies.token_ids(flight.request, workers)
                 self._tokenizing.observe(time.perf_counter() - began)
         except TimeoutError as error:
             raise errors.request_error(errors.Code.DEADLINE_EXCEEDED) from error
@@ -203,6 +205,8 @@ class Journeys:
                 self._answers.cancelled(flight)
             elif flight.ended_at == flight.worker_id:
                 self.finish(flight)
+        finally:
+            flight.span.end()
 
     def _end(self, flight: Flight, error: errors.Error) -> None:
         if not self._flights.holds(flight):
@@ -211,6 +215,7 @@ class Journeys:
         if flight.cancelled:
             self._answers.cancelled(flight)
         else:
+            flight.span.fail(str(error.code))
             self._answers.fail(flight, error)
 
 

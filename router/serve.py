@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import structlog
 
 from protocol import connection as nats
-from protocol import metrics, status, subjects
+from protocol import metrics, status, subjects, traces
 from protocol.bus import Bus
 from router.allowance import Allowances, TenantLimits
 from router.answer import Answers
@@ -25,6 +25,7 @@ from router.flight import Flights
 from router.intake import Intake
 from router.journey import Journeys
 from router.metrics import RouterMetrics
+from router.models import Models
 from router.placement import make_policies
 from router.turns import Choice, QueueSettings, Turns
 from router.vocabularies import Vocabularies
@@ -62,6 +63,8 @@ class RouterSettings:
     """By the tenant's name."""
     status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
     """Where it shows its metrics and health."""
+    otlp_traces_endpoint: str = ""
+    """Where spans of requests are sent; nowhere where empty."""
     grace_s: float = 5.0
 
 
@@ -69,7 +72,13 @@ class Router:
     """One router over a bus: joins its parts together."""
 
     def __init__(
-        self, bus: Bus, names: subjects.Subjects, router_id: str, settings: RouterSettings, rng: random.Random
+        self,
+        bus: Bus,
+        names: subjects.Subjects,
+        router_id: str,
+        settings: RouterSettings,
+        rng: random.Random,
+        traced: traces.Traces,
     ) -> None:
         fleet = self.fleet = Fleet(time.monotonic())
         flights = Flights(settings.max_flights, settings.max_held_bytes)
@@ -80,13 +89,14 @@ class Router:
         dispatch = Dispatch(bus, names, fleet, flights, turns, router_id, measured)
         allowances = Allowances(settings.tenant_limits, settings.own_tenant_limits)
         self._journeys = Journeys(
-            fleet, flights, Vocabularies(bus, names), turns, dispatch, answers, router_id, measured, allowances
+            fleet, flights, Vocabularies(bus, names), turns, dispatch, answers, allowances, measured, traced
         )
         self._bus, self._flights, self._turns = bus, flights, turns
         most = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)
-        self._embeddings = Embeddings(bus, names, fleet, rng, measured)
+        self._embeddings = Embeddings(bus, names, fleet, rng, measured, traced)
+        models = Models(fleet, turns, router_id, most)
         prefixes = settings.inbox_prefixes
-        self._intake = Intake(bus, names, prefixes, most, fleet, self._journeys, self._embeddings, answers)
+        self._intake = Intake(bus, names, prefixes, most, models, self._journeys, self._embeddings, answers)
         self._watch = FleetWatch(bus, names, fleet, flights, self._journeys, measured)
 
     def __repr__(self) -> str:
@@ -157,7 +167,9 @@ async def serve(settings: RouterSettings) -> None:
         connection = await nats.connect(settings.broker, name=f"router {router_id}")
         stack.push_async_callback(connection.close)
         names = subjects.Subjects(settings.prefix)
-        router = Router(connection, names, router_id, settings, random.Random())
+        traced = traces.make(settings.otlp_traces_endpoint, "router", router_id)
+        stack.push_async_callback(traced.close)
+        router = Router(connection, names, router_id, settings, random.Random(), traced)
         page = metrics.Page(router.metrics.families(), router.show)
         await stack.enter_async_context(status.shown(settings.status_page, page.registry, lambda: router.why_not_ready))
         await router.open()

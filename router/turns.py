@@ -45,13 +45,11 @@ class _Held(NamedTuple):
 class Turns:
     """The requests of one router that wait for their placement. Choosing and booking are one step without a pause."""
 
-    def __init__(
-        self, fleet: Fleet, choice: Choice, settings: QueueSettings, metrics: RouterMetrics | None = None
-    ) -> None:
+    def __init__(self, fleet: Fleet, choice: Choice, settings: QueueSettings, metrics: RouterMetrics) -> None:
         self._fleet = fleet
         self._choice = choice
         self._settings = settings
-        self._metrics = metrics or RouterMetrics()
+        self._metrics = metrics
         self._hashing, self._placing = (self._metrics.phases.of(phase) for phase in ("hash", "place"))
         self._backlogs: dict[str, Backlog] = {}
         self._held: dict[str, _Held] = {}

@@ -41,14 +41,14 @@ class FleetWatch:
         fleet: Fleet,
         flights: Flights,
         journeys: Journeys,
-        metrics: RouterMetrics | None = None,
+        metrics: RouterMetrics,
     ) -> None:
         self._bus = bus
         self._names = names
         self._fleet = fleet
         self._flights = flights
         self._journeys = journeys
-        self._metrics = metrics or RouterMetrics()
+        self._metrics = metrics
         self._inbox = bus.new_inbox()
         self._discovered_at = 0.0
         self._forgive_until = 0.0

@@ -15,6 +15,7 @@ import msgspec
 
 from client import Client
 from protocol import codec, connection, internal, messages, subjects
+from protocol.traces import Untraced
 from router.serve import Router, RouterSettings
 from tests.support.bare import PREFIX, Bare
 from tests.support.load import Told, until_idle, until_ready
@@ -103,7 +104,7 @@ async def test_after_any_chaos_every_request_has_ended_and_the_index_is_what_the
     bare = await system.connect()
     await until_ready(bare, len(WORKERS) * REPLICAS)
     bus = await connection.connect(connection.Settings(url=system.url), name="router witness")
-    witness = Router(bus, subjects.Subjects(), "witness", RouterSettings(), random.Random(1))
+    witness = Router(bus, subjects.Subjects(), "witness", RouterSettings(), random.Random(1), Untraced())
     await witness.open()
     watching = asyncio.create_task(witness.run())
     ends: list[Told] = []

@@ -7,6 +7,7 @@ import pytest
 
 from gateway import answer, told
 from gateway.journal import Journal
+from gateway.metrics import GatewayMetrics
 from gateway.reply import Reply
 from protocol import errors, messages
 from tests.support.streams import Line, stream_over
@@ -51,7 +52,7 @@ def failed(offset: int = 0) -> messages.Chunk:
 async def events_of(*chunks: messages.Chunk, hold_s: float) -> Peer:
     peer = Peer()
     stream, events = stream_over(Line(), *chunks), told.Events(HEADING, include_usage=False)
-    await answer.in_events(stream, events, Reply(peer.take, "r"), Journal("r"), hold_s)
+    await answer.in_events(stream, events, Reply(peer.take, "r"), Journal("r", GatewayMetrics()), hold_s)
     assert peer.is_complete
     return peer
 
@@ -88,6 +89,6 @@ async def test_a_whole_answer_has_the_status_of_its_end(reason: messages.FinishR
     peer = Peer()
     end = chunk("b", 1, reason, **({"error": LOST} if status == 502 else {}))
     stream = stream_over(Line(), HEAD, chunk("a"), end)
-    await answer.whole(stream, told.Whole(HEADING), Reply(peer.take, "r"), Journal("r"))
+    await answer.whole(stream, told.Whole(HEADING), Reply(peer.take, "r"), Journal("r", GatewayMetrics()))
     assert (peer.status, int(peer.headers["content-length"]), peer.is_complete) == (status, len(peer.body), True)
     assert (b'"content":"ab"' in peer.body) == (status == 200)

@@ -25,6 +25,7 @@ PURE = (
     "protocol/request.py",
     "protocol/errors.py",
     "protocol/codec.py",
+    "protocol/traces.py",
     "worker/engine/blocks.py",
     "worker/engine/sequence.py",
     "worker/engine/plan.py",
@@ -82,6 +83,7 @@ ONLY_IN = {
     "onnx": ("worker/engine/onnx/", "demo/"),
     "starlette": ("gateway/", "protocol/status_server.py"),
     "uvicorn": ("gateway/", "protocol/status_server.py"),
+    "opentelemetry": ("protocol/otel.py",),
     "torch": ("demo/train.py",),
     "gguf": ("demo/",),
 }

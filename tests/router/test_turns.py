@@ -8,6 +8,7 @@ import pytest
 from protocol import errors, messages
 from router.fleet import Fleet
 from router.flight import Flight
+from router.metrics import RouterMetrics
 from router.placement import make_policies
 from router.served import NoWorker, Placement
 from router.turns import Choice, QueueSettings, Turns
@@ -26,7 +27,7 @@ class Bed:
         self.fleet.forgive(asyncio.get_running_loop().time())
         self.seq = -1
         choice = Choice(make_policies(), "kv", random.Random(1))
-        self.turns = Turns(self.fleet, choice, QueueSettings(max_requests=max_requests))
+        self.turns = Turns(self.fleet, choice, QueueSettings(max_requests=max_requests), RouterMetrics())
         self.hear(load)
 
     def hear(self, load: messages.Load) -> None:

@@ -10,11 +10,13 @@ from nats.aio.msg import Msg
 
 from client import Client, Stream
 from protocol import codec, errors, internal, messages, subjects
+from protocol.traces import Untraced
 from router.serve import Router, RouterSettings
 from tests.sim.network import Broker, SimBus
 from tests.sim.world import Process, World
 from worker import contract
 from worker.front.front import Front
+from worker.front.metrics import ReplicaMetrics, WorkerMetrics
 from worker.front.settings import FrontSettings
 
 MODEL = "sim"
@@ -149,7 +151,8 @@ class FrontProcess:
 
     async def _begin(self) -> None:
         settings = FrontSettings(debug=True)
-        self.front = Front(self.bus, subjects.Subjects(), MODEL, self.name, settings)
+        metrics = ReplicaMetrics(WorkerMetrics(), MODEL, self.name)
+        self.front = Front(self.bus, subjects.Subjects(), MODEL, self.name, settings, metrics, Untraced())
         await self.front.open()
         self._start_engine()
 
@@ -179,7 +182,7 @@ class RouterProcess:
         self.process.spawn(self._live(world))
 
     async def _live(self, world: World) -> None:
-        self.router = Router(self.bus, subjects.Subjects(), self.name, RouterSettings(), world.rng)
+        self.router = Router(self.bus, subjects.Subjects(), self.name, RouterSettings(), world.rng, Untraced())
         await self.router.open()
         await self.router.run()
 

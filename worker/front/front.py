@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import structlog
 
-from protocol import internal, limits, messages, prompt, subjects
+from protocol import internal, limits, messages, prompt, subjects, traces
 from protocol.bus import Bus
 from protocol.signs import ask_for_signs
 from worker import contract
 from worker.front.announce import Announcer
 from worker.front.fence import FENCE_S, Fence
 from worker.front.inbox import Inbox
-from worker.front.metrics import ReplicaMetrics, WorkerMetrics
+from worker.front.metrics import ReplicaMetrics
 from worker.front.outbox import Outbox
 from worker.front.settings import FrontSettings, Say
 from worker.front.streams import Streams
@@ -33,11 +33,12 @@ class Front:
         model: str,
         worker_id: str,
         settings: FrontSettings,
-        metrics: ReplicaMetrics | None = None,
+        metrics: ReplicaMetrics,
+        traced: traces.Traces,
     ) -> None:
         self._bus = bus
         self._announcer = Announcer(bus, names, model, worker_id)
-        self.metrics = metrics or ReplicaMetrics(WorkerMetrics(), model, worker_id)
+        self.metrics = metrics
         self._outbox = Outbox(bus, self._announcer, self.metrics)
         self._streams = Streams(
             self._announcer,
@@ -45,6 +46,7 @@ class Front:
             self.metrics,
             settings.max_new_tokens,
             settings.inbox_prefixes,
+            traced,
             validate=settings.debug,
         )
         self.drain_asked = asyncio.Event()

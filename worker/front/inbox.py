@@ -96,7 +96,7 @@ class Inbox:
         except errors.RequestError as error:
             self._reply(message, internal.RunReply(accepted=False, error=error.error))
         else:
-            self._reply(message, self._streams.accept(run))
+            self._reply(message, self._streams.accept(run, message.headers))
 
     def _control(self, message: Msg) -> None:
         try:

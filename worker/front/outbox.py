@@ -5,6 +5,7 @@ import structlog
 from protocol import codec, limits, messages, subjects
 from protocol.bus import Bus, BusyError
 from worker import contract
+from worker.front import spans
 from worker.front.announce import Announcer
 from worker.front.metrics import ReplicaMetrics
 from worker.front.stream import Stream, too_large
@@ -74,6 +75,7 @@ class Outbox:
                 has_ended = True
                 self._announcer.finished(stream.key)
                 self._log_end(stream, chunk)
+                spans.end(stream.span, stream.accepted_at, chunk)
         if has_ended:  # at once: a client may use the id again as soon as it has the terminal
             self._announcer.publish_events()
 

@@ -9,7 +9,7 @@ import msgspec
 import structlog
 
 from protocol import connection as nats
-from protocol import internal, subjects
+from protocol import internal, subjects, traces
 from protocol.bus import Bus
 from worker import contract
 from worker.engine.settings import EngineSettings
@@ -34,6 +34,7 @@ class Replica:
         engine: EngineSettings,
         process: EngineProcess,
         metrics: WorkerMetrics,
+        traced: traces.Traces,
     ) -> None:
         self.worker_id = worker_id
         self.served_name = served_name
@@ -49,6 +50,7 @@ class Replica:
         self._engine = engine
         self._process = process
         self._metrics = ReplicaMetrics(metrics, served_name, worker_id)
+        self._traces = traced
         self._config: contract.EngineConfig | None = None
         self._supervisor: Supervisor | None = None
         self._said_at = time.monotonic()
@@ -70,7 +72,8 @@ class Replica:
         connection = await nats.connect(self._settings.broker, name=f"worker {self.worker_id}")
         try:
             names = subjects.Subjects(self._settings.prefix)
-            front = Front(connection, names, self.served_name, self.worker_id, self._settings.front, self._metrics)
+            settings, shown = self._settings.front, self._metrics
+            front = Front(connection, names, self.served_name, self.worker_id, settings, shown, self._traces)
             self.front = front
             front.on_load = self.on_load
             if self._leave.is_set():

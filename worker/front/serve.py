@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from protocol import errors, internal, metrics, status
+from protocol import errors, internal, metrics, status, traces
 from worker import contract
 from worker.engine import weights
 from worker.engine.settings import EngineSettings
@@ -46,6 +46,7 @@ class Worker:
         self._process = EngineProcess()
         self._metrics = WorkerMetrics()
         self._name = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._traces = traces.make(settings.otlp_traces_endpoint, "worker", self._name)
         self._is_single = sum(model.replicas for model in settings.models) == 1
         self._lives: dict[Replica, asyncio.Task[None]] = {}
         self._ended: asyncio.Queue[Replica] = asyncio.Queue()
@@ -61,7 +62,10 @@ class Worker:
     async def run(self) -> None:
         """Until every replica has left. Raises what `serve` does."""
         async with status.shown(self._settings.status_page, self._page().registry, self._why_not_ready):
-            await self._live()
+            try:
+                await self._live()
+            finally:
+                await self._traces.close()
 
     async def _live(self) -> None:
         try:
@@ -152,7 +156,9 @@ class Worker:
         alone = self._is_single and self._last_number == 1
         worker_id = self._name if alone else f"{self._name}-{self._last_number}"
         engine = msgspec.structs.replace(model.engine, kv_limit_bytes=self._share(coming))
-        replica = Replica(self._settings, model.served_name, worker_id, engine, self._process, self._metrics)
+        replica = Replica(
+            self._settings, model.served_name, worker_id, engine, self._process, self._metrics, self._traces
+        )
         replica.on_load = self.load
         life = self._lives[replica] = asyncio.create_task(replica.run())
         life.add_done_callback(lambda _: self._ended.put_nowait(replica))

@@ -45,6 +45,8 @@ class WorkerSettings:
     where absent."""
     front: FrontSettings = dataclasses.field(default_factory=FrontSettings)
     status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
+    otlp_traces_endpoint: str = ""
+    """Where spans of requests are sent; nowhere where empty."""
     vllm_metrics: bool = False
     """Show them under vLLM's names as well."""
     kv_budget_bytes: int = 0

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import UNSET, UnsetType
 
-from protocol import codec, errors, internal, messages, subjects
+from protocol import codec, errors, internal, messages, subjects, traces
 from worker import contract
 from worker.front.history import History, Passage
 
@@ -33,6 +33,8 @@ class Stream:
         asked = run.params.logprobs
         self._history = History(0 if asked is None else 1 + min(asked, len(pieces)))
         self.created = int(time.time())
+        self.accepted_at = now
+        self.span = traces.UNTRACED
         self.spoke_at = now
         """When the last chunk was made, on the caller's clock."""
         self.repeated_at = 0.0

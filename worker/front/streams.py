@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import structlog
 
-from protocol import blocks, errors, internal, limits, messages, subjects
+from protocol import blocks, errors, internal, limits, messages, subjects, traces
 from protocol.recent import Recent
 from worker import contract
+from worker.front import spans
 from worker.front.announce import Announcer
 from worker.front.metrics import ReplicaMetrics
 from worker.front.outbox import Outbox
@@ -39,6 +40,7 @@ class Streams:
         metrics: ReplicaMetrics,
         max_new_tokens: int,
         inbox_prefixes: tuple[str, ...],
+        traced: traces.Traces,
         *,
         validate: bool,
     ) -> None:
@@ -47,6 +49,7 @@ class Streams:
         self._metrics = metrics
         self._max_new_tokens = max_new_tokens
         self._inbox_prefixes = inbox_prefixes
+        self._traces = traced
         self._validate = validate
         self._engine: contract.Engine | None = None
         self._config: contract.EngineConfig | None = None
@@ -68,10 +71,10 @@ class Streams:
         """The engine is no more: nothing new is taken until there is another. What is open can still be ended."""
         self._config = None
 
-    def accept(self, run: internal.Run) -> internal.RunReply:
-        """Starts a stream; a run that is refused changes nothing."""
+    def accept(self, run: internal.Run, headers: traces.Headers = None) -> internal.RunReply:
+        """Starts a stream; a run that is refused changes nothing. `headers` may say which trace it belongs to."""
         try:
-            self._start(run)
+            self._start(run, headers)
         except errors.RequestError as error:
             return self._refusal(run, error.error)
         return internal.RunReply(accepted=True)
@@ -168,45 +171,39 @@ class Streams:
             for key, stream in self._streams.items()
         ]
 
-    def _start(self, run: internal.Run) -> None:
+    def _start(self, run: internal.Run, headers: traces.Headers) -> None:
         """Raises RequestError and leaves everything as it was where the run can't be accepted."""
         self._check_state(run)
         assert self._engine is not None
         assert self._config is not None
-        token_ids = _token_ids(run)
-        request = contract.EngineRequest(
-            key=run.request_id,
-            token_ids=token_ids,
-            sampling=resolve(run.params, len(token_ids), self._config, self._max_new_tokens),
-            stop=tuple(run.params.stop),
-            tenant=subjects.key_to_tenant(run.request_id),
-            cache_salt=run.params.cache_salt,
-            cache_prompt=run.params.cache_prompt,
-            priority=run.params.priority,
-            return_progress=run.params.return_progress and run.params.stream,
-        )
+        request = _request_of(run, self._config, self._max_new_tokens)
         now = time.monotonic()
         announcer = self._announcer
         gone = announcer.gone_subject(run.request_id)
         stream = Stream(run, announcer.model, announcer.worker_id, now, gone, self._engine.pieces)
         sink = self._sink(stream)
         sink = StreamValidator(request, sink) if self._validate else sink
-        self._engine.generate(request, self._safe(stream, sink, len(token_ids)))
+        self._engine.generate(request, self._safe(stream, sink, len(request.token_ids)))
         self._ended.pop(stream.key)
         self._streams[stream.key] = stream
+        stream.span = spans.begin(self._traces, run, headers, announcer.model, announcer.worker_id)
         if run.remaining_ms is not None:
             loop = asyncio.get_running_loop()
             self._timers[stream.key] = loop.call_later(run.remaining_ms / 1e3, self._expire, stream.key)
-        announcer.started(stream.key, len(token_ids))
-        announcer.publish_events()  # at once, before the head: no router may take the id again
+        self._show_start(stream, request, now)
+
+    def _show_start(self, stream: Stream, request: contract.EngineRequest, now: float) -> None:
+        """To routers at once, before the head: none may take the id again."""
+        self._announcer.started(stream.key, len(request.token_ids))
+        self._announcer.publish_events()
         self._outbox.put_head(stream, now)
         self._outbox.flush()
         self._log.info(
             "request_started",
             request_id=stream.key,
-            worker_id=announcer.worker_id,
-            attempt=run.attempt,
-            prompt_tokens=len(token_ids),
+            worker_id=self._announcer.worker_id,
+            attempt=stream.run.attempt,
+            prompt_tokens=len(request.token_ids),
             max_tokens=request.sampling.max_tokens,
         )
 
@@ -233,6 +230,8 @@ class Streams:
             attempt=stream.run.attempt,
             finish_reason=reason,
         )
+        stream.span.fail(reason)
+        stream.span.end()
 
     def _check_state(self, run: internal.Run) -> None:
         """Raises RequestError where this worker can't take the request now."""
@@ -302,6 +301,22 @@ class Streams:
 
     def _expire(self, key: str) -> None:
         self.cancel(key, errors.make_error(errors.Code.DEADLINE_EXCEEDED))
+
+
+def _request_of(run: internal.Run, config: contract.EngineConfig, max_new_tokens: int) -> contract.EngineRequest:
+    """What the engine is asked for. Raises RequestError for a run that it can't serve."""
+    token_ids = _token_ids(run)
+    return contract.EngineRequest(
+        key=run.request_id,
+        token_ids=token_ids,
+        sampling=resolve(run.params, len(token_ids), config, max_new_tokens),
+        stop=tuple(run.params.stop),
+        tenant=subjects.key_to_tenant(run.request_id),
+        cache_salt=run.params.cache_salt,
+        cache_prompt=run.params.cache_prompt,
+        priority=run.params.priority,
+        return_progress=run.params.return_progress and run.params.stream,
+    )
 
 
 def _token_ids(run: internal.Run) -> list[int]:
