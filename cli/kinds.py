@@ -35,6 +35,17 @@ def seconds(text: str) -> float:
     return value
 
 
+def one_of(*names: str) -> Callable[[str], str]:
+    """One of these words."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(names)}, got {text}")
+        return text
+
+    return parse
+
+
 def limits(text: str) -> TenantLimits:
     """Of a tenant, `8,600,100000`."""
     try:

@@ -36,6 +36,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     settings = config.apply(command, arguments[0], config.read(Path(path)) if path else {}, path)
     options = parser.parse_args(arguments)
     config.complete(options, command, settings)
+    options.reread = lambda: _options(arguments)
     return options
 
 

@@ -2,20 +2,25 @@
 
 import argparse
 import asyncio
+import os
 import sys
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from cli import gateway, kinds, reach, up, worker
 from cli.family import EXIT_REFUSED
-from protocol import logs, status, subjects
+from cli.reread import Reread
+from protocol import logs, slow, status, subjects
 from router import serve as router
 from router.allowance import TenantLimits
+from router.journal import JournalSettings
 from router.placement import POLICIES
 from router.turns import QueueSettings
 from worker import contract
 from worker.front import serve
 from worker.front.front import ReplacedError
+
+Settings = TypeVar("Settings")
 
 
 def add(commands: Any) -> None:
@@ -47,6 +52,7 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     reach.add_all(parser)
     _add_inboxes(parser)
     _add_status(parser)
+    _add_slow_wait(parser)
     worker.add_flags(parser)
     parser.set_defaults(run=_worker)
 
@@ -64,6 +70,31 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
         "--metrics-host", default=shown.host, metavar="ADDRESS", help="and at this address (%(default)s)"
     )
     _add_traces(parser)
+    _add_logs(parser)
+
+
+def _add_logs(parser: argparse.ArgumentParser) -> None:
+    """The engine's process takes both from the variables."""
+    for flag, variable, names, text in (
+        ("--log-level", logs.LEVEL_VARIABLE, tuple(logs.LEVELS), "the least that is logged"),
+        ("--log-format", logs.FORMAT_VARIABLE, logs.FORMATS, "lines of JSON, or readable ones as on a terminal"),
+    ):
+        parser.add_argument(
+            flag,
+            type=kinds.one_of(*names),
+            default=os.environ.get(variable) or None,
+            metavar="|".join(names),
+            help=f"{text} (variable {variable})",
+        )
+
+
+def _add_slow_wait(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--slow-wait-s",
+        type=kinds.seconds,
+        default=slow.FIRST_S,
+        help="a request that has waited so long leaves a line, and another each time that has doubled (%(default)s)",
+    )
 
 
 def _add_traces(parser: argparse.ArgumentParser) -> None:
@@ -127,6 +158,10 @@ def _add_router(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-request-bytes", type=kinds.at_least(0), default=0, help="largest request; 0: half the broker's"
     )
+    _add_slow_wait(parser)
+    parser.add_argument(
+        "--log-prompt-chars", type=kinds.at_least(0), default=0, help="log so much of each prompt's beginning (0)"
+    )
     parser.set_defaults(run=_router)
 
 
@@ -138,11 +173,15 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
 
 
 def _worker(options: argparse.Namespace) -> int:
-    return _run("worker", serve.serve(worker.settings_of(options)))
+    return _run("worker", options, worker.settings_of, serve.serve)
 
 
 def _router(options: argparse.Namespace) -> int:
-    settings = router.RouterSettings(
+    return _run("router", options, _router_settings, router.serve)
+
+
+def _router_settings(options: argparse.Namespace) -> router.RouterSettings:
+    return router.RouterSettings(
         broker=reach.settings_of(options),
         prefix=options.prefix,
         router_id=options.router_id,
@@ -155,27 +194,31 @@ def _router(options: argparse.Namespace) -> int:
         otlp_traces_endpoint=options.otlp_traces_endpoint,
         tenant_limits=options.tenant_limit,
         own_tenant_limits=dict(options.limit_of),
+        journal=JournalSettings(options.slow_wait_s, options.log_prompt_chars),
     )
-    return _run("router", router.serve(settings))
 
 
 def _gateway(options: argparse.Namespace) -> int:
     from gateway import serve  # a fifth of a second that no other command needs
 
-    try:
-        settings = gateway.settings_of(options)
-    except ValueError as error:
-        print(f"tokenbus: {error}", file=sys.stderr)
-        return EXIT_REFUSED
-    return _run("gateway", serve.serve(settings))
+    return _run("gateway", options, gateway.settings_of, serve.serve)
 
 
-def _run(process: str, life: Coroutine[Any, Any, None]) -> int:
+def _run(
+    process: str,
+    options: argparse.Namespace,
+    make: Callable[[argparse.Namespace], Settings],
+    serve: Callable[[Settings, Callable[[], Settings]], Coroutine[Any, Any, None]],
+) -> int:
     """A server process: what stops it is one line that says what to do."""
-    logs.configure(process)
+    for variable, value in ((logs.LEVEL_VARIABLE, options.log_level), (logs.FORMAT_VARIABLE, options.log_format)):
+        if value:
+            os.environ[variable] = value
+    again = Reread(process, options, make, logs.configure(process))
     try:
+        settings = make(options)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(life)
+            runner.run(serve(settings, again))
     except (contract.EngineStartError, ReplacedError, ValueError) as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return EXIT_REFUSED

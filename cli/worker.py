@@ -128,6 +128,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         front=FrontSettings(
             inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
             max_new_tokens=options.max_new_tokens,
+            slow_wait_s=options.slow_wait_s,
             debug=os.environ.get("TOKENBUS_DEBUG", "") not in ("", "0"),
         ),
         max_waiting=options.max_waiting,

@@ -23,6 +23,10 @@ class Door:
     def __repr__(self) -> str:
         return f"<Door {self._num_open} of {self._max_requests}{' closed' if self._is_closed else ''}>"
 
+    def set(self, max_requests: int) -> None:
+        """How many may be open, from now on."""
+        self._max_requests = max_requests
+
     @property
     def is_closed(self) -> bool:
         return self._is_closed

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import Callable
 
 import structlog
 import uvicorn
@@ -18,7 +19,7 @@ from gateway.pages import Pages
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from protocol import connection as nats
-from protocol import metrics, status, status_server, traces
+from protocol import metrics, reload, status, status_server, traces
 from protocol.bus import Bus
 
 _KEEP_ALIVE_S = 30
@@ -26,8 +27,8 @@ _AFTER_GRACE_S = 3
 """For writing out the last events of what did not end by itself."""
 
 
-async def serve(settings: GatewaySettings) -> None:
-    """Runs a gateway until SIGTERM or SIGINT.
+async def serve(settings: GatewaySettings, again: Callable[[], GatewaySettings]) -> None:
+    """Runs a gateway until SIGTERM or SIGINT; `again` reads its settings anew.
 
     Raises ConnectionError when there is no broker, TakenError when it can't listen."""
     leave = asyncio.Event()
@@ -48,7 +49,27 @@ async def serve(settings: GatewaySettings) -> None:
         tenants = await Tenants.over(connection, settings, traced)
         stack.push_async_callback(tenants.own.close)
         application = app.make(Chat(door, tenants, connection, measured, traced), Pages(door, tenants, connection))
-        await _run(settings, application, listening, connection, door, leave)
+        adopted = Adopted(settings, door, tenants)
+        reload.on_hangup(again, adopted.adopt)
+        await _run(adopted, application, listening, connection, door, leave)
+
+
+class Adopted:
+    """What of a gateway's settings may change while it serves."""
+
+    def __init__(self, settings: GatewaySettings, door: Door, tenants: Tenants) -> None:
+        self.settings = settings
+        self._door = door
+        self._tenants = tenants
+        self._using: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Adopted {self.settings.keys!r} {self._door!r}>"
+
+    def adopt(self, settings: GatewaySettings) -> None:
+        self.settings = settings
+        self._door.set(settings.max_requests)
+        self._using = asyncio.get_running_loop().create_task(self._tenants.use(settings.keys))
 
 
 def _socket(settings: GatewaySettings) -> socket.socket:
@@ -62,7 +83,7 @@ def _socket(settings: GatewaySettings) -> socket.socket:
 
 
 async def _run(
-    settings: GatewaySettings,
+    adopted: Adopted,
     application: ASGIApp,
     listening: socket.socket,
     broker: Bus,
@@ -70,6 +91,7 @@ async def _run(
     leave: asyncio.Event,
 ) -> None:
     url = listen.url_of(listening)
+    settings = adopted.settings
     server = status_server.QuietServer(_config(settings, application))
     serving = asyncio.create_task(server.serve([listening]))
     others = [asyncio.create_task(life) for life in (_wait(leave), broker.until_refused())]
@@ -78,7 +100,7 @@ async def _run(
     try:
         await asyncio.wait([serving, *others], return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
-        await door.close(settings.grace_s)
+        await door.close(adopted.settings.grace_s)
         await serving
         for task in others:
             if task.done():

@@ -20,11 +20,12 @@ class Tenant(NamedTuple):
 class Tenants:
     """All there are, over one connection."""
 
-    def __init__(self, keys: Keys, own: Client, clients: dict[str, Client]) -> None:
+    def __init__(self, own: Client, settings: GatewaySettings) -> None:
         self.own = own
         """Of the gateway itself: to ask what concerns no tenant, and to close, which closes all."""
-        self._keys = keys
-        self._clients = clients
+        self._settings = settings
+        self._keys = settings.keys
+        self._clients: dict[str, Client] = {}
 
     def __repr__(self) -> str:
         return f"<Tenants {sorted(self._clients)}>"
@@ -33,14 +34,20 @@ class Tenants:
     async def over(cls, connection: Bus, settings: GatewaySettings, traced: traces.Traces) -> "Tenants":
         """All those of the keys, known from the start."""
         own = await Client.over(connection, tenant=settings.tenant, prefix=settings.prefix, traced=traced)
-        clients = {}
-        for name in settings.keys.tenants:
+        tenants = cls(own, settings)
+        await tenants.use(settings.keys)
+        return tenants
+
+    async def use(self, keys: Keys) -> None:
+        """Other keys, from now on; what is open goes on."""
+        settings = self._settings
+        for name in keys.tenants - self._clients.keys():
             if name == settings.tenant and not settings.tenant_inbox:
-                clients[name] = own
+                self._clients[name] = self.own
             else:
                 inbox = settings.tenant_inbox.replace(subjects.TENANT_PLACE, subjects.name_to_token(name))
-                clients[name] = await own.for_tenant(name, inbox)
-        return cls(settings.keys, own, clients)
+                self._clients[name] = await self.own.for_tenant(name, inbox)
+        self._keys = keys
 
     def of(self, request: Request) -> Tenant:
         """Who asks. Raises FailedError(401)."""

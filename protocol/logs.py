@@ -8,14 +8,39 @@ import msgspec
 import structlog
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+FORMATS = ("json", "console")
+LEVEL_VARIABLE = "TOKENBUS_LOG"
+FORMAT_VARIABLE = "TOKENBUS_LOG_FORMAT"
 
 
-def configure(process: str) -> None:
+class Level:
+    """What is logged and what is not; may be changed while a process runs."""
+
+    def __init__(self, name: str) -> None:
+        self.set(name)
+
+    def __repr__(self) -> str:
+        return f"<Level {self._least}>"
+
+    def set(self, name: str) -> None:
+        """One of LEVELS; what is none of them is `info`."""
+        self._least = LEVELS.get(name.lower(), logging.INFO)
+
+    def __call__(
+        self, logger: structlog.typing.WrappedLogger, name: str, line: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        """Lets a line pass, or drops it. `name` is the method that was called."""
+        if LEVELS.get(name, logging.ERROR) < self._least:
+            raise structlog.DropEvent
+        return line
+
+
+def configure(process: str) -> Level:
     """Sends logs to standard error: JSON unless that is a terminal. Level: variable TOKENBUS_LOG (default info).
 
     `process` is bound to every line."""
-    level = LEVELS.get(os.environ.get("TOKENBUS_LOG", "info").lower(), logging.INFO)
-    form = os.environ.get("TOKENBUS_LOG_FORMAT", "console" if sys.stderr.isatty() else "json")
+    level = Level(os.environ.get(LEVEL_VARIABLE, "info"))
+    form = os.environ.get(FORMAT_VARIABLE, "console" if sys.stderr.isatty() else "json")
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
         if form == "console"
@@ -26,17 +51,19 @@ def configure(process: str) -> None:
     )
     structlog.configure(
         processors=[
+            level,
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             tracebacks if form == "json" else structlog.processors.StackInfoRenderer(),
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)
+    return level
 
 
 def quieten() -> None:

@@ -56,6 +56,10 @@ class Allowances:
     def __repr__(self) -> str:
         return f"<Allowances, {len(self._buckets)} buckets>"
 
+    def set(self, limits: TenantLimits, own: Mapping[str, TenantLimits]) -> None:
+        """Others, from now on; what was used counts."""
+        self._limits, self._own = limits, own
+
     def of(self, tenant: str) -> TenantLimits:
         return self._own.get(tenant, self._limits)
 

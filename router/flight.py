@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from protocol import codec, messages, subjects, traces
+from protocol import codec, messages, slow, subjects, traces
 
 
 class Flight:
@@ -28,6 +28,7 @@ class Flight:
         "received_at",
         "reply",
         "request",
+        "slow",
         "span",
         "spoken",
         "tenant",
@@ -52,6 +53,8 @@ class Flight:
         self.received_at = received_at
         self.span = traces.UNTRACED
         """Of its way to a worker, or to this router's own terminal."""
+        self.slow = slow.SlowWait(slow.FIRST_S)
+        """When its journal says again that it waits."""
         self.held_bytes = 0
         """What it counts for among the bytes that a router may hold."""
         self.prompt_ids: bytes | None = None

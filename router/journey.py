@@ -15,7 +15,7 @@ from router.answer import Answers
 from router.dispatch import AlreadyLiveError, Dispatch
 from router.fleet import Fleet
 from router.flight import Flight, Flights
-from router.metrics import RouterMetrics
+from router.journal import Journal
 from router.turns import Turns
 from router.vocabularies import Vocabularies
 from router.worker import Worker
@@ -36,8 +36,7 @@ class Journeys:
         dispatch: Dispatch,
         answers: Answers,
         allowances: Allowances,
-        metrics: RouterMetrics,
-        traced: traces.Traces,
+        journal: Journal,
     ) -> None:
         self._fleet = fleet
         self._flights = flights
@@ -46,9 +45,7 @@ class Journeys:
         self._dispatch = dispatch
         self._answers = answers
         self._allowances = allowances
-        self._metrics = metrics
-        self._traces = traced
-        self._tokenizing = self._metrics.phases.of("tokenize")
+        self._journal = journal
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
 
@@ -74,9 +71,7 @@ class Journeys:
         tenant = flight.tenant
         _check_allowance(self._allowances.request(tenant, self._flights.open_of(tenant), flight.received_at))
         self._flights.add(flight, num_bytes)
-        self._log.info("request_received", request_id=flight.key, model=flight.model)
-        known = {traces.MODEL: flight.model, traces.REQUEST_ID: flight.request_id, traces.TENANT: tenant}
-        flight.span = self._traces.begin("route", "server", headers, known, flight.received_at)
+        self._journal.came(flight, headers)
         self._spawn(flight, self._bring)
 
     def recover(self, flight: Flight, card: messages.Card, *, is_certain: bool) -> None:
@@ -129,6 +124,7 @@ class Journeys:
         """Lets the clients of requests that are held for long know of it, and places those whose turn it is."""
         self._turns.work_off(now)
         for flight in self._flights.unaccepted():
+            self._journal.still_waits(flight, now)
             if flight.alive_at is None:
                 is_due = now - flight.received_at >= _FIRST_SIGN_S
             else:
@@ -166,15 +162,13 @@ class Journeys:
 
     async def _bring(self, flight: Flight) -> None:
         workers = present.workers_of(self._fleet, flight.model, time.monotonic())
-        self._metrics.received.of(flight.model).add()
+        self._journal.found(flight)
         _check_needs(flight.request, workers[0])
         remaining_ms = flight.remaining_ms(time.monotonic())
         try:
             async with asyncio.timeout(None if remaining_ms is None else remaining_ms / 1e3):
-                began = time.perf_counter()
-                with flight.span.child("tokenize"):
+                with self._journal.tokenizing(flight):
                     token_ids = await self._vocabularies.token_ids(flight.request, workers)
-                self._tokenizing.observe(time.perf_counter() - began)
         except TimeoutError as error:
             raise errors.request_error(errors.Code.DEADLINE_EXCEEDED) from error
         longest = max(worker.card.context_length for worker in workers)

@@ -9,12 +9,12 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import structlog
 
 from protocol import connection as nats
-from protocol import metrics, status, subjects, traces
+from protocol import metrics, reload, status, subjects, traces
 from protocol.bus import Bus
 from router.allowance import Allowances, TenantLimits
 from router.answer import Answers
@@ -23,6 +23,7 @@ from router.embeddings import Embeddings
 from router.fleet import Fleet
 from router.flight import Flights
 from router.intake import Intake
+from router.journal import Journal, JournalSettings
 from router.journey import Journeys
 from router.metrics import RouterMetrics
 from router.models import Models
@@ -63,9 +64,16 @@ class RouterSettings:
     """By the tenant's name."""
     status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
     """Where it shows its metrics and health."""
+    journal: JournalSettings = dataclasses.field(default_factory=JournalSettings)
+    """What the log says of requests."""
     otlp_traces_endpoint: str = ""
     """Where spans of requests are sent; nowhere where empty."""
     grace_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a policy that there is not."""
+        if self.policy not in (known := make_policies()):
+            raise ValueError(f"--policy must be one of {', '.join(known)}, got {self.policy!r}")
 
 
 class Router:
@@ -87,9 +95,10 @@ class Router:
         choice = Choice(make_policies(), settings.policy, rng, settings.temperature)
         turns = Turns(fleet, choice, settings.queue, measured)
         dispatch = Dispatch(bus, names, fleet, flights, turns, router_id, measured)
-        allowances = Allowances(settings.tenant_limits, settings.own_tenant_limits)
+        journal = self._journal = Journal(measured, traced, settings.journal)
+        allowances = self._allowances = Allowances(settings.tenant_limits, settings.own_tenant_limits)
         self._journeys = Journeys(
-            fleet, flights, Vocabularies(bus, names), turns, dispatch, answers, allowances, measured, traced
+            fleet, flights, Vocabularies(bus, names), turns, dispatch, answers, allowances, journal
         )
         self._bus, self._flights, self._turns = bus, flights, turns
         most = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)
@@ -130,6 +139,12 @@ class Router:
                 shown.workers.of(model, "silent" if worker.has_lapsed else worker.state).add()
                 shown.followed.of(model, worker.events).add()
 
+    def adopt(self, settings: RouterSettings) -> None:
+        """What of its settings may change while it serves."""
+        self._turns.adopt(settings.policy, settings.temperature, settings.queue)
+        self._allowances.set(settings.tenant_limits, settings.own_tenant_limits)
+        self._journal.settings = settings.journal
+
     async def open(self) -> None:
         """Learns who is there, and takes requests from then on."""
         await self._watch.open()
@@ -153,16 +168,15 @@ class Router:
         self._journeys.leave()
 
 
-async def serve(settings: RouterSettings) -> None:
-    """Runs a router until SIGTERM or SIGINT. Raises ConnectionError when there is no broker."""
+async def serve(settings: RouterSettings, again: Callable[[], RouterSettings]) -> None:
+    """Runs a router until SIGTERM or SIGINT; `again` reads its settings anew. Raises ConnectionError when there is no
+    broker."""
     leave = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, leave.set)
     router_id = settings.router_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     structlog.contextvars.bind_contextvars(router_id=router_id)
-    if settings.policy not in (known := make_policies()):
-        raise ValueError(f"--policy must be one of {', '.join(known)}, got {settings.policy!r}")
     async with contextlib.AsyncExitStack() as stack:
         connection = await nats.connect(settings.broker, name=f"router {router_id}")
         stack.push_async_callback(connection.close)
@@ -173,6 +187,7 @@ async def serve(settings: RouterSettings) -> None:
         page = metrics.Page(router.metrics.families(), router.show)
         await stack.enter_async_context(status.shown(settings.status_page, page.registry, lambda: router.why_not_ready))
         await router.open()
+        reload.on_hangup(again, router.adopt)
         structlog.get_logger().info("router_ready", policy=settings.policy)
         await _run(settings, connection, router, leave)
 

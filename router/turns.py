@@ -60,6 +60,11 @@ class Turns:
     def __len__(self) -> int:
         return len(self._held)
 
+    def adopt(self, default_policy: str, temperature: float, settings: QueueSettings) -> None:
+        """Another way to choose, and other bounds, from now on."""
+        self._choice = self._choice._replace(default_policy=default_policy, temperature=temperature)
+        self._settings = settings
+
     def check(self, wish: messages.RoutingWish | None) -> None:
         """Raises RequestError for a policy that there is not."""
         if wish is not None and wish.policy and wish.policy not in self._choice.policies:

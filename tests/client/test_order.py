@@ -130,7 +130,7 @@ def cut(text: str, ends: list[int], start: int, stop: int, last: bool) -> messag
 
 
 @given(data=st.data(), text=st.text(max_size=30))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_stream_with_losses_repeats_and_new_cuts_is_exact_once_everything_has_come(
     data: st.DataObject, text: str
 ) -> None:

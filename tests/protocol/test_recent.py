@@ -72,4 +72,4 @@ class RecentHistory(RuleBasedStateMachine):
 
 
 TestRecentHistory = RecentHistory.TestCase
-TestRecentHistory.settings = settings(max_examples=80, deadline=None)
+TestRecentHistory.settings = settings(max_examples=80)

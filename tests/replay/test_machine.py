@@ -4,7 +4,7 @@ import random
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from replay.machine import Machine, MachineSettings, Progress
@@ -48,7 +48,6 @@ def play(requests: list[tuple[float, TracedRequest]], machine: Machine, *, hurry
         st.tuples(st.floats(0, 0.5), st.integers(1, 60), st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=8
     )
 )
-@settings(deadline=None)
 def test_steps_taken_several_at_a_time_are_those_taken_one_by_one(asked: list[tuple[float, int, int, int]]) -> None:
     requests, now = [], 0.0
     for after_s, prompt, output, group in asked:

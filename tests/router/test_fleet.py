@@ -558,4 +558,4 @@ class FleetHistory(RuleBasedStateMachine):
 
 
 TestFleetHistory = FleetHistory.TestCase
-TestFleetHistory.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestFleetHistory.settings = settings(max_examples=80, stateful_step_count=40)

@@ -201,4 +201,4 @@ class FlightsHistory(RuleBasedStateMachine):
 
 
 TestFlightsHistory = FlightsHistory.TestCase
-TestFlightsHistory.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestFlightsHistory.settings = settings(max_examples=80, stateful_step_count=40)

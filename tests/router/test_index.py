@@ -84,7 +84,7 @@ def test_one_that_leaves_during_a_sweep_is_swept_out_by_the_next() -> None:
     assert len(index) == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(0, 40), st.data())
 def test_depths_are_found_exactly_where_everyone_holds_leading_blocks(
     depths: list[int], length: int, data: st.DataObject
@@ -156,4 +156,4 @@ class AgainstATable(RuleBasedStateMachine):
 
 
 TestAgainstATable = AgainstATable.TestCase
-TestAgainstATable.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestAgainstATable.settings = settings(max_examples=100, stateful_step_count=40)

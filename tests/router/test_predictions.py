@@ -53,7 +53,7 @@ def test_nothing_is_expected_of_a_worker_that_has_left() -> None:
     predictions.check_integrity()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.one_of(

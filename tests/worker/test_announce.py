@@ -198,7 +198,7 @@ def test_a_snapshot_says_all_blocks_after_the_event_that_told_the_last_of_them()
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 7)), max_size=40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whoever_hears_all_events_holds_what_the_engine_holds(steps: list[tuple[bool, int]]) -> None:
     """Ten blocks that come and go, with an event now and then."""
     voice, heard, held = Voice(), dict[int, int](), dict[int, int]()

@@ -71,7 +71,7 @@ def turn(content: str | list[messages.ContentPart], role: str = "user") -> messa
 @example(text="")
 @example(text="I'll WE'VE don'T 'ſ 12345+678 \r\n\r\n  x\t\n  ")
 @example(text="\0 \x1c\x85\u00a0\u2028\ufeff\ufffd\U0010ffff")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_router_and_worker_make_the_same_ids_of_any_text(
     runner: GgufRunner, builder: prompt.PromptBuilder, text: str
 ) -> None:
@@ -99,7 +99,7 @@ def test_a_text_longer_than_any_first_guess_of_its_tokens_is_tokenized_whole(run
 
 
 @given(text=st.text(max_size=60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_pieces_of_its_ids_are_the_text_again(runner: GgufRunner, text: str) -> None:
     ids = runner.tokenize(internal.Tokenize(text=text))
     assert b"".join(runner.pieces[token_id] for token_id in ids) == text.encode()
@@ -152,7 +152,7 @@ conversations = st.lists(
 
 
 @given(conversation=conversations, generate=st.sampled_from([None, True, False]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_router_and_worker_make_the_same_prompt_of_any_conversation(
     runner: GgufRunner, builder: prompt.PromptBuilder, conversation: list[messages.ChatMessage], generate: bool | None
 ) -> None:

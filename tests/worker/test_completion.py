@@ -56,13 +56,13 @@ def test_half_a_character_at_the_end_becomes_a_replacement_character() -> None:
 @given(data=st.binary(max_size=40), places=st.lists(st.integers(0, 40), max_size=12))
 @example(data=b"\xf0\x9f\x98", places=[1, 2])
 @example(data=b"\xe2\x28\xa1\xff\xc0\xaf", places=[1, 2, 3, 4, 5])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_bytes_cut_anywhere_are_said_as_they_decode_whole(data: bytes, places: list[int]) -> None:
     assert said(cut(data, places)) == (data.decode(errors="replace"), None)
 
 
 @given(text=st.text(max_size=20), places=st.lists(st.integers(0, 80), max_size=12))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_piece_of_a_text_holds_half_a_character(text: str, places: list[int]) -> None:
     pieces = cut(text.encode(), places)
     one = completion(pieces)
@@ -178,13 +178,13 @@ few_letters = st.text(alphabet="ab", min_size=1, max_size=4)
 
 
 @given(parts=st.lists(st.text(alphabet="ab", max_size=4), max_size=12), stops=st.lists(few_letters, max_size=4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_stop_strings_are_found_as_a_search_of_the_whole_text_finds_them(parts: list[str], stops: list[str]) -> None:
     assert said([part.encode() for part in parts], *stops) == search(parts, stops)
 
 
 @given(parts=st.lists(st.text(alphabet="ab", max_size=4), max_size=12), stops=st.lists(few_letters, max_size=4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_is_said_could_never_become_a_stop_string_and_nothing_else_is_held(
     parts: list[str], stops: list[str]
 ) -> None:
@@ -202,7 +202,7 @@ def test_what_is_said_could_never_become_a_stop_string_and_nothing_else_is_held(
 
 
 @given(text=st.text(alphabet="ab", max_size=16), stop=few_letters, places=st.lists(st.integers(0, 16), max_size=8))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_with_one_stop_string_it_does_not_matter_how_a_text_is_split(text: str, stop: str, places: list[int]) -> None:
     before, found, _ = text.partition(stop)
     assert said(cut(text.encode(), places), stop) == (before, found or None)

@@ -157,7 +157,7 @@ def test_a_tail_waits_for_the_rest_of_its_frame(length: int) -> None:
 
 
 @given(bodies=st.lists(st.binary(max_size=30), max_size=8), places=st.lists(st.integers(0, 300), max_size=10))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_frames_cut_anywhere_come_out_whole(bodies: list[bytes], places: list[int]) -> None:
     stream = b"".join(map(framed, bodies))
     edges = [0, *sorted(place % (len(stream) + 1) for place in places), len(stream)]

@@ -240,7 +240,7 @@ def test_a_sink_that_cancels_its_own_generation_ends_it_with_the_token_it_was_gi
     by=st.sampled_from([End.LENGTH, End.STOP_TOKEN, CANCELLED]),
     min_tokens=st.integers(0, 3),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_sampled_token_is_in_exactly_one_output_and_no_text_is_lost(
     token_ids: list[int], stops: list[str], by: End | messages.FinishReason, min_tokens: int
 ) -> None:

@@ -323,7 +323,7 @@ def test_a_stop_token_ends_a_sequence_and_is_handed_out() -> None:
     asked=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 12), st.integers(0, 9)), min_size=1, max_size=12),
     max_num_seqs=st.integers(1, 6),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_sequences_compute_the_same_together_as_alone(asked: list[tuple[int, int, int]], max_num_seqs: int) -> None:
     commands = [
         add(number, num_prompt, max_tokens, ignore_eos=False, seed=seed, temperature=1.0)

@@ -291,13 +291,13 @@ SMALL = decoder(more_inputs=EVERY_INPUT).SerializeToString()
 
 
 @given(end=st.integers(0, len(WHOLE)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_beginning_of_a_file_loads_or_is_refused(tmp_path_factory: pytest.TempPathFactory, end: int) -> None:
     load_or_refuse(tmp_path_factory, WHOLE[:end])
 
 
 @given(place=st.integers(0, len(WHOLE) - 1), byte=st.integers(0, 255))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_file_with_any_byte_changed_loads_or_is_refused(
     tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
 ) -> None:

@@ -158,7 +158,7 @@ def test_a_router_makes_the_demo_models_prompts_of_its_bundle(gguf: GgufRunner) 
 
 
 @given(text=st.text(max_size=40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_demo_files_make_the_ggufs_ids_of_any_text(gguf: GgufRunner, demo_files: Vocabulary, text: str) -> None:
     ids = demo_files.tokenize(internal.Tokenize(text=text))
     assert ids == gguf.tokenize(internal.Tokenize(text=text))
@@ -175,7 +175,7 @@ def demo_files() -> Vocabulary:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=texts)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_pieces_one_after_another_are_the_text_that_the_decoder_makes(
     kinds: dict[str, tuple[Tokenizer, list[bytes]]], kind: str, text: str
 ) -> None:
@@ -188,7 +188,7 @@ def test_pieces_one_after_another_are_the_text_that_the_decoder_makes(
 
 @pytest.mark.parametrize("kind", ["byte-level", "spaces", "spaces-bare"])
 @given(text=texts.filter(lambda text: "<tool>" not in text))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_pieces_of_a_vocabulary_with_all_bytes_are_the_text_itself(
     kinds: dict[str, tuple[Tokenizer, list[bytes]]], kind: str, text: str
 ) -> None:
@@ -359,7 +359,7 @@ def test_a_tokenizer_that_is_damaged_is_named(tmp_path: Path, document: bytes) -
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_tokenizer_with_any_byte_changed_loads_or_is_refused(
     tmp_path_factory: pytest.TempPathFactory, data: Any
 ) -> None:

@@ -91,7 +91,7 @@ def test_a_pace_says_how_fast_it_is() -> None:
     limits=st.tuples(st.integers(1, 100), st.integers(0, 2_000)),
     num_decoding=st.integers(0, 64),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_is_observed_the_budget_is_within_its_limits(
     steps: list[tuple[int, int]], limits: tuple[int, int], num_decoding: int
 ) -> None:

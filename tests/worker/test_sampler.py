@@ -93,7 +93,7 @@ def reference(logits: Listing[float], sampling: contract.Sampling, place: float)
     distinct=st.sampled_from([3, 1_000, 10**9]),
     seed=SEEDS,
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_likeliest_are_those_of_a_full_sort(
     groups: int, beside: int, rows: int, count: int, distinct: int, seed: int
 ) -> None:
@@ -147,7 +147,7 @@ def test_top_k_of_one_is_greedy_at_any_temperature() -> None:
     top_p=st.one_of(st.just(1.0), st.floats(0.01, 1.0)),
     min_p=st.one_of(st.just(0.0), st.floats(0.001, 1.0)),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_a_draw_is_that_of_the_reference(
     seed: int, width: int, place: float, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
@@ -162,7 +162,7 @@ def test_a_draw_is_that_of_the_reference(
 
 
 @given(seed=SEEDS, top_k=st.integers(1, 256), temperature=st.floats(0.1, 3.0), top_p=st.floats(0.05, 1.0))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_rows_drawn_together_get_the_tokens_that_each_gets_alone(
     seed: int, top_k: int, temperature: float, top_p: float
 ) -> None:
@@ -395,7 +395,7 @@ def test_log_probabilities_are_of_the_logits_as_the_model_gave_them() -> None:
 
 
 @given(seed=SEEDS, width=st.integers(2, 400))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_probabilities_of_the_whole_vocabulary_sum_to_one_and_are_sorted(seed: int, width: int) -> None:
     (result,) = chosen(some_logits(seed, 1, width), [sequence(1, asked(logprobs=width, temperature=1.0))])
     assert isinstance(result, Sampled)

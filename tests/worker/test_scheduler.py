@@ -507,7 +507,7 @@ def test_prompts_that_share_nothing_do_not_wait_for_each_other() -> None:
     budget=st.integers(1, 30),
     host_blocks=st.sampled_from([0, 5]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_what_was_not_cached_was_computed_and_nothing_else(
     asked: list[tuple[int, int, int]], budget: int, host_blocks: int
 ) -> None:

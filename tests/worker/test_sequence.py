@@ -185,7 +185,7 @@ def test_integrity_is_broken_by_a_prompt_that_is_cached_to_its_last_token(num_ca
     min_tokens=st.integers(0, 12),
     ignore_eos=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_it_ends_exactly_where_a_search_over_all_tokens_says(
     token_ids: list[int], max_tokens: int, min_tokens: int, ignore_eos: bool
 ) -> None:

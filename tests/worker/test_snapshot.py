@@ -97,7 +97,7 @@ def test_the_largest_part_of_blocks_stays_below_what_a_part_may_take() -> None:
     ),
     singles=st.integers(0, 2 * RUNS_PER_PART + 2),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_everything_is_said_exactly_once_and_no_part_is_too_large(
     num_requests: int, lengths: list[int], singles: int
 ) -> None:

@@ -150,13 +150,13 @@ def of_characters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
 
 
 @given(text=texts)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_tokens_merged_by_score_are_llama_cpps(by_score: Loaded, offered_by_score: Tokenize, text: str) -> None:
     assert offered_by_score(text) == by_score.vocabulary.encode(text)
 
 
 @given(text=texts)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_tokens_merged_of_characters_are_llama_cpps(
     of_characters: Loaded, offered_of_characters: Tokenize, text: str
 ) -> None:

@@ -30,7 +30,7 @@ class ChildEngine:
         self._launch = launch
         self._keeps_streams = keeps_streams
         """When it dies its open streams are left for another to take over, instead of ending in `worker_lost`."""
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._link: Link | None = None
         self._transport: asyncio.Transport | None = None
         self._config: contract.EngineConfig | None = None
@@ -241,7 +241,7 @@ class ChildEngine:
                 f"the context of {self._config.context_length}",
             )
         held = len(self._generations) + len(self._releasing)
-        if held >= self._config.max_num_seqs + self._max_waiting:
+        if held >= self._config.max_num_seqs + self.max_waiting:
             raise errors.RequestError(
                 errors.make_error(errors.Code.OVERLOADED, retry_after_ms=self._retry_after_ms(held))
             )
@@ -249,7 +249,7 @@ class ChildEngine:
     def _retry_after_ms(self, held: int) -> float:
         """About when a place will be free: the time a request takes lately, by the places that empty in it."""
         assert self._config is not None
-        return round(1e3 * self._duration_s * (1 + held - self._max_waiting) / self._config.max_num_seqs, 1)
+        return round(1e3 * self._duration_s * (1 + held - self.max_waiting) / self._config.max_num_seqs, 1)
 
     def _hold(self, generation: Generation) -> None:
         self._last_number += 1

@@ -40,15 +40,7 @@ class Front:
         self._announcer = Announcer(bus, names, model, worker_id)
         self.metrics = metrics
         self._outbox = Outbox(bus, self._announcer, self.metrics)
-        self._streams = Streams(
-            self._announcer,
-            self._outbox,
-            self.metrics,
-            settings.max_new_tokens,
-            settings.inbox_prefixes,
-            traced,
-            validate=settings.debug,
-        )
+        self._streams = Streams(self._announcer, self._outbox, self.metrics, settings, traced)
         self.drain_asked = asyncio.Event()
         self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._inbox = Inbox(bus, names, self._announcer, self._streams, settings.inbox_prefixes, self, self.metrics)
@@ -70,6 +62,10 @@ class Front:
     def is_ready(self) -> bool:
         """Whether requests are taken now."""
         return self._has_engine and not self._leaving and not self._announcer.is_silent
+
+    def adopt(self, settings: FrontSettings) -> None:
+        """Other settings for streams from now on."""
+        self._streams.settings = settings
 
     async def open(self) -> None:
         """Subscribes to everything that the worker serves."""
@@ -126,7 +122,8 @@ class Front:
     def replaced(self, reason: str) -> None:
         """Another front has this one's name: its streams are given up without a word."""
         if not self._replaced_by.done():
-            self._fall("replaced")
+            self._log.error("replaced", worker_id=self._announcer.worker_id, streams=repr(self._streams))
+            self._fall()
             self._replaced_by.set_exception(ReplacedError(reason))
 
     async def _until_replaced(self) -> None:
@@ -151,12 +148,12 @@ class Front:
     def _holds(self) -> bool:
         self._fence.heard(self._bus.heard_at)
         if not self._announcer.is_silent and not self._fence.holds(time.monotonic()):
-            self._fall("self_fenced")
+            self._log.error("self_fenced", worker_id=self._announcer.worker_id, streams=repr(self._streams))
+            self._fall()
         return not self._announcer.is_silent
 
-    def _fall(self, why: str) -> None:
+    def _fall(self) -> None:
         """Gives every stream up without a word and begins a new life, which it announces on a new connection."""
-        self._log.error(why, worker_id=self._announcer.worker_id, streams=repr(self._streams))
         self._announcer.fall_silent()
         self._streams.abandon()
         self._bus.abort()

@@ -65,6 +65,14 @@ class Replica:
         if self.front is not None:
             self.front.drain_asked.set()
 
+    def adopt(self, settings: WorkerSettings) -> None:
+        """What of the settings may change while it serves."""
+        self._settings = settings
+        if self.front is not None:
+            self.front.adopt(settings.front)
+        if self._supervisor is not None and self._supervisor.engine is not None:
+            self._supervisor.engine.max_waiting = settings.max_waiting
+
     async def run(self) -> None:
         """Until drained. Raises EngineStartError for a model that can't be served, ReplacedError when another worker
         has taken the name, and ConnectionError when there is no broker."""

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from protocol import errors, internal, metrics, status, traces
+from protocol import errors, internal, metrics, reload, status, traces
 from worker import contract
 from worker.engine import weights
 from worker.engine.settings import EngineSettings
@@ -27,14 +27,16 @@ _FIXED = {"model", "files", "engine", "pressure", "onnx", "kv_limit_bytes"}
 """Engine settings that a `load` message does not set by name."""
 
 
-async def serve(settings: WorkerSettings) -> None:
-    """Runs a worker process until SIGTERM or SIGINT, or until all of its replicas have been drained.
+async def serve(settings: WorkerSettings, again: Callable[[], WorkerSettings]) -> None:
+    """Runs a worker process until SIGTERM or SIGINT, or until all of its replicas have been drained; `again` reads its
+    settings anew.
 
     Raises EngineStartError for a model that can't be served, ReplacedError when another worker has taken a name, and
     ConnectionError when there is no broker."""
     worker = Worker(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, worker.leave)
+    reload.on_hangup(again, worker.adopt)
     await worker.run()
 
 
@@ -98,6 +100,12 @@ class Worker:
         self._is_leaving = True
         for replica in self._lives:
             replica.leave()
+
+    def adopt(self, settings: WorkerSettings) -> None:
+        """What of its settings may change while it serves, for all replicas, those to come included."""
+        self._settings = settings
+        for replica in self._lives:
+            replica.adopt(settings)
 
     def load(self, control: internal.Control, say: Say) -> None:
         """Loads a model beside the others, and says how far it is until it is done."""

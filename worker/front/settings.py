@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from protocol import connection as nats
-from protocol import internal, status, subjects
+from protocol import internal, slow, status, subjects
 from worker.engine.settings import EngineSettings
 
 Say = Callable[[internal.ControlReply], None]
@@ -19,6 +19,9 @@ class FrontSettings:
     """What a client's reply subject may begin with."""
     max_new_tokens: int = 1_024
     """Length of a completion that was asked for without `max_tokens`."""
+    slow_wait_s: float = slow.FIRST_S
+    """A stream that has waited so long for its first token leaves a line in the log, and another each time that has
+    doubled."""
     debug: bool = False
     """Hold every stream against the engine contract."""
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import UNSET, UnsetType
 
-from protocol import codec, errors, internal, messages, subjects, traces
+from protocol import codec, errors, internal, messages, slow, subjects, traces
 from worker import contract
 from worker.front.history import History, Passage
 
@@ -35,6 +35,8 @@ class Stream:
         self.created = int(time.time())
         self.accepted_at = now
         self.span = traces.UNTRACED
+        self.slow = slow.SlowWait(slow.FIRST_S)
+        """When the log says again that it waits for its first token."""
         self.spoke_at = now
         """When the last chunk was made, on the caller's clock."""
         self.repeated_at = 0.0

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import structlog
 
-from protocol import blocks, errors, internal, limits, messages, subjects, traces
+from protocol import blocks, errors, internal, limits, messages, slow, subjects, traces
 from protocol.recent import Recent
 from worker import contract
 from worker.front import spans
@@ -16,6 +16,7 @@ from worker.front.metrics import ReplicaMetrics
 from worker.front.outbox import Outbox
 from worker.front.presence import Presence
 from worker.front.sampling import resolve
+from worker.front.settings import FrontSettings
 from worker.front.stream import Stream
 from worker.validator import StreamValidator
 
@@ -38,19 +39,14 @@ class Streams:
         announcer: Announcer,
         outbox: Outbox,
         metrics: ReplicaMetrics,
-        max_new_tokens: int,
-        inbox_prefixes: tuple[str, ...],
+        settings: FrontSettings,
         traced: traces.Traces,
-        *,
-        validate: bool,
     ) -> None:
         self._announcer = announcer
         self._outbox = outbox
         self._metrics = metrics
-        self._max_new_tokens = max_new_tokens
-        self._inbox_prefixes = inbox_prefixes
+        self.settings = settings
         self._traces = traced
-        self._validate = validate
         self._engine: contract.Engine | None = None
         self._config: contract.EngineConfig | None = None
         self._streams: dict[str, Stream] = {}
@@ -158,6 +154,8 @@ class Streams:
         for stream in self._streams.values():
             if now - stream.spoke_at > limits.SILENT_CHUNK_S - 2 * limits.TICK_S:
                 self._outbox.put_head(stream, now)
+            if not stream.has_spoken and stream.slow.is_due(now - stream.accepted_at):
+                self._log_wait(stream, now - stream.accepted_at)
         for key in self._presence.due(now):
             self._outbox.put_probe(self._streams[key], now)
         self._outbox.flush()
@@ -176,16 +174,17 @@ class Streams:
         self._check_state(run)
         assert self._engine is not None
         assert self._config is not None
-        request = _request_of(run, self._config, self._max_new_tokens)
+        request = _request_of(run, self._config, self.settings.max_new_tokens)
         now = time.monotonic()
         announcer = self._announcer
         gone = announcer.gone_subject(run.request_id)
         stream = Stream(run, announcer.model, announcer.worker_id, now, gone, self._engine.pieces)
         sink = self._sink(stream)
-        sink = StreamValidator(request, sink) if self._validate else sink
+        sink = StreamValidator(request, sink) if self.settings.debug else sink
         self._engine.generate(request, self._safe(stream, sink, len(request.token_ids)))
         self._ended.pop(stream.key)
         self._streams[stream.key] = stream
+        stream.slow = slow.SlowWait(self.settings.slow_wait_s)
         stream.span = spans.begin(self._traces, run, headers, announcer.model, announcer.worker_id)
         if run.remaining_ms is not None:
             loop = asyncio.get_running_loop()
@@ -205,6 +204,20 @@ class Streams:
             attempt=stream.run.attempt,
             prompt_tokens=len(request.token_ids),
             max_tokens=request.sampling.max_tokens,
+        )
+
+    def _log_wait(self, stream: Stream, waited_s: float) -> None:
+        load = self._engine.load() if self._engine is not None else messages.Load()
+        self._log.warning(
+            "request_waiting",
+            request_id=stream.key,
+            worker_id=self._announcer.worker_id,
+            attempt=stream.run.attempt,
+            waits_for="first_token",
+            waited_s=round(waited_s, 1),
+            running=load.running,
+            waiting=load.waiting,
+            step_age_ms=round(load.step_age_ms),
         )
 
     def _refusal(self, run: internal.Run, error: errors.Error) -> internal.RunReply:
@@ -243,7 +256,7 @@ class Streams:
             raise errors.request_error(errors.Code.ENGINE_POISONED, "the engine is being restarted")
         if self._is_withdrawn(run, run.attempt):
             raise errors.request_error(errors.Code.NO_WORKER, "the run was taken back before it came")
-        if not subjects.is_inbox(run.reply, self._inbox_prefixes, run.request_id.partition(":")[0]):
+        if not subjects.is_inbox(run.reply, self.settings.inbox_prefixes, run.request_id.partition(":")[0]):
             raise errors.request_error(errors.Code.INVALID_REQUEST, "reply: is no inbox", param="reply")
         if run.request_id in self._streams:
             raise errors.request_error(errors.Code.DUPLICATE_REQUEST)

@@ -1,0 +1,86 @@
+"""On SIGHUP a server takes what may change of its settings, and says what has to wait."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from cli import main, servers
+from cli.reread import CHANGEABLE, Reread
+from protocol import logs
+from router.serve import RouterSettings
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tokenbus.toml"
+    path.write_text('[router]\ntenant-limit = "1,0,0"\n')
+    return path
+
+
+def rereading(file: Path, *flags: str) -> Reread[RouterSettings]:
+    options = main._options(["router", "--config", str(file), *flags])
+    return Reread("router", options, servers._router_settings, logs.Level("info"))
+
+
+def test_what_may_change_changes(file: Path) -> None:
+    again = rereading(file)
+    file.write_text('[router]\ntenant-limit = "2,0,0"\nlimit-of = ["acme=9,0,0"]\nslow-wait-s = 1\n')
+    settings = again()
+    assert settings.tenant_limits.concurrency == 2
+    assert settings.own_tenant_limits["acme"].concurrency == 9
+    assert settings.journal.slow_wait_s == 1
+
+
+def test_what_may_not_change_stays_and_is_named(file: Path) -> None:
+    again = rereading(file)
+    file.write_text('[router]\nrouter-id = "r2"\ntemperature = 0.5\n[nats]\nurl = "nats://elsewhere:4222"\n')
+    with capture_logs() as lines:
+        settings = again()
+    assert (settings.router_id, settings.broker.url) == ("", "nats://127.0.0.1:4222")
+    assert settings.temperature == 0.5
+    assert lines[0]["changed"] == ["temperature", "tenant_limit"]
+    assert lines[0]["need_restart"] == ["nats", "router_id"]
+
+
+def test_what_has_to_wait_is_named_each_time(file: Path) -> None:
+    again = rereading(file)
+    file.write_text('[router]\nrouter-id = "r2"\n')
+    again()
+    with capture_logs() as lines:
+        again()
+    assert (lines[0]["changed"], lines[0]["need_restart"]) == ([], ["router_id"])
+
+
+def test_a_flag_still_goes_before_the_file(file: Path) -> None:
+    again = rereading(file, "--tenant-limit", "5,0,0")
+    file.write_text('[router]\ntenant-limit = "2,0,0"\n')
+    assert again().tenant_limits.concurrency == 5
+
+
+@pytest.mark.parametrize("text", ["[router]\nno-such = 1\n", "[router]\nslow-wait-s = 0\n", "[router\n", "[nobody]\n"])
+def test_a_file_that_is_wrong_changes_nothing(file: Path, text: str) -> None:
+    again = rereading(file)
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"tokenbus\.toml"):
+        again()
+    file.write_text('[router]\ntenant-limit = "1,0,0"\n')
+    with capture_logs() as lines:
+        again()
+    assert lines[0]["changed"] == []
+
+
+def test_the_level_of_the_log_changes_at_once(file: Path) -> None:
+    level = logs.Level("info")
+    again = Reread("router", main._options(["router", "--config", str(file)]), servers._router_settings, level)
+    file.write_text('[router]\nlog-level = "error"\n')
+    again()
+    assert repr(level) == repr(logs.Level("error"))
+    assert level._least == logging.ERROR
+
+
+@pytest.mark.parametrize("command", CHANGEABLE)
+def test_all_that_may_change_are_settings(command: str) -> None:
+    needed = ["--model", "demo"] if command == "worker" else []
+    assert CHANGEABLE[command] <= vars(main._options([command, *needed])).keys()
