@@ -20,6 +20,8 @@ SECTIONS = ("worker", "router", "gateway")
 """Commands that can be configured; `nats` is for all of them."""
 FILE_VARIABLE = "TOKENBUS_CONFIG"
 _COMMON = "nats"
+_SECRETS = ("api-key",)
+"""Shown to nobody."""
 _Table = dict[str, Any]
 _KINDS: dict[object, str] = {int: "whole number", float: "number"}
 
@@ -132,7 +134,7 @@ def show(section: str, settings: Mapping[str, Origin]) -> str:
     """A command's settings as a file would say them, and where each comes from."""
     lines = [f"[{section}]"]
     for name, (_, source, said) in settings.items():
-        text = _toml(said)
+        text = '["..."]' if said and name in _SECRETS else _toml(said)
         lines.append(f"{name} = {text}  # {source}" if text else f"# {name} is not set")
     return "\n".join(lines)
 

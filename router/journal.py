@@ -39,9 +39,9 @@ class Journal:
         known = {traces.MODEL: flight.model, traces.REQUEST_ID: flight.request_id, traces.TENANT: flight.tenant}
         flight.span = self._traces.begin("route", "server", headers, known, flight.received_at)
         flight.slow = slow.SlowWait(self.settings.slow_wait_s)
-        most = self.settings.log_prompt_chars
-        shown = {"prompt": _beginning(flight.request, most)} if most else {}
-        self._log.info("request_received", request_id=flight.key, model=flight.model, **shown)
+        self._log.info("request_received", request_id=flight.key, model=flight.model)
+        if most := self.settings.log_prompt_chars:
+            self._log.info("request_prompt", request_id=flight.key, prompt=_beginning(flight.request, most))
 
     def found(self, flight: Flight) -> None:
         """Its model is served; other names are not counted, since there is no end of them."""

@@ -1,6 +1,7 @@
 """On SIGHUP a server takes what may change of its settings, and says what has to wait."""
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,9 @@ def test_the_level_of_the_log_changes_at_once(file: Path) -> None:
 
 
 @pytest.mark.parametrize("command", CHANGEABLE)
-def test_all_that_may_change_are_settings(command: str) -> None:
+def test_all_that_may_change_are_settings_and_on_the_page(command: str) -> None:
     needed = ["--model", "demo"] if command == "worker" else []
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    row = page.partition("Settings that change while serving")[2].partition(f"\n| {command} | ")[2].partition("\n")[0]
+    assert set(re.findall(r"`([a-z-]+)`", row)) == {name.replace("_", "-") for name in CHANGEABLE[command]}
     assert CHANGEABLE[command] <= vars(main._options([command, *needed])).keys()

@@ -74,7 +74,7 @@ class Sampler:
             if is_finite:
                 chosen.append(Sampled(token, report.of_token(token) if report is not None else None))
             else:
-                self._log.error("bad_logits", seq_no=sequence.seq_no, **_summary(row))
+                self._log.error("bad_logits", seq_no=sequence.seq_no, row=_summary(row))
                 chosen.append(End.BAD_LOGITS)
         return chosen
 

@@ -25,6 +25,8 @@ _cards = codec.Decoder(messages.Card)
 MAX_TOKENIZES = 256
 """Texts that may wait to be tokenized for routers."""
 
+_MOST_INBOX_CHARS = 64
+
 
 class Owner(Protocol):
     """Who is told of what concerns the whole worker."""
@@ -102,25 +104,49 @@ class Inbox:
         try:
             control = _controls.decode(message.data)
         except errors.RequestError as error:
-            self._reply(message, internal.ControlReply(ok=False, error=error.error))
+            self._answer_operator(message, None, internal.ControlReply(ok=False, error=error.error))
             return
         match control:
             case internal.Control(op="drop", request_id=str(key), attempt=int(attempt)):
                 self._reply(message, internal.ControlReply(ok=self._streams.drop(key, attempt)))
+            case _:
+                self._operate(message, control)
+
+    def _operate(self, message: Msg, control: internal.Control) -> None:
+        """What an operator asks of the whole worker."""
+        match control:
             case internal.Control(op="clear_cache"):
-                self._log.warning("cache_cleared", worker_id=self._announcer.worker_id)
                 if self._engine is not None:
                     self._engine.clear_cache()
-                self._reply(message, internal.ControlReply(ok=True))
+                self._answer_operator(message, control, internal.ControlReply(ok=True))
             case internal.Control(op="load", model=str()) if self._owner.on_load is not None:
-                self._owner.on_load(control, lambda reply: self._reply(message, reply))
+                self._owner.on_load(control, lambda reply: self._answer_operator(message, control, reply))
             case internal.Control(op="drain" | "unload"):
-                self._log.warning("drain_asked", worker_id=self._announcer.worker_id)
-                self._reply(message, internal.ControlReply(ok=True))
+                self._answer_operator(message, control, internal.ControlReply(ok=True))
                 self._owner.drain_asked.set()
             case _:
                 refusal = errors.make_error(errors.Code.UNSUPPORTED, f"op {control.op!r} with these fields", param="op")
-                self._reply(message, internal.ControlReply(ok=False, error=refusal))
+                self._answer_operator(message, control, internal.ControlReply(ok=False, error=refusal))
+
+    def _answer_operator(self, message: Msg, control: internal.Control | None, reply: internal.ControlReply) -> None:
+        """Answers, and says in the log what was asked for, and what came of it.
+
+        Who asked can't be seen; with permissions on the inbox says which user it was (deploy/nats.conf)."""
+        self._reply(message, reply)
+        if reply.progress not in (None, 0.0, 1.0):
+            return
+        self._log.warning(
+            "control",
+            worker_id=self._announcer.worker_id,
+            inbox=message.reply.partition(".")[0][:_MOST_INBOX_CHARS],
+            op=control.op if control else None,
+            model=control.model if control else None,
+            replicas=control.replicas if control and control.op == "load" else None,
+            ok=reply.ok,
+            progress=reply.progress,
+            worker_ids=reply.worker_ids or None,
+            error=reply.error.message if reply.error else None,
+        )
 
     def _cancel(self, message: Msg) -> None:
         if message.reply and not self._may_answer(message):

@@ -10,8 +10,6 @@ from worker.front.announce import Announcer
 from worker.front.metrics import ReplicaMetrics
 from worker.front.stream import Stream, too_large
 
-_LOG_FIELDS = ("prompt_tokens", "completion_tokens", "cached_tokens")
-
 
 class Outbox:
     """Collects what one turn of the loop has to say and publishes it at the turn's end."""
@@ -94,7 +92,8 @@ class Outbox:
 
     def _log_end(self, stream: Stream, chunk: messages.Chunk) -> None:
         reason = chunk.error.code if chunk.error else chunk.finish_reason
-        self._metrics.finished(str(reason), chunk.usage or None, chunk.timings or None)
+        usage, timings = chunk.usage or None, chunk.timings or None
+        self._metrics.finished(str(reason), usage, timings)
         self._log.info(
             "request_finished",
             request_id=stream.key,
@@ -102,6 +101,10 @@ class Outbox:
             attempt=chunk.attempt,
             finish_reason=chunk.finish_reason,
             code=chunk.error.code if chunk.error else None,
-            **({name: getattr(chunk.usage, name) for name in _LOG_FIELDS} if chunk.usage else {}),
-            **({"ttft_ms": chunk.timings.ttft_ms, "total_ms": chunk.timings.total_ms} if chunk.timings else {}),
+            prompt_tokens=usage.prompt_tokens if usage else None,
+            completion_tokens=usage.completion_tokens if usage else None,
+            cached_tokens=usage.cached_tokens if usage else None,
+            queue_ms=timings.queue_ms if timings else None,
+            ttft_ms=timings.ttft_ms if timings else None,
+            total_ms=timings.total_ms if timings else None,
         )

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import structlog
 
 from protocol import errors, internal, metrics, reload, status, traces
 from worker import contract
@@ -56,7 +55,6 @@ class Worker:
         self._starting = asyncio.Lock()
         self._last_number = 0
         self._is_leaving = False
-        self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
         return f"<Worker {list(self._lives)}>"
@@ -114,7 +112,6 @@ class Worker:
         except errors.RequestError as error:
             say(internal.ControlReply(ok=False, error=error.error))
             return
-        self._log.warning("load_asked", model=control.model, served_name=model.served_name, replicas=model.replicas)
         say(internal.ControlReply(ok=True, progress=0.0))
         task = asyncio.create_task(self._load(model, say))
         self._loads.add(task)
@@ -154,7 +151,6 @@ class Worker:
                     replica.leave()
                 refusal = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="model")
                 say(internal.ControlReply(ok=False, error=refusal))
-                self._log.error("load_failed", model=model.engine.model, error=str(error))
                 return
         say(internal.ControlReply(ok=True, progress=1.0, worker_ids=[replica.worker_id for replica in added]))
 

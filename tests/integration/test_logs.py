@@ -1,0 +1,83 @@
+"""What real processes write of requests, of long waits and of operators."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from client import Client
+from protocol import subjects
+from tests.support.load import until_ready
+from tests.support.system import System
+
+PROMPT = "Once upon a time there was an unmistakable prompt"
+
+
+@pytest.fixture
+async def system(tmp_path: Path) -> AsyncIterator[System]:
+    system = await System.start(tmp_path)
+    yield system
+    await system.stop()
+
+
+def lines(system: System, name: str, event: str) -> list[dict[str, Any]]:
+    return [line for line in system.log(name) if line["event"] == event]
+
+
+async def test_a_request_that_waits_long_leaves_lines_where_it_waits(system: System) -> None:
+    system.router("router", "--slow-wait-s", "0.2")
+    system.worker("w1", "--max-num-seqs", "1", "--slow-wait-s", "0.2")
+    await until_ready(await system.connect(), 1)
+    async with await Client.connect(system.url) as client:
+        blocking = client.generate("demo", prompt="Once", max_tokens=1_000, ignore_eos=True)
+        await anext(blocking)
+        pinned = client.generate("demo", prompt="Once", max_tokens=1, id="pinned", routing={"worker_id": "w1"})
+        waiting = client.generate("demo", prompt="Twice", max_tokens=1, id="waiting")
+        for stream in (blocking, pinned, waiting):
+            assert await stream.text()
+    said = lines(system, "router", "request_waiting") + lines(system, "w1", "request_waiting")
+    assert {line["request_id"] for line in said} == {"default:pinned", "default:waiting"}
+    assert {line["waits_for"] for line in said} <= {"turn", "first_token"}
+    for line in said:
+        assert line["waited_s"] >= 0.2
+
+
+@pytest.mark.parametrize(("flags", "shown"), [((), None), (("--log-prompt-chars", "9"), PROMPT[:9])])
+async def test_a_prompt_is_logged_only_where_that_is_asked_for(
+    system: System, flags: tuple[str, ...], shown: str | None
+) -> None:
+    system.router("router", *flags)
+    system.worker("w1")
+    await until_ready(await system.connect(), 1)
+    async with await Client.connect(system.url) as client:
+        for asked in ({"prompt": PROMPT}, {"messages": [{"role": "user", "content": PROMPT}]}):
+            text = await client.generate("demo", max_tokens=20, **asked).text()
+            assert len(text) > 20
+            assert text not in system.text_log("router") + system.text_log("w1")
+    assert "unmistakable" not in system.text_log("router") + system.text_log("w1")
+    prompts = [line["prompt"] for line in lines(system, "router", "request_prompt")]
+    assert prompts == ([shown, shown] if shown else [])
+
+
+async def test_what_an_operator_asks_for_is_logged_with_what_came_of_it(system: System) -> None:
+    system.router("router")
+    system.worker("w1")
+    bare = await system.connect()
+    await until_ready(bare, 1)
+    subject = subjects.Subjects().worker("demo", "w1", "control")
+    for control in (
+        {"op": "clear_cache"},
+        {"op": "explode"},
+        {"op": "load", "model": "m", "replicas": 0},
+        {"op": "drain"},
+    ):
+        await bare.nats.request(subject, msgspec.msgpack.encode(control), timeout=20)
+    await system.until_logged("w1", "drained")
+    assert [(line["op"], line["ok"], line["inbox"]) for line in lines(system, "w1", "control")] == [
+        ("clear_cache", True, "_INBOX"),
+        (None, False, "_INBOX"),
+        ("load", False, "_INBOX"),
+        ("drain", True, "_INBOX"),
+    ]
