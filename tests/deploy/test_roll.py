@@ -30,12 +30,22 @@ class Engine:
         state = {"containers": held, "num_started": len(held), "looks": looks, "room": room, "events": []}
         self._path.write_text(json.dumps(state | {"has_health_checks": health}))
 
-    def roll(self, *services: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"FAKE_DOCKER": str(self._path), "PATH": f"{self._folder}:{os.environ['PATH']}"}
-        environment.pop("COMPOSE", None)
-        return subprocess.run(
-            ["sh", "deploy/roll", *services], cwd=ROOT, env=environment | variables, capture_output=True, text=True
+    def start_to_roll(self, *services: str, **variables: str) -> "subprocess.Popen[str]":
+        own = {"FAKE_DOCKER": str(self._path), "PATH": f"{self._folder}:{os.environ['PATH']}"}
+        inherited = {name: value for name, value in os.environ.items() if name not in ("COMPOSE", "READY_S")}
+        return subprocess.Popen(
+            ["sh", "deploy/roll", *services],
+            cwd=ROOT,
+            env=inherited | own | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
+
+    def roll(self, *services: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        with self.start_to_roll(*services, **variables) as rolling:
+            said, complained = rolling.communicate()
+        return subprocess.CompletedProcess(rolling.args, rolling.returncode, said, complained)
 
     @property
     def events(self) -> list[str]:
@@ -104,6 +114,17 @@ def test_what_could_be_started_is_taken_away_when_the_rest_could_not(engine: Eng
     assert rolled.returncode == 1
     assert "no memory is left" in rolled.stderr
     assert engine.events == ["worker-3 started", "worker-3 stopped", "worker-3 removed"]
+
+
+def test_old_containers_stay_when_it_is_interrupted(engine: Engine) -> None:
+    engine.hold("router-1", looks=NEVER)
+    with engine.start_to_roll("router") as rolling:
+        assert rolling.stdout is not None
+        assert rolling.stdout.readline() == "roll: router: starting 1 beside 1\n"
+        rolling.terminate()
+        assert "interrupted: the old containers go on" in rolling.communicate()[1]
+    assert rolling.returncode == 1
+    assert engine.names == ["router-1"]
 
 
 def test_a_service_that_fails_keeps_the_next_ones_from_being_rolled(engine: Engine) -> None:
