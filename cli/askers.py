@@ -41,10 +41,7 @@ def add(commands: Any) -> None:
         help="ports that shall be free",
     )
     looked.set_defaults(run=doctor.run)
-    probed = commands.add_parser("health", help="say whether the process at a metrics port does its work")
-    probed.add_argument("--port", type=kinds.port, default=health.PORT, help="its --metrics-port (%(default)s)")
-    probed.add_argument("--live", action="store_true", help="only whether it is alive")
-    probed.set_defaults(run=health.run)
+    health.add_flags(commands.add_parser("health", help="say whether the process at a metrics port does its work"))
     cancel = commands.add_parser("cancel", help="cancel a running request")
     reach.add_all(cancel)
     cancel.add_argument("request_id", metavar="ID")

@@ -47,6 +47,8 @@ class Intake:
         self._answers = answers
         self._subscriptions: list[Subscription] = []
         self._log = structlog.get_logger()
+        self.is_open = False
+        """Whether it takes requests."""
         self.num_dropped = 0
         """Messages that may not be answered: their reply subject is no inbox."""
 
@@ -66,9 +68,11 @@ class Intake:
             await self._connection.subscribe(subject, self._cancel)
         for subject in self._names.all_resyncs:
             await self._connection.subscribe(subject, self._resync)
+        self.is_open = True
 
     async def close(self) -> None:
         """Takes nothing new: other routers get what is published from now on."""
+        self.is_open = False
         for subscription in self._subscriptions:
             await self._connection.unsubscribe(subscription)
 

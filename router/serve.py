@@ -116,7 +116,9 @@ class Router:
         """Empty while it can place requests."""
         if not self._bus.is_connected:
             return "there is no connection to the broker"
-        return "" if any(True for _ in self.fleet.models()) else "no worker is known"
+        if not any(True for _ in self.fleet.models()):
+            return "no worker is known"
+        return "" if self._intake.is_open else "it takes no requests"
 
     def show(self) -> None:
         """Brings levels up to date, for a scrape."""

@@ -7,7 +7,7 @@ COPY pyproject.toml README.md constraints.txt ./
 COPY deploy/docker/router.txt deploy/docker/router.txt
 RUN python3 -m venv /opt/tokenbus && /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt -r deploy/docker/router.txt
 COPY . .
-RUN /opt/tokenbus/bin/pip install --no-cache-dir --no-deps . && find /opt/tokenbus -name __pycache__ -prune -exec rm -rf {} +
+RUN /opt/tokenbus/bin/pip install --no-cache-dir --no-deps .
 
 FROM ${BASE}
 COPY --from=build /opt/tokenbus /opt/tokenbus

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import urllib.error
 import urllib.request
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from protocol import connection, subjects
+from router.serve import Router, RouterSettings
 from tests.support.load import until_ready
 from tests.support.system import System
 
@@ -108,6 +111,19 @@ async def test_counts_go_on_when_the_engine_is_killed_and_health_tells_of_a_drai
     assert (await get(port, "/livez"))[0] == 200
     await long.terminal(30)
     assert system.wait("worker") == 0
+
+
+async def test_a_router_is_ready_only_while_it_takes_requests(system: System) -> None:
+    system.worker("worker")
+    await system.until_logged("worker", "engine_ready")
+    bus = await connection.connect(connection.Settings(url=system.url), name="router")
+    router = Router(bus, subjects.Subjects(), "router", RouterSettings(), random.Random(1))
+    assert router.why_not_ready == "no worker is known"
+    await router.open()
+    assert router.why_not_ready == ""
+    await router.close()
+    assert router.why_not_ready == "it takes no requests"
+    await bus.close()
 
 
 async def test_a_port_that_is_taken_is_one_clear_line(system: System) -> None:

@@ -1,0 +1,52 @@
+"""What containers ask of a process, and what it costs them."""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import structlog.testing
+from prometheus_client import CollectorRegistry
+
+from cli import health
+from protocol import status
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.asynccontextmanager
+async def process(reason: str) -> AsyncIterator[str]:
+    """Shows its status page; the block is given its port."""
+    with structlog.testing.capture_logs() as logs:
+        async with status.shown(status.Settings(ports=range(1)), CollectorRegistry(), lambda: reason):
+            yield str(logs[0]["port"])
+
+
+async def test_a_process_that_does_its_work_is_healthy() -> None:
+    async with process("") as port:
+        assert await asyncio.to_thread(health.main, ["--port", port]) == 0
+
+
+async def test_a_process_that_can_not_work_says_why_and_is_alive(capsys: pytest.CaptureFixture[str]) -> None:
+    async with process("no worker is known") as port:
+        assert await asyncio.to_thread(health.main, ["--port", port]) == 1
+        assert capsys.readouterr().err == "no worker is known\n"
+        assert await asyncio.to_thread(health.main, ["--port", port, "--live"]) == 0
+
+
+def test_where_nobody_listens_the_address_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    assert health.main(["--port", str(port)]) == 1
+    assert f"nobody answers at http://127.0.0.1:{port}/readyz" in capsys.readouterr().err
+
+
+def test_it_is_asked_too_often_to_import_the_rest() -> None:
+    command = [sys.executable, "-S", "-c", "import sys; from cli import health; print(*sys.modules)"]
+    found = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    assert "cli.health" in found
+    assert not {"numpy", "msgspec", "structlog", "http", "urllib"} & set(found)
