@@ -22,6 +22,14 @@ MAX_TOKEN_ID = 2**32 - 1
 PART_BYTES = 256 * 1024
 """Size of one part of a tokenizer bundle or snapshot; well below the smallest `max_payload` in use."""
 MAX_BUNDLE_BYTES = 64 * 1024 * 1024
+RENDER_CPU_S = 2.0
+"""What a chat template may compute for one conversation, or while it is compiled."""
+RENDER_WALL_S = 10.0
+"""And how long that may take where the machine is busy with other things."""
+RENDER_BYTES = 1 << 30
+"""Address space of the process that renders."""
+MAX_RENDERED_CHARS = 16 * 1024 * 1024
+"""The longest prompt that a chat template may make."""
 MESSAGE_RESERVE_BYTES = 4 * 1024
 """What a message may need beyond its body: subject, reply subject and headers."""
 

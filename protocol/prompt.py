@@ -7,8 +7,8 @@ import msgspec
 import xxhash
 from tokenizers import Tokenizer
 
-from protocol import errors, internal, limits, messages
-from protocol.template import ChatTemplate, SpecialTokens
+from protocol import errors, internal, limits, messages, template
+from protocol.rendering import Renderer, Setup
 
 
 class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,13 +32,24 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptBuilder:
-    """Turns texts and conversations into token ids. Safe to use from several threads."""
+    """Turns texts and conversations into token ids. Safe to use from several threads, of which one renders at a time.
+
+    Raises ValueError for a template that is too large or no template. A conversation is rendered in a process of its
+    own, which is started when it is needed."""
 
     def __init__(self, rules: PromptRules, encode: Callable[[str], list[int]]) -> None:
         self.rules = rules
         self._encode = encode
-        self._special = SpecialTokens(rules.special_tokens)
-        self._template = self._compile() if rules.chat_template else None
+        self._renderer: Renderer | None = None
+        if rules.chat_template:
+            template.check(rules.chat_template)
+            setup = Setup(
+                source=rules.chat_template,
+                special_tokens=rules.special_tokens,
+                bos_token=rules.bos_token,
+                eos_token=rules.eos_token,
+            )
+            self._renderer = Renderer(setup)
 
     def __repr__(self) -> str:
         return f"<PromptBuilder of {self.rules.vocab_size} tokens>"
@@ -49,19 +60,25 @@ class PromptBuilder:
 
     def from_messages(self, conversation: list[messages.ChatMessage], arguments: dict[str, Any] | None) -> list[int]:
         """The ids of a conversation by the model's template. Raises RequestError."""
-        if self._template is None:
+        if self._renderer is None:
             raise errors.request_error(
                 errors.Code.UNSUPPORTED, "the model has no chat template: send prompt or token_ids", param="messages"
             )
         ids: list[int] = []
-        for piece in self._template.render(conversation, arguments):
+        for piece in self._renderer.render(conversation, arguments):
             ids.extend([piece] if isinstance(piece, int) else self._encode(piece))
         return self.begun(ids)
 
-    def _compile(self) -> ChatTemplate | None:
-        rules = self.rules
-        assert rules.chat_template is not None
-        return ChatTemplate(rules.chat_template, self._special, rules.bos_token, rules.eos_token)
+    def start(self) -> None:
+        """Has at hand what it needs, so that the first conversation takes no longer than others. Raises ValueError for
+        a template that is malformed."""
+        if self._renderer is not None:
+            self._renderer.start()
+
+    def close(self) -> None:
+        """Ends the process that renders."""
+        if self._renderer is not None:
+            self._renderer.close()
 
     def begun(self, ids: list[int]) -> list[int]:
         """With BOS before them, where the model wants one and they have none."""

@@ -87,8 +87,7 @@ class ChatTemplate:
     """One model's chat template, compiled once. Raises ValueError for a template that is too large or malformed."""
 
     def __init__(self, source: str, special: SpecialTokens, bos_token: str, eos_token: str) -> None:
-        if len(source.encode()) > limits.MAX_TEMPLATE_BYTES:
-            raise ValueError(f"the chat template is larger than {limits.MAX_TEMPLATE_BYTES} bytes")
+        _check_size(source)
         self._special = special
         self._source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
@@ -117,7 +116,8 @@ class ChatTemplate:
         try:
             text = self._template.render(written)
         except Exception as error:  # a template is a program: with the right messages it can fail in any way
-            raise _refused(f"the model's chat template refused the messages: {marks.remove(str(error))}") from error
+            problem = marks.remove(str(error) or repr(error))
+            raise _refused(f"the model's chat template refused the messages: {problem}") from error
         return self._special.split(text, marks)
 
     def _marked(self, value: Any, marks: Marks) -> Any:
@@ -132,6 +132,20 @@ class ChatTemplate:
     def _marked_key(self, key: Any, marks: Marks) -> Any:
         """A key as it was, unless it holds a special token: templates look values up by their keys."""
         return self._special.mark(key, marks) if isinstance(key, str) else key
+
+
+def check(source: str) -> None:
+    """Raises ValueError for a template that is too large, or none. Reads it only: to compile it may take long."""
+    _check_size(source)
+    try:
+        _environment().parse(source)
+    except Exception as error:  # deep nesting ends in Python's own errors
+        raise ValueError(f"the chat template is malformed: {error}") from error
+
+
+def _check_size(source: str) -> None:
+    if len(source.encode()) > limits.MAX_TEMPLATE_BYTES:
+        raise ValueError(f"the chat template is larger than {limits.MAX_TEMPLATE_BYTES} bytes")
 
 
 def _turn(message: messages.ChatMessage) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Fetches tokenizer bundles from workers, once for each digest, and makes prompts with them."""
 
 import asyncio
+import functools
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 from nats.aio.msg import Msg
 
 from protocol import blocks, codec, errors, internal, limits, messages, prompt, subjects
-from protocol import request as checks
 from protocol.bus import Bus, NoRespondersError, PayloadTooLargeError
 from router.worker import Worker
 
@@ -32,6 +33,8 @@ class Vocabularies:
         self._connection = connection
         self._names = names
         self._builders: OrderedDict[str, prompt.PromptBuilder] = OrderedDict()
+        self._threads: dict[prompt.PromptBuilder, ThreadPoolExecutor] = {}
+        """One for each: a template that takes long keeps nobody waiting but the users of its own model."""
         self._fetching: dict[str, asyncio.Task[prompt.PromptBuilder | None]] = {}
         self._broken: OrderedDict[str, None] = OrderedDict()
         self._log = structlog.get_logger()
@@ -46,10 +49,13 @@ class Vocabularies:
         builder = await self._builder(workers)
         if builder is None:
             return await self._ask(request, workers)
-        size = len(request.prompt or "") + sum(len(checks.text_of(message)) for message in request.messages or [])
-        if size > _LONG_TEXT:
-            return await asyncio.to_thread(_build, builder, request)
-        return _build(builder, request)
+        if request.messages is not None:
+            render = functools.partial(builder.from_messages, request.messages, request.chat_template_kwargs)
+            return await asyncio.get_running_loop().run_in_executor(self._threads[builder], render)
+        assert request.prompt is not None
+        if len(request.prompt) > _LONG_TEXT:
+            return await asyncio.to_thread(builder.from_text, request.prompt)
+        return builder.from_text(request.prompt)
 
     async def _builder(self, workers: list[Worker]) -> prompt.PromptBuilder | None:
         for worker in workers[:_MAX_ASKED]:
@@ -73,7 +79,7 @@ class Vocabularies:
         try:
             parts = await self._receive(worker, digest)
             bundle = prompt.from_parts(parts, digest)
-            builder = await asyncio.to_thread(prompt.builder_of, bundle)
+            builder = await asyncio.to_thread(_started, bundle)
         except ValueError as error:
             self._log.error("tokenizer_refused", worker_id=worker.card.worker_id, error=str(error))
             self._broken[digest] = None
@@ -83,11 +89,18 @@ class Vocabularies:
         except (TimeoutError, errors.RequestError) as error:
             self._log.warning("tokenizer_not_fetched", worker_id=worker.card.worker_id, error=str(error))
             return None
-        self._builders[digest] = builder
-        if len(self._builders) > MAX_BUNDLES:
-            self._builders.popitem(last=False)
+        self._keep(digest, builder)
         self._log.info("tokenizer_fetched", worker_id=worker.card.worker_id, digest=digest)
         return builder
+
+    def _keep(self, digest: str, builder: prompt.PromptBuilder) -> None:
+        self._builders[digest] = builder
+        self._threads[builder] = ThreadPoolExecutor(1, thread_name_prefix="render")
+        if len(self._builders) > MAX_BUNDLES:
+            _, oldest = self._builders.popitem(last=False)
+            thread = self._threads.pop(oldest)
+            thread.submit(oldest.close)
+            thread.shutdown(wait=False)
 
     async def _receive(self, worker: Worker, digest: str) -> list[internal.TokenizerPart]:
         parts: dict[int, internal.TokenizerPart] = {}
@@ -141,8 +154,7 @@ class Vocabularies:
         raise errors.request_error(errors.Code.NO_WORKER, f"no worker tokenized the prompt: {problem}")
 
 
-def _build(builder: prompt.PromptBuilder, request: messages.GenerateRequest) -> list[int]:
-    if request.messages is not None:
-        return builder.from_messages(request.messages, request.chat_template_kwargs)
-    assert request.prompt is not None
-    return builder.from_text(request.prompt)
+def _started(bundle: prompt.TokenizerBundle) -> prompt.PromptBuilder:
+    builder = prompt.builder_of(bundle)
+    builder.start()
+    return builder

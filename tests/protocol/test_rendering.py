@@ -1,0 +1,127 @@
+"""A chat template may want all the time and memory there is: it gets little, and nobody else notices."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from protocol import errors, limits, messages
+from protocol.rendering import Renderer, Setup
+
+PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}<|end|>{% endfor %}"
+GREEDY = {
+    "for ever": "{% for a in n %}{% for b in n %}{% for c in n %}{% endfor %}{% endfor %}{% endfor %}",
+    "a text that doubles": "{% for i in n %}{% set it.x = it.x ~ 'ab' ~ it.x %}{% endfor %}",
+    "a list of lists": "{% for i in range(40) %}{% set it.x = [it.x, it.x] %}{% endfor %}{{ it.x }}",
+    "a number": "{% set nine = messages | length + 8 %}{{ nine ** (nine ** nine) }}",
+    "one expression": "{{ 'a' * (messages | length * 10 ** 12) }}",
+}
+GREED = "{% set it, n = namespace(x='ab'), range(9999) %}{% if messages[0].content == 'greed' %}(greed){% endif %}ok"
+
+
+@pytest.fixture
+def renderers() -> Iterator[list[Renderer]]:
+    made: list[Renderer] = []
+    yield made
+    for one in made:
+        one.close()
+
+
+def said(content: str) -> list[messages.ChatMessage]:
+    return [messages.ChatMessage(role="user", content=content)]
+
+
+def make(renderers: list[Renderer], source: str, cpu_s: float = limits.RENDER_CPU_S) -> Renderer:
+    renderers.append(Renderer(Setup(source=source, special_tokens={"<|end|>": 2}, cpu_s=cpu_s)))
+    return renderers[-1]
+
+
+def test_a_conversation_becomes_texts_and_special_tokens(renderers: list[Renderer]) -> None:
+    assert make(renderers, PLAIN).render(said("hello"), None) == ["user: hello", 2]
+
+
+@pytest.mark.parametrize("greed", GREEDY.values(), ids=list(GREEDY))
+def test_what_wants_too_much_is_refused_and_the_next_conversation_is_rendered(
+    renderers: list[Renderer], greed: str
+) -> None:
+    of = make(renderers, GREED.replace("(greed)", greed), cpu_s=0.5)
+    with pytest.raises(errors.RequestError) as caught:
+        of.render(said("greed"), None)
+    assert caught.value.error.code is errors.Code.INVALID_REQUEST
+    assert caught.value.error.param == "messages"
+    assert of.render(said("hello"), None) == ["ok"]
+
+
+def test_a_prompt_may_be_as_long_as_the_limit_and_not_a_character_longer(renderers: list[Renderer]) -> None:
+    of = make(renderers, "{{ 'a' * size }}")
+    assert of.render(said("x"), {"size": limits.MAX_RENDERED_CHARS}) == ["a" * limits.MAX_RENDERED_CHARS]
+    with pytest.raises(errors.RequestError, match=str(limits.MAX_RENDERED_CHARS)):
+        of.render(said("x"), {"size": limits.MAX_RENDERED_CHARS + 1})
+
+
+def test_to_compile_a_template_is_bounded_too(renderers: list[Renderer]) -> None:
+    with pytest.raises(ValueError, match="took more than"):
+        make(renderers, "{{ 9 ** (9 ** 9) }}", cpu_s=0.5).start()
+
+
+def test_a_malformed_template_is_refused_at_the_start_and_at_each_conversation(renderers: list[Renderer]) -> None:
+    of = make(renderers, "{% for %}")
+    with pytest.raises(ValueError, match="malformed"):
+        of.start()
+    for _ in range(2):
+        with pytest.raises(errors.RequestError, match="malformed") as caught:
+            of.render(said("x"), None)
+        assert caught.value.error.code is errors.Code.UNSUPPORTED
+
+
+def test_a_number_that_no_message_can_carry_is_refused(renderers: list[Renderer]) -> None:
+    of = make(renderers, PLAIN)
+    with pytest.raises(errors.RequestError) as caught:
+        of.render(said("x"), {"n": 1 << 70})
+    assert caught.value.error.param == "chat_template_kwargs"
+    assert of.render(said("hello"), None) == ["user: hello", 2]
+
+
+def test_when_its_process_is_killed_the_next_conversation_gets_another(renderers: list[Renderer]) -> None:
+    of = make(renderers, PLAIN)
+    of.start()
+    (pid,) = children()
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(errors.RequestError, match="took more than"):
+        of.render(said("hello"), None)
+    assert of.render(said("hello"), None) == ["user: hello", 2]
+
+
+def test_nothing_is_left_of_one_that_is_closed_or_forgotten(renderers: list[Renderer]) -> None:
+    of = Renderer(Setup(source=PLAIN, special_tokens={}))
+    of.start()
+    assert children()
+    of.close()
+    assert not children()
+    of.start()
+    del of
+    assert not children()
+
+
+def test_several_threads_take_turns(renderers: list[Renderer]) -> None:
+    of = make(renderers, PLAIN)
+    contents = [f"number {number}" for number in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda content: of.render(said(content), None), contents))
+    assert made == [[f"user: {content}", 2] for content in contents]
+
+
+def children() -> list[int]:
+    """Processes that render, of this one."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"protocol.rendering" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
