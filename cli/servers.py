@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from cli import gateway, kinds, reach, up, worker
@@ -127,11 +127,16 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
 
 
 def _worker(options: argparse.Namespace) -> int:
-    return _run("worker", serve.serve(worker.settings_of(options)))
+    return _run("worker", lambda: serve.serve(worker.settings_of(options)))
 
 
 def _router(options: argparse.Namespace) -> int:
-    settings = router.RouterSettings(
+    return _run("router", lambda: router.serve(_router_settings(options)))
+
+
+def _router_settings(options: argparse.Namespace) -> router.RouterSettings:
+    """What parsed flags mean. Raises ValueError."""
+    return router.RouterSettings(
         broker=reach.settings_of(options),
         prefix=options.prefix,
         router_id=options.router_id,
@@ -144,26 +149,20 @@ def _router(options: argparse.Namespace) -> int:
         tenant_limits=options.tenant_limit,
         own_tenant_limits=dict(options.limit_of),
     )
-    return _run("router", router.serve(settings))
 
 
 def _gateway(options: argparse.Namespace) -> int:
     from gateway import serve  # a fifth of a second that no other command needs
 
-    try:
-        settings = gateway.settings_of(options)
-    except ValueError as error:
-        print(f"tokenbus: {error}", file=sys.stderr)
-        return EXIT_REFUSED
-    return _run("gateway", serve.serve(settings))
+    return _run("gateway", lambda: serve.serve(gateway.settings_of(options)))
 
 
-def _run(process: str, life: Coroutine[Any, Any, None]) -> int:
-    """A server process: what stops it is one line that says what to do."""
+def _run(process: str, make: Callable[[], Coroutine[Any, Any, None]]) -> int:
+    """A server process: what stops it, wrong settings included, is one line that says what to do."""
     logs.configure(process)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(life)
+            runner.run(make())
     except (contract.EngineStartError, ReplacedError, ValueError) as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return EXIT_REFUSED
