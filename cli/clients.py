@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cli import reach
+from cli.family import EXIT_REFUSED
 from client import Client, Stream
 from protocol import codec, errors, logs, messages
 from protocol import embed as embed_rules
@@ -46,12 +47,17 @@ def cancel(options: argparse.Namespace) -> int:
 
 def with_client(options: argparse.Namespace, command: Command) -> int:
     """Runs a command with a client connected as the options say; what goes wrong is one line and a status."""
+    logs.quieten()
+    try:
+        settings = reach.settings_of(options, _CONNECT_TIMEOUT_S)
+    except ValueError as error:
+        complain(str(error))
+        return EXIT_REFUSED
 
     async def run() -> int:
-        async with await _connect(options) as client:
+        async with await Client.connect(tenant=options.tenant, prefix=options.prefix, settings=settings) as client:
             return await command(options, client)
 
-    logs.quieten()
     try:
         return asyncio.run(run())
     except BrokenPipeError:
@@ -60,12 +66,6 @@ def with_client(options: argparse.Namespace, command: Command) -> int:
         return complain(str(error))
     except errors.RequestError as error:
         return complain(sentence(error.error))
-
-
-async def _connect(options: argparse.Namespace) -> Client:
-    return await Client.connect(
-        tenant=options.tenant, prefix=options.prefix, settings=reach.settings_of(options, _CONNECT_TIMEOUT_S)
-    )
 
 
 async def _generate(options: argparse.Namespace, client: Client) -> int:

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from protocol.connection import without_secrets
+
 SECTIONS = ("worker", "router", "gateway")
 """Commands that can be configured; `nats` is for all of them."""
 FILE_VARIABLE = "TOKENBUS_CONFIG"
@@ -134,7 +136,9 @@ def show(section: str, settings: Mapping[str, Origin]) -> str:
     """A command's settings as a file would say them, and where each comes from."""
     lines = [f"[{section}]"]
     for name, (_, source, said) in settings.items():
-        text = '["..."]' if said and name in _SECRETS else _toml(said)
+        text = _toml(without_secrets(said) if name == _COMMON and isinstance(said, str) else said)
+        if said and name in _SECRETS:
+            text = '["..."]'
         lines.append(f"{name} = {text}  # {source}" if text else f"# {name} is not set")
     return "\n".join(lines)
 

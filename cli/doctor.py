@@ -15,7 +15,7 @@ from typing import NamedTuple
 from cli import reach
 from client import Client
 from protocol import connection as nats
-from protocol import errors, messages
+from protocol import errors, logs, messages
 from worker.engine import weights
 from worker.engine.onnx import files
 from worker.engine.runner import ModelError
@@ -40,6 +40,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _run(options: argparse.Namespace) -> int:
+    logs.quieten()
     num_bad = 0
     async for finding in _everything(options):
         num_bad += finding.mark == "bad"
@@ -106,13 +107,16 @@ def _model(model: str) -> Finding:
 
 
 async def _broker(options: argparse.Namespace) -> AsyncIterator[Finding]:
+    place = nats.without_secrets(options.nats)
     try:
         settings = reach.settings_of(options, _CONNECT_TIMEOUT_S)
         bus = await nats.connect(settings, name="tokenbus doctor")
     except (ConnectionError, ValueError) as error:
-        yield Finding("bad", "broker", str(error))
+        yield Finding("bad", f"broker at {place}", str(error))
         return
-    yield Finding("ok", f"broker at {options.nats}: {bus!r}")
+    yield Finding("ok", f"broker at {place}: {bus!r}")
+    for path in settings.exposed_files:
+        yield Finding("note", f"{path} can be read by everybody on this machine", f"it is a secret: chmod 600 {path}")
     if bus.max_payload < _LEAST_PAYLOAD:
         advice = "raise max_payload in its configuration: longer prompts are refused with payload_too_large"
         yield Finding("note", f"the broker takes {bus.max_payload:,} bytes in a message", advice)

@@ -5,6 +5,8 @@ import os
 
 from protocol import connection as nats
 from protocol import subjects
+from protocol.credentials import Credentials
+from protocol.tls import Tls
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
 _FILES = (
@@ -19,7 +21,8 @@ _FILES = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Each flag has a variable: --nats-user is TOKENBUS_NATS_USER. Secrets have no flag, since others see those."""
     url = _variable("--nats") or DEFAULT_NATS
-    parser.add_argument("--nats", metavar="URL", default=url, help=f"the broker (variable TOKENBUS_NATS; now {url})")
+    now = nats.without_secrets(url).replace("%", "%%")
+    parser.add_argument("--nats", metavar="URL", default=url, help=f"the broker (variable TOKENBUS_NATS; now {now})")
     parser.add_argument(
         "--nats-inbox",
         metavar="PREFIX",
@@ -37,22 +40,36 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(options: argparse.Namespace, connect_timeout_s: float = 10.0) -> nats.Settings:
-    """What parsed flags mean. Raises ValueError for what contradicts itself."""
-    credentials = nats.Credentials(
+    """What parsed flags mean. Raises ValueError for what contradicts itself, and for files that are no good."""
+    credentials = Credentials(
         user=options.nats_user,
         password=_variable("--nats-password"),
         token=_variable("--nats-token"),
         nkey_file=options.nats_nkey,
         creds_file=options.nats_creds,
     )
-    credentials.check()
-    return nats.Settings(
+    settings = nats.Settings(
         url=options.nats,
         inbox_prefix=options.nats_inbox,
         connect_timeout_s=connect_timeout_s,
         credentials=credentials,
-        tls=nats.Tls(options.nats_ca, options.nats_cert, options.nats_key),
+        tls=Tls(options.nats_ca, options.nats_cert, options.nats_key),
     )
+    settings.check()
+    return settings
+
+
+def of_variables(url: str) -> nats.Settings:
+    """Of that broker, as the processes reach it that are given its URL and else the variables of this one. Raises
+    ValueError."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return settings_of(parser.parse_args(["--nats", url]))
+
+
+def anonymous_flags() -> list[str]:
+    """Those of a process whose broker asks for nothing, whatever the variables say."""
+    return [part for flag in ("--nats-user", *(flag for flag, _ in _FILES)) for part in (flag, "")]
 
 
 def _variable(flag: str) -> str:

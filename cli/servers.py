@@ -181,6 +181,7 @@ def _router(options: argparse.Namespace) -> int:
 
 
 def _router_settings(options: argparse.Namespace) -> router.RouterSettings:
+    """What parsed flags mean. Raises ValueError."""
     return router.RouterSettings(
         broker=reach.settings_of(options),
         prefix=options.prefix,
@@ -210,7 +211,7 @@ def _run(
     make: Callable[[argparse.Namespace], Settings],
     serve: Callable[[Settings, Callable[[], Settings]], Coroutine[Any, Any, None]],
 ) -> int:
-    """A server process: what stops it is one line that says what to do."""
+    """A server process: what stops it, wrong settings included, is one line that says what to do."""
     for variable, value in ((logs.LEVEL_VARIABLE, options.log_level), (logs.FORMAT_VARIABLE, options.log_format)):
         if value:
             os.environ[variable] = value

@@ -11,12 +11,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from cli import broker, screen
-from cli.family import Child, RefusedError
+from cli import broker, reach, screen
+from cli.family import EXIT_REFUSED, Child, RefusedError
 from client import Client
 from demo import MODEL_PATH, ONNX_PATH
 from gateway import listen
-from protocol import errors, messages
+from protocol import connection as nats
+from protocol import errors, logs, messages
 from worker.engine import weights
 
 _READY_TIMEOUT_S = 600.0
@@ -30,19 +31,22 @@ _GATEWAY_PORT = 8000
 class Up:
     """Starts broker, router, workers and gateway, shows them, and takes them down in reverse."""
 
-    def __init__(self, options: argparse.Namespace, log_folder: Path, out: screen.Screen) -> None:
+    def __init__(
+        self, options: argparse.Namespace, settings: nats.Settings, log_folder: Path, out: screen.Screen
+    ) -> None:
+        """`settings` are of the broker that the options name, if they name one."""
         self._options = options
+        self._settings = settings
         self._log_folder = log_folder
         self._out = out
         self._broker: broker.Broker | None = None
         self._listening: socket.socket | None = None
-        self._url = ""
         self._serves = False
         self._children: list[Child] = []
         self._keepers: list[asyncio.Task[None]] = []
 
     def __repr__(self) -> str:
-        return f"<Up at {self._url} with {len(self._children)} processes>"
+        return f"<Up at {self._settings.place} with {len(self._children)} processes>"
 
     async def run(self) -> None:
         """Until SIGINT or SIGTERM. Raises BrokerError, RefusedError and ConnectionError."""
@@ -70,11 +74,12 @@ class Up:
         self._listening = _listen(self._options)
         await self._start_broker()
         self._start_children()
-        async with await Client.connect(self._url) as client:
+        async with await Client.connect(settings=self._settings) as client:
             reply = await self._until_ready(client)
             self._serves = True
             http = listen.url_of(self._listening) if self._listening else ""
-            self._out.ready(screen.Place(self._url, http, self._options.served_name, self._log_folder), reply)
+            place = screen.Place(self._settings.place, http, self._options.served_name, self._log_folder)
+            self._out.ready(place, reply)
             while True:
                 self._raise_refusals()
                 self._out.show(await self._ask(client))
@@ -82,14 +87,14 @@ class Up:
 
     async def _start_broker(self) -> None:
         if self._options.nats:
-            self._url = self._options.nats
             return
         self._broker = await broker.start(self._options.port, self._log_folder / "nats-server.log")
-        self._url = self._broker.url
+        self._settings = nats.Settings(url=self._broker.url)
 
     def _start_children(self) -> None:
         options = self._options
-        common = ["--nats", self._url, "--otlp-traces-endpoint", options.otlp_traces_endpoint]
+        common = ["--nats", self._settings.url, *(reach.anonymous_flags() if self._broker is not None else [])]
+        common += ["--otlp-traces-endpoint", options.otlp_traces_endpoint]
         self._add("router", ["router", *common])
         threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)
         model = ["--model", str(options.model), "--served-name", options.served_name, "--threads", str(threads)]
@@ -168,11 +173,17 @@ def run(options: argparse.Namespace) -> int:
         options.model = str(ONNX_PATH if options.engine == "onnx" else MODEL_PATH)
         options.served_name = options.served_name or "demo"
     options.served_name = options.served_name or weights.served_name(options.model)
+    logs.quieten()
+    try:
+        settings = reach.of_variables(options.nats) if options.nats else nats.Settings()
+    except ValueError as error:
+        print(f"tokenbus: {error}", file=sys.stderr)
+        return EXIT_REFUSED
     out = screen.make(as_json=options.json)
     log_folder = Path(tempfile.mkdtemp(prefix="tokenbus-"))
     try:
         with contextlib.closing(out):
-            asyncio.run(Up(options, log_folder, out).run())
+            asyncio.run(Up(options, settings, log_folder, out).run())
     except (broker.BrokerError, RefusedError, ConnectionError) as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return 1

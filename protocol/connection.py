@@ -11,9 +11,7 @@ nats-py leaves some edges open (versions and measurements: docs/decisions/0004-n
 import asyncio
 import contextlib
 import dataclasses
-import os
 import socket
-import ssl
 import struct
 import time
 from collections.abc import Callable
@@ -21,14 +19,16 @@ from typing import Any, cast
 
 import nats.errors
 import structlog
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 from nats.protocol import command
 
-from protocol import bus, limits
+from protocol import bus, handshake, limits
 from protocol.bus import BusyError, NoRespondersError, PayloadTooLargeError
+from protocol.credentials import Credentials, is_readable_by_all
+from protocol.handshake import RefusedError
+from protocol.tls import Tls
 
 _PING = b"PING\r\n"
 _NO_LINGER = struct.pack("ii", 1, 0)
@@ -36,53 +36,11 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Credentials:
-    """Who the process is, in one of the ways that NATS knows; nothing for a broker that does not ask."""
-
-    user: str = ""
-    password: str = dataclasses.field(default="", repr=False)
-    token: str = dataclasses.field(default="", repr=False)
-    nkey_file: str = ""
-    """A file with the seed of an nkey."""
-    creds_file: str = ""
-    """A file with a user's JWT and seed."""
-
-    def check(self) -> None:
-        """Raises ValueError for several ways at once, and for a file that is not there."""
-        given = [bool(self.user), bool(self.token), bool(self.nkey_file), bool(self.creds_file)]
-        if sum(given) > 1:
-            raise ValueError("give only one of a NATS user, token, nkey file and credentials file")
-        for path in (self.nkey_file, self.creds_file):
-            if path and not os.path.isfile(path):
-                raise ValueError(f"{path}: there is no such file of NATS credentials")
-
-
-@dataclasses.dataclass(frozen=True)
-class Tls:
-    """Files in PEM; nothing for a broker without TLS, or whose certificate the system trusts (`tls://` URLs)."""
-
-    ca_file: str = ""
-    cert_file: str = ""
-    key_file: str = ""
-
-    def context(self) -> ssl.SSLContext | None:
-        """Raises ValueError for files that are no good."""
-        if not self.ca_file and not self.cert_file:
-            return None
-        try:
-            context = ssl.create_default_context(cafile=self.ca_file or None)
-            if self.cert_file:
-                context.load_cert_chain(self.cert_file, self.key_file or None)
-        except (OSError, ssl.SSLError) as error:
-            raise ValueError(f"the TLS files {self.ca_file} {self.cert_file} {self.key_file}: {error}") from error
-        return context
-
-
-@dataclasses.dataclass(frozen=True)
 class Settings:
     """How to reach the broker."""
 
-    url: str = "nats://127.0.0.1:4222"
+    url: str = dataclasses.field(default="nats://127.0.0.1:4222", repr=False)
+    """May hold a user and a password, or a token: `place` is for showing."""
     inbox_prefix: str = "_INBOX"
     """What the process's own reply subjects begin with."""
     credentials: Credentials = dataclasses.field(default_factory=Credentials)
@@ -92,10 +50,27 @@ class Settings:
     max_pending_bytes: int = 32 * 1024 * 1024
     """What may wait for a broker that is slow or away."""
 
+    @property
+    def place(self) -> str:
+        """The URL without secrets."""
+        return without_secrets(self.url)
 
-class _Client(Client):
-    def __init__(self) -> None:
-        super().__init__()
+    @property
+    def exposed_files(self) -> list[str]:
+        """Those of the files with secrets that everybody on this machine can read."""
+        files = (self.credentials.nkey_file, self.credentials.creds_file, self.tls.key_file or self.tls.cert_file)
+        return [path for path in files if path and is_readable_by_all(path)]
+
+    def check(self) -> None:
+        """Raises ValueError for what contradicts itself, and for files that are no good."""
+        self.credentials.check()
+        if self.tls.is_wanted:
+            self.tls.context()
+
+
+class _Client(handshake.Client):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings.url, settings.credentials, settings.tls)
         self.may_write: Callable[[], bool] = lambda: True
         self.num_undecodable = 0
         self.heard_at = time.monotonic()
@@ -172,7 +147,7 @@ class _Client(Client):
             stream = self._transport._io_writer.transport
             stream.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             stream.abort()
-        self._status = Client.RECONNECTING
+        self._status = handshake.Client.RECONNECTING
         self._ps.reset()
         if self._reconnection_task is not None:
             self._reconnection_task.cancel()
@@ -208,7 +183,7 @@ class Connection:
         client.may_write = lambda: self.guard()
 
     def __repr__(self) -> str:
-        return f"<Connection {self._settings.url} {'up' if self.is_connected else 'down'}>"
+        return f"<Connection {self._settings.place} {'up' if self.is_connected else 'down'}>"
 
     @property
     def is_connected(self) -> bool:
@@ -317,13 +292,14 @@ class Connection:
 async def connect(settings: Settings, name: str) -> Connection:
     """Connects, trying again for `connect_timeout_s`; afterwards the connection looks after itself.
 
-    Raises ConnectionError saying what to do when the broker can't be reached or refuses the credentials, and ValueError
-    for settings that contradict each other."""
+    Raises ConnectionError saying what to do when the broker can't be reached, at once the RefusedError that is one when
+    it does not accept this process, and ValueError for settings that are wrong in themselves."""
     log = structlog.get_logger().bind(nats=name)
+    settings.check()
+    for path in settings.exposed_files:
+        log.warning("secret_exposed", path=path)
     credentials = settings.credentials
-    credentials.check()
-    tls = settings.tls.context()
-    client = _Client()
+    client = _Client(settings)
     connection = Connection(client, settings, log)
 
     async def report(error: Exception) -> None:
@@ -350,7 +326,7 @@ async def connect(settings: Settings, name: str) -> Connection:
             await client.connect(
                 settings.url,
                 name=name,
-                error_cb=_quiet,
+                error_cb=_raise_refusals,
                 disconnected_cb=disconnected,
                 reconnected_cb=reconnected,
                 closed_cb=closed,
@@ -365,31 +341,38 @@ async def connect(settings: Settings, name: str) -> Connection:
                 user=credentials.user or None,
                 password=credentials.password or None,
                 token=credentials.token or None,
-                nkeys_seed=credentials.nkey_file or None,
-                user_credentials=credentials.creds_file or None,
-                tls=tls,
             )
     except (TimeoutError, OSError, nats.errors.Error) as error:
         connection.is_closing = True
         with contextlib.suppress(Exception):  # whatever a half-made client raises, the reason is already known
             await client.close()
-        raise ConnectionError(_what_to_do(settings.url, str(error) or str(client.last_error or "no answer"))) from error
+        raise unreached(settings, error, str(client.last_error or "no answer")) from error
     client._error_cb = report
     return connection
 
 
-def _what_to_do(url: str, reason: str) -> str:
-    if "authorization" in reason.lower():
-        return f"the NATS broker at {url} refuses the credentials ({reason}): see --nats-user and the flags beside it"
-    return f"no NATS broker at {url} ({reason}): start one or pass --nats URL"
+def unreached(settings: Settings, error: Exception, otherwise: str) -> ConnectionError:
+    """What a first connect has ended in, as a sentence; of an error without words the reason is `otherwise`."""
+    if isinstance(error, RefusedError):
+        return RefusedError(f"the NATS broker at {settings.place} {error}")
+    reason = str(error) or otherwise
+    return ConnectionError(f"no NATS broker at {settings.place} ({reason}): start one or pass --nats URL")
+
+
+def without_secrets(url: str) -> str:
+    """A broker's URL as it may be shown."""
+    scheme, mark, rest = url.rpartition("://")
+    return scheme + mark + rest.rpartition("@")[2]
 
 
 async def _never(message: Msg) -> None:
     """nats-py wants a coroutine for each subscription; ours are called directly."""
 
 
-async def _quiet(error: Exception) -> None:
-    """While the first connect is being tried its failures are reported once, by `connect` itself."""
+async def _raise_refusals(error: Exception) -> None:
+    """While the first connect is being tried its failures are reported once, by `connect`; a refusal ends it."""
+    if isinstance(error, RefusedError):
+        raise error
 
 
 def default_max_request_bytes(max_payload: int) -> int:

@@ -63,11 +63,13 @@ def configure(process: str) -> Level:
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it would write lines of its own among these
     return level
 
 
 def quieten() -> None:
     """Of a command that asks others: only errors, on standard error. What its requests end in says what is wrong."""
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns when a broker ends TLS, which nats-py does not mind
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
+
+from protocol import connection, handshake
 
 _CONNECT_TIMEOUT_S = 2.0
 
@@ -35,11 +36,11 @@ class Received:
 Taker = Callable[[Received], None]
 
 
-class _Client(Client):
+class _Client(handshake.Client):
     """Hands messages over as they are read: nats-py's own callbacks keep the order only within a subscription."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, settings: connection.Settings) -> None:
+        super().__init__(settings.url, settings.credentials, settings.tls)
         self.takers: dict[int, Taker] = {}
         self._num_received = 0
 
@@ -64,24 +65,27 @@ class Link:
         return f"<Link {'up' if self._client.is_connected else 'down'}, {len(self._forbidden)} forbidden>"
 
     @classmethod
-    async def open(cls, url: str, inbox_prefix: str) -> "Link":
+    async def open(cls, settings: connection.Settings, inbox_prefix: str) -> "Link":
         """Raises ConnectionError saying what to do."""
-        link = cls(_Client())
+        link = cls(_Client(settings))
+        credentials = settings.credentials
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await link._client.connect(
-                    url,
+                    settings.url,
                     name="wire-check",
                     error_cb=link._note,
                     allow_reconnect=False,
                     inbox_prefix=inbox_prefix,
                     skip_subject_validation=True,
+                    user=credentials.user or None,
+                    password=credentials.password or None,
+                    token=credentials.token or None,
                 )
         except (TimeoutError, OSError, nats.errors.Error) as error:
             with contextlib.suppress(Exception):  # whatever a half-made client raises, the reason is already known
                 await link._client.close()
-            reason = str(error) or "no answer"
-            raise ConnectionError(f"no NATS broker at {url} ({reason}): start one or pass --nats URL") from error
+            raise connection.unreached(settings, error, "no answer") from error
         return link
 
     @property

@@ -5,6 +5,7 @@ import asyncio
 import sys
 from functools import partial
 
+from cli import reach
 from cli.wirecheck.exchange import Exchange
 from cli.wirecheck.link import Link
 from cli.wirecheck.probe import Probe, Served
@@ -12,7 +13,7 @@ from cli.wirecheck.report import Verdict, json_line, line, summary
 from cli.wirecheck.rules import Rule, all_rules
 from cli.wirecheck.trial import try_all
 from cli.wirecheck.verdict import BrokenError, Message
-from protocol import subjects
+from protocol import connection, logs, subjects
 
 EXIT_BROKEN = 1
 EXIT_UNREACHABLE = 2
@@ -31,6 +32,7 @@ def run(options: argparse.Namespace) -> int:
     if options.list:
         print("\n".join(rule.name for rule in rules))
         return 0
+    logs.quieten()
     try:
         if not rules:
             raise UnservedError(f"no rule is named like {options.only!r}: --list shows them")
@@ -42,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
 
 async def _check(options: argparse.Namespace, rules: list[Rule]) -> int:
     names = subjects.Subjects(options.prefix)
-    link = await Link.open(options.nats, options.inbox_prefix)
+    link = await Link.open(reach.settings_of(options), options.inbox_prefix)
     try:
         served = await _find(link, names, options)
         make_probe = partial(Probe, link, names, options.tenant, options.inbox_prefix, served)
@@ -65,7 +67,7 @@ async def _find(link: Link, names: subjects.Subjects, options: argparse.Namespac
     try:
         reply = await exchange.first("a reply to models", _MODELS_TIMEOUT_S)
     except BrokenError as error:
-        raise UnservedError(f"no router answers at {options.nats}: {error}") from error
+        raise UnservedError(f"no router answers at {connection.without_secrets(options.nats)}: {error}") from error
     return _served(reply, options.model)
 
 

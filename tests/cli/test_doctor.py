@@ -1,11 +1,13 @@
 """The doctor sees what is wrong, and says what to do about it."""
 
+import argparse
 from pathlib import Path
 
 import demo
-from cli import doctor
+from cli import doctor, reach
 from protocol import messages
 from tests.router.beliefs import card
+from tests.support import guards
 
 
 def marks(findings: list[doctor.Finding]) -> dict[str, str]:
@@ -45,3 +47,17 @@ def test_a_fleet_that_is_ready_is_fine_and_tokenizers_that_differ_are_noted() ->
     found = list(doctor._fleet(reply(one, two)))
     assert [finding.mark for finding in found] == ["ok", "ok", "note"]
     assert "several forms (one: a; two: b)" in found[-1].what
+
+
+async def test_a_secret_that_everybody_can_read_is_noted(tmp_path: Path) -> None:
+    guard = guards.by_nkey(tmp_path)
+    (seed,) = guard.right.files
+    parser = argparse.ArgumentParser()
+    reach.add_all(parser)
+    async with guards.guarded(guard, tmp_path) as system:
+        options = parser.parse_args(["--nats", system.url, *guard.right.flags])
+        for mode, noted in ((0o600, False), (0o644, True)):
+            seed.chmod(mode)
+            found = [finding async for finding in doctor._broker(options)]
+            assert (found[0].what.startswith(f"broker at {system.url}"), found[0].mark) == (True, "ok")
+            assert any(f"chmod 600 {seed}" in finding.advice for finding in found) == noted

@@ -112,8 +112,9 @@ def _saying(
 class System:
     """Broker, routers and workers as processes of their own, without anyone to restart them."""
 
-    def __init__(self, nats: broker.Broker, folder: Path) -> None:
+    def __init__(self, nats: broker.Broker, folder: Path, config: Path | None = None) -> None:
         self._broker = nats
+        self._config = config
         self._folder = folder
         self.url = nats.url
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -122,7 +123,7 @@ class System:
 
     @classmethod
     async def start(cls, folder: Path, config: Path | None = None) -> "System":
-        return cls(await broker.start(0, folder / "nats.log", config), folder)
+        return cls(await broker.start(0, folder / "nats.log", config), folder, config)
 
     def router(self, name: str, *arguments: str) -> None:
         self._run(name, "router", "--router-id", name, *arguments)
@@ -138,7 +139,7 @@ class System:
         port = urlsplit(self.url).port or 0
         self._broker.kill()
         await asyncio.sleep(pause_s)
-        self._broker = await broker.start(port, self._folder / "nats.log")
+        self._broker = await broker.start(port, self._folder / "nats.log", self._config)
 
     @contextlib.contextmanager
     def broker_frozen(self) -> Iterator[None]:

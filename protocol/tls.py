@@ -1,0 +1,55 @@
+"""The files of TLS between a process and the broker."""
+
+import contextlib
+import dataclasses
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Tls:
+    """Files in PEM; nothing for a broker without TLS, or whose certificate the system trusts (`tls://` URLs)."""
+
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    """Not needed where the key is in `cert_file`."""
+
+    @property
+    def is_wanted(self) -> bool:
+        return bool(self.ca_file or self.cert_file or self.key_file)
+
+    def context(self) -> ssl.SSLContext:
+        """Made of what the files hold now. Raises ValueError that names those which are no good."""
+        if self.key_file and not self.cert_file:
+            raise ValueError("--nats-key is of no use without its certificate: give --nats-cert as well")
+        for path in filter(None, (self.ca_file, self.cert_file, self.key_file)):
+            _check_readable(path)
+        with _named(f"{self.ca_file} holds no certificate of an authority in PEM"):
+            context = ssl.create_default_context(cafile=self.ca_file or None)
+        if self.cert_file:
+            files = " and ".join(filter(None, (self.cert_file, self.key_file)))
+            with _named(f"{files} must be a certificate and its key, in PEM"):
+                context.load_cert_chain(self.cert_file, self.key_file or None, password=_refuse_to_ask)
+        return context
+
+
+def _check_readable(path: str) -> None:
+    try:
+        Path(path).open("rb").close()
+    except OSError as error:
+        raise ValueError(f"{path}: this file of TLS can't be read: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ssl.SSLError as error:
+        raise ValueError(f"{what} ({error.reason or error})") from error
+
+
+def _refuse_to_ask() -> str:
+    """Without this OpenSSL asks for the passphrase on the terminal, and a process waits there."""
+    raise ValueError("the key of --nats-key has a passphrase: processes that nobody attends need one without")
