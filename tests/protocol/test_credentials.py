@@ -42,6 +42,7 @@ def test_a_credentials_file_holds_a_jwt_and_a_seed(write: Callable[[str | bytes]
 @pytest.mark.parametrize(
     "content",
     ["", "nothing", b"\xff\xfe\x00", Key().seed[:-3], Key().seed[:-8], Key(nkeys.PREFIX_BYTE_ACCOUNT).seed, "SU" * 29],
+    ids=["empty", "a word", "no text", "3 too short", "8 too short", "an account's", "a wrong checksum"],
 )
 def test_a_file_without_a_user_s_seed_is_refused_by_name(
     write: Callable[[str | bytes], str], content: str | bytes

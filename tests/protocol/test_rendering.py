@@ -87,9 +87,9 @@ def test_a_number_that_no_message_can_carry_is_refused(renderers: list[Renderer]
 
 
 def test_when_its_process_is_killed_the_next_conversation_gets_another(renderers: list[Renderer]) -> None:
-    of = make(renderers, PLAIN)
+    before, of = children(), make(renderers, PLAIN)
     of.start()
-    (pid,) = children()
+    (pid,) = children() - before
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     with pytest.raises(errors.RequestError, match="took more than"):
@@ -97,15 +97,16 @@ def test_when_its_process_is_killed_the_next_conversation_gets_another(renderers
     assert of.render(said("hello"), None) == ["user: hello", 2]
 
 
-def test_nothing_is_left_of_one_that_is_closed_or_forgotten(renderers: list[Renderer]) -> None:
-    of = Renderer(Setup(source=PLAIN, special_tokens={}))
+def test_nothing_is_left_of_one_that_is_closed_or_forgotten() -> None:
+    before, of = children(), Renderer(Setup(source=PLAIN, special_tokens={}))
     of.start()
-    assert children()
+    assert len(children() - before) == 1
     of.close()
-    assert not children()
+    assert children() == before
     of.start()
+    assert len(children() - before) == 1
     del of
-    assert not children()
+    assert children() == before
 
 
 def test_several_threads_take_turns(renderers: list[Renderer]) -> None:
@@ -116,12 +117,12 @@ def test_several_threads_take_turns(renderers: list[Renderer]) -> None:
     assert made == [[f"user: {content}", 2] for content in contents]
 
 
-def children() -> list[int]:
+def children() -> set[int]:
     """Processes that render, of this one."""
-    found = []
+    found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == os.getpid() and b"protocol.rendering" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
+                found.add(int(folder.name))
     return found
