@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from cli import broker
 from cli.parent import die_with_parent
@@ -20,26 +22,43 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 @contextlib.asynccontextmanager
 async def running(model: Path, *worker: str) -> AsyncIterator[Client]:
     """A client of a system that serves `model` as `m`; `worker` are further arguments of its worker."""
-    with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as folder:
-        nats = await broker.start(0, Path(folder) / "nats.log")
+    async with started(model, worker) as (client, _, _):
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def started(
+    model: Path,
+    worker: Sequence[str],
+    router: Sequence[str] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> AsyncIterator[tuple[Client, int, Path]]:
+    """The same with further arguments of its router and variables for both: a client, the router's process id and the
+    folder of the logs."""
+    with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as name:
+        folder = Path(name)
+        nats = await broker.start(0, folder / "nats.log")
+        served = ("worker", "--nats", nats.url, "--model", str(model), "--served-name", "m", *worker)
         processes = [
-            start(Path(folder) / "router.log", "router", "--nats", nats.url),
-            start(
-                Path(folder) / "worker.log",
-                *("worker", "--nats", nats.url, "--model", str(model), "--served-name", "m"),
-                *worker,
-            ),
+            start(folder / "router.log", "router", "--nats", nats.url, *router, variables=variables),
+            start(folder / "worker.log", *served, variables=variables),
         ]
         try:
             async with await Client.connect(nats.url) as client:
                 await card(client)
-                yield client
+                yield client, processes[0].pid, folder
         finally:
             for process in processes:
                 process.terminate()
             for process in processes:
                 process.wait(timeout=30)
             nats.stop()
+
+
+def status_port(log: Path) -> int:
+    """Where a process shows its metrics, by its log."""
+    lines = (json.loads(line) for line in log.read_text().splitlines() if line.startswith("{"))
+    return int(next(line["port"] for line in lines if line["event"] == "status_page"))
 
 
 async def card(client: Client) -> messages.Card:
@@ -60,12 +79,15 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
-def start(log_path: Path, *arguments: str) -> "subprocess.Popen[bytes]":
+def start(
+    log_path: Path, *arguments: str, variables: Mapping[str, str] = MappingProxyType({})
+) -> "subprocess.Popen[bytes]":
     with log_path.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "cli.main", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env=os.environ | dict(variables),
             preexec_fn=die_with_parent,
         )

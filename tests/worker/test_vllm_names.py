@@ -54,7 +54,7 @@ def busy(counted: WorkerMetrics) -> list[ReplicaMetrics]:
         usage = messages.Usage(prompt_tokens=prompt, completion_tokens=2, cached_tokens=0, total_tokens=prompt + 2)
         timings = messages.Timings(queue_ms=1, prefill_ms=20, ttft_ms=21, decode_ms=30 * number, total_ms=60)
         replica.finished("stop", usage, timings)
-        replica.interval(0.03 * number)
+        replica.interval(0.03 * number, 1)
         replica.take_load(messages.Load(generated_tokens=2 * number, prompt_tokens=10, cached_tokens=number))
         counted.running.of("m", f"W-{number}").set(number)
         counted.waiting.of("m", f"W-{number}").set(number + 3)

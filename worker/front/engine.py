@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -59,8 +60,8 @@ class ChildEngine:
         """As the contract says."""
         self.on_note: Callable[[frames.StepNote], None] = lambda note: None
         """Told how each step went that computed something."""
-        self.on_interval: Callable[[float], None] = lambda seconds: None
-        """Told the time from each token of a request to its next."""
+        self.on_interval: Callable[[float, int], None] = lambda seconds, count: None
+        """Told the time from a token of a request to its next, and of how many requests."""
         self.on_step: Callable[[], None] = lambda: None
         """Called when all sinks have had what a step brought."""
 
@@ -302,19 +303,21 @@ class ChildEngine:
         for seen in report.progress:
             if generation := self._generations.get(seen.seq_no):
                 generation.progress(seen.computed_tokens, seen.cached_tokens)
+        lasts: Counter[float] = Counter()
         for output in report.outputs:
             self._blame.advanced(self, output.seq_no)
             if output.end is not None:
                 self._releasing.discard(output.seq_no)
             if generation := self._generations.get(output.seq_no):
+                if generation.last_token_at is not None and output.token_id is not None:
+                    lasts[generation.last_token_at] += 1
                 self._advance(output, generation, now)
+        for last, count in lasts.items():  # those that step together had their last one together: mostly one of them
+            self.on_interval(now - last, count)
         self._note_idle()
         self.on_step()
 
     def _advance(self, output: frames.SequenceOutput, generation: Generation, now: float) -> None:
-        before = generation.last_token_at
-        if before is not None and output.token_id is not None:
-            self.on_interval(now - before)
         if not generation.advance(output, now):
             return
         if output.seq_no not in self._generations:  # its own sink has aborted it

@@ -108,9 +108,9 @@ class ReplicaMetrics:
         self._evicted.add(note.evicted_blocks)
         self._metrics.preemptions.of(*self._who).add(note.preemptions)
 
-    def interval(self, seconds: float) -> None:
-        """A request got a token, as long after its last one."""
-        self._itl.observe(seconds)
+    def interval(self, seconds: float, count: int) -> None:
+        """So many requests got a token, as long after their last one."""
+        self._itl.observe(seconds, count)
 
     def take_load(self, load: messages.Load) -> None:
         """Adds what an engine has counted since the last time; a new engine counts from 0."""
