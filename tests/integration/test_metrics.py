@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from protocol import connection, subjects
+from protocol.traces import Untraced
 from router.serve import Router, RouterSettings
 from tests.support.load import until_ready
 from tests.support.system import System
@@ -117,7 +118,7 @@ async def test_a_router_is_ready_only_while_it_takes_requests(system: System) ->
     system.worker("worker")
     await system.until_logged("worker", "engine_ready")
     bus = await connection.connect(connection.Settings(url=system.url), name="router")
-    router = Router(bus, subjects.Subjects(), "router", RouterSettings(), random.Random(1))
+    router = Router(bus, subjects.Subjects(), "router", RouterSettings(), random.Random(1), Untraced())
     assert router.why_not_ready == "no worker is known"
     await router.open()
     assert router.why_not_ready == ""
