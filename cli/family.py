@@ -1,6 +1,7 @@
 """Child processes that are kept running: started, watched, started again with growing pauses, and ended."""
 
 import asyncio
+import json
 import os
 import sys
 import time
@@ -96,6 +97,12 @@ class Child:
                 pass_fds=self._fds,
                 preexec_fn=die_with_parent,
             )
+
+    def logged(self, event: str, key: str) -> object | None:
+        """What its newest line of that event says; None where there is none."""
+        lines = self._log_path.read_text(errors="replace").splitlines()
+        found = (json.loads(line) for line in reversed(lines) if line.startswith("{") and f'"{event}"' in line)
+        return next((line.get(key) for line in found if line["event"] == event), None)
 
     def _last_line(self) -> str:
         lines = self._log_path.read_text(errors="replace").strip().splitlines()

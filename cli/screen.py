@@ -24,6 +24,8 @@ class Place(NamedTuple):
     model: str
     """Served name."""
     log_folder: Path
+    metrics: dict[str, str] = {}
+    """URL of `/metrics` by the name of the process, where it was asked for."""
 
 
 class Screen(Protocol):
@@ -67,7 +69,7 @@ Tokenbus is ready: model "{model}" at {url}
   .venv/bin/tokenbus generate{other} --model {model} "What is 12 + 30?"
   .venv/bin/tokenbus generate{other} --model {model} "Tell me a story about a fox."
   .venv/bin/tokenbus models{other}
-{_how_to_post(place)}
+{_how_to_post(place)}{_where_to_look(place)}
 From any NATS client: publish JSON to tokenbus.v1.generate.<model> with a reply inbox, for example
   nats request --server {url} --replies 0 --reply-timeout 2s tokenbus.v1.generate.{model} '{{"prompt": "12 + 30 ="}}'
 
@@ -86,6 +88,13 @@ def _how_to_post(place: Place) -> str:
 From OpenAI's clients: base_url {place.http}, for example
   curl {place.http}/chat/completions {headers} -d '{body}'
 """
+
+
+def _where_to_look(place: Place) -> str:
+    if not place.metrics:
+        return ""
+    lines = "".join(f"  {name:<10} {url}\n" for name, url in place.metrics.items())
+    return f"\nMetrics for Prometheus (dashboards: deploy/grafana):\n{lines}"
 
 
 class PlainScreen:
@@ -159,7 +168,8 @@ class JsonScreen:
 
     def ready(self, place: Place, reply: messages.ModelsReply) -> None:
         names = [served.model for served in reply.models]
-        print(json.dumps({"ready": True, "nats": place.nats, "http": place.http or None, "models": names}), flush=True)
+        where = {"nats": place.nats, "http": place.http or None, "metrics": place.metrics}
+        print(json.dumps({"ready": True, **where, "models": names}), flush=True)
 
     def show(self, reply: messages.ModelsReply | None) -> None:
         pass

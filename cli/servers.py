@@ -43,6 +43,11 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         help="of the HTTP API (8000, or a free one where it is taken)",
     )
     parser.add_argument("--no-gateway", action="store_true", help="leave the HTTP API out")
+    parser.add_argument(
+        "--metrics",
+        action="store_true",
+        help="show /metrics of each process, from ports 9100 (router), 9110 (workers) and 9130 (gateway) on",
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON once it serves")
     _add_traces(parser)
     parser.set_defaults(run=up.run)

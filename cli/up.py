@@ -26,6 +26,7 @@ _WATCH_S = 1.0
 _GRACE_S = 10.0
 _GATEWAY_HOST = "127.0.0.1"
 _GATEWAY_PORT = 8000
+_METRICS_PORTS = {"router": "9100-9109", "worker": "9110-9129", "gateway": "9130-9139"}
 
 
 class Up:
@@ -78,7 +79,8 @@ class Up:
             reply = await self._until_ready(client)
             self._serves = True
             http = listen.url_of(self._listening) if self._listening else ""
-            place = screen.Place(self._settings.place, http, self._options.served_name, self._log_folder)
+            name, metrics = self._options.served_name, self._shown_at()
+            place = screen.Place(self._settings.place, http, name, self._log_folder, metrics)
             self._out.ready(place, reply)
             while True:
                 self._raise_refusals()
@@ -95,17 +97,35 @@ class Up:
         options = self._options
         common = ["--nats", self._settings.url, *(reach.anonymous_flags() if self._broker is not None else [])]
         common += ["--otlp-traces-endpoint", options.otlp_traces_endpoint]
-        self._add("router", ["router", *common])
+        self._add("router", ["router", *common, *self._metrics("router")])
         threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)
         model = ["--model", str(options.model), "--served-name", options.served_name, "--threads", str(threads)]
         model += ["--engine", options.engine]
+        own = self._metrics("worker")
         for number in range(1, options.workers + 1):
             name = f"worker-{number}"
             worker_id = f"{socket.gethostname()}-{os.getpid()}-{number}" if options.nats else name
-            self._add(name, ["worker", *common, *model, "--worker-id", worker_id, "--grace-s", str(_GRACE_S)])
+            self._add(name, ["worker", *common, *model, "--worker-id", worker_id, "--grace-s", str(_GRACE_S), *own])
         if self._listening is not None:
             fd = self._listening.fileno()
-            self._add("gateway", ["gateway", *common, "--fd", str(fd), "--grace-s", str(_GRACE_S)], (fd,))
+            self._add(
+                "gateway",
+                ["gateway", *common, "--fd", str(fd), "--grace-s", str(_GRACE_S), *self._metrics("gateway")],
+                (fd,),
+            )
+
+    def _metrics(self, command: str) -> list[str]:
+        """The flags that show a process's metrics, where that is wanted."""
+        return ["--metrics-port", _METRICS_PORTS[command]] if self._options.metrics else []
+
+    def _shown_at(self) -> dict[str, str]:
+        """Where each process shows its metrics, as it says in its log."""
+        found = {}
+        for child in self._children:
+            port = child.logged("status_page", "port")
+            if port is not None:
+                found[child.name] = f"http://127.0.0.1:{port}/metrics"
+        return found
 
     def _add(self, name: str, arguments: list[str], fds: tuple[int, ...] = ()) -> None:
         child = Child(name, arguments, self._log_folder / f"{name}.log", self._out.say, fds)

@@ -8,8 +8,8 @@ from tests.support.system import Gateway, running_gateway, running_up, up_that_s
 
 @pytest.fixture(scope="session")
 def said() -> Iterator[dict[str, Any]]:
-    """A whole system with the demo model, as `make up` starts it: what it says of itself."""
-    with up_that_says("--workers", "1", "--threads", "1") as said:
+    """A whole system with the demo model, as `make up` starts it, with its metrics shown: what it says of itself."""
+    with up_that_says("--workers", "1", "--threads", "1", "--metrics") as said:
         yield said
 
 

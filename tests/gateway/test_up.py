@@ -44,3 +44,16 @@ def test_where_keys_are_needed_it_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_without_a_gateway_nothing_is_said_of_it() -> None:
     assert "curl" not in screen.how_to_talk(PLACE._replace(http=""))
+
+
+def test_every_process_shows_its_metrics_where_up_says(said: dict[str, Any]) -> None:
+    assert said["metrics"].keys() == {"router", "worker-1", "gateway"}
+    for name, url in said["metrics"].items():
+        page = httpx2.get(url).text
+        assert f"tokenbus_{name.partition('-')[0]}_" in page, name
+
+
+def test_where_metrics_are_is_said_only_where_they_are() -> None:
+    assert "Metrics" not in screen.how_to_talk(PLACE)
+    shown = screen.how_to_talk(PLACE._replace(metrics={"router": "http://127.0.0.1:9100/metrics"}))
+    assert "  router     http://127.0.0.1:9100/metrics\n" in shown
