@@ -33,6 +33,15 @@ from protocol.tls import Tls
 _PING = b"PING\r\n"
 _NO_LINGER = struct.pack("ii", 1, 0)
 """What is still to be sent when such a socket closes is never sent."""
+_HARDENED: dict[str, Any] = {
+    "max_reconnect_attempts": -1,
+    "reconnect_time_wait": 0.2,
+    "connect_timeout": 2,
+    "ping_interval": 2,
+    "max_outstanding_pings": 2,
+    "skip_subject_validation": True,  # ours are built in one place (protocol/subjects.py)
+}
+"""For nats-py, whose defaults give up after two minutes and find a dead peer after six."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,57 +307,60 @@ async def connect(settings: Settings, name: str) -> Connection:
     settings.check()
     for path in settings.exposed_files:
         log.warning("secret_exposed", path=path)
-    credentials = settings.credentials
     client = _Client(settings)
     connection = Connection(client, settings, log)
-
-    async def report(error: Exception) -> None:
-        log.warning("nats_error", error=str(error) or type(error).__name__)
-
-    async def disconnected() -> None:
-        if not connection.is_closing:
-            log.warning("nats_disconnected")
-
-    async def reconnected() -> None:
-        log.info("nats_reconnected")
-        try:
-            connection.on_reconnect()
-        except Exception:  # an exception here would end nats-py's reconnect task
-            log.exception("message_failed", subject="reconnect")
-
-    async def closed() -> None:
-        if not connection.is_closing:
-            log.error("nats_closed", error=str(client.last_error))
-            connection.refused.set()
-
+    told = _Told(connection, client, log)
     try:
         async with asyncio.timeout(settings.connect_timeout_s):
             await client.connect(
                 settings.url,
                 name=name,
                 error_cb=_raise_refusals,
-                disconnected_cb=disconnected,
-                reconnected_cb=reconnected,
-                closed_cb=closed,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=0.2,  # type: ignore[arg-type]  # annotated int, compared as a float
-                connect_timeout=2,
-                ping_interval=2,
-                max_outstanding_pings=2,
+                disconnected_cb=told.disconnected,
+                reconnected_cb=told.reconnected,
+                closed_cb=told.closed,
                 pending_size=settings.max_pending_bytes,
                 inbox_prefix=settings.inbox_prefix,
-                skip_subject_validation=True,
-                user=credentials.user or None,
-                password=credentials.password or None,
-                token=credentials.token or None,
+                user=settings.credentials.user or None,
+                password=settings.credentials.password or None,
+                token=settings.credentials.token or None,
+                **_HARDENED,
             )
     except (TimeoutError, OSError, nats.errors.Error) as error:
         connection.is_closing = True
         with contextlib.suppress(Exception):  # whatever a half-made client raises, the reason is already known
             await client.close()
         raise unreached(settings, error, str(client.last_error or "no answer")) from error
-    client._error_cb = report
+    client._error_cb = told.error
     return connection
+
+
+class _Told:
+    """What nats-py tells of a connection. None of it may raise: that would end the task that tells."""
+
+    def __init__(self, connection: Connection, client: _Client, log: structlog.typing.FilteringBoundLogger) -> None:
+        self._connection = connection
+        self._client = client
+        self._log = log
+
+    async def error(self, error: Exception) -> None:
+        self._log.warning("nats_error", error=str(error) or type(error).__name__)
+
+    async def disconnected(self) -> None:
+        if not self._connection.is_closing:
+            self._log.warning("nats_disconnected")
+
+    async def reconnected(self) -> None:
+        self._log.info("nats_reconnected")
+        try:
+            self._connection.on_reconnect()
+        except Exception:  # as said above
+            self._log.exception("message_failed", subject="reconnect")
+
+    async def closed(self) -> None:
+        if not self._connection.is_closing:
+            self._log.error("nats_closed", error=str(self._client.last_error))
+            self._connection.refused.set()
 
 
 def unreached(settings: Settings, error: Exception, otherwise: str) -> ConnectionError:

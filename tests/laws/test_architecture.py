@@ -39,6 +39,7 @@ PURE = (
     "router/placement.py",
     "router/flight.py",
     "worker/front/fence.py",
+    "worker/front/admission.py",
     "worker/front/history.py",
     "worker/front/presence.py",
     "worker/front/snapshot.py",

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import structlog
 
@@ -12,9 +11,12 @@ from protocol import blocks, codec, errors, internal, messages
 from worker import contract
 from worker.engine import frames
 from worker.engine.sequence import End
+from worker.front import admission
+from worker.front.admission import Places
 from worker.front.blame import Blame
 from worker.front.generation import Generation
 from worker.front.link import EngineDiedError, Link
+from worker.front.questions import Questions
 
 _CLOSE_TIMEOUT_S = 5.0
 _MOST_CRASHES = 2
@@ -31,7 +33,7 @@ class ChildEngine:
         self._launch = launch
         self._keeps_streams = keeps_streams
         """When it dies its open streams are left for another to take over, instead of ending in `worker_lost`."""
-        self.max_waiting = max_waiting
+        self.places = Places(max_waiting)
         self._link: Link | None = None
         self._transport: asyncio.Transport | None = None
         self._config: contract.EngineConfig | None = None
@@ -40,13 +42,12 @@ class ChildEngine:
         self._generations: dict[int, Generation] = {}
         self._numbers: dict[str, int] = {}
         self._releasing: set[int] = set()
-        self._tickets: dict[int, asyncio.Future[list[int]]] = {}
-        self._embeds: dict[int, asyncio.Future[internal.Embedded]] = {}
+        self._tokenizing: Questions[list[int]] = Questions()
+        self._embedding: Questions[internal.Embedded] = Questions()
         self._last_number = 0
         self._load = messages.Load()
         self._stepped_at = time.monotonic()
         self._longest_step_s = 0.0
-        self._duration_s = 1.0
         self._idle = asyncio.Event()
         self._idle.set()
         self._ready: asyncio.Future[frames.Ready] | None = None
@@ -113,37 +114,20 @@ class ChildEngine:
             self._ended(number)
 
     async def tokenize(self, request: internal.Tokenize) -> list[int]:
-        if self._config is None or self._died:
-            raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
-        self._last_number += 1
-        ticket = self._last_number
-        future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        self._tickets[ticket] = future
-        self._send(frames.AskTokens(ticket, request))
-        try:
-            return await future
-        finally:
-            self._tickets.pop(ticket, None)
+        self._running()
+        return await self._tokenizing.ask(lambda ticket: self._send(frames.AskTokens(ticket, request)))
 
     async def embed(self, request: internal.Embed) -> internal.Embedded:
-        if self._config is None or self._died:
-            raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
-        if not self._config.embedding_width:
+        if not self._running().embedding_width:
             raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes no embeddings", param="model")
-        if len(self._embeds) >= _MOST_EMBEDS:
+        if len(self._embedding) >= _MOST_EMBEDS:
             raise errors.request_error(errors.Code.OVERLOADED)
-        self._last_number += 1
-        ticket = self._last_number
-        future: asyncio.Future[internal.Embedded] = asyncio.get_running_loop().create_future()
-        self._embeds[ticket] = future
         if self._idle.is_set():
             self._stepped_at = time.monotonic()
         self._idle.clear()
-        self._send(frames.AskEmbeddings(ticket, request))
         try:
-            reply = await future
+            reply = await self._embedding.ask(lambda ticket: self._send(frames.AskEmbeddings(ticket, request)))
         finally:
-            self._embeds.pop(ticket, None)
             self._note_idle()
         if reply.error is not None:
             raise errors.RequestError(reply.error)
@@ -166,7 +150,7 @@ class ChildEngine:
     def end_stuck_step(self, now: float, timeout_s: float) -> None:
         """Ends the engine if it has work and its step is older than `timeout_s`, and than ten of the longest so far."""
         age_s = now - self._stepped_at
-        is_busy = bool(self._generations or self._releasing or self._embeds)
+        is_busy = bool(self._generations or self._releasing or self._embedding)
         if is_busy and not self._died and age_s > max(timeout_s, _STUCK_FACTOR * self._longest_step_s):
             self._log.error("step_stuck", age_s=round(age_s, 1), longest_step_s=round(self._longest_step_s, 3))
             assert self._link is not None
@@ -216,41 +200,15 @@ class ChildEngine:
 
     def _check(self, request: contract.EngineRequest) -> None:
         """Raises RequestError when the request can't be accepted."""
+        config = self._running()
+        admission.check(request, config)
+        self.places.check(len(self._generations) + len(self._releasing), config.max_num_seqs)
+
+    def _running(self) -> contract.EngineConfig:
+        """Raises RequestError where the engine does not run."""
         if self._config is None or self._died:
             raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
-        if "generate" not in self._config.features:
-            raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes embeddings only", param="model")
-        outside = max(request.token_ids)
-        if outside >= self._config.vocab_size:
-            index = request.token_ids.index(outside)
-            raise errors.request_error(
-                errors.Code.INVALID_REQUEST,
-                f"token_ids[{index}] is {outside}, the vocabulary has {self._config.vocab_size} tokens",
-                param=f"token_ids[{index}]",
-            )
-        for token_id, _ in request.sampling.logit_bias:
-            if token_id >= self._config.vocab_size:
-                raise errors.request_error(
-                    errors.Code.INVALID_REQUEST,
-                    f"logit_bias: {token_id} is no token id, the vocabulary has {self._config.vocab_size} tokens",
-                    param="logit_bias",
-                )
-        if len(request.token_ids) + request.sampling.max_tokens > self._config.context_length:
-            raise errors.request_error(
-                errors.Code.PROMPT_TOO_LONG,
-                f"{len(request.token_ids)} prompt tokens and {request.sampling.max_tokens} new ones are more than "
-                f"the context of {self._config.context_length}",
-            )
-        held = len(self._generations) + len(self._releasing)
-        if held >= self._config.max_num_seqs + self.max_waiting:
-            raise errors.RequestError(
-                errors.make_error(errors.Code.OVERLOADED, retry_after_ms=self._retry_after_ms(held))
-            )
-
-    def _retry_after_ms(self, held: int) -> float:
-        """About when a place will be free: the time a request takes lately, by the places that empty in it."""
-        assert self._config is not None
-        return round(1e3 * self._duration_s * (1 + held - self.max_waiting) / self._config.max_num_seqs, 1)
+        return self._config
 
     def _hold(self, generation: Generation) -> None:
         self._last_number += 1
@@ -272,10 +230,12 @@ class ChildEngine:
         match frames.report_decoder.decode(body):
             case frames.StepReport() as report:
                 self._take_step(report)
-            case frames.Tokens(ticket, token_ids, error):
-                self._take_tokens(ticket, token_ids, error)
+            case frames.Tokens(ticket, _, errors.Error() as error):
+                self._tokenizing.refuse(ticket, error)
+            case frames.Tokens(ticket, token_ids):
+                self._tokenizing.answer(ticket, blocks.from_bytes(token_ids))
             case frames.Embeddings(ticket, reply):
-                self._take_embeddings(ticket, reply)
+                self._embedding.answer(ticket, reply)
             case frames.SteppedAlone(number):
                 self._blame.stepped_alone(self, number)
             case frames.Loading(fraction):
@@ -325,7 +285,7 @@ class ChildEngine:
         if output.end is None:
             self._withdraw(output.seq_no)
         if generation.finished_by in (End.STOP_TOKEN, End.LENGTH):
-            self._duration_s += 0.2 * (now - generation.accepted_at - self._duration_s)
+            self.places.ended(now - generation.accepted_at)
         self._ended(output.seq_no)
 
     def _withdraw(self, number: int) -> None:
@@ -339,22 +299,8 @@ class ChildEngine:
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if not self._generations and not self._releasing and not self._embeds:
+        if not self._generations and not self._releasing and not self._embedding:
             self._idle.set()
-
-    def _take_tokens(self, ticket: int, token_ids: bytes, error: errors.Error | None) -> None:
-        future = self._tickets.get(ticket)
-        if future is None or future.done():
-            return
-        if error is not None:
-            future.set_exception(errors.RequestError(error))
-        else:
-            future.set_result(blocks.from_bytes(token_ids))
-
-    def _take_embeddings(self, ticket: int, reply: internal.Embedded) -> None:
-        future = self._embeds.get(ticket)
-        if future is not None and not future.done():
-            future.set_result(reply)
 
     def _lost(self) -> None:
         """The other side is gone: every open stream gets its terminal now."""
@@ -381,7 +327,8 @@ class ChildEngine:
                 self._log.error("request_crashes_engine", request_id=generation.request.key)
                 generation.fail(errors.Code.REQUEST_CRASHES_ENGINE, now)
                 self._ended(number)
-        self._fail_tickets()
+        self._tokenizing.lose()
+        self._embedding.lose()
         self._note_idle()
         self.on_step()
 
@@ -394,15 +341,10 @@ class ChildEngine:
         self._releasing.clear()
         known = self._load
         self._load = messages.Load(free_blocks=known.free_blocks + known.used_blocks + known.cached_blocks)
-        self._fail_tickets()
+        self._tokenizing.lose()
+        self._embedding.lose()
         self._note_idle()
         self.on_step()
-
-    def _fail_tickets(self) -> None:
-        waiting: list[asyncio.Future[Any]] = [*self._tickets.values(), *self._embeds.values()]
-        for future in waiting:
-            if not future.done():
-                future.set_exception(errors.request_error(errors.Code.WORKER_LOST))
 
 
 def _add(number: int, generation: Generation) -> frames.Add:

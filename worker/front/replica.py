@@ -71,7 +71,7 @@ class Replica:
         if self.front is not None:
             self.front.adopt(settings.front)
         if self._supervisor is not None and self._supervisor.engine is not None:
-            self._supervisor.engine.max_waiting = settings.max_waiting
+            self._supervisor.engine.places.max_waiting = settings.max_waiting
 
     async def run(self) -> None:
         """Until drained. Raises EngineStartError for a model that can't be served, ReplacedError when another worker
