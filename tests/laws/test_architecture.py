@@ -1,6 +1,7 @@
 """The laws of the architecture: who may import whom, and what pure code may not touch."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -94,7 +95,8 @@ def sources() -> list[Path]:
     return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-def imports(path: Path) -> set[str]:
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """Top-level names of all modules that a file imports, anywhere in it."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -102,7 +104,7 @@ def imports(path: Path) -> set[str]:
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module.partition(".")[0])
-    return names
+    return frozenset(names)
 
 
 def name(path: Path) -> str:
