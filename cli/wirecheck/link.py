@@ -59,6 +59,8 @@ class Link:
     def __init__(self, client: _Client) -> None:
         self._client = client
         self._forbidden: list[str] = []
+        self._refused = asyncio.Event()
+        """Set and cleared at once, whenever the broker has refused something."""
 
     def __repr__(self) -> str:
         return f"<Link {'up' if self._client.is_connected else 'down'}, {len(self._forbidden)} forbidden>"
@@ -123,12 +125,19 @@ class Link:
                 return refusal
         return None
 
+    async def until_forbidden(self, subjects: set[str]) -> None:
+        """Returns when the broker has refused one of those subjects, which may become more meanwhile."""
+        while self.why_forbidden(subjects) is None:
+            await self._refused.wait()
+
     async def close(self) -> None:
         await self._client.close()
 
     async def _note(self, error: Exception) -> None:
         if "permissions violation" in (text := str(error).lower()):
             self._forbidden.append(text.removeprefix("nats: "))
+            self._refused.set()
+            self._refused.clear()
 
 
 async def _nothing(message: Msg) -> None:
