@@ -9,7 +9,7 @@ import pytest
 from tests.support.system import command, environment
 
 CONVERSATIONS = (
-    "conversations:requests=120,rate=10,turns=6,output_tokens=48",
+    "conversations:requests=120,rate=10,turns=6,output_tokens=48,think_s=6",
     *("--workers", "3", "--block-size", "16", "--kv-blocks", "2048", "--max-num-seqs", "32", "--policy", "kv"),
 )
 
