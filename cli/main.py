@@ -3,10 +3,31 @@
 import argparse
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
-from cli import askers, config, servers
+from cli import config
 from cli.family import EXIT_REFUSED
+
+_COMMANDS = {
+    "up": "run everything on this machine, in the foreground",
+    "worker": "run one worker",
+    "router": "run one router",
+    "gateway": "run one gateway: the OpenAI-compatible HTTP API",
+    "generate": "ask for a completion and stream it",
+    "embed": "make embeddings of texts, one line of JSON each",
+    "models": "list what is being served",
+    "chat": "talk with a model",
+    "top": "watch the fleet: load, blocks, tokens per second",
+    "doctor": "look at broker, models, ports and fleet, and say what to mend",
+    "health": "say whether the process at a metrics port does its work",
+    "cancel": "cancel a running request",
+    "load": "have a running worker load one more model",
+    "unload": "have a worker finish its requests and give its memory back",
+    "replay": "play a trace on a simulated fleet, policies side by side",
+    "bench": "put load on a running system and measure it",
+    "wire-check": "hold a running system against the wire's rules",
+}
 
 
 def main() -> None:
@@ -26,7 +47,7 @@ def main() -> None:
 
 def _options(arguments: list[str]) -> argparse.Namespace:
     """What the command line says, and, of a server process, its variables and its file. Raises ValueError."""
-    parser, commands = _parser()
+    parser, commands = _parser(arguments[:1])
     if not arguments or arguments[0] not in config.SECTIONS:
         return parser.parse_args(arguments)
     command = commands[arguments[0]]
@@ -42,8 +63,8 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 def _config(options: argparse.Namespace) -> int:
     """Checks a file, or shows what a process would be given."""
-    _, commands = _parser()
     sections = [options.section] if options.section else list(config.SECTIONS)
+    _, commands = _parser(sections)
     try:
         tables = config.read(options.file) if options.file else {}
         found = {name: config.apply(commands[name], name, tables, str(options.file or "")) for name in sections}
@@ -57,14 +78,18 @@ def _config(options: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser, and those of its commands."""
+def _parser(
+    asked: Collection[str] = tuple(_COMMANDS),
+) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and those of its commands; only the commands that are asked for have their flags."""
     parser = argparse.ArgumentParser(
         prog="tokenbus", description="LLM inference workers behind a NATS broker.", allow_abbrev=False
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    servers.add(commands)
-    askers.add(commands)
+    for name, text in _COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        if name in asked:
+            _add_flags(name, command)
     for name in config.SECTIONS:
         commands.choices[name].add_argument(
             "--config",
@@ -77,6 +102,23 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     settings.add_argument("--file", type=Path, default=os.environ.get(config.FILE_VARIABLE), help="the file")
     settings.set_defaults(run=_config)
     return parser, dict(commands.choices)
+
+
+def _add_flags(name: str, parser: argparse.ArgumentParser) -> None:
+    """Imports the code of a command, and of those like it: half a second that the others need not wait for."""
+    match name:
+        case "up" | "worker" | "router" | "gateway":
+            from cli import servers
+
+            servers.FLAGS[name](parser)
+        case "doctor" | "replay" | "bench" | "wire-check":
+            from cli import measurers
+
+            measurers.FLAGS[name](parser)
+        case _:
+            from cli import askers
+
+            askers.FLAGS[name](parser)
 
 
 if __name__ == "__main__":

@@ -23,14 +23,6 @@ from worker.front.front import ReplacedError
 Settings = TypeVar("Settings")
 
 
-def add(commands: Any) -> None:
-    """Their parsers."""
-    _add_up(commands.add_parser("up", help="run everything on this machine, in the foreground"))
-    _add_worker(commands.add_parser("worker", help="run one worker"))
-    _add_router(commands.add_parser("router", help="run one router"))
-    _add_gateway(commands.add_parser("gateway", help="run one gateway: the OpenAI-compatible HTTP API"))
-
-
 def _add_up(parser: argparse.ArgumentParser) -> None:
     worker.add_model(parser)
     parser.add_argument("--workers", type=kinds.at_least(1), default=2, help="worker replicas (%(default)s)")
@@ -240,3 +232,7 @@ def _loop_factory() -> Any:
     import uvloop
 
     return uvloop.new_event_loop
+
+
+FLAGS = {"up": _add_up, "worker": _add_worker, "router": _add_router, "gateway": _add_gateway}
+"""What gives the parser of each command its flags."""

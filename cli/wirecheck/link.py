@@ -37,7 +37,8 @@ Taker = Callable[[Received], None]
 
 
 class _Client(handshake.Client):
-    """Hands messages over as they are read: nats-py's own callbacks keep the order only within a subscription."""
+    """Hands messages over as they are read, and leaves none to nats-py: its callbacks keep the order only within a
+    subscription, and cost as much again."""
 
     def __init__(self, settings: connection.Settings) -> None:
         super().__init__(settings.url, settings.credentials, settings.tls)
@@ -46,12 +47,10 @@ class _Client(handshake.Client):
 
     def _build_message(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
-    ) -> Msg | None:
+    ) -> None:
         self._num_received += 1
         if (take := self.takers.get(sid)) is not None:
             take(Received(self._num_received, time.monotonic(), subject.decode(), data, headers or {}))
-        message: Msg | None = super()._build_message(sid, subject, reply, data, headers)
-        return message
 
 
 class Link:
@@ -60,6 +59,8 @@ class Link:
     def __init__(self, client: _Client) -> None:
         self._client = client
         self._forbidden: list[str] = []
+        self._refused = asyncio.Event()
+        """Set and cleared at once, whenever the broker has refused something."""
 
     def __repr__(self) -> str:
         return f"<Link {'up' if self._client.is_connected else 'down'}, {len(self._forbidden)} forbidden>"
@@ -124,12 +125,19 @@ class Link:
                 return refusal
         return None
 
+    async def until_forbidden(self, subjects: set[str]) -> None:
+        """Returns when the broker has refused one of those subjects, which may become more meanwhile."""
+        while self.why_forbidden(subjects) is None:
+            await self._refused.wait()
+
     async def close(self) -> None:
         await self._client.close()
 
     async def _note(self, error: Exception) -> None:
         if "permissions violation" in (text := str(error).lower()):
             self._forbidden.append(text.removeprefix("nats: "))
+            self._refused.set()
+            self._refused.clear()
 
 
 async def _nothing(message: Msg) -> None:

@@ -12,7 +12,9 @@ _TIMEOUT_MS = 250
 _GONE_S = 4.5
 """Two seconds up to the chunk that makes sure, then its notice; and time for a busy machine."""
 _NUM_GONE = 12
-"""Enough that none of them is answered in full before the others are missed."""
+"""Enough that none of them is answered in full before it is missed."""
+_BY_THEN = 16
+"""Tokens of the first, when all speak that the worker has room for. The others would have to wait for these."""
 
 
 async def cancelled(probe: Probe) -> None:
@@ -72,9 +74,12 @@ async def deadline(probe: Probe) -> None:
 async def gone(probe: Probe) -> None:
     """A client that has gone has its requests cancelled within a few seconds."""
     routing = {"worker_id": probe.served.worker_ids[0]} if probe.served.worker_ids else {}
-    live = [await probe.live(routing=routing) for _ in range(_NUM_GONE)]
-    for answer in live:
-        await probe.stop_listening(answer)
+    asked = [await probe.send(probe.long_request(routing=routing)) for _ in range(_NUM_GONE)]
+    await asked[0].tokens(_BY_THEN)
+    live = [answer for answer in asked if answer.num_tokens]
+    expect(bool(live), "none of them has spoken")
+    await asyncio.gather(*(probe.stop_listening(answer) for answer in live))
+    await asyncio.gather(*(probe.cancel(answer) for answer in asked if answer not in live))
     await asyncio.sleep(_GONE_S)
     reasons = await asyncio.gather(*(_how_it_ended(probe, answer) for answer in live))
     if set(reasons) == {"length"}:

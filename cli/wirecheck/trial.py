@@ -41,9 +41,18 @@ async def try_all(rules: Sequence[Rule], make_probe: Callable[[], Probe], timeou
 async def try_one(rule: Rule, probe: Probe, timeout_s: float) -> Outcome:
     """Never raises: a rule that can't be tried to its end is broken, and says why."""
     began = time.monotonic()
-    verdict, reason = await _judge(rule, probe, timeout_s)
+    judging = asyncio.create_task(_judge(rule, probe, timeout_s))
+    refusal = asyncio.create_task(probe.link.until_forbidden(probe.touched))
+    try:
+        await asyncio.wait((judging, refusal), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        judging.cancel()
+        refusal.cancel()
+        await asyncio.wait((judging, refusal))
     if forbidden := probe.link.why_forbidden(probe.touched):  # what seems to hold may only not have been heard
         verdict, reason = Verdict.SKIPPED, f"the broker says {forbidden}"
+    else:
+        verdict, reason = judging.result()
     with contextlib.suppress(nats.errors.Error):  # the connection may be what has failed
         await probe.close()
     return Outcome(rule.name, verdict, reason, (time.monotonic() - began) * 1e3)

@@ -14,7 +14,7 @@ from worker import contract
 
 @pytest.fixture
 async def engine() -> AsyncIterator[contract.Engine]:
-    settings = msgspec.structs.replace(DEMO, threads=2, max_num_seqs=64, kv_tokens=8192)
+    settings = msgspec.structs.replace(DEMO, max_num_seqs=64, kv_tokens=8192)
     engine = demo_engine(settings)
     await engine.start("demo")
     yield engine

@@ -9,7 +9,7 @@ import pytest
 from tests.support.system import command, environment
 
 CONVERSATIONS = (
-    "conversations:requests=120,rate=10,turns=6,output_tokens=48",
+    "conversations:requests=120,rate=10,turns=6,output_tokens=48,think_s=6",
     *("--workers", "3", "--block-size", "16", "--kv-blocks", "2048", "--max-num-seqs", "32", "--policy", "kv"),
 )
 
@@ -22,10 +22,11 @@ def replay(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 def test_a_replay_is_the_same_twice_to_the_last_byte_and_draws_its_plots(tmp_path: Path) -> None:
     written = []
-    for name in ("one", "two"):
+    for name, jobs in (("one", "2"), ("two", "1")):
         path = tmp_path / f"{name}.json"
         plots = tmp_path / f"{name}.html"
-        done = replay(*CONVERSATIONS, "--policy", "kv,random", "--json", str(path), "--html", str(plots))
+        chosen = ("--policy", "kv,random", "--jobs", jobs, "--json", str(path), "--html", str(plots))
+        done = replay(*CONVERSATIONS, *chosen)
         assert done.returncode == 0, done.stderr
         assert "hit rate" in done.stdout
         assert plots.read_text().count("<svg") == 5

@@ -1,6 +1,7 @@
 """The laws of the architecture: who may import whom, and what pure code may not touch."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -95,7 +96,8 @@ def sources() -> list[Path]:
     return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-def imports(path: Path) -> set[str]:
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """Top-level names of all modules that a file imports, anywhere in it."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -103,7 +105,7 @@ def imports(path: Path) -> set[str]:
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module.partition(".")[0])
-    return names
+    return frozenset(names)
 
 
 def name(path: Path) -> str:
@@ -160,8 +162,20 @@ def test_only_the_subjects_module_puts_subjects_together() -> None:
         assert "tokenbus.v1" not in path.read_text(), name(path)
 
 
-def test_a_command_that_only_asks_waits_for_no_engine_and_no_web_server() -> None:
-    heavy = ("llama_cpp", "onnx", "onnxruntime", "uvicorn", "starlette", "huggingface_hub", "torch")
-    code = f"import sys, cli.main; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+def imported_by(code: str) -> set[str]:
+    """The modules that a fresh process has imported after that."""
+    whole = f"import sys; from cli import main; {code}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_no_command_waits_for_an_engine_or_a_web_server_before_it_has_read_its_flags() -> None:
+    heavy = {"llama_cpp", "onnx", "onnxruntime", "uvicorn", "starlette", "huggingface_hub", "torch"}
+    assert not imported_by("main._parser()") & heavy
+
+
+def test_a_command_that_only_asks_waits_for_nothing_that_serves_or_measures() -> None:
+    heavy = {"numpy", "cli.servers", "cli.measurers", "worker.contract", "router.fleet", "gateway.settings"}
+    assert not imported_by("from cli import askers; main._parser(askers.FLAGS)") & heavy
+    assert heavy <= imported_by("main._parser()")

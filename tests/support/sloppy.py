@@ -1,6 +1,7 @@
 """A system that answers everything, and all of it wrongly: what a checker of the wire must not let pass."""
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -31,7 +32,8 @@ class Sloppy:
 
     def __init__(self, connection: Nats) -> None:
         self._nats = connection
-        self._last_reply = "nowhere"
+        self._replies = {"": "nowhere"}
+        """Reply subjects by request id; of a request without one that can be read, the last."""
         self._beat = asyncio.create_task(self._speak())
 
     @classmethod
@@ -65,17 +67,19 @@ class Sloppy:
         await self._nats.subscribe(f"{PREFIX}.{subject}", cb=answer)
 
     async def _generate(self, message: Msg) -> None:
-        self._last_reply = message.reply or "nowhere"
-        await self._stream()
+        request_id = ""
+        with contextlib.suppress(ValueError, AttributeError, RecursionError):
+            request_id = str(json.loads(message.data).get("id", ""))
+        self._replies[request_id] = message.reply or "nowhere"
+        await self._stream(self._replies[request_id])
 
-    async def _stream(self) -> None:
+    async def _stream(self, reply: str) -> None:
         for chunk in _STREAM:
-            await self._nats.publish(self._last_reply, json.dumps(chunk).encode(), headers={"X-Sloppy": "yes"})
+            await self._nats.publish(reply, json.dumps(chunk).encode(), headers={"X-Sloppy": "yes"})
 
     async def _resync(self, message: Msg) -> None:
-        """Of whatever stream was asked for last."""
         await self._nats.publish(message.reply or "nowhere", b'{"found": true}')
-        await self._stream()
+        await self._stream(self._replies.get(message.subject.rpartition(".")[2], self._replies[""]))
 
     async def _card(self, _: Msg) -> None:
         await self._nats.publish(f"{PREFIX}.card.other.{WORKER}", msgspec.msgpack.encode(_CARD))
