@@ -10,6 +10,7 @@ QUESTIONS = {
     "sink_or_iterator": ("bench.sink_or_iterator",),
     "first_chunk": ("bench.first_chunk",),
     "front_cpu": ("bench.front_cpu",),
+    "watching": ("bench.watching",),
     "decode_1": ("bench.decode", "--streams", "1"),
     "decode_8": ("bench.decode", "--streams", "8"),
     "conversation": ("bench.conversation",),

@@ -14,7 +14,7 @@ RUN python3 -m venv /opt/tokenbus \
  && wheel=$(/opt/tokenbus/bin/python deploy/llama_cpp_wheel.py 0.3.36) \
  && /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt "$wheel"
 COPY . .
-RUN /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt .
+RUN /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt '.[traces]'
 
 FROM nvidia/cuda:${CUDA}-cudnn-runtime-ubuntu24.04
 RUN apt-get update && apt-get install -y --no-install-recommends python3 libgomp1 && rm -rf /var/lib/apt/lists/*

@@ -16,7 +16,7 @@ COPY . .
 # onnxruntime without CUDA: a fifth of the size.
 RUN sed -i 's/^onnxruntime-gpu==/onnxruntime==/' constraints.txt \
  && sed -i 's/"onnxruntime-gpu>=/"onnxruntime>=/' pyproject.toml \
- && /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt .
+ && /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt '.[traces]'
 
 FROM ${BASE}
 RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
