@@ -183,8 +183,9 @@ async def test_load_is_spread_over_both_workers(bare: Bare, policy: str) -> None
     await nothing_runs(bare)
     body = {"prompt": "Once", "max_tokens": 40, "ignore_eos": True, "routing": {"policy": policy}}
     answers = [await bare.generate(body) for _ in range(12)]
-    await asyncio.gather(*(answer.terminal() for answer in answers))
-    by_worker = [answer.messages[0]["worker_id"] for answer in answers]
+    ends = await asyncio.gather(*(answer.terminal() for answer in answers))
+    assert {end["finish_reason"] for end in ends} == {"length"}
+    by_worker = [end["worker_id"] for end in ends]
     assert 4 <= by_worker.count("worker-1") <= 8
 
 
