@@ -160,7 +160,7 @@ async def test_a_request_can_be_pinned_to_a_worker(bare: Bare) -> None:
         for _ in range(3):
             body = {"prompt": "12 + 30 =", "max_tokens": 1, "routing": {"worker_id": worker_id}}
             answer = await bare.ask(body)
-            assert answer.messages[0]["worker_id"] == worker_id
+            assert answer.messages[-1]["worker_id"] == worker_id
     lost = await bare.ask({"prompt": "12", "routing": {"worker_id": "worker-9"}})
     assert lost.messages[-1]["error"]["code"] == "no_worker"
 
