@@ -71,7 +71,6 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_logs(parser: argparse.ArgumentParser) -> None:
-    """The engine's process takes both from the variables."""
     for flag, variable, names, text in (
         ("--log-level", logs.LEVEL_VARIABLE, tuple(logs.LEVELS), "the least that is logged"),
         ("--log-format", logs.FORMAT_VARIABLE, logs.FORMATS, "lines of JSON, or readable ones as on a terminal"),
@@ -209,10 +208,8 @@ def _run(
     serve: Callable[[Settings, Callable[[], Settings]], Coroutine[Any, Any, None]],
 ) -> int:
     """A server process: what stops it, wrong settings included, is one line that says what to do."""
-    for variable, value in ((logs.LEVEL_VARIABLE, options.log_level), (logs.FORMAT_VARIABLE, options.log_format)):
-        if value:
-            os.environ[variable] = value
-    again = Reread(process, options, make, logs.configure(process))
+    level = logs.configure(process, logs.Settings(options.log_level or "", options.log_format or ""))
+    again = Reread(process, options, make, level)
     try:
         settings = make(options)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:

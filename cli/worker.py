@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cli import reach
 from demo import MODEL_PATH
-from protocol import status, subjects
+from protocol import logs, status, subjects
 from worker.engine import weights
 from worker.engine.settings import EngineSettings, OnnxSettings, Pressure
 from worker.front.settings import FrontSettings, ServedModel, WorkerSettings
@@ -123,6 +123,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         prefix=options.prefix,
         worker_id=options.worker_id,
         status_page=status.Settings(options.metrics_host, options.metrics_port),
+        log=logs.Settings(options.log_level or "", options.log_format or ""),
         otlp_traces_endpoint=options.otlp_traces_endpoint,
         vllm_metrics=options.vllm_metrics,
         front=FrontSettings(

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from typing import NamedTuple
 
 import msgspec
 import structlog
@@ -35,12 +36,25 @@ class Level:
         return line
 
 
-def configure(process: str) -> Level:
-    """Sends logs to standard error: JSON unless that is a terminal. Level: variable TOKENBUS_LOG (default info).
+class Settings(NamedTuple):
+    """What is empty is taken from the variables; without those it is lines of `info`, as JSON unless on a terminal."""
 
-    `process` is bound to every line."""
-    level = Level(os.environ.get(LEVEL_VARIABLE, "info"))
-    form = os.environ.get(FORMAT_VARIABLE, "console" if sys.stderr.isatty() else "json")
+    level: str = ""
+    form: str = ""
+
+    def variables(self) -> dict[str, str]:
+        """Has a child process log alike."""
+        pairs = ((LEVEL_VARIABLE, self.level), (FORMAT_VARIABLE, self.form))
+        return {variable: value for variable, value in pairs if value}
+
+
+DEFAULTS = Settings()
+
+
+def configure(process: str, settings: Settings = DEFAULTS) -> Level:
+    """Sends logs to standard error, with `process` bound to every line; gives what changes their level."""
+    level = Level(settings.level or os.environ.get(LEVEL_VARIABLE, "info"))
+    form = settings.form or os.environ.get(FORMAT_VARIABLE, "console" if sys.stderr.isatty() else "json")
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
         if form == "console"

@@ -88,3 +88,12 @@ def test_all_that_may_change_are_settings_and_on_the_page(command: str) -> None:
     row = page.partition("Settings that change while serving")[2].partition(f"\n| {command} | ")[2].partition("\n")[0]
     assert set(re.findall(r"`([a-z-]+)`", row)) == {name.replace("_", "-") for name in CHANGEABLE[command]}
     assert CHANGEABLE[command] <= vars(main._options([command, *needed])).keys()
+
+
+def test_a_level_that_is_taken_out_of_the_file_is_the_usual_one_again(file: Path) -> None:
+    file.write_text('[router]\nlog-level = "error"\n')
+    level = logs.Level("error")
+    again = Reread("router", main._options(["router", "--config", str(file)]), servers._router_settings, level)
+    file.write_text("[router]\n")
+    again()
+    assert level._least == logging.INFO

@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from worker.engine import frames
@@ -41,7 +43,9 @@ class Link(Protocol):
 class EngineProcess:
     """The engine process of a front: there is one while there are replicas. It can't outlive its front."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`variables` of its environment beside the front's own."""
+        self._variables = variables
         self._running: _Running | None = None
         self._starting = asyncio.Lock()
         self._last_number = 0
@@ -53,7 +57,7 @@ class EngineProcess:
         """Has a replica loaded, in a new process if there is none. Raises EngineDiedError."""
         async with self._starting:
             if self._running is None or self._running.is_ending:
-                self._running = await _start()
+                self._running = await _start(self._variables)
             self._last_number += 1
             return self._running.open(self._last_number, settings)
 
@@ -141,7 +145,7 @@ class _Running:
         return f"engine process {self.pid} exited with status {status}"
 
 
-async def _start() -> _Running:
+async def _start(variables: Mapping[str, str]) -> _Running:
     ours, theirs = socket.socketpair()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -152,7 +156,7 @@ async def _start() -> _Running:
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
-            env={_MALLOC: "glibc.malloc.hugetlb=1"} | os.environ,
+            env={_MALLOC: "glibc.malloc.hugetlb=1"} | os.environ | dict(variables),
         )
     except BaseException:
         ours.close()

@@ -44,7 +44,7 @@ class Worker:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
-        self._process = EngineProcess()
+        self._process = EngineProcess(settings.log.variables())
         self._metrics = WorkerMetrics()
         self._name = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self._traces = traces.make(settings.otlp_traces_endpoint, "worker", self._name)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from protocol import connection as nats
-from protocol import internal, slow, status, subjects
+from protocol import internal, logs, slow, status, subjects
 from worker.engine.settings import EngineSettings
 
 Say = Callable[[internal.ControlReply], None]
@@ -48,6 +48,8 @@ class WorkerSettings:
     where absent."""
     front: FrontSettings = dataclasses.field(default_factory=FrontSettings)
     status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
+    log: logs.Settings = logs.DEFAULTS
+    """How its engine process logs."""
     otlp_traces_endpoint: str = ""
     """Where spans of requests are sent; nowhere where empty."""
     vllm_metrics: bool = False
