@@ -123,7 +123,7 @@ def _converted(action: argparse.Action, value: object, what: str) -> object:
 
 def _typed(action: argparse.Action, value: object, what: str) -> object:
     if isinstance(value, dict | list | bool):
-        raise ValueError(f"{what} must be one value, got {value}")
+        raise ValueError(f"{what} must be one value, and no list or table")  # it may be a secret
     try:
         return action.type(str(value)) if callable(action.type) else str(value)
     except argparse.ArgumentTypeError as error:

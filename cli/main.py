@@ -1,6 +1,8 @@
 """The `tokenbus` command: parses the arguments and hands over to the part that was asked for."""
 
 import argparse
+import contextlib
+import io
 import os
 import sys
 from collections.abc import Collection
@@ -57,8 +59,18 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     settings = config.apply(command, arguments[0], config.read(Path(path)) if path else {}, path)
     options = parser.parse_args(arguments)
     config.complete(options, command, settings)
-    options.reread = lambda: _options(arguments)
+    options.reread = lambda: _again(arguments)
     return options
+
+
+def _again(arguments: list[str]) -> argparse.Namespace:
+    """The same, of a process that runs: what would end it at its start is a ValueError here."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return _options(arguments)
+    except SystemExit as error:
+        raise ValueError(said.getvalue().strip().rpartition("\n")[2]) from error
 
 
 def _config(options: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -208,6 +209,8 @@ def _run(
     serve: Callable[[Settings, Callable[[], Settings]], Coroutine[Any, Any, None]],
 ) -> int:
     """A server process: what stops it, wrong settings included, is one line that says what to do."""
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it serves and reads its settings again then
     level = logs.configure(process, logs.Settings(options.log_level or "", options.log_format or ""))
     again = Reread(process, options, make, level)
     try:

@@ -123,6 +123,7 @@ class Client:
         request = request or _request_of(fields)
         if request.id is None:
             request = codec.replaced(request, id=secrets.token_urlsafe(16))
+        self._names.generate(model, self._tenant)  # raises what it has to before there is a span
         span = self._begin_span(model, request, headers)
         stream = Stream(request, self._encoding, _Line(self, model), time.monotonic(), span)
         self._send(stream, model, request)

@@ -1,7 +1,9 @@
 """`POST /v1/chat/completions`: one request from its body to its last event."""
 
+import functools
 import secrets
 import time
+from collections.abc import Callable
 
 import structlog
 from starlette.requests import Request
@@ -60,8 +62,8 @@ class Chat:
         tenant = self._tenants.of(request)
         journal.tenant(tenant.name)
         wanted = await self._read(request, journal, request_id)
-        stream = tenant.client.generate(wanted.model, wanted.request, headers=span.headers())
-        await body.unless_gone(request.receive, self._answer(stream, wanted, reply, journal))
+        ask = functools.partial(tenant.client.generate, wanted.model, wanted.request, headers=span.headers())
+        await body.unless_gone(request.receive, self._answer(ask, wanted, reply, journal))
 
     async def _read(self, request: Request, journal: Journal, request_id: str) -> asked.Asked:
         """What is asked for; nothing else holds the body while it is answered."""
@@ -70,7 +72,8 @@ class Chat:
         journal.came(wanted, len(payload))
         return wanted
 
-    async def _answer(self, stream: Stream, wanted: asked.Asked, reply: Reply, journal: Journal) -> None:
+    async def _answer(self, ask: Callable[[], Stream], wanted: asked.Asked, reply: Reply, journal: Journal) -> None:
+        stream = ask()
         heading = told.Heading(f"chatcmpl-{stream.request_id}", int(time.time()), wanted.model)
         with self._door.holding(stream):
             async with stream:  # leaving it cancels the request

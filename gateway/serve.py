@@ -49,18 +49,20 @@ async def serve(settings: GatewaySettings, again: Callable[[], GatewaySettings])
         tenants = await Tenants.over(connection, settings, traced)
         stack.push_async_callback(tenants.own.close)
         application = app.make(Chat(door, tenants, connection, measured, traced), Pages(door, tenants, connection))
-        adopted = Adopted(settings, door, tenants)
+        server = status_server.QuietServer(_config(settings, application))
+        adopted = Adopted(settings, door, tenants, server.config)
         reload.on_hangup(again, adopted.adopt)
-        await _run(adopted, application, listening, connection, door, leave)
+        await _run(adopted, server, listening, connection, door, leave)
 
 
 class Adopted:
     """What of a gateway's settings may change while it serves."""
 
-    def __init__(self, settings: GatewaySettings, door: Door, tenants: Tenants) -> None:
+    def __init__(self, settings: GatewaySettings, door: Door, tenants: Tenants, server: uvicorn.Config) -> None:
         self.settings = settings
         self._door = door
         self._tenants = tenants
+        self._server = server
         self._using: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -69,6 +71,8 @@ class Adopted:
     def adopt(self, settings: GatewaySettings) -> None:
         self.settings = settings
         self._door.set(settings.max_requests)
+        self._server.limit_concurrency = _most_connections(settings)
+        self._server.timeout_graceful_shutdown = _patience_s(settings)
         self._using = asyncio.get_running_loop().create_task(self._tenants.use(settings.keys))
 
 
@@ -84,18 +88,16 @@ def _socket(settings: GatewaySettings) -> socket.socket:
 
 async def _run(
     adopted: Adopted,
-    application: ASGIApp,
+    server: uvicorn.Server,
     listening: socket.socket,
     broker: Bus,
     door: Door,
     leave: asyncio.Event,
 ) -> None:
     url = listen.url_of(listening)
-    settings = adopted.settings
-    server = status_server.QuietServer(_config(settings, application))
     serving = asyncio.create_task(server.serve([listening]))
     others = [asyncio.create_task(life) for life in (_wait(leave), broker.until_refused())]
-    structlog.get_logger().info("gateway_ready", url=url, max_requests=settings.max_requests)
+    structlog.get_logger().info("gateway_ready", url=url, max_requests=adopted.settings.max_requests)
     print(f"tokenbus: the gateway serves {url}", flush=True)
     try:
         await asyncio.wait([serving, *others], return_when=asyncio.FIRST_COMPLETED)
@@ -126,7 +128,17 @@ def _config(settings: GatewaySettings, application: ASGIApp) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=2 * settings.max_requests + 64,  # connections, those that ask for nothing included
+        limit_concurrency=_most_connections(settings),
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=round(settings.grace_s) + _AFTER_GRACE_S,
+        timeout_graceful_shutdown=_patience_s(settings),
     )
+
+
+def _most_connections(settings: GatewaySettings) -> int:
+    """Those that ask for nothing included."""
+    return 2 * settings.max_requests + 64
+
+
+def _patience_s(settings: GatewaySettings) -> int:
+    """For connections that are open when the gateway leaves."""
+    return round(settings.grace_s) + _AFTER_GRACE_S

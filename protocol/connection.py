@@ -72,6 +72,8 @@ class Settings:
 
     def check(self) -> None:
         """Raises ValueError for what contradicts itself, and for files that are no good."""
+        if "," in self.url:
+            raise ValueError("--nats takes one URL; the broker tells of the others of its cluster by itself")
         self.credentials.check()
         if self.tls.is_wanted:
             self.tls.context()
@@ -373,7 +375,7 @@ def unreached(settings: Settings, error: Exception, otherwise: str) -> Connectio
 
 def without_secrets(url: str) -> str:
     """A broker's URL as it may be shown."""
-    scheme, mark, rest = url.rpartition("://")
+    scheme, mark, rest = url.partition("://") if "://" in url else ("", "", url)
     return scheme + mark + rest.rpartition("@")[2]
 
 

@@ -89,5 +89,6 @@ def _lines(path: str) -> list[str]:
 
 
 def _jwt_of(lines: list[str]) -> str:
-    """The line below its heading."""
-    return next((jwt for heading, jwt in itertools.pairwise(lines) if _JWT_BEGINS in heading), "")
+    """The line below its heading, if it looks like one."""
+    below = (line for heading, line in itertools.pairwise(lines) if _JWT_BEGINS in heading)
+    return next((line for line in below if line.count(".") == 2), "")

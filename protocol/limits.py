@@ -28,8 +28,8 @@ RENDER_WALL_S = 10.0
 """And how long that may take where the machine is busy with other things."""
 RENDER_BYTES = 1 << 30
 """Address space of the process that renders."""
-MAX_RENDERED_CHARS = 16 * 1024 * 1024
-"""The longest prompt that a chat template may make."""
+RENDERED_GROWTH = 4
+"""Characters that a chat template may make of each byte of a conversation, and as many more as it may have itself."""
 MESSAGE_RESERVE_BYTES = 4 * 1024
 """What a message may need beyond its body: subject, reply subject and headers."""
 

@@ -4,6 +4,7 @@ What its SDK reads from variables holds: OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER,
 Needs the extra `traces`."""
 
 import asyncio
+import contextvars
 import logging
 import threading
 import time
@@ -67,7 +68,9 @@ class Exported:
     At most 2,048 wait to be sent (OTEL_BSP_MAX_QUEUE_SIZE); what is more, or can't be sent, is lost."""
 
     def __init__(self, endpoint: str, process: str, instance: str) -> None:
-        resource = Resource.create({"service.name": f"tokenbus-{process}", "service.instance.id": instance})
+        resource = Resource.create({"service.instance.id": instance})
+        if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):  # no variable names it
+            resource = resource.merge(Resource({"service.name": f"tokenbus-{process}"}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=_EXPORT_S)))
         self._tracer = self._provider.get_tracer("tokenbus")
@@ -139,11 +142,15 @@ class _Structured(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._said_at = float("-inf")
+        self._context = contextvars.copy_context()  # it is told on a thread, which knows nothing of the process
 
     def emit(self, record: logging.LogRecord) -> None:
         if time.monotonic() - self._said_at >= _SAY_AGAIN_S:
             self._said_at = time.monotonic()
-            structlog.get_logger().warning("traces_not_sent", error=record.getMessage()[:500])
+            self._context.run(self._say, record.getMessage()[:500])
+
+    def _say(self, problem: str) -> None:
+        structlog.get_logger().warning("traces_not_sent", error=problem)
 
 
 def _log_as_we_do() -> None:

@@ -4,6 +4,7 @@ The sandbox keeps it from the machine, but not from computing for ever, or from 
 expression. So the process that renders is given little of both, and is ended by the kernel where it wants more."""
 
 import contextlib
+import os
 import resource
 import signal
 import socket
@@ -13,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -45,7 +47,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 class Rendered(msgspec.Struct, frozen=True, kw_only=True):
     pieces: Pieces = []
     error: errors.Error | None = None
-    malformed: str | None = None
+    malformed: str = ""
     """Why the template can't be used at all."""
 
 
@@ -55,6 +57,10 @@ _jobs = msgspec.msgpack.Decoder(Job)
 _answers = msgspec.msgpack.Decoder(Rendered)
 
 
+class TooLongError(Exception):
+    """A template took more time than it has."""
+
+
 class Renderer:
     """Renders one template. Safe to use from several threads, which take turns; blocks for as long as it takes."""
 
@@ -62,19 +68,22 @@ class Renderer:
         self._setup = setup
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        self._end: Callable[[], object] = lambda: None
+        self._end: Callable[[], int | None] = lambda: None
+        self._malformed = ""
+        """Why the template can never be used; nobody tries again."""
 
     def __repr__(self) -> str:
         return f"<Renderer {'not started' if self._socket is None else 'started'}>"
 
     def start(self) -> None:
-        """Has its process at hand. Raises ValueError for a template that is malformed."""
+        """Has its process at hand. Raises ValueError for a template that is malformed, and OSError where there can be
+        no process now."""
         with self._lock:
             self._open()
 
     def render(self, conversation: list[messages.ChatMessage], arguments: dict[str, Any] | None) -> Pieces:
-        """Raises RequestError(invalid_request) where the template refuses the conversation or takes too much of the
-        machine for it, and RequestError(unsupported) where it is malformed."""
+        """Raises RequestError: invalid_request where the template refuses the conversation or takes too much of the
+        machine for it, unsupported where it is malformed, internal where there can be no process now."""
         try:
             job = _encode(Job(conversation=conversation, arguments=arguments))
         except OverflowError as error:
@@ -84,6 +93,10 @@ class Renderer:
                 answer = self._ask(self._open(), job)
             except ValueError as error:
                 raise errors.request_error(errors.Code.UNSUPPORTED, str(error), param="messages") from error
+            except TooLongError as error:
+                raise _refused(f"the model's chat template took more than {self._setup.cpu_s:g} s for them") from error
+            except OSError as error:
+                raise errors.request_error(errors.Code.INTERNAL, f"the chat template: {error}") from error
         if answer.error is not None:
             raise errors.RequestError(answer.error)
         return answer.pieces
@@ -94,48 +107,64 @@ class Renderer:
             self._close()
 
     def _open(self) -> socket.socket:
-        """Raises ValueError for a malformed template."""
+        """Raises ValueError for a malformed template, and OSError."""
+        if self._malformed:
+            raise ValueError(self._malformed)
         if self._socket is not None:
             return self._socket
         ours, theirs = socket.socketpair()
         ours.settimeout(limits.RENDER_WALL_S)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "protocol.rendering", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with theirs:
+            process = _started(theirs)
         self._socket = ours
         self._end = weakref.finalize(self, _ended, process, ours)
-        theirs.close()
-        answer = self._ask(ours, _encode(self._setup))
-        if answer.malformed or answer.error:
+        try:
+            self._malformed = self._ask(ours, _encode(self._setup)).malformed
+        except TooLongError:
+            self._malformed = f"the chat template takes more than {self._setup.cpu_s:g} s to be compiled"
+        if self._malformed:
             self._close()
-            raise ValueError(answer.malformed or (answer.error.message if answer.error else ""))
+            raise ValueError(self._malformed)
         return ours
 
     def _ask(self, sock: socket.socket, body: bytes) -> Rendered:
-        """One answer; where its process came to an end over it, that."""
+        """One answer. Raises TooLongError, and OSError where its process came to another end; there is none then."""
         try:
             _send(sock, body)
-            answer = _receive(sock)
-        except OSError:  # the time-out included: a machine so busy that the kernel's own limit was not reached
-            answer = None
-        if answer is not None:
-            return _answers.decode(answer)
-        self._close()
-        most = f"{self._setup.cpu_s:g} s or {limits.RENDER_BYTES >> 20} MiB"
-        return Rendered(error=_refused(f"the model's chat template took more than {most} for them").error)
+            return _answers.decode(_receive(sock))
+        except TimeoutError as error:  # a machine so busy that the kernel's own limit was not reached
+            self._close()
+            raise TooLongError from error
+        except OSError as error:
+            status = self._close()
+            if status == -signal.SIGPROF:
+                raise TooLongError from error
+            raise OSError(f"the process that renders ended with status {status}") from error
 
-    def _close(self) -> None:
-        self._end()
+    def _close(self) -> int | None:
+        """The status of its process."""
         self._socket = None
+        return self._end()
 
 
-def _ended(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+def _started(theirs: socket.socket) -> "subprocess.Popen[bytes]":
+    """This package, wherever the process was started: its own folder says nothing."""
+    root = str(Path(__file__).parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "protocol.rendering", str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+
+
+def _ended(process: "subprocess.Popen[bytes]", sock: socket.socket) -> int:
+    """The status of a process that has ended, or is ended now."""
     sock.close()
     process.kill()
-    process.wait()
+    return process.wait()
 
 
 def _refused(message: str, param: str = "messages") -> errors.RequestError:
@@ -146,17 +175,18 @@ def _send(sock: socket.socket, body: bytes) -> None:
     sock.sendall(_SIZE.pack(len(body)) + body)
 
 
-def _receive(sock: socket.socket) -> bytes | None:
-    """The next body; None where there will be none."""
-    head = sock.recv(_SIZE.size, socket.MSG_WAITALL)
-    if len(head) < _SIZE.size:
-        return None
-    (size,) = _SIZE.unpack(head)
+def _receive(sock: socket.socket) -> bytes:
+    """The next body. Raises ConnectionResetError where there will be none."""
+    (size,) = _SIZE.unpack(_exactly(sock, _SIZE.size))
+    return _exactly(sock, size)
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
     body = bytearray()
     while len(body) < size:
         part = sock.recv(min(size - len(body), 1 << 20))
         if not part:
-            return None
+            raise ConnectionResetError("the other side has hung up")
         body += part
     return bytes(body)
 
@@ -170,7 +200,7 @@ def main() -> None:
 def _serve(sock: socket.socket) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limits.RENDER_BYTES, limits.RENDER_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    setup = _setups.decode(_receive(sock) or b"")
+    setup = _setups.decode(_receive(sock))
     with _bounded(setup.cpu_s):
         try:
             special = SpecialTokens(setup.special_tokens)
@@ -179,9 +209,12 @@ def _serve(sock: socket.socket) -> None:
             _send(sock, _encode(Rendered(malformed=str(error))))
             return
     _send(sock, _encode(Rendered()))
-    while (body := _receive(sock)) is not None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what it wrote there would stand in its parent's log
+    while True:
+        body = _receive(sock)
+        most = limits.MAX_TEMPLATE_BYTES + limits.RENDERED_GROWTH * len(body)
         with _bounded(setup.cpu_s):
-            answer = _encode(_rendered(template, _jobs.decode(body)))
+            answer = _encode(_rendered(template, _jobs.decode(body), most))
         _send(sock, answer)
 
 
@@ -193,14 +226,14 @@ def _bounded(cpu_s: float) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _rendered(template: ChatTemplate, job: Job) -> Rendered:
+def _rendered(template: ChatTemplate, job: Job, max_chars: int) -> Rendered:
     try:
         pieces = template.render(job.conversation, job.arguments)
     except errors.RequestError as error:
         return Rendered(error=error.error)
     size = sum(len(piece) for piece in pieces if isinstance(piece, str))
-    if size > limits.MAX_RENDERED_CHARS:
-        problem = f"the model's chat template made {size} characters of them; {limits.MAX_RENDERED_CHARS} may be"
+    if size > max_chars:
+        problem = f"the model's chat template made {size} characters of them; {max_chars} may be"
         return Rendered(error=_refused(problem).error)
     return Rendered(pieces=pieces)
 

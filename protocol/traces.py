@@ -140,7 +140,8 @@ def context_of(headers: Headers) -> dict[str, str]:
     """Those of a message's headers that belong to a trace."""
     if not headers:
         return {}
-    return {name: headers[name] for name in PASSED_ON if 0 < len(headers.get(name, "")) <= MAX_HEADER_CHARS}
+    found = {name: headers[name] for name in PASSED_ON if headers.get(name)}
+    return {name: value for name, value in found.items() if len(value) <= MAX_HEADER_CHARS and value.isascii()}
 
 
 def of_terminal(terminal: messages.Chunk) -> Attributes:

@@ -79,6 +79,10 @@ class Backlog:
     def __contains__(self, key: str) -> bool:
         return key in self._places
 
+    def set(self, max_requests: int, max_tokens: int) -> None:
+        """Other bounds, from the next request on."""
+        self._max_requests, self._max_tokens = max_requests, max_tokens
+
     def put(self, request: Waiting) -> list[Waiting]:
         """Takes a request; returns those that have to be refused for it, itself perhaps among them."""
         assert request.key not in self._places, request

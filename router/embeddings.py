@@ -75,6 +75,12 @@ class Embeddings:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
+    async def leave(self) -> None:
+        """Answers those that have none yet."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     def answer(self, reply: str, encoding: codec.Encoding, answer: messages.EmbedReply) -> None:
         """Publishes an answer, or, where that is too large, why there is none."""
         headers = codec.error_headers(answer.error) if answer.error else None
@@ -91,25 +97,30 @@ class Embeddings:
 
     async def _carry(self, asked: Asked) -> None:
         """To the one answer."""
-        try:
-            found = await self._ask_around(asked)
-            answer = _answer(asked, found)
-        except errors.RequestError as error:
-            answer = messages.EmbedReply(id=asked.request_id, error=error.error)
-        except Exception:  # outermost frame of a request: whatever went wrong, it gets its answer
-            self._log.exception("request_failed", request_id=asked.request_id)
-            answer = messages.EmbedReply(id=asked.request_id, error=errors.make_error(errors.Code.INTERNAL))
-        self.answer(asked.reply, asked.encoding, answer)
+        with asked.span:
+            answer = await self._find(asked)
+            if answer.error:
+                asked.span.fail(str(answer.error.code))
+            self.answer(asked.reply, asked.encoding, answer)
         total_ms = round((time.monotonic() - asked.received_at) * 1e3, 1)
         code = answer.error.code if answer.error else None
-        if code is not None:
-            asked.span.fail(str(code))
-        asked.span.end()
         self._metrics.embeddings.of(code or "ok").add()
         tokens = answer.usage.prompt_tokens if answer.usage else 0
         self._log.info(
             "embed_finished", request_id=asked.request_id, code=code, prompt_tokens=tokens, total_ms=total_ms
         )
+
+    async def _find(self, asked: Asked) -> messages.EmbedReply:
+        """What to answer, whatever happens."""
+        try:
+            return _answer(asked, await self._ask_around(asked))
+        except errors.RequestError as error:
+            return messages.EmbedReply(id=asked.request_id, error=error.error)
+        except asyncio.CancelledError:  # by `leave`, and by nobody else
+            return messages.EmbedReply(id=asked.request_id, error=errors.make_error(errors.Code.SHUTTING_DOWN))
+        except Exception:  # outermost frame of a request: whatever went wrong, it gets its answer
+            self._log.exception("request_failed", request_id=asked.request_id)
+            return messages.EmbedReply(id=asked.request_id, error=errors.make_error(errors.Code.INTERNAL))
 
     async def _ask_around(self, asked: Asked) -> internal.Embedded:
         """The first answer that is one. Raises RequestError with the last refusal."""

@@ -32,6 +32,7 @@ class Flight:
         "span",
         "spoken",
         "tenant",
+        "waits_since",
         "worker_id",
     )
 
@@ -53,6 +54,7 @@ class Flight:
         self.received_at = received_at
         self.span = traces.UNTRACED
         """Of its way to a worker, or to this router's own terminal."""
+        self.waits_since = received_at
         self.slow = slow.SlowWait(slow.FIRST_S)
         """When its journal says again that it waits."""
         self.held_bytes = 0

@@ -43,6 +43,11 @@ class Journal:
         if most := self.settings.log_prompt_chars:
             self._log.info("request_prompt", request_id=flight.key, prompt=_beginning(flight.request, most))
 
+    def came_back(self, flight: Flight, worker_id: str, now: float) -> None:
+        """Its worker seems to be lost: it waits for another."""
+        flight.span = flight.span.child("route_again", attributes={traces.WORKER_ID: worker_id})
+        flight.waits_since, flight.slow = now, slow.SlowWait(self.settings.slow_wait_s)
+
     def found(self, flight: Flight) -> None:
         """Its model is served; other names are not counted, since there is no end of them."""
         self._metrics.received.of(flight.model).add()
@@ -57,7 +62,7 @@ class Journal:
 
     def still_waits(self, flight: Flight, now: float) -> None:
         """Leaves a line from time to time while no worker has accepted it."""
-        waited_s = now - flight.received_at
+        waited_s = now - flight.waits_since
         if flight.slow.is_due(waited_s):
             self._log.warning(
                 "request_waiting",

@@ -87,7 +87,7 @@ class Journeys:
                 await self._dispatch.bring(flight)
 
         self._flights.take_back(flight)
-        flight.span = flight.span.child("route_again", attributes={traces.WORKER_ID: card.worker_id})
+        self._journal.came_back(flight, card.worker_id, time.monotonic())
         self._spawn(flight, go_on)
 
     def finish(self, flight: Flight) -> None:
@@ -142,13 +142,17 @@ class Journeys:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    def leave(self) -> None:
-        """Lets go of what workers have: they end it without this router. Ends what none has."""
+    async def leave(self) -> None:
+        """Lets go of what workers have: they end it without this router. Ends what none has, so that nothing more is
+        sent of it."""
         for flight in self._flights.everything():
             if flight.worker_id is None:
                 self._end(flight, errors.make_error(errors.Code.SHUTTING_DOWN))
             else:
                 self.finish(flight)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _show_alive(self, flight: Flight, now: float) -> None:
         flight.alive_at = now

@@ -165,9 +165,10 @@ class Router:
         await self._journeys.drain()
         await self._embeddings.drain()
 
-    def leave(self) -> None:
-        """The last act: closes the books."""
-        self._journeys.leave()
+    async def leave(self) -> None:
+        """The last act: closes the books. From then on it sends nothing."""
+        await self._journeys.leave()
+        await self._embeddings.leave()
 
 
 async def serve(settings: RouterSettings, again: Callable[[], RouterSettings]) -> None:
@@ -207,7 +208,7 @@ async def _run(settings: RouterSettings, bus: Bus, router: Router, leave: asynci
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.grace_s):
                 await router.drain()
-        router.leave()
+        await router.leave()
     finally:
         left.cancel()
         for task in tasks:

@@ -64,6 +64,8 @@ class Turns:
         """Another way to choose, and other bounds, from now on."""
         self._choice = self._choice._replace(default_policy=default_policy, temperature=temperature)
         self._settings = settings
+        for backlog in self._backlogs.values():
+            backlog.set(settings.max_requests, settings.max_tokens)
 
     def check(self, wish: messages.RoutingWish | None) -> None:
         """Raises RequestError for a policy that there is not."""

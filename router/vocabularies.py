@@ -86,7 +86,7 @@ class Vocabularies:
             if len(self._broken) > MAX_BUNDLES:
                 self._broken.popitem(last=False)
             return None
-        except (TimeoutError, errors.RequestError) as error:
+        except (OSError, errors.RequestError) as error:  # a time-out among them
             self._log.warning("tokenizer_not_fetched", worker_id=worker.card.worker_id, error=str(error))
             return None
         self._keep(digest, builder)

@@ -97,3 +97,18 @@ def test_a_level_that_is_taken_out_of_the_file_is_the_usual_one_again(file: Path
     file.write_text("[router]\n")
     again()
     assert level._least == logging.INFO
+
+
+def test_a_setting_that_is_needed_and_has_gone_from_the_file_ends_nobody(file: Path) -> None:
+    file.write_text('[worker]\nmodel = ["demo"]\n')
+    options = main._options(["worker", "--config", str(file)])
+    file.write_text("[worker]\n")
+    with pytest.raises(ValueError, match="--model"):
+        options.reread()
+
+
+def test_a_secret_that_is_written_wrongly_is_not_shown(file: Path) -> None:
+    file.write_text('[gateway]\napi-key = [["sk-secret=acme"]]\n')
+    with pytest.raises(ValueError, match="api-key") as caught:
+        main._options(["gateway", "--config", str(file)])
+    assert "acme" not in str(caught.value)

@@ -1,8 +1,12 @@
 """More requests than the fleet can run wait in the router: in turn, fairly, and not for ever."""
 
 import asyncio
+import random
 from pathlib import Path
 
+from protocol import connection, subjects
+from protocol.traces import Untraced
+from router.serve import Router, RouterSettings
 from tests.support.bare import PREFIX, Answer, Bare
 from tests.support.load import until_idle, until_ready
 from tests.support.system import System
@@ -73,3 +77,29 @@ async def test_a_tenant_with_one_request_is_not_behind_all_of_another(system: Sy
     assert sum(bool(answer.terminals) for answer in many) <= 7
     for answer in many:
         assert (await answer.terminal())["finish_reason"] == "length"
+
+
+async def test_a_router_that_has_left_sends_nothing_more_of_what_waited(system: System) -> None:
+    system.worker("worker", "--engine", "sim", "--max-num-seqs", "2", model=SIM)
+    bus = await connection.connect(connection.Settings(url=system.url), name="router")
+    router = Router(bus, subjects.Subjects(), "router", RouterSettings(), random.Random(1), Untraced())
+    await router.open()
+    watching = asyncio.create_task(router.run())
+    bare = await system.connect()
+    await until_ready(bare, 1)
+    filling = await fill(bare)
+    waits = await bare.generate(LONG | {"id": "waits"})
+    await waits.until(1)
+    await router.close()
+    await router.leave()
+    assert (await waits.terminal())["error"]["code"] == "shutting_down"
+    for answer in filling:
+        await answer.terminal()
+    await system.until_logged("worker", "request_finished")
+    await asyncio.sleep(0)
+    assert len(waits.terminals) == 1
+    started = [line["request_id"] for line in system.log("worker") if line["event"] == "request_started"]
+    assert "default:waits" not in started
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await bus.close()

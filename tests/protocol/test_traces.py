@@ -97,3 +97,7 @@ def test_a_terminal_says_how_many_tokens_there_were() -> None:
         "gen_ai.usage.output_tokens": 3,
         "gen_ai.usage.cache_read.input_tokens": 5,
     }
+
+
+def test_a_header_that_is_no_ascii_is_not_passed_on() -> None:
+    assert traces.context_of({"tracestate": "v=" + "😀" * 8}) == {}

@@ -162,3 +162,20 @@ async def test_while_the_only_worker_restarts_its_engine_those_who_wait_go_on_wa
         bed.fleet.take_events(events(seq=bed.seq, state=state), now)
         bed.turns.work_off(now)
     assert isinstance(await task, Placement)
+
+
+async def test_other_bounds_hold_for_those_who_wait_already() -> None:
+    bed = Bed(max_requests=10)
+    waiting = [bed.ask(name) for name in "abc"]
+    await settle()
+    bed.turns.adopt("kv", 0.0, QueueSettings(max_requests=2))
+    late = bed.ask("d")
+    with pytest.raises(errors.RequestError) as caught:
+        await late
+    assert caught.value.error.code is errors.Code.OVERLOADED
+    await settle()
+    bed.turns.check_integrity()
+    assert sum(not task.done() for task in waiting) == 2
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,10 +1,14 @@
 """One replica of a model: a step loop on this thread, told what to do over a socket."""
 
+import contextlib
 import queue
 import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
 
 from protocol import blocks, errors, internal
 from worker.engine import embedding, frames
@@ -41,12 +45,13 @@ def serve(
 
 
 def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Callable[[frames.Report], None]) -> None:
-    """Passes commands on to the loop and tokenizes beside it, so that neither waits for the other."""
+    """Passes commands on to the loop. Texts are tokenized on a thread of their own, so that nobody waits for them."""
+    tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
     for body in frames.received(sock):
         command = frames.command_decoder.decode(body)
         match command:
             case frames.AskTokens():
-                send(_tokenize(runner, command))
+                tokenizing.submit(_tokenize, runner, command, send)
             case frames.AskEmbeddings(ticket, request):
                 try:
                     inbox.put(embedding.job_of(ticket, request, runner.embedder, time.monotonic()))
@@ -54,14 +59,20 @@ def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Callable[[fra
                     send(frames.Embeddings(ticket, internal.Embedded(error=error.error)))
             case _:
                 inbox.put(command)
+    tokenizing.shutdown(wait=False, cancel_futures=True)
     inbox.put(None)
 
 
-def _tokenize(runner: Runner, ask: frames.AskTokens) -> frames.Tokens:
+def _tokenize(runner: Runner, ask: frames.AskTokens, send: Callable[[frames.Report], None]) -> None:
     try:
-        return frames.Tokens(ask.ticket, blocks.to_bytes(runner.tokenize(ask.request)), None)
+        answer = frames.Tokens(ask.ticket, blocks.to_bytes(runner.tokenize(ask.request)), None)
     except errors.RequestError as error:
-        return frames.Tokens(ask.ticket, b"", error.error)
+        answer = frames.Tokens(ask.ticket, b"", error.error)
+    except Exception:  # outermost frame: who asked must be answered
+        structlog.get_logger().exception("request_failed")
+        answer = frames.Tokens(ask.ticket, b"", errors.make_error(errors.Code.INTERNAL))
+    with contextlib.suppress(OSError):  # the front has gone
+        send(answer)
 
 
 def _locked_sender(sock: socket.socket) -> Callable[[frames.Report], None]:

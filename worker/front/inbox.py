@@ -25,7 +25,7 @@ _cards = codec.Decoder(messages.Card)
 MAX_TOKENIZES = 256
 """Texts that may wait to be tokenized for routers."""
 
-_MOST_INBOX_CHARS = 64
+_MOST_LOGGED_CHARS = 256
 
 
 class Owner(Protocol):
@@ -132,21 +132,20 @@ class Inbox:
         """Answers, and says in the log what was asked for, and what came of it.
 
         Who asked can't be seen; with permissions on the inbox says which user it was (deploy/nats.conf)."""
+        if reply.progress in (None, 0.0, 1.0):
+            self._log.warning(
+                "control",
+                worker_id=self._announcer.worker_id,
+                inbox=message.reply.partition(".")[0][:_MOST_LOGGED_CHARS],
+                op=control.op if control else None,
+                model=(control.model or "")[:_MOST_LOGGED_CHARS] or None if control else None,
+                replicas=control.replicas if control and control.op == "load" else None,
+                ok=reply.ok,
+                progress=reply.progress,
+                worker_ids=reply.worker_ids or None,
+                error=reply.error.message[:_MOST_LOGGED_CHARS] if reply.error else None,
+            )
         self._reply(message, reply)
-        if reply.progress not in (None, 0.0, 1.0):
-            return
-        self._log.warning(
-            "control",
-            worker_id=self._announcer.worker_id,
-            inbox=message.reply.partition(".")[0][:_MOST_INBOX_CHARS],
-            op=control.op if control else None,
-            model=control.model if control else None,
-            replicas=control.replicas if control and control.op == "load" else None,
-            ok=reply.ok,
-            progress=reply.progress,
-            worker_ids=reply.worker_ids or None,
-            error=reply.error.message if reply.error else None,
-        )
 
     def _cancel(self, message: Msg) -> None:
         if message.reply and not self._may_answer(message):
