@@ -24,6 +24,8 @@ FILE_VARIABLE = "TOKENBUS_CONFIG"
 _COMMON = "nats"
 _SECRETS = ("api-key",)
 """Shown to nobody."""
+_URLS = (_COMMON, "otlp-traces-endpoint")
+"""May hold a password, which is not shown."""
 _Table = dict[str, Any]
 _KINDS: dict[object, str] = {int: "whole number", float: "number"}
 
@@ -136,7 +138,7 @@ def show(section: str, settings: Mapping[str, Origin]) -> str:
     """A command's settings as a file would say them, and where each comes from."""
     lines = [f"[{section}]"]
     for name, (_, source, said) in settings.items():
-        text = _toml(without_secrets(said) if name == _COMMON and isinstance(said, str) else said)
+        text = _toml(without_secrets(said) if name in _URLS and isinstance(said, str) else said)
         if said and name in _SECRETS:
             text = '["..."]'
         lines.append(f"{name} = {text}  # {source}" if text else f"# {name} is not set")

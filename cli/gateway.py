@@ -43,6 +43,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class Maker:
+    """Makes the settings of one gateway, again and again. Keys may change while it serves, and not all vanish."""
+
+    def __init__(self) -> None:
+        self._had_keys = False
+
+    def __call__(self, options: argparse.Namespace) -> GatewaySettings:
+        """Raises ValueError for what can't be."""
+        settings = settings_of(options)
+        if self._had_keys and settings.keys.is_open:
+            raise ValueError(
+                "api-key: without any everybody may ask; a gateway that had keys must be started anew for it"
+            )
+        self._had_keys = not settings.keys.is_open
+        return settings
+
+
 def settings_of(options: argparse.Namespace) -> GatewaySettings:
     """What parsed flags mean. Raises ValueError for what can't be."""
     if options.max_requests < 1:

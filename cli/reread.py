@@ -1,7 +1,7 @@
 """Reads a server's settings again, and takes of what has changed that which may change while it serves."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 import structlog
@@ -32,6 +32,11 @@ CHANGEABLE = {
 _NO_SETTINGS = ("run", "reread")
 
 
+def _as_written(names: Iterable[str]) -> list[str]:
+    """As the file has them."""
+    return sorted(name.replace("_", "-") for name in names)
+
+
 class Reread(Generic[Settings]):
     """Of one process. Calling it gives the settings to serve with from now on."""
 
@@ -60,5 +65,5 @@ class Reread(Generic[Settings]):
         late = [name for name in vars(now) if name not in _NO_SETTINGS and getattr(now, name) != getattr(held, name)]
         self._options = held
         self._level.set(held.log_level or "info")
-        self._log.warning("settings_reread", changed=sorted(changed), need_restart=sorted(late))
+        self._log.warning("settings_reread", changed=_as_written(changed), need_restart=_as_written(late))
         return settings

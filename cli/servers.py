@@ -199,7 +199,7 @@ def _router_settings(options: argparse.Namespace) -> router.RouterSettings:
 def _gateway(options: argparse.Namespace) -> int:
     from gateway import serve  # a fifth of a second that no other command needs
 
-    return _run("gateway", options, gateway.settings_of, serve.serve)
+    return _run("gateway", options, gateway.Maker(), serve.serve)
 
 
 def _run(

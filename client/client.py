@@ -49,6 +49,8 @@ class Client:
         self._places: dict[Stream, str] = {}
         self._strays: Recent[bool] = Recent(keep_s=10.0, capacity=_MAX_STRAYS)
         self._watching: asyncio.Task[None] | None = None
+        self._forbidden: errors.Error | None = None
+        """Why nothing that is asked can be heard."""
         self._others: list[Client] = []
 
     def __repr__(self) -> str:
@@ -86,6 +88,7 @@ class Client:
         """A client over a connection that is there already; closing the client closes it."""
         client = cls(connection, tenant, prefix, encoding, traced or traces.Untraced())
         connection.on_reconnect = client._reconnected
+        connection.on_denied = client._denied
         await client._open()
         return client
 
@@ -189,9 +192,13 @@ class Client:
 
     def _send(self, stream: Stream, model: str, request: messages.GenerateRequest) -> None:
         subject, payload = self._names.generate(model, self._tenant), codec.encode(request, self._encoding)
+        stream.subject = subject
         place = secrets.token_hex(8)
         self._streams[place] = stream
         self._places[stream] = place
+        if self._forbidden is not None:
+            stream.end(self._forbidden)
+            return
         headers = stream.trace_headers | (codec.content_headers(self._encoding) or {})
         try:
             self._connection.publish(subject, payload, reply=f"{self._inbox}.{place}", headers=headers)
@@ -243,6 +250,17 @@ class Client:
             ticked_at = now
             for stream in list(self._streams.values()):
                 stream.tick(now, gap_s if gap_s > _STOOD_STILL_S else 0.0)
+
+    def _denied(self, words: str) -> None:
+        """Ends what can't be asked, or, of who may not listen to an inbox, everything."""
+        hint = "see that tenant and inbox prefix are those of this user (--tenant, --nats-inbox)"
+        error = errors.make_error(errors.Code.NO_WORKER, f"{words}: {hint}")
+        for client in (*self._others, self):
+            if client._inbox.lower() in words.lower():  # nats-py tells it in lower case
+                client._forbidden = error
+            for stream in list(client._streams.values()):
+                if client._forbidden is not None or f'"{stream.subject}"'.lower() in words.lower():
+                    stream.deny(error)
 
     def _reconnected(self) -> None:
         now = time.monotonic()

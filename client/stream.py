@@ -56,6 +56,8 @@ class Stream:
         self._encoding = encoding
         self._line = line
         self._asked_at = now
+        self.subject = ""
+        """Where it was asked for."""
         self._span = span
         self._has_begun = False
         self._num_anew = 0
@@ -155,6 +157,11 @@ class Stream:
         """The connection was gone for a while: asks for what may have been missed."""
         self._patience.doubt(now)
         self.tick(now)
+
+    def deny(self, error: errors.Error) -> None:
+        """The broker has forbidden something: ends the stream if it may have been this one's."""
+        if self._order.is_empty:
+            self.end(error)
 
     def end(self, error: errors.Error) -> None:
         """Ends the stream with a terminal of our own."""

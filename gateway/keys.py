@@ -22,6 +22,11 @@ class Keys:
         return f"<Keys of {len(self._digests)}>"
 
     @property
+    def is_open(self) -> bool:
+        """Whether everybody may ask."""
+        return not self._digests
+
+    @property
     def tenants(self) -> set[str]:
         """All on whose behalf may be asked."""
         return {tenant for _, tenant in self._digests} or {self._open_to}

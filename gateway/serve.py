@@ -97,7 +97,12 @@ async def _run(
     url = listen.url_of(listening)
     serving = asyncio.create_task(server.serve([listening]))
     others = [asyncio.create_task(life) for life in (_wait(leave), broker.until_refused())]
-    structlog.get_logger().info("gateway_ready", url=url, max_requests=adopted.settings.max_requests)
+    structlog.get_logger().info(
+        "gateway_ready",
+        url=url,
+        max_requests=adopted.settings.max_requests,
+        needs_key=not adopted.settings.keys.is_open,
+    )
     print(f"tokenbus: the gateway serves {url}", flush=True)
     try:
         await asyncio.wait([serving, *others], return_when=asyncio.FIRST_COMPLETED)

@@ -40,6 +40,8 @@ class Subscription(Protocol):
 class Bus(Protocol):
     """One process's connection to the broker; the guarantees are this module's docstring."""
 
+    on_denied: Callable[[str], None]
+    """Called with the broker's words where its permissions forbid a subject."""
     on_reconnect: Callable[[], None]
     """Called after the connection has been made again."""
     guard: Callable[[], bool]

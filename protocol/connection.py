@@ -187,6 +187,7 @@ class Connection:
         self._log = log
         self.is_closing = False
         self.refused = asyncio.Event()
+        self.on_denied: Callable[[str], None] = lambda words: None
         self.on_reconnect: Callable[[], None] = lambda: None
         """Called after the connection has been made again."""
         self.guard: Callable[[], bool] = lambda: True
@@ -346,7 +347,13 @@ class _Told:
         self._log = log
 
     async def error(self, error: Exception) -> None:
-        self._log.warning("nats_error", error=str(error) or type(error).__name__)
+        words = str(error) or type(error).__name__
+        self._log.warning("nats_error", error=words)
+        if "permissions violation" in words.lower():
+            try:
+                self._connection.on_denied(words)
+            except Exception:  # as said above
+                self._log.exception("message_failed", subject="denied")
 
     async def disconnected(self) -> None:
         if not self._connection.is_closing:

@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from protocol import traces
 
 _KINDS = {"server": trace.SpanKind.SERVER, "client": trace.SpanKind.CLIENT, "internal": trace.SpanKind.INTERNAL}
-_CLOSE_S = 3.0
+_CLOSE_S = 1.0
 _EXPORT_S = 5.0
 _SAY_AGAIN_S = 60.0
 _wire = TraceContextTextMapPropagator()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 
 from protocol import errors, limits, messages
 from protocol.template import ChatTemplate, SpecialTokens
@@ -90,7 +91,7 @@ class Renderer:
             raise _refused(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
         with self._lock:
             try:
-                answer = self._ask(self._open(), job)
+                answer = self._answer(job)
             except ValueError as error:
                 raise errors.request_error(errors.Code.UNSUPPORTED, str(error), param="messages") from error
             except TooLongError as error:
@@ -105,6 +106,14 @@ class Renderer:
         """Ends its process. The next render starts another."""
         with self._lock:
             self._close()
+
+    def _answer(self, job: bytes) -> Rendered:
+        """Raises ValueError, TooLongError and OSError. A process that was killed is no fault of the conversation's."""
+        try:
+            return self._ask(self._open(), job)
+        except OSError as error:
+            structlog.get_logger().warning("renderer_died", error=str(error))
+            return self._ask(self._open(), job)
 
     def _open(self) -> socket.socket:
         """Raises ValueError for a malformed template, and OSError."""

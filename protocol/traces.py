@@ -128,7 +128,8 @@ def make(endpoint: str, process: str, instance: str) -> Traces:
     if not endpoint:
         return Untraced()
     if not endpoint.startswith(("http://", "https://")):
-        raise ValueError(f"--otlp-traces-endpoint must be a URL as http://127.0.0.1:4318/v1/traces, got {endpoint!r}")
+        shown = endpoint.rpartition("@")[2]  # without a password
+        raise ValueError(f"--otlp-traces-endpoint must be a URL as http://127.0.0.1:4318/v1/traces, got {shown!r}")
     try:
         from protocol import otel  # a fifth of a second, and an extra, that only those need who trace
     except ImportError as error:
@@ -140,7 +141,8 @@ def context_of(headers: Headers) -> dict[str, str]:
     """Those of a message's headers that belong to a trace."""
     if not headers:
         return {}
-    found = {name: headers[name] for name in PASSED_ON if headers.get(name)}
+    known = {name.lower(): value for name, value in headers.items()}  # Go's libraries write Traceparent
+    found = {name: known[name] for name in PASSED_ON if known.get(name)}
     return {name: value for name, value in found.items() if len(value) <= MAX_HEADER_CHARS and value.isascii()}
 
 

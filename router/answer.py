@@ -11,6 +11,7 @@ from protocol.recent import Recent
 from router.flight import Flight
 from router.metrics import RouterMetrics
 
+_MOST_KEY_CHARS = 256
 MAX_ENDED = 4_096
 """Terminals of this router that can be had again."""
 
@@ -51,13 +52,17 @@ class Answers:
     def __repr__(self) -> str:
         return f"<Answers of {self._router_id}>"
 
-    def refuse(self, reply: str, encoding: codec.Encoding, request_id: str, error: errors.Error) -> None:
-        """The terminal of a request that was never taken."""
+    def refuse(self, reply: str, encoding: codec.Encoding, request_id: str, key: str, error: errors.Error) -> None:
+        """The terminal of a request that was never taken; `key` is what the log calls it."""
         self._metrics.refused.of(error.code).add()
         chunk = messages.Chunk(id=request_id, finish_reason=messages.FinishReason.ERROR, error=error)
         self._publish(reply, encoding, chunk)
         self._log.info(
-            "request_refused", request_id=request_id, router_id=self._router_id, code=error.code, param=error.param
+            "request_refused",
+            request_id=key[:_MOST_KEY_CHARS],
+            router_id=self._router_id,
+            code=error.code,
+            param=error.param,
         )
 
     def alive(self, flight: Flight) -> None:

@@ -62,6 +62,8 @@ class Dispatch:
         for attempt in range(MAX_ATTEMPTS):
             if flight.cancelled:
                 return
+            if flight.spoken:  # while a worker that has refused it was asked, another had it
+                raise errors.request_error(errors.Code.WORKER_LOST)
             remaining_ms = flight.remaining_ms(time.monotonic())
             if remaining_ms is not None and remaining_ms <= 0:
                 raise errors.request_error(errors.Code.DEADLINE_EXCEEDED)

@@ -190,7 +190,8 @@ class Intake:
             )
 
     def _refuse(self, message: Msg, encoding: codec.Encoding, request_id: str, error: errors.Error) -> None:
-        self._answers.refuse(message.reply, encoding, request_id, error)
+        key = f"{self._names.tenant_token(message.subject)}:{request_id}"
+        self._answers.refuse(message.reply, encoding, request_id, key, error)
 
 
 def _readable_id(message: Msg, encoding: codec.Encoding) -> str:

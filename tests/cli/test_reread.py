@@ -41,8 +41,8 @@ def test_what_may_not_change_stays_and_is_named(file: Path) -> None:
         settings = again()
     assert (settings.router_id, settings.broker.url) == ("", "nats://127.0.0.1:4222")
     assert settings.temperature == 0.5
-    assert lines[0]["changed"] == ["temperature", "tenant_limit"]
-    assert lines[0]["need_restart"] == ["nats", "router_id"]
+    assert lines[0]["changed"] == ["temperature", "tenant-limit"]
+    assert lines[0]["need_restart"] == ["nats", "router-id"]
 
 
 def test_what_has_to_wait_is_named_each_time(file: Path) -> None:
@@ -51,7 +51,7 @@ def test_what_has_to_wait_is_named_each_time(file: Path) -> None:
     again()
     with capture_logs() as lines:
         again()
-    assert (lines[0]["changed"], lines[0]["need_restart"]) == ([], ["router_id"])
+    assert (lines[0]["changed"], lines[0]["need_restart"]) == ([], ["router-id"])
 
 
 def test_a_flag_still_goes_before_the_file(file: Path) -> None:

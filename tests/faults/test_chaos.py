@@ -83,13 +83,18 @@ async def load(client: Client, rng: random.Random, until: float, ends: list[Told
 
 
 async def held_by(bare: Bare, worker_id: str) -> set[int]:
-    """The blocks that a worker says it holds, asked for as any router may."""
-    inbox = bare.nats.new_inbox()
+    """The blocks that a worker says it holds, asked for as any router may, again where it is not there just now."""
+    inbox, subject = bare.nats.new_inbox(), f"{PREFIX}.worker.demo.{subjects.escape(worker_id)}.snapshot"
     subscription = await bare.nats.subscribe(inbox)
-    await bare.nats.publish(f"{PREFIX}.worker.demo.{subjects.escape(worker_id)}.snapshot", b"", reply=inbox)
+    await bare.nats.publish(subject, b"", reply=inbox)
     held: set[int] = set()
     while True:
-        part = _parts.decode((await subscription.next_msg(timeout=5)).data)
+        message = await subscription.next_msg(timeout=5)
+        if not message.data:
+            await asyncio.sleep(0.1)
+            await bare.nats.publish(subject, b"", reply=inbox)
+            continue
+        part = _parts.decode(message.data)
         held |= {name for run in part.runs for name in run.hashes}
         if part.part == part.parts - 1:
             await subscription.unsubscribe()

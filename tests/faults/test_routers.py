@@ -103,5 +103,8 @@ async def test_of_two_fronts_with_one_name_the_earlier_leaves_and_says_so(system
     system.worker("second", "--worker-id", "twin")
     assert system.wait("first") == 2
     assert "give each its own --worker-id" in system.text_log("first")
+    await system.until_logged("second", "engine_ready")
     async with await Client.connect(system.url) as client:
         (await ask(client, 5).end()).check()
+    await system.until_logged("second", "request_finished")
+    assert "replaced" not in {line["event"] for line in system.log("second")}

@@ -14,6 +14,7 @@ from nats.aio.client import Client as Nats
 from nats.aio.msg import Msg
 
 import demo
+from client import Client
 from protocol import connection
 from tests.support.bare import PREFIX, Bare
 from tests.support.system import System, running_gateway
@@ -121,6 +122,8 @@ async def test_everyone_can_do_what_is_their_role(guarded: Guarded) -> None:
     assert json.loads((await operator.request(f"{PREFIX}.models.operator", b"", timeout=5)).data)["models"]
     assert (await operator.request(control, b"\x81\xa2op\xabclear_cache", timeout=5)).data
     assert not guarded.violations
+    for name in ("router", "w-demo", "w-other"):
+        assert "permissions violation" not in guarded.system.text_log(name).lower(), name
 
 
 async def test_a_gateway_asks_for_the_tenants_of_its_keys_and_for_nobody_else(guarded: Guarded, tmp_path: Path) -> None:
@@ -228,3 +231,18 @@ async def test_whoever_has_no_or_wrong_credentials_is_told_so_and_shown_no_secre
         connection.Credentials(user="a", token="t").check()
     text = guarded.system.text_log("router")
     assert not any(password in text for password in guarded.passwords.values())
+
+
+@pytest.mark.parametrize(
+    ("tenant", "inbox", "hint"), [("globex", "_INBOX_acme", "--tenant"), ("acme", "_INBOX", "--nats-inbox")]
+)
+async def test_who_asks_as_somebody_else_is_told_so_at_once(
+    guarded: Guarded, tenant: str, inbox: str, hint: str
+) -> None:
+    await until_served(await guarded.connect("acme", "_INBOX_acme"), "acme", 1)
+    who = connection.Credentials(user="acme", password=guarded.passwords["acme"])
+    settings = connection.Settings(url=guarded.system.url, inbox_prefix=inbox, credentials=who)
+    async with await Client.connect(settings=settings, tenant=tenant) as client, asyncio.timeout(2):
+        (end,) = [chunk async for chunk in client.generate("demo", prompt="12 + 30 =")]
+    assert "permissions violation" in end.error.message
+    assert hint in end.error.message

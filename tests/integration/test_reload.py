@@ -48,8 +48,8 @@ async def test_limits_of_a_router_and_a_worker_change_without_a_restart(system: 
         assert [await ask(), await ask()] == ["4", "overloaded"]
 
         file.write_text('[router]\ntenant-limit = "0,0,0"\n[worker]\nmax-new-tokens = 6\nmax-waiting = 1\n')
-        assert (await read_again(system, "router"))["changed"] == ["tenant_limit"]
-        assert (await read_again(system, "w1"))["changed"] == ["max_new_tokens", "max_waiting"]
+        assert (await read_again(system, "router"))["changed"] == ["tenant-limit"]
+        assert (await read_again(system, "w1"))["changed"] == ["max-new-tokens", "max-waiting"]
         assert [await ask(), await ask()] == ["6", "6"]
 
         file.write_text('[router]\npolicy = "nobody"\ntenant-limit = "0,1,0"\n')

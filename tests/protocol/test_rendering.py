@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from protocol import errors, limits, messages
 from protocol.rendering import Renderer, Setup
@@ -93,16 +94,18 @@ def test_a_number_that_no_message_can_carry_is_refused(renderers: list[Renderer]
     assert of.render(said("hello"), None) == ["user: hello", 2]
 
 
-def test_when_its_process_is_killed_the_next_conversation_gets_another(renderers: list[Renderer]) -> None:
+def test_when_its_process_is_killed_the_conversation_gets_another_and_the_log_says_so(
+    renderers: list[Renderer],
+) -> None:
     before, of = children(), make(renderers, PLAIN)
     of.start()
     (pid,) = children() - before
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    with pytest.raises(errors.RequestError, match="ended with status -9") as caught:
-        of.render(said("hello"), None)
-    assert caught.value.error.code is errors.Code.INTERNAL
-    assert of.render(said("hello"), None) == ["user: hello", 2]
+    with capture_logs() as lines:
+        assert of.render(said("hello"), None) == ["user: hello", 2]
+    assert [line["event"] for line in lines] == ["renderer_died"]
+    assert "status -9" in lines[0]["error"]
 
 
 def test_nothing_is_left_of_one_that_is_closed_or_forgotten() -> None:

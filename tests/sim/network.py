@@ -165,6 +165,7 @@ class SimBus:
         self._link: Link | None = None
         self._is_closed = False
         self._flushing = False
+        self.on_denied: Callable[[str], None] = lambda words: None
         self.on_reconnect: Callable[[], None] = lambda: None
         self.guard: Callable[[], bool] = lambda: True
         self.num_reconnects = 0

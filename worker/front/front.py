@@ -159,6 +159,8 @@ class Front:
         self._bus.abort()
 
     def _reconnected(self) -> None:
+        if self._replaced_by.done():
+            return  # it has nothing more to say: a new epoch would replace the front that has replaced it
         now = time.monotonic()
         self._streams.reconnected()
         if self._announcer.is_silent:
