@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cli import config
 from cli.family import EXIT_REFUSED
+from protocol import traces
 
 _COMMANDS = {
     "up": "run everything on this machine, in the foreground",
@@ -80,6 +81,9 @@ def _config(options: argparse.Namespace) -> int:
     try:
         tables = config.read(options.file) if options.file else {}
         found = {name: config.apply(commands[name], name, tables, str(options.file or "")) for name in sections}
+        if options.do == "check":
+            for name in [options.section] if options.section else [name for name in sections if name in tables]:
+                _try(name, str(options.file or ""))
     except ValueError as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return EXIT_REFUSED
@@ -88,6 +92,15 @@ def _config(options: argparse.Namespace) -> int:
     else:
         print(f"{options.file or 'no file'}: every setting is known and can be")
     return 0
+
+
+def _try(command: str, path: str) -> None:
+    """Makes a command's settings as its process would. Raises ValueError."""
+    from cli import servers
+
+    made = servers.MAKERS[command](_again([command, *(("--config", path) if path else ())]))
+    made.broker.check()
+    traces.check(made.otlp_traces_endpoint)
 
 
 def _parser(

@@ -234,5 +234,11 @@ def _loop_factory() -> Any:
     return uvloop.new_event_loop
 
 
+MAKERS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "worker": worker.settings_of,
+    "router": _router_settings,
+    "gateway": gateway.settings_of,
+}
+"""What makes settings of a server's options; raises ValueError."""
 FLAGS = {"up": _add_up, "worker": _add_worker, "router": _add_router, "gateway": _add_gateway}
 """What gives the parser of each command its flags."""

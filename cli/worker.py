@@ -18,6 +18,18 @@ _PRESSURE = Pressure()
 _ONNX = OnnxSettings()
 
 
+_RANGES = (
+    ("replicas", 1, 64),
+    ("kv_budget", 0, 1 << 30),
+    ("threads", 0, 4_096),
+    ("max_waiting", 0, 1 << 20),
+    ("max_new_tokens", 1, 1 << 30),
+    ("grace_s", 0, 86_400),
+    ("step_timeout_s", 0.1, 86_400),
+)
+"""Settings of the front that are checked here; those of an engine are checked by that engine."""
+
+
 class _Flag(NamedTuple):
     name: str
     default: int | float | str | None
@@ -109,9 +121,10 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
     """What parsed flags mean. Raises ValueError for flags that don't go together."""
     if len(options.served_name) > len(options.model):
         raise ValueError(f"--served-name was given {len(options.served_name)} times for {len(options.model)} --model")
-    for flag, value, least in (("--replicas", options.replicas, 1), ("--kv-budget", options.kv_budget, 0)):
-        if value < least:
-            raise ValueError(f"{flag} must be at least {least}, got {value}")
+    for name, low, high in _RANGES:
+        value = getattr(options, name)
+        if not low <= value <= high:
+            raise ValueError(f"--{name.replace('_', '-')} must be {low:g} to {high:g}, got {value:g}")
     names = options.served_name + [weights.served_name(model) for model in options.model[len(options.served_name) :]]
     return WorkerSettings(
         models=tuple(

@@ -127,14 +127,19 @@ def make(endpoint: str, process: str, instance: str) -> Traces:
     `process` (router, worker, gateway) and `instance` say whose they are."""
     if not endpoint:
         return Untraced()
-    if not endpoint.startswith(("http://", "https://")):
-        shown = endpoint.rpartition("@")[2]  # without a password
-        raise ValueError(f"--otlp-traces-endpoint must be a URL as http://127.0.0.1:4318/v1/traces, got {shown!r}")
+    check(endpoint)
     try:
         from protocol import otel  # a fifth of a second, and an extra, that only those need who trace
     except ImportError as error:
         raise ValueError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'tokenbus[traces]'") from error
     return otel.Exported(endpoint, process, instance)
+
+
+def check(endpoint: str) -> None:
+    """Raises ValueError for an endpoint that is none; an empty one is."""
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        shown = endpoint.rpartition("@")[2]  # without a password
+        raise ValueError(f"--otlp-traces-endpoint must be a URL as http://127.0.0.1:4318/v1/traces, got {shown!r}")
 
 
 def context_of(headers: Headers) -> dict[str, str]:

@@ -121,3 +121,29 @@ def test_a_key_is_not_shown(tmp_path: Path) -> None:
     shown = config.show("gateway", config.apply(commands["gateway"], "gateway", config.read(path), str(path)))
     assert 'api-key = ["..."]' in shown
     assert "very-secret" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('[router]\npolicy = "nobody"', "--policy must be one of"),
+        ('[router]\notlp-traces-endpoint = "ftp://u:secret@host"', "--otlp-traces-endpoint must be a URL"),
+        ('[gateway]\napi-key = ["no-equals"]', "must be key=tenant"),
+        ("[gateway]\nmax-requests = 0", "--max-requests must be at least 1"),
+        ('[worker]\nmodel = ["demo"]\ngrace-s = nan', "--grace-s must be 0 to 86400, got nan"),
+        ('[worker]\nmodel = ["demo"]\nthreads = -1', "--threads must be 0 to 4096"),
+        ("[worker]\nmax-num-seqs = 4", "--model"),
+        ('[nats]\ncreds = "/nowhere"\n[router]\n', "/nowhere"),
+    ],
+)
+def test_a_check_finds_what_a_process_would_not_start_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, complaint: str
+) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    options = main._options(["config", "check", "--file", str(path)])
+    assert options.run(options) == 2
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert "secret" not in said.replace(str(path), "")
+    assert said.count("\n") == 1
