@@ -3,6 +3,7 @@
 What its SDK reads from variables holds: OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and others.
 Needs the extra `traces`."""
 
+import abc
 import asyncio
 import contextvars
 import logging
@@ -10,7 +11,7 @@ import threading
 import time
 
 import structlog
-from opentelemetry import context, propagate, trace
+from opentelemetry import context, trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -62,7 +63,28 @@ class _Recorded(traces.Span):
         self._span.end(_wall_ns(ended_at))
 
 
-class Exported:
+class _Traces(abc.ABC):
+    """Begins spans with a tracer, below what `_above` finds."""
+
+    def __init__(self, tracer: trace.Tracer) -> None:
+        self._tracer = tracer
+
+    @abc.abstractmethod
+    def _above(self, found: dict[str, str]) -> context.Context:
+        """Of a message, by the headers of it that belong to a trace."""
+
+    def begin(
+        self,
+        name: str,
+        kind: traces.Kind,
+        headers: traces.Headers,
+        attributes: traces.Attributes = traces.NOTHING,
+        began_at: float | None = None,
+    ) -> traces.Span:
+        return _start(self._tracer, name, kind, self._above(traces.context_of(headers)), attributes, began_at)
+
+
+class Exported(_Traces):
     """Sends the spans of this process to a collector at that very URL (OTLP over HTTP, from a thread of its own).
 
     At most 2,048 wait to be sent (OTEL_BSP_MAX_QUEUE_SIZE); what is more, or can't be sent, is lost."""
@@ -73,22 +95,14 @@ class Exported:
             resource = resource.merge(Resource({"service.name": f"tokenbus-{process}"}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=_EXPORT_S)))
-        self._tracer = self._provider.get_tracer("tokenbus")
+        super().__init__(self._provider.get_tracer("tokenbus"))
         _log_as_we_do()
 
     def __repr__(self) -> str:
         return f"<Exported {self._provider!r}>"
 
-    def begin(
-        self,
-        name: str,
-        kind: traces.Kind,
-        headers: traces.Headers,
-        attributes: traces.Attributes = traces.NOTHING,
-        began_at: float | None = None,
-    ) -> traces.Span:
-        above = _wire.extract(traces.context_of(headers), context.Context())
-        return _start(self._tracer, name, kind, above, attributes, began_at)
+    def _above(self, found: dict[str, str]) -> context.Context:
+        return _wire.extract(found, context.Context())
 
     async def close(self) -> None:
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)  # it may take half a minute
@@ -96,25 +110,17 @@ class Exported:
         await asyncio.to_thread(closing.join, _CLOSE_S)
 
 
-class OfApplication:
-    """Hands spans to the tracer that the application has set up, below its current span."""
+class OfApplication(_Traces):
+    """Hands spans to the tracer that the application has set up, or to one of `provider`'s, below its current span."""
 
-    def __init__(self) -> None:
-        self._tracer = trace.get_tracer("tokenbus")
+    def __init__(self, provider: trace.TracerProvider | None = None) -> None:
+        super().__init__(trace.get_tracer("tokenbus", tracer_provider=provider))
 
     def __repr__(self) -> str:
         return f"<OfApplication {self._tracer!r}>"
 
-    def begin(
-        self,
-        name: str,
-        kind: traces.Kind,
-        headers: traces.Headers,
-        attributes: traces.Attributes = traces.NOTHING,
-        began_at: float | None = None,
-    ) -> traces.Span:
-        above = propagate.extract(traces.context_of(headers)) if headers else context.get_current()
-        return _start(self._tracer, name, kind, above, attributes, began_at)
+    def _above(self, found: dict[str, str]) -> context.Context:
+        return _wire.extract(found, context.get_current())
 
     async def close(self) -> None: ...
 
