@@ -147,7 +147,7 @@ async def test_an_id_used_again_and_again_is_answered_each_time_by_a_router_that
     await until_ready(bare, 2)
     for number in range(30):
         answer: Answer = await bare.ask({"id": "again", "prompt": "12 + 30 =", "max_tokens": 3, "temperature": 0})
-        assert answer.text == " 42", (number, answer.messages[-1])
+        assert answer.text == " 42", (number, answer.messages[-1].get("error"), answer.messages[-1])
         await bare.nats.publish(f"{PREFIX}.cancel.again", b"")
 
 
