@@ -1,7 +1,9 @@
 """Takes what clients publish: drops what may not be answered, refuses what is wrong, sends the rest on its way."""
 
+import asyncio
 import secrets
 import time
+from collections.abc import Callable
 
 import msgspec
 import structlog
@@ -19,6 +21,9 @@ from router.models import Models
 _requests = codec.Decoder(messages.GenerateRequest)
 _resyncs = codec.Decoder(messages.ResyncRequest)
 _embeds = codec.Decoder(messages.EmbedRequest)
+_TWIN_S = 0.05
+"""How long a request waits for the end of another with its id: the client may know of that before this router does."""
+_MAX_TWINS = 256
 MAX_LOGGED_DROPS = 100
 """Dropped messages that get a line of their own in the log; the rest are only counted."""
 
@@ -46,6 +51,8 @@ class Intake:
         self._embeddings = embeddings
         self._answers = answers
         self._subscriptions: list[Subscription] = []
+        self._twins: dict[asyncio.TimerHandle, Callable[[], None]] = {}
+        """Requests whose id is in flight, and what tries once more to take them."""
         self._log = structlog.get_logger()
         self.is_open = False
         """Whether it takes requests."""
@@ -75,6 +82,9 @@ class Intake:
         self.is_open = False
         for subscription in self._subscriptions:
             await self._connection.unsubscribe(subscription)
+        for timer, try_again in list(self._twins.items()):
+            timer.cancel()
+            try_again()
 
     def _generate(self, message: Msg) -> None:
         if not self._may_answer(message):
@@ -108,7 +118,25 @@ class Intake:
         if request.id is None:
             request = codec.replaced(request, id=secrets.token_urlsafe(16))
         flight = Flight(request, address, message.reply, encoding, time.monotonic())
-        self._journeys.begin(flight, len(message.data), message.headers)
+        try:
+            self._journeys.begin(flight, len(message.data), message.headers)
+        except errors.RequestError as error:
+            if error.error.code is not errors.Code.DUPLICATE_REQUEST or len(self._twins) >= _MAX_TWINS:
+                raise
+            self._take_later(flight, message)
+
+    def _take_later(self, flight: Flight, message: Msg) -> None:
+        """Once more, when the other with its id has had time to end."""
+
+        def try_again() -> None:
+            del self._twins[timer]
+            try:
+                self._journeys.begin(flight, len(message.data), message.headers)
+            except errors.RequestError as error:
+                self._refuse(message, flight.encoding, flight.request_id, error.error)
+
+        timer = asyncio.get_running_loop().call_later(_TWIN_S, try_again)
+        self._twins[timer] = try_again
 
     def _embed(self, message: Msg) -> None:
         if not self._may_answer(message):
