@@ -79,7 +79,7 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             flag,
             type=kinds.one_of(*names),
-            default=os.environ.get(variable) or None,
+            default=os.environ.get(variable, "").lower() or None,
             metavar="|".join(names),
             help=f"{text} (variable {variable})",
         )

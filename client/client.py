@@ -126,10 +126,10 @@ class Client:
         request = request or _request_of(fields)
         if request.id is None:
             request = codec.replaced(request, id=secrets.token_urlsafe(16))
-        self._names.generate(model, self._tenant)  # raises what it has to before there is a span
+        subject = self._names.generate(model, self._tenant)  # raises what it has to before there is a span
         span = self._begin_span(model, request, headers)
-        stream = Stream(request, self._encoding, _Line(self, model), time.monotonic(), span)
-        self._send(stream, model, request)
+        stream = Stream(request, self._encoding, _Line(self, subject), time.monotonic(), span)
+        self._send(stream, subject, request)
         return stream
 
     async def models(self, timeout_s: float = 5.0) -> messages.ModelsReply:
@@ -190,8 +190,8 @@ class Client:
         }
         return self._traces.begin(f"{operation} {model}", "client", headers, known)
 
-    def _send(self, stream: Stream, model: str, request: messages.GenerateRequest) -> None:
-        subject, payload = self._names.generate(model, self._tenant), codec.encode(request, self._encoding)
+    def _send(self, stream: Stream, subject: str, request: messages.GenerateRequest) -> None:
+        payload = codec.encode(request, self._encoding)
         stream.subject = subject
         place = secrets.token_hex(8)
         self._streams[place] = stream
@@ -270,11 +270,11 @@ class Client:
 
 
 class _Line:
-    """What a stream may do at its client, for a request to one model."""
+    """What a stream may do at its client, for a request to one subject."""
 
-    def __init__(self, client: Client, model: str) -> None:
+    def __init__(self, client: Client, subject: str) -> None:
         self._client = client
-        self._model = model
+        self._subject = subject
 
     def send_cancel(self, stream: Stream) -> None:
         client = self._client
@@ -293,7 +293,7 @@ class _Line:
 
     def ask_anew(self, stream: Stream, request: messages.GenerateRequest) -> None:
         stream.request_id = secrets.token_urlsafe(16)
-        self._client._send(stream, self._model, codec.replaced(request, id=stream.request_id))
+        self._client._send(stream, self._subject, codec.replaced(request, id=stream.request_id))
 
     def forget(self, stream: Stream) -> None:
         place = self._client._places.pop(stream, None)
