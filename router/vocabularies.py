@@ -4,6 +4,7 @@ import asyncio
 import functools
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import structlog
 from nats.aio.msg import Msg
@@ -26,55 +27,62 @@ _parts = codec.Decoder(internal.TokenizerPart)
 _replies = codec.Decoder(internal.TokenizeReply)
 
 
+class _Vocabulary(NamedTuple):
+    """Of one bundle."""
+
+    builder: prompt.PromptBuilder
+    thread: ThreadPoolExecutor
+    """Renders its chats: a template that takes long keeps nobody waiting but the users of its own model."""
+
+
 class Vocabularies:
     """Makes token ids for any model of the fleet: by its bundle where there is one, else by asking a worker."""
 
     def __init__(self, connection: Bus, names: subjects.Subjects) -> None:
         self._connection = connection
         self._names = names
-        self._builders: OrderedDict[str, prompt.PromptBuilder] = OrderedDict()
-        self._threads: dict[prompt.PromptBuilder, ThreadPoolExecutor] = {}
-        """One for each: a template that takes long keeps nobody waiting but the users of its own model."""
-        self._fetching: dict[str, asyncio.Task[prompt.PromptBuilder | None]] = {}
+        self._known: OrderedDict[str, _Vocabulary] = OrderedDict()
+        self._fetching: dict[str, asyncio.Task[_Vocabulary | None]] = {}
         self._broken: OrderedDict[str, None] = OrderedDict()
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<Vocabularies {len(self._builders)} bundles>"
+        return f"<Vocabularies {len(self._known)} bundles>"
 
     async def token_ids(self, request: messages.GenerateRequest, workers: list[Worker]) -> list[int]:
         """The prompt of a checked request, for the model of those workers, asked in turn. Raises RequestError."""
         if request.token_ids is not None:
             return request.token_ids
-        builder = await self._builder(workers)
-        if builder is None:
+        vocabulary = await self._vocabulary(workers)
+        if vocabulary is None:
             return await self._ask(request, workers)
+        builder = vocabulary.builder
         if request.messages is not None:
             render = functools.partial(builder.from_messages, request.messages, request.chat_template_kwargs)
-            return await asyncio.get_running_loop().run_in_executor(self._threads[builder], render)
+            return await asyncio.get_running_loop().run_in_executor(vocabulary.thread, render)
         assert request.prompt is not None
         if len(request.prompt) > _LONG_TEXT:
             return await asyncio.to_thread(builder.from_text, request.prompt)
         return builder.from_text(request.prompt)
 
-    async def _builder(self, workers: list[Worker]) -> prompt.PromptBuilder | None:
+    async def _vocabulary(self, workers: list[Worker]) -> _Vocabulary | None:
         for worker in workers[:_MAX_ASKED]:
             digest = worker.card.tokenizer_digest
             if digest is None or digest in self._broken:
                 return None
-            if digest in self._builders:
-                self._builders.move_to_end(digest)
-                return self._builders[digest]
+            if digest in self._known:
+                self._known.move_to_end(digest)
+                return self._known[digest]
             if digest not in self._fetching:
                 task = asyncio.get_running_loop().create_task(self._fetch(worker, digest))
                 self._fetching[digest] = task
                 task.add_done_callback(lambda _, digest=digest: self._fetching.pop(digest, None))  # type: ignore[misc]
-            builder = await asyncio.shield(self._fetching[digest])
-            if builder is not None:
-                return builder
+            vocabulary = await asyncio.shield(self._fetching[digest])
+            if vocabulary is not None:
+                return vocabulary
         return None
 
-    async def _fetch(self, worker: Worker, digest: str) -> prompt.PromptBuilder | None:
+    async def _fetch(self, worker: Worker, digest: str) -> _Vocabulary | None:
         """None where the bundle can't be had or used; the worker is asked to tokenize then."""
         try:
             parts = await self._receive(worker, digest)
@@ -89,18 +97,13 @@ class Vocabularies:
         except (OSError, errors.RequestError) as error:  # a time-out among them
             self._log.warning("tokenizer_not_fetched", worker_id=worker.card.worker_id, error=str(error))
             return None
-        self._keep(digest, builder)
+        vocabulary = self._known[digest] = _Vocabulary(builder, ThreadPoolExecutor(1, thread_name_prefix="render"))
+        if len(self._known) > MAX_BUNDLES:
+            _, oldest = self._known.popitem(last=False)
+            oldest.thread.submit(oldest.builder.close)
+            oldest.thread.shutdown(wait=False)
         self._log.info("tokenizer_fetched", worker_id=worker.card.worker_id, digest=digest)
-        return builder
-
-    def _keep(self, digest: str, builder: prompt.PromptBuilder) -> None:
-        self._builders[digest] = builder
-        self._threads[builder] = ThreadPoolExecutor(1, thread_name_prefix="render")
-        if len(self._builders) > MAX_BUNDLES:
-            _, oldest = self._builders.popitem(last=False)
-            thread = self._threads.pop(oldest)
-            thread.submit(oldest.close)
-            thread.shutdown(wait=False)
+        return vocabulary
 
     async def _receive(self, worker: Worker, digest: str) -> list[internal.TokenizerPart]:
         parts: dict[int, internal.TokenizerPart] = {}
