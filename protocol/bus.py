@@ -56,8 +56,18 @@ class Bus(Protocol):
         ...
 
     @property
+    def answered_at(self) -> float:
+        """When the last ping that the broker has answered was sent, by `protocol.clock`: everything published before
+        that has reached the broker."""
+        ...
+
+    @property
     def max_payload(self) -> int:
         """Bytes that the broker takes in one message, headers included."""
+        ...
+
+    def ping(self) -> None:
+        """Asks the broker for a sign, behind everything published before. While it is away nothing is sent."""
         ...
 
     def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
@@ -82,7 +92,8 @@ class Bus(Protocol):
         ...
 
     async def flush(self, timeout_s: float = 5.0) -> None:
-        """Returns when the broker has everything that was published before. Raises TimeoutError, ConnectionError."""
+        """Returns when the broker has everything that was published before, and everything that it had for this
+        connection by then has been read. Raises TimeoutError, ConnectionError."""
         ...
 
     async def until_refused(self) -> None:

@@ -24,7 +24,7 @@ from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 from nats.protocol import command
 
-from protocol import bus, handshake, limits
+from protocol import bus, clock, handshake, limits
 from protocol.bus import BusyError, NoRespondersError, PayloadTooLargeError
 from protocol.credentials import Credentials, is_readable_by_all
 from protocol.handshake import RefusedError
@@ -79,14 +79,37 @@ class Settings:
             self.tls.context()
 
 
+class _Sign:
+    """Stands among nats-py's futures for a ping that nobody waits for, and remembers when it was sent."""
+
+    def __init__(self) -> None:
+        self.sent_at = clock.now()
+
+    def done(self) -> bool:
+        return True
+
+
 class _Client(handshake.Client):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings.url, settings.credentials, settings.tls)
         self.may_write: Callable[[], bool] = lambda: True
         self.num_undecodable = 0
         self.heard_at = time.monotonic()
+        self.answered_at = clock.now()
         self.callbacks: dict[int, bus.Callback] = {}
         """By subscription number: called as the messages are read, so that their order holds over all subscriptions."""
+
+    async def _process_connect_init(self) -> None:
+        began_at = clock.now()
+        await super()._process_connect_init()
+        self.answered_at = began_at  # the handshake ends with a ping and its answer
+        # A ping of the last connection would be answered on this one, and that answer be taken for a later ping's.
+        self._pending = [command for command in self._pending if command is not _PING]
+        self._pending_data_size = sum(map(len, self._pending))
+
+    def ping(self) -> None:
+        self._pongs.append(cast(Any, _Sign()))
+        self.publish_now(_PING)
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
         self._pongs.append(future or asyncio.get_running_loop().create_future())
@@ -117,7 +140,9 @@ class _Client(handshake.Client):
     async def _process_pong(self) -> None:
         self.heard_at = time.monotonic()
         if self._pongs and self._pongs[0].done():
-            self._pongs.pop(0)
+            answered = self._pongs.pop(0)
+            if isinstance(answered, _Sign):
+                self.answered_at = answered.sent_at
             self._pings_outstanding = 0
             return
         await super()._process_pong()
@@ -207,9 +232,20 @@ class Connection:
         return self._client.heard_at
 
     @property
+    def answered_at(self) -> float:
+        """When the last ping that the broker has answered was sent, by `protocol.clock`: everything published before
+        that has reached the broker."""
+        return self._client.answered_at
+
+    @property
     def max_payload(self) -> int:
         """Bytes that the broker takes in one message, headers included."""
         return self._client.max_payload
+
+    def ping(self) -> None:
+        """Asks the broker for a sign, behind everything published before. While it is away nothing is sent."""
+        if self._client.is_connected:
+            self._client.ping()
 
     def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
         """Sends a message, at the end of this loop turn, together with everything else published in it.

@@ -79,7 +79,7 @@ class _Router:
             at, entry = self.coming.popleft()
             self.fleet.take_events(entry, at)
         self.fleet.forgive(now)
-        self.fleet.lapse(now)
+        self.fleet.sweep(now)
 
     def take(self, arrived: _Arrived, now: float) -> None:
         """Has a request wait for its turn, which may be at once."""

@@ -5,6 +5,7 @@ import contextlib
 import time
 
 import structlog
+from nats.aio.msg import Msg
 
 from protocol import codec, errors, internal, limits, messages, subjects, traces
 from protocol import request as checks
@@ -22,6 +23,8 @@ MAX_ATTEMPTS = 12
 
 _ASK_AGAIN_S = 0.1
 _LONGEST_PATIENCE_S = 2.0
+_LONGEST_FLUSH_S = 5.0
+"""A broker that takes longer to answer a ping is as good as away."""
 
 
 class AlreadyLiveError(Exception):
@@ -106,8 +109,11 @@ class Dispatch:
                 self._accepted(flight, card)
                 return None
             try:
-                answer = await self._connection.request(subject, drop, patience_s)
-            except (NoRespondersError, ConnectionError):
+                answer = await self._ask(subject, drop, patience_s)
+            except ConnectionError:  # this router's own: it says nothing of the worker
+                await asyncio.sleep(_ASK_AGAIN_S)
+                continue
+            except NoRespondersError:
                 await asyncio.sleep(_ASK_AGAIN_S)
             except TimeoutError:
                 patience_s = min(2 * patience_s, _LONGEST_PATIENCE_S)  # the way there and back may just be slow
@@ -125,6 +131,22 @@ class Dispatch:
                 self._fleet.remove(card, now)
                 return errors.make_error(errors.Code.WORKER_LOST)
 
+    async def _ask(self, subject: str, payload: bytes, patience_s: float, headers: dict[str, str] | None = None) -> Msg:
+        """As the bus's `request`, but a worker counts as silent only once everything that had come for this router by
+        the end of `patience_s` has been read: an answer that lies unread is no silence."""
+        asking = asyncio.ensure_future(
+            self._connection.request(subject, payload, patience_s + _LONGEST_FLUSH_S, headers)
+        )
+        try:
+            done, _ = await asyncio.wait([asking], timeout=patience_s)
+            if not done:
+                await self._connection.flush(_LONGEST_FLUSH_S)
+                if not asking.done():
+                    raise TimeoutError(f"no reply on {subject} within {patience_s} s")
+            return await asking
+        finally:
+            asking.cancel()
+
     async def _try_traced(self, flight: Flight, placement: Placement) -> errors.Error | None:
         known: traces.Attributes = {
             traces.WORKER_ID: placement.worker.card.worker_id,
@@ -141,11 +163,11 @@ class Dispatch:
         card = placement.worker.card
         flight.attempt += 1
         flight.ended_at = None
-        flight.awaiting = card.worker_id
+        flight.awaiting, flight.in_doubt = card.worker_id, True
         subject = self._names.worker(card.model, card.worker_id, "run")
         run = codec.encode(self._run(flight, placement))
         try:
-            answer = await self._connection.request(subject, run, limits.ACCEPT_S, headers)
+            answer = await self._ask(subject, run, limits.ACCEPT_S, headers)
         except NoRespondersError:
             return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} does not answer")
         except PayloadTooLargeError as error:
@@ -154,7 +176,7 @@ class Dispatch:
             flight.awaiting = None
             return await self.take_back(flight, card) if self._flights.holds(flight) else None
         finally:
-            flight.awaiting = None
+            flight.awaiting, flight.in_doubt = None, False
         if not self._flights.holds(flight):
             return None  # it has ended before its accept was read
         reply = _run_replies.decode(answer.data)

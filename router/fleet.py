@@ -122,14 +122,23 @@ class Fleet:
         for worker in self._workers.values():
             worker.log.doubt()
 
+    def has_silent(self, now: float) -> bool:
+        """Whether `lapse` would find any."""
+        return any(_is_silent(worker, now) for worker in self._workers.values())
+
     def lapse(self, now: float) -> list[Lost]:
-        """The workers that have just been silent for too long: they get nothing more. Forgets old bookings."""
+        """The workers that were silent for too long by then, and have not been heard since: they get nothing more."""
         lapsed = []
         for worker in self._workers.values():
-            if not worker.has_lapsed and now - worker.heard_at >= limits.LOST_S:
+            if _is_silent(worker, now):
                 worker.has_lapsed = True
                 lapsed.append(Lost(worker.card, worker.log.is_behind))
                 self._of(worker).refresh(worker)
+        return lapsed
+
+    def sweep(self, now: float) -> None:
+        """Forgets old bookings."""
+        for worker in self._workers.values():
             old = [key for key, booking in worker.bookings.items() if now - booking.at >= _BOOKING_LAPSES_S]
             for key in old:
                 del worker.bookings[key]
@@ -137,7 +146,6 @@ class Fleet:
                 self._of(worker).refresh(worker)
         for served in self._served.values():
             served.sweep(now)
-        return lapsed
 
     def is_lost(self, card: messages.Card) -> bool:
         """Whether that life of a worker is over, or its lease has lapsed."""
@@ -309,3 +317,7 @@ class Fleet:
     def _supersedes(self, epoch: str, known: Worker, now: float) -> bool:
         """A later life always, any other once the known one has been silent long enough to be lost."""
         return epoch_order(epoch) > epoch_order(known.card.epoch) or now - known.heard_at >= limits.LOST_S
+
+
+def _is_silent(worker: Worker, now: float) -> bool:
+    return not worker.has_lapsed and now - worker.heard_at >= limits.LOST_S

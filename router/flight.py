@@ -21,6 +21,7 @@ class Flight:
         "encoding",
         "ended_at",
         "held_bytes",
+        "in_doubt",
         "key",
         "model",
         "num_prompt_tokens",
@@ -69,6 +70,9 @@ class Flight:
         """Who has accepted it; without one this router owns its terminal."""
         self.awaiting: str | None = None
         """Whose accept is being waited for."""
+        self.in_doubt = False
+        """A worker may have it: its answer to a run or a drop is awaited. Meanwhile this router says nothing to the
+        client, who may have that worker's terminal."""
         self.accepted_at = 0.0
         self.alive_at: float | None = None
         """When this router last told the client that the request is alive."""

@@ -81,12 +81,14 @@ class Journeys:
             refusal: errors.Error | None = errors.make_error(errors.Code.WORKER_LOST)
             if not is_certain:
                 refusal = await self._dispatch.take_back(flight, card)
+                flight.in_doubt = False
             if refusal is not None:
                 if flight.spoken:
                     raise errors.request_error(errors.Code.WORKER_LOST)
                 await self._dispatch.bring(flight)
 
         self._flights.take_back(flight)
+        flight.in_doubt = not is_certain
         self._journal.came_back(flight, card.worker_id, time.monotonic())
         self._spawn(flight, go_on)
 
@@ -116,6 +118,8 @@ class Journeys:
             return self._answers.repeat(key, now)
         if flight.worker_id is not None:
             return False
+        if flight.in_doubt:
+            return True  # whoever has it will speak
         if flight.alive_at is None or now - flight.alive_at >= limits.REPEAT_EVERY_S:
             self._show_alive(flight, now)
         return True
@@ -129,7 +133,7 @@ class Journeys:
                 is_due = now - flight.received_at >= _FIRST_SIGN_S
             else:
                 is_due = now - flight.alive_at >= limits.SILENT_CHUNK_S - limits.TICK_S
-            if is_due:
+            if is_due and not flight.in_doubt:
                 self._show_alive(flight, now)
 
     def work_off(self) -> None:

@@ -8,7 +8,6 @@ from nats.aio.msg import Msg
 
 from protocol import codec, errors, internal, limits, messages, subjects
 from protocol.bus import Bus
-from protocol.signs import ask_for_signs
 from router.eventlog import Caught
 from router.fleet import Fleet
 from router.flight import Flight, Flights
@@ -21,10 +20,9 @@ _events = codec.Decoder(internal.Events)
 _parts = codec.Decoder(internal.SnapshotPart)
 
 _TICK_S = 0.1
-_LONGEST_GAP_S = 0.25
-"""A loop that stood still for longer has heard nothing meanwhile, so that silence proves nothing."""
 _OLDEST_SIGN_S = 1.0
-"""Nor does it without a sign of the broker for so long."""
+"""A broker that has said nothing for so long has passed on nothing either, so that silence proves nothing."""
+_LONGEST_FLUSH_S = 5.0
 _DISCOVER_EVERY_S = 0.5
 """Unknown workers are asked for their cards at most this often."""
 _SNAPSHOT_EVERY_S = 1.0
@@ -52,6 +50,8 @@ class FleetWatch:
         self._inbox = bus.new_inbox()
         self._discovered_at = 0.0
         self._forgive_until = 0.0
+        self._lapsing: asyncio.Task[None] | None = None
+        """Makes sure that workers which seem silent are, while there are some."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -68,12 +68,14 @@ class FleetWatch:
 
     async def watch(self) -> None:
         """Notices silence and gaps; runs until cancelled."""
-        tasks = [asyncio.create_task(life) for life in (self._tick(), ask_for_signs(self._bus, _OLDEST_SIGN_S))]
         try:
-            await asyncio.gather(*tasks)
+            while True:
+                self._bus.ping()
+                await asyncio.sleep(_TICK_S)
+                self._tick(time.monotonic())
         finally:
-            for task in tasks:
-                task.cancel()
+            if self._lapsing is not None:
+                self._lapsing.cancel()
 
     def _reconnected(self) -> None:
         self._fleet.doubt()
@@ -88,22 +90,30 @@ class FleetWatch:
         self._discovered_at = time.monotonic()
         self._bus.publish(self._names.discover, b"")
 
-    async def _tick(self) -> None:
-        ticked_at = time.monotonic()
-        while True:
-            await asyncio.sleep(_TICK_S)
-            now = time.monotonic()
-            if now - ticked_at > _LONGEST_GAP_S or now < self._forgive_until or not self._hears(now):
-                self._fleet.forgive(now)
-            ticked_at = now
-            for lost in self._fleet.lapse(now):
-                self._metrics.lost_workers.of(lost.card.model).add()
-                self._log.error("worker_silent", worker_id=lost.card.worker_id)
-                self._recover(lost, is_certain=False)
-            for worker in self._fleet.behind(now, _SNAPSHOT_EVERY_S):
-                subject = self._names.worker(worker.card.model, worker.card.worker_id, "snapshot")
-                self._bus.publish(subject, b"", reply=self._inbox)
-            self._journeys.tick(now)
+    def _tick(self, now: float) -> None:
+        if now < self._forgive_until or not self._hears(now):
+            self._fleet.forgive(now)
+        self._fleet.sweep(now)
+        if self._lapsing is None and self._fleet.has_silent(now):
+            self._lapsing = asyncio.create_task(self._lapse(now))
+        for worker in self._fleet.behind(now, _SNAPSHOT_EVERY_S):
+            subject = self._names.worker(worker.card.model, worker.card.worker_id, "snapshot")
+            self._bus.publish(subject, b"", reply=self._inbox)
+        self._journeys.tick(now)
+
+    async def _lapse(self, now: float) -> None:
+        """Gives up the workers that were silent for too long by `now`, once everything that had come from them by then
+        has been read: what lies unread in this router's own connection is no silence."""
+        try:
+            await self._bus.flush(_LONGEST_FLUSH_S)
+        except (TimeoutError, ConnectionError):
+            return  # nothing is known of anybody
+        finally:
+            self._lapsing = None
+        for lost in self._fleet.lapse(now):
+            self._metrics.lost_workers.of(lost.card.model).add()
+            self._log.error("worker_silent", worker_id=lost.card.worker_id)
+            self._recover(lost, is_certain=False)
 
     def _hears(self, now: float) -> bool:
         return self._bus.is_connected and now - self._bus.heard_at < _OLDEST_SIGN_S

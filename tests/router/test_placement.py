@@ -361,7 +361,7 @@ def test_a_worker_that_takes_four_times_as_long_gets_a_fraction() -> None:
             fleet.take_events(events(name, seq=seq, load=load), seq * step_s)
         fleet.take_events(events(name, seq=60, load=messages.Load()), 40.0)
     fleet.forgive(40.0)
-    fleet.lapse(40.0)
+    fleet.sweep(40.0)
     counts = Counter[str]()
     for number in range(50):
         placement = fleet.place("demo", Prompt(str(number), 1_000), Kv(), random.Random(number), 40.0, Wish())

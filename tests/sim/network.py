@@ -42,11 +42,29 @@ class Link:
         self.is_open = True
         self.hears = True
         """Whether what the broker sends still arrives."""
+        self._stalled: list[Callable[[Link], None]] | None = None
+        """What was sent since the way to the broker was blocked."""
+        self.lag_s = 0.0
+        """How long what the broker sends lies unread."""
         self._to_broker_at = 0.0
         self._to_owner_at = 0.0
 
+    def stall(self, seconds: float) -> None:
+        """Blocks the way to the broker for so long, while the way back stays open."""
+        self._stalled = []
+        self.broker.world.at(self.broker.world.now + seconds, self._go_on)
+
+    def _go_on(self) -> None:
+        stalled, self._stalled = self._stalled or [], None
+        if self.is_open:
+            for action in stalled:
+                self.send(action)
+
     def send(self, action: Callable[["Link"], None]) -> None:
         """Towards the broker, behind everything sent before."""
+        if self._stalled is not None:
+            self._stalled.append(action)
+            return
         world = self.broker.world
         self._to_broker_at = max(self._to_broker_at, world.now + self.broker.delay())
         world.at(self._to_broker_at, lambda: self.broker.take(self, action))
@@ -54,7 +72,7 @@ class Link:
     def deliver(self, subscription: Subscription | None, message: Msg | None) -> None:
         """Towards the owner, behind everything delivered before; without a message it is the answer to a ping."""
         world = self.broker.world
-        self._to_owner_at = max(self._to_owner_at, world.now + self.broker.delay())
+        self._to_owner_at = max(self._to_owner_at, world.now + self.broker.delay() + self.lag_s)
         world.at(self._to_owner_at, lambda: self._arrive(subscription, message))
 
     def _arrive(self, subscription: Subscription | None, message: Msg | None) -> None:
@@ -159,7 +177,7 @@ class SimBus:
         self._broker = broker
         self._subscriptions: list[Subscription] = []
         self._pending: list[Callable[[Link], None]] = []
-        self._pings: deque[asyncio.Future[None]] = deque()
+        self._pings: deque[tuple[float, asyncio.Future[None] | None]] = deque()
         self._requests: dict[str, asyncio.Future[Msg]] = {}
         self._inbox = f"_INBOX.{next(self._numbers)}"
         self._link: Link | None = None
@@ -171,7 +189,7 @@ class SimBus:
         self.num_reconnects = 0
         self.tap: Callable[[Msg], None] = lambda message: None
         """Told of every message that arrives."""
-        self.heard_at = process.world.now
+        self.heard_at = self.answered_at = process.world.now
         self._connect()
 
     def __repr__(self) -> str:
@@ -228,10 +246,13 @@ class SimBus:
         if not self.is_connected:
             raise ConnectionError("the broker is away")
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._pings.append(answered)
-        self._put(lambda link: link.deliver(None, None))
+        self._ping(answered)
         async with asyncio.timeout(timeout_s):
             await answered
+
+    def ping(self) -> None:
+        if self.is_connected:
+            self._ping(None)
 
     async def until_refused(self) -> None:
         await asyncio.Event().wait()
@@ -253,8 +274,7 @@ class SimBus:
             return
         self.heard_at = self.process.world.now
         if subscription is None:
-            if self._pings and not (ping := self._pings.popleft()).done():
-                ping.set_result(None)
+            self._answered()
         elif subscription in self._subscriptions and message is not None:
             self.tap(message)
             subscription.callback(message)
@@ -270,6 +290,19 @@ class SimBus:
         if self._link is not None:
             self._broker.cut(self._link, lingers=True)
 
+    def _ping(self, waiting: asyncio.Future[None] | None) -> None:
+        self._pings.append((self.process.world.now, waiting))
+        self._put(_pong)
+
+    def _answered(self) -> None:
+        if not self._pings:
+            return
+        sent_at, waiting = self._pings.popleft()
+        if waiting is None:
+            self.answered_at = sent_at
+        elif not waiting.done():
+            waiting.set_result(None)
+
     def _try_again(self) -> None:
         if self._link is not None or self._is_closed:
             return
@@ -282,8 +315,9 @@ class SimBus:
 
     def _connect(self) -> None:
         self._link = Link(self._broker, self)
+        self.answered_at = self.process.world.now
         self._broker.links.append(self._link)
-        kept, self._pending = self._pending, []
+        kept, self._pending = [action for action in self._pending if action is not _pong], []
         for subscription in self._subscriptions:
             self._put(lambda link, one=subscription: self._register(link, one))  # type: ignore[misc]
         for action in kept:
@@ -314,6 +348,10 @@ class SimBus:
         future: asyncio.Future[Any] | None = self._requests.get(reply)
         if future is not None and not future.done():
             future.set_result(message)
+
+
+def _pong(link: Link) -> None:
+    link.deliver(None, None)
 
 
 def _forget(link: Link, subscription: Subscription) -> None:

@@ -86,6 +86,22 @@ class History(RuleBasedStateMachine):
             self.broker.cut(bus._link)
         self.world.run(then_s)
 
+    @rule(who=NUMBERS, seconds=st.sampled_from([0.3, 1.4, 4.0]), then_s=THEN_S)
+    def way_out_blocked(self, who: int, seconds: float, then_s: float) -> None:
+        """What a process says does not arrive for a while, and all that others say to it does."""
+        bus = self.of(self.buses(), who)
+        if bus._link is not None:
+            bus._link.stall(seconds)
+        self.world.run(then_s)
+
+    @rule(who=NUMBERS, lag_s=st.sampled_from([0.0, 0.3, 1.4, 3.0]), then_s=THEN_S)
+    def reads_late(self, who: int, lag_s: float, then_s: float) -> None:
+        """A router has so much to read that it is behind by this, until its next connection."""
+        bus = self.of(self.routers, who).bus
+        if bus._link is not None:
+            bus._link.lag_s = lag_s
+        self.world.run(then_s)
+
     @rule(slowest_s=st.sampled_from([0.002, 0.05, 0.4]))
     def slow(self, slowest_s: float) -> None:
         self.broker.slowest_s = slowest_s
@@ -137,7 +153,7 @@ class History(RuleBasedStateMachine):
     def front_is_replaced(self, who: int, then_s: float) -> None:
         dead = self.of(self.fronts, who)
         self.fronts.remove(dead)
-        kill(dead.process, dead.bus)
+        kill(dead.process, dead.bus, dead.incoming)
         self.born += 1
         self.fronts.append(FrontProcess(self.world, self.broker, f"w{self.born}"))
         self.world.run(then_s)
@@ -168,6 +184,8 @@ class History(RuleBasedStateMachine):
 
     def heal(self) -> None:
         self.broker.slowest_s = 0.002
+        for link in self.broker.links:
+            link.lag_s = 0.0
         self.broker.restart()
         if self.broker.is_paused:
             self.broker.resume()
@@ -197,7 +215,8 @@ class History(RuleBasedStateMachine):
         assert terminal.finish_reason == "length", terminal
 
     def buses(self) -> list[SimBus]:
-        return [one.bus for one in (*self.clients, *self.routers, *self.fronts)]
+        ends = [one.bus for one in (*self.clients, *self.routers, *self.fronts)]
+        return ends + [front.incoming for front in self.fronts]
 
     def pause(self, process: Process, seconds: float, then_s: float) -> None:
         process.is_paused = True

@@ -208,14 +208,27 @@ def test_a_front_that_stood_still_gives_its_streams_up_and_comes_back_under_anot
 
 
 def test_a_router_shows_within_a_second_that_it_holds_a_request(stage: Stage) -> None:
+    RouterProcess(stage.world, stage.broker, "r0")
+    stage.world.run(1.0)
+    for number in range(5):
+        request = b'{"id": "other%d", "token_ids": [1, 2, 3], "max_tokens": 900}' % number
+        stage.peer.publish(NAMES.generate(MODEL), request, stage.peer.bus.new_inbox())
+    stage.world.run(0.5)
+    stage.peer.publish(NAMES.generate(MODEL), b'{"id": "r1", "token_ids": [1, 2, 3]}', stage.peer.inbox)
+    stage.world.run(1.05)
+    (empty,) = stage.peer.chunks
+    assert (empty.text, empty.tokens, empty.worker_id, empty.finish_reason, empty.attempt) == ("", 0, None, None, 0)
+    assert stage.resync(0) == b'{"found":true}'
+
+
+def test_while_a_worker_may_have_a_request_its_router_answers_for_it_and_says_nothing(stage: Stage) -> None:
     router = RouterProcess(stage.world, stage.broker, "r0")
     stage.world.run(1.0)
     stage.front.process.is_paused = True
     stage.peer.publish(NAMES.generate(MODEL), b'{"id": "r1", "token_ids": [1, 2, 3]}', stage.peer.inbox)
-    stage.world.run(1.05)
-    (empty,) = stage.peer.chunks
-    assert (empty.text, empty.tokens, empty.worker_id, empty.finish_reason, empty.attempt) == ("", 0, None, None, 1)
+    stage.world.run(1.4)
     assert stage.resync(0) == b'{"found":true}'
+    assert stage.peer.chunks == []
     stage.peer.publish(NAMES.cancel("r1"), b"")
     stage.world.run(4.0)
     assert [chunk.finish_reason for chunk in stage.peer.chunks][-1] == "cancelled"
@@ -225,3 +238,51 @@ def test_a_router_shows_within_a_second_that_it_holds_a_request(stage: Stage) ->
     stage.world.run(0.1)
     assert [chunk.finish_reason for chunk in stage.peer.chunks] == ["cancelled"]
     assert len(router.router._journeys._flights) == 0
+
+
+def end_of(stage: Stage) -> str | None:
+    """How the stream has ended: once, and with its last chunk."""
+    *before, last = [chunk.finish_reason for chunk in stage.peer.chunks]
+    assert before == [None] * len(before)
+    return last
+
+
+def test_an_accept_that_lies_unread_lets_no_sign_of_life_follow_the_terminal(stage: Stage) -> None:
+    router = RouterProcess(stage.world, stage.broker, "r0")
+    stage.world.run(1.0)
+    request = b'{"id": "r1", "token_ids": [1, 2, 3], "max_tokens": 3}'
+    stage.peer.publish(NAMES.generate(MODEL), request, stage.peer.inbox)
+    stage.world.run(0.002)
+    assert router.bus._link is not None
+    router.bus._link.lag_s = 1.5
+    stage.world.run(6.0)
+    assert end_of(stage) == "length"
+
+
+def test_a_worker_whose_way_out_is_blocked_while_others_speak_to_it_says_nothing_behind_its_routers_terminal(
+    stage: Stage,
+) -> None:
+    RouterProcess(stage.world, stage.broker, "r0")
+    stage.world.run(1.0)
+    request = b'{"id": "r1", "token_ids": [1, 2, 3], "max_tokens": 200}'
+    stage.peer.publish(NAMES.generate(MODEL), request, stage.peer.inbox)
+    stage.world.run(1.0)
+    assert stage.front.bus._link is not None
+    stage.front.bus._link.stall(4.0)
+    for number in range(40):
+        cancelled_at = stage.world.now + number * 0.2
+        stage.world.at(cancelled_at, lambda: stage.peer.publish(NAMES.cancel("somebody-elses"), b""))
+    stage.world.run(10.0)
+    assert end_of(stage) == "error"
+
+
+def test_a_worker_whose_signs_lie_unread_in_a_routers_connection_is_not_given_up(stage: Stage) -> None:
+    router = RouterProcess(stage.world, stage.broker, "r0")
+    stage.world.run(3.0)
+    request = b'{"id": "r1", "token_ids": [1, 2, 3], "max_tokens": 100}'
+    stage.peer.publish(NAMES.generate(MODEL), request, stage.peer.inbox)
+    stage.world.run(0.5)
+    assert router.bus._link is not None
+    router.bus._link.lag_s = 4.0
+    stage.world.run(20.0)
+    assert end_of(stage) == "length"

@@ -126,9 +126,9 @@ class World:
 
     def close(self) -> None:
         for process in self.processes:
-            for task in asyncio.all_tasks(process.loop):
-                task.cancel()
             for _ in range(20):
+                for task in asyncio.all_tasks(process.loop):  # also those that a message in the first turns has begun
+                    task.cancel()
                 process.loop.turn()
             process.loop.close()
 
@@ -168,6 +168,7 @@ def world(seed: int) -> Iterator[World]:
     made = World(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", lambda: made.now)
+        patch.setattr(time, "clock_gettime", lambda clock: made.now)
         patch.setattr(time, "time_ns", lambda: int(made.now * 1e9))
         try:
             yield made

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import structlog
 
-from protocol import internal, limits, messages, prompt, subjects, traces
+from protocol import clock, internal, limits, messages, prompt, subjects, traces
 from protocol.bus import Bus
-from protocol.signs import ask_for_signs
 from worker import contract
 from worker.front.announce import Announcer
-from worker.front.fence import FENCE_S, Fence
+from worker.front.fence import Fence
 from worker.front.inbox import Inbox
 from worker.front.metrics import ReplicaMetrics
 from worker.front.outbox import Outbox
@@ -24,7 +23,10 @@ class ReplacedError(RuntimeError):
 
 
 class Front:
-    """Serves one worker over a bus, with whatever engine it is given. Times are of one monotonic clock."""
+    """Serves one worker over a bus, with whatever engine it is given. Times are of one monotonic clock.
+
+    It has two connections. Everything it says goes out over one, in order, and the fence watches that one. What others
+    say to it comes in over the other, where a flood of it delays no sign of the broker."""
 
     def __init__(
         self,
@@ -44,7 +46,7 @@ class Front:
         self.drain_asked = asyncio.Event()
         self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._inbox = Inbox(bus, names, self._announcer, self._streams, settings.inbox_prefixes, self, self.metrics)
-        self._fence = Fence(time.monotonic())
+        self._fence = Fence(clock.now())
         self._leaving = False
         self._has_engine = False
         self.on_load: Callable[[internal.Control, Say], None] | None = None
@@ -67,14 +69,14 @@ class Front:
         """Other settings for streams from now on."""
         self._streams.settings = settings
 
-    async def open(self) -> None:
-        """Subscribes to everything that the worker serves."""
-        await self._inbox.open()
+    async def open(self, incoming: Bus) -> None:
+        """Subscribes over `incoming` to everything that the worker serves. It speaks over the other connection."""
+        await self._inbox.open(incoming)
 
     async def run(self) -> None:
         """Until cancelled. Raises ReplacedError when another front has taken this one's name."""
-        self._fence.raise_again(time.monotonic())
-        lives = (self._announcer.beat(), self._pulse(), ask_for_signs(self._bus, FENCE_S), self._until_replaced())
+        self._fence.raise_again(clock.now())
+        lives = (self._announcer.beat(), self._pulse(), self._until_replaced())
         tasks = [asyncio.create_task(life) for life in lives]
         try:
             await asyncio.gather(*tasks)
@@ -132,10 +134,11 @@ class Front:
     async def _pulse(self) -> None:
         pulsed_at = time.monotonic()
         while True:
+            self._bus.ping()
             await asyncio.sleep(limits.TICK_S)
             now = time.monotonic()
-            self._fence.heard(self._bus.heard_at)
-            self._fence.tick(now)
+            self._fence.answered(self._bus.answered_at)
+            self._fence.tick(clock.now())
             if self._holds():
                 self._streams.tick()
             self.on_pulse(now, now - pulsed_at)
@@ -146,8 +149,8 @@ class Front:
         return self._announcer.is_silent or self._holds()
 
     def _holds(self) -> bool:
-        self._fence.heard(self._bus.heard_at)
-        if not self._announcer.is_silent and not self._fence.holds(time.monotonic()):
+        self._fence.answered(self._bus.answered_at)
+        if not self._announcer.is_silent and not self._fence.holds(clock.now()):
             self._log.error("self_fenced", worker_id=self._announcer.worker_id, streams=repr(self._streams))
             self._fall()
         return not self._announcer.is_silent
@@ -161,11 +164,9 @@ class Front:
     def _reconnected(self) -> None:
         if self._replaced_by.done():
             return  # it has nothing more to say: a new epoch would replace the front that has replaced it
-        now = time.monotonic()
         self._streams.reconnected()
         if self._announcer.is_silent:
-            self._fence.raise_again(now)
+            self._fence.raise_again(clock.now())
             self._announcer.live_again()
         else:
-            self._fence.heard(now)
             self._announcer.publish_card()

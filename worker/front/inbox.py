@@ -67,8 +67,11 @@ class Inbox:
     def __repr__(self) -> str:
         return f"<Inbox {len(self._tokenizes)} tokenizing>"
 
-    async def open(self) -> None:
-        """Subscribes to everything; from now on the worker can be found."""
+    async def open(self, incoming: Bus) -> None:
+        """Subscribes to everything; from now on the worker can be reached.
+
+        What others send comes over `incoming`, in order. Only the broker's notices come over the connection that chunks
+        go out on, so that answers to the front's pings never wait behind what any client may send."""
         model, worker_id = self._announcer.model, self._announcer.worker_id
         services: dict[str, Callback] = {
             "run": self._run,
@@ -77,16 +80,17 @@ class Inbox:
             "tokenize": self._ask,
             "embed": self._take_embed,
             "snapshot": self._send_snapshot,
-            "gone.*": self._gone,
         }
         for service, callback in services.items():
-            await self._connection.subscribe(self._names.worker(model, worker_id, service), callback)
+            await incoming.subscribe(self._names.worker(model, worker_id, service), callback)
         for subject in self._names.all_resyncs:
-            await self._connection.subscribe(subject, self._resync)
+            await incoming.subscribe(subject, self._resync)
         for subject in self._names.all_cancels:
-            await self._connection.subscribe(subject, self._cancel)
-        await self._connection.subscribe(self._names.discover, lambda _: self._announcer.publish_card())
-        await self._connection.subscribe(self._names.cards_of(worker_id), self._own_card)
+            await incoming.subscribe(subject, self._cancel)
+        await incoming.subscribe(self._names.discover, lambda _: self._announcer.publish_card())
+        await incoming.subscribe(self._names.cards_of(worker_id), self._own_card)
+        await self._connection.subscribe(self._names.worker(model, worker_id, "gone.*"), self._gone)
+        await incoming.flush()  # before a card says that it is there
 
     def use(self, engine: contract.Engine | None) -> None:
         """The engine for requests from now on; None while there is none."""

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import structlog
@@ -77,8 +77,10 @@ class Replica:
         """Until drained. Raises EngineStartError for a model that can't be served, ReplacedError when another worker
         has taken the name, and ConnectionError when there is no broker."""
         structlog.contextvars.bind_contextvars(worker_id=self.worker_id)
-        connection = await nats.connect(self._settings.broker, name=f"worker {self.worker_id}")
-        try:
+        async with contextlib.AsyncExitStack() as connections:
+            connection = await self._connect(connections, f"worker {self.worker_id}")
+            incoming = await self._connect(connections, f"worker {self.worker_id} incoming")
+            connections.callback(self._metrics.forget)
             names = subjects.Subjects(self._settings.prefix)
             settings, shown = self._settings.front, self._metrics
             front = Front(connection, names, self.served_name, self.worker_id, settings, shown, self._traces)
@@ -89,11 +91,13 @@ class Replica:
             supervisor = Supervisor(self._make_engine, self.worker_id, self, self._settings.step_timeout_s)
             self._supervisor = supervisor
             front.on_pulse = self._pulse
-            await front.open()
-            await self._live(connection, supervisor, front)
-        finally:
-            self._metrics.forget()
-            await connection.close()
+            await front.open(incoming)
+            await self._live((connection, incoming), supervisor, front)
+
+    async def _connect(self, connections: contextlib.AsyncExitStack, name: str) -> nats.Connection:
+        connection = await nats.connect(self._settings.broker, name=name)
+        connections.push_async_callback(connection.close)
+        return connection
 
     @property
     def why_not_ready(self) -> str:
@@ -147,8 +151,8 @@ class Replica:
             self._said_at = now
             self._log.info("model_loading", percent=round(100 * fraction))
 
-    async def _live(self, bus: Bus, supervisor: Supervisor, front: Front) -> None:
-        lives = (supervisor.run(), front.run(), bus.until_refused())
+    async def _live(self, buses: Iterable[Bus], supervisor: Supervisor, front: Front) -> None:
+        lives = (supervisor.run(), front.run(), *(bus.until_refused() for bus in buses))
         tasks: list[asyncio.Task[None]] = [asyncio.create_task(life) for life in lives]
         left = asyncio.create_task(front.drain_asked.wait())
         try:
