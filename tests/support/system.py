@@ -131,6 +131,7 @@ class System:
     def worker(
         self, name: str, *arguments: str, model: str | Path = demo.MODEL_PATH, served_name: str = "demo"
     ) -> None:
+        """`--nats` among the arguments: by another way to the broker."""
         settings = ["--model", str(model), "--served-name", served_name, "--threads", "1", "--worker-id", name]
         self._run(name, "worker", *settings, *arguments)
 
@@ -200,7 +201,7 @@ class System:
         self._starts[name] += 1
         with (self._folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                command(*arguments, "--nats", self.url),
+                command(*arguments, *([] if "--nats" in arguments else ["--nats", self.url])),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -1,0 +1,55 @@
+"""A worker that can hear and not be heard."""
+
+import asyncio
+import contextlib
+
+from nats.aio.msg import Msg
+
+from protocol import codec, messages
+from tests.hostile.scale import times
+from tests.support.bare import PREFIX
+from tests.support.load import until_ready
+from tests.support.one_way import one_way
+from tests.support.system import System
+
+_chunks = codec.Decoder(messages.Chunk)
+
+
+async def test_a_worker_whose_way_out_is_blocked_under_others_traffic_says_nothing_behind_its_routers_terminal(
+    system: System,
+) -> None:
+    system.router("router")
+    bare = await system.connect()
+    async with one_way(system.url) as way:
+        system.worker("worker", "--nats", way.url)
+        for _ in range(times(1, 7)):
+            await until_ready(bare, 1)
+            chunks: list[messages.Chunk] = []
+            ended = asyncio.Event()
+
+            async def hear(message: Msg, chunks: list[messages.Chunk] = chunks, ended: asyncio.Event = ended) -> None:
+                chunks.append(_chunks.decode(message.data, codec.Encoding.JSON))
+                if chunks[-1].finish_reason is not None:
+                    ended.set()
+
+            inbox = bare.nats.new_inbox()
+            subscription = await bare.nats.subscribe(inbox, cb=hear)
+            asked = b'{"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": true}'
+            await bare.nats.publish(f"{PREFIX}.generate.demo", asked, reply=inbox)
+            async with asyncio.timeout(60):
+                while not any(chunk.text for chunk in chunks):
+                    await asyncio.sleep(0.005)
+                way.block()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(4):
+                        while True:
+                            await bare.nats.publish(f"{PREFIX}.cancel.somebody-elses", b"")
+                            await asyncio.sleep(0.1)
+                way.unblock()
+                await ended.wait()
+            await until_ready(bare, 1)  # whatever the worker may still have wanted to say is said by now
+            await bare.nats.flush()
+            await subscription.unsubscribe()
+            reasons = [chunk.finish_reason for chunk in chunks]
+            assert reasons == [None] * (len(reasons) - 1) + ["error"], chunks[-4:]
+    assert any(line["event"] == "self_fenced" for line in system.log("worker"))
