@@ -59,6 +59,7 @@ class Host:
                 settings.step_target_ms / 1e3,
                 settings.pressure,
                 self._turnstile,
+                debug=settings.debug,
             )
         except DeviceError as error:
             structlog.get_logger().error("device_failed", error=str(error))

@@ -31,7 +31,9 @@ Inbox = queue.SimpleQueue[frames.Add | frames.Abort | frames.ClearCache | Job | 
 
 
 class StepLoop:
-    """Runs sequences on a runner. `report` is called on the loop's thread with what each step did."""
+    """Runs sequences on a runner. `report` is called on the loop's thread with what each step did.
+
+    With `debug` every block is checked whenever there is nothing to compute, and not only what is counted."""
 
     def __init__(
         self,
@@ -41,11 +43,14 @@ class StepLoop:
         step_target_s: float,
         pressure: Pressure | None = None,
         turnstile: Turnstile | None = None,
+        *,
+        debug: bool = False,
     ) -> None:
         self._runner = runner
         self._inbox = inbox
         self._report = report
         self._scheduler = _make_scheduler(runner, pressure or Pressure())
+        self._check_at_rest = self._scheduler.check_integrity if debug else self._scheduler.check_counts
         most = runner.config.max_num_batched_tokens - runner.config.max_num_seqs
         self._pace = Pace(step_target_s, min_tokens=min(32, most), max_tokens=most)
         self._transfers = TransferPace(step_target_s / 10)
@@ -179,7 +184,7 @@ class StepLoop:
         note, self._note = self._note, None
         self._report(frames.StepReport([], outputs, self._scheduler.load(), progress, removed, pairs, note))
         if not self._scheduler.has_work:
-            self._scheduler.check_integrity()
+            self._check_at_rest()
 
     def _progress(self, advances: list[Advance]) -> list[frames.PromptProgress]:
         """How far the prompts are that somebody watches; nobody does any more once there is a token."""

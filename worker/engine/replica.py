@@ -24,6 +24,8 @@ def serve(
     step_target_s: float,
     pressure: Pressure | None = None,
     turnstile: Turnstile | None = None,
+    *,
+    debug: bool = False,
 ) -> None:
     """Loads a runner, says so, and steps until the socket's other end closes.
 
@@ -39,7 +41,7 @@ def serve(
     reader.start()
     send(frames.Ready(runner.config, runner.pieces, runner.bundle))
     try:
-        StepLoop(runner, inbox, send, step_target_s, pressure, turnstile).run()
+        StepLoop(runner, inbox, send, step_target_s, pressure, turnstile, debug=debug).run()
     finally:
         runner.close()
 
