@@ -26,8 +26,8 @@ _IDLE_TOKENS = 256
 every stream, by 11 % for 4,096 and 35 % for 16,384 with four streams of a 0.5B shape, and a prompt of 1,000 tokens by
 13 % for 1,000 and 20 % for 2,000 (decision 0020); to bring 1,000 back takes a few milliseconds."""
 
-Inbox = queue.SimpleQueue[frames.Add | frames.Abort | frames.ClearCache | Job | None]
-"""Commands for the loop; None ends it."""
+Inbox = queue.SimpleQueue[frames.Add | frames.Abort | frames.ClearCache | Job | BaseException | None]
+"""Commands for the loop; None ends it, and so does an exception, which it raises."""
 
 
 class StepLoop:
@@ -71,7 +71,7 @@ class StepLoop:
         return f"<StepLoop {self._scheduler!r}>"
 
     def run(self) -> None:
-        """Steps until the inbox says None. Raises DeviceError when the device fails."""
+        """Steps until the inbox says None. Raises what the inbox holds to be raised, and DeviceError."""
         try:
             while (advances := self._take_commands()) is not None:
                 plan = self._plan()
@@ -96,6 +96,8 @@ class StepLoop:
             match command:
                 case None:
                     return None
+                case BaseException():
+                    raise command
                 case Job():
                     self._embeddings.add(command)
                 case frames.Add():
