@@ -8,6 +8,8 @@ import sys
 
 QUESTIONS = {
     "sink_or_iterator": ("bench.sink_or_iterator",),
+    "idle_check": ("bench.idle_check",),
+    "wide_draw": ("bench.wide_draw",),
     "first_chunk": ("bench.first_chunk",),
     "front_cpu": ("bench.front_cpu",),
     "watching": ("bench.watching",),

@@ -143,7 +143,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
             inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
             max_new_tokens=options.max_new_tokens,
             slow_wait_s=options.slow_wait_s,
-            debug=os.environ.get("TOKENBUS_DEBUG", "") not in ("", "0"),
+            debug=_debugs(),
         ),
         max_waiting=options.max_waiting,
         grace_s=options.grace_s,
@@ -151,8 +151,13 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
     )
 
 
+def _debugs() -> bool:
+    return os.environ.get("TOKENBUS_DEBUG", "") not in ("", "0")
+
+
 def _engine_of(options: argparse.Namespace, model: str) -> EngineSettings:
     own = {name: getattr(options, name) for name in EngineSettings.__struct_fields__ if hasattr(options, name)}
+    own["debug"] = _debugs()
     own["model"] = model if weights.is_hub_name(model) else str(_path_of(model))
     replicas = options.replicas * len(options.model)
     own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // replicas)

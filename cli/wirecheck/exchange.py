@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -96,7 +96,7 @@ class Exchange:
 
     async def parts(self, what: str) -> list[Message]:
         """Waits for all parts of an answer that comes in parts."""
-        first = await self.first(what, 2.0)
+        first = await self.first(what)
         await self.until(lambda: len(self.received) >= first.get("parts", 1), f"every part of {what}")
         return self.messages
 
@@ -111,3 +111,16 @@ class Exchange:
 
     def _so_far(self) -> str:
         return f"only {len(self.received)} messages" if self.received else "nor anything else"
+
+
+async def any_tokens(exchanges: Sequence[Exchange], count: int) -> None:
+    """Waits until so many tokens, or the terminal, have come to any of the exchanges."""
+    waits = [asyncio.create_task(exchange.tokens(count)) for exchange in exchanges]
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+    for wait in done:
+        wait.result()

@@ -104,12 +104,10 @@ class Probe:
             await exchange.tokens(4)
         return exchange
 
-    async def call(
-        self, subject: str, body: bytes | Message = b"", *, content_type: str | None = None, timeout_s: float = 2.0
-    ) -> Message:
+    async def call(self, subject: str, body: bytes | Message = b"", *, content_type: str | None = None) -> Message:
         """The first reply to a client's message."""
         exchange = await self.send(body, subject=subject, content_type=content_type)
-        return await exchange.first(f"a reply on {subject}", timeout_s)
+        return await exchange.first(f"a reply on {subject}")
 
     async def send_internal(self, subject: str, body: bytes | Message = b"") -> Exchange:
         """As one part of the system asks another: always MessagePack, without a word about it."""
@@ -120,7 +118,7 @@ class Probe:
     async def call_internal(self, subject: str, body: bytes | Message = b"") -> Message:
         """The first reply to an internal message."""
         exchange = await self.send_internal(subject, body)
-        return await exchange.first(f"a reply on {subject}", 2.0)
+        return await exchange.first(f"a reply on {subject}")
 
     async def is_answered(self, subject: str, body: bytes | Message = b"", within_s: float = 0.6) -> bool:
         """Whether anybody says anything to a message; the broker's own notice is nobody."""

@@ -2,19 +2,24 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from cli.wirecheck import stream
-from cli.wirecheck.exchange import Exchange
+from cli.wirecheck.exchange import Exchange, any_tokens
 from cli.wirecheck.probe import Probe
 from cli.wirecheck.verdict import SkippedError, expect
 
 _TIMEOUT_MS = 250
-_GONE_S = 4.5
-"""Two seconds up to the chunk that makes sure, then its notice; and time for a busy machine."""
+_LATE_MS = 10_000
+"""A stream without a deadline would take longer; a busy machine may need some of it."""
+_GONE_S = (4.5, 9.0)
+"""Seconds before the first look, and before a second one at streams that still run. A worker needs two up to the chunk
+that makes sure, then its notice; the rest is time for a busy machine."""
 _NUM_GONE = 12
 """Enough that none of them is answered in full before it is missed."""
 _BY_THEN = 16
-"""Tokens of the first, when all speak that the worker has room for. The others would have to wait for these."""
+"""Tokens of whichever speaks first, when all speak that the worker has room for. The others would have to wait for
+these: which ones that are is decided by the routers that had them, and not by the order in which they were sent."""
 
 
 async def cancelled(probe: Probe) -> None:
@@ -66,7 +71,7 @@ async def deadline(probe: Probe) -> None:
     code = (terminal.get("error") or {}).get("code")
     expect(code == "deadline_exceeded", f"the stream ends with {terminal['finish_reason']} {code}")
     stream.check_error(terminal["error"])
-    expect(_TIMEOUT_MS - 50 < took_ms < _TIMEOUT_MS + 2_000, f"after {took_ms:.0f} ms with timeout_ms {_TIMEOUT_MS}")
+    expect(_TIMEOUT_MS - 50 < took_ms < _TIMEOUT_MS + _LATE_MS, f"after {took_ms:.0f} ms with timeout_ms {_TIMEOUT_MS}")
     stream.check_order(live.messages)
     stream.check_numbers(live.messages)
 
@@ -75,29 +80,37 @@ async def gone(probe: Probe) -> None:
     """A client that has gone has its requests cancelled within a few seconds."""
     routing = {"worker_id": probe.served.worker_ids[0]} if probe.served.worker_ids else {}
     asked = [await probe.send(probe.long_request(routing=routing)) for _ in range(_NUM_GONE)]
-    await asked[0].tokens(_BY_THEN)
+    await any_tokens(asked, _BY_THEN)
     live = [answer for answer in asked if answer.num_tokens]
     expect(bool(live), "none of them has spoken")
     await asyncio.gather(*(probe.stop_listening(answer) for answer in live))
     await asyncio.gather(*(probe.cancel(answer) for answer in asked if answer not in live))
-    await asyncio.sleep(_GONE_S)
-    reasons = await asyncio.gather(*(_how_it_ended(probe, answer) for answer in live))
+    reasons = await _ends_of_the_unheard(probe, live)
     if set(reasons) == {"length"}:
         raise SkippedError("the model had said everything before a client could be missed")
-    expect("cancelled" in reasons and "runs" not in reasons, f"{_GONE_S:g} s later: {', '.join(reasons)}")
+    expect("cancelled" in reasons and "runs" not in reasons, f"{sum(_GONE_S):g} s later: {', '.join(reasons)}")
+
+
+async def _ends_of_the_unheard(probe: Probe, live: Sequence[Exchange]) -> list[str]:
+    """Waits until streams that nobody listens to have ended, and tells how. Gives up on one that still runs."""
+    reasons: list[str] = []
+    for wait_s in _GONE_S:
+        await asyncio.sleep(wait_s)
+        reasons = await asyncio.gather(*(_how_it_ended(probe, answer) for answer in live))
+        if "runs" not in reasons:
+            break
+    return reasons
 
 
 async def _how_it_ended(probe: Probe, answer: Exchange) -> str:
-    """The finish reason of a stream that nobody listened to; `runs` if it has not ended."""
+    """The finish reason of a stream that nobody listens to, before and after; `runs` if it has not ended."""
     assert answer.request_id is not None
     again = await probe.listen(answer.inbox, msgpack=False)
     await probe.call(probe.resync_subject(answer.request_id), {"offset": 0})
-    await again.first("anything after a resync", 2.0)
+    await again.first("anything after a resync")
     await asyncio.sleep(0.1)
-    if again.is_ended:
-        return str((await again.terminal())["finish_reason"])
-    await probe.publish(probe.cancel_subject(answer.request_id), b"")
-    return "runs"
+    await probe.stop_listening(again)
+    return str((await again.terminal())["finish_reason"]) if again.is_ended else "runs"
 
 
 RULES = (cancelled, cancelled_without_reply, cancel_of_nobody, cancel_at_once, deadline, gone)

@@ -122,7 +122,7 @@ async def _card(probe: Probe) -> Message:
     worker_id = some_workers(probe)[0]
     heard = await probe.listen(probe.names.card(probe.served.model, worker_id), msgpack=True)
     await probe.publish(probe.names.discover, b"")
-    card = await heard.first(f"the card of {worker_id}", 2.0)
+    card = await heard.first(f"the card of {worker_id}")
     await probe.stop_listening(heard)
     return card
 

@@ -1,5 +1,7 @@
 """Each check of wire-check lets right messages pass and says what is wrong with the others."""
 
+import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 import xxhash
 
 from cli.wirecheck import ranges, repeats, shape, stream
-from cli.wirecheck.exchange import Exchange, decode
+from cli.wirecheck.exchange import Exchange, any_tokens, decode
 from cli.wirecheck.link import Received
 from cli.wirecheck.report import Outcome, Verdict, json_line, line, summary
 from cli.wirecheck.rules import all_rules
@@ -381,6 +383,19 @@ def test_an_exchange_takes_whatever_comes() -> None:
     assert (exchange.num_tokens, exchange.is_ended) == (0, True)
     with pytest.raises(BrokenError):
         assert exchange.messages
+
+
+async def test_of_several_requests_whichever_speaks_first_is_enough() -> None:
+    """Which of them a worker has room for is decided by the order in which the routers pass them on."""
+    first, second, third = exchanges = [Exchange("inbox", msgpack=False) for _ in range(3)]
+    waiting = asyncio.create_task(any_tokens(exchanges, 2))
+    for exchange, offsets in ((first, []), (second, [0]), (third, [0, 1])):
+        assert not waiting.done()
+        for offset in offsets:
+            exchange.take(Received(offset, 0.0, "", json.dumps(chunk(offset, offset, "a")).encode(), {}))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    await waiting
 
 
 @pytest.mark.parametrize(

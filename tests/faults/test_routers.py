@@ -59,10 +59,9 @@ async def test_the_wire_holds_with_three_routers_under_load_and_when_one_of_them
     names = ["router-a", "router-b", "router-c"]
     for name in names:
         system.router(name)
-    for name in ("worker-a", "worker-b"):
-        system.worker(name, "--max-waiting", "256")
+    system.worker("worker", "--max-waiting", "256", "--kv-tokens", "32768")
     bare = await system.connect()
-    await until_ready(bare, 2)
+    await until_ready(bare, 1)
     for name in names:
         await system.until_logged(name, "router_ready")
     async with await Client.connect(system.url) as client:

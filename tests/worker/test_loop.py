@@ -1,7 +1,9 @@
 """The step loop carries commands out, survives what only one sequence is to blame for, and rests when idle."""
 
 import queue
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import NamedTuple
 
 import msgspec
@@ -90,7 +92,7 @@ def run(
         story.reports.append(said)
         then(said, story.inbox)
 
-    StepLoop(runner or ArithmeticRunner(), story.inbox, report, step_target_s=0.05).run()
+    StepLoop(runner or ArithmeticRunner(), story.inbox, report, step_target_s=0.05, debug=True).run()
     return story
 
 
@@ -196,6 +198,34 @@ def test_room_that_is_missing_again_and_again_costs_steps_and_nobody_a_token() -
     assert story.ends() == {1: End.LENGTH, 2: End.LENGTH, 3: End.LENGTH}
     assert [story.tokens(number) for number in (1, 2, 3)] == [calm.tokens(number) for number in (1, 2, 3)]
     assert [len(report.outputs) for report in story.reports[1:5]] == [3, 0, 0, 1]
+
+
+def calls_at_rest(num_cached: int) -> int:
+    """How many functions an engine calls, beside so many cached blocks, for a token of a stranger and then to rest."""
+    runner = ArithmeticRunner(make_config(total_kv_blocks=600, context_length=9_000, max_num_batched_tokens=9_000))
+    counted = 0
+
+    def count(frame: FrameType, *_: object) -> None:
+        nonlocal counted
+        counted += "/worker/engine/" in frame.f_code.co_filename
+
+    def report(said: object) -> None:
+        assert isinstance(said, frames.StepReport)
+        if any(output.seq_no == 1 for output in said.outputs):
+            inbox.put(add(2, num_prompt=1, max_tokens=1))
+            sys.setprofile(count)
+
+    inbox = Inbox(shared_add(1, num_prompt=16 * num_cached, max_tokens=1))
+    loop = StepLoop(runner, inbox, report, step_target_s=0.05)
+    try:
+        loop.run()
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+def test_what_a_loop_does_when_it_comes_to_rest_does_not_depend_on_how_much_is_cached() -> None:
+    assert calls_at_rest(500) == calls_at_rest(5)
 
 
 def test_the_one_that_gave_way_comes_back_when_another_has_ended() -> None:

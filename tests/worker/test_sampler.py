@@ -3,6 +3,7 @@
 import math
 from array import array
 from collections.abc import Sequence as Listing
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from worker import contract
 from worker.engine.plan import Sampled
-from worker.engine.sampler import Matrix, Sampler, draw_narrow, draw_wide, likeliest, uniform
+from worker.engine.sampler import Matrix, Sampler, draw_narrow, draw_sorted, draw_wide, likeliest, uniform
 from worker.engine.sequence import End, Sequence
 
 EOS, VOCAB = 0, 12
@@ -159,6 +160,56 @@ def test_a_draw_is_that_of_the_reference(
     assert draw_wide(logits[0], params, place) == expected
     if 0 < top_k <= width:
         assert draw_narrow(logits, [params], [place]).tolist() == [expected]
+
+
+@given(
+    seed=SEEDS,
+    width=st.sampled_from([3, 2_048, 2_049, 5_000, 40_000]),
+    spread=st.sampled_from([0.0, 0.01, 1.0, 5.0]),
+    distinct=st.sampled_from([3, 300, 10**9]),
+    ruled_out=st.sampled_from([-math.inf, -3e38, -1e9, -100.0, 0.0]),
+    place=st.floats(0, 1, exclude_max=True),
+    temperature=st.floats(0.05, 3.0),
+    top_k=st.sampled_from([0, 0, 2, 257, 4_000]),
+    top_p=st.one_of(st.just(1.0), st.floats(0.0, 1.0)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.001, 1.0)),
+)
+@settings(max_examples=150)
+def test_a_wide_draw_is_that_of_a_full_sort(
+    seed: int,
+    width: int,
+    spread: float,
+    distinct: int,
+    ruled_out: float,
+    place: float,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+) -> None:
+    """`distinct` bounds how many values there are, and a third of the tokens is less likely by `ruled_out`."""
+    rng = np.random.default_rng(seed)
+    row = (rng.normal(0, spread, min(width, distinct)).astype(np.float32))[rng.integers(0, min(width, distinct), width)]
+    row[rng.random(width) < 1 / 3] += np.float32(ruled_out)
+    row[0] = 20.0 if ruled_out and np.isneginf(row.max()) else row[0]
+    params = asked(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert draw_wide(row, params, place) == draw_sorted(row, params, place)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_wide_row_is_drawn_from_without_sorting_it(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    sorted_sizes: list[int] = []
+    argsort = np.argsort
+
+    def noting(values: Any, *arguments: Any, **named: Any) -> Any:
+        sorted_sizes.append(values.size)
+        return argsort(values, *arguments, **named)
+
+    monkeypatch.setattr(np, "argsort", noting)
+    row = some_logits(1, 150_000)
+    for place in range(20):
+        draw_wide(row, asked(temperature=1.0, top_p=top_p), (place + 0.5) / 20)
+    assert max(sorted_sizes) < 4_000
 
 
 @given(seed=SEEDS, top_k=st.integers(1, 256), temperature=st.floats(0.1, 3.0), top_p=st.floats(0.05, 1.0))

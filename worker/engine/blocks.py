@@ -14,7 +14,7 @@ ends at a block that no other lane carries. The least recently used idle block i
 """
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import NamedTuple
 
 from protocol import blocks
@@ -91,10 +91,14 @@ class BlockPool:
         self._tree = PrefixTree(block_size, fingerprint)
         self._holdings: dict[int, _Holding] = {}
         self._free_lanes = list(reversed(range(num_lanes)))
+        self._lane_ends: dict[int, Block] = {}
+        """The last block of each idle lane."""
         self._num_lanes = num_lanes
         self._idle: OrderedDict[Block, None] = OrderedDict()
         self._saved: OrderedDict[Block, None] = OrderedDict()
         self._used_blocks = 0
+        self._resident_blocks = 0
+        """Shared blocks that a lane carries."""
         self._last_number = 0
         self._saves_left = 0
         self._restores_left = 0
@@ -250,17 +254,34 @@ class BlockPool:
         self._removed, self._stored = [], {}
         return changes
 
+    def check_counts(self) -> None:
+        """Asserts what counters and lanes say of each other; looks at each lane once and at no other block."""
+        used = {holding.lane for holding in self._holdings.values()}
+        assert len(used) == len(self._holdings)
+        assert sorted([*used, *self._lane_ends, *self._free_lanes]) == list(range(self._num_lanes)), self
+        for lane, block in self._lane_ends.items():
+            assert (block.end_lane, block.lanes, block.refs) == (lane, 1 << lane, 0), block
+            assert block in self._idle, block
+        for holding in self._holdings.values():
+            assert 0 <= holding.num_private <= holding.num_blocks <= holding.max_blocks
+            assert not holding.path or holding.path[-1].lanes & holding.bit, holding.path[-1]
+        private = sum(holding.num_private for holding in self._holdings.values())
+        assert self._used_blocks - private + len(self._idle) == self._resident_blocks, self
+        assert self._holdings or not self._used_blocks, self
+        assert self.free_blocks >= 0, self
+        assert len(self._saved) <= self._host_blocks
+
     def check_integrity(self) -> None:
-        """Asserts what must hold between any two calls."""
+        """Asserts what must hold between any two calls; looks at every block."""
+        self.check_counts()
         everything = list(self._tree.everything())
         resident = {block for block in everything if block.is_resident}
+        assert len(resident) == self._resident_blocks
         in_use = {block for holding in self._holdings.values() for block in holding.path}
         assert resident == in_use | set(self._idle)
         assert not in_use & set(self._idle)
         assert self._used_blocks == len(in_use) + sum(holding.num_private for holding in self._holdings.values())
-        assert self.free_blocks >= 0, self
         assert set(self._saved) == {block for block in everything if block.saved is not None}
-        assert len(self._saved) <= self._host_blocks
         self._check_lanes(everything)
         seen: set[Block] = set()
         for block in self._idle:
@@ -271,22 +292,19 @@ class BlockPool:
             assert block.parent is not None
             assert block.start == block.parent.end
             assert self._tree.is_full(block) or not block.children
-            assert block.refs == sum(block in holding.path for holding in self._holdings.values())
-        for holding in self._holdings.values():
-            assert holding.num_private >= 0
-            assert holding.num_blocks <= holding.max_blocks
 
     def _check_lanes(self, everything: list[Block]) -> None:
-        carried: dict[int, set[Block]] = {holding.lane: set(holding.path) for holding in self._holdings.values()}
-        assert len(carried) == len(self._holdings)
+        """The lanes and sequences that a block says it has are those whose paths it lies on."""
+        assert self._lane_ends == {block.end_lane: block for block in everything if block.end_lane is not None}
+        refs = Counter(block for holding in self._holdings.values() for block in holding.path)
+        lanes = Counter[Block]()
+        for holding in self._holdings.values():
+            assert len(set(holding.path)) == len(holding.path)
+            lanes.update(dict.fromkeys(holding.path, holding.bit))
+        for lane, end in self._lane_ends.items():
+            lanes.update(dict.fromkeys(end.path(), 1 << lane))
         for block in everything:
-            if block.end_lane is not None:
-                assert block.end_lane not in carried, block
-                assert block.lanes == 1 << block.end_lane, block
-                carried[block.end_lane] = set(block.path())
-        assert sorted([*carried, *self._free_lanes]) == list(range(self._num_lanes))
-        for block in everything:
-            assert block.lanes == sum(1 << lane for lane, path in carried.items() if block in path), block
+            assert (block.refs, block.lanes) == (refs[block], lanes[block]), block
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -365,10 +383,15 @@ class BlockPool:
         self._restores_left -= 1
         self._moves.append(Restore(block.saved, holding.lane, block.start, block.end))
         self._used_blocks += 1
+        self._carry(holding, block)
+        return True
+
+    def _carry(self, holding: _Holding, block: Block) -> None:
+        """Has a sequence use a block that only its own lane carries from now on."""
         block.refs = 1
         block.lanes = holding.bit
+        self._resident_blocks += 1
         holding.path.append(block)
-        return True
 
     def _adopt_beginning(self, holding: _Holding, token_ids: "array[int]") -> int:
         """Takes the beginning of a block or tail that then goes on differently; where it does, cells are shared too."""
@@ -427,9 +450,7 @@ class BlockPool:
                 self._discard(tail)
             block = self._tree.child(node, tokens)
             self._stored[block.hash] = Stored(node.hash, block.hash)
-        block.refs = 1
-        block.lanes = holding.bit
-        holding.path.append(block)
+        self._carry(holding, block)
 
     # leaving
 
@@ -446,6 +467,7 @@ class BlockPool:
             self._discard(shorter)
         tail = self._tree.child(node, tokens)
         tail.lanes = holding.bit
+        self._resident_blocks += 1
         self._idle[tail] = None
         return tail
 
@@ -453,7 +475,7 @@ class BlockPool:
         """A lane becomes one that carries cached blocks, if they are not carried by others."""
         last = tail or (holding.path[-1] if holding.path else None)
         if last is not None and last.lanes == holding.bit:
-            last.end_lane = holding.lane
+            self._end_lane(last, holding.lane)
             if tail is None:
                 self._moves.append(Cut(holding.lane, last.end))
             return
@@ -507,12 +529,13 @@ class BlockPool:
 
     def _take_off(self, block: Block, lane: int) -> None:
         """The idle lane that ends at a block ends before it from now on; it is free if others carry the rest."""
-        del self._idle[block]
+        del self._idle[block], self._lane_ends[lane]
         block.lanes, block.end_lane = 0, None
+        self._resident_blocks -= 1
         before = block.parent
         assert before is not None
         if before.lanes == 1 << lane:
-            before.end_lane = lane
+            self._end_lane(before, lane)
             self._cut(lane, block.start)
             return
         for carried in before.path():
@@ -524,9 +547,15 @@ class BlockPool:
         lane = block.end_lane
         assert lane is not None, block
         block.end_lane = None
+        del self._lane_ends[lane]
         for carried in block.path():
             carried.lanes &= ~(1 << lane)
         self._free(lane)
+
+    def _end_lane(self, block: Block, lane: int) -> None:
+        """An idle lane carries nothing beyond a block."""
+        block.end_lane = lane
+        self._lane_ends[lane] = block
 
     def _free(self, lane: int) -> None:
         self._cut(lane, 0)

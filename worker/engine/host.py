@@ -2,6 +2,7 @@
 
 It hosts replicas of models, each with a socket and a step loop of its own, and each model's weights only once."""
 
+import contextlib
 import os
 import re
 import socket
@@ -51,25 +52,28 @@ class Host:
             threading.Thread(target=self._serve, args=(opened, sock), name=name, daemon=True).start()
 
     def _serve(self, opened: frames.Open, sock: socket.socket) -> None:
-        settings = opened.settings
+        """The outermost frame of a replica's thread."""
         try:
-            replica.serve(
-                sock,
-                lambda progress: self._load_one(settings, progress),
-                settings.step_target_ms / 1e3,
-                settings.pressure,
-                self._turnstile,
-            )
+            with contextlib.suppress(ConnectionError):  # the front has closed this replica's socket
+                self._step(opened.settings, sock)
+            sock.close()
+            self._closed(opened.number)
         except DeviceError as error:
             structlog.get_logger().error("device_failed", error=str(error))
             os._exit(EXIT_DEVICE_FAILED)
-        except ConnectionError:
-            pass  # the front has closed this replica's socket
         except BaseException:  # a thread's end would go unnoticed: the front starts the process anew
             traceback.print_exc()
             os._exit(EXIT_BUG)
-        sock.close()
-        self._closed(opened.number)
+
+    def _step(self, settings: EngineSettings, sock: socket.socket) -> None:
+        replica.serve(
+            sock,
+            lambda progress: self._load_one(settings, progress),
+            settings.step_target_ms / 1e3,
+            settings.pressure,
+            self._turnstile,
+            debug=settings.debug,
+        )
 
     def _load_one(self, settings: EngineSettings, progress: Callable[[float], None]) -> Runner:
         """One at a time: so weights that several want are read once, and a complaint is the right model's."""

@@ -26,12 +26,14 @@ _IDLE_TOKENS = 256
 every stream, by 11 % for 4,096 and 35 % for 16,384 with four streams of a 0.5B shape, and a prompt of 1,000 tokens by
 13 % for 1,000 and 20 % for 2,000 (decision 0020); to bring 1,000 back takes a few milliseconds."""
 
-Inbox = queue.SimpleQueue[frames.Add | frames.Abort | frames.ClearCache | Job | None]
-"""Commands for the loop; None ends it."""
+Inbox = queue.SimpleQueue[frames.Add | frames.Abort | frames.ClearCache | Job | BaseException | None]
+"""Commands for the loop; None ends it, and so does an exception, which it raises."""
 
 
 class StepLoop:
-    """Runs sequences on a runner. `report` is called on the loop's thread with what each step did."""
+    """Runs sequences on a runner. `report` is called on the loop's thread with what each step did.
+
+    With `debug` every block is checked whenever there is nothing to compute, and not only what is counted."""
 
     def __init__(
         self,
@@ -41,11 +43,14 @@ class StepLoop:
         step_target_s: float,
         pressure: Pressure | None = None,
         turnstile: Turnstile | None = None,
+        *,
+        debug: bool = False,
     ) -> None:
         self._runner = runner
         self._inbox = inbox
         self._report = report
         self._scheduler = _make_scheduler(runner, pressure or Pressure())
+        self._check_at_rest = self._scheduler.check_integrity if debug else self._scheduler.check_counts
         most = runner.config.max_num_batched_tokens - runner.config.max_num_seqs
         self._pace = Pace(step_target_s, min_tokens=min(32, most), max_tokens=most)
         self._transfers = TransferPace(step_target_s / 10)
@@ -66,7 +71,7 @@ class StepLoop:
         return f"<StepLoop {self._scheduler!r}>"
 
     def run(self) -> None:
-        """Steps until the inbox says None. Raises DeviceError when the device fails."""
+        """Steps until the inbox says None. Raises what the inbox holds to be raised, and DeviceError."""
         try:
             while (advances := self._take_commands()) is not None:
                 plan = self._plan()
@@ -91,6 +96,8 @@ class StepLoop:
             match command:
                 case None:
                     return None
+                case BaseException():
+                    raise command
                 case Job():
                     self._embeddings.add(command)
                 case frames.Add():
@@ -179,7 +186,7 @@ class StepLoop:
         note, self._note = self._note, None
         self._report(frames.StepReport([], outputs, self._scheduler.load(), progress, removed, pairs, note))
         if not self._scheduler.has_work:
-            self._scheduler.check_integrity()
+            self._check_at_rest()
 
     def _progress(self, advances: list[Advance]) -> list[frames.PromptProgress]:
         """How far the prompts are that somebody watches; nobody does any more once there is a token."""

@@ -7,6 +7,7 @@ is a hash of the request's seed and the token's place, so that there is no state
 from collections.abc import Sequence as Listing
 from typing import Any
 
+import msgspec
 import numpy as np
 import structlog
 import xxhash
@@ -17,11 +18,20 @@ from worker.engine.sequence import End, Sequence
 
 Matrix = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 Row = np.ndarray[tuple[int], np.dtype[np.float32]]
+Masses = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 _GROUP = 64
 """Logits that are looked at as one while the likeliest are sought."""
 _NARROW = 256
 """Rows with at most this many candidates are drawn together."""
+_BINS = 1_024
+"""Into which a row's logits are cast where its tokens are not sorted."""
+_FEW = 2_048
+"""So many tokens are sorted rather than cast into bins."""
+_FAR = 1e30
+"""Logits so much smaller than the largest are as good as ruled out, and share a bin."""
+_DOUBT = 1e-9
+"""Of a sum of a million numbers, which differs by less when they are added in another order."""
 
 
 class _Rules:
@@ -119,11 +129,88 @@ def draw_narrow(
 
 
 def draw_wide(row: Row, sampling: contract.Sampling, place: float) -> int:
-    """A token of a row in which many may come next."""
-    order = np.argsort(row)[::-1]
+    """A token of a row in which many may come next: the one that `draw_sorted` finds, mostly without sorting."""
+    found = _draw_unsorted(row, sampling, place)
+    return draw_sorted(row, sampling, place) if found is None else found
+
+
+def draw_sorted(row: Row, sampling: contract.Sampling, place: float) -> int:
+    """What a draw is. Of equally likely tokens the one with the larger id comes first."""
+    order = np.argsort(row, kind="stable")[::-1]
     if sampling.top_k:
         order = order[: sampling.top_k]
     return int(order[_place(row[order].astype(np.float64)[None], [sampling], np.array([[place]]))[0]])
+
+
+def _draw_unsorted(row: Row, sampling: contract.Sampling, place: float) -> int | None:
+    """The drawn token; None where the last bits of a sum or equally likely tokens at the edge of top_k decide."""
+    if 0 < sampling.top_k < len(row):
+        ids = np.flatnonzero(row >= np.partition(row, -sampling.top_k)[-sampling.top_k])
+        if len(ids) > sampling.top_k:
+            return None
+        found = _draw_unsorted(row[ids], msgspec.structs.replace(sampling, top_k=0), place)
+        return None if found is None else int(ids[found])
+    if sampling.top_p < 1 or sampling.min_p > 0:
+        return _draw_cut(row, sampling, place)
+    return _reach(row, _masses(row, sampling.temperature), place)
+
+
+def _draw_cut(row: Row, sampling: contract.Sampling, place: float) -> int | None:
+    """As `_draw_unsorted`, of a row of which top_p or min_p leave only the beginning."""
+    weights = _masses(row, 1.0)
+    kept = weights >= sampling.min_p
+    if sampling.top_p < 1:
+        last = _reach(row, weights, sampling.top_p)
+        if last is None:
+            return None
+        kept &= row >= row[last]
+        kept[:last] &= row[:last] != row[last]
+    ids = np.flatnonzero(kept)
+    found = _reach(row[ids], _masses(row[ids], sampling.temperature), place)
+    return None if found is None else int(ids[found])
+
+
+def _masses(row: Row, temperature: float) -> Masses:
+    """How likely each token is, beside the likeliest."""
+    masses: Masses = np.subtract(row, row.max(), dtype=np.float64)
+    masses /= temperature
+    return np.exp(masses, out=masses)
+
+
+def _reach(logits: Row, masses: Masses, share: float) -> int | None:
+    """The place of the token with which the sum of masses, by falling logits, passes a share of the whole; None where
+    the last bits decide.
+
+    Masses are added up in bins of similar logits, and only the bin where the sum passes is looked into."""
+    whole = masses.sum()
+    target, before = share * whole, 0.0
+    places: Any = None
+    while len(logits) > _FEW and (bins := _bins(logits)) is not None:
+        sums = before + np.bincount(bins, masses).cumsum()
+        at = min(int(np.searchsorted(sums, target, side="right")), len(sums) - 1)
+        before = sums[at - 1] if at else before
+        inside = np.flatnonzero(bins == at)
+        places = inside if places is None else places[inside]
+        logits, masses = logits[inside], masses[inside]
+    order = np.argsort(logits, kind="stable")[::-1]
+    sums = np.concatenate([[before], before + masses[order].cumsum()])
+    at = int(np.searchsorted(sums, target, side="right"))
+    doubt = _DOUBT * whole
+    if at == len(sums) or sums[at] - target < doubt or 0 < sums[at - 1] > target - doubt:
+        return None
+    return int(order[at - 1] if places is None else places[order[at - 1]])
+
+
+def _bins(logits: Row) -> Any:
+    """A number for each logit, never smaller for a smaller logit; None where all are as good as equal."""
+    most = logits.max()
+    least = logits.min(where=logits > most - _FAR, initial=most)
+    if least == most:
+        return None
+    with np.errstate(over="ignore"):
+        scaled = most - logits
+        scaled *= (_BINS - 1) / (most - least)
+    return np.minimum(scaled, _BINS - 1, out=scaled).astype(np.intp)
 
 
 def likeliest(logits: Matrix, count: int) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":

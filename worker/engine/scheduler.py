@@ -173,6 +173,11 @@ class Scheduler:
             cached_tokens=self._num_cached,
         )
 
+    def check_counts(self) -> None:
+        """Asserts of what must hold between any two calls that which costs little, however much is cached."""
+        assert len(self._running) <= self._max_num_seqs
+        self._pool.check_counts()
+
     def check_integrity(self) -> None:
         """Asserts what must hold between any two calls."""
         assert len(self._running) <= self._max_num_seqs

@@ -91,6 +91,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of the model for each GPU; none: by their free memory."""
     kv_limit_bytes: int = 0
     """No more of the device's memory than this for KV; 0: as much as the other settings say."""
+    debug: bool = False
+    """Whether an engine that comes to rest checks every block that is cached."""
     host_cache_mib: int = -1
     """MiB of host memory for prefixes that nobody uses; chosen by -1: 1,024, or an eighth of the machine's if that is
     less. 0 keeps what there is room for on the device, and no more."""

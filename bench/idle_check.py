@@ -1,0 +1,56 @@
+"""What does an engine's check of its cache cost when it comes to rest: that of the counters, and that of every block?
+
+Run: .venv/bin/python -m bench.idle_check [--blocks 7700 65000] [--lanes 64] [--rounds 9]
+
+A block pool filled with prefixes that nobody uses, of equal length, one for each lane. CPU time of this process for one
+check of each kind, in turn; the first is what every engine does, the second what tests and TOKENBUS_DEBUG=1 do."""
+
+import argparse
+import statistics
+import time
+from array import array
+from collections.abc import Callable
+
+from worker.engine.blocks import BlockPool
+from worker.engine.tree import Domain
+
+_BLOCK_TOKENS = 16
+
+
+def filled_pool(total_blocks: int, lanes: int) -> BlockPool:
+    """A pool whose blocks are all cached, but for fewer than there are lanes."""
+    pool = BlockPool(total_blocks, _BLOCK_TOKENS, lanes)
+    length = total_blocks // lanes * _BLOCK_TOKENS
+    for number in range(lanes):
+        token_ids = array("I", [number] * length)
+        pool.begin(number, Domain(), length)
+        pool.append(number, length)
+        pool.commit(number, token_ids, length)
+        pool.release(number, token_ids, length)
+    assert pool.idle_blocks == total_blocks // lanes * lanes
+    return pool
+
+
+def _ms(check: Callable[[], None], times: int) -> float:
+    began = time.process_time()
+    for _ in range(times):
+        check()
+    return (time.process_time() - began) / times * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[7_700, 65_000])
+    parser.add_argument("--lanes", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    for total in options.blocks:
+        pool = filled_pool(total, options.lanes)
+        rounds = [(_ms(pool.check_counts, 50), _ms(pool.check_integrity, 1)) for _ in range(options.rounds)]
+        for name, values in zip(("counters", "every block"), zip(*rounds, strict=True), strict=True):
+            low, middle, high = statistics.quantiles(values, n=4)
+            print(f"{total:7,} blocks, {name:12}{middle:9.3f} ms ({low:.3f} to {high:.3f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""A replica answers whoever asks, keeps no command waiting for texts, and ends where a thread of it ends."""
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from protocol import blocks, errors, internal
+from tests.support.arithmetic import ArithmeticRunner
+from worker import contract
+from worker.engine import frames, replica
+
+_report = frames.report_decoder.decode
+
+
+class Texts(ArithmeticRunner):
+    """A runner whose texts are tokenized when a gate is open, but for the empty one, as long as `fault` is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert self.embedder is not None
+        self.embedder.ids_of = self._ids_of  # type: ignore[method-assign]
+        self.is_asked = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fault: Exception | None = None
+
+    def tokenize(self, request: internal.Tokenize) -> list[int]:
+        return self._ids_of(request.text or "")
+
+    def _ids_of(self, text: str) -> list[int]:
+        self.is_asked.set()
+        assert not text or self.gate.wait(10)
+        if self.fault is not None:
+            raise self.fault
+        return [1] * len(text)
+
+
+class Replica:
+    """One that runs on a thread, as its front sees it."""
+
+    def __init__(self, runner: Texts) -> None:
+        self.runner = runner
+        self.sock, self._theirs = socket.socketpair()
+        self.sock.settimeout(10)
+        self._reports = map(_report, frames.received(self.sock))
+        self._end: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        assert isinstance(next(self._reports), frames.Ready)
+
+    def send(self, *commands: frames.Command) -> None:
+        for command in commands:
+            self.sock.sendall(frames.encode(command))
+
+    def until(self, is_it: Callable[[frames.Report], bool]) -> frames.Report:
+        return next(report for report in self._reports if is_it(report))
+
+    def ended(self) -> BaseException | None:
+        """What it ended with, once it has."""
+        return self._end.get(timeout=10)
+
+    def close(self) -> None:
+        self.runner.gate.set()
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self.sock.close()
+        self._theirs.close()
+
+    def _serve(self) -> None:
+        try:
+            replica.serve(self._theirs, lambda progress: self.runner, step_target_s=0.05)
+        except BaseException as error:
+            self._end.put(error)
+        else:
+            self._end.put(None)
+
+
+@pytest.fixture
+def one() -> Iterator[Replica]:
+    one = Replica(Texts())
+    yield one
+    one.close()
+
+
+def embed(ticket: int, *inputs: str) -> frames.AskEmbeddings:
+    return frames.AskEmbeddings(ticket, internal.Embed(inputs=list(inputs), remaining_ms=9_000))
+
+
+def add(seq_no: int) -> frames.Add:
+    return frames.Add(seq_no, blocks.to_bytes([1, 2, 3]), contract.Sampling(max_tokens=2, ignore_eos=True))
+
+
+def ends(report: frames.Report) -> bool:
+    return isinstance(report, frames.StepReport) and any(output.end for output in report.outputs)
+
+
+def code_of(report: frames.Report) -> errors.Code | None:
+    error = report.error if isinstance(report, frames.Tokens) else None
+    error = report.reply.error if isinstance(report, frames.Embeddings) else error
+    return None if error is None else error.code
+
+
+ASKS = [embed(7, "a", "b"), frames.AskTokens(7, internal.Tokenize(text="a"))]
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_no_command_waits_for_texts_that_are_being_tokenized(one: Replica, ask: frames.Command) -> None:
+    one.runner.gate.clear()
+    one.send(ask)
+    assert one.runner.is_asked.wait(10)
+    one.send(add(1))
+    one.until(ends)
+    one.runner.gate.set()
+    assert code_of(one.until(lambda report: not isinstance(report, frames.StepReport))) is None
+
+
+def test_a_prompt_is_tokenized_while_inputs_to_embed_are(one: Replica) -> None:
+    one.runner.gate.clear()
+    one.send(embed(1, "a"), frames.AskTokens(2, internal.Tokenize(text="")))
+    assert isinstance(one.until(lambda report: True), frames.Tokens)
+    one.runner.gate.set()
+    assert isinstance(one.until(lambda report: not isinstance(report, frames.StepReport)), frames.Embeddings)
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_a_tokenizer_that_fails_in_a_way_that_nobody_expected_costs_one_request_and_no_replica(
+    one: Replica, ask: frames.Command
+) -> None:
+    one.runner.fault = ZeroDivisionError("by a text")
+    one.send(ask)
+    assert code_of(one.until(lambda report: True)) is errors.Code.INTERNAL
+    one.runner.fault = None
+    one.send(add(1))
+    one.until(ends)
+    one.send(ask)
+    assert code_of(one.until(lambda report: not isinstance(report, frames.StepReport))) is None
+
+
+def test_a_replica_ends_where_the_thread_that_reads_its_commands_ends(one: Replica) -> None:
+    one.sock.sendall(b"\x01\x00\x00\x00\xc1")
+    assert isinstance(one.ended(), ValueError)
+    assert one.runner.closed
+
+
+def test_a_replica_closes_its_model_when_the_last_text_has_been_tokenized(one: Replica) -> None:
+    one.runner.gate.clear()
+    one.send(embed(7, "a"))
+    assert one.runner.is_asked.wait(10)
+    one.sock.shutdown(socket.SHUT_RDWR)
+    assert not one.runner.closed
+    one.runner.gate.set()
+    assert isinstance(one.ended(), ConnectionError | None)  # the answer may still have been tried
+    assert one.runner.closed
