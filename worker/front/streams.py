@@ -8,6 +8,7 @@ from typing import NamedTuple
 import structlog
 
 from protocol import blocks, errors, internal, limits, messages, slow, subjects, traces
+from protocol import request as checks
 from protocol.recent import Recent
 from worker import contract
 from worker.front import spans
@@ -319,6 +320,7 @@ class Streams:
 def _request_of(run: internal.Run, config: contract.EngineConfig, max_new_tokens: int) -> contract.EngineRequest:
     """What the engine is asked for. Raises RequestError for a run that it can't serve."""
     token_ids = _token_ids(run)
+    _check_features(run.params, config)
     return contract.EngineRequest(
         key=run.request_id,
         token_ids=token_ids,
@@ -330,6 +332,14 @@ def _request_of(run: internal.Run, config: contract.EngineConfig, max_new_tokens
         priority=run.params.priority,
         return_progress=run.params.return_progress and run.params.stream,
     )
+
+
+def _check_features(params: internal.Params, config: contract.EngineConfig) -> None:
+    for need in checks.needs_of_choices(params):
+        if need.feature not in config.features:
+            raise errors.request_error(
+                errors.Code.UNSUPPORTED, f"{need.param} is not served by this engine", param=need.param
+            )
 
 
 def _token_ids(run: internal.Run) -> list[int]:
