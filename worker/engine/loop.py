@@ -15,7 +15,7 @@ from worker.engine.pace import Pace, TransferPace
 from worker.engine.plan import Advance, StepPlan
 from worker.engine.runner import NoRoomError, Runner
 from worker.engine.scheduler import Scheduler
-from worker.engine.sequence import Sequence
+from worker.engine.sequence import End, Sequence
 from worker.engine.settings import Pressure
 from worker.engine.tree import Domain
 from worker.engine.turnstile import Turnstile
@@ -94,7 +94,7 @@ class StepLoop:
                 case Job():
                     self._embeddings.add(command)
                 case frames.Add():
-                    self._add(command)
+                    self._take(command)
                 case frames.Abort(seq_no):
                     advance = self._scheduler.abort(seq_no)
                     advances += [advance] if advance is not None else []
@@ -102,6 +102,15 @@ class StepLoop:
                     self._scheduler.clear_cache()
                     self._hand_out([])
         return advances
+
+    def _take(self, command: frames.Add) -> None:
+        """Nothing has been changed where a sequence can't be taken, so that the others may go on."""
+        try:
+            self._add(command)
+        except Exception:  # outermost frame of a sequence: it ends, and not the engine
+            self._log.exception("sequence_failed", seq_no=command.seq_no)
+            failed = frames.SequenceOutput(command.seq_no, None, End.FAILED)
+            self._report(frames.StepReport([], [failed], self._scheduler.load()))
 
     def _add(self, command: frames.Add) -> None:
         token_ids = array("I")
@@ -127,12 +136,12 @@ class StepLoop:
         return self._scheduler.plan(budget, self._transfers.blocks)
 
     def _begin(self, plan: StepPlan) -> None:
-        """Prepares new sequences, and says so before the step that computes their prompts."""
-        for sequence in plan.started:
-            self._runner.begin(sequence.seq_no, sequence.sampling)
-        if plan.started:
+        """Says which sequences are new, before the step that computes their prompts, and prepares them."""
+        if plan.started:  # before anything is done with them, so that what they may break is known to be theirs
             started = [sequence.seq_no for sequence in plan.started]
             self._report(frames.StepReport(started, [], self._scheduler.load()))
+        for sequence in plan.started:
+            self._runner.begin(sequence.seq_no, sequence.sampling)
         if plan.moves:
             began = time.monotonic()
             self._runner.apply(plan.moves)
