@@ -13,7 +13,7 @@ from worker.engine.blocks import BlockPool
 from worker.engine.embedding import Embeddings, Job
 from worker.engine.pace import Pace, TransferPace
 from worker.engine.plan import Advance, StepPlan
-from worker.engine.runner import NoRoomError, Runner
+from worker.engine.runner import DeviceError, NoRoomError, Runner
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import End, Sequence
 from worker.engine.settings import Pressure
@@ -72,8 +72,9 @@ class StepLoop:
                 plan = self._plan()
                 self._set_alone(self._scheduler.suspect)
                 with contextlib.nullcontext() if self._alone else self._turnstile.step():
-                    self._begin(plan)
-                    advances += self._step(plan)
+                    failed = self._begin(plan)
+                    advances += failed
+                    advances += self._step(_without(plan, failed))
                     self._embeddings.step()
                 self._hand_out(advances)
                 if self._scheduler.suspect is None:
@@ -135,17 +136,28 @@ class StepLoop:
         budget = self._pace.prefill_budget(self._scheduler.num_decoding)
         return self._scheduler.plan(budget, self._transfers.blocks)
 
-    def _begin(self, plan: StepPlan) -> None:
-        """Says which sequences are new, before the step that computes their prompts, and prepares them."""
+    def _begin(self, plan: StepPlan) -> list[Advance]:
+        """Says which sequences are new, before the step that computes their prompts, and prepares them. Those that
+        can't be prepared end."""
         if plan.started:  # before anything is done with them, so that what they may break is known to be theirs
             started = [sequence.seq_no for sequence in plan.started]
             self._report(frames.StepReport(started, [], self._scheduler.load()))
-        for sequence in plan.started:
-            self._runner.begin(sequence.seq_no, sequence.sampling)
+        failed = [sequence for sequence in plan.started if not self._prepare(sequence)]
         if plan.moves:
             began = time.monotonic()
             self._runner.apply(plan.moves)
             self._transfers.observe(plan.moves, time.monotonic() - began)
+        return [self._scheduler.end(sequence, End.FAILED) for sequence in failed]
+
+    def _prepare(self, sequence: Sequence) -> bool:
+        try:
+            self._runner.begin(sequence.seq_no, sequence.sampling)
+        except DeviceError:
+            raise
+        except Exception:  # outermost frame of a sequence: it ends, and not the engine
+            self._log.exception("sequence_failed", seq_no=sequence.seq_no)
+            return False
+        return True
 
     def _set_alone(self, suspect: Sequence | None) -> None:
         """Has the device for one sequence alone, and says so before its first step; None lets all others in again."""
@@ -196,6 +208,14 @@ class StepLoop:
             self._watched.pop(advance.sequence.seq_no, None)
         watched = [sequence for sequence in self._watched.values() if sequence.lane is not None]
         return [frames.PromptProgress(one.seq_no, one.num_computed, one.num_cached) for one in watched]
+
+
+def _without(plan: StepPlan, failed: list[Advance]) -> StepPlan:
+    """The plan without the parts of those that have ended since it was made."""
+    gone = {advance.sequence.seq_no for advance in failed}
+    if not gone:
+        return plan
+    return plan._replace(parts=tuple(part for part in plan.parts if part.sequence.seq_no not in gone))
 
 
 def _output(advance: Advance) -> frames.SequenceOutput:
