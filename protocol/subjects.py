@@ -115,6 +115,17 @@ class WorkerAddress(NamedTuple):
     worker_id: str
 
 
+def worker_tokens(address: WorkerAddress) -> str:
+    """A worker as two tokens, for use in a subject."""
+    return f"{name_to_token(address.model)}.{name_to_token(address.worker_id)}"
+
+
+def parse_worker_tokens(tokens: str) -> WorkerAddress:
+    """The reverse. Raises ValueError for what that can't have made."""
+    model, worker_id = tokens.split(".")
+    return WorkerAddress(token_to_name(model), token_to_name(worker_id))
+
+
 class Subjects:
     """All subjects under one prefix. Arguments are names; the results hold their subject forms."""
 
@@ -197,8 +208,7 @@ class Subjects:
 
     def parse_worker(self, subject: str) -> WorkerAddress:
         """Model and worker of a `card` or `events` subject. Raises ValueError likewise."""
-        _, model, worker_id = self._tail(subject)
-        return WorkerAddress(token_to_name(model), token_to_name(worker_id))
+        return parse_worker_tokens(".".join(self._tail(subject)[1:]))
 
     def _with_tenant(self, verb: str, model: str, tenant: str) -> str:
         subject = f"{self.prefix}.{verb}.{name_to_token(model)}"

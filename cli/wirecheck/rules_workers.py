@@ -22,7 +22,12 @@ async def cards(probe: Probe) -> None:
     workers = some_workers(probe)
     heard = await probe.listen(probe.names.all_cards, msgpack=True)
     await probe.publish(probe.names.discover, b"")
-    await heard.until(lambda: set(workers) <= {m.get("worker_id") for m in heard.messages}, "every worker's card", 2.0)
+    model = probe.served.model
+    await heard.until(
+        lambda: set(workers) <= {m.get("worker_id") for m in heard.messages if m.get("model") == model},
+        "every worker's card",
+        2.0,
+    )
     for received, card in zip(heard.received, heard.messages, strict=True):
         shape.check(card, shapes.CARD, f"the card on {received.subject}")
         own = probe.names.card(card["model"], card["worker_id"])
@@ -30,12 +35,17 @@ async def cards(probe: Probe) -> None:
 
 
 async def heartbeats(probe: Probe) -> None:
-    """Each worker's events come at least every 250 ms, numbered without gaps."""
+    """Each worker's events come on its own subject at least every 250 ms, numbered without gaps."""
     workers = some_workers(probe)
     heard = await probe.listen(probe.names.all_events, msgpack=True)
     await asyncio.sleep(_WATCH_S)
+    told = list(zip(heard.received, heard.messages, strict=True))
+    for received, message in told:
+        speaker = probe.names.parse_worker(received.subject).worker_id
+        expect(message.get("worker_id") == speaker, f"{received.subject} speaks for {message.get('worker_id')}")
     for worker_id in workers:
-        check_log([message for message in heard.messages if message.get("worker_id") == worker_id], worker_id)
+        own = probe.names.events(probe.served.model, worker_id)
+        check_log([message for received, message in told if received.subject == own], worker_id)
 
 
 async def epochs(probe: Probe) -> None:
@@ -52,7 +62,7 @@ async def epochs(probe: Probe) -> None:
     for name, exchange in told.items():
         seen[name] = (await exchange.first(f"a message of {name}", 2.0)).get("epoch")
     reply = await probe.call(probe.names.models_for(probe.tenant))
-    cards = [card for served in reply["models"] for card in served.get("workers") or []]
+    cards = [card for served in reply["models"] if served["model"] == model for card in served.get("workers") or []]
     seen["models"] = next((card["epoch"] for card in cards if card["worker_id"] == worker_id), None)
     expect(len(set(seen.values())) == 1, f"{worker_id} has epochs {seen}")
 
