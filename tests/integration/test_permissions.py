@@ -238,7 +238,7 @@ async def test_a_worker_s_credentials_can_not_speak_for_a_worker_of_another_mode
     said = {"worker_id": "w-demo", "load": {}, "state": "stopped", "spoken": ["acme:live"], "finished": ["acme:live"]}
     for number in range(10):
         for model in ("other", "demo"):
-            forged = msgspec.msgpack.encode(before | {"epoch": later, "model": model})
+            forged = msgspec.msgpack.encode(before | {"epoch": later, "model": model, "kv_block_size": None})
             await hostile.publish(f"{PREFIX}.card.other.w-demo", forged)
         for name, life in (("w-demo", epoch), ("w-demo", later), ("w-other", epoch)):
             events = msgspec.msgpack.encode(said | {"epoch": life, "seq": 1_000_000 + number})
