@@ -39,7 +39,7 @@ class Bed:
         prompt = Prompt(f"r{number}", len(data) // 4, scheme.hashes(data, "default"))
         placement = self.fleet.place("m", prompt, policy, self.rng, 0.5, _ANYONE)
         assert isinstance(placement, Placement)
-        self.fleet.unbook(placement.worker.card.worker_id, prompt.key)
+        self.fleet.unbook(placement.worker.card.address, prompt.key)
 
 
 def measure(workers: int, num_blocks: int, tokens: int, count: int) -> list[float]:

@@ -85,7 +85,7 @@ class Ours:
             with watch:
                 placed.append(self.choose(f"r{number}", token_ids))
         for number, one in enumerate(placed):
-            self._fleet.unbook(one.worker.card.worker_id, f"r{number}")
+            self._fleet.unbook(one.worker.card.address, f"r{number}")
         return watch.taken
 
     def overlap(self, token_ids: list[int]) -> dict[int, int]:
@@ -93,7 +93,7 @@ class Ours:
         self._now += PREDICTED_S
         self._fleet.forgive(self._now)
         found = self.choose("sample", token_ids, _EXPLAINED)
-        self._fleet.unbook(found.worker.card.worker_id, "sample")
+        self._fleet.unbook(found.worker.card.address, "sample")
         assert found.report is not None
         return {int(one.worker_id[1:]): one.overlap_blocks for one in found.report.candidates if one.overlap_blocks}
 

@@ -9,6 +9,7 @@ from protocol import blocks, internal, messages
 from router.fleet import Fleet
 
 BLOCK = 16
+MODEL = "m"
 PARENT = blocks.root_hash(blocks.PrefixDomain("f", tenant="default"))
 _VOCABULARY = 150_000
 _EPOCH = "1-a"
@@ -55,7 +56,7 @@ def card(number: int, most_blocks: int) -> messages.Card:
     return messages.Card(
         worker_id=worker_id(number),
         epoch=_EPOCH,
-        model="m",
+        model=MODEL,
         source="m",
         engine="sim",
         engine_version="1",
@@ -109,4 +110,4 @@ def fill(bed: Fleet, told: Sequence[Conversation], rng: np.random.Generator) -> 
     for number, stored in runs.items():
         held = sum(len(run.hashes) for run in stored)
         load = messages.Load(running=int(rng.integers(8)), used_blocks=int(rng.integers(held)))
-        bed.take_events(events(number, 0, load, stored), 0.0)
+        bed.take_events(MODEL, events(number, 0, load, stored), 0.0)

@@ -78,7 +78,7 @@ class Ours:
     def take(self, payloads: Iterable[Payload]) -> None:
         decode, take = _DECODER.decode, self._fleet.take_events
         for _, payload in payloads:
-            take(decode(payload), 0.0)
+            take(holdings.MODEL, decode(payload), 0.0)
 
     def _event(self, change: Change) -> internal.Events:
         stored, removed = change

@@ -25,6 +25,10 @@ class PayloadTooLargeError(ValueError):
     """The message is larger than the broker takes; nothing was sent."""
 
 
+class BadSubjectError(ValueError):
+    """The broker would close the connection for this subject or reply subject; nothing was sent."""
+
+
 class NoRespondersError(LookupError):
     """Nobody listens on the subject."""
 
@@ -73,8 +77,8 @@ class Bus(Protocol):
     def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
         """Sends a message, at the end of this loop turn, together with everything else published in it.
 
-        While the broker is away it waits for it. `subject` and `reply` must be well formed (protocol/subjects.py).
-        Raises PayloadTooLargeError and BusyError; ConnectionError once closed."""
+        While the broker is away it waits for it.
+        Raises BadSubjectError, PayloadTooLargeError and BusyError; ConnectionError once closed."""
         ...
 
     async def subscribe(self, subject: str, callback: Callback, queue: str = "") -> Subscription:

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from protocol.subjects import WorkerAddress
 from protocol.wire import Message
 
 
@@ -120,6 +121,11 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Only in a `models` reply."""
     watched: Watched | None = None
     """Likewise."""
+
+    @property
+    def address(self) -> WorkerAddress:
+        """Whose card it is: a name is a worker's only within its model."""
+        return WorkerAddress(self.model, self.worker_id)
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):

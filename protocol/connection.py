@@ -4,13 +4,17 @@ nats-py leaves some edges open (versions and measurements: docs/decisions/0004-n
 - its PING overtakes queued commands, so that a flush is no barrier: ours waits behind them;
 - a flush that is cancelled or times out poisons the read loop: a PONG for nobody is dropped here;
 - a callback that raises ends the loop it runs in: callbacks are plain functions here, and what they raise is logged;
-- an oversized message closes the client for good: sizes are checked before anything is written;
+- an oversized message closes the client for good, and so does a subject that is too long, empty or has a space in it:
+  both are checked before anything is written;
+- its inboxes can be guessed from earlier ones: ours can't, so that only who was asked can answer;
 - publishing costs a coroutine a message: `publish` is a plain call here, and one loop turn is one write.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import re
+import secrets
 import socket
 import struct
 import time
@@ -25,7 +29,7 @@ from nats.aio.transport import TcpTransport
 from nats.protocol import command
 
 from protocol import bus, clock, handshake, limits
-from protocol.bus import BusyError, NoRespondersError, PayloadTooLargeError
+from protocol.bus import BadSubjectError, BusyError, NoRespondersError, PayloadTooLargeError
 from protocol.credentials import Credentials, is_readable_by_all
 from protocol.handshake import RefusedError
 from protocol.tls import Tls
@@ -33,6 +37,7 @@ from protocol.tls import Tls
 _PING = b"PING\r\n"
 _NO_LINGER = struct.pack("ii", 1, 0)
 """What is still to be sent when such a socket closes is never sent."""
+_is_subject = re.compile(r"\S+").fullmatch
 _HARDENED: dict[str, Any] = {
     "max_reconnect_attempts": -1,
     "reconnect_time_wait": 0.2,
@@ -89,9 +94,18 @@ class _Sign:
         return True
 
 
+class _Unguessable:
+    """Names for inboxes, as long as nats-py takes them to be. Its own are counted up by a fixed step, so that two of
+    them tell all that follow."""
+
+    def next(self) -> bytearray:
+        return bytearray(secrets.token_hex(11), "ascii")
+
+
 class _Client(handshake.Client):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings.url, settings.credentials, settings.tls)
+        self._nuid = _Unguessable()  # type: ignore[assignment]
         self.may_write: Callable[[], bool] = lambda: True
         self.num_undecodable = 0
         self.heard_at = time.monotonic()
@@ -250,8 +264,8 @@ class Connection:
     def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
         """Sends a message, at the end of this loop turn, together with everything else published in it.
 
-        While the broker is away it waits for it. `subject` and `reply` must be well formed (protocol/subjects.py).
-        Raises PayloadTooLargeError and BusyError; ConnectionError once closed."""
+        While the broker is away it waits for it.
+        Raises BadSubjectError, PayloadTooLargeError and BusyError; ConnectionError once closed."""
         client = self._client
         if client.is_closed:
             raise ConnectionError("the connection to the broker is closed")
@@ -260,10 +274,13 @@ class Connection:
             raise PayloadTooLargeError(f"{len(payload)} bytes are more than the broker's {client.max_payload}")
         if client.pending_data_size > self._settings.max_pending_bytes:
             raise BusyError(f"{client.pending_data_size} bytes are waiting for the broker")
-        if header:
-            client.publish_now(command.hpub_cmd(subject, reply, header, payload))
-        else:
-            client.publish_now(command.pub_cmd(subject, reply, payload))
+        if not _is_subject(subject) or (reply and not _is_subject(reply)):
+            raise BadSubjectError(f"{subject[:200]!r} or its reply subject {reply[:200]!r} is no subject")
+        with_header = command.hpub_cmd(subject, reply, header, payload) if header else None
+        message = with_header or command.pub_cmd(subject, reply, payload)
+        if len(message) - len(payload) - len(header or b"") > limits.MAX_CONTROL_LINE_BYTES:
+            raise BadSubjectError(f"{subject[:200]!r} and its reply subject are longer than the broker takes")
+        client.publish_now(message)
 
     async def subscribe(self, subject: str, callback: bus.Callback, queue: str = "") -> Subscription:
         """Calls `callback` with each message, in order over all subscriptions of this connection."""

@@ -17,14 +17,26 @@ def check(request: messages.EmbedRequest) -> internal.Embed:
     check_id(request.id)
     if request.timeout_ms is not None and not _TIMEOUT_MS.holds(request.timeout_ms):
         raise _invalid("timeout_ms", f"must be {_TIMEOUT_MS}")
-    if request.dimensions is not None and request.dimensions < 1:
-        raise _invalid("dimensions", f"must be at least 1, got {request.dimensions}")
-    return internal.Embed(
-        inputs=_inputs(request.input),
+    work = internal.Embed(
+        inputs=[request.input] if isinstance(request.input, str) else request.input or [],
         dimensions=request.dimensions,
         normalize=request.normalize is not False,
         remaining_ms=request.timeout_ms or DEFAULT_TIMEOUT_MS,
     )
+    check_work(work)
+    return work
+
+
+def check_work(work: internal.Embed) -> None:
+    """What a worker holds a router's words against. Raises RequestError(invalid_request) in the same way."""
+    if not work.remaining_ms <= _TIMEOUT_MS.high:
+        raise _invalid("remaining_ms", f"must be at most {_TIMEOUT_MS.high:.12g}")
+    if work.dimensions is not None and work.dimensions < 1:
+        raise _invalid("dimensions", f"must be at least 1, got {work.dimensions}")
+    if not 1 <= len(work.inputs) <= limits.MAX_EMBED_INPUTS:
+        raise _invalid("input", f"must be a text, or 1 to {limits.MAX_EMBED_INPUTS} texts or lists of token ids")
+    for place, one in enumerate(work.inputs):
+        _check_input(one, f"input[{place}]")
 
 
 def to_rows(vectors: bytes, count: int, encoding: str | None) -> list[list[float] | str]:
@@ -42,15 +54,6 @@ def _floats(row: bytes) -> list[float]:
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers.tolist()
-
-
-def _inputs(given: str | list[str | list[int]] | None) -> list[str | list[int]]:
-    inputs: list[str | list[int]] = [given] if isinstance(given, str) else given or []
-    if not 1 <= len(inputs) <= limits.MAX_EMBED_INPUTS:
-        raise _invalid("input", f"must be a text, or 1 to {limits.MAX_EMBED_INPUTS} texts or lists of token ids")
-    for place, one in enumerate(inputs):
-        _check_input(one, f"input[{place}]")
-    return inputs
 
 
 def _check_input(one: str | list[int], param: str) -> None:

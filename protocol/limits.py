@@ -30,6 +30,10 @@ RENDER_BYTES = 1 << 30
 """Address space of the process that renders."""
 RENDERED_GROWTH = 4
 """Characters that a chat template may make of each byte of a conversation, and as many more as it may have itself."""
+MAX_CONTROL_LINE_BYTES = 4_000
+"""Subject and reply subject of one message, with a little around them: the broker ends a connection at 4,096."""
+MAX_INBOX_BYTES = 2_048
+"""A reply subject; beside a chunk's own reply subject it must fit `MAX_CONTROL_LINE_BYTES`."""
 MESSAGE_RESERVE_BYTES = 4 * 1024
 """What a message may need beyond its body: subject, reply subject and headers."""
 

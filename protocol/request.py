@@ -1,10 +1,10 @@
-"""Checks a generation request field by field, and says which features it needs of a worker."""
+"""Checks a generation request field by field, at a router and again at its worker; says which features it needs."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from protocol import codec, errors, internal, limits, messages
+from protocol import codec, errors, internal, limits, messages, subjects
 
 _ID = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.MAX_ID_BYTES}}}")
 
@@ -42,6 +42,13 @@ RANGES = {
 }
 
 
+_RUN_RANGES = {
+    "attempt": Range(0, limits.MAX_TOKENS),
+    "remaining_ms": Range(-1e12, 1e12),
+    "age_ms": Range(-1e12, 1e12),
+}
+
+
 class Need(NamedTuple):
     """A feature that a worker must have for a request, and the field that asks for it."""
 
@@ -53,21 +60,47 @@ def check(request: messages.GenerateRequest) -> None:
     """Raises RequestError(invalid_request), naming the field and what it may be, for the first thing wrong."""
     check_id(request.id)
     _check_one_prompt(request)
-    for name, allowed in RANGES.items():
-        value = getattr(request, name)
-        if value is not None and not allowed.holds(value):
-            raise _invalid(name, f"must be {allowed}")
+    _check_choices(request)
     if request.messages is not None:
         _check_messages(request.messages)
     _check_token_ids("token_ids", request.token_ids)
-    _check_token_ids("stop_token_ids", request.stop_token_ids)
-    _check_stops(request)
-    _check_logit_bias(request.logit_bias or {})
-    _check_hints(request)
     for name in ("chat_template_kwargs", "tools", "tool_choice"):
         codec.check_free_form(getattr(request, name), name)
     if request.response_format is not None:
         codec.check_free_form(request.response_format.json_schema, "response_format.json_schema")
+
+
+def check_run(run: internal.Run) -> None:
+    """The same of a run. Raises RequestError for one that no router makes of a request that it has checked."""
+    check_key(run.request_id)
+    _check_ranges(run, _RUN_RANGES)
+    _check_choices(run.params)
+    if run.resume_from is not None:
+        raise errors.request_error(
+            errors.Code.UNSUPPORTED, "resume_from is not served by this worker", param="resume_from"
+        )
+
+
+def check_tokenize(asked: internal.Tokenize) -> None:
+    """Raises RequestError(invalid_request) for anything but one text, or one conversation that a request may hold."""
+    if (asked.text is None) == (asked.messages is None):
+        raise _invalid("text", "exactly one of text, messages")
+    _check_messages(asked.messages or [])
+    codec.check_free_form(asked.chat_template_kwargs, "chat_template_kwargs")
+
+
+def check_key(key: str | None) -> None:
+    """Raises RequestError(invalid_request) for what is no `<tenant token>:<id>`."""
+    if key is None or not subjects.is_key(key):
+        raise _invalid("request_id", "must be a tenant in subject form, a colon and a request id")
+
+
+def check_attempt(control: internal.Control) -> None:
+    """Raises RequestError(invalid_request) where a drop does not say which attempt of which request it means."""
+    check_key(control.request_id)
+    if control.attempt is None:
+        raise _invalid("attempt", "is required")
+    _check_ranges(control, {"attempt": _RUN_RANGES["attempt"]})
 
 
 def check_id(request_id: str | None) -> None:
@@ -78,16 +111,7 @@ def check_id(request_id: str | None) -> None:
 
 def needs(request: messages.GenerateRequest) -> Iterator[Need]:
     """The features that this request needs beyond plain generation. A value that changes nothing needs none."""
-    if request.logprobs is not None:
-        yield Need("logprobs", "logprobs")
-    if request.repetition_penalty not in (None, 1):
-        yield Need("penalties", "repetition_penalty")
-    if request.presence_penalty:
-        yield Need("penalties", "presence_penalty")
-    if request.frequency_penalty:
-        yield Need("penalties", "frequency_penalty")
-    if request.logit_bias and any(request.logit_bias.values()):
-        yield Need("logit_bias", "logit_bias")
+    yield from needs_of_choices(request)
     if request.response_format is not None and request.response_format.type != "text":
         yield Need("structured_output", "response_format")
     if request.grammar:
@@ -100,10 +124,24 @@ def needs(request: messages.GenerateRequest) -> Iterator[Need]:
         yield Need("lora", "lora")
     if request.resume_from is not None:
         yield Need("resume", "resume_from")
-    if request.return_progress:
-        yield Need("progress", "return_progress")
     if request.routing is not None and request.routing.explain:
         yield Need("explain", "routing.explain")
+
+
+def needs_of_choices(asked: messages.GenerateRequest | internal.Params) -> Iterator[Need]:
+    """Those of them that a worker can see in a run as well."""
+    if asked.logprobs is not None:
+        yield Need("logprobs", "logprobs")
+    if asked.repetition_penalty not in (None, 1):
+        yield Need("penalties", "repetition_penalty")
+    if asked.presence_penalty:
+        yield Need("penalties", "presence_penalty")
+    if asked.frequency_penalty:
+        yield Need("penalties", "frequency_penalty")
+    if asked.logit_bias and any(asked.logit_bias.values()):
+        yield Need("logit_bias", "logit_bias")
+    if asked.return_progress:
+        yield Need("progress", "return_progress")
 
 
 def params_of(request: messages.GenerateRequest) -> internal.Params:
@@ -135,7 +173,7 @@ def params_of(request: messages.GenerateRequest) -> internal.Params:
     )
 
 
-def stop_strings(request: messages.GenerateRequest) -> list[str]:
+def stop_strings(request: messages.GenerateRequest | internal.Params) -> list[str]:
     return [request.stop] if isinstance(request.stop, str) else request.stop or []
 
 
@@ -144,6 +182,22 @@ def text_of(message: messages.ChatMessage) -> str:
     if isinstance(message.content, list):
         return "".join(part.text or "" for part in message.content)
     return message.content or ""
+
+
+def _check_choices(asked: messages.GenerateRequest | internal.Params) -> None:
+    """How tokens are to be chosen and when to end: a client's words, or a router's for them."""
+    _check_ranges(asked, RANGES)
+    _check_token_ids("stop_token_ids", asked.stop_token_ids)
+    _check_stops(asked)
+    _check_logit_bias(asked.logit_bias or {})
+    _check_hints(asked)
+
+
+def _check_ranges(message: messages.Message | internal.Params, ranges: Mapping[str, Range]) -> None:
+    for name, allowed in ranges.items():
+        value = getattr(message, name, None)
+        if value is not None and not allowed.holds(value):
+            raise _invalid(name, f"must be {allowed}")
 
 
 def _check_one_prompt(request: messages.GenerateRequest) -> None:
@@ -186,7 +240,7 @@ def _check_token_ids(name: str, token_ids: list[int] | None) -> None:
         raise _invalid(f"{name}[{index}]", f"must be a token id from 0 to {limits.MAX_TOKEN_ID}")
 
 
-def _check_stops(request: messages.GenerateRequest) -> None:
+def _check_stops(request: messages.GenerateRequest | internal.Params) -> None:
     stops = stop_strings(request)
     if len(stops) > limits.MAX_STOP_STRINGS:
         raise _invalid("stop", f"at most {limits.MAX_STOP_STRINGS} strings, got {len(stops)}")
@@ -196,7 +250,7 @@ def _check_stops(request: messages.GenerateRequest) -> None:
             raise _invalid(path, f"must have 1 to {limits.MAX_STOP_BYTES} bytes")
 
 
-def _check_logit_bias(logit_bias: dict[str | int, float]) -> None:
+def _check_logit_bias(logit_bias: Mapping[str | int, float] | Mapping[int, float]) -> None:
     if len(logit_bias) > limits.MAX_LOGIT_BIASES:
         raise _invalid("logit_bias", f"at most {limits.MAX_LOGIT_BIASES} tokens, got {len(logit_bias)}")
     for name, bias in logit_bias.items():
@@ -210,7 +264,7 @@ def _check_logit_bias(logit_bias: dict[str | int, float]) -> None:
             )
 
 
-def _check_hints(request: messages.GenerateRequest) -> None:
+def _check_hints(request: messages.GenerateRequest | internal.Params) -> None:
     for name in ("cache_salt", "session_id"):
         value = getattr(request, name)
         if value is not None and len(value.encode()) > limits.MAX_SALT_BYTES:

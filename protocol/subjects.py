@@ -38,7 +38,7 @@ def escape(text: str) -> str:
 def token_to_name(token: str) -> str:
     """The reverse of `name_to_token`. Raises ValueError for what that can't have made."""
     if not _TOKEN.fullmatch(token):
-        raise ValueError(f"{token!r} is not a name in subject form")
+        raise ValueError(f"{token[:150]!r} is not a name in subject form")
     name = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), token).encode("latin-1").decode()
     if name_to_token(name) != token:
         raise ValueError(f"{token!r} is not the subject form of {name!r}")
@@ -48,6 +48,15 @@ def token_to_name(token: str) -> str:
 def request_key(tenant: str, request_id: str) -> str:
     """The one string that names a request inside the system: unique over all tenants."""
     return f"{name_to_token(tenant)}:{request_id}"
+
+
+def is_key(key: str) -> bool:
+    """Whether `request_key` can have made this of a tenant's name and a request id."""
+    tenant, _, request_id = key.partition(":")
+    try:
+        return bool(_REQUEST_ID.fullmatch(request_id)) and bool(token_to_name(tenant))
+    except ValueError:
+        return False
 
 
 def key_to_tenant(key: str) -> str:
@@ -67,14 +76,17 @@ def epoch_order(epoch: str) -> tuple[int, str]:
 
 
 def is_inbox(reply: str, prefixes: tuple[str, ...], tenant_token: str = DEFAULT_TENANT) -> bool:
-    """Whether a reply subject is one that may be published to: an allowed prefix, then at least one more token.
+    """Whether a reply subject is one that may be published to: an allowed prefix, then at least one more token, and
+    short enough to be sent beside a reply subject of our own.
 
     `{tenant}` in a prefix stands for the subject form of the tenant on whose behalf something was asked.
 
     A reply subject is not checked against its sender's permissions by the broker, so this is what keeps one client
     from having messages sent to another part of the system."""
-    return bool(_SUBJECT.fullmatch(reply)) and any(
-        reply.startswith(prefix.replace(TENANT_PLACE, tenant_token) + ".") for prefix in prefixes
+    return (
+        len(reply.encode()) <= limits.MAX_INBOX_BYTES
+        and bool(_SUBJECT.fullmatch(reply))
+        and any(reply.startswith(prefix.replace(TENANT_PLACE, tenant_token) + ".") for prefix in prefixes)
     )
 
 
@@ -101,6 +113,17 @@ class WorkerAddress(NamedTuple):
 
     model: str
     worker_id: str
+
+
+def worker_tokens(address: WorkerAddress) -> str:
+    """A worker as two tokens, for use in a subject."""
+    return f"{name_to_token(address.model)}.{name_to_token(address.worker_id)}"
+
+
+def parse_worker_tokens(tokens: str) -> WorkerAddress:
+    """The reverse. Raises ValueError for what that can't have made."""
+    model, worker_id = tokens.split(".")
+    return WorkerAddress(token_to_name(model), token_to_name(worker_id))
 
 
 class Subjects:
@@ -155,10 +178,6 @@ class Subjects:
     def card(self, model: str, worker_id: str) -> str:
         return f"{self.prefix}.card.{name_to_token(model)}.{name_to_token(worker_id)}"
 
-    def cards_of(self, worker_id: str) -> str:
-        """The cards of every front that goes by that name, whatever its model."""
-        return f"{self.prefix}.card.*.{name_to_token(worker_id)}"
-
     def events(self, model: str, worker_id: str) -> str:
         return f"{self.prefix}.events.{name_to_token(model)}.{name_to_token(worker_id)}"
 
@@ -189,8 +208,7 @@ class Subjects:
 
     def parse_worker(self, subject: str) -> WorkerAddress:
         """Model and worker of a `card` or `events` subject. Raises ValueError likewise."""
-        _, model, worker_id = self._tail(subject)
-        return WorkerAddress(token_to_name(model), token_to_name(worker_id))
+        return parse_worker_tokens(".".join(self._tail(subject)[1:]))
 
     def _with_tenant(self, verb: str, model: str, tenant: str) -> str:
         subject = f"{self.prefix}.{verb}.{name_to_token(model)}"

@@ -77,7 +77,7 @@ class _Router:
     def hear(self, now: float) -> None:
         while self.coming and self.coming[0][0] <= now:
             at, entry = self.coming.popleft()
-            self.fleet.take_events(entry, at)
+            self.fleet.take_events(MODEL, entry, at)
         self.fleet.forgive(now)
         self.fleet.sweep(now)
 

@@ -81,7 +81,7 @@ class Dispatch:
                     await asyncio.sleep(_ASK_AGAIN_S * 2 ** min(attempt, 3))
                 case Placement(worker) as placement:
                     if flight.cancelled:
-                        self._fleet.unbook(worker.card.worker_id, flight.key)
+                        self._fleet.unbook(worker.card.address, flight.key)
                         return
                     began = time.perf_counter()
                     refusal = await self._try_traced(flight, placement)
@@ -89,7 +89,7 @@ class Dispatch:
                     if refusal is None:
                         return
                     self._metrics.retries.of(refusal.code).add()
-                    self._fleet.unbook(worker.card.worker_id, flight.key)
+                    self._fleet.unbook(worker.card.address, flight.key)
                     if flight.spoken or not refusal.retryable:
                         raise errors.RequestError(refusal)
                     refused[worker.card.worker_id] = refusal

@@ -52,7 +52,7 @@ class Embeddings:
         self._rng = rng
         self._metrics = metrics
         self._traces = traced
-        self._open: Counter[str] = Counter()
+        self._open: Counter[subjects.WorkerAddress] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
 
@@ -130,12 +130,12 @@ class Embeddings:
             if worker is None:
                 break
             worker_id = worker.card.worker_id
-            self._open[worker_id] += 1
+            self._open[worker.card.address] += 1
             try:
                 with asked.span.child("dispatch", "client", {traces.WORKER_ID: worker_id}) as span:
                     found = await self._ask(worker.card, asked, span.headers())
             finally:
-                self._open[worker_id] -= 1
+                self._open[worker.card.address] -= 1
                 self._open += Counter()  # keeps only those above 0
             if found.error is None:
                 return found
@@ -155,7 +155,7 @@ class Embeddings:
 
     def _busyness(self, worker: Worker) -> tuple[int, int, float]:
         load = worker.load
-        return self._open[worker.card.worker_id], load.running + load.waiting, self._rng.random()
+        return self._open[worker.card.address], load.running + load.waiting, self._rng.random()
 
     async def _ask(self, card: messages.Card, asked: Asked, headers: dict[str, str]) -> internal.Embedded:
         """One worker's answer; one that dies meanwhile, or never answers, is an error."""

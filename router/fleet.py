@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from protocol import internal, limits, messages
 from protocol.recent import Recent
-from protocol.subjects import epoch_order
+from protocol.subjects import WorkerAddress, epoch_order
 from router import shown
 from router.heard import Heard, Lost
 from router.holders import Holders
@@ -28,11 +28,11 @@ class Fleet:
     """All workers of all models. Nothing here waits, reads a clock, or sends."""
 
     def __init__(self, began_at: float) -> None:
-        self._workers: dict[str, Worker] = {}
+        self._workers: dict[WorkerAddress, Worker] = {}
         self._served: dict[str, Served] = {}
         self._holders = Holders()
         self._refused: Recent[messages.RefusedCard] = Recent(_REFUSED_S, MAX_WORKERS)
-        """Why lives of workers are not believed, by epoch."""
+        """Why lives of workers are not believed."""
         self._seen = SeenModels(began_at, MAX_WORKERS)
         self.tally = Tally()
         self._lost_behind: Recent[bool] = Recent(limits.KEEP_ENDED_S, MAX_WORKERS)
@@ -42,7 +42,7 @@ class Fleet:
 
     def take_card(self, card: messages.Card, now: float) -> Heard:
         """Notes a card: a new worker, a new life of one, or a change."""
-        known = self._workers.get(card.worker_id)
+        known = self._workers.get(card.address)
         self._seen.add(card.model)
         if card.state is messages.WorkerState.STOPPED:
             if known is not None and known.card.epoch == card.epoch:
@@ -53,9 +53,10 @@ class Fleet:
             return Heard()
         refusal = self._why_not(card)
         if refusal is not None:
-            is_new = self._refused.get(card.epoch, now) is None
+            life = _life(card.address, card.epoch)
+            is_new = self._refused.get(life, now) is None
             self._refused.put(
-                card.epoch, messages.RefusedCard(worker_id=card.worker_id, model=card.model, reason=refusal), now
+                life, messages.RefusedCard(worker_id=card.worker_id, model=card.model, reason=refusal), now
             )
             return Heard(refused=refusal if is_new else None)
         if known is None:
@@ -68,15 +69,17 @@ class Fleet:
         self._leave(known)
         self._join(Worker(card, now))
         if known.log.is_behind:
-            self._lost_behind.put(known.card.epoch, True, now)
+            self._lost_behind.put(_life(known.card.address, known.card.epoch), True, now)
         return Heard(lost=Lost(known.card, known.log.is_behind))
 
-    def take_events(self, events: internal.Events, now: float) -> Heard | None:
-        """Notes an entry of an event log; None where the worker or its life is unknown, and should be discovered.
+    def take_events(self, model: str, events: internal.Events, now: float) -> Heard | None:
+        """Notes an entry of the event log of a worker of that model; None where the worker or its life is unknown, and
+        should be discovered.
 
         Who has spoken and who has ended is heard at once, also behind a gap: a client may use an id again by then."""
-        worker = self._workers.get(events.worker_id)
-        if self._refused.get(events.epoch, now) is not None:
+        address = WorkerAddress(model, events.worker_id)
+        worker = self._workers.get(address)
+        if self._refused.get(_life(address, events.epoch), now) is not None:
             return Heard()
         if worker is None or worker.card.epoch != events.epoch:
             self.tally.refused_messages += 1
@@ -92,9 +95,9 @@ class Fleet:
             self._of(worker).refresh(worker)
         return Heard(spoken=tuple(events.spoken), finished=tuple(events.finished))
 
-    def take_part(self, part: internal.SnapshotPart, now: float) -> Heard:
-        """Notes a part of a snapshot; the last one closes the gap."""
-        worker = self._workers.get(part.worker_id)
+    def take_part(self, model: str, part: internal.SnapshotPart, now: float) -> Heard:
+        """Notes a part of a snapshot of a worker of that model; the last one closes the gap."""
+        worker = self._workers.get(WorkerAddress(model, part.worker_id))
         if worker is None or worker.card.epoch != part.epoch:
             return Heard()
         worker.heard_at, worker.has_lapsed = now, False
@@ -113,7 +116,7 @@ class Fleet:
 
     def doubt_one(self, card: messages.Card) -> None:
         """Something may have been missed of that life of a worker."""
-        worker = self._workers.get(card.worker_id)
+        worker = self._workers.get(card.address)
         if worker is not None and worker.card.epoch == card.epoch:
             worker.log.doubt()
 
@@ -149,30 +152,30 @@ class Fleet:
 
     def is_lost(self, card: messages.Card) -> bool:
         """Whether that life of a worker is over, or its lease has lapsed."""
-        worker = self._workers.get(card.worker_id)
+        worker = self._workers.get(card.address)
         return worker is None or worker.card.epoch != card.epoch or worker.has_lapsed
 
     def was_behind(self, card: messages.Card, now: float) -> bool:
         """Whether that life of a worker may have said more than was heard."""
-        worker = self._workers.get(card.worker_id)
+        worker = self._workers.get(card.address)
         if worker is None or worker.card.epoch != card.epoch:
-            return bool(self._lost_behind.get(card.epoch, now))
+            return bool(self._lost_behind.get(_life(card.address, card.epoch), now))
         return worker.log.is_behind
 
     def hear(self, card: messages.Card, now: float) -> None:
         """That life of a worker has shown that it lives."""
-        worker = self._workers.get(card.worker_id)
+        worker = self._workers.get(card.address)
         if worker is not None and worker.card.epoch == card.epoch:
             worker.heard_at, worker.has_lapsed = now, False
             self._of(worker).refresh(worker)
 
     def remove(self, card: messages.Card, now: float) -> None:
         """Forgets a lapsed worker, unless it has shown that it lives."""
-        worker = self._workers.get(card.worker_id)
+        worker = self._workers.get(card.address)
         if worker is not None and worker.card.epoch == card.epoch and worker.has_lapsed:
             self._leave(worker)
             if worker.log.is_behind:
-                self._lost_behind.put(card.epoch, True, now)
+                self._lost_behind.put(_life(card.address, card.epoch), True, now)
 
     def forgive(self, now: float) -> None:
         """Starts counting silence anew: the router itself was away."""
@@ -196,13 +199,13 @@ class Fleet:
         served = self._served.get(model)
         return Room.NOBODY if served is None else served.room(now)
 
-    def book(self, worker_id: str, prompt: Prompt, now: float) -> None:
+    def book(self, address: WorkerAddress, prompt: Prompt, now: float) -> None:
         """Counts a request as being at a worker, until an event says so."""
-        worker = self._workers[worker_id]
+        worker = self._workers[address]
         self._of(worker).book(worker, prompt, now)
 
-    def unbook(self, worker_id: str, key: str) -> None:
-        worker = self._workers.get(worker_id)
+    def unbook(self, address: WorkerAddress, key: str) -> None:
+        worker = self._workers.get(address)
         if worker is not None and worker.bookings.pop(key, None) is not None:
             self._of(worker).refresh(worker)
 
@@ -215,13 +218,12 @@ class Fleet:
         """Blocks of a model in the index."""
         return self._served[model].num_blocks if model in self._served else 0
 
-    def find(self, worker_id: str) -> Worker | None:
-        return self._workers.get(worker_id)
+    def find(self, address: WorkerAddress) -> Worker | None:
+        return self._workers.get(address)
 
     def holder_of(self, key: str, model: str) -> Worker | None:
         """The worker of that model that says it holds a request, whoever has placed it there."""
-        worker = self._holders.find(key)
-        return worker if worker is not None and worker.card.model == model else None
+        return self._holders.find(model, key)
 
     def of_model(self, model: str) -> list[Worker]:
         """All workers that serve a model, whatever their state."""
@@ -267,30 +269,26 @@ class Fleet:
 
     def check_integrity(self) -> None:
         assert len(self._workers) <= MAX_WORKERS
-        assert all(name == worker.card.worker_id for name, worker in self._workers.items())
+        assert all(address == worker.card.address for address, worker in self._workers.items())
         assert len(self._seen) <= MAX_WORKERS
-        of_models = {worker.card.worker_id for served in self._served.values() for worker in served.workers}
+        of_models = {worker.card.address for served in self._served.values() for worker in served.workers}
         assert of_models == self._workers.keys()
         for served in self._served.values():
             served.check_integrity()
         self._holders.check_integrity(self._workers)
 
     def _join(self, worker: Worker) -> None:
-        self._workers[worker.card.worker_id] = worker
+        self._workers[worker.card.address] = worker
         self._served.setdefault(worker.card.model, Served()).join(worker)
 
     def _change(self, worker: Worker, card: messages.Card, now: float) -> None:
         """The same life has another card."""
-        if worker.card.model != card.model:
-            self._leave(worker)
-            worker.card = card
-            self._join(worker)
         worker.card, worker.state = card, card.state
         worker.heard_at, worker.has_lapsed = now, False
         self._of(worker).changed(worker)
 
     def _leave(self, worker: Worker) -> None:
-        del self._workers[worker.card.worker_id]
+        del self._workers[worker.card.address]
         self._holders.leave(worker)
         served = self._of(worker)
         served.leave(worker)
@@ -321,3 +319,8 @@ class Fleet:
 
 def _is_silent(worker: Worker, now: float) -> bool:
     return not worker.has_lapsed and now - worker.heard_at >= limits.LOST_S
+
+
+def _life(address: WorkerAddress, epoch: str) -> str:
+    """What one life of one worker is called in tables: others may use its epoch for theirs."""
+    return f"{address.model} {address.worker_id} {epoch}"

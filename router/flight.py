@@ -1,6 +1,7 @@
 """One request on its way through a router, from its receipt to its end at a worker."""
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from protocol import codec, messages, slow, subjects, traces
 
@@ -110,7 +111,7 @@ class Flights:
         self._held_bytes = 0
         self._flights: dict[str, Flight] = {}
         self._unaccepted: dict[str, Flight] = {}
-        self._accepted: dict[str, dict[str, Flight]] = {}
+        self._accepted: dict[subjects.WorkerAddress, dict[str, Flight]] = {}
         self._of_tenant: Counter[str] = Counter()
 
     def __repr__(self) -> str:
@@ -138,6 +139,13 @@ class Flights:
     def find(self, key: str) -> Flight | None:
         return self._flights.get(key)
 
+    def told_of(self, keys: Iterable[str], model: str) -> Iterator[Flight]:
+        """Those of the requests that a worker of that model speaks of: it has no say about others."""
+        for key in keys:
+            flight = self._flights.get(key)
+            if flight is not None and flight.model == model:
+                yield flight
+
     def holds(self, flight: Flight) -> bool:
         """Whether that very flight is still in the air."""
         return self._flights.get(flight.key) is flight
@@ -161,7 +169,7 @@ class Flights:
         assert flight.worker_id is None, flight
         del self._unaccepted[flight.key]
         flight.worker_id, flight.accepted_at = worker_id, now
-        self._accepted.setdefault(worker_id, {})[flight.key] = flight
+        self._accepted.setdefault(subjects.WorkerAddress(flight.model, worker_id), {})[flight.key] = flight
 
     def take_back(self, flight: Flight) -> None:
         """Its worker seems to be lost: this router owns it again."""
@@ -180,9 +188,9 @@ class Flights:
         else:
             self._leave_worker(flight)
 
-    def at(self, worker_id: str) -> list[Flight]:
+    def at(self, address: subjects.WorkerAddress) -> list[Flight]:
         """The flights that a worker has accepted."""
-        return list(self._accepted.get(worker_id, {}).values())
+        return list(self._accepted.get(address, {}).values())
 
     def unaccepted(self) -> list[Flight]:
         """The flights that this router owns."""
@@ -207,7 +215,8 @@ class Flights:
 
     def _leave_worker(self, flight: Flight) -> None:
         assert flight.worker_id is not None, flight
-        there = self._accepted[flight.worker_id]
+        address = subjects.WorkerAddress(flight.model, flight.worker_id)
+        there = self._accepted[address]
         del there[flight.key]
         if not there:
-            del self._accepted[flight.worker_id]
+            del self._accepted[address]

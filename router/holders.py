@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from protocol.subjects import WorkerAddress
 from router.worker import Worker
 
 MAX_RUNNING = 65_536
@@ -12,15 +13,15 @@ class Holders:
     """The requests that workers run, whoever has placed them there. Keeps the workers' own sets of them as well."""
 
     def __init__(self) -> None:
-        self._by_key: dict[str, Worker] = {}
-        """By the last word of anyone."""
+        self._by_key: dict[tuple[str, str], Worker] = {}
+        """By model and key, by the last word of any worker of the model."""
 
     def __repr__(self) -> str:
         return f"<Holders of {len(self._by_key)} requests>"
 
-    def find(self, key: str) -> Worker | None:
-        """The worker that says it holds a request."""
-        return self._by_key.get(key)
+    def find(self, model: str, key: str) -> Worker | None:
+        """The worker of that model that says it holds a request."""
+        return self._by_key.get((model, key))
 
     def start(self, worker: Worker, key: str) -> None:
         """A worker has a request: it is no longer merely booked."""
@@ -29,7 +30,7 @@ class Holders:
             worker.to_be_held.add(key)
         if len(worker.running) < MAX_RUNNING:
             worker.running.add(key)
-            self._by_key[key] = worker
+            self._by_key[worker.card.model, key] = worker
 
     def finish(self, worker: Worker, key: str) -> None:
         """A worker has ended a request, which may have left blocks."""
@@ -47,7 +48,7 @@ class Holders:
             worker.bookings.pop(key, None)
         self.leave(worker)
         worker.running = set(keys[:MAX_RUNNING])
-        self._by_key |= dict.fromkeys(worker.running, worker)
+        self._by_key |= {(worker.card.model, key): worker for key in worker.running}
         worker.to_be_held &= worker.running
 
     def leave(self, worker: Worker) -> None:
@@ -55,12 +56,12 @@ class Holders:
         for key in worker.running:
             self._let_go(worker, key)
 
-    def check_integrity(self, workers: Mapping[str, Worker]) -> None:
+    def check_integrity(self, workers: Mapping[WorkerAddress, Worker]) -> None:
         """Asserts that everyone here is one of these, and says so itself."""
-        for key, worker in self._by_key.items():
+        for (model, key), worker in self._by_key.items():
             assert key in worker.running, key
-            assert workers[worker.card.worker_id] is worker
+            assert workers[WorkerAddress(model, worker.card.worker_id)] is worker
 
     def _let_go(self, worker: Worker, key: str) -> None:
-        if self._by_key.get(key) is worker:
-            del self._by_key[key]
+        if self._by_key.get((worker.card.model, key)) is worker:
+            del self._by_key[worker.card.model, key]

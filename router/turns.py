@@ -87,7 +87,7 @@ class Turns:
         now = time.monotonic()
         holder = self._fleet.holder_of(flight.key, flight.model) if flight.attempt == 0 else None
         if holder is not None:  # the same id, placed by another router: the worker that holds it decides
-            self._fleet.book(holder.card.worker_id, self._prompt(flight), now)
+            self._fleet.book(holder.card.address, self._prompt(flight), now)
             return Placement(holder, self._choice.default_policy)
         is_pinned = flight.request.routing is not None and bool(flight.request.routing.worker_id)
         others_wait = flight.model in self._backlogs or self._fleet.room(flight.model, now) is Room.NONE

@@ -27,6 +27,13 @@ _parts = codec.Decoder(internal.TokenizerPart)
 _replies = codec.Decoder(internal.TokenizeReply)
 
 
+class _Name(NamedTuple):
+    """A bundle as the workers of one model name it: a digest can be claimed by anyone, and proves nothing to others."""
+
+    model: str
+    digest: str
+
+
 class _Vocabulary(NamedTuple):
     """Of one bundle."""
 
@@ -41,9 +48,9 @@ class Vocabularies:
     def __init__(self, connection: Bus, names: subjects.Subjects) -> None:
         self._connection = connection
         self._names = names
-        self._known: OrderedDict[str, _Vocabulary] = OrderedDict()
-        self._fetching: dict[str, asyncio.Task[_Vocabulary | None]] = {}
-        self._broken: OrderedDict[str, None] = OrderedDict()
+        self._known: OrderedDict[_Name, _Vocabulary] = OrderedDict()
+        self._fetching: dict[_Name, asyncio.Task[_Vocabulary | None]] = {}
+        self._broken: OrderedDict[_Name, None] = OrderedDict()
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -68,36 +75,37 @@ class Vocabularies:
     async def _vocabulary(self, workers: list[Worker]) -> _Vocabulary | None:
         for worker in workers[:_MAX_ASKED]:
             digest = worker.card.tokenizer_digest
-            if digest is None or digest in self._broken:
+            if digest is None or (name := _Name(worker.card.model, digest)) in self._broken:
                 return None
-            if digest in self._known:
-                self._known.move_to_end(digest)
-                return self._known[digest]
-            if digest not in self._fetching:
+            if name in self._known:
+                self._known.move_to_end(name)
+                return self._known[name]
+            if name not in self._fetching:
                 task = asyncio.get_running_loop().create_task(self._fetch(worker, digest))
-                self._fetching[digest] = task
-                task.add_done_callback(lambda _, digest=digest: self._fetching.pop(digest, None))  # type: ignore[misc]
-            vocabulary = await asyncio.shield(self._fetching[digest])
+                self._fetching[name] = task
+                task.add_done_callback(lambda _, name=name: self._fetching.pop(name, None))  # type: ignore[misc]
+            vocabulary = await asyncio.shield(self._fetching[name])
             if vocabulary is not None:
                 return vocabulary
         return None
 
     async def _fetch(self, worker: Worker, digest: str) -> _Vocabulary | None:
         """None where the bundle can't be had or used; the worker is asked to tokenize then."""
+        name = _Name(worker.card.model, digest)
         try:
             parts = await self._receive(worker, digest)
             bundle = prompt.from_parts(parts, digest)
             builder = await asyncio.to_thread(_started, bundle)
         except ValueError as error:
             self._log.error("tokenizer_refused", worker_id=worker.card.worker_id, error=str(error))
-            self._broken[digest] = None
+            self._broken[name] = None
             if len(self._broken) > MAX_BUNDLES:
                 self._broken.popitem(last=False)
             return None
         except (OSError, errors.RequestError) as error:  # a time-out among them
             self._log.warning("tokenizer_not_fetched", worker_id=worker.card.worker_id, error=str(error))
             return None
-        vocabulary = self._known[digest] = _Vocabulary(builder, ThreadPoolExecutor(1, thread_name_prefix="render"))
+        vocabulary = self._known[name] = _Vocabulary(builder, ThreadPoolExecutor(1, thread_name_prefix="render"))
         if len(self._known) > MAX_BUNDLES:
             _, oldest = self._known.popitem(last=False)
             oldest.thread.submit(oldest.builder.close)

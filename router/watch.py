@@ -1,6 +1,9 @@
 """Listens to the workers: feeds the fleet with what they say, and has the requests of lost ones recovered."""
 
 import asyncio
+import hashlib
+import hmac
+import secrets
 import time
 
 import structlog
@@ -48,6 +51,7 @@ class FleetWatch:
         self._journeys = journeys
         self._metrics = metrics
         self._inbox = bus.new_inbox()
+        self._secret = secrets.token_bytes(16)
         self._discovered_at = 0.0
         self._forgive_until = 0.0
         self._lapsing: asyncio.Task[None] | None = None
@@ -61,7 +65,7 @@ class FleetWatch:
         """Subscribes, asks every worker for its card, and returns when they have had time to answer."""
         await self._bus.subscribe(self._names.all_cards, self._card)
         await self._bus.subscribe(self._names.all_events, self._event)
-        await self._bus.subscribe(self._inbox, self._part)
+        await self._bus.subscribe(f"{self._inbox}.*.*.*", self._part)
         self._bus.on_reconnect = self._reconnected
         self._discover_anew()
         await asyncio.sleep(limits.DISCOVERY_S)
@@ -98,7 +102,7 @@ class FleetWatch:
             self._lapsing = asyncio.create_task(self._lapse(now))
         for worker in self._fleet.behind(now, _SNAPSHOT_EVERY_S):
             subject = self._names.worker(worker.card.model, worker.card.worker_id, "snapshot")
-            self._bus.publish(subject, b"", reply=self._inbox)
+            self._bus.publish(subject, b"", reply=self._reply_of(worker.card.address))
         self._journeys.tick(now)
 
     async def _lapse(self, now: float) -> None:
@@ -128,29 +132,33 @@ class FleetWatch:
         if address != (card.model, card.worker_id):
             self._log.error("card_refused", subject=message.subject, error="it speaks for another worker")
             return
-        known = self._fleet.find(card.worker_id)
+        known = self._fleet.find(address)
         heard = self._fleet.take_card(card, time.monotonic())
         if heard.refused is not None:
             self._log.error("card_refused", worker_id=card.worker_id, model=card.model, error=heard.refused)
             return
         if known is None or known.state is not card.state or heard.lost:
             self._log.info("worker_seen", worker_id=card.worker_id, model=card.model, state=card.state)
-        self._act(heard, card.worker_id)
+        self._act(heard, address)
 
     def _event(self, message: Msg) -> None:
         try:
             events = _events.decode(message.data)
-        except errors.RequestError as error:
+            address = self._names.parse_worker(message.subject)
+        except (errors.RequestError, ValueError) as error:
             self._log.error("events_refused", subject=message.subject, error=str(error))
             return
+        if address.worker_id != events.worker_id:
+            self._log.error("events_refused", subject=message.subject, error="they speak for another worker")
+            return
         now = time.monotonic()
-        known = self._fleet.find(events.worker_id)
+        known = self._fleet.find(address)
         before = known.log.num_lost if known is not None else 0
-        heard = self._fleet.take_events(events, now)
+        heard = self._fleet.take_events(address.model, events, now)
         if known is not None and known.log.num_lost > before:
             self._metrics.lost_events.of().add(known.log.num_lost - before)
         if heard is not None:
-            self._act(heard, events.worker_id)
+            self._act(heard, address)
             self._journeys.work_off()
         elif now - self._discovered_at > _DISCOVER_EVERY_S:
             self._discover()
@@ -160,36 +168,52 @@ class FleetWatch:
             return
         try:
             part = _parts.decode(message.data)
-        except errors.RequestError as error:
+            address = self._asked_at(message.subject)
+        except (errors.RequestError, ValueError) as error:
             self._log.error("snapshot_refused", error=str(error))
             return
-        self._act(self._fleet.take_part(part, time.monotonic()), part.worker_id)
+        if address.worker_id != part.worker_id:
+            self._log.error("snapshot_refused", error=f"{address.worker_id} speaks for another worker")
+            return
+        self._act(self._fleet.take_part(address.model, part, time.monotonic()), address)
 
-    def _act(self, heard: Heard, worker_id: str) -> None:
+    def _reply_of(self, address: subjects.WorkerAddress) -> str:
+        """Where one worker is to send its snapshots: nobody else can know it."""
+        place = subjects.worker_tokens(address)
+        return f"{self._inbox}.{place}.{self._seal(place)}"
+
+    def _asked_at(self, subject: str) -> subjects.WorkerAddress:
+        """The reverse. Raises ValueError for a subject that was never given out."""
+        place, _, seal = subject.removeprefix(self._inbox + ".").rpartition(".")
+        if not hmac.compare_digest(seal, self._seal(place)):
+            raise ValueError("nobody was asked there")
+        return subjects.parse_worker_tokens(place)
+
+    def _seal(self, place: str) -> str:
+        return hashlib.blake2b(place.encode(), digest_size=12, key=self._secret).hexdigest()
+
+    def _act(self, heard: Heard, address: subjects.WorkerAddress) -> None:
+        worker_id = address.worker_id
         if heard.caught is not None:
-            self._catch_up(heard.caught, worker_id)
-        for key in heard.spoken:
-            flight = self._flights.find(key)
-            if flight is not None:
-                self._flights.spoke(flight)
-        for key in heard.finished:
-            flight = self._flights.find(key)
-            if flight is not None:
-                self._finished(flight, worker_id)
+            self._catch_up(heard.caught, address)
+        for flight in self._flights.told_of(heard.spoken, address.model):
+            self._flights.spoke(flight)
+        for flight in self._flights.told_of(heard.finished, address.model):
+            self._finished(flight, worker_id)
         if heard.lost is not None:
             self._log.error("worker_lost", worker_id=worker_id, epoch=heard.lost.card.epoch)
             self._recover(heard.lost, is_certain=True)
         if heard.left:
-            for flight in self._flights.at(worker_id):
+            for flight in self._flights.at(address):
                 self._finished(flight, worker_id)
 
-    def _catch_up(self, caught: Caught, worker_id: str) -> None:
+    def _catch_up(self, caught: Caught, address: subjects.WorkerAddress) -> None:
         """Sets right what is believed of the requests that the worker had when it was asked for the snapshot."""
-        worker = self._fleet.find(worker_id)
-        assert worker is not None, worker_id
+        worker, worker_id = self._fleet.find(address), address.worker_id
+        assert worker is not None, address
         self._metrics.snapshots.of().add()
         self._log.info("worker_caught_up", worker_id=worker_id, running=len(caught.running))
-        for flight in self._flights.at(worker_id):
+        for flight in self._flights.at(address):
             running = caught.running.get(flight.key)
             if running is not None and running.spoken:
                 self._flights.spoke(flight)
@@ -204,7 +228,7 @@ class FleetWatch:
             self._journeys.finish(flight)
 
     def _recover(self, lost: Lost, *, is_certain: bool) -> None:
-        flights = self._flights.at(lost.card.worker_id)
+        flights = self._flights.at(lost.card.address)
         for flight in flights:
             if is_certain and lost.was_behind:
                 self._flights.spoke(flight)

@@ -17,10 +17,10 @@ An engine that passes `tests/contracts` can be served. The rules, each of them t
    were not computed, no answer depends on them, and a request with `cache_prompt` false neither finds nor leaves any.
 9. `drain` returns when nothing runs any more. `cleanup` ends what is left in `error`, may be called at any time,
    also twice and before or after a failed `start`, and never raises.
-10. When the engine dies, every open sink gets one terminal with `error` `worker_lost`, and `died` is told why.
+10. When the engine dies, `died` says why, and no open sink is called: another engine may go on with its streams where
+    they were (`ChildEngine.take_over`), as long as `cleanup` has not ended them.
 11. An engine with an `embedding_width` gives `embed` one row for each input, in their order, whatever runs beside it.
     An input's row does not depend on the others. One without makes none, and says so.
-11. `embed` gives an engine with an `embedding_width` one row for each input, in their order, whatever runs beside it.
 
 Sinks are called from the event loop, in order. A sink is a plain function and not an async iterator, because waking a
 task for each token and stream costs several times what the token itself does (docs/decisions/0003).

@@ -26,7 +26,11 @@ async def cards(probe: Probe) -> None:
     workers = some_workers(probe)
     heard = await probe.listen(probe.names.all_cards, msgpack=True)
     await probe.publish(probe.names.discover, b"")
-    await heard.until(lambda: set(workers) <= {m.get("worker_id") for m in heard.messages}, "every worker's card")
+    model = probe.served.model
+    await heard.until(
+        lambda: set(workers) <= {m.get("worker_id") for m in heard.messages if m.get("model") == model},
+        "every worker's card",
+    )
     for received, card in zip(heard.received, heard.messages, strict=True):
         shape.check(card, shapes.CARD, f"the card on {received.subject}")
         own = probe.names.card(card["model"], card["worker_id"])
@@ -34,22 +38,28 @@ async def cards(probe: Probe) -> None:
 
 
 async def heartbeats(probe: Probe) -> None:
-    """Each worker's events come at least every 250 ms, numbered without gaps."""
+    """Each worker's events come on its own subject at least every 250 ms, numbered without gaps."""
     workers = some_workers(probe)
     heard = await probe.listen(probe.names.all_events, msgpack=True)
     known = 0
     for _ in range(_WATCHES):
         known = len(heard.messages)
         await asyncio.sleep(_WATCH_S)
-        if all(len(_of(worker_id, heard.messages[known:])) >= _LEAST for worker_id in workers):
+        if all(len(_of(probe, worker_id, heard, known)) >= _LEAST for worker_id in workers):
             break
+    for received, message in zip(heard.received, heard.messages, strict=True):
+        speaker = probe.names.parse_worker(received.subject).worker_id
+        expect(message.get("worker_id") == speaker, f"{received.subject} speaks for {message.get('worker_id')}")
     for worker_id in workers:
-        check_log(_of(worker_id, heard.messages), worker_id)
-        check_log(_of(worker_id, heard.messages[known:]), worker_id)
+        check_log(_of(probe, worker_id, heard, 0), worker_id)
+        check_log(_of(probe, worker_id, heard, known), worker_id)
 
 
-def _of(worker_id: str, events: Sequence[Message]) -> list[Message]:
-    return [message for message in events if message.get("worker_id") == worker_id]
+def _of(probe: Probe, worker_id: str, heard: Exchange, since: int) -> list[Message]:
+    """The events that one worker has said on its own subject, from one of all that were heard on."""
+    own = probe.names.events(probe.served.model, worker_id)
+    told = list(zip(heard.received, heard.messages, strict=True))[since:]
+    return [message for received, message in told if received.subject == own]
 
 
 async def epochs(probe: Probe) -> None:
@@ -66,7 +76,7 @@ async def epochs(probe: Probe) -> None:
     for name, exchange in told.items():
         seen[name] = (await exchange.first(f"a message of {name}")).get("epoch")
     reply = await probe.call(probe.names.models_for(probe.tenant))
-    cards = [card for served in reply["models"] for card in served.get("workers") or []]
+    cards = [card for served in reply["models"] if served["model"] == model for card in served.get("workers") or []]
     seen["models"] = next((card["epoch"] for card in cards if card["worker_id"] == worker_id), None)
     expect(len(set(seen.values())) == 1, f"{worker_id} has epochs {seen}")
 

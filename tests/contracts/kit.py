@@ -213,6 +213,34 @@ async def cancels_in_mid_stream(engine: contract.Engine, config: contract.Engine
     assert len(recorder.terminals) == 1
 
 
+async def gives_everything_back_of_a_sink_that_fails(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    """Whatever its terminal is, and also if it aborts its own request meanwhile."""
+    free = await run(engine, request(prompt(config)))
+    kinds: tuple[dict[str, object], ...] = (
+        {"max_tokens": 3},
+        {"stop_token_ids": (free.token_ids[2],)},
+        {"stop": (free.text[2:5],)},
+    )
+    for kind in kinds:
+        asked = request(prompt(config), **kind)  # type: ignore[arg-type]
+        ended = asyncio.Event()
+
+        def fail(output: contract.Output, key: str = asked.key, ended: asyncio.Event = ended) -> None:
+            if output.finish_reason is not None:
+                ended.set()
+                engine.abort(key)
+                raise ValueError("a sink that fails, on purpose")
+
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: None)
+        engine.generate(asked, fail)
+        async with asyncio.timeout(SETTLE_S):
+            await ended.wait()
+        await settled(engine)
+        loop.set_exception_handler(None)
+        assert engine.load().step_age_ms == 0
+
+
 async def frees_everything_of_abandoned_streams(engine: contract.Engine, config: contract.EngineConfig) -> None:
     for rounds in range(3):
         streams = [stream(engine, request(prompt(config, number), max_tokens=100)) for number in range(6)]
@@ -451,6 +479,7 @@ RULES: tuple[Check, ...] = (
     cancels_before_the_first_step,
     cancels_in_prefill,
     cancels_in_mid_stream,
+    gives_everything_back_of_a_sink_that_fails,
     frees_everything_of_abandoned_streams,
     has_the_capacity_it_advertises,
     refuses_without_a_trace,

@@ -1,6 +1,8 @@
 """Every engine keeps every rule of the contract."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -12,8 +14,9 @@ from tests.support.arithmetic import ArithmeticRunner
 from tests.support.engines import DEMO, ONNX, demo_engine, grouped_demo, thread_engine
 from worker import contract
 from worker.engine.runner import ModelError, Runner
+from worker.front.engine import ChildEngine
 
-FACTORIES: dict[str, Callable[[], contract.Engine]] = {
+FACTORIES: dict[str, Callable[[], ChildEngine]] = {
     "arithmetic": lambda: thread_engine(lambda _: ArithmeticRunner(step_s=0.002)),
     "gguf": demo_engine,
     "onnx-plain": lambda: demo_engine(ONNX),
@@ -52,20 +55,39 @@ async def test_a_model_that_cannot_be_loaded_fails_the_start_with_its_reason() -
     await engine.cleanup()
 
 
-async def test_every_open_stream_ends_in_worker_lost_when_the_engine_dies() -> None:
+@pytest.mark.parametrize("name", ["gguf", "onnx-plain", "sim"])
+async def test_streams_of_an_engine_that_dies_go_on_in_the_next_where_they_were(name: str) -> None:
+    first, second = FACTORIES[name](), FACTORIES[name]()
+    config = await first.start("kit")
+    asked = [kit.request(kit.prompt(config, number), max_tokens=100) for number in range(4)]
+    calm = [(await kit.run(first, request)).token_ids for request in asked]
+    recorders = [kit.start(first, request) for request in asked]
+    await recorders[0].until(lambda seen: len(seen.token_ids) >= 2)
+    os.kill(config.pid, signal.SIGKILL)
+    async with asyncio.timeout(5):
+        assert "closed" in await first.died()
+    assert not any(recorder.terminals for recorder in recorders)
+    with pytest.raises(errors.RequestError):
+        first.generate(kit.request(kit.prompt(config)), lambda output: None)
+    await second.start("kit")
+    second.take_over(first)
+    for recorder in recorders:
+        assert (await recorder.terminal()).finish_reason == "length"
+    assert [recorder.token_ids for recorder in recorders] == calm
+    for engine in (first, second):
+        await engine.cleanup()
+
+
+async def test_streams_of_an_engine_that_died_end_in_worker_lost_when_nobody_takes_them_over() -> None:
     engine = demo_engine()
     config = await engine.start("kit")
-    asked = [kit.request(kit.prompt(config, number), max_tokens=300) for number in range(6)]
-    recorders = [kit.start(engine, request) for request in asked]
+    recorders = [kit.start(engine, kit.request(kit.prompt(config, number), max_tokens=300)) for number in range(6)]
     await recorders[0].until(lambda seen: len(seen.token_ids) >= 2)
-    assert engine._link is not None
-    engine._link.kill()
+    os.kill(config.pid, signal.SIGKILL)
     async with asyncio.timeout(5):
-        assert "closed" in await engine.died()
-    for recorder in recorders:
-        terminal = recorder.terminals[0]
-        assert terminal.error is not None
-        assert terminal.error.code is errors.Code.WORKER_LOST
-    with pytest.raises(errors.RequestError):
-        engine.generate(kit.request(kit.prompt(config)), lambda output: None)
+        await engine.died()
     await engine.cleanup()
+    for recorder in recorders:
+        (terminal,) = recorder.terminals
+        assert terminal.error is not None
+        assert terminal.error.retryable

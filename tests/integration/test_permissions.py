@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import nats
 import pytest
 from nats.aio.client import Client as Nats
@@ -97,6 +98,13 @@ async def listen(client: Nats, subject: str) -> list[Msg]:
     await client.subscribe(subject, cb=take)
     await client.flush()
     return seen
+
+
+async def card_of(client: Nats, model: str) -> dict[str, Any]:
+    """The card of the only worker of a model, as the router shows it to acme, but for what changes by itself."""
+    reply = json.loads((await client.request(f"{PREFIX}.models.acme", b"", timeout=5)).data)
+    (card,) = next(one["workers"] for one in reply["models"] if one["model"] == model)
+    return {name: value for name, value in card.items() if name not in ("load", "watched")}
 
 
 def ask(**fields: Any) -> bytes:
@@ -214,6 +222,50 @@ async def test_a_worker_s_credentials_can_not_read_prompts_of_other_models(guard
     for subject in (f"{PREFIX}.card.demo.w-demo", f"{PREFIX}.events.demo.w-demo", f"{PREFIX}.worker.demo.w-demo.run"):
         await worker.publish(subject, b"")
         await guarded.refuses("worker-other", subject)
+
+
+async def test_a_worker_s_credentials_can_not_speak_for_a_worker_of_another_model(guarded: Guarded) -> None:
+    """It tries whatever its permissions let it: cards, events and snapshots that name the other model's worker."""
+    acme = await guarded.connect("acme", "_INBOX_acme")
+    await until_served(acme, "acme", 2)
+    hostile = await guarded.connect("worker-other", "_INBOX_worker_other")
+    asked = await listen(hostile, f"{PREFIX}.worker.other.w-demo.snapshot")
+    live = await Bare(acme).generate(ask(id="live", **LONG), subject=f"{PREFIX}.generate.demo.acme")
+    await live.until(3)
+    before = await card_of(acme, "demo")
+    epoch = before["epoch"]
+    later = f"{int(epoch.partition('-')[0]) + 1_000_000}-zz"
+    said = {"worker_id": "w-demo", "load": {}, "state": "stopped", "spoken": ["acme:live"], "finished": ["acme:live"]}
+    for number in range(10):
+        for model in ("other", "demo"):
+            forged = msgspec.msgpack.encode(before | {"epoch": later, "model": model, "kv_block_size": None})
+            await hostile.publish(f"{PREFIX}.card.other.w-demo", forged)
+        for name, life in (("w-demo", epoch), ("w-demo", later), ("w-other", epoch)):
+            events = msgspec.msgpack.encode(said | {"epoch": life, "seq": 1_000_000 + number})
+            await hostile.publish(f"{PREFIX}.events.other.{name}", events)
+    async with asyncio.timeout(10):
+        while not asked:  # the router takes it for a worker of its own model, and is behind
+            await asyncio.sleep(0.02)
+    part = {
+        "worker_id": "w-demo",
+        "epoch": epoch,
+        "seq": 0,
+        "part": 0,
+        "parts": 1,
+        "runs": [],
+        "running": [],
+        "load": {},
+    }
+    for subject in (asked[0].reply, asked[0].reply.replace(".other.", ".demo."), asked[0].reply.rpartition(".")[0]):
+        await hostile.publish(subject, msgspec.msgpack.encode(part))
+    await hostile.flush()
+    assert await card_of(acme, "demo") == before
+    assert (await Bare(acme).ask(ask(), subject=f"{PREFIX}.generate.demo.acme")).text == " 42"
+    reply = await acme.request(f"{PREFIX}.cancel.acme.live", b"", timeout=5)
+    assert json.loads(reply.data) == {"cancelled": True}
+    assert (await live.terminal())["finish_reason"] == "cancelled"
+    assert not [line for line in guarded.system.log("w-demo") if line["event"] in ("replaced", "self_fenced")]
+    assert not [line for line in guarded.system.log("router") if line["event"] in ("worker_lost", "worker_silent")]
 
 
 async def test_whoever_has_no_or_wrong_credentials_is_told_so_and_shown_no_secret(

@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 
 from cli import broker
 from protocol import limits
-from protocol.bus import BusyError, NoRespondersError, PayloadTooLargeError, is_no_responders
+from protocol.bus import BadSubjectError, BusyError, NoRespondersError, PayloadTooLargeError, is_no_responders
 from protocol.connection import Connection, Settings, connect, default_max_request_bytes
 
 Connect = Callable[..., Awaitable[Connection]]
@@ -290,6 +290,32 @@ async def test_a_message_may_be_as_large_as_the_broker_takes_and_not_one_byte_la
     assert [len(payload) for payload in inbox.payloads] == [largest]
     assert connection.is_connected
     await works(connection)
+
+
+@pytest.mark.parametrize(
+    ("subject", "reply"),
+    [("", ""), ("a b", ""), ("a\r\nPUB x 0", ""), ("a", "b c"), ("a" * 4_100, ""), ("a", "b" * 4_100)],
+)
+async def test_a_subject_for_which_the_broker_would_hang_up_is_refused_to_its_publisher(
+    connected: Connect, subject: str, reply: str
+) -> None:
+    connection, inbox = await connected(), Inbox()
+    await connection.subscribe(SUBJECT, inbox)
+    for headers in (None, {"a": "b"}):
+        with pytest.raises(BadSubjectError):
+            connection.publish(subject, b"x", reply, headers)
+    connection.publish(SUBJECT, b"next")
+    connection.publish(SUBJECT, b"long", "r" * (limits.MAX_CONTROL_LINE_BYTES - 40))
+    await inbox.until(2)
+    assert inbox.payloads == [b"next", b"long"]
+
+
+async def test_inboxes_can_not_be_guessed_from_earlier_ones(connected: Connect) -> None:
+    connection = await connected()
+    names = [connection.new_inbox().rpartition(".")[2] for _ in range(3)]
+    numbers = [int(name, 36) for name in names]
+    assert numbers[2] - numbers[1] != numbers[1] - numbers[0]
+    assert len({name[:8] for name in names}) == 3
 
 
 async def test_a_request_leaves_room_for_its_subjects_and_headers(connected: Connect) -> None:

@@ -385,3 +385,57 @@ def test_a_request_is_taken_or_the_field_that_is_out_of_range_is_named(fields: d
         request.check(make(**fields))
     else:
         assert refusal(make(**fields)).param in wrong
+
+
+# Runs
+
+
+def run(**fields: object) -> internal.Run:
+    right: dict[str, object] = {
+        "request_id": "default:r",
+        "attempt": 1,
+        "epoch": "1-a",
+        "router_id": "r",
+        "reply": "_INBOX.a",
+        "encoding": "json",
+        "token_ids": b"",
+        "params": internal.Params(),
+    }
+    return internal.Run(**(right | fields))  # type: ignore[arg-type]
+
+
+def refusal_of_run(asked: internal.Run) -> errors.Error:
+    with pytest.raises(errors.RequestError) as caught:
+        request.check_run(asked)
+    return caught.value.error
+
+
+@pytest.mark.parametrize("name", sorted(set(request.RANGES) - {"timeout_ms"}))
+def test_a_run_is_held_to_the_ranges_of_a_request(name: str) -> None:
+    for outside in (request.RANGES[name].low - 1, request.RANGES[name].high + 1):
+        error = refusal_of_run(run(params=internal.Params(**{name: outside})))
+        assert (error.code, error.param) == (Code.INVALID_REQUEST, name)
+    request.check_run(run(params=internal.Params(**{name: request.RANGES[name].high})))
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", ":", "default", "default:", ":r", "=FF:r", "=41:r", "t:a.b", "t:a b", "t:\r\n", "t:" + "x" * 129, "t:a:b"],
+)
+def test_a_run_whose_key_no_router_makes_is_refused(key: str) -> None:
+    assert refusal_of_run(run(request_id=key)).param == "request_id"
+
+
+def test_a_run_of_any_request_that_is_right_is_right() -> None:
+    asked = make(stop=["a"], logit_bias={"5": 1.0}, stop_token_ids=[3], logprobs=3, cache_salt="s", temperature=0.5)
+    request.check(asked)
+    request.check_run(run(params=request.params_of(asked), remaining_ms=-3.0, age_ms=0.0))
+    params, asking = request.params_of(make(logprobs=1, presence_penalty=0.5)), make(logprobs=1, presence_penalty=0.5)
+    assert list(request.needs_of_choices(params)) == list(request.needs(asking))
+
+
+def test_a_drop_says_which_attempt_of_which_request_it_means() -> None:
+    request.check_attempt(internal.Control(op="drop", request_id="t:r", attempt=0))
+    for wrong in ({}, {"request_id": "t:r"}, {"attempt": 1}, {"request_id": "t:r", "attempt": -1}):
+        with pytest.raises(errors.RequestError):
+            request.check_attempt(internal.Control(op="drop", **wrong))  # type: ignore[arg-type]

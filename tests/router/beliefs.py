@@ -8,6 +8,11 @@ from router.flight import Flight
 READY = messages.WorkerState.READY
 
 
+def at(worker_id: str, model: str = "demo") -> subjects.WorkerAddress:
+    """A worker of the model `demo`, unless another is named."""
+    return subjects.WorkerAddress(model, worker_id)
+
+
 def card(worker_id: str = "w1", *, epoch: str = "100-a", model: str = "demo", **changes: object) -> messages.Card:
     fields: dict[str, object] = {
         "source": "demo.gguf",

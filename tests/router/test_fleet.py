@@ -10,7 +10,7 @@ from router.fleet import MAX_WORKERS, Fleet
 from router.heard import Heard, Lost
 from router.served import Prompt, Room
 from router.worker import Worker
-from tests.router.beliefs import READY, card, events, part
+from tests.router.beliefs import READY, at, card, events, part
 
 DRAINING, RESTARTING, STARTING, STOPPED = (
     messages.WorkerState.DRAINING,
@@ -29,7 +29,7 @@ def fleet_of(*cards: messages.Card, now: float = 0.0) -> Fleet:
 
 
 def known(fleet: Fleet, worker_id: str = "w1") -> Worker:
-    worker = fleet.find(worker_id)
+    worker = fleet.find(at(worker_id))
     assert worker is not None
     return worker
 
@@ -56,7 +56,7 @@ def test_a_card_makes_a_worker_known_and_a_candidate() -> None:
     fleet = fleet_of(card())
     assert candidates(fleet, 0.0) == ["w1"]
     assert candidates(fleet, 0.0, "other") == []
-    assert fleet.find("w2") is None
+    assert fleet.find(at("w2")) is None
 
 
 def test_a_card_of_the_same_life_changes_what_is_known_and_counts_as_heard() -> None:
@@ -69,22 +69,22 @@ def test_a_card_of_the_same_life_changes_what_is_known_and_counts_as_heard() -> 
 
 def test_a_card_of_the_same_life_keeps_load_bookings_and_place_in_the_event_log() -> None:
     fleet = fleet_of(card())
-    fleet.take_events(events(seq=4, load=LOAD_OF_3), 0.0)
-    fleet.book("w1", Prompt("a", 1), 0.0)
+    fleet.take_events("demo", events(seq=4, load=LOAD_OF_3), 0.0)
+    fleet.book(at("w1"), Prompt("a", 1), 0.0)
     fleet.take_card(card(), 0.5)
     assert known(fleet).num_requests == 4
-    assert fleet.take_events(events(seq=4, load=messages.Load()), 0.5) == Heard()
+    assert fleet.take_events("demo", events(seq=4, load=messages.Load()), 0.5) == Heard()
     assert known(fleet).num_requests == 4
 
 
 def test_a_later_life_takes_over_at_once_and_the_streams_of_the_earlier_are_lost() -> None:
     fleet = fleet_of(card(epoch="100-b"))
-    fleet.take_events(events(epoch="100-b", seq=0, load=LOAD_OF_3), 0.0)
-    fleet.book("w1", Prompt("a", 1), 0.0)
+    fleet.take_events("demo", events(epoch="100-b", seq=0, load=LOAD_OF_3), 0.0)
+    fleet.book(at("w1"), Prompt("a", 1), 0.0)
     assert fleet.take_card(card(epoch="101-a"), 0.0) == Heard(lost=Lost(card(epoch="100-b"), was_behind=False))
     assert known(fleet).num_requests == 0
-    assert fleet.take_events(events(epoch="100-b", seq=10), 0.0) is None
-    assert fleet.take_events(events(epoch="101-a", seq=0), 0.0) == Heard()
+    assert fleet.take_events("demo", events(epoch="100-b", seq=10), 0.0) is None
+    assert fleet.take_events("demo", events(epoch="101-a", seq=0), 0.0) == Heard()
 
 
 @pytest.mark.parametrize(
@@ -136,28 +136,28 @@ def test_a_stop_of_another_life_or_of_an_unknown_worker_changes_nothing() -> Non
 
 def test_events_of_an_unknown_worker_or_life_ask_for_a_discovery() -> None:
     fleet = fleet_of(card())
-    assert fleet.take_events(events("w2"), 0.0) is None
-    assert fleet.take_events(events(epoch="101-a"), 0.0) is None
-    assert fleet.take_events(events(), 0.0) == Heard()
+    assert fleet.take_events("demo", events("w2"), 0.0) is None
+    assert fleet.take_events("demo", events(epoch="101-a"), 0.0) is None
+    assert fleet.take_events("demo", events(), 0.0) == Heard()
 
 
 def test_events_say_what_was_spoken_and_finished() -> None:
     fleet = fleet_of(card())
-    heard = fleet.take_events(events(spoken=("a", "b"), finished=("c",)), 0.0)
+    heard = fleet.take_events("demo", events(spoken=("a", "b"), finished=("c",)), 0.0)
     assert heard == Heard(spoken=("a", "b"), finished=("c",))
 
 
 def test_events_set_load_and_state() -> None:
     fleet = fleet_of(card())
-    fleet.take_events(events(load=LOAD_OF_3, state=DRAINING), 0.0)
+    fleet.take_events("demo", events(load=LOAD_OF_3, state=DRAINING), 0.0)
     assert (known(fleet).load, known(fleet).state, known(fleet).num_requests) == (LOAD_OF_3, DRAINING, 3)
 
 
 @pytest.mark.parametrize("seq", [4, 5])
 def test_events_that_were_heard_already_are_ignored_and_prove_no_life(seq: int) -> None:
     fleet = fleet_of(card())
-    fleet.take_events(events(seq=5), 0.0)
-    heard = fleet.take_events(events(seq=seq, load=LOAD_OF_3, spoken=("a",), finished=("b",)), 1.5)
+    fleet.take_events("demo", events(seq=5), 0.0)
+    heard = fleet.take_events("demo", events(seq=seq, load=LOAD_OF_3, spoken=("a",), finished=("b",)), 1.5)
     assert heard == Heard()
     assert known(fleet).load == messages.Load()
     assert lapsed(fleet, 2.0) == ["w1"]
@@ -165,41 +165,41 @@ def test_events_that_were_heard_already_are_ignored_and_prove_no_life(seq: int) 
 
 def test_the_holder_of_a_request_is_who_said_to_have_started_it_until_its_end() -> None:
     fleet = fleet_of(card(), card("w2"))
-    fleet.take_events(events("w2", started=("a",)), 0.0)
+    fleet.take_events("demo", events("w2", started=("a",)), 0.0)
     assert fleet.holder_of("a", "demo") is known(fleet, "w2")
     assert (fleet.holder_of("a", "other"), fleet.holder_of("b", "demo")) == (None, None)
-    fleet.take_events(events("w2", seq=1, finished=("a",)), 0.0)
+    fleet.take_events("demo", events("w2", seq=1, finished=("a",)), 0.0)
     assert fleet.holder_of("a", "demo") is None
 
 
 def test_a_snapshot_says_who_holds_what() -> None:
     fleet = fleet_of(card())
-    fleet.take_events(events(seq=7, started=("old",)), 0.0)
+    fleet.take_events("demo", events(seq=7, started=("old",)), 0.0)
     fleet.behind(0.0, 1.0)
-    fleet.take_part(part(seq=7, running=("a",)), 0.0)
+    fleet.take_part("demo", part(seq=7, running=("a",)), 0.0)
     assert fleet.holder_of("a", "demo") is known(fleet)
     assert fleet.holder_of("old", "demo") is None
 
 
 def test_a_new_life_holds_nothing() -> None:
     fleet = fleet_of(card())
-    fleet.take_events(events(started=("a",)), 0.0)
+    fleet.take_events("demo", events(started=("a",)), 0.0)
     fleet.take_card(card(epoch="101-a"), 0.0)
     assert fleet.holder_of("a", "demo") is None
 
 
 def test_load_and_state_are_believed_even_behind_a_gap() -> None:
     fleet = fleet_of(card())
-    fleet.take_events(events(seq=7, load=LOAD_OF_3), 0.0)
+    fleet.take_events("demo", events(seq=7, load=LOAD_OF_3), 0.0)
     assert known(fleet).num_requests == 3
 
 
 def test_what_is_refused_is_counted_and_shown_with_its_reason() -> None:
     fleet = fleet_of(card(kv_block_size=16, total_kv_blocks=9))
     fleet.take_card(card("w2", epoch="100-b", kv_block_size=32, total_kv_blocks=9), 0.0)
-    fleet.take_events(events("nobody"), 0.0)
-    fleet.take_events(events(seq=0), 0.0)
-    fleet.take_events(events(seq=0), 0.0)
+    fleet.take_events("demo", events("nobody"), 0.0)
+    fleet.take_events("demo", events(seq=0), 0.0)
+    fleet.take_events("demo", events(seq=0), 0.0)
     view = fleet.view("r1", 0, 1.0)
     assert [(one.worker_id, one.model) for one in view.refused_cards] == [("w2", "demo")]
     assert "32" in view.refused_cards[0].reason
@@ -211,33 +211,33 @@ def test_who_has_spoken_or_ended_is_heard_once_and_at_once_even_behind_a_gap() -
     fleet = fleet_of(card())
     fleet.behind(0.0, 1.0)
     said = events(seq=7, started=("a", "b"), spoken=("a",), finished=("b",))
-    assert fleet.take_events(said, 0.0) == Heard(spoken=("a",), finished=("b",))
-    assert fleet.take_events(said, 0.0) == Heard()
-    heard = fleet.take_part(part(seq=6, running=("b",)), 0.0)
+    assert fleet.take_events("demo", said, 0.0) == Heard(spoken=("a",), finished=("b",))
+    assert fleet.take_events("demo", said, 0.0) == Heard()
+    heard = fleet.take_part("demo", part(seq=6, running=("b",)), 0.0)
     assert (heard.spoken, heard.finished) == ((), ())
     assert known(fleet).running == {"a"}
 
 
 def test_a_snapshot_closes_the_gap_and_what_came_after_it_is_applied_then() -> None:
     fleet = fleet_of(card())
-    fleet.take_events(events(seq=7), 0.0)
-    fleet.take_events(events(seq=8, started=("b",)), 0.0)
+    fleet.take_events("demo", events(seq=7), 0.0)
+    fleet.take_events("demo", events(seq=8, started=("b",)), 0.0)
     assert known(fleet).running == set()
     assert named(fleet.behind(1.0, 1.0)) == ["w1"]
     assert fleet.behind(1.5, 1.0) == []
     assert named(fleet.behind(2.0, 1.0)) == ["w1"]
-    heard = fleet.take_part(part(seq=7, running=("c",)), 2.0)
+    heard = fleet.take_part("demo", part(seq=7, running=("c",)), 2.0)
     assert known(fleet).running == {"b", "c"}
     assert heard.caught is not None
     assert (set(heard.caught.running), heard.caught.asked_at) == ({"c"}, 1.0)
     assert fleet.behind(9.0, 1.0) == []
-    assert fleet.take_events(events(seq=9, finished=("d",)), 2.0) == Heard(finished=("d",))
+    assert fleet.take_events("demo", events(seq=9, finished=("d",)), 2.0) == Heard(finished=("d",))
 
 
 def test_after_the_routers_own_absence_every_worker_is_asked_for_a_snapshot() -> None:
     fleet = fleet_of(card(), card("w2"))
     for name in ("w1", "w2"):
-        fleet.take_events(events(name, seq=0), 0.0)
+        fleet.take_events("demo", events(name, seq=0), 0.0)
     assert fleet.behind(0.0, 1.0) == []
     fleet.doubt()
     assert named(fleet.behind(0.0, 1.0)) == ["w1", "w2"]
@@ -245,9 +245,9 @@ def test_after_the_routers_own_absence_every_worker_is_asked_for_a_snapshot() ->
 
 def test_a_life_that_ended_behind_a_gap_may_have_said_more_than_was_heard() -> None:
     fleet = fleet_of(card(epoch="100-a"))
-    fleet.take_events(events(epoch="100-a", seq=0), 0.0)
+    fleet.take_events("demo", events(epoch="100-a", seq=0), 0.0)
     assert not fleet.was_behind(card(epoch="100-a"), 0.0)
-    fleet.take_events(events(epoch="100-a", seq=2), 0.0)
+    fleet.take_events("demo", events(epoch="100-a", seq=2), 0.0)
     assert fleet.was_behind(card(epoch="100-a"), 0.0)
     fleet.take_card(card(epoch="101-a"), 0.0)
     assert fleet.was_behind(card(epoch="100-a"), 0.0)
@@ -255,7 +255,7 @@ def test_a_life_that_ended_behind_a_gap_may_have_said_more_than_was_heard() -> N
 
 def test_a_lapsed_worker_that_is_heard_again_keeps_its_place() -> None:
     fleet = fleet_of(card())
-    fleet.take_events(events(seq=0, load=LOAD_OF_3), 0.0)
+    fleet.take_events("demo", events(seq=0, load=LOAD_OF_3), 0.0)
     assert lapsed(fleet, 2.0) == ["w1"]
     assert fleet.is_lost(card())
     assert candidates(fleet, 2.0) == []
@@ -268,35 +268,35 @@ def test_a_lapsed_worker_that_is_heard_again_keeps_its_place() -> None:
 
 def test_a_booking_counts_until_an_event_confirms_it() -> None:
     fleet = fleet_of(card())
-    fleet.book("w1", Prompt("a", 1), 0.0)
-    fleet.book("w1", Prompt("b", 1), 0.0)
+    fleet.book(at("w1"), Prompt("a", 1), 0.0)
+    fleet.book(at("w1"), Prompt("b", 1), 0.0)
     assert known(fleet).num_requests == 2
-    fleet.take_events(events(seq=0, load=messages.Load(running=1), started=("a",)), 0.0)
+    fleet.take_events("demo", events(seq=0, load=messages.Load(running=1), started=("a",)), 0.0)
     assert known(fleet).num_requests == 2
-    fleet.take_events(events(seq=1, load=messages.Load(), finished=("a", "b")), 0.0)
+    fleet.take_events("demo", events(seq=1, load=messages.Load(), finished=("a", "b")), 0.0)
     assert known(fleet).num_requests == 0
 
 
 def test_a_booking_taken_back_counts_no_more_and_may_be_taken_back_again() -> None:
     fleet = fleet_of(card())
-    fleet.book("w1", Prompt("a", 1), 0.0)
+    fleet.book(at("w1"), Prompt("a", 1), 0.0)
     for _ in range(2):
-        fleet.unbook("w1", "a")
+        fleet.unbook(at("w1"), "a")
         assert known(fleet).num_requests == 0
-    fleet.unbook("nobody", "a")
+    fleet.unbook(at("nobody"), "a")
 
 
 def test_booking_the_same_request_twice_counts_once() -> None:
     fleet = fleet_of(card())
-    fleet.book("w1", Prompt("a", 1), 0.0)
-    fleet.book("w1", Prompt("a", 1), 1.0)
+    fleet.book(at("w1"), Prompt("a", 1), 0.0)
+    fleet.book(at("w1"), Prompt("a", 1), 1.0)
     assert known(fleet).num_requests == 1
 
 
 @pytest.mark.parametrize(("age_s", "num_requests"), [(4.999, 1), (5.0, 0)])
 def test_a_booking_that_nobody_confirms_lapses_after_five_seconds(age_s: float, num_requests: int) -> None:
     fleet = fleet_of(card())
-    fleet.book("w1", Prompt("a", 1), 0.0)
+    fleet.book(at("w1"), Prompt("a", 1), 0.0)
     fleet.sweep(age_s)
     assert known(fleet).num_requests == num_requests
 
@@ -311,7 +311,7 @@ def test_a_worker_silent_for_a_second_gets_no_new_work(silent_s: float, names: l
 def test_a_suspect_that_speaks_gets_work_again() -> None:
     fleet = fleet_of(card())
     assert candidates(fleet, 1.5) == []
-    fleet.take_events(events(), 1.5)
+    fleet.take_events("demo", events(), 1.5)
     assert candidates(fleet, 2.4) == ["w1"]
 
 
@@ -323,14 +323,14 @@ def test_a_worker_silent_for_two_seconds_is_lost(silent_s: float, lost: list[str
     assert lapsed(fleet, silent_s) == []
     for name in ("w1", "w2"):
         fleet.remove(card(name), silent_s)
-    assert (fleet.find("w1") is None) == bool(lost)
-    assert fleet.find("w2") is not None
+    assert (fleet.find(at("w1")) is None) == bool(lost)
+    assert fleet.find(at("w2")) is not None
 
 
 def test_a_lost_worker_that_speaks_again_must_be_discovered_anew() -> None:
     fleet = fleet_of(card())
     forget_silent(fleet, 2.0)
-    assert fleet.take_events(events(), 2.0) is None
+    assert fleet.take_events("demo", events(), 2.0) is None
     fleet.take_card(card(), 2.0)
     assert candidates(fleet, 2.0) == ["w1"]
 
@@ -347,27 +347,27 @@ def test_a_worker_in_any_state_but_ready_is_known_and_gets_nothing(state: messag
     fleet = fleet_of(card(state=state))
     assert candidates(fleet, 0.0) == []
     assert named(fleet.of_model("demo")) == ["w1"]
-    fleet.take_events(events(state=READY), 0.0)
+    fleet.take_events("demo", events(state=READY), 0.0)
     assert candidates(fleet, 0.0) == ["w1"]
 
 
 @pytest.mark.parametrize(("age_ms", "names"), [(2_000.0, ["w1"]), (2_000.1, [])])
 def test_a_worker_whose_step_is_old_gets_nothing(age_ms: float, names: list[str]) -> None:
     fleet = fleet_of(card())
-    fleet.take_events(events(load=messages.Load(running=1, step_age_ms=age_ms)), 0.0)
+    fleet.take_events("demo", events(load=messages.Load(running=1, step_age_ms=age_ms)), 0.0)
     assert candidates(fleet, 0.0) == names
 
 
 def test_the_number_of_workers_is_bounded_and_those_known_may_still_change() -> None:
     fleet = fleet_of(*(card(f"w{number}") for number in range(MAX_WORKERS)))
     assert fleet.take_card(card("one-more", model="late"), 0.0) == Heard()
-    assert fleet.find("one-more") is None
-    assert fleet.take_events(events("one-more"), 0.0) is None
+    assert fleet.find(at("one-more")) is None
+    assert fleet.take_events("demo", events("one-more"), 0.0) is None
     assert fleet.take_card(card("w0", epoch="101-a"), 0.0).lost is not None
     fleet.check_integrity()
     fleet.take_card(card("w1", state=STOPPED), 0.0)
     fleet.take_card(card("one-more"), 0.0)
-    assert fleet.find("one-more") is not None
+    assert fleet.find(at("one-more")) is not None
     fleet.check_integrity()
 
 
@@ -485,7 +485,7 @@ class FleetHistory(RuleBasedStateMachine):
             started=tuple(started),
             finished=tuple(finished),
         )
-        heard = self.fleet.take_events(said, self.now)
+        heard = self.fleet.take_events("demo", said, self.now)
         if belief is None or belief.epoch != epoch:
             assert heard is None
         elif seq <= belief.seq:
@@ -504,7 +504,9 @@ class FleetHistory(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.beliefs)))
         belief = self.beliefs[name]
         asked = [one for one in named(self.fleet.behind(self.now, 0.0)) if one == name]
-        heard = self.fleet.take_part(part(name, belief.seq, epoch=belief.epoch, running=tuple(running)), self.now)
+        heard = self.fleet.take_part(
+            "demo", part(name, belief.seq, epoch=belief.epoch, running=tuple(running)), self.now
+        )
         assert bool(asked) == belief.behind == (heard.caught is not None)
         belief.heard_at, belief.behind = self.now, False
         for key in running if heard.caught else ():
@@ -514,12 +516,12 @@ class FleetHistory(RuleBasedStateMachine):
     @rule(data=st.data(), key=st.sampled_from("abc"))
     def book(self, data: st.DataObject, key: str) -> None:
         name = data.draw(st.sampled_from(sorted(self.beliefs)))
-        self.fleet.book(name, Prompt(key, 1), self.now)
+        self.fleet.book(at(name), Prompt(key, 1), self.now)
         self.beliefs[name].bookings[key] = self.now
 
     @rule(name=st.sampled_from(NAMES), key=st.sampled_from("abc"))
     def unbook(self, name: str, key: str) -> None:
-        self.fleet.unbook(name, key)
+        self.fleet.unbook(at(name), key)
         if name in self.beliefs:
             self.beliefs[name].bookings.pop(key, None)
 
@@ -563,3 +565,38 @@ class FleetHistory(RuleBasedStateMachine):
 
 TestFleetHistory = FleetHistory.TestCase
 TestFleetHistory.settings = settings(max_examples=80, stateful_step_count=40)
+
+
+def test_workers_of_two_models_may_have_one_name_and_do_not_touch_each_other() -> None:
+    fleet = fleet_of(card(epoch="100-a"), card(epoch="900-b", model="other"))
+    assert (candidates(fleet, 0.0), candidates(fleet, 0.0, "other")) == (["w1"], ["w1"])
+    demo, other = fleet.find(at("w1")), fleet.find(at("w1", "other"))
+    assert demo is not None
+    assert other is not None
+    assert demo is not other
+    assert fleet.take_card(card(epoch="999-c", model="other"), 1.0).lost is not None
+    assert fleet.take_card(card(epoch="999-c", model="other", state=STOPPED), 1.0).left
+    assert fleet.find(at("w1")) is demo
+    assert fleet.find(at("w1", "other")) is None
+    fleet.check_integrity()
+
+
+def test_what_a_worker_says_is_believed_of_its_own_model_only() -> None:
+    fleet = fleet_of(card("mine"), card("theirs", model="other"))
+    fleet.take_events("demo", events("mine", started=("default:r",)), 0.0)
+    assert fleet.take_events("other", events("mine", seq=1, finished=("default:r",)), 0.0) is None
+    fleet.take_events("other", events("theirs", started=("default:r",)), 0.0)
+    holder = fleet.holder_of("default:r", "demo")
+    assert holder is fleet.find(at("mine"))
+    fleet.take_events("other", events("theirs", seq=1, finished=("default:r",)), 0.0)
+    assert fleet.holder_of("default:r", "demo") is holder
+    fleet.check_integrity()
+
+
+def test_a_card_that_is_refused_does_not_silence_another_worker_with_its_epoch() -> None:
+    odd = {"hash_scheme": "xxh3-64:odd", "kv_block_size": 16, "total_kv_blocks": 8}
+    even = {"hash_scheme": "xxh3-64:even", "kv_block_size": 16, "total_kv_blocks": 8}
+    fleet = fleet_of(card("mine", epoch="100-a"), card("first", model="other", **odd))
+    assert fleet.take_card(card("second", model="other", epoch="100-a", **even), 0.0).refused is not None
+    fleet.take_events("demo", events("mine", load=LOAD_OF_3), 0.0)
+    assert known(fleet, "mine").load == LOAD_OF_3

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from router.flight import Flight, Flights
-from tests.router.beliefs import flight
+from tests.router.beliefs import at, flight
 
 
 def test_a_new_flight_is_nobodys_yet() -> None:
@@ -69,9 +69,9 @@ def test_an_accepted_flight_is_at_its_worker_until_it_is_removed() -> None:
     flights.add(two, 10)
     flights.accept(one, "w1", 0.0)
     assert (one.worker_id, two.worker_id) == ("w1", None)
-    assert (flights.at("w1"), flights.at("w2")) == ([one], [])
+    assert (flights.at(at("w1")), flights.at(at("w2"))) == ([one], [])
     flights.remove(one)
-    assert flights.at("w1") == []
+    assert flights.at(at("w1")) == []
     assert flights.find(one.key) is None
 
 
@@ -81,7 +81,7 @@ def test_the_flights_of_a_worker_may_be_removed_while_going_through_them() -> No
         new = flight(name)
         flights.add(new, 10)
         flights.accept(new, "w1", 0.0)
-    for there in flights.at("w1"):
+    for there in flights.at(at("w1")):
         flights.remove(there)
     assert len(flights) == 0
     flights.check_integrity()
@@ -96,7 +96,7 @@ def test_a_flight_is_accepted_once_and_only_while_it_is_known() -> None:
         flights.accept(known, "w2", 0.0)
     with pytest.raises(AssertionError):
         flights.accept(stranger, "w1", 0.0)
-    assert (known.worker_id, flights.at("w2"), stranger.worker_id) == ("w1", [], None)
+    assert (known.worker_id, flights.at(at("w2")), stranger.worker_id) == ("w1", [], None)
     flights.check_integrity()
 
 
@@ -134,10 +134,10 @@ def test_a_flight_whose_worker_is_lost_is_the_routers_own_again() -> None:
     flights.accept(one, "w1", 0.0)
     assert flights.unaccepted() == []
     flights.take_back(one)
-    assert (flights.at("w1"), flights.unaccepted(), one.worker_id) == ([], [one], None)
+    assert (flights.at(at("w1")), flights.unaccepted(), one.worker_id) == ([], [one], None)
     flights.check_integrity()
     flights.accept(one, "w2", 0.0)
-    assert flights.at("w2") == [one]
+    assert flights.at(at("w2")) == [one]
 
 
 class FlightsHistory(RuleBasedStateMachine):
@@ -185,7 +185,7 @@ class FlightsHistory(RuleBasedStateMachine):
     @rule(worker_id=st.sampled_from(["w1", "w2"]))
     def look(self, worker_id: str) -> None:
         there = {one.key for one in self.known if one.worker_id == worker_id}
-        assert {one.key for one in self.flights.at(worker_id)} == there
+        assert {one.key for one in self.flights.at(at(worker_id))} == there
 
     @invariant()
     def agrees_with_the_list(self) -> None:
@@ -197,8 +197,18 @@ class FlightsHistory(RuleBasedStateMachine):
         for one in list(self.known):
             self.end(one)
             self.agrees_with_the_list()
-        assert self.flights.at("w1") == self.flights.at("w2") == []
+        assert self.flights.at(at("w1")) == self.flights.at(at("w2")) == []
 
 
 TestFlightsHistory = FlightsHistory.TestCase
 TestFlightsHistory.settings = settings(max_examples=80, stateful_step_count=40)
+
+
+def test_a_worker_of_another_model_has_no_say_about_a_request() -> None:
+    flights = Flights(4, 1_000)
+    mine = flight("r1")
+    flights.add(mine, 1)
+    flights.accept(mine, "w1", 0.0)
+    assert flights.at(at("w1", "other")) == []
+    assert list(flights.told_of([mine.key, "default:unknown"], "other")) == []
+    assert list(flights.told_of([mine.key, "default:unknown"], mine.model)) == [mine]

@@ -14,7 +14,7 @@ from router.columns import Floats
 from router.fleet import Fleet
 from router.placement import ENTRY_POINTS, POLICIES, Kv, LeastLoaded, Policy, RoundRobin, View, draw, make_policies
 from router.served import NoWorker, Placement, Prompt, Wish
-from tests.router.beliefs import card, events, stored
+from tests.router.beliefs import at, card, events, stored
 
 ANYONE = Wish()
 
@@ -80,14 +80,14 @@ def test_the_worker_with_the_lowest_cost_wins_whatever_is_drawn() -> None:
     for seed in range(20):
         fleet = fleet_of(8, 8, 8)
         for number, running in enumerate((3, 1, 2)):
-            fleet.take_events(events(f"w{number}", load=messages.Load(running=running)), 0.0)
+            fleet.take_events("demo", events(f"w{number}", load=messages.Load(running=running)), 0.0)
         assert placed(fleet, LeastLoaded(), random.Random(seed)) == "w1"
 
 
 def test_waiting_requests_weigh_as_much_as_running_ones() -> None:
     fleet = fleet_of(8, 8)
-    fleet.take_events(events("w0", load=messages.Load(running=1, waiting=2)), 0.0)
-    fleet.take_events(events("w1", load=messages.Load(running=2)), 0.0)
+    fleet.take_events("demo", events("w0", load=messages.Load(running=1, waiting=2)), 0.0)
+    fleet.take_events("demo", events("w1", load=messages.Load(running=2)), 0.0)
     assert placed(fleet, LeastLoaded(), random.Random(1)) == "w1"
 
 
@@ -124,17 +124,17 @@ def test_a_burst_spreads_evenly_before_any_worker_has_reported() -> None:
 
 def test_a_booking_taken_back_makes_its_worker_cheap_again() -> None:
     fleet = fleet_of(8, 8)
-    fleet.book("w0", Prompt("a", 1), 0.0)
-    fleet.book("w1", Prompt("b", 1), 0.0)
-    fleet.unbook("w1", "b")
+    fleet.book(at("w0"), Prompt("a", 1), 0.0)
+    fleet.book(at("w1"), Prompt("b", 1), 0.0)
+    fleet.unbook(at("w1"), "b")
     assert placed(fleet, LeastLoaded(), random.Random(1)) == "w1"
 
 
 def test_a_worker_that_may_take_no_work_is_not_chosen_however_cheap() -> None:
     fleet = fleet_of(8, 8, 8)
-    fleet.take_events(events("w0", load=messages.Load(running=7)), 0.0)
-    fleet.take_events(events("w1", state=messages.WorkerState.DRAINING), 0.0)
-    fleet.take_events(events("w2", load=messages.Load(step_age_ms=2_001.0)), 0.0)
+    fleet.take_events("demo", events("w0", load=messages.Load(running=7)), 0.0)
+    fleet.take_events("demo", events("w1", state=messages.WorkerState.DRAINING), 0.0)
+    fleet.take_events("demo", events("w2", load=messages.Load(step_age_ms=2_001.0)), 0.0)
     assert placed(fleet, LeastLoaded(), random.Random(1)) == "w0"
 
 
@@ -161,7 +161,7 @@ def test_a_round_robin_passes_over_those_that_may_take_nothing() -> None:
     policy, rng = RoundRobin(), random.Random(5)
     for _ in range(3):
         placed(fleet, policy, rng)
-    fleet.take_events(events("w1", state=messages.WorkerState.RESTARTING), 0.0)
+    fleet.take_events("demo", events("w1", state=messages.WorkerState.RESTARTING), 0.0)
     assert {placed(fleet, policy, rng) for _ in range(4)} == {"w0", "w2"}
 
 
@@ -181,7 +181,7 @@ def fleet_with_blocks(*held: int, **more: int) -> Fleet:
     fleet = Fleet(began_at=0.0)
     for number, count in enumerate(held):
         fleet.take_card(card(f"w{number}", **(BLOCKS | more)), 0.0)
-        fleet.take_events(events(f"w{number}", stored=stored(PROMPT[:count])), 0.0)
+        fleet.take_events("demo", events(f"w{number}", stored=stored(PROMPT[:count])), 0.0)
     return fleet
 
 
@@ -201,18 +201,18 @@ def test_what_was_just_placed_counts_as_held_at_once_and_no_longer_than_it_may_t
     fleet = fleet_with_blocks(0, 0, 0, 0)
     first = chosen(fleet)
     assert first.overlap_blocks == 0
-    fleet.unbook(first.worker.card.worker_id, next(iter(first.worker.bookings)))
+    fleet.unbook(at(first.worker.card.worker_id), next(iter(first.worker.bookings)))
     again = chosen(fleet, seed=2)
     assert (again.worker, again.overlap_blocks) == (first.worker, 10)
     for number in range(4):
-        fleet.take_events(events(f"w{number}", seq=1), 6.0)
+        fleet.take_events("demo", events(f"w{number}", seq=1), 6.0)
     assert chosen(fleet, now=6.0).overlap_blocks == 0
 
 
 def test_a_worker_with_too_much_to_do_does_not_get_more_for_what_it_holds() -> None:
     fleet = fleet_with_blocks(10, 0)
     busy = messages.Load(running=1, queued_prefill_tokens=1_000)
-    fleet.take_events(events("w0", seq=1, load=busy), 0.0)
+    fleet.take_events("demo", events("w0", seq=1, load=busy), 0.0)
     assert chosen(fleet).worker.card.worker_id == "w1"
 
 
@@ -227,7 +227,7 @@ def test_a_prefix_that_all_share_does_not_send_everything_to_one_worker() -> Non
         load = messages.Load(running=at[name], used_blocks=60 + 2 * at[name])
         own = [1_000 + number, 2_000 + number]
         said = events(name, seq=at[name], load=load, started=tuple(worker.bookings), stored=stored([*shared, *own]))
-        fleet.take_events(said, 0.001 * number)
+        fleet.take_events("demo", said, 0.001 * number)
     assert len(at) == 4
     assert max(at.values()) <= 32, at
 
@@ -242,20 +242,20 @@ def test_requests_that_come_one_by_one_are_spread() -> None:
         name = worker.card.worker_id
         counts[name] += 1
         done[name] += 321
-        fleet.unbook(name, next(iter(worker.bookings)))
+        fleet.unbook(at(name), next(iter(worker.bookings)))
         for one in range(4):
             load = messages.Load(computed_tokens=done[f"w{one}"])
-            fleet.take_events(events(f"w{one}", seq=number, load=load), float(number))
+            fleet.take_events("demo", events(f"w{one}", seq=number, load=load), float(number))
     assert max(counts.values()) <= 30, counts
 
 
 def test_blocks_that_were_removed_are_held_no_more_and_those_of_an_engine_that_died_neither() -> None:
     fleet = fleet_with_blocks(10, 4)
-    fleet.take_events(events("w0", seq=1, removed=tuple(PROMPT[2:])), 0.0)
+    fleet.take_events("demo", events("w0", seq=1, removed=tuple(PROMPT[2:])), 0.0)
     assert chosen(fleet).overlap_blocks == 4
     fleet = fleet_with_blocks(10, 4)
-    fleet.take_events(events("w0", seq=1, cleared=True, stored=stored(PROMPT[:1])), 0.0)
-    worker = fleet.find("w0")
+    fleet.take_events("demo", events("w0", seq=1, cleared=True, stored=stored(PROMPT[:1])), 0.0)
+    worker = fleet.find(at("w0"))
     assert worker is not None
     assert chosen(fleet).overlap_blocks == 4
 
@@ -264,7 +264,7 @@ def test_a_worker_without_blocks_is_chosen_by_its_load() -> None:
     fleet = Fleet(began_at=0.0)
     for name in ("w0", "w1"):
         fleet.take_card(card(name), 0.0)
-    fleet.take_events(events("w0", load=messages.Load(running=2, queued_prefill_tokens=50)), 0.0)
+    fleet.take_events("demo", events("w0", load=messages.Load(running=2, queued_prefill_tokens=50)), 0.0)
     assert chosen(fleet).worker.card.worker_id == "w1"
 
 
@@ -287,7 +287,7 @@ def test_a_prompt_that_fits_no_context_goes_nowhere() -> None:
 def test_a_report_says_what_was_known_of_every_candidate() -> None:
     fleet = fleet_with_blocks(4, 0)
     load = messages.Load(running=1, used_blocks=7, queued_prefill_tokens=32)
-    fleet.take_events(events("w1", seq=1, load=load), 0.0)
+    fleet.take_events("demo", events("w1", seq=1, load=load), 0.0)
     policy = Kv(queue_weight=0.5, request_tokens=10.0)
     placement = place(fleet, policy, random.Random(1), PROMPT, wish=Wish(explain=True))
     assert isinstance(placement, Placement)
@@ -321,13 +321,13 @@ def test_a_worker_that_never_says_what_it_holds_is_called_silent_and_nothing_is_
         worker = chosen(fleet, [1, 2, 3], now=0.0).worker
         assert fleet.card_of(worker).watched.events == "live"  # type: ignore[union-attr]
         (key,) = worker.bookings
-        fleet.take_events(events("w0", seq=2 * number + 1, started=(key,)), 0.0)
-        fleet.take_events(events("w0", seq=2 * number + 2, finished=(key,)), 0.0)
+        fleet.take_events("demo", events("w0", seq=2 * number + 1, started=(key,)), 0.0)
+        fleet.take_events("demo", events("w0", seq=2 * number + 2, finished=(key,)), 0.0)
     fleet.forgive(9.0)
     assert fleet.card_of(worker).watched.events == "silent"  # type: ignore[union-attr]
     again = [rng.getrandbits(64) for _ in range(9)]
     assert [chosen(fleet, again, now=9.0).overlap_blocks for _ in range(2)] == [0, 0]
-    fleet.take_events(events("w0", seq=7, stored=stored([1])), 9.0)
+    fleet.take_events("demo", events("w0", seq=7, stored=stored([1])), 9.0)
     assert fleet.card_of(worker).watched.events == "live"  # type: ignore[union-attr]
 
 
@@ -340,11 +340,11 @@ def test_a_session_goes_where_it_was_last_unless_that_is_dear() -> None:
     assert isinstance(first, Placement)
     home = first.worker.card.worker_id
     for seed in range(9):
-        fleet.unbook(home, "k")
+        fleet.unbook(at(home), "k")
         again = fleet.place("demo", said, Kv(), random.Random(seed), 0.5, Wish())
         assert isinstance(again, Placement)
         assert again.worker.card.worker_id == home
-    fleet.take_events(events(home, load=messages.Load(running=8, waiting=9)), 0.5)
+    fleet.take_events("demo", events(home, load=messages.Load(running=8, waiting=9)), 0.5)
     away = fleet.place("demo", said, Kv(), random.Random(0), 0.5, Wish())
     assert isinstance(away, Placement)
     assert away.worker.card.worker_id != home
@@ -358,8 +358,8 @@ def test_a_worker_that_takes_four_times_as_long_gets_a_fraction() -> None:
         fleet.take_card(card(name, context_length=1 << 20, max_num_seqs=64), 0.0)
         for seq in range(60):
             load = messages.Load(running=1, queued_prefill_tokens=60_000 - 1_000 * seq, computed_tokens=1_000 * seq)
-            fleet.take_events(events(name, seq=seq, load=load), seq * step_s)
-        fleet.take_events(events(name, seq=60, load=messages.Load()), 40.0)
+            fleet.take_events("demo", events(name, seq=seq, load=load), seq * step_s)
+        fleet.take_events("demo", events(name, seq=60, load=messages.Load()), 40.0)
     fleet.forgive(40.0)
     fleet.sweep(40.0)
     counts = Counter[str]()

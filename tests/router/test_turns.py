@@ -33,7 +33,7 @@ class Bed:
     def hear(self, load: messages.Load) -> None:
         self.seq += 1
         now = asyncio.get_running_loop().time()
-        self.fleet.take_events(events(seq=self.seq, load=load), now)
+        self.fleet.take_events("demo", events(seq=self.seq, load=load), now)
         self.turns.work_off(now)
         self.turns.check_integrity()
 
@@ -77,7 +77,9 @@ async def test_who_comes_while_others_wait_does_not_overtake_them() -> None:
     bed = Bed()
     first = bed.ask("a")
     await settle()
-    bed.fleet.take_events(events(seq=bed.seq + 1, load=messages.Load(running=8)), asyncio.get_running_loop().time())
+    bed.fleet.take_events(
+        "demo", events(seq=bed.seq + 1, load=messages.Load(running=8)), asyncio.get_running_loop().time()
+    )
     bed.seq += 1
     second = bed.ask("b")
     assert isinstance(await first, Placement)
@@ -159,7 +161,7 @@ async def test_while_the_only_worker_restarts_its_engine_those_who_wait_go_on_wa
         assert not task.done()
         bed.fleet.take_card(card(state=state), now)
         bed.seq += 1
-        bed.fleet.take_events(events(seq=bed.seq, state=state), now)
+        bed.fleet.take_events("demo", events(seq=bed.seq, state=state), now)
         bed.turns.work_off(now)
     assert isinstance(await task, Placement)
 

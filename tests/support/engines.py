@@ -44,7 +44,7 @@ class ThreadLink:
     def _serve(self, load: Callable[[Callable[[float], None]], Runner]) -> None:
         try:
             replica.serve(self._theirs, load, step_target_s=0.05)
-        except (DeviceError, OSError):
+        except (DeviceError, OSError, SystemExit):
             pass
         finally:
             with contextlib.suppress(OSError):

@@ -8,7 +8,6 @@ import socket
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
-
 _TCP_CLOSE = b"\x07"
 
 

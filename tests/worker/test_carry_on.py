@@ -26,11 +26,28 @@ class Fragile(ArithmeticRunner):
         super().__init__(make_config(max_num_seqs=4), step_s=0.002)
         self.fatal_step = fatal_step
 
+    def begin(self, seq_no: int, sampling: contract.Sampling) -> None:
+        if POISON in sampling.stop_token_ids:
+            raise ValueError("no such sampling")
+        super().begin(seq_no, sampling)
+
     def step(self, plan: StepPlan) -> list[Sampled | End]:
         poisoned = any(POISON in part.sequence.token_ids[: part.sequence.num_prompt] for part in plan.parts)
         if poisoned or self.num_steps + 1 == self.fatal_step:
             raise DeviceError("gone")
         return super().step(plan)
+
+
+class Deadly(Fragile):
+    """Dies of the first request, before anything is begun."""
+
+    @property  # type: ignore[misc]
+    def end_token_ids(self) -> frozenset[int]:  # type: ignore[override]
+        raise SystemExit
+
+    @end_token_ids.setter
+    def end_token_ids(self, value: frozenset[int]) -> None:
+        pass
 
 
 class Life:
@@ -55,14 +72,16 @@ class Life:
         async def launch() -> link.Link:
             return ThreadLink(lambda _: runner)
 
-        return ChildEngine(launch, max_waiting=64, keeps_streams=True)
+        return ChildEngine(launch, max_waiting=64)
 
-    async def ask(self, token_ids: list[int], max_tokens: int = 20) -> Recorder:
+    async def ask(self, token_ids: list[int], max_tokens: int = 20, stops: tuple[int, ...] = ()) -> Recorder:
         async with asyncio.timeout(10):
             await self.serves.wait()
         assert self.engine is not None
         recorder = Recorder()
-        sampling = contract.Sampling(max_tokens=max_tokens, ignore_eos=True, temperature=1.0, seed=5)
+        sampling = contract.Sampling(
+            max_tokens=max_tokens, ignore_eos=True, temperature=1.0, seed=5, stop_token_ids=stops
+        )
         self.engine.generate(
             contract.EngineRequest(key=f"r{token_ids}", token_ids=token_ids, sampling=sampling), recorder
         )
@@ -101,6 +120,10 @@ async def test_streams_go_on_where_they_were_when_their_engine_dies(life: Callab
     assert [one.token_ids for one in torn] == [one.token_ids for one in calm]
     assert [one.text for one in torn] == [one.text for one in calm]
     assert [one.outputs[-1].finish_reason for one in torn] == [messages.FinishReason.LENGTH] * 4
+    for one in torn:
+        timings = one.outputs[-1].timings
+        assert timings is not None
+        assert min(timings.queue_ms, timings.prefill_ms, timings.decode_ms) >= 0
     assert [one.outputs[-1].usage for one in torn] == [
         messages.Usage(prompt_tokens=4, completion_tokens=20, total_tokens=24, cached_tokens=0)
     ] * 4
@@ -136,3 +159,48 @@ async def test_a_stream_can_be_cancelled_while_there_is_no_engine(life: Callable
     again = await one.ask([4, 5])
     assert (await again.terminal()).finish_reason is messages.FinishReason.LENGTH
     assert len(recorder.terminals) == 1
+
+
+async def test_a_request_that_the_engine_can_not_even_take_ends_alone(life: Callable[[list[Fragile]], Life]) -> None:
+    one = life([Fragile()])
+    neighbour = await one.ask(PROMPTS[0], max_tokens=60)
+    await neighbour.until(lambda seen: len(seen.token_ids) >= 3)
+    terminal = await (await one.ask([1, 2], max_tokens=-5)).terminal()
+    assert terminal.error is not None
+    assert terminal.error.code is errors.Code.INTERNAL
+    assert (await neighbour.terminal()).finish_reason is messages.FinishReason.LENGTH
+    assert one.supervisor.restarts == 0
+
+
+async def test_a_request_that_the_engine_can_not_begin_with_ends_alone(life: Callable[[list[Fragile]], Life]) -> None:
+    one = life([Fragile()])
+    neighbour = await one.ask(PROMPTS[0], max_tokens=60)
+    await neighbour.until(lambda seen: len(seen.token_ids) >= 3)
+    terminal = await (await one.ask([1, 2], stops=(POISON,))).terminal()
+    assert terminal.error is not None
+    assert terminal.error.code is errors.Code.INTERNAL
+    assert (await neighbour.terminal()).finish_reason is messages.FinishReason.LENGTH
+    assert one.supervisor.restarts == 0
+    assert one.engine is not None
+    async with asyncio.timeout(10):
+        await one.engine.drain()
+    assert one.engine.load().used_blocks == 0
+
+
+async def test_a_request_of_which_engines_die_before_they_have_begun_with_any_is_found_out(
+    life: Callable[[list[Fragile]], Life],
+) -> None:
+    one = life([Deadly(), Deadly(), Fragile()])
+    terminal = await (await one.ask([1, 2])).terminal()
+    assert terminal.error is not None
+    assert terminal.error.code is errors.Code.REQUEST_CRASHES_ENGINE
+    assert (await (await one.ask([3, 4])).terminal()).finish_reason is messages.FinishReason.LENGTH
+
+
+async def test_a_stream_that_runs_is_not_to_blame_for_an_engine_that_dies_before_it_has_begun_with_any(
+    life: Callable[[list[Fragile]], Life],
+) -> None:
+    one = life([Fragile(fatal_step=7), Deadly(), Fragile()])
+    recorder = await one.ask([1, 2, 3])
+    assert (await recorder.terminal()).finish_reason is messages.FinishReason.LENGTH
+    assert one.supervisor.restarts == 2

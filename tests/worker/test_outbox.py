@@ -169,6 +169,32 @@ def _terminal_of(one: Stream, text: str) -> messages.Chunk:
     return chunk
 
 
+async def test_a_chunk_that_does_not_fit_ends_its_stream_and_nothing_follows() -> None:
+    front, one, other = Front(max_payload=limits.MESSAGE_RESERVE_BYTES + 700), stream("r1"), stream("r2")
+    cut: list[Stream] = []
+    front.outbox.on_cut = cut.append
+    for text in ("a", "x" * 800, "c"):
+        front.outbox.put(one, output(text), 1.0)
+        front.outbox.put(other, output("o"), 1.0)
+    front.outbox.flush()
+    said = front.said()
+    mine = [chunk for chunk in said if isinstance(chunk, messages.Chunk) and chunk.id == "r1"]
+    assert [(chunk.offset, chunk.tokens, chunk.finish_reason) for chunk in mine] == [(0, 1, None), (1, 1, "error")]
+    terminal = mine[-1]
+    assert terminal.error
+    assert terminal.usage
+    assert terminal.timings
+    assert (terminal.error.code, terminal.worker_id) == (errors.Code.PAYLOAD_TOO_LARGE, "w1")
+    assert terminal.usage.completion_tokens == 2
+    assert cut == [one]
+    assert sum(isinstance(chunk, messages.Chunk) and chunk.id == "r2" for chunk in said) == 3
+    assert isinstance(said[-1], internal.Events)
+    assert said[-1].finished == ["default:r1"]
+    front.outbox.repeat(one, 0, 2.0)
+    again = [chunk for chunk in front.said() if isinstance(chunk, messages.Chunk)]
+    assert [(chunk.offset, chunk.finish_reason) for chunk in again] == [(0, None), (1, "error")]
+
+
 async def test_an_error_terminal_tells_its_error_in_headers_too() -> None:
     front, one = Front(), stream()
     error = errors.make_error(errors.Code.WORKER_LOST)

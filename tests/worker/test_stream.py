@@ -5,7 +5,7 @@ from msgspec import UNSET
 
 from protocol import codec, errors, internal, messages
 from worker import contract
-from worker.front.stream import Stream, too_large
+from worker.front.stream import Stream
 
 USAGE = messages.Usage(prompt_tokens=2, completion_tokens=3, total_tokens=5, cached_tokens=0)
 PIECES = [b"", b"a", b"\xe2\x82", b"b"]
@@ -228,7 +228,7 @@ def test_how_far_a_prompt_is_is_said_in_an_empty_chunk_and_only_in_a_stream() ->
 def test_a_terminal_that_is_too_large_becomes_an_error_without_text() -> None:
     whole = stream(attempt=3, stream=False, return_token_ids=True)
     large = made(whole, terminal("x" * 1000, 1, 2, 3))
-    small = too_large(large)
+    small = whole.too_large(large)
     assert (small.id, small.attempt, small.worker_id, small.model) == ("r-1", 3, "worker-1", "demo")
     assert (small.finish_reason, small.text, small.token_ids) == (messages.FinishReason.ERROR, "", UNSET)
     assert (small.usage, small.timings, small.created) == (USAGE, TIMINGS, large.created)

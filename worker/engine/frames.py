@@ -237,5 +237,5 @@ def received_with_sockets(sock: socket.socket) -> Iterator[tuple[Open, socket.so
 def _receive(sock: socket.socket) -> bytes:
     try:
         return sock.recv(1 << 16)
-    except ConnectionError:
+    except OSError:  # it was closed, there or here
         return b""

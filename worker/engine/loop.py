@@ -13,9 +13,9 @@ from worker.engine.blocks import BlockPool
 from worker.engine.embedding import Embeddings, Job
 from worker.engine.pace import Pace, TransferPace
 from worker.engine.plan import Advance, StepPlan
-from worker.engine.runner import NoRoomError, Runner
+from worker.engine.runner import DeviceError, NoRoomError, Runner
 from worker.engine.scheduler import Scheduler
-from worker.engine.sequence import Sequence
+from worker.engine.sequence import End, Sequence
 from worker.engine.settings import Pressure
 from worker.engine.tree import Domain
 from worker.engine.turnstile import Turnstile
@@ -77,8 +77,9 @@ class StepLoop:
                 plan = self._plan()
                 self._set_alone(self._scheduler.suspect)
                 with contextlib.nullcontext() if self._alone else self._turnstile.step():
-                    self._begin(plan)
-                    advances += self._step(plan)
+                    failed = self._begin(plan)
+                    advances += failed
+                    advances += self._step(_without(plan, failed))
                     self._embeddings.step()
                 self._hand_out(advances)
                 if self._scheduler.suspect is None:
@@ -101,7 +102,7 @@ class StepLoop:
                 case Job():
                     self._embeddings.add(command)
                 case frames.Add():
-                    self._add(command)
+                    self._take(command)
                 case frames.Abort(seq_no):
                     advance = self._scheduler.abort(seq_no)
                     advances += [advance] if advance is not None else []
@@ -109,6 +110,15 @@ class StepLoop:
                     self._scheduler.clear_cache()
                     self._hand_out([])
         return advances
+
+    def _take(self, command: frames.Add) -> None:
+        """Nothing has been changed where a sequence can't be taken, so that the others may go on."""
+        try:
+            self._add(command)
+        except Exception:  # outermost frame of a sequence: it ends, and not the engine
+            self._log.exception("sequence_failed", seq_no=command.seq_no)
+            failed = frames.SequenceOutput(command.seq_no, None, End.FAILED)
+            self._report(frames.StepReport([], [failed], self._scheduler.load()))
 
     def _add(self, command: frames.Add) -> None:
         token_ids = array("I")
@@ -133,17 +143,28 @@ class StepLoop:
         budget = self._pace.prefill_budget(self._scheduler.num_decoding)
         return self._scheduler.plan(budget, self._transfers.blocks)
 
-    def _begin(self, plan: StepPlan) -> None:
-        """Prepares new sequences, and says so before the step that computes their prompts."""
-        for sequence in plan.started:
-            self._runner.begin(sequence.seq_no, sequence.sampling)
-        if plan.started:
+    def _begin(self, plan: StepPlan) -> list[Advance]:
+        """Says which sequences are new, before the step that computes their prompts, and prepares them. Those that
+        can't be prepared end."""
+        if plan.started:  # before anything is done with them, so that what they may break is known to be theirs
             started = [sequence.seq_no for sequence in plan.started]
             self._report(frames.StepReport(started, [], self._scheduler.load()))
+        failed = [sequence for sequence in plan.started if not self._prepare(sequence)]
         if plan.moves:
             began = time.monotonic()
             self._runner.apply(plan.moves)
             self._transfers.observe(plan.moves, time.monotonic() - began)
+        return [self._scheduler.end(sequence, End.FAILED) for sequence in failed]
+
+    def _prepare(self, sequence: Sequence) -> bool:
+        try:
+            self._runner.begin(sequence.seq_no, sequence.sampling)
+        except DeviceError:
+            raise
+        except Exception:  # outermost frame of a sequence: it ends, and not the engine
+            self._log.exception("sequence_failed", seq_no=sequence.seq_no)
+            return False
+        return True
 
     def _set_alone(self, suspect: Sequence | None) -> None:
         """Has the device for one sequence alone, and says so before its first step; None lets all others in again."""
@@ -194,6 +215,14 @@ class StepLoop:
             self._watched.pop(advance.sequence.seq_no, None)
         watched = [sequence for sequence in self._watched.values() if sequence.lane is not None]
         return [frames.PromptProgress(one.seq_no, one.num_computed, one.num_cached) for one in watched]
+
+
+def _without(plan: StepPlan, failed: list[Advance]) -> StepPlan:
+    """The plan without the parts of those that have ended since it was made."""
+    gone = {advance.sequence.seq_no for advance in failed}
+    if not gone:
+        return plan
+    return plan._replace(parts=tuple(part for part in plan.parts if part.sequence.seq_no not in gone))
 
 
 def _output(advance: Advance) -> frames.SequenceOutput:

@@ -17,6 +17,8 @@ class End(enum.StrEnum):
     """The KV memory had no room although it was promised."""
     BAD_LOGITS = "bad_logits"
     """The model computed NaN or infinite logits."""
+    FAILED = "failed"
+    """The engine could not take it: a bug, and its alone."""
 
 
 class Sequence:

@@ -29,10 +29,8 @@ _STUCK_FACTOR = 10
 class ChildEngine:
     """An `Engine` over a step loop at the other end of a socket. `launch` starts it."""
 
-    def __init__(self, launch: Callable[[], Awaitable[Link]], max_waiting: int, *, keeps_streams: bool = False) -> None:
+    def __init__(self, launch: Callable[[], Awaitable[Link]], max_waiting: int) -> None:
         self._launch = launch
-        self._keeps_streams = keeps_streams
-        """When it dies its open streams are left for another to take over, instead of ending in `worker_lost`."""
         self.places = Places(max_waiting)
         self._link: Link | None = None
         self._transport: asyncio.Transport | None = None
@@ -42,6 +40,8 @@ class ChildEngine:
         self._generations: dict[int, Generation] = {}
         self._numbers: dict[str, int] = {}
         self._releasing: set[int] = set()
+        self._begun: set[int] = set()
+        """Those of the open ones that this engine has begun to compute: it may have died of them."""
         self._tokenizing: Questions[list[int]] = Questions()
         self._embedding: Questions[internal.Embedded] = Questions()
         self._last_number = 0
@@ -96,6 +96,7 @@ class ChildEngine:
         """Goes on with the streams that another engine has left open."""
         generations, dead._generations = list(dead._generations.values()), {}
         dead._numbers.clear()
+        dead._begun.clear()
         dead._note_idle()
         for generation in generations:
             self._hold(generation)
@@ -108,7 +109,7 @@ class ChildEngine:
 
     def abort(self, key: str) -> None:
         number = self._numbers.get(key)
-        if number is not None:
+        if number is not None and not self._generations[number].has_ended:  # else its sink is being told so just now
             self._withdraw(number)
             self._generations[number].cancel(time.monotonic())
             self._ended(number)
@@ -259,10 +260,11 @@ class ChildEngine:
             self.on_blocks(report.removed, report.stored)
         for number in report.started:
             if generation := self._generations.get(number):
-                generation.started_at = now
+                self._begun.add(number)
+                generation.begin(now)
         for seen in report.progress:
             if generation := self._generations.get(seen.seq_no):
-                generation.progress(seen.computed_tokens, seen.cached_tokens)
+                self._progress(seen, generation)
         lasts: Counter[float] = Counter()
         for output in report.outputs:
             self._blame.advanced(self, output.seq_no)
@@ -276,6 +278,12 @@ class ChildEngine:
             self.on_interval(now - last, count)
         self._note_idle()
         self.on_step()
+
+    def _progress(self, seen: frames.PromptProgress, generation: Generation) -> None:
+        is_over = generation.progress(seen.computed_tokens, seen.cached_tokens)
+        if is_over and seen.seq_no in self._generations:
+            self._withdraw(seen.seq_no)
+            self._ended(seen.seq_no)
 
     def _advance(self, output: frames.SequenceOutput, generation: Generation, now: float) -> None:
         if not generation.advance(output, now):
@@ -296,6 +304,7 @@ class ChildEngine:
 
     def _ended(self, number: int) -> None:
         del self._numbers[self._generations.pop(number).request.key]
+        self._begun.discard(number)
         self._note_idle()
 
     def _note_idle(self) -> None:
@@ -303,7 +312,7 @@ class ChildEngine:
             self._idle.set()
 
     def _lost(self) -> None:
-        """The other side is gone: every open stream gets its terminal now."""
+        """The other side is gone: its open streams are left for another engine, or for `give_up`."""
         assert self._death is not None
         assert self._ready is not None
         self.on_lost()
@@ -311,18 +320,18 @@ class ChildEngine:
             self._ready.set_exception(EngineDiedError("the engine process ended while it was starting"))
         if not self._death.done():
             self._death.set_result("the engine process closed its socket")
-        if self._keeps_streams and self._config is not None:
-            self._leave_streams()
-        else:
-            self._end_all(errors.Code.WORKER_LOST)
+        self._leave_streams()
 
     def _leave_streams(self) -> None:
-        """Leaves the open streams for another engine, but those that have ended two."""
+        """Leaves the open streams for another engine, but those that have ended two.
+
+        Where it had begun with none of them it died of one that nobody has begun with."""
         now = time.monotonic()
         self._releasing.clear()
+        new = {number for number, generation in self._generations.items() if generation.started_at is None}
+        suspects = set(self._begun) or new
         for number, generation in list(self._generations.items()):
-            was_in_step = generation.started_at is not None and self._blame.may_be_of(self, number)
-            generation.crashes += was_in_step
+            generation.crashes += number in suspects and self._blame.may_be_of(self, number)
             if generation.crashes >= _MOST_CRASHES:
                 self._log.error("request_crashes_engine", request_id=generation.request.key)
                 generation.fail(errors.Code.REQUEST_CRASHES_ENGINE, now)

@@ -1,6 +1,7 @@
 """A worker's front: joins streams, announcements and subjects together, and falls silent when it must."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -118,8 +119,9 @@ class Front:
         self._announcer.set_state(messages.WorkerState.DRAINING)
 
     def left(self) -> None:
-        """The worker's last word."""
-        self._announcer.set_state(messages.WorkerState.STOPPED)
+        """The worker's last word, where there is still somebody to hear it."""
+        with contextlib.suppress(ConnectionError):
+            self._announcer.set_state(messages.WorkerState.STOPPED)
 
     def replaced(self, reason: str) -> None:
         """Another front has this one's name: its streams are given up without a word."""

@@ -14,6 +14,7 @@ _FAILURES = {
     End.NO_ROOM: errors.make_error(errors.Code.INSUFFICIENT_MEMORY),
     End.BAD_LOGITS: errors.make_error(errors.Code.INTERNAL, "the model computed logits that are not numbers"),
     End.ABORTED: errors.make_error(errors.Code.INTERNAL, "the engine gave the request up"),
+    End.FAILED: errors.make_error(errors.Code.INTERNAL, "the engine could not begin with the request"),
 }
 
 
@@ -43,15 +44,26 @@ class Generation:
     def __repr__(self) -> str:
         return f"<Generation {self.request.key}: {self._completion.num_tokens} tokens>"
 
-    def progress(self, processed_tokens: int, cached_tokens: int) -> None:
-        """Notes how far the prompt is computed, and hands it out where it is news."""
+    @property
+    def has_ended(self) -> bool:
+        """Whether its sink has been given the terminal."""
+        return self._terminal_sent
+
+    def begin(self, now: float) -> None:
+        """An engine computes it from now on; the first one counts."""
+        if self.started_at is None:
+            self.started_at = now
+
+    def progress(self, processed_tokens: int, cached_tokens: int) -> bool:
+        """Notes how far the prompt is computed, and hands it out where it is news; True when that ended it."""
         if processed_tokens == self._processed_tokens:
-            return
+            return False
         self._processed_tokens = processed_tokens
         seen = messages.Progress(
             prompt_tokens=len(self.request.token_ids), processed_tokens=processed_tokens, cached_tokens=cached_tokens
         )
         self._hand_out(contract.Output(token_ids=[], text="", progress=seen))
+        return self._sink_failed
 
     def advance(self, output: SequenceOutput, now: float) -> bool:
         """Takes what a step brought; True when that ended the generation, which may be before the engine knows."""

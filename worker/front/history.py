@@ -77,17 +77,18 @@ class History:
         text = self._text.decode()
         return Passage(0, self.num_tokens, 0, text, list(self._token_ids), self._likely(0, self.num_tokens))
 
-    def since(self, offset: int, max_bytes: int) -> Iterator[Passage]:
-        """Everything from a token on, in passages that take at most `max_bytes` as JSON, or hold a single token."""
-        start = offset
-        while start < self.num_tokens:
-            stop = self._reach(start, max_bytes)
+    def since(self, offset: int, max_bytes: int, end: int | None = None) -> Iterator[Passage]:
+        """Everything from a token on, up to `end` of them in all, in passages that take at most `max_bytes` as JSON, or
+        hold a single token."""
+        start, end = offset, self.num_tokens if end is None else min(end, self.num_tokens)
+        while start < end:
+            stop = self._reach(start, end, max_bytes)
             yield self._passage(start, stop)
             start = stop
 
-    def _reach(self, start: int, max_bytes: int) -> int:
+    def _reach(self, start: int, end: int, max_bytes: int) -> int:
         """Behind the last token that still fits a passage from `start` on: found by halving."""
-        low, high = start + 1, self.num_tokens
+        low, high = start + 1, end
         text_start = self._text_offset(start)
         while low < high:
             middle = (low + high + 1) // 2

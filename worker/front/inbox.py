@@ -7,8 +7,9 @@ from typing import Protocol
 import structlog
 from nats.aio.msg import Msg
 
-from protocol import blocks, codec, errors, internal, limits, messages, prompt, subjects
-from protocol.bus import Bus, Callback, PayloadTooLargeError, is_no_responders
+from protocol import blocks, codec, embed, errors, internal, limits, messages, prompt, subjects
+from protocol import request as checks
+from protocol.bus import Bus, BusyError, Callback, PayloadTooLargeError, is_no_responders
 from worker import contract
 from worker.front.announce import Announcer
 from worker.front.metrics import ReplicaMetrics
@@ -88,7 +89,7 @@ class Inbox:
         for subject in self._names.all_cancels:
             await incoming.subscribe(subject, self._cancel)
         await incoming.subscribe(self._names.discover, lambda _: self._announcer.publish_card())
-        await incoming.subscribe(self._names.cards_of(worker_id), self._own_card)
+        await incoming.subscribe(self._names.card(model, worker_id), self._own_card)
         await self._connection.subscribe(self._names.worker(model, worker_id, "gone.*"), self._gone)
         await incoming.flush()  # before a card says that it is there
 
@@ -99,6 +100,7 @@ class Inbox:
     def _run(self, message: Msg) -> None:
         try:
             run = _runs.decode(message.data)
+            checks.check_run(run)
         except errors.RequestError as error:
             self._reply(message, internal.RunReply(accepted=False, error=error.error))
         else:
@@ -107,6 +109,8 @@ class Inbox:
     def _control(self, message: Msg) -> None:
         try:
             control = _controls.decode(message.data)
+            if control.op == "drop":
+                checks.check_attempt(control)
         except errors.RequestError as error:
             self._answer_operator(message, None, internal.ControlReply(ok=False, error=error.error))
             return
@@ -186,11 +190,13 @@ class Inbox:
             self._streams.missed(key, again=again)
 
     def _own_card(self, message: Msg) -> None:
-        """Another front that lives under this one's name, and began later, is the one to stay."""
+        """Another front that serves this one's model under its name, and began later, is the one to stay."""
         try:
             card = _cards.decode(message.data)
         except errors.RequestError:
             return
+        if card.address != (self._announcer.model, self._announcer.worker_id):
+            return  # the routers log it
         if subjects.epoch_order(card.epoch) > subjects.epoch_order(self._announcer.epoch):
             self._owner.replaced(
                 f"another worker {card.worker_id} has started on {card.host}: give each its own --worker-id"
@@ -198,14 +204,12 @@ class Inbox:
 
     def _send_snapshot(self, message: Msg) -> None:
         if message.reply:
-            for part in self._announcer.snapshot(self._streams.running()):
-                self._connection.publish(message.reply, codec.encode(part))
+            self._reply(message, *self._announcer.snapshot(self._streams.running()))
 
     def _send_tokenizer(self, message: Msg) -> None:
         packed = self._engine.tokenizer_bundle() if self._engine is not None else None
-        if packed is not None and message.reply:
-            for part in prompt.to_parts(packed):
-                self._connection.publish(message.reply, codec.encode(part))
+        if packed is not None:
+            self._reply(message, *prompt.to_parts(packed))
 
     def _ask(self, message: Msg) -> None:
         if len(self._tokenizes) >= MAX_TOKENIZES:
@@ -218,11 +222,15 @@ class Inbox:
     async def _tokenize(self, message: Msg) -> None:
         try:
             request = _tokenizes.decode(message.data)
+            checks.check_tokenize(request)
             if self._engine is None:
                 raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
             token_ids = await self._engine.tokenize(request)
         except errors.RequestError as error:
             self._reply(message, internal.TokenizeReply(error=error.error))
+        except Exception:  # outermost frame: who asked must be answered
+            self._log.exception("request_failed", subject=message.subject)
+            self._reply(message, internal.TokenizeReply(error=errors.make_error(errors.Code.INTERNAL)))
         else:
             self._reply_with_tokens(message, blocks.to_bytes(token_ids))
 
@@ -235,6 +243,7 @@ class Inbox:
         """The engine bounds how many there are."""
         try:
             request = _embeds.decode(message.data)
+            embed.check_work(request)
             if self._engine is None:
                 raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
             reply = await self._engine.embed(request)
@@ -243,6 +252,9 @@ class Inbox:
                 raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, problem, param="input")
         except errors.RequestError as error:
             self._reply(message, internal.Embedded(error=error.error))
+        except Exception:  # outermost frame: who asked must be answered
+            self._log.exception("request_failed", subject=message.subject)
+            self._reply(message, internal.Embedded(error=errors.make_error(errors.Code.INTERNAL)))
         else:
             self._metrics.embedded(len(request.inputs))
             self._reply(message, reply)
@@ -254,6 +266,10 @@ class Inbox:
             refusal = errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))
             self._reply(message, internal.TokenizeReply(error=refusal))
 
-    def _reply(self, message: Msg, reply: messages.Message) -> None:
-        if message.reply:
-            self._connection.publish(message.reply, codec.encode(reply))
+    def _reply(self, message: Msg, *replies: messages.Message) -> None:
+        """Answers, in one message or several. Who gets none asks again, or another worker."""
+        try:
+            for reply in replies if message.reply else ():
+                self._connection.publish(message.reply, codec.encode(reply))
+        except BusyError as error:
+            self._log.warning("reply_not_sent", subject=message.subject, error=str(error))

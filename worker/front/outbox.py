@@ -1,14 +1,16 @@
 """Publishes chunks in the order that the wire promises: events that must come first, then every chunk of the step."""
 
+from collections.abc import Callable
+
 import structlog
 
 from protocol import codec, limits, messages, subjects
-from protocol.bus import Bus, BusyError
+from protocol.bus import BadSubjectError, Bus, BusyError
 from worker import contract
 from worker.front import spans
 from worker.front.announce import Announcer
 from worker.front.metrics import ReplicaMetrics
-from worker.front.stream import Stream, too_large
+from worker.front.stream import Stream
 
 
 class Outbox:
@@ -21,7 +23,9 @@ class Outbox:
         self._chunks: list[tuple[Stream, messages.Chunk, str]] = []
         self._log = structlog.get_logger()
         self.dropped_chunks = 0
-        """Chunks that could not be sent because too much was waiting for the broker."""
+        """Chunks that were not sent, mostly because too much was waiting for the broker."""
+        self.on_cut: Callable[[Stream], None] = lambda stream: None
+        """Told of a stream that has ended here, since a chunk of it does not fit a message."""
 
     def __repr__(self) -> str:
         return f"<Outbox {len(self._chunks)} chunks, {self.dropped_chunks} dropped>"
@@ -45,7 +49,12 @@ class Outbox:
         stream.spoke_at = now
         room = self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES
         for chunk in stream.again(offset, room):
-            self._publish(stream, chunk, stream.gone_subject)
+            said = self._publish(stream, chunk, stream.gone_subject)
+            if said.finish_reason is not chunk.finish_reason:
+                if stream.terminal is None:
+                    self._end(stream, chunk, said)
+                    self._announcer.publish_events()
+                return
 
     def put(self, stream: Stream, output: contract.Output, now: float) -> None:
         """An output of the engine, to go out with `flush`."""
@@ -67,26 +76,33 @@ class Outbox:
         chunks, self._chunks = self._chunks, []
         has_ended = False
         for stream, wanted, gone_subject in chunks:
+            if stream.terminal is not None:  # it was cut short, and this came in the same step
+                continue
             chunk = self._publish(stream, wanted, gone_subject)
             if chunk.finish_reason is not None:
-                stream.terminal = chunk
                 has_ended = True
-                self._announcer.finished(stream.key)
-                self._log_end(stream, chunk)
-                spans.end(stream.span, stream.accepted_at, chunk)
+                self._end(stream, wanted, chunk)
         if has_ended:  # at once: a client may use the id again as soon as it has the terminal
             self._announcer.publish_events()
+
+    def _end(self, stream: Stream, wanted: messages.Chunk, terminal: messages.Chunk) -> None:
+        stream.terminal = terminal
+        self._announcer.finished(stream.key)
+        self._log_end(stream, terminal)
+        spans.end(stream.span, stream.accepted_at, terminal)
+        if wanted.finish_reason is None:
+            self.on_cut(stream)
 
     def _publish(self, stream: Stream, chunk: messages.Chunk, gone_subject: str) -> messages.Chunk:
         """Publishes a chunk, or what stands in for one that is too large; returns what was published."""
         payload = codec.encode(chunk, stream.run.encoding)
         if len(payload) + limits.MESSAGE_RESERVE_BYTES > self._connection.max_payload:
-            chunk = too_large(chunk)
+            chunk = stream.too_large(chunk)
             payload = codec.encode(chunk, stream.run.encoding)
         headers = codec.error_headers(chunk.error) if chunk.error else None
         try:
             self._connection.publish(stream.run.reply, payload, reply=gone_subject, headers=headers)
-        except BusyError:
+        except (BusyError, BadSubjectError):
             self.dropped_chunks += 1
         return chunk
 

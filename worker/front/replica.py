@@ -128,7 +128,7 @@ class Replica:
     def _make_engine(self) -> ChildEngine:
         assert self.front is not None
         settings = self._engine
-        engine = ChildEngine(lambda: self._process.open(settings), self._settings.max_waiting, keeps_streams=True)
+        engine = ChildEngine(lambda: self._process.open(settings), self._settings.max_waiting)
         engine.on_step = self.front.step_done
         engine.on_note = self._metrics.step
         engine.on_interval = self._metrics.interval

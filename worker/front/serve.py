@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from protocol import errors, internal, metrics, reload, status, traces
+from protocol import errors, internal, metrics, reload, status, subjects, traces
 from worker import contract
 from worker.engine import weights
 from worker.engine.settings import EngineSettings
@@ -21,6 +21,7 @@ from worker.front.replica import Replica
 from worker.front.settings import Say, ServedModel, WorkerSettings
 
 _MOST_REPLICAS = 64
+_LONGEST_PATH = 4_096
 _PROGRESS_S = 0.5
 _FIXED = {"model", "files", "engine", "pressure", "onnx", "kv_limit_bytes"}
 """Engine settings that a `load` message does not set by name."""
@@ -125,7 +126,7 @@ class Worker:
             allowed = f"replicas must be 1 to {_MOST_REPLICAS - taken} beside the {taken} there are"
             raise errors.request_error(errors.Code.INVALID_REQUEST, allowed, param="replicas")
         return ServedModel(
-            served_name=control.served_name or weights.served_name(control.model),
+            served_name=_served_name(control.model, control.served_name),
             engine=_with(self._settings.models[0].engine, control),
             replicas=control.replicas,
         )
@@ -192,6 +193,20 @@ class Worker:
         life = self._lives.pop(replica)
         if replica.started.done():
             life.result()
+
+
+def _served_name(model: str, asked: str | None) -> str:
+    """A loaded model's name on the wire. Raises RequestError where that is no name, or the model no path."""
+    if "\0" in model or not 0 < len(model) <= _LONGEST_PATH:
+        problem = f"model must be a file, a directory or a name on the Hub of at most {_LONGEST_PATH:,} characters"
+        raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="model")
+    name = weights.served_name(model) if asked is None else asked
+    try:
+        subjects.name_to_token(name)
+    except ValueError as error:
+        problem = f"served_name: {error}"
+        raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="served_name") from error
+    return name
 
 
 def _with(own: EngineSettings, control: internal.Control) -> EngineSettings:

@@ -9,6 +9,10 @@ from protocol import codec, errors, internal, messages, slow, subjects, traces
 from worker import contract
 from worker.front.history import History, Passage
 
+_NO_TIMINGS = messages.Timings(queue_ms=0.0, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=0.0)
+_NOT_ONE = "the whole answer does not fit one message: stream it"
+_NOT_EVEN_THIS = "what one step brought does not fit one message of this broker: ask for fewer logprobs"
+
 
 class Stream:
     """Chunks of one accepted request, not published yet. Offsets and counts are this class's alone."""
@@ -23,6 +27,7 @@ class Stream:
         pieces: Sequence[bytes] = (),
     ) -> None:
         self.run = codec.replaced(run, token_ids=b"")
+        self._prompt_tokens = len(run.token_ids) // 4
         self.key = run.request_id
         self.gone_subject = gone_subject
         """Where the broker says that nobody has listened to a chunk."""
@@ -90,28 +95,49 @@ class Stream:
         self._history.append(output.token_ids, output.text, output.logprobs)
         return self._terminal(output, self._history.whole())
 
-    def failure(self, prompt_tokens: int) -> contract.Output:
+    def failure(self) -> contract.Output:
         """The terminal of a stream that failed here and not in the engine."""
-        said = self._history.num_tokens
         return contract.Output(
             token_ids=[],
             text="",
             finish_reason=messages.FinishReason.ERROR,
             error=errors.make_error(errors.Code.INTERNAL),
-            usage=messages.Usage(
-                prompt_tokens=prompt_tokens,
-                completion_tokens=said,
-                total_tokens=prompt_tokens + said,
-                cached_tokens=0,
-            ),
-            timings=messages.Timings(queue_ms=0.0, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=0.0),
+            usage=self._usage(self._history.num_tokens),
+            timings=_NO_TIMINGS,
+        )
+
+    def too_large(self, chunk: messages.Chunk) -> messages.Chunk:
+        """The terminal to send in place of a chunk that is larger than the broker takes: nothing can follow it."""
+        return messages.Chunk(
+            id=self._id,
+            attempt=self.run.attempt,
+            offset=chunk.offset,
+            tokens=chunk.tokens,
+            text_offset=chunk.text_offset,
+            finish_reason=messages.FinishReason.ERROR,
+            worker_id=self._worker_id,
+            model=self._model,
+            created=self.created,
+            usage=chunk.usage or self._usage(chunk.offset + chunk.tokens),
+            timings=chunk.timings or _NO_TIMINGS,
+            error=errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, _NOT_ONE if chunk.finish_reason else _NOT_EVEN_THIS),
+        )
+
+    def _usage(self, completion_tokens: int) -> messages.Usage:
+        prompt = self._prompt_tokens
+        return messages.Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt + completion_tokens,
+            cached_tokens=0,
         )
 
     def again(self, offset: int, max_bytes: int) -> Iterator[messages.Chunk]:
         """Everything said from a token on, and the terminal if there is one; an empty chunk if there is nothing."""
         chunks = 0
         if self.run.params.stream:
-            for passage in self._history.since(offset, max_bytes):
+            end = self._history.num_tokens if self.terminal is None else self.terminal.offset
+            for passage in self._history.since(offset, max_bytes, end):
                 yield self._piece(passage)
                 chunks += 1
         last = self.terminal or (None if chunks else self.head())
@@ -177,21 +203,3 @@ class Stream:
         return messages.TokenAlternative(
             id=token_id, text=piece.decode(errors="replace"), bytes=list(piece), logprob=logprob
         )
-
-
-def too_large(terminal: messages.Chunk) -> messages.Chunk:
-    """The terminal to send in place of one that is larger than the broker takes."""
-    return messages.Chunk(
-        id=terminal.id,
-        attempt=terminal.attempt,
-        offset=terminal.offset,
-        tokens=terminal.tokens,
-        text_offset=terminal.text_offset,
-        finish_reason=messages.FinishReason.ERROR,
-        worker_id=terminal.worker_id,
-        model=terminal.model,
-        created=terminal.created,
-        usage=terminal.usage,
-        timings=terminal.timings,
-        error=errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, "the whole answer does not fit one message: stream it"),
-    )

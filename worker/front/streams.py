@@ -8,6 +8,7 @@ from typing import NamedTuple
 import structlog
 
 from protocol import blocks, errors, internal, limits, messages, slow, subjects, traces
+from protocol import request as checks
 from protocol.recent import Recent
 from worker import contract
 from worker.front import spans
@@ -55,6 +56,7 @@ class Streams:
         self._ended: Recent[Stream] = Recent(limits.KEEP_ENDED_S, limits.KEEP_ENDED_BYTES)
         self._withdrawn: Recent[_Withdrawal] = Recent(limits.REMEMBER_WITHDRAWN_S, limits.REMEMBER_WITHDRAWN)
         self._log = structlog.get_logger()
+        outbox.on_cut = self._cut
 
     def __repr__(self) -> str:
         return f"<Streams {len(self._streams)} open, {len(self._ended)} ended, {self._presence!r}>"
@@ -181,7 +183,7 @@ class Streams:
         stream = Stream(run, announcer.model, announcer.worker_id, now, gone, self._engine.pieces)
         sink = self._sink(stream)
         sink = StreamValidator(request, sink) if self.settings.debug else sink
-        self._engine.generate(request, self._safe(stream, sink, len(request.token_ids)))
+        self._engine.generate(request, self._safe(stream, sink))
         self._ended.pop(stream.key)
         self._streams[stream.key] = stream
         stream.slow = slow.SlowWait(self.settings.slow_wait_s)
@@ -286,7 +288,7 @@ class Streams:
 
         return take
 
-    def _safe(self, stream: Stream, sink: contract.Sink, prompt_tokens: int) -> contract.Sink:
+    def _safe(self, stream: Stream, sink: contract.Sink) -> contract.Sink:
         """A sink that never raises: what goes wrong in it ends its own stream, and no other."""
 
         def take(output: contract.Output) -> None:
@@ -295,15 +297,18 @@ class Streams:
             except Exception:  # outermost frame of a stream: whatever went wrong, it gets its terminal
                 self._log.exception("stream_failed", request_id=stream.key, worker_id=self._announcer.worker_id)
                 if self._streams.get(stream.key) is stream:
-                    self._fail(stream, prompt_tokens)
+                    self._cut(stream)
+                    self._outbox.put(stream, stream.failure(), time.monotonic())
 
         return take
 
-    def _fail(self, stream: Stream, prompt_tokens: int) -> None:
-        self._forget(stream)
-        self._outbox.put(stream, stream.failure(prompt_tokens), time.monotonic())
-        if self._engine is not None:
-            self._engine.abort(stream.key)
+    def _cut(self, stream: Stream) -> None:
+        """Has a stream end here that its engine would go on with."""
+        if self._streams.get(stream.key) is stream:
+            self._forget(stream)
+            self._ended.put(stream.key, stream, time.monotonic(), stream.held_bytes)
+            if self._engine is not None:
+                self._engine.abort(stream.key)
 
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.key]
@@ -319,6 +324,7 @@ class Streams:
 def _request_of(run: internal.Run, config: contract.EngineConfig, max_new_tokens: int) -> contract.EngineRequest:
     """What the engine is asked for. Raises RequestError for a run that it can't serve."""
     token_ids = _token_ids(run)
+    _check_features(run.params, config)
     return contract.EngineRequest(
         key=run.request_id,
         token_ids=token_ids,
@@ -330,6 +336,14 @@ def _request_of(run: internal.Run, config: contract.EngineConfig, max_new_tokens
         priority=run.params.priority,
         return_progress=run.params.return_progress and run.params.stream,
     )
+
+
+def _check_features(params: internal.Params, config: contract.EngineConfig) -> None:
+    for need in checks.needs_of_choices(params):
+        if need.feature not in config.features:
+            raise errors.request_error(
+                errors.Code.UNSUPPORTED, f"{need.param} is not served by this engine", param=need.param
+            )
 
 
 def _token_ids(run: internal.Run) -> list[int]:
