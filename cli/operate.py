@@ -103,8 +103,11 @@ async def _model_of(client: Client, options: argparse.Namespace) -> str:
     """The served model of a worker, which is a part of its subjects."""
     reply = await client.models()
     cards = [card for served in reply.models for card in served.workers or []]
-    for card in cards:
-        if card.worker_id == options.worker_id:
-            return card.model
+    found = [card.model for card in cards if card.worker_id == options.worker_id]
+    if len(found) > 1:
+        problem = f"{options.worker_id} is the name of a worker of each of {', '.join(found)}: give them other names"
+        raise errors.request_error(errors.Code.INVALID_REQUEST, problem)
+    if found:
+        return found[0]
     known = ", ".join(card.worker_id for card in cards) or "none"
     raise errors.request_error(errors.Code.NO_WORKER, f"there is no worker {options.worker_id}: there is {known}")

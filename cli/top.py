@@ -13,7 +13,7 @@ from rich.table import Table
 
 from cli import clients
 from client import Client
-from protocol import errors, messages
+from protocol import errors, messages, subjects
 
 _COLUMNS = (
     *("worker", "model", "state", "run", "wait", "prefill", "tok/s", "KV used", "cached"),
@@ -49,12 +49,12 @@ class Rates:
     """Tokens per second of each worker, from one look to the next."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[int, float]] = {}
+        self._seen: dict[subjects.WorkerAddress, tuple[int, float]] = {}
 
-    def of(self, worker_id: str, tokens: int, now: float) -> float:
+    def of(self, worker: subjects.WorkerAddress, tokens: int, now: float) -> float:
         """A counter that went back began anew: its engine was started again."""
-        before, at = self._seen.get(worker_id, (tokens, now))
-        self._seen[worker_id] = (tokens, now)
+        before, at = self._seen.get(worker, (tokens, now))
+        self._seen[worker] = (tokens, now)
         return max(0, tokens - before) / (now - at) if now > at else 0.0
 
 
@@ -73,7 +73,7 @@ def rows_of(reply: messages.ModelsReply, rates: Rates, now: float) -> list[Row]:
                     max_num_seqs=card.max_num_seqs,
                     waiting=load.waiting,
                     queued_prefill_tokens=load.queued_prefill_tokens,
-                    tokens_per_s=rates.of(card.worker_id, load.generated_tokens, now),
+                    tokens_per_s=rates.of(card.address, load.generated_tokens, now),
                     used_blocks=load.used_blocks,
                     cached_blocks=load.cached_blocks,
                     total_blocks=load.used_blocks + load.cached_blocks + load.free_blocks,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from protocol import limits
 from protocol.subjects import (
     DEFAULT_TENANT,
+    PROBE_SUFFIX,
     Subjects,
     is_inbox,
     key_to_request_id,
@@ -249,3 +250,12 @@ def test_no_inbox_has_a_wildcard_an_empty_token_or_whitespace(tail: str) -> None
     reply = "_INBOX." + tail
     tokens = tail.split(".")
     assert is_inbox(reply, ("_INBOX",)) == (all(tokens) and not set(tail) & set("*> \r\n"))
+
+
+def test_an_inbox_leaves_room_for_a_reply_subject_beside_it() -> None:
+    longest = "_INBOX." + "é" * ((limits.MAX_INBOX_BYTES - 7) // 2)
+    assert is_inbox(longest, ("_INBOX",))
+    assert not is_inbox(longest + "éé", ("_INBOX",))
+    name = "." * limits.MAX_NAME_BYTES
+    gone = Subjects().gone(name, name, request_key(name, "x" * limits.MAX_ID_BYTES)) + PROBE_SUFFIX
+    assert len(longest.encode()) + len(gone) < limits.MAX_CONTROL_LINE_BYTES
