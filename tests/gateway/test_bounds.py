@@ -46,6 +46,14 @@ def test_a_path_that_is_not_there_is_an_error_in_the_same_shape(http: httpx2.Cli
     assert error_of(http.get("chat/completions")) == (405, "unknown_url")
 
 
+def test_a_trailing_slash_makes_no_difference(http: httpx2.Client) -> None:
+    assert http.get("models/").json() == http.get("models").json()
+    assert http.get("models/demo/").json() == http.get("models/demo").json()
+    assert http.post("chat/completions/", json=HELLO | {"max_tokens": 1}).status_code == 200
+    assert error_of(http.get("models/nobody/")) == (404, "model_not_found")
+    assert error_of(http.post("models/", json=HELLO)) == (405, "unknown_url")
+
+
 def test_a_system_that_serves_is_live_and_ready(base_url: str) -> None:
     root = base_url.removesuffix("/v1")
     assert httpx2.get(f"{root}/livez").status_code == httpx2.get(f"{root}/readyz").status_code == 200

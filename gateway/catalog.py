@@ -1,0 +1,48 @@
+"""What is served, as a router says: asked for at most once a second, whoever and however many want to know."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from gateway import shapes
+from protocol import messages, subjects
+
+_KEEP_S = 1.0
+
+
+class Catalog:
+    """The models of a system. Those who ask while a question is open share its answer, or its failure."""
+
+    def __init__(
+        self, ask: Callable[[], Awaitable[messages.ModelsReply]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`ask` may raise RequestError."""
+        self._ask = ask
+        self._clock = clock
+        self._asking: asyncio.Future[list[shapes.Model]] | None = None
+        self._answered_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Catalog {self._asking}>"
+
+    async def models(self) -> list[shapes.Model]:
+        """All that are served. Raises RequestError when no router answers."""
+        asking = self._asking
+        if asking is None or (asking.done() and self._clock() - self._answered_at >= _KEEP_S):
+            asking = self._asking = asyncio.create_task(self._fetch())
+            asking.add_done_callback(self._note)
+        return await asyncio.shield(asking)  # one who goes away leaves the others their answer
+
+    async def _fetch(self) -> list[shapes.Model]:
+        reply = await self._ask()
+        return [_model(served) for served in reply.models]
+
+    def _note(self, asked: "asyncio.Future[list[shapes.Model]]") -> None:
+        self._answered_at = self._clock()
+        if not asked.cancelled():
+            asked.exception()  # all who wanted to know may be gone
+
+
+def _model(served: messages.ServedModel) -> shapes.Model:
+    born_ms = [subjects.epoch_order(card.epoch)[0] for card in served.workers or []]
+    return shapes.Model(id=served.model, created=min(born_ms, default=0) // 1_000, context_length=served.context_length)
