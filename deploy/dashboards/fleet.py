@@ -147,7 +147,7 @@ _HTTP = (
     Panel(
         "Completions over HTTP, by status",
         "If it is 503, gateways or the fleet are full: the code in their logs says which; 401 is somebody without a "
-        "key; other statuses from 400 to 499 are clients' mistakes. Those that their clients left are counted beside them.",
+        "key; others from 400 to 499 are clients' mistakes. Those that clients left are counted beside them.",
         "reqps",
         (
             Query(rate(f"{_GATEWAY}_requests_total", "", "status"), "{{status}}"),
