@@ -89,10 +89,6 @@ def too_large(limit_bytes: int) -> Failure:
     return Failure(413, str(errors.Code.PAYLOAD_TOO_LARGE), f"the body may have at most {limit_bytes} bytes")
 
 
-def unknown_model(model: str) -> Failure:
-    return Failure(404, str(errors.Code.MODEL_NOT_FOUND), f"nothing serves {model[:128]!r} now", "model")
-
-
 def of_path(status: int, method: str, path: str) -> Failure:
     """A path that is not there, or not with that method."""
     return Failure(status, "unknown_url", f"there is no {method} {path[:200]} here")

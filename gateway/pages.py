@@ -6,8 +6,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway import failures, shapes
-from gateway.catalog import Catalog
+from gateway import shapes
+from gateway.catalog import Catalog, Listing
 from gateway.door import Door
 from gateway.tenants import Tenants
 from protocol import errors
@@ -31,15 +31,13 @@ class Pages:
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
-        return _json(shapes.ModelList(data=await self._served(request)))
+        listing = await self._listing(request)
+        return _json(shapes.ModelList(data=listing.models))
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{id}`."""
-        name = request.path_params["model"].removesuffix("/")
-        for model in await self._served(request):
-            if model.id == name:
-                return _json(model)
-        raise failures.FailedError(failures.unknown_model(name))
+        listing = await self._listing(request)
+        return _json(listing.find(request.path_params["model"].removesuffix("/")))
 
     async def livez(self, request: Request) -> Response:
         """Whether this process runs."""
@@ -58,17 +56,17 @@ class Pages:
             return "the broker is away"
         try:
             async with asyncio.timeout(_READY_TIMEOUT_S):
-                await self._catalog.models()
+                await self._catalog.listing()
         except errors.RequestError as error:
             return error.error.message
         except TimeoutError:
             return "no router answers"
         return ""
 
-    async def _served(self, request: Request) -> list[shapes.Model]:
+    async def _listing(self, request: Request) -> Listing:
         """Raises FailedError, and RequestError when no router answers."""
         self._tenants.of(request)
-        return await self._catalog.models()
+        return await self._catalog.listing()
 
 
 def _json(value: msgspec.Struct) -> Response:
