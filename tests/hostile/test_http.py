@@ -29,18 +29,20 @@ async def flood(port: int, count: int, said: bytes = HALF_A_HEAD, source: str = 
     return [await Socket.open(port, said, source) for _ in range(count)]
 
 
-async def test_sockets_with_half_a_head_close_the_gateway_to_nobody(tmp_path: Path) -> None:
+async def test_sockets_with_half_a_head_close_the_gateway_to_nobody_nor_keep_it_from_leaving(tmp_path: Path) -> None:
     nats = await broker.start(0, tmp_path / "nats.log")
     few = ["--max-requests", "16"] if times(1, 0) else []  # 96 connections
     try:
-        with running_gateway(nats.url, tmp_path, "--metrics-port", "0", *few) as gateway:
+        arguments = ["--metrics-port", "0", "--grace-s", "60", *few]
+        with cut_after([]) as sockets, running_gateway(nats.url, tmp_path, *arguments) as gateway:
             port = urlsplit(gateway.url).port or 0
             (page,) = gateway.log("status_page")
-            with cut_after(await flood(port, times(200, 2_200))):
-                assert await ask(port) == OK
-                assert await ask(port, source="127.0.0.2") == OK
-                assert await ask(page["port"]) == OK
-                _, text = await ask(page["port"], LIVEZ.replace(b"/livez", b"/metrics"))
+            sockets += await flood(port, times(200, 2_200))
+            assert await ask(port) == OK
+            assert await ask(port, source="127.0.0.2") == OK
+            assert await ask(page["port"]) == OK
+            _, text = await ask(page["port"], LIVEZ.replace(b"/livez", b"/metrics"))
+        assert gateway.process.returncode == 0
         assert b'tokenbus_gateway_connections_ended_total{reason="gave_way"}' in text
         assert b'tokenbus_gateway_connections{state="waiting"}' in text
         assert [line["reason"] for line in gateway.log("connections_ended")] == ["gave_way"]
