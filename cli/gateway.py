@@ -36,6 +36,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="completions that are open at a time (%(default)s)",
     )
     parser.add_argument(
+        "--max-connections-per-address",
+        type=int,
+        metavar="N",
+        default=_DEFAULTS.max_connections_per_address,
+        help="HTTP connections of one client; 0 is no bound, for use behind a proxy that has one (%(default)s)",
+    )
+    parser.add_argument(
         "--grace-s",
         type=float,
         default=_DEFAULTS.grace_s,
@@ -64,6 +71,8 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
     """What parsed flags mean. Raises ValueError for what can't be."""
     if options.max_requests < 1:
         raise ValueError(f"--max-requests must be at least 1, got {options.max_requests}")
+    if options.max_connections_per_address < 0:
+        raise ValueError(f"--max-connections-per-address must be at least 0, got {options.max_connections_per_address}")
     if not 0 <= options.grace_s <= 86_400:
         raise ValueError(f"--grace-s must be 0 to 86400, got {options.grace_s:g}")
     pairs = [pair for pair in os.environ.get(keys.VARIABLE, "").split(",") if pair.strip()]
@@ -77,6 +86,7 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
         tenant_inbox=options.tenant_inbox,
         keys=keys.Keys(pairs + options.api_key, open_to=options.tenant),
         max_requests=options.max_requests,
+        max_connections_per_address=options.max_connections_per_address,
         status_page=status.Settings(options.metrics_host, options.metrics_port),
         otlp_traces_endpoint=options.otlp_traces_endpoint,
         grace_s=options.grace_s,

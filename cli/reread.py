@@ -25,7 +25,7 @@ CHANGEABLE = {
             "log_level",
         }
     ),
-    "gateway": frozenset({"api_key", "max_requests", "grace_s", "log_level"}),
+    "gateway": frozenset({"api_key", "max_requests", "max_connections_per_address", "grace_s", "log_level"}),
 }
 """By command: the settings, as options are called, that SIGHUP changes. Everything else waits for the next start."""
 

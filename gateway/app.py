@@ -15,10 +15,12 @@ from protocol import errors
 
 def make(chat: Chat, pages: Pages) -> Starlette:
     """The ASGI application."""
-    return Starlette(
+    application = Starlette(
         routes=[
             Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/chat/completions/", chat, methods=["POST"]),
             Route("/v1/models", pages.models),
+            Route("/v1/models/", pages.models),
             Route("/v1/models/{model:path}", pages.model),
             Route("/livez", pages.livez),
             Route("/readyz", pages.readyz),
@@ -30,6 +32,8 @@ def make(chat: Chat, pages: Pages) -> Starlette:
             Exception: _bug,
         },
     )
+    application.router.redirect_slashes = False  # to a host that the client names, and not behind a proxy's TLS
+    return application
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -44,7 +48,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _response(failures.of_path(error.status_code, request.method, request.url.path))
+    return _response(failures.of_path(error.status_code, request.method, request.scope["path"]))
 
 
 async def _bug(request: Request, error: Exception) -> Response:

@@ -79,6 +79,7 @@ CANCELLED = Failure(499, "cancelled", "the request was cancelled")
 NO_KEY = Failure(401, "invalid_api_key", "a valid API key is needed: Authorization: Bearer KEY")
 FULL = Failure(503, "overloaded", "this gateway has as many open requests as it may", None, True, 1_000.0)
 LEAVING = Failure(503, str(errors.Code.SHUTTING_DOWN), "this gateway is shutting down", None, True, 1_000.0)
+NOT_YET = Failure(503, "overloaded", "this key is new here: its tenant is being made known", None, True, 1_000.0)
 TOO_SLOW = Failure(408, "request_timeout", "the body did not come in time", None, True)
 NOT_JSON = Failure(415, "unsupported_media_type", "the request must be sent with Content-Type: application/json")
 BUG = of_error(errors.make_error(errors.Code.INTERNAL))
@@ -86,10 +87,6 @@ BUG = of_error(errors.make_error(errors.Code.INTERNAL))
 
 def too_large(limit_bytes: int) -> Failure:
     return Failure(413, str(errors.Code.PAYLOAD_TOO_LARGE), f"the body may have at most {limit_bytes} bytes")
-
-
-def unknown_model(model: str) -> Failure:
-    return Failure(404, str(errors.Code.MODEL_NOT_FOUND), f"nothing serves {model[:128]!r} now", "model")
 
 
 def of_path(status: int, method: str, path: str) -> Failure:

@@ -11,6 +11,9 @@ if sys.platform != "win32":
 _BACKLOG = 2_048
 _GONE_AFTER_S = 30
 """A reader who takes nothing for so long, or a machine that is silent, counts as gone."""
+_MOST_CONNECTIONS = 1 << 20
+_OTHER_FILES = 416
+"""What the process opens beside its clients' connections: for the status page, clients that it refuses, and itself."""
 
 
 class TakenError(ValueError):
@@ -50,13 +53,18 @@ def watch_readers(listening: socket.socket) -> None:
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _GONE_AFTER_S // 6)
 
 
-def allow_connections() -> None:
-    """Has the process open as many files as the system lets it: 1,024, as many shells have it, are too few."""
+def allow_connections() -> int:
+    """Has the process open as many files as the system lets it: 1,024, as many shells have it, are too few. Gives how
+    many connections that allows."""
     if sys.platform == "win32":
-        return
+        return _MOST_CONNECTIONS
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY:
+        return _MOST_CONNECTIONS
+    return max(1, min(_MOST_CONNECTIONS, allowed - _OTHER_FILES))
 
 
 def url_of(listening: socket.socket) -> str:

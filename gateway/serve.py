@@ -11,7 +11,8 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from gateway import app, listen
+from gateway import app, listen, refusals
+from gateway.catalog import Catalog
 from gateway.chat import Chat
 from gateway.door import Door
 from gateway.metrics import GatewayMetrics
@@ -19,10 +20,10 @@ from gateway.pages import Pages
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from protocol import connection as nats
-from protocol import metrics, reload, status, status_server, traces
+from protocol import http_server, metrics, reload, status, traces
 from protocol.bus import Bus
+from protocol.http_connections import Bounds
 
-_KEEP_ALIVE_S = 30
 _AFTER_GRACE_S = 3
 """For writing out the last events of what did not end by itself."""
 
@@ -37,43 +38,53 @@ async def serve(settings: GatewaySettings, again: Callable[[], GatewaySettings])
         loop.add_signal_handler(number, leave.set)
     async with contextlib.AsyncExitStack() as stack:
         listening = stack.enter_context(contextlib.closing(_socket(settings)))
+        allowed = listen.allow_connections()
         connection = await nats.connect(settings.broker, name="gateway")
         stack.push_async_callback(connection.close)
         door = Door(settings.max_requests)
         measured = GatewayMetrics()
-        page = metrics.Page(measured.families(), lambda: measured.open.of().set(door.num_open))
-        await stack.enter_async_context(status.shown(settings.status_page, page.registry, lambda: ""))
         name = f"{socket.gethostname()}-{os.getpid()}"
         traced = traces.make(settings.otlp_traces_endpoint, "gateway", name)
         stack.push_async_callback(traced.close)
         tenants = await Tenants.over(connection, settings, traced)
         stack.push_async_callback(tenants.own.close)
-        application = app.make(Chat(door, tenants, connection, measured, traced), Pages(door, tenants, connection))
-        server = status_server.QuietServer(_config(settings, application))
-        adopted = Adopted(settings, door, tenants, server.config)
+        pages = Pages(door, tenants, connection, Catalog(tenants.own.models))
+        application = app.make(Chat(door, tenants, connection, measured, traced), pages)
+        config = _config(settings, application, allowed, measured)
+
+        def show() -> None:
+            measured.show(door.num_open, len(config.open_connections), config.open_connections.num_waiting)
+
+        page = metrics.Page(measured.families(), show)
+        await stack.enter_async_context(status.shown(settings.status_page, page.registry, pages.why_not_ready))
+        adopted = Adopted(settings, door, tenants, config, allowed)
         reload.on_hangup(again, adopted.adopt)
-        await _run(adopted, server, listening, connection, door, leave)
+        await _run(adopted, http_server.QuietServer(config), listening, connection, door, leave)
 
 
 class Adopted:
     """What of a gateway's settings may change while it serves."""
 
-    def __init__(self, settings: GatewaySettings, door: Door, tenants: Tenants, server: uvicorn.Config) -> None:
+    def __init__(
+        self, settings: GatewaySettings, door: Door, tenants: Tenants, server: http_server.Config, allowed: int
+    ) -> None:
+        """`allowed` connections are as many as the system lets the process have."""
         self.settings = settings
         self._door = door
         self._tenants = tenants
         self._server = server
-        self._using: asyncio.Task[None] | None = None
+        self._allowed = allowed
 
     def __repr__(self) -> str:
         return f"<Adopted {self.settings.keys!r} {self._door!r}>"
 
-    def adopt(self, settings: GatewaySettings) -> None:
+    async def adopt(self, settings: GatewaySettings) -> None:
+        """Other settings from now on. Raises what keeps a tenant that is new from asking."""
         self.settings = settings
         self._door.set(settings.max_requests)
-        self._server.limit_concurrency = _most_connections(settings)
+        self._server.open_connections.bounds = _bounds(settings, self._allowed)
         self._server.timeout_graceful_shutdown = _patience_s(settings)
-        self._using = asyncio.get_running_loop().create_task(self._tenants.use(settings.keys))
+        await self._tenants.use(settings.keys)
 
 
 def _socket(settings: GatewaySettings) -> socket.socket:
@@ -82,7 +93,6 @@ def _socket(settings: GatewaySettings) -> socket.socket:
     else:
         listening = listen.inherit(settings.fd)
     listen.watch_readers(listening)
-    listen.allow_connections()
     return listening
 
 
@@ -122,26 +132,21 @@ async def _wait(leave: asyncio.Event) -> None:
     await leave.wait()
 
 
-def _config(settings: GatewaySettings, application: ASGIApp) -> uvicorn.Config:
-    return uvicorn.Config(
+def _config(
+    settings: GatewaySettings, application: ASGIApp, allowed: int, measured: GatewayMetrics
+) -> http_server.Config:
+    return http_server.Config(
         application,
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="critical",  # each request has its own lines in our log
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        limit_concurrency=_most_connections(settings),
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_patience_s(settings),
+        _bounds(settings, allowed),
+        written=refusals.written,
+        on_ended=refusals.Refusals(measured).ended,
+        grace_s=_patience_s(settings),
     )
 
 
-def _most_connections(settings: GatewaySettings) -> int:
-    """Those that ask for nothing included."""
-    return 2 * settings.max_requests + 64
+def _bounds(settings: GatewaySettings, allowed: int) -> Bounds:
+    """Of connections; those that ask for nothing included."""
+    return Bounds(min(allowed, 2 * settings.max_requests + 64), settings.max_connections_per_address)
 
 
 def _patience_s(settings: GatewaySettings) -> int:

@@ -25,6 +25,8 @@ class GatewaySettings:
     keys: Keys = dataclasses.field(default_factory=lambda: Keys(()))
     max_requests: int = 1_024
     """Completions that are open at a time; beyond that they are refused with 503."""
+    max_connections_per_address: int = 512
+    """HTTP connections of one client address; 0 is no bound, for where a proxy bounds its own clients."""
     status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
     """Where it shows its metrics."""
     otlp_traces_endpoint: str = ""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from client import Client
-from gateway.failures import NO_KEY, FailedError
+from gateway.failures import NO_KEY, NOT_YET, FailedError
 from gateway.keys import Keys
 from gateway.settings import GatewaySettings
 from protocol import subjects, traces
@@ -39,19 +39,22 @@ class Tenants:
         return tenants
 
     async def use(self, keys: Keys) -> None:
-        """Other keys, from now on; what is open goes on."""
+        """Other keys, from now on; what is open goes on. Raises what keeps a tenant that is new from asking."""
         settings = self._settings
+        self._keys = keys  # before anything is waited for: a key that was taken away is gone at once
         for name in keys.tenants - self._clients.keys():
             if name == settings.tenant and not settings.tenant_inbox:
                 self._clients[name] = self.own
             else:
                 inbox = settings.tenant_inbox.replace(subjects.TENANT_PLACE, subjects.name_to_token(name))
                 self._clients[name] = await self.own.for_tenant(name, inbox)
-        self._keys = keys
 
     def of(self, request: Request) -> Tenant:
-        """Who asks. Raises FailedError(401)."""
+        """Who asks. Raises FailedError."""
         name = self._keys.tenant_of(request.headers.get("authorization", ""))
         if name is None:
             raise FailedError(NO_KEY)
-        return Tenant(name, self._clients[name])
+        client = self._clients.get(name)
+        if client is None:
+            raise FailedError(NOT_YET)
+        return Tenant(name, client)

@@ -195,3 +195,6 @@ class ModelsReply(Message, frozen=True, kw_only=True):
     """Who answers."""
     truncated: bool | UnsetType = UNSET
     """true where the workers did not fit the message."""
+    unserved: list[str] | UnsetType = UNSET
+    """Models that were served and are not now: requests for these end in `no_worker`, and for any that is neither here
+    nor in `models` in `model_not_found`. Absent where the router is too young to tell, or they are too many."""

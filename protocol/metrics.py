@@ -5,7 +5,7 @@ and adds to that; nothing is formatted before somebody scrapes. Observing takes 
 library's own histogram takes 2, and a step of 64 streams observes 64 times."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import accumulate
 from typing import Generic, Protocol, TypeVar
 
@@ -15,6 +15,8 @@ from prometheus_client.registry import Collector
 
 MAX_CHILDREN = 4_096
 """Combinations of label values that a family holds; whatever comes beyond is counted under `OTHER`."""
+MAX_NAMES = 256
+"""How many values of a label that others make up have series of their own; a histogram has two dozen lines for each."""
 OTHER = "other"
 
 SECONDS = (
@@ -70,17 +72,61 @@ class Times:
         return list(zip(names, map(float, accumulate(self.counts)), strict=True))
 
 
+class Names:
+    """The values of a label that others make up. As many as there is room for are shown; the rest is summed as `OTHER`.
+
+    Families that share one of these show the same names."""
+
+    def __init__(self, most: int = MAX_NAMES) -> None:
+        self._most = most
+        self._names: dict[str, None] = {}
+        """Those that were there most recently come last."""
+
+    def __repr__(self) -> str:
+        return f"<Names {len(self._names)} of {self._most}>"
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def of(self, name: str) -> str:
+        """What a name is shown as."""
+        if name in self._names:
+            return name
+        if len(self._names) >= self._most:
+            return OTHER
+        self._names[name] = None
+        return name
+
+    def make_room(self, present: Collection[str]) -> list[str]:
+        """Lets names go where none is left for another: those that have been away longest, none of those that are
+        there now. Returns them: their families must forget them."""
+        for name in present:
+            if name in self._names:
+                self._names[name] = self._names.pop(name)
+        if len(self._names) < self._most:
+            return []
+        away = [name for name in self._names if name not in present]
+        gone = away[: max(1, self._most // 8)]
+        for name in gone:
+            del self._names[name]
+        return gone
+
+
 ChildT = TypeVar("ChildT", Number, Times)
 
 
 class Family(Generic[ChildT]):
     """Children by their label values."""
 
-    def __init__(self, name: str, help_text: str, labels: tuple[str, ...], make: Callable[[], ChildT]) -> None:
+    def __init__(
+        self, name: str, help_text: str, labels: tuple[str, ...], make: Callable[[], ChildT], names: Names | None
+    ) -> None:
+        """`names` are those of the first label, where its values come from outside."""
         self.name = name
         self.help_text = help_text
         self.labels = labels
         self._make: Callable[[], ChildT] = make
+        self._names = names
         self._children: dict[tuple[str, ...], ChildT] = {}
 
     def __repr__(self) -> str:
@@ -91,7 +137,9 @@ class Family(Generic[ChildT]):
         assert len(values) == len(self.labels), (self.name, values)
         child = self._children.get(values)
         if child is None:
-            if len(self._children) >= MAX_CHILDREN:
+            if self._names is not None:
+                values = (self._names.of(values[0]), *values[1:])
+            if values not in self._children and len(self._children) >= MAX_CHILDREN:
                 values = (OTHER,) * len(self.labels)
             child = self._children.setdefault(values, self._make())
         return child
@@ -113,8 +161,8 @@ class Family(Generic[ChildT]):
 class Counter(Family[Number]):
     """Counts that only grow; shown as `NAME_total`."""
 
-    def __init__(self, name: str, help_text: str, labels: tuple[str, ...] = ()) -> None:
-        super().__init__(name, help_text, labels, Number)
+    def __init__(self, name: str, help_text: str, labels: tuple[str, ...] = (), names: Names | None = None) -> None:
+        super().__init__(name, help_text, labels, Number, names)
 
     def collect(self) -> Metric:
         family = CounterMetricFamily(self.name, self.help_text, labels=self.labels)
@@ -126,8 +174,8 @@ class Counter(Family[Number]):
 class Gauge(Family[Number]):
     """Levels."""
 
-    def __init__(self, name: str, help_text: str, labels: tuple[str, ...] = ()) -> None:
-        super().__init__(name, help_text, labels, Number)
+    def __init__(self, name: str, help_text: str, labels: tuple[str, ...] = (), names: Names | None = None) -> None:
+        super().__init__(name, help_text, labels, Number, names)
 
     def collect(self) -> Metric:
         family = GaugeMetricFamily(self.name, self.help_text, labels=self.labels)
@@ -139,8 +187,15 @@ class Gauge(Family[Number]):
 class Histogram(Family[Times]):
     """Times, in seconds."""
 
-    def __init__(self, name: str, help_text: str, labels: tuple[str, ...], bounds: tuple[float, ...]) -> None:
-        super().__init__(name, help_text, labels, lambda: Times(bounds))
+    def __init__(
+        self,
+        name: str,
+        help_text: str,
+        labels: tuple[str, ...],
+        bounds: tuple[float, ...],
+        names: Names | None = None,
+    ) -> None:
+        super().__init__(name, help_text, labels, lambda: Times(bounds), names)
 
     def collect(self) -> Metric:
         family = HistogramMetricFamily(self.name, self.help_text, labels=self.labels)

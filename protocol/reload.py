@@ -2,24 +2,41 @@
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import structlog
 
 Settings = TypeVar("Settings")
+_ADOPT_S = 10.0
+"""An adoption that takes longer is given up, or the next could never come."""
+Adopt = Callable[[Settings], Awaitable[None] | None]
 
 
-def on_hangup(again: Callable[[], Settings], adopt: Callable[[Settings], None]) -> None:
-    """From now on SIGHUP has `adopt` given what `again` reads. Where that raises ValueError all stays as it is."""
+def on_hangup(again: Callable[[], Settings], adopt: Adopt[Settings]) -> None:
+    """From now on SIGHUP has `adopt` given what `again` reads. Where that raises ValueError all stays as it is.
+
+    What is read last is adopted last: while one adoption goes on the next waits, and several signals are one."""
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.create_task(_reload(asked, again, adopt))
+    loop.add_signal_handler(signal.SIGHUP, asked.set)
+
+
+async def _reload(asked: asyncio.Event, again: Callable[[], Settings], adopt: Adopt[Settings]) -> None:
     log = structlog.get_logger()
-
-    def reread() -> None:
+    while True:
+        await asked.wait()
+        asked.clear()
         try:
             settings = again()
         except ValueError as error:
             log.error("settings_refused", error=str(error))
-        else:
-            adopt(settings)
-
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reread)
+            continue
+        try:
+            async with asyncio.timeout(_ADOPT_S):
+                adopting = adopt(settings)
+                if adopting is not None:
+                    await adopting
+        except Exception as error:  # whatever it was, the process serves on, and the next signal may do better
+            log.error("settings_not_applied", error=f"{type(error).__name__}: {error}")

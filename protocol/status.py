@@ -3,10 +3,13 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
 from prometheus_client import CollectorRegistry
+
+WhyNotReady = Callable[[], str | Awaitable[str]]
+"""Says why a process can't do its work now; nothing where it can."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,9 +22,7 @@ class Settings:
 
 
 @contextlib.asynccontextmanager
-async def shown(
-    settings: Settings, registry: CollectorRegistry, why_not_ready: Callable[[], str]
-) -> AsyncIterator[None]:
+async def shown(settings: Settings, registry: CollectorRegistry, why_not_ready: WhyNotReady) -> AsyncIterator[None]:
     """Serves the page while the block runs. Raises ValueError where the port can't be had."""
     if not settings.ports:
         yield

@@ -1,30 +1,29 @@
 """The HTTP server behind a process's status page."""
 
-import contextlib
+import inspect
 import socket
-from collections.abc import Callable, Iterator
 
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from protocol.status import Settings
+from protocol.http_connections import Bounds
+from protocol.http_server import Config, QuietServer
+from protocol.status import Settings, WhyNotReady
+
+_BOUNDS = Bounds(total=256, per_address=64)
 
 
 class StatusServer:
     """`why_not_ready` says why the process can't do its work now; nothing where it can."""
 
-    def __init__(self, settings: Settings, registry: CollectorRegistry, why_not_ready: Callable[[], str]) -> None:
+    def __init__(self, settings: Settings, registry: CollectorRegistry, why_not_ready: WhyNotReady) -> None:
         self._registry = registry
         self._why_not_ready = why_not_ready
         routes = [Route("/metrics", self._metrics), Route("/livez", self._livez), Route("/readyz", self._readyz)]
-        config = uvicorn.Config(
-            Starlette(routes=routes), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
-        )
-        self._server = QuietServer(config)
+        self._server = QuietServer(Config(Starlette(routes=routes), _BOUNDS))
         self._socket = _bind(settings)
         self.port: int = self._socket.getsockname()[1]
 
@@ -46,15 +45,9 @@ class StatusServer:
 
     async def _readyz(self, _: Request) -> Response:
         reason = self._why_not_ready()
+        if inspect.isawaitable(reason):
+            reason = await reason
         return PlainTextResponse(f"{reason or 'ok'}\n", status_code=503 if reason else 200)
-
-
-class QuietServer(uvicorn.Server):
-    """Leaves the signals to the process: uvicorn's own end it by the signal, before its work is done."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _bind(settings: Settings) -> socket.socket:

@@ -267,6 +267,12 @@ class Fleet:
         """Whether this router is old enough to say that nobody has ever served the model."""
         return self._seen.is_unknown(model, now)
 
+    def unserved(self, now: float) -> list[str] | None:
+        """The models that were served and are not now; None where this router is too young to tell."""
+        if not self._seen.is_old_enough(now):
+            return None
+        return [model for model in self._seen if model not in self._served]
+
     def check_integrity(self) -> None:
         assert len(self._workers) <= MAX_WORKERS
         assert all(address == worker.card.address for address, worker in self._workers.items())

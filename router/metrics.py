@@ -1,7 +1,9 @@
 """Every metric of a router, declared once."""
 
+from collections.abc import Collection, Iterable
+
 from protocol import errors, messages
-from protocol.metrics import REQUEST_SECONDS, SHORT_SECONDS, Counter, Gauge, Histogram
+from protocol.metrics import REQUEST_SECONDS, SHORT_SECONDS, Counter, Gauge, Histogram, Names
 
 _P = "tokenbus_router"
 PHASES = ("tokenize", "hash", "place", "accept")
@@ -9,38 +11,52 @@ PHASES = ("tokenize", "hash", "place", "accept")
 
 
 class RouterMetrics:
-    """Model names are those of models that a worker serves, or has served."""
+    """Model names are those of models that a worker serves, or has served; whoever may publish a card makes them up, so
+    only some are shown."""
 
     def __init__(self) -> None:
+        models = self._models = Names()
         self.ready = Gauge(f"{_P}_ready", "1 while requests can be placed.")
-        self.received = Counter(f"{_P}_requests", "Requests that were taken.", ("model",))
-        self.placed = Counter(f"{_P}_decisions", "Placements, by policy.", ("model", "policy"))
+        self.received = Counter(f"{_P}_requests", "Requests that were taken.", ("model",), models)
+        self.placed = Counter(f"{_P}_decisions", "Placements, by policy.", ("model", "policy"), models)
         self.refused = Counter(f"{_P}_refusals", "Requests that ended here in an error, by its code.", ("code",))
         self.retries = Counter(f"{_P}_placements_refused", "Placements that the worker refused, by code.", ("code",))
         self.dropped = Counter(f"{_P}_messages_dropped", "Messages whose reply subject may not be answered.")
         self.embeddings = Counter(f"{_P}_embeddings", "Requests for embeddings, by how they ended.", ("code",))
-        self.prompt_tokens = Counter(f"{_P}_prompt_tokens", "Tokens of the prompts that were placed.", ("model",))
+        self.prompt_tokens = Counter(
+            f"{_P}_prompt_tokens", "Tokens of the prompts that were placed.", ("model",), models
+        )
         self.overlap_tokens = Counter(
-            f"{_P}_predicted_overlap_tokens", "Of those, the ones that the chosen worker was taken to hold.", ("model",)
+            f"{_P}_predicted_overlap_tokens",
+            "Of those, the ones that the chosen worker was taken to hold.",
+            ("model",),
+            models,
         )
         self.phases = Histogram(
             f"{_P}_phase_seconds", "Parts of a request's way to its worker.", ("phase",), SHORT_SECONDS
         )
         self.queue_wait = Histogram(
-            f"{_P}_queue_wait_seconds", "How long requests waited here for room.", ("model",), REQUEST_SECONDS
+            f"{_P}_queue_wait_seconds", "How long requests waited here for room.", ("model",), REQUEST_SECONDS, models
         )
-        self.queue_depth = Gauge(f"{_P}_queue_depth", "Requests that wait here for room.", ("model",))
+        self.queue_depth = Gauge(f"{_P}_queue_depth", "Requests that wait here for room.", ("model",), models)
         self.queue_limit = Gauge(f"{_P}_queue_limit", "How many requests of one model may wait here.")
         self.in_flight = Gauge(f"{_P}_requests_in_flight", "Requests that this router placed or is about to.")
-        self.workers = Gauge(f"{_P}_workers", "Workers, by their state, or silent for too long.", ("model", "state"))
+        self.workers = Gauge(
+            f"{_P}_workers", "Workers, by their state, or silent for too long.", ("model", "state"), models
+        )
         self.followed = Gauge(
             f"{_P}_event_logs",
             "Workers, by whether the blocks they hold are known: live, behind a gap, or silent about them.",
             ("model", "events"),
+            models,
         )
-        self.lost_workers = Counter(f"{_P}_workers_lost", "Workers that fell silent and had not left.", ("model",))
-        self.index_blocks = Gauge(f"{_P}_index_blocks", "Blocks in the prefix index.", ("model",))
-        self.index_bytes = Gauge(f"{_P}_index_bytes", "What they take in memory, about (bench/README.md).", ("model",))
+        self.lost_workers = Counter(
+            f"{_P}_workers_lost", "Workers that fell silent and had not left.", ("model",), models
+        )
+        self.index_blocks = Gauge(f"{_P}_index_blocks", "Blocks in the prefix index.", ("model",), models)
+        self.index_bytes = Gauge(
+            f"{_P}_index_bytes", "What they take in memory, about (bench/README.md).", ("model",), models
+        )
         self.lost_events = Counter(f"{_P}_events_lost", "Entries of workers' event logs that never came.")
         self.snapshots = Counter(f"{_P}_snapshots", "Gaps that a worker's snapshot has closed.")
         for phase in PHASES:
@@ -52,7 +68,16 @@ class RouterMetrics:
             self.retries.of(code)
         self.embeddings.of("ok")
 
-    def know(self, model: str) -> None:
+    def show_models(self, served: Collection[str], seen: Iterable[str]) -> None:
+        """Shows the models that are served now, and of those that were `seen` the ones that there is room for."""
+        for gone in self._models.make_room(served):
+            for family in self.families():
+                if "model" in family.labels:
+                    family.forget("model", gone)
+        for model in (*served, *(model for model in seen if model in self._models)):
+            self._know(model)
+
+    def _know(self, model: str) -> None:
         """Shows a model before anything is counted for it, and after its last worker has left."""
         for family in (self.received, self.prompt_tokens, self.overlap_tokens, self.lost_workers, self.queue_wait):
             family.of(model)

@@ -2,11 +2,14 @@
 
 import time
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from protocol import codec, messages
 from router.fleet import Fleet
 from router.turns import Turns
+
+_MAX_UNSERVED = 256
+"""Names of models that nobody serves, in one reply."""
 
 
 class Models:
@@ -36,7 +39,13 @@ class Models:
             )
             for model, workers in self._fleet.models()
         ]
+        now = time.monotonic()
+        unserved = self._unserved(now)
         if not with_workers:
-            return messages.ModelsReply(models=served, limits=self._limits, truncated=True)
-        view = self._fleet.view(self._router_id, len(self._turns), time.monotonic())
-        return messages.ModelsReply(models=served, limits=self._limits, router=view)
+            return messages.ModelsReply(models=served, limits=self._limits, truncated=True, unserved=unserved)
+        view = self._fleet.view(self._router_id, len(self._turns), now)
+        return messages.ModelsReply(models=served, limits=self._limits, router=view, unserved=unserved)
+
+    def _unserved(self, now: float) -> list[str] | UnsetType:
+        unserved = self._fleet.unserved(now)
+        return UNSET if unserved is None or len(unserved) > _MAX_UNSERVED else unserved

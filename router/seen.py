@@ -30,4 +30,8 @@ class SeenModels:
 
     def is_unknown(self, model: str, now: float) -> bool:
         """Whether it was never served, as far as a router can say that is old enough."""
-        return model not in self._models and now - self._began_at > limits.MODEL_NOT_FOUND_AFTER_S
+        return model not in self._models and self.is_old_enough(now)
+
+    def is_old_enough(self, now: float) -> bool:
+        """Whether a model that was not seen by now was never served."""
+        return now - self._began_at > limits.MODEL_NOT_FOUND_AFTER_S

@@ -129,14 +129,13 @@ class Router:
         shown.dropped.of().set(self._intake.num_dropped)
         for family in (shown.queue_depth, shown.workers, shown.followed, shown.index_blocks, shown.index_bytes):
             family.clear()
-        for model in self.fleet.seen_models():
-            shown.know(model)
+        shown.show_models({model for model, _ in self.fleet.models()}, self.fleet.seen_models())
         for model, depth in self._turns.depths().items():
-            shown.queue_depth.of(model).set(depth)
+            shown.queue_depth.of(model).add(depth)  # several models may be shown as one
         for model, workers in self.fleet.models():
             blocks = self.fleet.num_blocks(model)
-            shown.index_blocks.of(model).set(blocks)
-            shown.index_bytes.of(model).set(blocks * _BYTES_PER_BLOCK)
+            shown.index_blocks.of(model).add(blocks)
+            shown.index_bytes.of(model).add(blocks * _BYTES_PER_BLOCK)
             for worker in workers:
                 shown.workers.of(model, "silent" if worker.has_lapsed else worker.state).add()
                 shown.followed.of(model, worker.events).add()

@@ -1,11 +1,12 @@
 """The fleet at a glance: who serves, how much is asked, how full it is, and what goes wrong."""
 
-from deploy.dashboards.promql import OF_MODELS, OF_WORKERS, highest, increase, rate, total
+from deploy.dashboards.promql import OF_MODELS, OF_WORKERS, highest, increase, quantile, rate, total
 from deploy.dashboards.spec import MODEL, WORKER, Dashboard, Panel, Query, Row
 
 _HITS = rate("tokenbus_worker_prefix_cache_hits_tokens_total", OF_WORKERS)
 _LOOKED_UP = rate("tokenbus_worker_prefix_cache_queries_tokens_total", OF_WORKERS)
 
+_GATEWAY = "tokenbus_gateway"
 _LOST = f"tokenbus_router_workers_lost_total{{{OF_MODELS}}}"
 _READY = highest("tokenbus_router_workers", f'{OF_MODELS},state="ready"', "model")
 
@@ -142,10 +143,59 @@ _FAULTS = (
     ),
 )
 
+_HTTP = (
+    Panel(
+        "Completions over HTTP, by status",
+        "If it is 503, gateways or the fleet are full: the code in their logs says which; 401 is somebody without a "
+        "key; others from 400 to 499 are clients' mistakes. Those that clients left are counted beside them.",
+        "reqps",
+        (
+            Query(rate(f"{_GATEWAY}_requests_total", "", "status"), "{{status}}"),
+            Query(rate(f"{_GATEWAY}_clients_gone_total", ""), "client gone"),
+        ),
+    ),
+    Panel(
+        "Completions over HTTP that are open",
+        "By gateway. If one comes to --max-requests the next are refused: start another gateway.",
+        "short",
+        (Query(total(f"{_GATEWAY}_requests_open", "", "instance"), "{{instance}}"),),
+    ),
+    Panel(
+        "Times that HTTP clients see",
+        "The slowest in twenty. If the first token takes much longer than in the dashboard of latency, requests wait "
+        "in routers, or gateways have too little CPU.",
+        "s",
+        (
+            Query(quantile(0.95, f"{_GATEWAY}_time_to_first_token_seconds", ""), "first token"),
+            Query(quantile(0.95, f"{_GATEWAY}_request_seconds", ""), "whole request"),
+        ),
+    ),
+    Panel(
+        "Tokens of completions over HTTP",
+        "If it is far below what workers compute, the rest is asked over NATS.",
+        "suffix: tok/s",
+        (
+            Query(rate(f"{_GATEWAY}_prompt_tokens_total", ""), "prompts"),
+            Query(rate(f"{_GATEWAY}_completion_tokens_total", ""), "answers"),
+        ),
+    ),
+    Panel(
+        "Connections of gateways, and those they have ended",
+        "Connections that work have a request, those that wait have none. If many are ended as `gave_way` or "
+        "`slow_head`, somebody opens connections for nothing: `connections_ended` in the log has an address. If it is "
+        "`too_many_of_address` and that is a proxy of yours, see --max-connections-per-address.",
+        "short",
+        (
+            Query(total(f"{_GATEWAY}_connections", "", "state"), "{{state}}"),
+            Query(increase(f"{_GATEWAY}_connections_ended_total", "", "reason"), "{{reason}}"),
+        ),
+    ),
+)
+
 DASHBOARD = Dashboard(
     "fleet",
     "Tokenbus fleet",
     "Who serves, how much is asked, how full it is, and what goes wrong.",
     (MODEL, WORKER),
-    (Row("Now", _NOW), Row("Load", _LOAD), Row("Faults", _FAULTS)),
+    (Row("Now", _NOW), Row("Load", _LOAD), Row("Faults", _FAULTS), Row("Gateways", _HTTP)),
 )

@@ -60,6 +60,15 @@ def test_containers_run_as_nobody_with_nothing_to_write_to() -> None:
             assert {"readinessProbe", "livenessProbe", "resources"} <= container.keys()
 
 
+def test_probes_ask_where_no_client_is() -> None:
+    pods = [document["spec"]["template"]["spec"] for _, document in MANIFESTS if document["kind"] == "Deployment"]
+    for (container,) in (pod["containers"] for pod in pods):
+        assert {container[probe]["httpGet"]["port"] for probe in ("readinessProbe", "livenessProbe")} == {"metrics"}
+    (settings,) = [document for _, document in MANIFESTS if document["kind"] == "ConfigMap"]
+    for name, section in tomllib.loads(settings["data"]["tokenbus.toml"]).items():
+        assert name == "nats" or section["metrics-port"] == "9100", name
+
+
 def test_a_pod_has_more_time_to_leave_than_its_streams_to_finish() -> None:
     (settings,) = [document for _, document in MANIFESTS if document["kind"] == "ConfigMap"]
     grace_s = tomllib.loads(settings["data"]["tokenbus.toml"])["worker"]["grace-s"]

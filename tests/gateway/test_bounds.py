@@ -46,6 +46,14 @@ def test_a_path_that_is_not_there_is_an_error_in_the_same_shape(http: httpx2.Cli
     assert error_of(http.get("chat/completions")) == (405, "unknown_url")
 
 
+def test_a_trailing_slash_makes_no_difference(http: httpx2.Client) -> None:
+    assert http.get("models/").json() == http.get("models").json()
+    assert http.get("models/demo/").json() == http.get("models/demo").json()
+    assert http.post("chat/completions/", json=HELLO | {"max_tokens": 1}).status_code == 200
+    assert error_of(http.get("models/nobody/")) == error_of(http.get("models/nobody"))
+    assert error_of(http.post("models/", json=HELLO)) == (405, "unknown_url")
+
+
 def test_a_system_that_serves_is_live_and_ready(base_url: str) -> None:
     root = base_url.removesuffix("/v1")
     assert httpx2.get(f"{root}/livez").status_code == httpx2.get(f"{root}/readyz").status_code == 200
@@ -83,12 +91,13 @@ async def test_each_request_leaves_two_lines_and_nothing_of_its_text(slow_gatewa
 async def test_a_gateway_without_a_router_is_live_and_not_ready(tmp_path: Path) -> None:
     nats = await broker.start(0, tmp_path / "nats.log")
     try:
-        with running_gateway(nats.url, tmp_path) as gateway:
-            root = gateway.url.removesuffix("/v1")
+        with running_gateway(nats.url, tmp_path, "--metrics-port", "0") as gateway:
+            (page,) = gateway.log("status_page")
             async with httpx2.AsyncClient() as http:
-                assert (await http.get(f"{root}/livez")).status_code == 200
-                ready = await http.get(f"{root}/readyz")
-                assert (ready.status_code, ready.text) == (503, "no router listens on this broker\n")
+                for root in (gateway.url.removesuffix("/v1"), f"http://127.0.0.1:{page['port']}"):
+                    assert (await http.get(f"{root}/livez")).status_code == 200
+                    ready = await http.get(f"{root}/readyz")
+                    assert (ready.status_code, ready.text) == (503, "no router listens on this broker\n")
                 assert error_of(await http.post(f"{gateway.url}/chat/completions", json=HELLO)) == (503, "no_worker")
     finally:
         nats.stop()

@@ -211,6 +211,10 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             truncated=True,
         ),
     ),
+    (
+        "what is not served now",
+        messages.ModelsReply(models=[], limits=messages.ServerLimits(max_request_bytes=524_288), unserved=["m"]),
+    ),
 ]
 
 INTERNAL: list[tuple[str, messages.Message]] = [

@@ -62,6 +62,54 @@ def test_label_values_beyond_the_limit_are_counted_together() -> None:
     assert len(found) == metrics.MAX_CHILDREN + 1
 
 
+def test_families_that_share_names_show_the_same_ones_and_the_rest_together() -> None:
+    names = metrics.Names(2)
+    asked = metrics.Counter("asked", "Asked.", ("model", "code"), names)
+    times = metrics.Histogram("t_seconds", "Times.", ("model",), BOUNDS, names)
+    for model in ("a", "b"):
+        asked.of(model, "ok").add()
+    for model in ("c", "d", "a"):
+        times.of(model).observe(0.5)
+        asked.of(model, "bad").add()
+    counts = {key[1]: value for key, value in shown(times).items() if key[0] == "t_seconds_count"}
+    assert counts == {f"model={metrics.OTHER}": 2.0, "model=a": 1.0}
+    assert shown(asked)["asked_total", "code=bad", f"model={metrics.OTHER}"] == 2.0
+
+
+def test_names_that_have_been_away_longest_make_room_and_those_that_are_there_stay() -> None:
+    names = metrics.Names(16)
+    for number in range(16):
+        assert names.of(f"m{number}") == f"m{number}"
+    assert names.make_room({"m0"}) == ["m1", "m2"]
+    assert [names.of(name) for name in ("x", "y", "z")] == ["x", "y", metrics.OTHER]
+    assert names.make_room({"m3"}) == ["m4", "m5"]
+    there = {name for number in range(16) if (name := f"m{number}") in names} | {"x", "y"}
+    assert names.make_room(there) == []
+
+
+def lines(families: list[metrics.Counter | metrics.Gauge | metrics.Histogram]) -> int:
+    return sum(len(family.collect().samples) for family in families)
+
+
+def test_a_router_shows_few_of_thousands_of_models_and_those_that_serve_on() -> None:
+    router = RouterMetrics()
+    router.show_models({"real"}, ["real"])
+    router.received.of("real").add()
+    for wave in range(10):
+        forged = {f"forged-{wave}-{number}" for number in range(600)}
+        router.show_models({"real", *forged}, ["real", *forged])
+        for model in forged:
+            router.received.of(model).add()
+            router.queue_wait.of(model).observe(1.0)
+        assert lines(router.families()) < 12_000
+    assert shown(router.received)["tokenbus_router_requests_total", "model=real"] == 1.0
+    assert sum(shown(router.received).values()) <= 6_001
+    router.show_models({"real"}, ["real"])
+    router.show_models({"real", "late"}, ["real", "late"])
+    router.received.of("late").add()
+    assert shown(router.received)["tokenbus_router_requests_total", "model=late"] == 1.0
+
+
 def test_somebody_who_is_forgotten_is_shown_no_more() -> None:
     counter = metrics.Counter("requests", "Requests.", ("model", "worker_id"))
     counter.of("m", "one").add()

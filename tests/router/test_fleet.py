@@ -391,6 +391,14 @@ def test_a_model_that_was_once_served_is_never_unknown_again() -> None:
     assert fleet.is_unknown("other", 100.0)
 
 
+def test_an_old_router_can_name_the_models_that_were_served_and_are_not_now() -> None:
+    fleet = fleet_of(card(model="gone"))
+    forget_silent(fleet, 10.0)
+    fleet.take_card(card(model="demo", epoch="101-a"), 90.0)
+    assert fleet.unserved(59.0) is None
+    assert fleet.unserved(100.0) == ["gone"]
+
+
 @pytest.mark.parametrize("epoch", ["100-a", "101-a"])
 def test_a_model_that_a_known_worker_turned_to_was_served_too(epoch: str) -> None:
     fleet = fleet_of(card(model="demo"))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.metrics import GatewayMetrics
 from protocol.metrics import Counter, Histogram
 from router.metrics import RouterMetrics
 from worker.front.metrics import WorkerMetrics
@@ -24,9 +25,9 @@ def needs(program: str) -> pytest.MarkDecorator:
 
 
 def shown() -> set[str]:
-    """Names of the samples of a router and a worker."""
+    """Names of the samples of a router, a worker and a gateway."""
     names = set()
-    for family in RouterMetrics().families() + WorkerMetrics().families():
+    for family in RouterMetrics().families() + WorkerMetrics().families() + GatewayMetrics().families():
         if isinstance(family, Histogram):
             names |= {f"{family.name}_{part}" for part in ("bucket", "sum", "count")}
         else:

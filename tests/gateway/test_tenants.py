@@ -1,0 +1,71 @@
+"""Whose a key is while keys change."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+from starlette.requests import Request
+
+from client import Client
+from gateway.failures import NO_KEY, NOT_YET, FailedError
+from gateway.keys import Keys
+from gateway.settings import GatewaySettings
+from gateway.tenants import Tenants
+
+
+def asked_with(key: str) -> Request:
+    return Request({"type": "http", "headers": [(b"authorization", f"Bearer {key}".encode())]})
+
+
+class Broker:
+    """As a client that makes others for tenants: when it may, or not at all."""
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.is_away = False
+
+    async def for_tenant(self, tenant: str, inbox_prefix: str = "") -> Any:
+        await self.may_answer.wait()
+        if self.is_away:
+            raise ConnectionError("the broker is away")
+        return tenant
+
+
+def tenants_over(broker: Broker, keys: Keys) -> Tenants:
+    return Tenants(cast(Client, broker), GatewaySettings(keys=keys))
+
+
+def refusal(tenants: Tenants, key: str) -> object:
+    with pytest.raises(FailedError) as raised:
+        tenants.of(asked_with(key))
+    return raised.value.failure
+
+
+async def test_a_key_that_is_taken_away_is_gone_before_the_broker_knows_of_a_new_one() -> None:
+    broker, old = Broker(), Keys(["old=acme"])
+    tenants = tenants_over(broker, old)
+    await tenants.use(old)
+    assert tenants.of(asked_with("old")).name == "acme"
+    broker.may_answer.clear()
+    using = asyncio.create_task(tenants.use(Keys(["new=other"])))
+    await asyncio.sleep(0)
+    assert refusal(tenants, "old") == NO_KEY
+    assert refusal(tenants, "new") == NOT_YET
+    broker.may_answer.set()
+    await using
+    assert tenants.of(asked_with("new")).name == "other"
+
+
+async def test_a_tenant_that_can_not_be_made_known_leaves_the_others_and_is_tried_again() -> None:
+    broker = Broker()
+    tenants = tenants_over(broker, Keys(["old=acme"]))
+    await tenants.use(Keys(["old=acme"]))
+    broker.is_away = True
+    with pytest.raises(ConnectionError):
+        await tenants.use(Keys(["old=acme", "new=other"]))
+    assert tenants.of(asked_with("old")).name == "acme"
+    assert refusal(tenants, "new") == NOT_YET
+    broker.is_away = False
+    await tenants.use(Keys(["old=acme", "new=other"]))
+    assert tenants.of(asked_with("new")).name == "other"

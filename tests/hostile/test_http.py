@@ -1,0 +1,199 @@
+"""What strangers can do to an HTTP port of ours, over bare sockets: they take each other's room, and nobody else's."""
+
+import asyncio
+import json
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from cli import broker
+from gateway import listen
+from protocol.http_connections import Bounds
+from protocol.http_server import Patience, Reason
+from tests.hostile.scale import times
+from tests.support.sockets import HALF_A_HEAD, LIVEZ, Socket, ask, cut_after, small_server
+from tests.support.system import running_gateway
+
+SOON = Patience(head_s=0.05, keep_alive_s=0.05, reader_s=0.05, linger_s=0.05)
+SLOW_HEADS = Patience(head_s=0.05, keep_alive_s=60)
+OK = (200, b"ok\n")
+
+
+def code_of(answer: tuple[int, bytes]) -> tuple[int, str]:
+    """Status and code of an error in the API's shape."""
+    status, body = answer
+    return status, json.loads(body)["error"]["code"]
+
+
+async def flood(port: int, count: int, said: bytes = HALF_A_HEAD, source: str = "127.0.0.1") -> list[Socket]:
+    listen.allow_connections()
+    return [await Socket.open(port, said, source) for _ in range(count)]
+
+
+async def test_sockets_with_half_a_head_close_the_gateway_to_nobody_nor_keep_it_from_leaving(tmp_path: Path) -> None:
+    nats = await broker.start(0, tmp_path / "nats.log")
+    few = ["--max-requests", "16"] if times(1, 0) else []  # 96 connections
+    try:
+        arguments = ["--metrics-port", "0", "--grace-s", "60", *few]
+        with cut_after([]) as sockets, running_gateway(nats.url, tmp_path, *arguments) as gateway:
+            port = urlsplit(gateway.url).port or 0
+            (page,) = gateway.log("status_page")
+            sockets += await flood(port, times(200, 2_200))
+            assert await ask(port) == OK
+            assert await ask(port, source="127.0.0.2") == OK
+            assert await ask(page["port"]) == OK
+            _, text = await ask(page["port"], LIVEZ.replace(b"/livez", b"/metrics"))
+        assert gateway.process.returncode == 0
+        assert b'tokenbus_gateway_connections_ended_total{reason="gave_way"}' in text
+        assert b'tokenbus_gateway_connections{state="waiting"}' in text
+        assert [line["reason"] for line in gateway.log("connections_ended")] == ["gave_way"]
+    finally:
+        nats.stop()
+
+
+async def test_the_connections_of_one_address_take_no_room_from_another() -> None:
+    async with small_server(Bounds(total=1_000, per_address=20)) as (small, port):
+        with cut_after(await flood(port, 1, LIVEZ.replace(b"close", b"keep-alive"), source="127.0.0.2")) as others:
+            assert await others[0].answer() == OK
+            with cut_after(await flood(port, times(100, 2_200))):
+                assert await ask(port) == OK
+                assert len(small.config.open_connections) <= 21
+                others[0].say(LIVEZ)
+                assert await others[0].answer() == OK
+        assert set(small.ended) == {Reason.GAVE_WAY}
+
+
+async def test_an_address_with_as_many_requests_as_it_may_have_connections_is_told_to_come_back() -> None:
+    async with small_server(Bounds(total=1_000, per_address=5)) as (small, port):
+        hold = LIVEZ.replace(b"livez", b"hold")
+        with cut_after(await flood(port, 5, hold)):
+            await small.until_asked(5)
+            assert code_of(await ask(port)) == (429, "too_many_connections")
+            assert await ask(port, source="127.0.0.2") == OK
+        assert small.ended == [Reason.TOO_MANY_OF_ADDRESS]
+
+
+async def test_where_every_connection_works_another_is_told_to_come_back_and_crowds_of_them_are_cut() -> None:
+    async with small_server(Bounds(total=2)) as (small, port):
+        with cut_after(await flood(port, 2, LIVEZ.replace(b"livez", b"hold"))):
+            await small.until_asked(2)
+            crowd = await flood(port, 100)
+            with cut_after(crowd):
+                ends = [await one.rest() for one in crowd]
+        told = [end for end in ends if end]
+        assert len(told) >= 64
+        assert all(end.startswith(b"HTTP/1.1 503") and b'"code":"overloaded"' in end for end in told)
+        assert small.ended == [Reason.TOO_MANY] * 100
+
+
+async def test_a_head_that_does_not_come_in_time_is_answered_and_ended() -> None:
+    async with small_server(patience=SLOW_HEADS) as (small, port):
+        with cut_after(await flood(port, times(50, 500))) as sockets:
+            for one in sockets:
+                assert code_of(await one.answer()) == (408, "request_timeout")
+                assert await one.rest() == b""
+        assert set(small.ended) == {Reason.SLOW_HEAD}
+        assert small.paths == []
+
+
+async def test_who_connects_and_says_nothing_is_ended_without_a_word() -> None:
+    async with small_server(patience=SLOW_HEADS) as (_, port):
+        with cut_after(await flood(port, 1, b"")) as (one,):
+            assert await one.rest() == b""
+
+
+async def test_a_second_head_on_a_kept_connection_has_the_same_time() -> None:
+    async with small_server(patience=SLOW_HEADS) as (small, port):
+        with cut_after(await flood(port, 1, LIVEZ.replace(b"close", b"keep-alive"))) as (one,):
+            assert await one.answer() == OK
+            one.say(b"G")
+            assert code_of(await one.answer()) == (408, "request_timeout")
+            assert await one.rest() == b""
+        assert small.ended == [Reason.SLOW_HEAD]
+
+
+async def test_a_connection_that_is_kept_for_nothing_is_ended() -> None:
+    async with small_server(patience=Patience(head_s=60, keep_alive_s=0.05)) as (small, port):
+        with cut_after(await flood(port, 1, LIVEZ.replace(b"close", b"keep-alive"))) as (one,):
+            assert await one.answer() == OK
+            assert await one.rest() == b""
+        assert small.ended == []
+
+
+async def test_a_body_that_goes_on_after_its_answer_is_not_heard_for_long() -> None:
+    async with small_server(patience=SLOW_HEADS) as (_, port):
+        head = b"POST /livez HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n"
+        with cut_after(await flood(port, 1, head + b"x")) as (one,):
+            assert await one.answer() == OK
+            assert await one.rest() == b""
+
+
+async def test_a_reader_who_takes_nothing_is_ended_and_its_request_with_it() -> None:
+    async with small_server(patience=SOON) as (small, port):
+        with cut_after([await Socket.open(port, LIVEZ.replace(b"livez", b"endless"), limit=1)]):
+            await asyncio.wait_for(small.gone.wait(), 10)
+        assert small.ended == [Reason.SLOW_READER]
+
+
+HOST = b"Host: a\r\n"
+POST = b"POST /read HTTP/1.1\r\n" + HOST
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n"
+MALFORMED = {
+    "no http": (b"HELO mail.example.com\r\n\r\n", 400, "invalid_http"),
+    "tls": (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400, "invalid_http"),
+    "two lengths": (CHUNKED + b"Content-Length: 6\r\n\r\n0\r\n\r\n", 400, "invalid_http"),
+    "two lengths, reversed": (
+        POST + b"Content-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\n",
+        400,
+        "invalid_http",
+    ),
+    "lengths that differ": (POST + b"Content-Length: 6\r\nContent-Length: 7\r\n\r\n", 400, "invalid_http"),
+    "a length below 0": (POST + b"Content-Length: -1\r\n\r\n", 400, "invalid_http"),
+    "another coding": (POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n", 501, "invalid_http"),
+    "chunks of http 1.0": (CHUNKED.replace(b"1.1", b"1.0") + b"\r\n0\r\n\r\n", 400, "invalid_http"),
+    "a chunk without a length": (CHUNKED + b"\r\nx\r\n", 400, "invalid_http"),
+    "chunks of a byte": (CHUNKED + b"\r\n" + b"1\r\nx\r\n" * 2_000, 400, "invalid_http"),
+    "no host": (b"GET /livez HTTP/1.1\r\n\r\n", 400, "invalid_http"),
+    "two hosts": (b"GET /livez HTTP/1.1\r\n" + HOST + HOST + b"\r\n", 400, "invalid_http"),
+    "a space before the colon": (POST + b"Content-Length : 6\r\n\r\n", 400, "invalid_http"),
+    "another version": (b"GET /livez HTTP/2.0\r\n" + HOST + b"\r\n", 505, "invalid_http"),
+    "a long header": (POST + b"X: " + b"x" * 200_000 + b"\r\n\r\n", 431, "headers_too_large"),
+    "many headers": (POST + b"X:\r\n" * 50_000 + b"\r\n", 431, "headers_too_large"),
+    "more headers than may be": (POST + b"X:\r\n" * 100 + b"\r\n", 431, "headers_too_large"),
+    "a line without an end": (b"GET /" + b"x" * 20_000, 431, "headers_too_large"),
+}
+
+
+async def test_what_is_no_request_is_an_error_of_the_api_and_the_end_of_its_connection() -> None:
+    async with small_server(patience=SOON) as (small, port):
+        for name, (said, status, code) in MALFORMED.items():
+            with cut_after([await Socket.open(port, said + LIVEZ)]) as (one,):
+                assert code_of(await one.answer()) == (status, code), name
+                assert await one.rest() == b"", name
+        assert small.ended == [Reason.MALFORMED] * len(MALFORMED)
+        assert small.bodies == []
+        assert "/livez" not in small.paths, "what follows a bad request is no request"
+
+
+async def test_requests_that_are_sent_in_a_row_are_answered_in_a_row() -> None:
+    count = times(100, 1_000)
+    async with small_server() as (small, port):
+        kept = LIVEZ.replace(b"close", b"keep-alive")
+        with cut_after([await Socket.open(port, kept * count)]) as (one,):
+            assert [await one.answer() for _ in range(count)] == [OK] * count
+        assert len(small.paths) == count
+
+
+async def test_a_client_of_http_1_0_is_answered_and_its_connection_ended() -> None:
+    async with small_server() as (_, port):
+        with cut_after([await Socket.open(port, b"GET /livez HTTP/1.0\r\n\r\n")]) as (one,):
+            assert await one.answer() == OK
+            assert await one.rest() == b""
+
+
+async def test_a_head_may_come_byte_by_byte() -> None:
+    async with small_server() as (_, port):
+        with cut_after([await Socket.open(port)]) as (one,):
+            for number in range(len(LIVEZ)):
+                one.say(LIVEZ[number : number + 1])
+                await asyncio.sleep(0)
+            assert await one.answer() == OK
