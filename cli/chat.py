@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 
 from cli import clients
 from client import Client, Stream
-from protocol import messages
+from protocol import messages, stopping
 
 _HELP = "Type a message. /new starts over, /undo takes a turn back, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
 
@@ -96,13 +96,9 @@ async def _answer(conversation: Conversation, stream: Stream) -> int:
 
 @contextlib.contextmanager
 def _interrupting(stream: Stream) -> Iterator[None]:
-    """Ctrl-C stops the answer and not the conversation."""
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, stream.cancel)
-    try:
+    """Ctrl-C stops the answer and not the conversation; a second Ctrl-C ends both."""
+    with stopping.on_stop(stream.cancel, signals=[signal.SIGINT]):
         yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
 
 
 async def _lines(prompt: str) -> AsyncIterator[str]:

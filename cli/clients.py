@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import signal
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,10 +13,12 @@ from rich.table import Table
 from cli import reach
 from cli.family import EXIT_REFUSED
 from client import Client, Stream
-from protocol import codec, errors, logs, messages
+from protocol import codec, errors, logs, messages, stopping
 from protocol import embed as embed_rules
 
-_CANCELLED = 130
+INTERRUPTED = 130
+_TERMINAL_S = 2.0
+"""How long a stream that was cancelled may take to end."""
 _CONNECT_TIMEOUT_S = 2.0
 ASKED = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "id", "timeout_ms")
 
@@ -62,6 +63,8 @@ def with_client(options: argparse.Namespace, command: Command) -> int:
         return asyncio.run(run())
     except BrokenPipeError:
         raise  # whoever reads our output has gone
+    except asyncio.CancelledError:
+        return INTERRUPTED
     except (ConnectionError, ValueError) as error:
         return complain(str(error))
     except errors.RequestError as error:
@@ -70,8 +73,15 @@ def with_client(options: argparse.Namespace, command: Command) -> int:
 
 async def _generate(options: argparse.Namespace, client: Client) -> int:
     stream = client.generate(options.model, **_fields(options))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stream.cancel)
-    return await (_print_messages(stream) if options.json else _print_text(stream))
+    task = asyncio.current_task()
+    assert task is not None
+
+    def stop() -> None:
+        stream.cancel()
+        asyncio.get_running_loop().call_later(_TERMINAL_S, task.cancel)
+
+    with stopping.on_stop(stop):
+        return await (_print_messages(stream) if options.json else _print_text(stream))
 
 
 def _fields(options: argparse.Namespace) -> dict[str, Any]:
@@ -120,7 +130,7 @@ def print_end(terminal: messages.Chunk) -> None:
 
 def _status(reason: messages.FinishReason | None) -> int:
     if reason is messages.FinishReason.CANCELLED:
-        return _CANCELLED
+        return INTERRUPTED
     return 1 if reason in (None, messages.FinishReason.ERROR) else 0
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -71,6 +72,11 @@ class Child:
             assert self._process is not None
             self._process.terminate()
 
+    def kill(self) -> None:
+        """Ends it at once, and with it all that it has started."""
+        if self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)
+
     async def gone(self, timeout_s: float) -> None:
         """Waits for its end, and brings it about after that time."""
         if self._process is None:
@@ -87,7 +93,7 @@ class Child:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "cli.main",
+                "cli.start",
                 *self._arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,

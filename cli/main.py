@@ -41,8 +41,6 @@ def main() -> None:
         sys.exit(EXIT_REFUSED)
     try:
         sys.exit(options.run(options))
-    except KeyboardInterrupt:
-        sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -144,7 +142,3 @@ def _add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             from cli import askers
 
             askers.FLAGS[name](parser)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from cli import clients
 from client import Client
-from protocol import errors, messages
+from protocol import errors, messages, stopping
 
 _COLUMNS = (
     *("worker", "model", "state", "run", "wait", "prefill", "tok/s", "KV used", "cached"),
@@ -139,7 +139,9 @@ async def _top(options: argparse.Namespace, client: Client) -> int:
     await asyncio.sleep(options.every_s)
     if options.once or options.json:
         return _show_once(await client.models(), rates, as_json=options.json)
-    with Live(auto_refresh=False, screen=True) as live:
+    task = asyncio.current_task()
+    assert task is not None
+    with Live(auto_refresh=False, screen=True) as live, stopping.on_stop(task.cancel, live.stop):
         while True:
             live.update(await _look(client, rates), refresh=True)
             await asyncio.sleep(options.every_s)

@@ -107,7 +107,7 @@ def test_what_is_shown_can_be_read_again(file: Path, tmp_path: Path) -> None:
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text("[router]\npolice = 1")
-    command = [sys.executable, "-m", "cli.main", "config", "check", "--file", str(path)]
+    command = [sys.executable, "-m", "cli.start", "config", "check", "--file", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
     assert done.returncode == 2
     assert done.stderr.startswith(f"tokenbus: {path}: police is no setting of [router]")

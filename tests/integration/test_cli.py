@@ -142,7 +142,7 @@ def test_up_says_so_when_its_port_is_taken(url: str) -> None:
 
 def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "cli.main", "up", "--workers", "0"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "cli.start", "up", "--workers", "0"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
     assert "--workers" in done.stderr

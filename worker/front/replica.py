@@ -9,7 +9,7 @@ import msgspec
 import structlog
 
 from protocol import connection as nats
-from protocol import internal, subjects, traces
+from protocol import internal, stopping, subjects, traces
 from protocol.bus import Bus
 from worker import contract
 from worker.engine.settings import EngineSettings
@@ -77,7 +77,11 @@ class Replica:
         """Until drained. Raises EngineStartError for a model that can't be served, ReplacedError when another worker
         has taken the name, and ConnectionError when there is no broker."""
         structlog.contextvars.bind_contextvars(worker_id=self.worker_id)
-        connection = await nats.connect(self._settings.broker, name=f"worker {self.worker_id}")
+        connecting = nats.connect(self._settings.broker, name=f"worker {self.worker_id}")
+        try:
+            connection = await stopping.unless(self._leave, connecting)
+        except stopping.StoppedError:
+            return
         try:
             names = subjects.Subjects(self._settings.prefix)
             settings, shown = self._settings.front, self._metrics
