@@ -14,6 +14,7 @@ from cli.parent import die_with_parent
 EXIT_REFUSED = 2
 """Exit status of a process whose settings or model are wrong: starting it again won't help."""
 
+_SAYS = "tokenbus: "
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 _HEALTHY_AFTER_S = 30.0
@@ -62,7 +63,9 @@ class Child:
             if status == EXIT_REFUSED:
                 raise RefusedError(self._last_line())
             pause_s = _FIRST_PAUSE_S if time.monotonic() - began > _HEALTHY_AFTER_S else pause_s
-            self._say(f"{self.name} ended with status {status}; starting it again in {pause_s:g} s")
+            self._say(
+                f"{self.name} ended with status {status} ({self._last_line()}); starting it again in {pause_s:g} s"
+            )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -111,5 +114,7 @@ class Child:
         return next((line.get(key) for line in found if line["event"] == event), None)
 
     def _last_line(self) -> str:
+        """What it said last, and rather what it said to people than what it logged."""
         lines = self._log_path.read_text(errors="replace").strip().splitlines()
-        return lines[-1].removeprefix("tokenbus: ") if lines else f"{self.name} said nothing"
+        said = [line.removeprefix(_SAYS) for line in lines if line.startswith(_SAYS)]
+        return (said or lines or [f"{self.name} said nothing"])[-1]

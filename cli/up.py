@@ -69,6 +69,7 @@ class Up:
         self._out.close()
 
     async def _serve(self) -> None:
+        self._out.say(f"starting; logs: {self._log_folder}")
         self._listening = _listen(self._options)
         await self._start_broker()
         self._start_children()
