@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 
 from cli import clients
 from client import Client, Stream
-from protocol import messages, stopping
+from protocol import errors, messages, stopping
 
 _HELP = "Type a message. /new starts over, /undo takes a turn back, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
 
@@ -75,11 +75,16 @@ async def _chat(options: argparse.Namespace, client: Client) -> int:
             case text if text.startswith("/"):
                 print(_HELP, file=sys.stderr)
             case text:
-                status = await _answer(conversation, conversation.ask(client, text))
+                try:
+                    status = await _answer(conversation, conversation.ask(client, text))
+                except errors.RequestError as error:
+                    why = await clients.explained(client, options.model, error.error)
+                    status = clients.complain(clients.sentence(why))
     return status
 
 
 async def _answer(conversation: Conversation, stream: Stream) -> int:
+    """Raises RequestError where there is none."""
     texts: list[str] = []
     with _interrupting(stream):
         async for chunk in stream:
@@ -88,9 +93,9 @@ async def _answer(conversation: Conversation, stream: Stream) -> int:
             sys.stdout.flush()
             if chunk.finish_reason is not None:
                 print(flush=True)
-                clients.print_end(chunk)
                 conversation.answered("".join(texts), failed=bool(chunk.error))
-                return int(bool(chunk.error))
+                clients.print_end(chunk)
+                return 0
     raise AssertionError("a stream ends with a terminal")
 
 
@@ -106,10 +111,10 @@ async def _lines(prompt: str) -> AsyncIterator[str]:
     while True:
         if prompt:
             print(prompt, end="", file=sys.stderr, flush=True)
-        line = await asyncio.to_thread(sys.stdin.readline)
+        line = await asyncio.to_thread(sys.stdin.buffer.readline)
         if not line:
             return
-        yield line
+        yield clients.utf8(line, "the line")
 
 
 def _turn(role: str, text: str) -> messages.ChatMessage:

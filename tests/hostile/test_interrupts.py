@@ -34,10 +34,10 @@ COMMANDS = {
     "wire-check": ("wire-check", *MODEL),
     "doctor": ("doctor",),
     "models": ("models",),
-    "replay": ("replay", "conversation", "--jobs", "2"),
+    "replay": ("replay", "conversations", "--jobs", "2"),
     "no broker": ("router", "--nats", "nats://127.0.0.1:1"),
 }
-SHORT = ("up", "worker", "gateway", "generate", "top", "no broker")
+SHORT = ("up", "worker", "generate")
 
 
 @pytest.fixture(scope="module")

@@ -48,8 +48,8 @@ def test_an_error_is_one_line_and_a_status(url: str) -> None:
     done = tokenbus(url, "generate", "--model", "nobody", "hello")
     assert done.returncode == 1
     assert done.stderr.splitlines() in (
-        ["tokenbus: no_worker: nothing serves 'nobody' now"],
-        ["tokenbus: model_not_found: no worker has ever served 'nobody'"],
+        ["tokenbus: no_worker: nothing serves 'nobody' now; what is served: demo"],
+        ["tokenbus: model_not_found: no worker has ever served 'nobody'; what is served: demo"],
     )
 
 
@@ -160,6 +160,7 @@ def test_chat_with_a_model_that_nobody_serves_says_so(url: str) -> None:
     done = tokenbus(url, "chat", "--model", "nobody", stdin="hello\n")
     assert done.returncode == 1
     assert "no_worker" in done.stderr or "model_not_found" in done.stderr  # by how long the router has run
+    assert "what is served: demo" in done.stderr
 
 
 def test_top_shows_each_worker_once(url: str) -> None:
@@ -168,3 +169,17 @@ def test_top_shows_each_worker_once(url: str) -> None:
     assert (row["worker_id"], row["model"], row["state"], row["running"]) == ("worker-1", "demo", "ready", 0)
     assert row["total_blocks"] > 0
     assert other["worker_id"] == "worker-2"
+
+
+def test_input_that_is_not_utf_8_is_refused_in_a_line(url: str) -> None:
+    for arguments, what in (
+        (("generate", "--model", "demo", "-"), "standard input"),
+        (("embed", "--model", "demo", "-"), "standard input"),
+        (("chat", "--model", "demo"), "the line"),
+    ):
+        environment = os.environ | {"TOKENBUS_NATS": url}
+        done = subprocess.run(
+            command(*arguments), env=environment, input=b"a\xff\n", capture_output=True, timeout=60, check=False
+        )
+        said = f"tokenbus: {what} is not UTF-8: byte 2 of it is 0xff\n".encode()
+        assert (done.returncode, done.stdout, done.stderr) == (1, b"", said)

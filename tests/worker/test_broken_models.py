@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from llama_cpp import llama_cpp as llama
 
+from bench import random_model
+from bench.shape import Shape
 from protocol import errors, internal
 from protocol.messages import ChatMessage
 from tests.support import broken_models
@@ -78,3 +80,14 @@ def test_a_batch_may_be_as_large_as_the_memory_that_llama_cpp_makes(kv_tokens: i
     assert llama.llama_n_batch(made) == llama.llama_n_ctx(made) >= kv_tokens
     llama.llama_free(made)
     model.close()
+
+
+@pytest.mark.parametrize("setting", ["cache_type_k", "cache_type_v"])
+def test_a_cache_type_that_does_not_fit_the_model_s_heads_is_refused_with_advice_that_helps(
+    tmp_path: Path, setting: str
+) -> None:
+    path = tmp_path / "narrow.gguf"
+    random_model.write(path, Shape(layers=1, width=64, feed_forward=64, heads=4, kv_heads=2, vocab=600, context=512))
+    with pytest.raises(ModelError, match=r"block size 32 does not divide .* pass f16"):
+        GgufRunner(EngineSettings(model=str(path), threads=1, **{setting: "q8_0"}), lambda _: None)
+    GgufRunner(EngineSettings(model=str(path), threads=1, **{setting: "f16"}), lambda _: None).close()

@@ -70,8 +70,9 @@ def make(model: llama.llama_model_p, settings: EngineSettings) -> llama.llama_co
     params.no_perf = True
     context: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
     if context is None:
-        raise ModelError(
-            f"no context of {params.n_ctx} tokens could be made: {library.last_error()}; "
-            "pass a smaller --kv-tokens or --context-length"
-        )
+        reason = library.last_error()
+        advice = "a smaller --kv-tokens or --context-length"
+        if "block size" in reason:
+            advice = "f16 or another type that is not quantized as --cache-type-k and --cache-type-v"
+        raise ModelError(f"no context of {params.n_ctx} tokens could be made: {reason}; pass {advice}")
     return context
