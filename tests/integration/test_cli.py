@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import demo
+from tests.support import broken_models
 from tests.support.system import command
 
 
@@ -131,6 +132,16 @@ def test_up_with_a_bad_model_stops_with_one_line(tmp_path: Path, content: bytes 
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"tokenbus: {path}: ")
     assert reason in last
+    assert done.stderr.startswith("starting; logs: ")
+
+
+def test_up_gives_up_a_model_whose_engines_die_and_says_why(tmp_path: Path) -> None:
+    path = broken_models.with_value(tmp_path / "model.gguf", *broken_models.TOO_MANY_BLOCKS)
+    arguments = ("up", "--port", "0", "--json", "--workers", "1", "--no-gateway", "--model", str(path))
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "the engine died 3 times before it could serve" in done.stderr.splitlines()[-1]
+    assert "GGML_ASSERT(hparams.n_layer_all > 0" in done.stderr.splitlines()[-1]
 
 
 def test_up_says_so_when_its_port_is_taken(url: str) -> None:
