@@ -84,7 +84,7 @@ def start(
 ) -> "subprocess.Popen[bytes]":
     with log_path.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "cli.main", *arguments],
+            [sys.executable, "-m", "cli.start", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

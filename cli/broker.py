@@ -73,18 +73,27 @@ async def start(port: int, log_path: Path, config: Path | None = None) -> Broker
             process = subprocess.Popen(  # noqa: ASYNC220  # asyncio's own has no preexec_fn under every loop
                 command, stdout=log, stderr=log, start_new_session=True, preexec_fn=die_with_parent
             )
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if process.poll() is not None:
-                raise BrokerError(
-                    f"nats-server could not listen on 127.0.0.1:{port}: "
-                    "is one running there? pass --port 0 for a free port, or --nats URL to use that one"
-                )
-            if (url := _read_url(Path(folder))) is not None:
-                return Broker(process, url)
-            await asyncio.sleep(0.01)
-        process.kill()
-        raise BrokerError(f"nats-server did not start within {_START_TIMEOUT_S:g} s; its log is {log_path}")
+        try:
+            return Broker(process, await _url_of(process, Path(folder), port, log_path))
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+
+
+async def _url_of(process: "subprocess.Popen[bytes]", folder: Path, port: int, log_path: Path) -> str:
+    """Where a server listens, once it does. Raises BrokerError."""
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise BrokerError(
+                f"nats-server could not listen on 127.0.0.1:{port}: "
+                "is one running there? pass --port 0 for a free port, or --nats URL to use that one"
+            )
+        if (url := _read_url(folder)) is not None:
+            return url
+        await asyncio.sleep(0.01)
+    raise BrokerError(f"nats-server did not start within {_START_TIMEOUT_S:g} s; its log is {log_path}")
 
 
 def _read_url(folder: Path) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 
 from cli import clients
 from client import Client, Stream
-from protocol import messages
+from protocol import errors, messages, stopping
 
 _HELP = "Type a message. /new starts over, /undo takes a turn back, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
 
@@ -75,11 +75,16 @@ async def _chat(options: argparse.Namespace, client: Client) -> int:
             case text if text.startswith("/"):
                 print(_HELP, file=sys.stderr)
             case text:
-                status = await _answer(conversation, conversation.ask(client, text))
+                try:
+                    status = await _answer(conversation, conversation.ask(client, text))
+                except errors.RequestError as error:
+                    why = await clients.explained(client, options.model, error.error)
+                    status = clients.complain(clients.sentence(why))
     return status
 
 
 async def _answer(conversation: Conversation, stream: Stream) -> int:
+    """Raises RequestError where there is none."""
     texts: list[str] = []
     with _interrupting(stream):
         async for chunk in stream:
@@ -88,21 +93,17 @@ async def _answer(conversation: Conversation, stream: Stream) -> int:
             sys.stdout.flush()
             if chunk.finish_reason is not None:
                 print(flush=True)
-                clients.print_end(chunk)
                 conversation.answered("".join(texts), failed=bool(chunk.error))
-                return int(bool(chunk.error))
+                clients.print_end(chunk)
+                return 0
     raise AssertionError("a stream ends with a terminal")
 
 
 @contextlib.contextmanager
 def _interrupting(stream: Stream) -> Iterator[None]:
-    """Ctrl-C stops the answer and not the conversation."""
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, stream.cancel)
-    try:
+    """Ctrl-C stops the answer and not the conversation; a second Ctrl-C ends both."""
+    with stopping.on_stop(stream.cancel, signals=[signal.SIGINT]):
         yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
 
 
 async def _lines(prompt: str) -> AsyncIterator[str]:
@@ -110,10 +111,10 @@ async def _lines(prompt: str) -> AsyncIterator[str]:
     while True:
         if prompt:
             print(prompt, end="", file=sys.stderr, flush=True)
-        line = await asyncio.to_thread(sys.stdin.readline)
+        line = await asyncio.to_thread(sys.stdin.buffer.readline)
         if not line:
             return
-        yield line
+        yield clients.utf8(line, "the line")
 
 
 def _turn(role: str, text: str) -> messages.ChatMessage:

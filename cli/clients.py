@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import signal
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,10 +13,12 @@ from rich.table import Table
 from cli import reach
 from cli.family import EXIT_REFUSED
 from client import Client, Stream
-from protocol import codec, errors, logs, messages
+from protocol import codec, errors, logs, messages, stopping
 from protocol import embed as embed_rules
 
-_CANCELLED = 130
+INTERRUPTED = 130
+_TERMINAL_S = 2.0
+"""How long a stream that was cancelled may take to end."""
 _CONNECT_TIMEOUT_S = 2.0
 ASKED = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "id", "timeout_ms")
 
@@ -56,12 +57,18 @@ def with_client(options: argparse.Namespace, command: Command) -> int:
 
     async def run() -> int:
         async with await Client.connect(tenant=options.tenant, prefix=options.prefix, settings=settings) as client:
-            return await command(options, client)
+            try:
+                return await command(options, client)
+            except errors.RequestError as error:
+                model = getattr(options, "model", None)
+                raise errors.RequestError(await explained(client, model, error.error)) from error
 
     try:
         return asyncio.run(run())
     except BrokenPipeError:
         raise  # whoever reads our output has gone
+    except asyncio.CancelledError:
+        return INTERRUPTED
     except (ConnectionError, ValueError) as error:
         return complain(str(error))
     except errors.RequestError as error:
@@ -70,12 +77,19 @@ def with_client(options: argparse.Namespace, command: Command) -> int:
 
 async def _generate(options: argparse.Namespace, client: Client) -> int:
     stream = client.generate(options.model, **_fields(options))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stream.cancel)
-    return await (_print_messages(stream) if options.json else _print_text(stream))
+    task = asyncio.current_task()
+    assert task is not None
+
+    def stop() -> None:
+        stream.cancel()
+        asyncio.get_running_loop().call_later(_TERMINAL_S, task.cancel)
+
+    with stopping.on_stop(stop):
+        return await (_print_messages(stream) if options.json else _print_text(stream))
 
 
 def _fields(options: argparse.Namespace) -> dict[str, Any]:
-    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    text = utf8(sys.stdin.buffer.read(), "standard input") if options.prompt == "-" else options.prompt
     if not text:
         raise ValueError("the prompt is empty")
     fields = {name: value for name in ASKED if (value := getattr(options, name)) is not None}
@@ -108,10 +122,10 @@ async def _print_text(stream: Stream) -> int:
 
 
 def print_end(terminal: messages.Chunk) -> None:
-    """The line below the answer: on standard error, so that the answer can be piped."""
+    """The line below the answer: on standard error, so that the answer can be piped. Raises RequestError where there is
+    none."""
     if terminal.error:
-        complain(sentence(terminal.error))
-        return
+        raise errors.RequestError(terminal.error)
     usage, timings = terminal.usage, terminal.timings
     counts = f", {usage.prompt_tokens} + {usage.completion_tokens} tokens" if usage else ""
     times = f", first after {timings.ttft_ms:.0f} ms, all in {timings.total_ms:.0f} ms" if timings else ""
@@ -120,12 +134,14 @@ def print_end(terminal: messages.Chunk) -> None:
 
 def _status(reason: messages.FinishReason | None) -> int:
     if reason is messages.FinishReason.CANCELLED:
-        return _CANCELLED
+        return INTERRUPTED
     return 1 if reason in (None, messages.FinishReason.ERROR) else 0
 
 
 async def _embed(options: argparse.Namespace, client: Client) -> int:
-    texts = sys.stdin.read().splitlines() if options.texts == ["-"] else options.texts
+    texts = options.texts
+    if texts == ["-"]:
+        texts = utf8(sys.stdin.buffer.read(), "standard input").splitlines()
     request = messages.EmbedRequest(
         input=list(texts),
         dimensions=options.dimensions,
@@ -176,6 +192,27 @@ async def _cancel(options: argparse.Namespace, client: Client) -> int:
         print(f"{options.request_id} is cancelled")
         return 0
     return complain(f"nobody holds a request {options.request_id}")
+
+
+def utf8(data: bytes, what: str) -> str:
+    """The text. Raises ValueError saying where it is none."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} is not UTF-8: byte {error.start + 1} of it is {data[error.start]:#04x}") from error
+
+
+async def explained(client: Client, model: str | None, error: errors.Error) -> errors.Error:
+    """The error; where the model is not served it says what is."""
+    if model is None or error.code not in (errors.Code.MODEL_NOT_FOUND, errors.Code.NO_WORKER):
+        return error
+    try:
+        names = [served.model for served in (await client.models(timeout_s=2.0)).models]
+    except errors.RequestError:
+        return error
+    if model in names:
+        return error
+    return msgspec.structs.replace(error, message=f"{error.message}; what is served: {', '.join(names) or 'nothing'}")
 
 
 def sentence(error: errors.Error) -> str:

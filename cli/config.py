@@ -10,18 +10,36 @@
 A flag goes before a variable (TOKENBUS_WORKER_MAX_NUM_SEQS), that before the file, and the file before the default."""
 
 import argparse
+import contextlib
+import difflib
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gateway import keys
+from protocol import logs
 from protocol.connection import without_secrets
 
 SECTIONS = ("worker", "router", "gateway")
 """Commands that can be configured; `nats` is for all of them."""
 FILE_VARIABLE = "TOKENBUS_CONFIG"
 _COMMON = "nats"
+_BEGINNING = "TOKENBUS_"
+_OTHER_VARIABLES = (
+    FILE_VARIABLE,
+    logs.LEVEL_VARIABLE,
+    logs.FORMAT_VARIABLE,
+    keys.VARIABLE,
+    "TOKENBUS_NATS_PASSWORD",
+    "TOKENBUS_NATS_TOKEN",
+    "TOKENBUS_CACHE",
+    "TOKENBUS_DEBUG",
+)
+"""Variables that are no flag's."""
+_NEAR = 0.8
+"""How much alike two names of variables are, of 1, before one may be meant to be the other."""
 _SECRETS = ("api-key",)
 """Shown to nobody."""
 _URLS = (_COMMON, "otlp-traces-endpoint")
@@ -40,31 +58,62 @@ class Origin(NamedTuple):
 
 
 def read(path: Path) -> dict[str, _Table]:
-    """The tables of a file. Raises ValueError for one that can't be read, and for a table that is nobody's."""
+    """The tables of a file. Raises ValueError for one that can't be read, and for tables that are nobody's."""
     try:
-        document = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return tomllib.loads(path.read_bytes().decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 (byte {error.start + 1})") from error
+    except (OSError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
-    for name, table in document.items():
-        if name not in (_COMMON, *SECTIONS):
-            raise ValueError(f"{path}: [{name}] is nobody's; there are [{_COMMON}], [{'], ['.join(SECTIONS)}]")
-        if not isinstance(table, dict):
-            raise ValueError(f"{path}: {name} must be a table: [{name}]")
-    return document
+
+
+@contextlib.contextmanager
+def noting(mistakes: list[str]) -> Iterator[None]:
+    """Notes what is raised within it, a line for each mistake, and goes on behind it."""
+    try:
+        yield
+    except ValueError as error:
+        mistakes += [line for line in str(error).splitlines() if line not in mistakes]
+
+
+def raise_all(mistakes: list[str]) -> None:
+    """Raises ValueError with a line for each, if there are any."""
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+
+
+def mistyped(parsers: Mapping[str, argparse.ArgumentParser]) -> Iterator[str]:
+    """A sentence on each variable that is none of these commands', nor of Tokenbus at all, and is nearly one."""
+    known = set(_OTHER_VARIABLES)
+    for section, parser in parsers.items():
+        known |= {variable for name, _ in _settable(parser) for variable in _variables(section, name)}
+    endings = {name.removeprefix(_BEGINNING): name for name in known} | {"NATS_URL": "TOKENBUS_NATS"}
+    for name in sorted(os.environ):
+        if name.startswith(_BEGINNING) and name not in known:
+            for near in difflib.get_close_matches(name.removeprefix(_BEGINNING), endings, 1, _NEAR):
+                yield f"the variable {name} means nothing: is it {endings[near]}?"
 
 
 def apply(parser: argparse.ArgumentParser, section: str, tables: Mapping[str, _Table], where: str) -> dict[str, Origin]:
     """Makes a file's settings, and those in variables, the defaults of a command's parser; returns where each setting
-    that has a flag comes from. Raises ValueError naming a key that is unknown, or has a value that can't be."""
+    that has a flag comes from. Raises ValueError naming keys that are unknown and values that can't be, a line each."""
     actions = dict(_settable(parser))
     found = {name: Origin(action.default, "default", action.default) for name, action in actions.items()}
-    for name, value in _of_file(tables, section, actions, where):
-        found[name] = Origin(_converted(actions[name], value, f"{where}: {name}"), where, value)
+    mistakes: list[str] = []
+    for title, content in tables.items():
+        with noting(mistakes):
+            _check_table(title, content, where)
+    for table, key, value in _of_file(tables, section):
+        with noting(mistakes):
+            name = _name_of(table, key, actions, where)
+            found[name] = Origin(_converted(actions[name], value, f"{where}: {name}"), where, value)
     for name, action in actions.items():
         for variable in _variables(section, name):
             if variable in os.environ:
                 said = os.environ[variable]
-                found[name] = Origin(_converted(action, said, variable), variable, said)
+                with noting(mistakes):
+                    found[name] = Origin(_converted(action, said, variable), variable, said)
+    raise_all(mistakes)
     for name, origin in found.items():
         if origin.source != "default":
             parser.set_defaults(**{actions[name].dest: None if _is_list(actions[name]) else origin.value})
@@ -99,16 +148,30 @@ def _settable(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.A
             yield long.removeprefix("--"), action
 
 
-def _of_file(
-    tables: Mapping[str, _Table], section: str, actions: Mapping[str, argparse.Action], where: str
-) -> Iterator[tuple[str, object]]:
-    for table, prefix in ((tables.get(_COMMON, {}), f"{_COMMON}-"), (tables.get(section, {}), "")):
-        for key, value in table.items():
-            name = _COMMON if (prefix, key) == (f"{_COMMON}-", "url") else prefix + key
-            if name not in actions:
-                known = ", ".join(sorted(one.removeprefix(prefix) for one in actions if one.startswith(prefix)))
-                raise ValueError(f"{where}: {key} is no setting of [{prefix[:-1] or section}]; it has {known}")
-            yield name, value
+def _check_table(name: str, table: object, where: str) -> None:
+    """Raises ValueError for a table that is nobody's."""
+    if name not in (_COMMON, *SECTIONS):
+        raise ValueError(f"{where}: [{name}] is nobody's; there are [{_COMMON}], [{'], ['.join(SECTIONS)}]")
+    if not isinstance(table, dict):
+        raise ValueError(f"{where}: {name} must be a table: [{name}]")
+
+
+def _of_file(tables: Mapping[str, _Table], section: str) -> Iterator[tuple[str, str, object]]:
+    """Table, key and value of each setting of a command."""
+    for table in (_COMMON, section):
+        values = tables.get(table, {})
+        for key, value in values.items() if isinstance(values, dict) else ():
+            yield table, key, value
+
+
+def _name_of(table: str, key: str, actions: Mapping[str, argparse.Action], where: str) -> str:
+    """The setting's name, as its flag has it. Raises ValueError for a key that is unknown."""
+    prefix = f"{_COMMON}-" if table == _COMMON else ""
+    name = _COMMON if (table, key) == (_COMMON, "url") else prefix + key
+    if name not in actions:
+        known = ", ".join(sorted(one.removeprefix(prefix) for one in actions if one.startswith(prefix)))
+        raise ValueError(f"{where}: {key} is no setting of [{table}]; it has {known}")
+    return name
 
 
 def _converted(action: argparse.Action, value: object, what: str) -> object:
@@ -134,6 +197,11 @@ def _typed(action: argparse.Action, value: object, what: str) -> object:
         raise ValueError(f"{what} must be a {_KINDS.get(action.type, 'value of its kind')}, got {value!r}") from error
 
 
+def api_keys() -> list[str]:
+    """The pairs, as `key=tenant`, in the gateway's variable."""
+    return [pair for pair in os.environ.get(keys.VARIABLE, "").split(",") if pair.strip()]
+
+
 def show(section: str, settings: Mapping[str, Origin]) -> str:
     """A command's settings as a file would say them, and where each comes from."""
     lines = [f"[{section}]"]
@@ -142,6 +210,8 @@ def show(section: str, settings: Mapping[str, Origin]) -> str:
         if said and name in _SECRETS:
             text = '["..."]'
         lines.append(f"{name} = {text}  # {source}" if text else f"# {name} is not set")
+    if section == "gateway" and (pairs := api_keys()):
+        lines.append(f"# {len(pairs)} more of api-key are in the variable {keys.VARIABLE}")
     return "\n".join(lines)
 
 

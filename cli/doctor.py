@@ -15,10 +15,14 @@ from typing import NamedTuple
 from cli import reach
 from client import Client
 from protocol import connection as nats
-from protocol import errors, logs, messages
+from protocol import errors, logs, messages, prompt
+from worker import contract
 from worker.engine import weights
 from worker.engine.onnx import files
 from worker.engine.runner import ModelError
+from worker.engine.settings import EngineSettings
+from worker.front.engine import ChildEngine
+from worker.front.link import EngineDiedError, EngineProcess
 
 _CONNECT_TIMEOUT_S = 3.0
 _LEAST_PAYLOAD = 1 << 20
@@ -55,7 +59,11 @@ async def _everything(options: argparse.Namespace) -> AsyncIterator[Finding]:
     for finding in (*_machine(), *_ports(options.ports)):
         yield finding
     for model in options.model:
-        yield _model(model)
+        finding = _model(model)
+        yield finding
+        if finding.mark == "ok":
+            async for tried in _tried(model):
+                yield tried
     async for finding in _broker(options):
         yield finding
 
@@ -104,6 +112,34 @@ def _model(model: str) -> Finding:
         return Finding("bad", f"model {model}", str(error))
     size, beside = found.weights.stat().st_size, ", ".join(found.sidecars) or "nothing"
     return Finding("ok", f"model {found.weights} ({size / 1e6:,.1f} MB), beside it {beside}")
+
+
+async def _tried(model: str) -> AsyncIterator[Finding]:
+    """Whether an engine can serve it: one is started, as a worker would start it."""
+    process = EngineProcess({logs.LEVEL_VARIABLE: "error"})
+    engine = ChildEngine(lambda: process.open(EngineSettings(model=model)), max_waiting=0)
+    try:
+        config = await engine.start("doctor")
+    except (contract.EngineStartError, EngineDiedError) as error:
+        how = await engine.close()
+        yield Finding("bad", f"no engine can serve {model}", how if isinstance(error, EngineDiedError) else str(error))
+        return
+    await engine.close()
+    yield Finding("ok", f"an engine serves it: {config.engine_version}, contexts of {config.context_length} tokens")
+    if "generate" in config.features:
+        yield await asyncio.to_thread(_chats, config, engine.tokenizer_bundle())
+
+
+def _chats(config: contract.EngineConfig, packed: bytes | None) -> Finding:
+    """Whether conversations can be served."""
+    builder = prompt.builder_of(prompt.unpack(packed)) if packed is not None else None
+    if builder is not None:
+        builder.start()
+        builder.close()
+    if "chat" in config.features and (builder is None or builder.can_chat):
+        return Finding("ok", "its chat template can be used")
+    why = builder.why_no_chat if builder is not None else "its chat template is missing or malformed"
+    return Finding("note", f"messages are refused, prompts served: {why}", "give the model a chat template that works")
 
 
 async def _broker(options: argparse.Namespace) -> AsyncIterator[Finding]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from cli.parent import die_with_parent
 EXIT_REFUSED = 2
 """Exit status of a process whose settings or model are wrong: starting it again won't help."""
 
+_SAYS = "tokenbus: "
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 _HEALTHY_AFTER_S = 30.0
@@ -61,7 +63,9 @@ class Child:
             if status == EXIT_REFUSED:
                 raise RefusedError(self._last_line())
             pause_s = _FIRST_PAUSE_S if time.monotonic() - began > _HEALTHY_AFTER_S else pause_s
-            self._say(f"{self.name} ended with status {status}; starting it again in {pause_s:g} s")
+            self._say(
+                f"{self.name} ended with status {status} ({self._last_line()}); starting it again in {pause_s:g} s"
+            )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -70,6 +74,11 @@ class Child:
         if self.pid is not None:
             assert self._process is not None
             self._process.terminate()
+
+    def kill(self) -> None:
+        """Ends it at once, and with it all that it has started."""
+        if self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)
 
     async def gone(self, timeout_s: float) -> None:
         """Waits for its end, and brings it about after that time."""
@@ -87,7 +96,7 @@ class Child:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "cli.main",
+                "cli.start",
                 *self._arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
@@ -105,5 +114,7 @@ class Child:
         return next((line.get(key) for line in found if line["event"] == event), None)
 
     def _last_line(self) -> str:
+        """What it said last, and rather what it said to people than what it logged."""
         lines = self._log_path.read_text(errors="replace").strip().splitlines()
-        return lines[-1].removeprefix("tokenbus: ") if lines else f"{self.name} said nothing"
+        said = [line.removeprefix(_SAYS) for line in lines if line.startswith(_SAYS)]
+        return (said or lines or [f"{self.name} said nothing"])[-1]

@@ -1,9 +1,8 @@
 """`tokenbus gateway`: the flags of one gateway, and the settings that they make."""
 
 import argparse
-import os
 
-from cli import kinds, reach
+from cli import config, kinds, reach
 from gateway import keys
 from gateway.settings import GatewaySettings
 from protocol import status
@@ -21,7 +20,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=TENANT",
-        help=f"who may ask, and on whose behalf; may be repeated; better in {keys.VARIABLE}, parted by commas",
+        help=f"who may ask, and on whose behalf; may be repeated; better in {keys.VARIABLE}, comma-separated",
     )
     parser.add_argument(
         "--tenant-inbox",
@@ -75,7 +74,6 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
         raise ValueError(f"--max-connections-per-address must be at least 0, got {options.max_connections_per_address}")
     if not 0 <= options.grace_s <= 86_400:
         raise ValueError(f"--grace-s must be 0 to 86400, got {options.grace_s:g}")
-    pairs = [pair for pair in os.environ.get(keys.VARIABLE, "").split(",") if pair.strip()]
     return GatewaySettings(
         broker=reach.settings_of(options),
         prefix=options.prefix,
@@ -84,7 +82,7 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
         fd=options.fd,
         tenant=options.tenant,
         tenant_inbox=options.tenant_inbox,
-        keys=keys.Keys(pairs + options.api_key, open_to=options.tenant),
+        keys=keys.Keys(config.api_keys() + options.api_key, open_to=options.tenant),
         max_requests=options.max_requests,
         max_connections_per_address=options.max_connections_per_address,
         status_page=status.Settings(options.metrics_host, options.metrics_port),

@@ -5,7 +5,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from cli import config
@@ -35,22 +35,37 @@ _COMMANDS = {
 
 def main() -> None:
     try:
+        _check_arguments(sys.argv[1:])
         options = _options(sys.argv[1:])
     except ValueError as error:
-        print(f"tokenbus: {error}", file=sys.stderr)
+        _complain(error)
         sys.exit(EXIT_REFUSED)
     try:
         sys.exit(options.run(options))
-    except KeyboardInterrupt:
-        sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
+def _complain(error: ValueError) -> None:
+    """A line for each mistake."""
+    for line in str(error).splitlines():
+        print(f"tokenbus: {line}", file=sys.stderr)
+
+
+def _check_arguments(arguments: list[str]) -> None:
+    """Raises ValueError for bytes that no message could carry."""
+    for number, argument in enumerate(arguments, 1):
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"argument {number} is not UTF-8: {argument!r}") from error
+
+
 def _options(arguments: list[str]) -> argparse.Namespace:
     """What the command line says, and, of a server process, its variables and its file. Raises ValueError."""
     parser, commands = _parser(arguments[:1])
+    _warn_of_variables(arguments, commands)
     if not arguments or arguments[0] not in config.SECTIONS:
         return parser.parse_args(arguments)
     command = commands[arguments[0]]
@@ -78,20 +93,35 @@ def _config(options: argparse.Namespace) -> int:
     """Checks a file, or shows what a process would be given."""
     sections = [options.section] if options.section else list(config.SECTIONS)
     _, commands = _parser(sections)
+    where = str(options.file or "")
+    mistakes: list[str] = []
+    found = {}
     try:
         tables = config.read(options.file) if options.file else {}
-        found = {name: config.apply(commands[name], name, tables, str(options.file or "")) for name in sections}
-        if options.do == "check":
-            for name in [options.section] if options.section else [name for name in sections if name in tables]:
-                _try(name, str(options.file or ""))
+        for name in sections:
+            with config.noting(mistakes):
+                found[name] = config.apply(commands[name], name, tables, where)
+                if options.do == "check" and (options.section or name in tables):
+                    _try(name, where)
+        config.raise_all(mistakes)
     except ValueError as error:
-        print(f"tokenbus: {error}", file=sys.stderr)
+        _complain(error)
         return EXIT_REFUSED
     if options.do == "show":
         print("\n\n".join(config.show(name, settings) for name, settings in found.items()))
     else:
         print(f"{options.file or 'no file'}: every setting is known and can be")
     return 0
+
+
+def _warn_of_variables(arguments: list[str], commands: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Says which variables are nobody's but look like somebody's: those of servers where a server is started."""
+    asked = arguments[0] if arguments and arguments[0] in commands else ""
+    serves = asked in (*config.SECTIONS, "up", "config")
+    parsers = _parser(config.SECTIONS)[1] if serves else commands
+    names = config.SECTIONS if serves else [asked] if asked else []
+    for line in config.mistyped({name: parsers[name] for name in names}):
+        print(f"tokenbus: {line}", file=sys.stderr)
 
 
 def _try(command: str, path: str) -> None:
@@ -110,6 +140,7 @@ def _parser(
     parser = argparse.ArgumentParser(
         prog="tokenbus", description="LLM inference workers behind a NATS broker.", allow_abbrev=False
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text)
@@ -129,6 +160,16 @@ def _parser(
     return parser, dict(commands.choices)
 
 
+class _Version(argparse.Action):
+    """Looks the version up when it is asked for: that takes a while."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
+        import importlib.metadata
+
+        print(f"tokenbus {importlib.metadata.version('tokenbus')}")
+        parser.exit()
+
+
 def _add_flags(name: str, parser: argparse.ArgumentParser) -> None:
     """Imports the code of a command, and of those like it: half a second that the others need not wait for."""
     match name:
@@ -144,7 +185,3 @@ def _add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             from cli import askers
 
             askers.FLAGS[name](parser)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,7 @@
 """Binds a child process to the life of its parent, so that a killed `up` leaves nothing running."""
 
 import ctypes
+import os
 import signal
 import sys
 
@@ -14,3 +15,10 @@ def die_with_parent() -> None:
     The kernel binds it to the forking thread, so the parent must start it from its main thread. Linux only."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def die_with(parent: int) -> None:
+    """The same for a child that has been started already, by the main thread of that process."""
+    die_with_parent()
+    if os.getppid() != parent:  # it ended before it could be bound to
+        os._exit(1)

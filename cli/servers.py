@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from cli import gateway, kinds, reach, up, worker
 from cli.family import EXIT_REFUSED
 from cli.reread import Reread
-from protocol import logs, slow, status, subjects
+from protocol import logs, slow, status, stopping, subjects
 from router import serve as router
 from router.allowance import TenantLimits
 from router.journal import JournalSettings
@@ -223,6 +223,8 @@ def _run(
     except ConnectionError as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return 1
+    except stopping.StoppedError:
+        pass
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Where `tokenbus` begins: an early Ctrl-C ends it without a word, whatever it is importing."""
+"""Where `tokenbus` begins: Ctrl-C ends it without a word, until a command has something to put in order first."""
 
 import signal
 import sys
@@ -12,5 +12,8 @@ def main() -> None:
         sys.exit(health.main(sys.argv[2:]))
     from cli import main
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     main.main()
+
+
+if __name__ == "__main__":
+    main()

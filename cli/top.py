@@ -13,12 +13,14 @@ from rich.table import Table
 
 from cli import clients
 from client import Client
-from protocol import errors, messages, subjects
+from protocol import errors, messages, stopping, subjects
 
-_COLUMNS = (
-    *("worker", "model", "state", "run", "wait", "prefill", "tok/s", "KV used", "cached"),
-    *("indexed", "hits", "events", "step ms"),
+_BY_IMPORTANCE = (
+    *("worker", "state", "run", "tok/s", "wait", "KV used", "hits", "model", "cached", "prefill"),
+    *("step ms", "events", "indexed"),
 )
+"""Where there is no room for all columns the first of these stay."""
+_GAP = 2
 _WIDTH = 120
 
 
@@ -87,28 +89,48 @@ def rows_of(reply: messages.ModelsReply, rates: Rates, now: float) -> list[Row]:
     return rows
 
 
-def table_of(rows: list[Row], router: messages.RouterView | None = None) -> Table:
-    table = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in table.columns[:3]:
-        column.no_wrap = True
-    for row in rows:
-        table.add_row(
-            row.worker_id,
-            row.model,
-            row.state,
-            f"{row.running}/{row.max_num_seqs}",
-            str(row.waiting),
-            str(row.queued_prefill_tokens),
-            f"{row.tokens_per_s:.0f}",
-            f"{row.used_blocks}/{row.total_blocks}",
-            str(row.cached_blocks),
-            str(row.indexed_blocks),
-            f"{row.hit_rate:.0%}",
-            f"{row.events} -{row.lost_events}" if row.lost_events else row.events,
-            f"{row.step_age_ms:.0f}",
-        )
+def table_of(rows: list[Row], router: messages.RouterView | None = None, width: int = _WIDTH) -> Table:
+    """The workers, in as many columns as fit that width."""
+    cells = [_cells(row) for row in rows]
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+    shown = _fitting(cells, width)
+    for name in shown:
+        table.add_column(name, no_wrap=True)
+    for row in cells:
+        table.add_row(*(row[name] for name in shown))
     table.caption = "\n".join(_caption(rows, router))
     return table
+
+
+def _cells(row: Row) -> dict[str, str]:
+    """By column, from left to right."""
+    return {
+        "worker": row.worker_id,
+        "model": row.model,
+        "state": row.state,
+        "run": f"{row.running}/{row.max_num_seqs}",
+        "wait": str(row.waiting),
+        "prefill": str(row.queued_prefill_tokens),
+        "tok/s": f"{row.tokens_per_s:.0f}",
+        "KV used": f"{row.used_blocks}/{row.total_blocks}",
+        "cached": str(row.cached_blocks),
+        "indexed": str(row.indexed_blocks),
+        "hits": f"{row.hit_rate:.0%}",
+        "events": f"{row.events} -{row.lost_events}" if row.lost_events else row.events,
+        "step ms": f"{row.step_age_ms:.0f}",
+    }
+
+
+def _fitting(cells: list[dict[str, str]], width: int) -> list[str]:
+    """The columns that have room, from left to right; the workers' names are always shown."""
+    chosen: set[str] = set()
+    left = width + _GAP
+    for name in _BY_IMPORTANCE:
+        needed = max(len(text) for text in (name, *(row[name] for row in cells))) + _GAP
+        if needed <= left or not chosen:
+            chosen.add(name)
+            left -= needed
+    return [name for name in cells[0] if name in chosen] if cells else ["worker"]
 
 
 def _caption(rows: list[Row], router: messages.RouterView | None) -> Iterator[str]:
@@ -139,16 +161,18 @@ async def _top(options: argparse.Namespace, client: Client) -> int:
     await asyncio.sleep(options.every_s)
     if options.once or options.json:
         return _show_once(await client.models(), rates, as_json=options.json)
-    with Live(auto_refresh=False, screen=True) as live:
+    task = asyncio.current_task()
+    assert task is not None
+    with Live(auto_refresh=False, screen=True) as live, stopping.on_stop(task.cancel, live.stop):
         while True:
-            live.update(await _look(client, rates), refresh=True)
+            live.update(await _look(client, rates, live.console.width), refresh=True)
             await asyncio.sleep(options.every_s)
 
 
-async def _look(client: Client, rates: Rates) -> Table | str:
+async def _look(client: Client, rates: Rates, width: int) -> Table | str:
     try:
         reply = await client.models(timeout_s=2.0)
-        return table_of(rows_of(reply, rates, time.monotonic()), reply.router or None)
+        return table_of(rows_of(reply, rates, time.monotonic()), reply.router or None, width)
     except errors.RequestError as error:
         return f"no router answers: {error.error.message}"
 
@@ -158,7 +182,7 @@ def _show_once(reply: messages.ModelsReply, rates: Rates, *, as_json: bool) -> i
     if as_json:
         print(json.dumps([row._asdict() for row in rows]))
     else:
-        console = Console()
-        shown = table_of(rows, reply.router or None) if rows else "no model is being served"
-        Console(width=max(_WIDTH, console.width)).print(shown)
+        width = max(_WIDTH, Console().width)
+        shown = table_of(rows, reply.router or None, width) if rows else "no model is being served"
+        Console(width=width).print(shown)
     return 0

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from client import Client
 from demo import MODEL_PATH, ONNX_PATH
 from gateway import listen
 from protocol import connection as nats
-from protocol import errors, logs, messages
+from protocol import errors, logs, messages, stopping
 from worker.engine import weights
 
 _READY_TIMEOUT_S = 600.0
@@ -52,26 +51,25 @@ class Up:
     async def run(self) -> None:
         """Until SIGINT or SIGTERM. Raises BrokerError, RefusedError and ConnectionError."""
         leave = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, leave.set)
-        left = asyncio.create_task(leave.wait())
-        serving = asyncio.create_task(self._serve())
-        try:
-            await asyncio.wait([left, serving], return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                serving.result()
-        finally:
-            left.cancel()
-            serving.cancel()
-            await asyncio.gather(left, serving, return_exceptions=True)
-            if self._serves:
-                self._out.say("stopping: running requests have up to 10 s to finish; Ctrl-C again to stop at once")
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
-            await self._stop()
+        with stopping.on_stop(leave.set, self._end_at_once):
+            try:
+                await stopping.unless(leave, self._serve())
+            except stopping.StoppedError:
+                pass
+            finally:
+                if self._serves:
+                    self._out.say("stopping: running requests have up to 10 s to finish; Ctrl-C again to stop at once")
+                await self._stop()
+
+    def _end_at_once(self) -> None:
+        for child in self._children:
+            child.kill()
+        if self._broker is not None:
+            self._broker.kill()
+        self._out.close()
 
     async def _serve(self) -> None:
+        self._out.say(f"starting; logs: {self._log_folder}")
         self._listening = _listen(self._options)
         await self._start_broker()
         self._start_children()
@@ -207,6 +205,4 @@ def run(options: argparse.Namespace) -> int:
     except (broker.BrokerError, RefusedError, ConnectionError) as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0

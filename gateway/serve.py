@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 from collections.abc import Callable
 
@@ -20,7 +19,7 @@ from gateway.pages import Pages
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from protocol import connection as nats
-from protocol import http_server, metrics, reload, status, traces
+from protocol import http_server, metrics, reload, status, stopping, traces
 from protocol.bus import Bus
 from protocol.http_connections import Bounds
 
@@ -31,15 +30,14 @@ _AFTER_GRACE_S = 3
 async def serve(settings: GatewaySettings, again: Callable[[], GatewaySettings]) -> None:
     """Runs a gateway until SIGTERM or SIGINT; `again` reads its settings anew.
 
-    Raises ConnectionError when there is no broker, TakenError when it can't listen."""
+    Raises ConnectionError when there is no broker, TakenError when it can't listen, and StoppedError when a signal
+    comes before it has found a broker."""
     leave = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, leave.set)
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(stopping.on_stop(leave.set))
         listening = stack.enter_context(contextlib.closing(_socket(settings)))
         allowed = listen.allow_connections()
-        connection = await nats.connect(settings.broker, name="gateway")
+        connection = await stopping.unless(leave, nats.connect(settings.broker, name="gateway"))
         stack.push_async_callback(connection.close)
         door = Door(settings.max_requests)
         measured = GatewayMetrics()

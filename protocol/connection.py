@@ -13,6 +13,7 @@ nats-py leaves some edges open (versions and measurements: docs/decisions/0004-n
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import re
 import secrets
 import socket
@@ -30,6 +31,7 @@ from nats.protocol import command
 
 from protocol import bus, clock, handshake, limits
 from protocol.bus import BadSubjectError, BusyError, NoRespondersError, PayloadTooLargeError
+from protocol.cancels import CancelsKept
 from protocol.credentials import Credentials, is_readable_by_all
 from protocol.handshake import RefusedError
 from protocol.tls import Tls
@@ -300,7 +302,7 @@ class Connection:
     async def unsubscribe(self, subscription: bus.Subscription) -> None:
         """Ends a subscription after the messages that the broker has already sent for it."""
         assert isinstance(subscription, Subscription)
-        with contextlib.suppress(nats.errors.Error, TimeoutError):
+        with contextlib.suppress(nats.errors.Error, TimeoutError), CancelsKept():
             await subscription.drain()  # type: ignore[no-untyped-call]
         self._client.callbacks.pop(subscription._id, None)
 
@@ -311,7 +313,8 @@ class Connection:
         if len(payload) + limits.MESSAGE_RESERVE_BYTES > self.max_payload:
             raise PayloadTooLargeError(f"{len(payload)} bytes do not fit the broker's {self.max_payload}")
         try:
-            return await self._client.request(subject, payload, timeout=timeout_s, headers=headers or None)
+            with CancelsKept():
+                return await self._client.request(subject, payload, timeout=timeout_s, headers=headers or None)
         except nats.errors.NoRespondersError as error:
             raise NoRespondersError(subject) from error
         except nats.errors.TimeoutError as error:
@@ -326,7 +329,8 @@ class Connection:
         if self._client.is_deaf:
             raise ConnectionError("the connection has stopped reading or writing")
         try:
-            await self._client.flush(timeout=cast(int, timeout_s))
+            with CancelsKept():
+                await self._client.flush(timeout=cast(int, timeout_s))
         except nats.errors.FlushTimeoutError as error:
             raise TimeoutError(f"the broker did not answer within {timeout_s} s") from error
         except nats.errors.Error as error:
@@ -351,7 +355,8 @@ class Connection:
             with contextlib.suppress(TimeoutError, ConnectionError):
                 await self.flush(timeout_s=2.0)
         self._client.drop_pending()
-        await self._client.close()
+        with CancelsKept():
+            await self._client.close()
 
 
 async def connect(settings: Settings, name: str) -> Connection:
@@ -368,25 +373,28 @@ async def connect(settings: Settings, name: str) -> Connection:
     told = _Told(connection, client, log)
     try:
         async with asyncio.timeout(settings.connect_timeout_s):
-            await client.connect(
-                settings.url,
-                name=name,
-                error_cb=_raise_refusals,
-                disconnected_cb=told.disconnected,
-                reconnected_cb=told.reconnected,
-                closed_cb=told.closed,
-                pending_size=settings.max_pending_bytes,
-                inbox_prefix=settings.inbox_prefix,
-                user=settings.credentials.user or None,
-                password=settings.credentials.password or None,
-                token=settings.credentials.token or None,
-                **_HARDENED,
-            )
-    except (TimeoutError, OSError, nats.errors.Error) as error:
+            with CancelsKept() as kept:
+                await client.connect(
+                    settings.url,
+                    name=name,
+                    error_cb=functools.partial(_raise_refusals, kept),
+                    disconnected_cb=told.disconnected,
+                    reconnected_cb=told.reconnected,
+                    closed_cb=told.closed,
+                    pending_size=settings.max_pending_bytes,
+                    inbox_prefix=settings.inbox_prefix,
+                    user=settings.credentials.user or None,
+                    password=settings.credentials.password or None,
+                    token=settings.credentials.token or None,
+                    **_HARDENED,
+                )
+    except BaseException as error:
         connection.is_closing = True
         with contextlib.suppress(Exception):  # whatever a half-made client raises, the reason is already known
             await client.close()
-        raise unreached(settings, error, str(client.last_error or "no answer")) from error
+        if isinstance(error, TimeoutError | OSError | nats.errors.Error):
+            raise unreached(settings, error, str(client.last_error or "no answer")) from error
+        raise
     client._error_cb = told.error
     return connection
 
@@ -443,8 +451,10 @@ async def _never(message: Msg) -> None:
     """nats-py wants a coroutine for each subscription; ours are called directly."""
 
 
-async def _raise_refusals(error: Exception) -> None:
-    """While the first connect is being tried its failures are reported once, by `connect`; a refusal ends it."""
+async def _raise_refusals(kept: CancelsKept, error: Exception) -> None:
+    """While the first connect is being tried its failures are reported once, by `connect`; a refusal or a cancel ends
+    it."""
+    kept.check()
     if isinstance(error, RefusedError):
         raise error
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import structlog
 import xxhash
 from tokenizers import Tokenizer
 
@@ -34,22 +35,21 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
 class PromptBuilder:
     """Turns texts and conversations into token ids. Safe to use from several threads, of which one renders at a time.
 
-    Raises ValueError for a template that is too large or no template. A conversation is rendered in a process of its
-    own, which is started when it is needed."""
+    A conversation is rendered in a process of its own, which is started when it is needed. Of a model whose template is
+    too large or malformed conversations are refused, and texts are as good as any."""
 
     def __init__(self, rules: PromptRules, encode: Callable[[str], list[int]]) -> None:
         self.rules = rules
         self._encode = encode
         self._renderer: Renderer | None = None
+        self.why_no_chat = "the model has no chat template"
         if rules.chat_template:
-            template.check(rules.chat_template)
-            setup = Setup(
-                source=rules.chat_template,
-                special_tokens=rules.special_tokens,
-                bos_token=rules.bos_token,
-                eos_token=rules.eos_token,
-            )
-            self._renderer = Renderer(setup)
+            try:
+                template.check(rules.chat_template)
+            except ValueError as error:
+                self._refuse(error)
+            else:
+                self._renderer = _renderer_of(rules.chat_template, rules)
 
     def __repr__(self) -> str:
         return f"<PromptBuilder of {self.rules.vocab_size} tokens>"
@@ -62,23 +62,37 @@ class PromptBuilder:
         """The ids of a conversation by the model's template. Raises RequestError."""
         if self._renderer is None:
             raise errors.request_error(
-                errors.Code.UNSUPPORTED, "the model has no chat template: send prompt or token_ids", param="messages"
+                errors.Code.UNSUPPORTED, f"{self.why_no_chat}: send prompt or token_ids", param="messages"
             )
         ids: list[int] = []
         for piece in self._renderer.render(conversation, arguments):
             ids.extend([piece] if isinstance(piece, int) else self._encode(piece))
         return self.begun(ids)
 
+    @property
+    def can_chat(self) -> bool:
+        """Whether conversations are not all refused."""
+        return self._renderer is not None
+
     def start(self) -> None:
-        """Has at hand what it needs, so that the first conversation takes no longer than others. Raises ValueError for
-        a template that is malformed."""
+        """Has at hand what it needs, so that the first conversation takes no longer than others. Raises OSError where
+        there can be no process now."""
         if self._renderer is not None:
-            self._renderer.start()
+            try:
+                self._renderer.start()
+            except ValueError as error:
+                self._refuse(error)
 
     def close(self) -> None:
         """Ends the process that renders."""
         if self._renderer is not None:
             self._renderer.close()
+
+    def _refuse(self, error: ValueError) -> None:
+        """Has conversations refused from now on, which that says why."""
+        self._renderer = None
+        self.why_no_chat = str(error)
+        structlog.get_logger().warning("chat_template_refused", error=str(error))
 
     def begun(self, ids: list[int]) -> list[int]:
         """With BOS before them, where the model wants one and they have none."""
@@ -86,6 +100,12 @@ class PromptBuilder:
         if self.rules.add_bos and bos is not None and ids[:1] != [bos]:
             return [bos, *ids]
         return ids
+
+
+def _renderer_of(source: str, rules: PromptRules) -> Renderer:
+    return Renderer(
+        Setup(source=source, special_tokens=rules.special_tokens, bos_token=rules.bos_token, eos_token=rules.eos_token)
+    )
 
 
 def encoder_of(tokenizer_json: str) -> Callable[[str], list[int]]:
@@ -103,7 +123,7 @@ def encoder_of(tokenizer_json: str) -> Callable[[str], list[int]]:
 
 
 def builder_of(bundle: TokenizerBundle) -> PromptBuilder:
-    """Raises ValueError for a malformed tokenizer or template."""
+    """Raises ValueError for a malformed tokenizer."""
     return PromptBuilder(bundle.rules, encoder_of(bundle.tokenizer_json))
 
 
@@ -137,6 +157,11 @@ def from_parts(parts: list[internal.TokenizerPart], digest: str) -> TokenizerBun
     packed = b"".join(part.data for part in parts)
     if digest_of(packed) != digest:
         raise ValueError("the tokenizer bundle does not have the digest that the card announced")
+    return unpack(packed)
+
+
+def unpack(packed: bytes) -> TokenizerBundle:
+    """Raises ValueError if it is malformed."""
     try:
         return _decoder.decode(packed)
     except msgspec.DecodeError as error:

@@ -2,10 +2,11 @@
 
 import concurrent.futures
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from protocol import stopping
 from replay import sources, traces
 from replay.machine import MachineSettings
 from replay.results import Run, summarize
@@ -61,13 +62,23 @@ def play(settings: ReplaySettings, policy: str) -> Run:
     return summarize(policy, world.outcomes, steps, settings.workers)
 
 
-def play_all(settings: ReplaySettings, policies: Sequence[str], jobs: int) -> list[Run]:
-    """All of them, `jobs` at the same time; what comes out does not depend on that."""
+def play_all(
+    settings: ReplaySettings, policies: Sequence[str], jobs: int, prepare: Callable[[], None] | None = None
+) -> list[Run]:
+    """All of them, `jobs` at the same time; what comes out does not depend on that. `prepare` is called first in each
+    process that plays."""
     if jobs == 1 or len(policies) == 1:
         return [play(settings, policy) for policy in policies]
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        return list(pool.map(play, [settings] * len(policies), policies))
+    with concurrent.futures.ProcessPoolExecutor(jobs, context, prepare) as pool:
+        try:
+            with stopping.deferred():  # the pool's processes inherit that, so that Ctrl-C is for this one alone
+                runs = pool.map(play, [settings] * len(policies), policies)
+            return list(runs)
+        except KeyboardInterrupt:
+            for process in multiprocessing.active_children():
+                process.kill()  # else the pool would wait until they are done
+            raise
 
 
 def _world(settings: ReplaySettings, policy: str) -> WorldSettings:

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import random
 import secrets
-import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from protocol import connection as nats
-from protocol import metrics, reload, status, subjects, traces
+from protocol import metrics, reload, status, stopping, subjects, traces
 from protocol.bus import Bus
 from router.allowance import Allowances, TenantLimits
 from router.answer import Answers
@@ -172,15 +171,13 @@ class Router:
 
 async def serve(settings: RouterSettings, again: Callable[[], RouterSettings]) -> None:
     """Runs a router until SIGTERM or SIGINT; `again` reads its settings anew. Raises ConnectionError when there is no
-    broker."""
+    broker, and StoppedError when a signal comes before it has found one."""
     leave = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, leave.set)
     router_id = settings.router_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     structlog.contextvars.bind_contextvars(router_id=router_id)
     async with contextlib.AsyncExitStack() as stack:
-        connection = await nats.connect(settings.broker, name=f"router {router_id}")
+        stack.enter_context(stopping.on_stop(leave.set))
+        connection = await stopping.unless(leave, nats.connect(settings.broker, name=f"router {router_id}"))
         stack.push_async_callback(connection.close)
         names = subjects.Subjects(settings.prefix)
         traced = traces.make(settings.otlp_traces_endpoint, "router", router_id)

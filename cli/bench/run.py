@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import datetime
-import signal
 import sys
 import time
 from collections.abc import Coroutine
@@ -20,9 +19,7 @@ from cli.bench.table import run_lines, run_table, sweep_table
 from cli.bench.tally import Tally
 from cli.bench.workload import Fitted
 from client import Client
-from protocol import logs
-
-_INTERRUPTED = 130
+from protocol import logs, stopping
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,10 +51,10 @@ class Bench:
         fitted = await self._fit()
         is_interrupted = await _interrupted(self._measure_all(fitted))
         if not self._runs:
-            return _INTERRUPTED
+            return clients.INTERRUPTED
         self._finish(self._report(fitted, began_at))
         if is_interrupted:
-            return _INTERRUPTED
+            return clients.INTERRUPTED
         return 0 if all(run.finished for run in self._runs) else 1
 
     async def _fit(self) -> Fitted:
@@ -126,14 +123,10 @@ def _write(path: Path, content: bytes) -> None:
 
 async def _interrupted(work: Coroutine[None, None, None]) -> bool:
     """Whether Ctrl-C or SIGTERM has ended it."""
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        await task
-    except asyncio.CancelledError:
-        return True
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+    task = asyncio.ensure_future(work)
+    with stopping.on_stop(task.cancel):
+        try:
+            await task
+        except asyncio.CancelledError:
+            return True
     return False

@@ -10,7 +10,7 @@ from pathlib import Path
 from cli import broker
 from cli.family import Child
 from client import Client
-from protocol import codec, errors, messages
+from protocol import codec, errors, messages, stopping
 from replay.machine import Steps
 from replay.offline import ReplaySettings
 from replay.results import Run, summarize
@@ -121,26 +121,35 @@ async def _system(settings: ReplaySettings, policy: str, sim_speedup: float) -> 
     """A broker, a router, and simulated workers, many to a process."""
     folder = Path(tempfile.mkdtemp(prefix="tokenbus-replay-"))
     nats = await broker.start(0, folder / "nats-server.log")
+    task = asyncio.current_task()
+    assert task is not None
     children = [
         _child("router", ["router", "--policy", policy, "--temperature", str(settings.temperature)], nats, folder)
     ]
     for first in range(0, settings.workers, _REPLICAS):
         count = min(_REPLICAS, settings.workers - first)
         children.append(_child(f"workers-{first}", _worker(settings, count, sim_speedup), nats, folder))
-    keepers = [asyncio.create_task(child.keep()) for child in children]
-    try:
-        yield nats.url
-        for keeper in keepers:
-            if keeper.done():
-                keeper.result()
-    finally:
-        for keeper in keepers:
-            keeper.cancel()
-        await asyncio.gather(*keepers, return_exceptions=True)
-        for child in children:
-            child.terminate()
-        await asyncio.gather(*(child.gone(5.0) for child in children))
-        nats.stop()
+    with stopping.on_stop(task.cancel, lambda: _end_at_once(children, nats)):
+        keepers = [asyncio.create_task(child.keep()) for child in children]
+        try:
+            yield nats.url
+            for keeper in keepers:
+                if keeper.done():
+                    keeper.result()
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+            for child in children:
+                child.terminate()
+            await asyncio.gather(*(child.gone(5.0) for child in children))
+            nats.stop()
+
+
+def _end_at_once(children: Sequence[Child], nats: broker.Broker) -> None:
+    for child in children:
+        child.kill()
+    nats.kill()
 
 
 def _child(name: str, arguments: list[str], nats: broker.Broker, folder: Path) -> Child:

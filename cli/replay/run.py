@@ -2,16 +2,19 @@
 
 import argparse
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from cli import broker
-from cli.clients import complain
+from cli import broker, parent
+from cli.clients import INTERRUPTED, complain
 from cli.family import EXIT_REFUSED, RefusedError
 from cli.replay.live import LiveError, play_live
 from cli.replay.options import policies_of, settings_of
@@ -31,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         if options.live:
             runs = [asyncio.run(play_live(settings, policy, trace, options.sim_speedup)) for policy in policies]
         else:
-            runs = play_all(settings, policies, options.jobs)
+            runs = _play_all(settings, policies, options.jobs)
         if options.json:
             options.json.write_bytes(as_json(settings, runs))
         if options.html:
@@ -41,8 +44,19 @@ def run(options: argparse.Namespace) -> int:
         return EXIT_REFUSED
     except (LiveError, broker.BrokerError, RefusedError) as error:
         return complain(str(error))
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        return INTERRUPTED
     Console(width=max(_WIDTH, Console().width)).print(table(runs))
     return 0
+
+
+def _play_all(settings: ReplaySettings, policies: Sequence[str], jobs: int) -> list[Run]:
+    """Raises KeyboardInterrupt at Ctrl-C, when the processes that play have been ended."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return play_all(settings, policies, jobs, partial(parent.die_with, os.getpid()))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _name(settings: ReplaySettings) -> str:

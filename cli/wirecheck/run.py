@@ -6,6 +6,7 @@ import sys
 from functools import partial
 
 from cli import reach
+from cli.family import EXIT_REFUSED
 from cli.wirecheck.exchange import Exchange
 from cli.wirecheck.link import Link
 from cli.wirecheck.probe import Probe, Served
@@ -15,8 +16,8 @@ from cli.wirecheck.trial import try_all
 from cli.wirecheck.verdict import BrokenError, Message
 from protocol import connection, logs, subjects
 
-EXIT_BROKEN = 1
-EXIT_UNREACHABLE = 2
+EXIT_BROKEN = EXIT_UNREACHABLE = 1
+"""As of every command where there is no broker; no line on standard output tells the two apart."""
 RULE_TIMEOUT_S = 40.0
 
 _MODELS_TIMEOUT_S = 2.0
@@ -37,9 +38,12 @@ def run(options: argparse.Namespace) -> int:
         if not rules:
             raise UnservedError(f"no rule is named like {options.only!r}: --list shows them")
         return asyncio.run(_check(options, rules))
-    except (ConnectionError, UnservedError, ValueError) as error:
+    except ConnectionError as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return EXIT_UNREACHABLE
+    except (UnservedError, ValueError) as error:
+        print(f"tokenbus: {error}", file=sys.stderr)
+        return EXIT_REFUSED
 
 
 async def _check(options: argparse.Namespace, rules: list[Rule]) -> int:

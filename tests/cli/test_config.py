@@ -1,5 +1,6 @@
 """Settings come from flags, variables and one file, under the same names, and unknown ones are refused."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -107,7 +108,7 @@ def test_what_is_shown_can_be_read_again(file: Path, tmp_path: Path) -> None:
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text("[router]\npolice = 1")
-    command = [sys.executable, "-m", "cli.main", "config", "check", "--file", str(path)]
+    command = [sys.executable, "-m", "cli.start", "config", "check", "--file", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
     assert done.returncode == 2
     assert done.stderr.startswith(f"tokenbus: {path}: police is no setting of [router]")
@@ -147,3 +148,57 @@ def test_a_check_finds_what_a_process_would_not_start_with(
     assert complaint in said
     assert "secret" not in said.replace(str(path), "")
     assert said.count("\n") == 1
+
+
+def test_every_mistake_in_a_file_and_in_the_variables_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tokenbus.toml"
+    path.write_text('[worker]\nmodel = ["a"]\nnonsense = 3\nmax-num-seqs = "x"\n[other]\na = 1\n')
+    done = run("config", "check", "--file", str(path), TOKENBUS_WORKER_THREADS="many")
+    assert done.returncode == 2
+    for part in ("nonsense is no setting of [worker]", "max-num-seqs must be a whole number", "[other] is nobody's"):
+        assert done.stderr.count(part) == 1
+    assert "TOKENBUS_WORKER_THREADS must be a whole number" in done.stderr
+    assert all(line.startswith("tokenbus: ") for line in done.stderr.splitlines())
+
+
+def test_a_file_that_is_not_utf_8_is_refused_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "tokenbus.toml"
+    path.write_bytes(b"[worker]\n\xff")
+    done = run("config", "check", "--file", str(path))
+    assert (done.returncode, done.stderr) == (2, f"tokenbus: {path}: is not UTF-8 (byte 10)\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "meant"),
+    [
+        (("config", "show", "worker"), "TOKENBUS_WORKER_MAX_NUM_SEQ", "TOKENBUS_WORKER_MAX_NUM_SEQS"),
+        (("config", "show", "worker"), "TOKENBUS_GATEWAY_MAX_REQUEST", "TOKENBUS_GATEWAY_MAX_REQUESTS"),
+        (("generate", "--model", "a", ""), "TOKENBUS_NATS_PASWORD", "TOKENBUS_NATS_PASSWORD"),
+        (("generate", "--model", "a", ""), "TOKENBUS_NATS_URL", "TOKENBUS_NATS"),
+        (("config", "show", "worker"), "TOKENBUS_ACME_PASSWORD", ""),
+    ],
+)
+def test_a_variable_that_is_nearly_one_is_told_of(arguments: tuple[str, ...], variable: str, meant: str) -> None:
+    said = run(*arguments, **{variable: "1"}).stderr
+    assert (f"the variable {variable} means nothing: is it {meant}?" in said) == bool(meant)
+    assert (variable in said) == bool(meant)
+
+
+def test_the_keys_in_the_gateway_s_variable_are_counted_and_not_shown() -> None:
+    said = run("config", "show", "gateway", TOKENBUS_API_KEYS="secret=a,other=b").stdout
+    assert "# 2 more of api-key are in the variable TOKENBUS_API_KEYS" in said
+    assert "secret" not in said
+
+
+def test_the_version_is_told() -> None:
+    assert run("--version").stdout == f"tokenbus {importlib.metadata.version('tokenbus')}\n"
+
+
+def test_an_argument_that_is_not_utf_8_is_refused_in_a_line() -> None:
+    done = run("generate", "--model", "demo", os.fsdecode(b"a\xff"))
+    assert (done.returncode, done.stderr) == (2, "tokenbus: argument 4 is not UTF-8: 'a\\udcff'\n")
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cli.start", *arguments]
+    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)

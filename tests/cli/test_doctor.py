@@ -7,7 +7,7 @@ import demo
 from cli import doctor, reach
 from protocol import messages
 from tests.router.beliefs import card
-from tests.support import guards
+from tests.support import broken_models, guards
 
 
 def marks(findings: list[doctor.Finding]) -> dict[str, str]:
@@ -24,6 +24,21 @@ def test_a_model_that_is_there_is_fine_and_one_that_is_none_is_bad(tmp_path: Pat
     assert doctor._model(str(tmp_path / "missing.gguf")).mark == "bad"
     (tmp_path / "empty").mkdir()
     assert "there is no GGUF file" in doctor._model(str(tmp_path / "empty")).advice
+
+
+async def tried(path: Path) -> list[doctor.Finding]:
+    return [finding async for finding in doctor._tried(str(path))]
+
+
+async def test_a_model_that_no_engine_can_serve_is_bad_and_one_without_a_template_that_works_is_noted(
+    tmp_path: Path,
+) -> None:
+    assert [finding.mark for finding in await tried(demo.MODEL_PATH)] == ["ok", "ok"]
+    (found,) = await tried(broken_models.with_value(tmp_path / "blocks.gguf", *broken_models.NO_BLOCKS))
+    assert (found.mark, "GGML_ASSERT(hparams.n_layer_all > 0" in found.advice) == ("bad", True)
+    for template in ("{% nonsense %}", "{{ bos_token | nonsense }}"):
+        *_, found = await tried(broken_models.with_template(tmp_path / "template.gguf", template))
+        assert (found.mark, "'nonsense'" in found.what) == ("note", True)
 
 
 def reply(*cards: messages.Card) -> messages.ModelsReply:

@@ -1,8 +1,9 @@
 """What `top` makes of two looks at the fleet."""
 
 import pytest
+from rich.console import Console
 
-from cli.top import Rates
+from cli.top import Rates, Row, table_of
 
 
 def test_a_rate_is_what_was_generated_between_two_looks() -> None:
@@ -27,3 +28,33 @@ def test_workers_are_counted_apart() -> None:
     rates.of("a", 0, 0.0)
     rates.of("b", 1_000, 0.0)
     assert (rates.of("a", 10, 1.0), rates.of("b", 1_030, 1.0)) == (10, 30)
+
+
+def rows() -> list[Row]:
+    name = "qwen2.5-0.5b-instruct"
+    return [
+        Row(f"worker-{number}", name, "ready", 3, 16, 2, 1_200, 35.2, 120, 400, 1_024, 12.5, 0.35, 500, "live", number)
+        for number in range(3)
+    ]
+
+
+def shown(width: int) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(table_of(rows(), None, width))
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def test_a_narrow_terminal_shows_the_columns_that_matter_most_and_all_of_them() -> None:
+    head, first, *_ = shown(48)
+    assert head.split() == ["worker", "state", "run", "wait", "tok/s", "KV", "used"]
+    assert first.split() == ["worker-0", "ready", "3/16", "2", "35", "120/1024"]
+    assert shown(8)[:2] == ["worker", "worker-0"]
+
+
+def test_no_width_cuts_a_cell() -> None:
+    for width in range(10, 140):
+        assert not any("…" in line for line in shown(width)[:4]), width
+    assert " ".join(shown(140)[0].split()) == (
+        "worker model state run wait prefill tok/s KV used cached indexed hits events step ms"
+    )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import demo
+from tests.support import broken_models
 from tests.support.system import command
 
 
@@ -48,8 +49,8 @@ def test_an_error_is_one_line_and_a_status(url: str) -> None:
     done = tokenbus(url, "generate", "--model", "nobody", "hello")
     assert done.returncode == 1
     assert done.stderr.splitlines() in (
-        ["tokenbus: no_worker: nothing serves 'nobody' now"],
-        ["tokenbus: model_not_found: no worker has ever served 'nobody'"],
+        ["tokenbus: no_worker: nothing serves 'nobody' now; what is served: demo"],
+        ["tokenbus: model_not_found: no worker has ever served 'nobody'; what is served: demo"],
     )
 
 
@@ -131,6 +132,16 @@ def test_up_with_a_bad_model_stops_with_one_line(tmp_path: Path, content: bytes 
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"tokenbus: {path}: ")
     assert reason in last
+    assert done.stderr.startswith("starting; logs: ")
+
+
+def test_up_gives_up_a_model_whose_engines_die_and_says_why(tmp_path: Path) -> None:
+    path = broken_models.with_value(tmp_path / "model.gguf", *broken_models.TOO_MANY_BLOCKS)
+    arguments = ("up", "--port", "0", "--json", "--workers", "1", "--no-gateway", "--model", str(path))
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "the engine died 3 times before it could serve" in done.stderr.splitlines()[-1]
+    assert "GGML_ASSERT(hparams.n_layer_all > 0" in done.stderr.splitlines()[-1]
 
 
 def test_up_says_so_when_its_port_is_taken(url: str) -> None:
@@ -142,7 +153,7 @@ def test_up_says_so_when_its_port_is_taken(url: str) -> None:
 
 def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "cli.main", "up", "--workers", "0"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "cli.start", "up", "--workers", "0"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
     assert "--workers" in done.stderr
@@ -160,6 +171,7 @@ def test_chat_with_a_model_that_nobody_serves_says_so(url: str) -> None:
     done = tokenbus(url, "chat", "--model", "nobody", stdin="hello\n")
     assert done.returncode == 1
     assert "no_worker" in done.stderr or "model_not_found" in done.stderr  # by how long the router has run
+    assert "what is served: demo" in done.stderr
 
 
 def test_top_shows_each_worker_once(url: str) -> None:
@@ -168,3 +180,17 @@ def test_top_shows_each_worker_once(url: str) -> None:
     assert (row["worker_id"], row["model"], row["state"], row["running"]) == ("worker-1", "demo", "ready", 0)
     assert row["total_blocks"] > 0
     assert other["worker_id"] == "worker-2"
+
+
+def test_input_that_is_not_utf_8_is_refused_in_a_line(url: str) -> None:
+    for arguments, what in (
+        (("generate", "--model", "demo", "-"), "standard input"),
+        (("embed", "--model", "demo", "-"), "standard input"),
+        (("chat", "--model", "demo"), "the line"),
+    ):
+        environment = os.environ | {"TOKENBUS_NATS": url}
+        done = subprocess.run(
+            command(*arguments), env=environment, input=b"a\xff\n", capture_output=True, timeout=60, check=False
+        )
+        said = f"tokenbus: {what} is not UTF-8: byte 2 of it is 0xff\n".encode()
+        assert (done.returncode, done.stdout, done.stderr) == (1, b"", said)

@@ -68,7 +68,6 @@ def test_list_needs_no_system() -> None:
 @pytest.mark.parametrize(
     ("arguments", "model", "said"),
     [
-        (["--nats", "nats://127.0.0.1:1"], "demo", "no NATS broker at nats://127.0.0.1:1"),
         ([], "nobody", "nobody serves 'nobody'; what is served: demo"),
         (["--only", "no such thing"], "demo", "no rule is named like 'no such thing'"),
         (["--prefix", "elsewhere"], "demo", "no router answers"),
@@ -79,6 +78,12 @@ def test_nothing_to_check_is_one_line_and_status_2(url: str, arguments: list[str
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert said in line
+
+
+def test_no_broker_is_one_line_and_status_1_as_of_every_command() -> None:
+    done = wire_check("nats://127.0.0.1:1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no NATS broker at nats://127.0.0.1:1" in done.stderr
 
 
 @pytest.fixture

@@ -135,9 +135,28 @@ def test_a_tokenizer_that_can_not_be_read_is_refused(tokenizer_json: str) -> Non
         prompt.builder_of(make_bundle(tokenizer_json))
 
 
-def test_a_template_that_can_not_be_read_is_refused() -> None:
-    with pytest.raises(ValueError, match="template"):
-        make_builder(chat_template="{% for %}")
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [("{% for %}", "malformed"), ("{% nonsense %}", "unknown tag 'nonsense'"), ("x" * 1_000_000, "larger than")],
+)
+def test_of_a_template_that_can_not_be_read_conversations_are_refused_by_name_and_texts_are_not(
+    template: str, reason: str
+) -> None:
+    builder = make_builder(chat_template=template)
+    assert not builder.can_chat
+    assert builder.from_text("hello")
+    with pytest.raises(errors.RequestError, match=reason) as caught:
+        builder.from_messages(said("a"), None)
+    assert caught.value.error.code is errors.Code.UNSUPPORTED
+    assert caught.value.error.param == "messages"
+
+
+def test_a_template_that_can_not_be_compiled_is_found_out_when_the_builder_is_started() -> None:
+    builder = make_builder(chat_template="{{ bos_token | nonsense }}")
+    builder.start()
+    assert not builder.can_chat
+    with pytest.raises(errors.RequestError, match="No filter named 'nonsense'"):
+        builder.from_messages(said("a"), None)
 
 
 # Texts

@@ -22,7 +22,7 @@ READY_TIMEOUT_S = 120.0
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "cli.main", *arguments]
+    return [sys.executable, "-m", "cli.start", *arguments]
 
 
 def environment() -> dict[str, str]:

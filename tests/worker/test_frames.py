@@ -97,7 +97,7 @@ def test_a_report_comes_back_as_it_was(report: frames.Report) -> None:
 
 
 def test_every_kind_of_frame_is_tried_here() -> None:
-    tried = {type(frame) for frame in (*COMMANDS, *REPORTS)} | {frames.Open, frames.Closed}
+    tried = {type(frame) for frame in (*COMMANDS, *REPORTS)} | {frames.Open, frames.Closed, frames.LastWords}
     assert tried == set(frames.Frame.__subclasses__())
 
 
@@ -120,9 +120,10 @@ def test_replicas_sockets_come_beside_their_frames_in_order() -> None:
     process.close()
 
 
-def test_the_end_of_a_replica_comes_back_as_it_was() -> None:
-    (body,) = frames.Splitter().feed(frames.encode(frames.Closed(7)))
-    assert frames.closed_decoder.decode(body) == frames.Closed(7)
+@pytest.mark.parametrize("frame", [frames.Closed(7), frames.LastWords("an assertion failed")])
+def test_the_end_of_a_replica_or_process_comes_back_as_it_was(frame: frames.Closed | frames.LastWords) -> None:
+    (body,) = frames.Splitter().feed(frames.encode(frame))
+    assert frames.closed_decoder.decode(body) == frame
 
 
 @pytest.mark.parametrize("end", End)

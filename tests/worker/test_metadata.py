@@ -262,3 +262,15 @@ def test_other_weights_have_another_fingerprint(tmp_path: Path, demo_data: bytes
 
 def test_the_demo_model_is_the_one_that_the_tests_serve() -> None:
     assert DEMO.model == str(demo.MODEL_PATH)
+
+
+@pytest.mark.parametrize(("version", "reason"), [(1, "of version 1"), (3 << 24, "big-endian"), (4, "version 4 is not")])
+def test_a_version_that_can_not_be_read_is_named(tmp_path: Path, version: int, reason: str) -> None:
+    assert reason in refusal(tmp_path, gguf(version=version))
+
+
+def test_a_file_with_a_vocabulary_and_no_weights_is_refused(tmp_path: Path, demo_data: bytes) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(demo_data[:8] + struct.pack("<Q", 0) + demo_data[16:])
+    with pytest.raises(ModelError, match="holds a vocabulary and no weights"):
+        GgufRunner(EngineSettings(model=str(path)), lambda _: None)

@@ -77,6 +77,12 @@ class Closed(Frame, frozen=True):
     number: int
 
 
+class LastWords(Frame, frozen=True):
+    """Engine process to front: why the process is about to end."""
+
+    text: str
+
+
 Command = Add | Abort | AskTokens | AskEmbeddings | ClearCache
 
 
@@ -185,10 +191,10 @@ report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report
 
 
 open_decoder: msgspec.msgpack.Decoder[Open] = msgspec.msgpack.Decoder(Open)
-closed_decoder: msgspec.msgpack.Decoder[Closed] = msgspec.msgpack.Decoder(Closed)
+closed_decoder: msgspec.msgpack.Decoder[Closed | LastWords] = msgspec.msgpack.Decoder(Closed | LastWords)
 
 
-def encode(frame: Command | Report | Open | Closed) -> bytes:
+def encode(frame: Command | Report | Open | Closed | LastWords) -> bytes:
     body = _encoder.encode(frame)
     return _LENGTH.pack(len(body)) + body
 

@@ -23,18 +23,21 @@ from worker.engine.turnstile import Turnstile
 EXIT_DEVICE_FAILED = 3
 """The exit status that tells the front that the device is at fault, and not a model."""
 EXIT_BUG = 1
+_MOST_LAST_WORDS = 1_000
 _FINGERPRINT = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 Load = Callable[[EngineSettings, Callable[[float], None]], Runner]
 """Makes a replica's runner, telling how much is loaded. Raises ModelError."""
+Tell = Callable[[str], None]
+"""Is told why the process is about to end."""
 
 
 class Host:
     """Replicas of one process. It ends with the last of them, and when the device fails."""
 
-    def __init__(self, control: socket.socket, load: Load) -> None:
+    def __init__(self, control: socket.socket, make_load: Callable[[Tell], Load]) -> None:
         self._control = control
-        self._load = load
+        self._load = make_load(self._say_last)
         self._loading = threading.Lock()
         self._turnstile = Turnstile()
         self._lock = threading.Lock()
@@ -60,9 +63,11 @@ class Host:
             self._closed(opened.number)
         except DeviceError as error:
             structlog.get_logger().error("device_failed", error=str(error))
+            self._say_last(str(error))
             os._exit(EXIT_DEVICE_FAILED)
-        except BaseException:  # a thread's end would go unnoticed: the front starts the process anew
+        except BaseException as error:  # a thread's end would go unnoticed: the front starts the process anew
             traceback.print_exc()
+            self._say_last("".join(traceback.format_exception_only(error)))
             os._exit(EXIT_BUG)
 
     def _step(self, settings: EngineSettings, sock: socket.socket) -> None:
@@ -80,6 +85,10 @@ class Host:
         with self._loading:
             return self._load(settings, progress)
 
+    def _say_last(self, words: str) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._control.sendall(frames.encode(frames.LastWords(words.strip()[:_MOST_LAST_WORDS])))
+
     def _closed(self, number: int) -> None:
         with self._lock:
             self._num_replicas -= 1
@@ -91,7 +100,8 @@ class Host:
 class _Loader:
     """Makes runners of every kind of engine; each kind's library is imported when the first of it is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
         self._known: dict[str, Load] = {}
 
     def __call__(self, settings: EngineSettings, progress: Callable[[float], None]) -> Runner:
@@ -99,7 +109,7 @@ class _Loader:
             raise ModelError(f"--fingerprint must be 1 to 64 of A-Z a-z 0-9 . _ -, got {settings.fingerprint!r}")
         kind = _kind(settings)
         if kind not in self._known:
-            self._known[kind] = _LOADERS[kind]()
+            self._known[kind] = _LOADERS[kind](self._tell)
         return self._known[kind](settings, progress)
 
 
@@ -114,21 +124,23 @@ def _kind(settings: EngineSettings) -> str:
     return "onnx" if files.is_one(settings.model) else "gguf"
 
 
-def _sim_loader() -> Load:
+def _sim_loader(tell: Tell) -> Load:
     from worker.engine.sim.runner import SimRunner
 
     return lambda settings, _: SimRunner(settings)
 
 
-def _gguf_loader() -> Load:
+def _gguf_loader(tell: Tell) -> Load:
+    from worker.engine.gguf import library
     from worker.engine.gguf.model import GgufModel
     from worker.engine.gguf.runner import GgufRunner
 
+    library.tell_last_words(tell)
     models: Models[GgufModel] = Models()
     return lambda settings, progress: GgufRunner(settings, progress, models)
 
 
-def _onnx_loader() -> Load:
+def _onnx_loader(tell: Tell) -> Load:
     from worker.engine.onnx.load import load
     from worker.engine.onnx.model import OnnxModel
 
@@ -136,12 +148,12 @@ def _onnx_loader() -> Load:
     return lambda settings, progress: load(settings, progress, models)
 
 
-_LOADERS: dict[str, Callable[[], Load]] = {"gguf": _gguf_loader, "onnx": _onnx_loader, "sim": _sim_loader}
+_LOADERS: dict[str, Callable[[Tell], Load]] = {"gguf": _gguf_loader, "onnx": _onnx_loader, "sim": _sim_loader}
 
 
 def main() -> None:
     logs.configure("engine")
-    Host(socket.socket(fileno=int(sys.argv[1])), _Loader()).run()
+    Host(socket.socket(fileno=int(sys.argv[1])), _Loader).run()
     os._exit(0)  # at once, in the midst of a step: nobody listens any more
 
 

@@ -174,16 +174,18 @@ class ChildEngine:
         self._end_all(errors.Code.SHUTTING_DOWN)
         await self.close()
 
-    async def close(self) -> None:
-        """Ends the process, and no stream. Safe to call again."""
+    async def close(self) -> str:
+        """Ends the process, and no stream; returns how it ended. Safe to call again."""
         if self._transport is not None:
             self._transport.close()
-        if self._link is not None:
-            try:
-                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                    await self._link.wait()
-            except TimeoutError:
-                self._link.kill()
+        if self._link is None:
+            return "there is no engine process"
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                return await self._link.wait()
+        except TimeoutError:
+            self._link.kill()
+            return "the engine process did not end, and was killed"
 
     @property
     def has_died(self) -> bool:

@@ -90,6 +90,7 @@ class _Running:
         self._control = control
         self._splitter = frames.Splitter()
         self._closed: dict[int, asyncio.Future[str]] = {}
+        self._last_words = ""
         self._end = asyncio.create_task(self._until_ended())
         self.pid = process.pid
         self.blame = Blame()
@@ -134,15 +135,20 @@ class _Running:
         if not data:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
         for body in self._splitter.feed(data):
-            self._closed.pop(frames.closed_decoder.decode(body).number).set_result("the replica was closed")
+            match frames.closed_decoder.decode(body):
+                case frames.Closed(number):
+                    self._closed.pop(number).set_result("the replica was closed")
+                case frames.LastWords(text):
+                    self._last_words = f": {text}"
 
     async def _until_ended(self) -> str:
         status = await self._process.wait()
+        self._hear()  # its last words may lie there unread
         asyncio.get_running_loop().remove_reader(self._control.fileno())
         self._control.close()
         if status < 0:
-            return f"engine process {self.pid} was killed by {signal.Signals(-status).name}"
-        return f"engine process {self.pid} exited with status {status}"
+            return f"engine process {self.pid} was killed by {signal.Signals(-status).name}{self._last_words}"
+        return f"engine process {self.pid} exited with status {status}{self._last_words}"
 
 
 async def _start(variables: Mapping[str, str]) -> _Running:

@@ -9,7 +9,7 @@ import msgspec
 import structlog
 
 from protocol import connection as nats
-from protocol import internal, subjects, traces
+from protocol import internal, stopping, subjects, traces
 from protocol.bus import Bus
 from worker import contract
 from worker.engine.settings import EngineSettings
@@ -78,8 +78,11 @@ class Replica:
         has taken the name, and ConnectionError when there is no broker."""
         structlog.contextvars.bind_contextvars(worker_id=self.worker_id)
         async with contextlib.AsyncExitStack() as connections:
-            connection = await self._connect(connections, f"worker {self.worker_id}")
-            incoming = await self._connect(connections, f"worker {self.worker_id} incoming")
+            try:
+                connection = await self._connect(connections, f"worker {self.worker_id}")
+                incoming = await self._connect(connections, f"worker {self.worker_id} incoming")
+            except stopping.StoppedError:
+                return
             connections.callback(self._metrics.forget)
             names = subjects.Subjects(self._settings.prefix)
             settings, shown = self._settings.front, self._metrics
@@ -95,7 +98,7 @@ class Replica:
             await self._live((connection, incoming), supervisor, front)
 
     async def _connect(self, connections: contextlib.AsyncExitStack, name: str) -> nats.Connection:
-        connection = await nats.connect(self._settings.broker, name=name)
+        connection = await stopping.unless(self._leave, nats.connect(self._settings.broker, name=name))
         connections.push_async_callback(connection.close)
         return connection
 

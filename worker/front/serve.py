@@ -3,14 +3,13 @@
 import asyncio
 import os
 import secrets
-import signal
 import socket
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from protocol import errors, internal, metrics, reload, status, subjects, traces
+from protocol import errors, internal, metrics, reload, status, stopping, subjects, traces
 from worker import contract
 from worker.engine import weights
 from worker.engine.settings import EngineSettings
@@ -34,10 +33,9 @@ async def serve(settings: WorkerSettings, again: Callable[[], WorkerSettings]) -
     Raises EngineStartError for a model that can't be served, ReplacedError when another worker has taken a name, and
     ConnectionError when there is no broker."""
     worker = Worker(settings)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, worker.leave)
-    reload.on_hangup(again, worker.adopt)
-    await worker.run()
+    with stopping.on_stop(worker.leave):
+        reload.on_hangup(again, worker.adopt)
+        await worker.run()
 
 
 class Worker:

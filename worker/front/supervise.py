@@ -18,6 +18,9 @@ HEALTHY_AFTER_S = 30.0
 PATIENCE_S = 60.0
 """How long streams wait for an engine to go on with them."""
 
+MOST_DEATHS_AT_START = 3
+"""Engines that may die before one has ever served; then another start won't help."""
+
 _STOOD_STILL_S = 1.0
 """A front that was away for longer has not heard of the engine's steps meanwhile."""
 
@@ -50,6 +53,7 @@ class Supervisor:
         """The last one that served: it holds the open streams until the next one serves."""
         self._died_at = 0.0
         self._is_over = False
+        self._has_served = False
         self.restarts = 0
         self._log = structlog.get_logger()
 
@@ -61,7 +65,8 @@ class Supervisor:
         return self._engine
 
     async def run(self) -> None:
-        """Until cancelled or cleaned up. Raises EngineStartError when the first engine says that another won't help."""
+        """Until cancelled or cleaned up. Raises EngineStartError when no engine has ever served, and one says that
+        another won't help or `MOST_DEATHS_AT_START` have died."""
         pause_s = FIRST_PAUSE_S
         while True:
             began = time.monotonic()
@@ -70,6 +75,10 @@ class Supervisor:
                 return
             pause_s = next_pause(pause_s, time.monotonic() - began) if self.restarts else FIRST_PAUSE_S
             self.restarts += 1
+            if not self._has_served and self.restarts >= MOST_DEATHS_AT_START:
+                raise contract.EngineStartError(
+                    f"the engine died {self.restarts} times before it could serve, the last time like this: {reason}"
+                )
             self._log.error("engine_died", worker_id=self._worker_id, reason=reason, restart_in_s=pause_s)
             await asyncio.sleep(pause_s)
 
@@ -97,19 +106,22 @@ class Supervisor:
         """One engine's life; returns why it ended. It begins with the streams that the last one left."""
         engine = self._engine = self._make_engine()
         engine.on_lost = self._listener.engine_died
+        reason = ""
         try:
             config = await engine.start(self._worker_id)
+            self._has_served = True
             self._listener.engine_started(engine, config)
             if self._dead is not None:
                 engine.take_over(self._dead)
             self._dead, self._died_at = engine, 0.0
-            return await engine.died()
-        except EngineDiedError as error:
-            return str(error)
+            await engine.died()
+        except EngineDiedError:
+            pass
         except contract.EngineStartError as error:
-            if self.restarts == 0:
+            if not self._has_served:
                 raise
-            return str(error)
+            reason = str(error)
         finally:
             self._listener.engine_died()
-            await engine.close()
+            how = await engine.close()
+        return reason or how

@@ -79,7 +79,7 @@ def _sizes(settings: EngineSettings) -> Iterator[_Limit]:
     least_kv = max(context, block_size, 1)
     yield _Limit("--max-num-seqs", num_seqs, num_seqs == CHOOSE or 1 <= num_seqs <= most, f"1 to {most}")
     yield _Limit("--kv-block-size", block_size, block_size == CHOOSE or block_size >= 1, "at least 1")
-    yield _Limit("--context-length", context, context >= 0, "at least 1, or 0 to have it chosen")
+    yield _Limit("--context-length", context, context == 0 or context >= 2, "at least 2, or 0 to have it chosen")
     yield _Limit("--kv-tokens", kv, kv == 0 or kv >= least_kv, f"one block and one context at least ({least_kv})")
     yield _Limit("--max-num-batched-tokens", batched, batched > num_seqs, f"above --max-num-seqs ({num_seqs})")
     yield _Limit("--ubatch-tokens", settings.ubatch_tokens, settings.ubatch_tokens >= 1, "at least 1")

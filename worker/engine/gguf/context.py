@@ -10,6 +10,8 @@ from worker.engine.gguf import choices, library
 from worker.engine.runner import ModelError
 from worker.engine.settings import EngineSettings
 
+_CELLS = 256
+"""llama.cpp rounds its memory up to whole multiples of this, but not what it takes in one batch."""
 _LONGEST_CHOSEN_CONTEXT = 8_192
 _LARGEST_CHOSEN_KV = 16_384
 _IDLE_LANES = 48
@@ -54,7 +56,7 @@ def make(model: llama.llama_model_p, settings: EngineSettings) -> llama.llama_co
     length = context_length(settings, llama.llama_model_n_ctx_train(model))
     threads = settings.threads or len(os.sched_getaffinity(0))
     params = llama.llama_context_default_params()
-    params.n_ctx = settings.kv_tokens or chosen_kv_tokens(length)
+    params.n_ctx = -(-(settings.kv_tokens or chosen_kv_tokens(length)) // _CELLS) * _CELLS
     params.n_batch = settings.max_num_batched_tokens
     params.n_ubatch = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
     params.n_seq_max = num_lanes(model, settings) + first_lane(model, settings)
@@ -68,8 +70,9 @@ def make(model: llama.llama_model_p, settings: EngineSettings) -> llama.llama_co
     params.no_perf = True
     context: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
     if context is None:
-        raise ModelError(
-            f"no context of {params.n_ctx} tokens could be made: {library.last_error()}; "
-            "pass a smaller --kv-tokens or --context-length"
-        )
+        reason = library.last_error()
+        advice = "a smaller --kv-tokens or --context-length"
+        if "block size" in reason:
+            advice = "f16 or another type that is not quantized as --cache-type-k and --cache-type-v"
+        raise ModelError(f"no context of {params.n_ctx} tokens could be made: {reason}; pass {advice}")
     return context

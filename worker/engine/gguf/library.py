@@ -1,12 +1,17 @@
 """llama.cpp as a whole: started once, its log lines passed on to ours."""
 
 import ctypes
+import re
 import threading
+from collections.abc import Callable
 
 import structlog
+from llama_cpp import _ggml
 from llama_cpp import llama_cpp as llama
 
 _ERROR, _WARNING = 4, 3
+_FOLDER = re.compile(r"^/\S*/")
+"""Where llama.cpp was built, at the beginning of what its assertions say."""
 _lock = threading.Lock()
 _last_errors: list[str] = []
 
@@ -26,10 +31,32 @@ _log_callback = llama.llama_log_callback(_log)
 """Kept for the life of the process: llama.cpp calls it whenever it likes."""
 
 
+_tells: list[Callable[[str], None]] = []
+"""Who is told what llama.cpp says when it is about to end the process."""
+
+
+def _aborted(text: bytes) -> None:
+    """Called where an assertion of ggml has failed, in place of what it would print; the process ends behind it."""
+    words = _FOLDER.sub("", text.decode(errors="replace"))
+    structlog.get_logger().error("llama_cpp", text=words)
+    for tell in _tells:
+        tell(words)
+
+
+_abort_callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_aborted)
+"""Kept, as the other."""
+
+
 def start() -> None:
     """Safe to call again."""
     llama.llama_log_set(_log_callback, ctypes.c_void_p(0))
+    _ggml.libggml.ggml_set_abort_callback(_abort_callback)
     llama.llama_backend_init()
+
+
+def tell_last_words(tell: Callable[[str], None]) -> None:
+    """Has `tell` given what llama.cpp says when it is about to end the process."""
+    _tells.append(tell)
 
 
 def last_error() -> str:

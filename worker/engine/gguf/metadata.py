@@ -33,6 +33,8 @@ class Metadata(NamedTuple):
     values: dict[str, Value]
     fingerprint: str
     """Hash of the file's size, its metadata, and samples of what follows."""
+    num_tensors: int = 0
+    """Those of this file alone, where a model is split."""
 
     def text(self, key: str) -> str | None:
         value = self.values.get(key)
@@ -87,6 +89,8 @@ def _parse(path: Path, data: mmap.mmap) -> Metadata:
         raise ModelError(f"{path}: not a GGUF file (it begins with {data[:4]!r}); convert the model to GGUF first")
     try:
         return _Reader(data).metadata()
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
     except (struct.error, IndexError, UnicodeDecodeError, _CorruptError) as error:
         raise ModelError(f"{path}: the GGUF header is corrupt or cut short ({error}); fetch the file again") from error
 
@@ -101,10 +105,8 @@ class _Reader:
         self._at = 4
 
     def metadata(self) -> Metadata:
-        version = self._unpack(_U32)
-        if version not in _VERSIONS:
-            raise _CorruptError(f"version {version} is not one of {_VERSIONS}")
-        self._unpack(_U64)
+        self._check_version(self._unpack(_U32))
+        num_tensors = self._unpack(_U64)
         num_keys = self._unpack(_U64)
         if num_keys > _MOST_KEYS:
             raise _CorruptError(f"{num_keys} keys")
@@ -112,7 +114,15 @@ class _Reader:
         for _ in range(num_keys):
             key = self._string()
             values[key] = self._value(self._unpack(_U32))
-        return Metadata(values, self._fingerprint())
+        return Metadata(values, self._fingerprint(), num_tensors)
+
+    def _check_version(self, version: int) -> None:
+        if version == 1:
+            raise ModelError("is a GGUF file of version 1, which llama.cpp reads no more; fetch or convert it anew")
+        if version >> 24:
+            raise ModelError("is a big-endian GGUF file, which only big-endian machines read; fetch the usual one")
+        if version not in _VERSIONS:
+            raise _CorruptError(f"version {version} is not one of {_VERSIONS}")
 
     def _fingerprint(self) -> str:
         """64 samples stand for tensor table and weights: a few ms whatever the file's size."""

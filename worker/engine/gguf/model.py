@@ -26,6 +26,8 @@ class GgufModel:
     def __init__(self, found: weights.Found, settings: EngineSettings, progress: Callable[[float], None]) -> None:
         self.found = found
         self.facts = metadata.read(found.weights)
+        if not self.facts.num_tensors and self.facts.number("split.count") <= 1:
+            raise ModelError(f"{found.weights}: holds a vocabulary and no weights; pass --model the whole model")
         self.advised = advice.read(found.sidecars, self.facts.sampling_defaults())
         self.handle = _load(found.weights, settings, progress)
         vocab = llama.llama_model_get_vocab(self.handle)
@@ -65,7 +67,10 @@ def _load(path: Path, settings: EngineSettings, progress: Callable[[float], None
         params.tensor_split = (ctypes.c_float * _MOST_DEVICES)(*settings.tensor_split)
 
     def report(fraction: float, _: ctypes.c_void_p) -> bool:
-        progress(fraction)
+        try:
+            progress(fraction)
+        except ConnectionError:  # nobody waits for this model any more: llama.cpp gives up loading it
+            return False
         return True
 
     params.progress_callback = llama.llama_progress_callback(report)

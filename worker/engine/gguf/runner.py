@@ -120,7 +120,7 @@ class GgufRunner:
         blocks = llama.llama_n_ctx(self._context) // settings.kv_block_size
         longest = context.context_length(settings, llama.llama_model_n_ctx_train(self._model.handle))
         fits = llama.llama_n_ctx_seq(self._context) // settings.kv_block_size * settings.kv_block_size
-        chat = facts.text("tokenizer.chat_template") is not None
+        chat = self._vocabulary.can_chat
         return contract.EngineConfig(
             engine="gguf",
             engine_version=f"llama-cpp-python {llama_cpp.__version__}",

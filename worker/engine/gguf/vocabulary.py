@@ -45,6 +45,11 @@ class Vocabulary:
                 return list(ids[:count])
             room = -count
 
+    @property
+    def can_chat(self) -> bool:
+        """Whether there is a template for conversations that can be used."""
+        return self._builder.can_chat
+
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         """Raises RequestError."""
         if request.messages is not None:

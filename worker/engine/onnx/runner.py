@@ -176,8 +176,7 @@ class OnnxRunner:
 
     def _describe(self, settings: EngineSettings, shape: choices.Shape) -> contract.EngineConfig:
         model = self._model
-        chat = self._vocabulary.rules.chat_template is not None
-        offered = features.of_sampler(chat=chat)
+        offered = features.of_sampler(chat=self._vocabulary.can_chat)
         if self.embedder is not None:
             offered += ("embed",)
         return contract.EngineConfig(

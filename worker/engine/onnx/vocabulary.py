@@ -62,6 +62,11 @@ class Vocabulary:
     def __repr__(self) -> str:
         return f"<Vocabulary of {self.size} tokens>"
 
+    @property
+    def can_chat(self) -> bool:
+        """Whether there is a template for conversations that can be used."""
+        return self._builder.can_chat
+
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         """Raises RequestError."""
         if request.messages is not None:

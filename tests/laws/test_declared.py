@@ -1,0 +1,61 @@
+"""What is imported is declared in pyproject.toml: nothing is there only because something else happens to need it."""
+
+import importlib.metadata
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.laws.test_architecture import PACKAGES, ROOT, imports
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+ALSO = {"protocol": ("traces",), "demo": ("train",)}
+"""Extras that a package may want beside the dependencies, where it does without them too."""
+FOLDERS = ("bench", "deploy", "docs", "tests")
+NOT_INSTALLED = {"dynamo": "ai-dynamo-runtime", "zmq": "pyzmq", "onnxruntime_genai": "onnxruntime-genai"}
+"""Distributions of modules that only some machines have."""
+DISTRIBUTIONS = importlib.metadata.packages_distributions()
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def names(requirements: list[str]) -> set[str]:
+    found = (re.match(r"[\w.-]+", one) for one in requirements)
+    return {normal(match.group()) for match in found if match}
+
+
+def modules(folder: str) -> set[str]:
+    """Third-party modules that a folder imports, by their top-level names."""
+    found = {name for path in (ROOT / folder).rglob("*.py") for name in imports(path)}
+    return found - set(sys.stdlib_module_names) - {*PACKAGES, *FOLDERS}
+
+
+def undeclared(folder: str, declared: set[str]) -> set[str]:
+    return {
+        module
+        for module in modules(folder)
+        if not declared & {normal(one) for one in DISTRIBUTIONS.get(module, [NOT_INSTALLED.get(module, module)])}
+    }
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_a_package_imports_is_a_dependency(package: str) -> None:
+    extras = [one for extra in ALSO.get(package, ()) for one in EXTRAS[extra]]
+    assert not undeclared(package, names([*PROJECT["dependencies"], *extras]))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_what_tests_and_benchmarks_import_is_in_an_extra(folder: str) -> None:
+    extras = [one for extra in EXTRAS.values() for one in extra]
+    assert not undeclared(folder, names([*PROJECT["dependencies"], *extras]))
+
+
+def test_every_dependency_has_its_version_in_the_constraints() -> None:
+    pinned = names(Path(ROOT / "constraints.txt").read_text().splitlines())
+    optional = {"onnxruntime", "onnxruntime-gpu", "llama-cpp-python"}
+    assert names(PROJECT["dependencies"]) - optional <= pinned
