@@ -10,6 +10,7 @@ import structlog
 
 from protocol import codec, embed, errors, internal, limits, messages, subjects, traces
 from protocol.bus import Bus, NoRespondersError, PayloadTooLargeError
+from protocol.replies import Replies
 from router import present
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
@@ -40,6 +41,7 @@ class Embeddings:
     def __init__(
         self,
         bus: Bus,
+        replies: Replies,
         names: subjects.Subjects,
         fleet: Fleet,
         rng: random.Random,
@@ -47,6 +49,7 @@ class Embeddings:
         traced: traces.Traces,
     ) -> None:
         self._bus = bus
+        self._replies = replies
         self._names = names
         self._fleet = fleet
         self._rng = rng
@@ -85,7 +88,7 @@ class Embeddings:
         """Publishes an answer, or, where that is too large, why there is none."""
         headers = codec.error_headers(answer.error) if answer.error else None
         try:
-            self._bus.publish(reply, codec.encode(answer, encoding), headers=headers)
+            self._replies.send(reply, codec.encode(answer, encoding), headers)
         except PayloadTooLargeError as problem:
             error = errors.make_error(
                 errors.Code.PAYLOAD_TOO_LARGE,
@@ -93,7 +96,7 @@ class Embeddings:
                 param="input",
             )
             refusal = messages.EmbedReply(id=answer.id, error=error)
-            self._bus.publish(reply, codec.encode(refusal, encoding), headers=codec.error_headers(error))
+            self._replies.send(reply, codec.encode(refusal, encoding), codec.error_headers(error))
 
     async def _carry(self, asked: Asked) -> None:
         """To the one answer."""

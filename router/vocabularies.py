@@ -10,7 +10,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from protocol import blocks, codec, errors, internal, limits, messages, prompt, subjects
-from protocol.bus import Bus, NoRespondersError, PayloadTooLargeError
+from protocol.bus import Bus, BusyError, NoRespondersError, PayloadTooLargeError
 from router.worker import Worker
 
 MAX_BUNDLES = 64
@@ -94,7 +94,7 @@ class Vocabularies:
             if len(self._broken) > MAX_BUNDLES:
                 self._broken.popitem(last=False)
             return None
-        except (OSError, errors.RequestError) as error:  # a time-out among them
+        except (OSError, BusyError, errors.RequestError) as error:  # a time-out among them
             self._log.warning("tokenizer_not_fetched", worker_id=worker.card.worker_id, error=str(error))
             return None
         vocabulary = self._known[digest] = _Vocabulary(builder, ThreadPoolExecutor(1, thread_name_prefix="render"))

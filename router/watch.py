@@ -1,13 +1,14 @@
 """Listens to the workers: feeds the fleet with what they say, and has the requests of lost ones recovered."""
 
 import asyncio
+import contextlib
 import time
 
 import structlog
 from nats.aio.msg import Msg
 
 from protocol import codec, errors, internal, limits, messages, subjects
-from protocol.bus import Bus
+from protocol.bus import Bus, BusyError
 from protocol.signs import ask_for_signs
 from router.eventlog import Caught
 from router.fleet import Fleet
@@ -86,7 +87,12 @@ class FleetWatch:
 
     def _discover(self) -> None:
         self._discovered_at = time.monotonic()
-        self._bus.publish(self._names.discover, b"")
+        self._ask(self._names.discover)
+
+    def _ask(self, subject: str, reply: str = "") -> None:
+        """Has workers say something. While the broker has too much to take nothing is asked: soon it is asked again."""
+        with contextlib.suppress(BusyError):
+            self._bus.publish(subject, b"", reply=reply)
 
     async def _tick(self) -> None:
         ticked_at = time.monotonic()
@@ -102,7 +108,7 @@ class FleetWatch:
                 self._recover(lost, is_certain=False)
             for worker in self._fleet.behind(now, _SNAPSHOT_EVERY_S):
                 subject = self._names.worker(worker.card.model, worker.card.worker_id, "snapshot")
-                self._bus.publish(subject, b"", reply=self._inbox)
+                self._ask(subject, self._inbox)
             self._journeys.tick(now)
 
     def _hears(self, now: float) -> bool:

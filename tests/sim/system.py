@@ -43,7 +43,7 @@ class TimedEngine:
             total_kv_blocks=4_096,
             prefix_cache=False,
             vocab_size=1_000,
-            features=("generate", "prompt", "token_ids"),
+            features=("generate", "embed", "prompt", "token_ids"),
             defaults=contract.SamplingDefaults(),
             versions={},
             pid=0,
@@ -76,6 +76,9 @@ class TimedEngine:
 
     async def tokenize(self, request: internal.Tokenize) -> list[int]:
         return [1, 2, 3]
+
+    async def embed(self, request: internal.Embed) -> internal.Embedded:
+        return internal.Embedded(vectors=bytes(8 * len(request.inputs)), prompt_tokens=1)
 
     def clear_cache(self) -> None:
         pass
@@ -267,6 +270,11 @@ class ClientProcess:
             self.process.spawn(_read(one))
 
         self.process.call(go)
+
+    def embed(self, model: str = MODEL) -> "asyncio.Task[messages.EmbedReply]":
+        """Asks for the embedding of one text."""
+        request = messages.EmbedRequest(input="x", timeout_ms=30_000.0)
+        return self.process.spawn(self.client.embed(model, request))
 
     def cancel(self, number: int) -> None:
         if self.asked:

@@ -9,6 +9,7 @@ from nats.aio.msg import Msg
 
 from protocol import blocks, codec, errors, internal, limits, messages, prompt, subjects
 from protocol.bus import Bus, Callback, PayloadTooLargeError, is_no_responders
+from protocol.replies import Replies
 from worker import contract
 from worker.front.announce import Announcer
 from worker.front.metrics import ReplicaMetrics
@@ -53,6 +54,7 @@ class Inbox:
         metrics: ReplicaMetrics,
     ) -> None:
         self._connection = connection
+        self._replies = Replies(connection)
         self._names = names
         self._announcer = announcer
         self._streams = streams
@@ -156,7 +158,7 @@ class Inbox:
         except ValueError:
             return
         if self._streams.cancel(address.key) and message.reply:
-            self._connection.publish(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
+            self._replies.send(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
 
     def _resync(self, message: Msg) -> None:
         if not self._may_answer(message):
@@ -170,7 +172,7 @@ class Inbox:
         except (ValueError, errors.RequestError):
             return
         if offset >= 0 and self._streams.repeat(address.key, offset):
-            self._connection.publish(message.reply, codec.encode(messages.ResyncReply(found=True), encoding))
+            self._replies.send(message.reply, codec.encode(messages.ResyncReply(found=True), encoding))
 
     def _may_answer(self, message: Msg) -> bool:
         tenant = self._names.tenant_token(message.subject)
@@ -195,13 +197,13 @@ class Inbox:
     def _send_snapshot(self, message: Msg) -> None:
         if message.reply:
             for part in self._announcer.snapshot(self._streams.running()):
-                self._connection.publish(message.reply, codec.encode(part))
+                self._replies.send(message.reply, codec.encode(part))
 
     def _send_tokenizer(self, message: Msg) -> None:
         packed = self._engine.tokenizer_bundle() if self._engine is not None else None
         if packed is not None and message.reply:
             for part in prompt.to_parts(packed):
-                self._connection.publish(message.reply, codec.encode(part))
+                self._replies.send(message.reply, codec.encode(part))
 
     def _ask(self, message: Msg) -> None:
         if len(self._tokenizes) >= MAX_TOKENIZES:
@@ -252,4 +254,4 @@ class Inbox:
 
     def _reply(self, message: Msg, reply: messages.Message) -> None:
         if message.reply:
-            self._connection.publish(message.reply, codec.encode(reply))
+            self._replies.send(message.reply, codec.encode(reply))
