@@ -63,7 +63,7 @@ class Fleet:
                 self._join(Worker(card, now))
             return Heard()
         if known.card.epoch == card.epoch:
-            self._change(known, card, now)
+            self._change(known, card)
             return Heard()
         self._leave(known)
         self._join(Worker(card, now))
@@ -85,7 +85,7 @@ class Fleet:
             self.tally.refused_messages += 1
             return Heard()
         worker.load, worker.state = events.load, events.state
-        worker.heard_at, worker.has_lapsed = now, False
+        worker.heard_at, worker.has_lapsed, worker.is_unreached = now, False, False
         ready = worker.log.take(events)
         self._apply(worker, ready, now)
         if not ready:
@@ -144,6 +144,11 @@ class Fleet:
         worker = self._workers.get(card.worker_id)
         return worker is None or worker.card.epoch != card.epoch or worker.has_lapsed
 
+    def last_event(self, card: messages.Card) -> int | None:
+        """The number of the latest event of that life of a worker: as long as it grows, the worker lives."""
+        worker = self._workers.get(card.worker_id)
+        return worker.log.seq if worker is not None and worker.card.epoch == card.epoch else None
+
     def was_behind(self, card: messages.Card, now: float) -> bool:
         """Whether that life of a worker may have said more than was heard."""
         worker = self._workers.get(card.worker_id)
@@ -156,6 +161,13 @@ class Fleet:
         worker = self._workers.get(card.worker_id)
         if worker is not None and worker.card.epoch == card.epoch:
             worker.heard_at, worker.has_lapsed = now, False
+            self._of(worker).refresh(worker)
+
+    def miss(self, card: messages.Card) -> None:
+        """Nobody listens where that life of a worker is given requests: it gets none until its next event."""
+        worker = self._workers.get(card.worker_id)
+        if worker is not None and worker.card.epoch == card.epoch:
+            worker.is_unreached = True
             self._of(worker).refresh(worker)
 
     def remove(self, card: messages.Card, now: float) -> None:
@@ -184,7 +196,7 @@ class Fleet:
         return placement
 
     def room(self, model: str, now: float) -> Room:
-        """Whether a request for that model would begin soon if it was placed now."""
+        """What the workers of that model have for another request."""
         served = self._served.get(model)
         return Room.NOBODY if served is None else served.room(now)
 
@@ -224,6 +236,11 @@ class Fleet:
         """A few workers that serve a model, such as can work now if there are any."""
         served = self._served.get(model)
         return [] if served is None else served.some(now)
+
+    def able_of(self, model: str, now: float) -> list[Worker]:
+        """The workers of a model that may be given a request now."""
+        served = self._served.get(model)
+        return [] if served is None else served.able(now)
 
     def longest_context(self, model: str) -> int:
         """Tokens of the longest sequence that a worker of that model can hold."""
@@ -271,14 +288,13 @@ class Fleet:
         self._workers[worker.card.worker_id] = worker
         self._served.setdefault(worker.card.model, Served()).join(worker)
 
-    def _change(self, worker: Worker, card: messages.Card, now: float) -> None:
-        """The same life has another card."""
+    def _change(self, worker: Worker, card: messages.Card) -> None:
+        """The same life has another card, which does not prove that it lives: only its events do."""
         if worker.card.model != card.model:
             self._leave(worker)
             worker.card = card
             self._join(worker)
         worker.card, worker.state = card, card.state
-        worker.heard_at, worker.has_lapsed = now, False
         self._of(worker).changed(worker)
 
     def _leave(self, worker: Worker) -> None:

@@ -16,6 +16,7 @@ from router.dispatch import AlreadyLiveError, Dispatch
 from router.fleet import Fleet
 from router.flight import Flight, Flights
 from router.journal import Journal
+from router.served import Room
 from router.turns import Turns
 from router.vocabularies import Vocabularies
 from router.worker import Worker
@@ -172,7 +173,7 @@ class Journeys:
         try:
             async with asyncio.timeout(None if remaining_ms is None else remaining_ms / 1e3):
                 with self._journal.tokenizing(flight):
-                    token_ids = await self._vocabularies.token_ids(flight.request, workers)
+                    token_ids = await self._tokenize(flight, workers)
         except TimeoutError as error:
             raise errors.request_error(errors.Code.DEADLINE_EXCEEDED) from error
         longest = max(worker.card.context_length for worker in workers)
@@ -181,6 +182,23 @@ class Journeys:
         count = len(token_ids) + (flight.request.max_tokens or 0)
         _check_allowance(self._allowances.tokens(flight.tenant, count, time.monotonic()))
         await self._dispatch.bring(flight)
+
+    async def _tokenize(self, flight: Flight, workers: list[Worker]) -> list[int]:
+        """Asks other workers in place of those that were not reached, and waits while all of them restart.
+
+        Raises RequestError."""
+        while True:
+            try:
+                return await self._vocabularies.token_ids(flight.request, workers)
+            except errors.RequestError as error:
+                if error.error.code is not errors.Code.NO_WORKER or flight.cancelled:
+                    raise
+                room = self._fleet.room(flight.model, time.monotonic())
+                if room is not Room.NONE and not any(worker.is_unreached for worker in workers):
+                    raise
+            if room is Room.NONE:
+                await asyncio.sleep(limits.TICK_S)
+            workers = present.workers_of(self._fleet, flight.model, time.monotonic())
 
     async def _carry(self, flight: Flight, way: Callable[[Flight], Coroutine[Any, Any, None]]) -> None:
         """To a worker's accept, or to this router's own terminal."""

@@ -100,7 +100,7 @@ class Router:
         journal = self._journal = Journal(measured, traced, settings.journal)
         allowances = self._allowances = Allowances(settings.tenant_limits, settings.own_tenant_limits)
         self._journeys = Journeys(
-            fleet, flights, Vocabularies(bus, names), turns, dispatch, answers, allowances, journal
+            fleet, flights, Vocabularies(bus, names, fleet), turns, dispatch, answers, allowances, journal
         )
         self._bus, self._flights, self._turns = bus, flights, turns
         most = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)

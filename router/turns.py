@@ -1,4 +1,4 @@
-"""Gives each request its placement: at once, or, while every worker is busy, when it is its turn."""
+"""Gives each request its placement: at once, or, while every worker is busy or restarts, when it is its turn."""
 
 import asyncio
 import random
@@ -90,8 +90,8 @@ class Turns:
             self._fleet.book(holder.card.worker_id, self._prompt(flight), now)
             return Placement(holder, self._choice.default_policy)
         is_pinned = flight.request.routing is not None and bool(flight.request.routing.worker_id)
-        others_wait = flight.model in self._backlogs or self._fleet.room(flight.model, now) is Room.NONE
-        if is_pinned or without or not others_wait:
+        must_wait = flight.model in self._backlogs or self._fleet.room(flight.model, now) is Room.NONE
+        if is_pinned or without or not must_wait:
             return self._choose(flight, without, now)
         return await self._wait(flight, now)
 

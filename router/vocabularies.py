@@ -11,6 +11,8 @@ from nats.aio.msg import Msg
 
 from protocol import blocks, codec, errors, internal, limits, messages, prompt, subjects
 from protocol.bus import Bus, BusyError, NoRespondersError, PayloadTooLargeError
+from router import said
+from router.fleet import Fleet
 from router.worker import Worker
 
 MAX_BUNDLES = 64
@@ -38,8 +40,9 @@ class _Vocabulary(NamedTuple):
 class Vocabularies:
     """Makes token ids for any model of the fleet: by its bundle where there is one, else by asking a worker."""
 
-    def __init__(self, connection: Bus, names: subjects.Subjects) -> None:
+    def __init__(self, connection: Bus, names: subjects.Subjects, fleet: Fleet) -> None:
         self._connection = connection
+        self._fleet = fleet
         self._names = names
         self._known: OrderedDict[str, _Vocabulary] = OrderedDict()
         self._fetching: dict[str, asyncio.Task[_Vocabulary | None]] = {}
@@ -131,6 +134,7 @@ class Vocabularies:
         finally:
             await self._connection.unsubscribe(subscription)
         if not parts or len(parts) < parts[min(parts)].parts:
+            self._fleet.miss(worker.card)
             raise errors.request_error(errors.Code.NO_WORKER, "the worker has gone")
         return [parts[number] for number in sorted(parts)]
 
@@ -138,23 +142,34 @@ class Vocabularies:
         ask = internal.Tokenize(
             text=request.prompt, messages=request.messages, chat_template_kwargs=request.chat_template_kwargs
         )
-        problem: Exception | None = None
+        problem = errors.make_error(errors.Code.NO_WORKER)
         for worker in workers[:_MAX_ASKED]:
-            subject = self._names.worker(worker.card.model, worker.card.worker_id, "tokenize")
             try:
-                answer = await self._connection.request(subject, codec.encode(ask), _TOKENIZE_TIMEOUT_S)
+                return await self._ask_one(codec.encode(ask), worker.card)
             except PayloadTooLargeError as error:
                 raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, str(error)) from error
             except (NoRespondersError, TimeoutError, ConnectionError) as error:
-                problem = error
-                continue
-            reply = _replies.decode(answer.data)
-            if reply.error is None:
-                return blocks.from_bytes(reply.token_ids or b"")
-            problem = errors.RequestError(reply.error)
-            if reply.error.code is not errors.Code.NO_WORKER:
-                raise problem
-        raise errors.request_error(errors.Code.NO_WORKER, f"no worker tokenized the prompt: {problem}")
+                text = f"no worker tokenized the prompt: {error}"
+                problem = errors.make_error(errors.Code.NO_WORKER, text)
+            except errors.RequestError as refusal:
+                problem = refusal.error
+                if not problem.retryable:
+                    raise
+        raise errors.RequestError(problem)
+
+    async def _ask_one(self, ask: bytes, card: messages.Card) -> list[int]:
+        subject = self._names.worker(card.model, card.worker_id, "tokenize")
+        try:
+            answer = await self._connection.request(subject, ask, _TOKENIZE_TIMEOUT_S)
+        except NoRespondersError:
+            self._fleet.miss(card)
+            raise
+        reply = said.read(_replies, answer.data, card.worker_id)
+        if reply.error is not None:
+            raise errors.RequestError(reply.error)
+        if not reply.token_ids or len(reply.token_ids) % 4:
+            raise said.unreadable(card.worker_id, "it has no token ids")
+        return blocks.from_bytes(reply.token_ids)
 
 
 def _started(bundle: prompt.TokenizerBundle) -> prompt.PromptBuilder:

@@ -112,6 +112,7 @@ class Stage:
 
     def until_ended(self, timeout_s: float = 60.0) -> list[str]:
         """How each request has ended: its finish reason, or the error's code."""
+        self.world.run(0.01)  # in which what was asked for is sent
         self.world.run_until(lambda: not self.client.open(), timeout_s)
         self.check()
         return [_end(one.terminal) for one in self.client.asked]

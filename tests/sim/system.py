@@ -143,7 +143,16 @@ class TimedEngine:
 class FrontProcess:
     """A worker whose engine may die and is started again."""
 
-    def __init__(self, world: World, broker: Broker, name: str, max_num_seqs: int = 4, token_s: float = 0.1) -> None:
+    def __init__(
+        self,
+        world: World,
+        broker: Broker,
+        name: str,
+        max_num_seqs: int = 4,
+        token_s: float = 0.1,
+        restart_s: float = _START_S,
+    ) -> None:
+        self._restart_s = restart_s
         self.name = name
         self.process = world.process(name)
         self.bus = SimBus(self.process, broker)
@@ -174,7 +183,7 @@ class FrontProcess:
         self.front.engine_died()
         engine.die()
         self.front.step_done()
-        self.process.loop.call_later(_START_S, self._start_engine)
+        self.process.loop.call_later(self._restart_s, self._start_engine)
 
 
 class RouterProcess:
@@ -260,12 +269,28 @@ class ClientProcess:
             chunk = _chunks.decode(message.data, codec.Encoding.JSON)
             self.heard.setdefault(message.subject, Heard()).take(chunk)
 
-    def ask(self, max_tokens: int, *, stream: bool = True, timeout_ms: float | None = None) -> None:
+    def ask(
+        self,
+        max_tokens: int,
+        *,
+        stream: bool = True,
+        timeout_ms: float | None = None,
+        prompt: str | None = None,
+        worker_id: str = "",
+        model: str = MODEL,
+    ) -> None:
+        """Asks with a text, if there is one, else with token ids."""
+
         def go() -> None:
             request = messages.GenerateRequest(
-                token_ids=[1, 2, 3], max_tokens=max_tokens, stream=stream, timeout_ms=timeout_ms
+                prompt=prompt,
+                token_ids=None if prompt else [1, 2, 3],
+                max_tokens=max_tokens,
+                stream=stream,
+                timeout_ms=timeout_ms,
+                routing=messages.RoutingWish(worker_id=worker_id) if worker_id else None,
             )
-            one = Asked(self.client.generate(MODEL, request), max_tokens, time.monotonic())
+            one = Asked(self.client.generate(model, request), max_tokens, time.monotonic())
             self.asked.append(one)
             self.process.spawn(_read(one))
 
