@@ -176,8 +176,7 @@ class Journeys:
                     token_ids = await self._tokenize(flight, workers)
         except TimeoutError as error:
             raise errors.request_error(errors.Code.DEADLINE_EXCEEDED) from error
-        longest = max(worker.card.context_length for worker in workers)
-        _check_length(token_ids, max(longest, self._fleet.longest_context(flight.model)))
+        _check_length(token_ids, self._longest_context(flight, workers))
         self._flights.keep_prompt(flight, blocks.to_bytes(token_ids))
         count = len(token_ids) + (flight.request.max_tokens or 0)
         _check_allowance(self._allowances.tokens(flight.tenant, count, time.monotonic()))
@@ -189,7 +188,8 @@ class Journeys:
         Raises RequestError."""
         while True:
             try:
-                return await self._vocabularies.token_ids(flight.request, workers)
+                most_tokens = self._longest_context(flight, workers) - 1
+                return await self._vocabularies.token_ids(flight, workers, most_tokens)
             except errors.RequestError as error:
                 if error.error.code is not errors.Code.NO_WORKER or flight.cancelled:
                     raise
@@ -199,6 +199,11 @@ class Journeys:
             if room is Room.NONE:
                 await asyncio.sleep(limits.TICK_S)
             workers = present.workers_of(self._fleet, flight.model, time.monotonic())
+
+    def _longest_context(self, flight: Flight, workers: list[Worker]) -> int:
+        """Of the model's workers, also of those that have left meanwhile."""
+        longest = max(worker.card.context_length for worker in workers)
+        return max(longest, self._fleet.longest_context(flight.model))
 
     async def _carry(self, flight: Flight, way: Callable[[Flight], Coroutine[Any, Any, None]]) -> None:
         """To a worker's accept, or to this router's own terminal."""

@@ -2,8 +2,9 @@
 
 import asyncio
 import functools
+import os
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import NamedTuple
 
 import structlog
@@ -12,7 +13,9 @@ from nats.aio.msg import Msg
 from protocol import blocks, codec, errors, internal, limits, messages, prompt, subjects
 from protocol.bus import Bus, BusyError, NoRespondersError, PayloadTooLargeError
 from router import said
+from router.desk import Desk
 from router.fleet import Fleet
+from router.flight import Flight
 from router.worker import Worker
 
 MAX_BUNDLES = 64
@@ -22,8 +25,9 @@ _FETCH_TIMEOUT_S = 2.0
 _TOKENIZE_TIMEOUT_S = 4.0
 _MAX_ASKED = 3
 """Workers that are asked in turn, where one does not answer."""
-_LONG_TEXT = 16_384
-"""Characters beyond which a text is tokenized on a thread, so that the loop goes on meanwhile."""
+_LONG_TEXT = 2_048
+"""Characters beyond which a text is tokenized on a thread, in its tenant's turn: half a millisecond of the loop's."""
+_MOST_THREADS = 4
 
 _parts = codec.Decoder(internal.TokenizerPart)
 _replies = codec.Decoder(internal.TokenizeReply)
@@ -33,7 +37,7 @@ class _Vocabulary(NamedTuple):
     """Of one bundle."""
 
     builder: prompt.PromptBuilder
-    thread: ThreadPoolExecutor
+    desk: Desk
     """Renders its chats: a template that takes long keeps nobody waiting but the users of its own model."""
 
 
@@ -43,6 +47,7 @@ class Vocabularies:
     def __init__(self, connection: Bus, names: subjects.Subjects, fleet: Fleet) -> None:
         self._connection = connection
         self._fleet = fleet
+        self._desk = Desk(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - 1)), "tokenize")
         self._names = names
         self._known: OrderedDict[str, _Vocabulary] = OrderedDict()
         self._fetching: dict[str, asyncio.Task[_Vocabulary | None]] = {}
@@ -52,8 +57,10 @@ class Vocabularies:
     def __repr__(self) -> str:
         return f"<Vocabularies {len(self._known)} bundles>"
 
-    async def token_ids(self, request: messages.GenerateRequest, workers: list[Worker]) -> list[int]:
-        """The prompt of a checked request, for the model of those workers, asked in turn. Raises RequestError."""
+    async def token_ids(self, flight: Flight, workers: list[Worker], most_tokens: int) -> list[int]:
+        """The prompt of a flight, for the model of those workers, asked in turn. Raises RequestError, also where the
+        prompt certainly has more than `most_tokens`."""
+        request = flight.request
         if request.token_ids is not None:
             return request.token_ids
         vocabulary = await self._vocabulary(workers)
@@ -61,12 +68,18 @@ class Vocabularies:
             return await self._ask(request, workers)
         builder = vocabulary.builder
         if request.messages is not None:
-            render = functools.partial(builder.from_messages, request.messages, request.chat_template_kwargs)
-            return await asyncio.get_running_loop().run_in_executor(vocabulary.thread, render)
+            chat, arguments = request.messages, request.chat_template_kwargs
+            render = functools.partial(builder.from_messages, chat, arguments, most_tokens)
+            return await self._in_turn(vocabulary.desk, flight, render)
         assert request.prompt is not None
-        if len(request.prompt) > _LONG_TEXT:
-            return await asyncio.to_thread(builder.from_text, request.prompt)
-        return builder.from_text(request.prompt)
+        if len(request.prompt) <= _LONG_TEXT:
+            return builder.from_text(request.prompt, most_tokens)
+        return await self._in_turn(
+            self._desk, flight, functools.partial(builder.from_text, request.prompt, most_tokens)
+        )
+
+    async def _in_turn(self, desk: Desk, flight: Flight, work: Callable[[], list[int]]) -> list[int]:
+        return await desk.run(flight.key, flight.tenant, flight.received_at, flight.held_bytes, work)
 
     async def _vocabulary(self, workers: list[Worker]) -> _Vocabulary | None:
         for worker in workers[:_MAX_ASKED]:
@@ -100,11 +113,10 @@ class Vocabularies:
         except (OSError, BusyError, errors.RequestError) as error:  # a time-out among them
             self._log.warning("tokenizer_not_fetched", worker_id=worker.card.worker_id, error=str(error))
             return None
-        vocabulary = self._known[digest] = _Vocabulary(builder, ThreadPoolExecutor(1, thread_name_prefix="render"))
+        vocabulary = self._known[digest] = _Vocabulary(builder, Desk(1, "render"))
         if len(self._known) > MAX_BUNDLES:
             _, oldest = self._known.popitem(last=False)
-            oldest.thread.submit(oldest.builder.close)
-            oldest.thread.shutdown(wait=False)
+            oldest.desk.close(oldest.builder.close)
         self._log.info("tokenizer_fetched", worker_id=worker.card.worker_id, digest=digest)
         return vocabulary
 
