@@ -25,6 +25,12 @@ _FIRST_SIGN_S = 1.0 - 2 * limits.TICK_S
 """A client whose request is held here hears so within a second."""
 
 
+_ASKED_AT_ONCE = 3
+"""Workers of which one is asked after another how a prompt is tokenized, before it is looked for others."""
+_MAX_ROUNDS = 3
+"""Times that all of them are asked, while some say that they serve."""
+
+
 class Journeys:
     """The requests of one router on their way. Each one that this router owns has one task here, and one terminal."""
 
@@ -183,21 +189,27 @@ class Journeys:
         await self._dispatch.bring(flight)
 
     async def _tokenize(self, flight: Flight, workers: list[Worker]) -> list[int]:
-        """Asks other workers in place of those that were not reached, and waits while all of them restart.
-
-        Raises RequestError."""
+        """Asks all workers if need be, where some are not reached, and waits while all restart. Raises RequestError."""
+        rounds, asked = 0, set[str]()
         while True:
+            asked |= {worker.card.worker_id for worker in workers[:_ASKED_AT_ONCE]}
             try:
                 most_tokens = self._longest_context(flight, workers) - 1
-                return await self._vocabularies.token_ids(flight, workers, most_tokens)
+                return await self._vocabularies.token_ids(flight, workers[:_ASKED_AT_ONCE], most_tokens)
             except errors.RequestError as error:
                 if error.error.code is not errors.Code.NO_WORKER or flight.cancelled:
                     raise
-                room = self._fleet.room(flight.model, time.monotonic())
-                if room is not Room.NONE and not any(worker.is_unreached for worker in workers):
+                able = self._fleet.able_of(flight.model, time.monotonic())
+                others = [worker for worker in able if worker.card.worker_id not in asked]
+                if others and any(worker.is_unreached for worker in workers):
+                    workers = others
+                    continue
+                all_workers = self._fleet.of_model(flight.model)
+                rounds += any(worker.state is messages.WorkerState.READY for worker in all_workers)
+                if rounds >= _MAX_ROUNDS or self._fleet.room(flight.model, time.monotonic()) is Room.NOBODY:
                     raise
-            if room is Room.NONE:
-                await asyncio.sleep(limits.TICK_S)
+            await asyncio.sleep(limits.TICK_S)
+            asked.clear()
             workers = present.workers_of(self._fleet, flight.model, time.monotonic())
 
     def _longest_context(self, flight: Flight, workers: list[Worker]) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,9 +13,10 @@ from nats.aio.msg import Msg
 
 from protocol import blocks, codec, errors, internal, limits, messages, prompt, subjects
 from protocol.bus import Bus, BusyError, NoRespondersError, PayloadTooLargeError
+from protocol.recent import Recent
 from router import said
 from router.desk import Desk
-from router.fleet import Fleet
+from router.fleet import MAX_WORKERS, Fleet
 from router.flight import Flight
 from router.worker import Worker
 
@@ -22,9 +24,9 @@ MAX_BUNDLES = 64
 """Tokenizers kept; the one unused for longest goes first."""
 _FETCH_TIMEOUT_S = 2.0
 """From one part to the next."""
+_LONGEST_FETCH_S = 30.0
+_BROKEN_S = 600.0
 _TOKENIZE_TIMEOUT_S = 4.0
-_MAX_ASKED = 3
-"""Workers that are asked in turn, where one does not answer."""
 _LONG_TEXT = 2_048
 """Characters beyond which a text is tokenized on a thread, in its tenant's turn: half a millisecond of the loop's."""
 _MOST_THREADS = 4
@@ -50,8 +52,10 @@ class Vocabularies:
         self._desk = Desk(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - 1)), "tokenize")
         self._names = names
         self._known: OrderedDict[str, _Vocabulary] = OrderedDict()
-        self._fetching: dict[str, asyncio.Task[_Vocabulary | None]] = {}
-        self._broken: OrderedDict[str, None] = OrderedDict()
+        self._fetching: dict[tuple[str, str], asyncio.Task[_Vocabulary | None]] = {}
+        """By model and digest: no worker of another model has a say in what a model's requests wait for."""
+        self._broken: Recent[bool] = Recent(_BROKEN_S, MAX_WORKERS)
+        """Lives of workers, by epoch, whose bundle is not what their card says, or no good."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -82,21 +86,25 @@ class Vocabularies:
         return await desk.run(flight.key, flight.tenant, flight.received_at, flight.held_bytes, work)
 
     async def _vocabulary(self, workers: list[Worker]) -> _Vocabulary | None:
-        for worker in workers[:_MAX_ASKED]:
+        for worker in workers:
             digest = worker.card.tokenizer_digest
-            if digest is None or digest in self._broken:
+            if digest is None:
                 return None
             if digest in self._known:
                 self._known.move_to_end(digest)
                 return self._known[digest]
-            if digest not in self._fetching:
-                task = asyncio.get_running_loop().create_task(self._fetch(worker, digest))
-                self._fetching[digest] = task
-                task.add_done_callback(lambda _, digest=digest: self._fetching.pop(digest, None))  # type: ignore[misc]
-            vocabulary = await asyncio.shield(self._fetching[digest])
-            if vocabulary is not None:
-                return vocabulary
+            if self._broken.get(worker.card.epoch, time.monotonic()) is None:
+                vocabulary = await asyncio.shield(self._fetch_once(worker, digest))
+                if vocabulary is not None:
+                    return vocabulary
         return None
+
+    def _fetch_once(self, worker: Worker, digest: str) -> "asyncio.Task[_Vocabulary | None]":
+        key = (worker.card.model, digest)
+        if key not in self._fetching:
+            self._fetching[key] = asyncio.get_running_loop().create_task(self._fetch(worker, digest))
+            self._fetching[key].add_done_callback(lambda _: self._fetching.pop(key, None))
+        return self._fetching[key]
 
     async def _fetch(self, worker: Worker, digest: str) -> _Vocabulary | None:
         """None where the bundle can't be had or used; the worker is asked to tokenize then."""
@@ -106,9 +114,7 @@ class Vocabularies:
             builder = await asyncio.to_thread(_started, bundle)
         except ValueError as error:
             self._log.error("tokenizer_refused", worker_id=worker.card.worker_id, error=str(error))
-            self._broken[digest] = None
-            if len(self._broken) > MAX_BUNDLES:
-                self._broken.popitem(last=False)
+            self._broken.put(worker.card.epoch, True, time.monotonic())
             return None
         except (OSError, BusyError, errors.RequestError) as error:  # a time-out among them
             self._log.warning("tokenizer_not_fetched", worker_id=worker.card.worker_id, error=str(error))
@@ -123,7 +129,8 @@ class Vocabularies:
     async def _receive(self, worker: Worker, digest: str) -> list[internal.TokenizerPart]:
         parts: dict[int, internal.TokenizerPart] = {}
         complete = asyncio.Event()
-        patience = asyncio.timeout(_FETCH_TIMEOUT_S)
+        loop = asyncio.get_running_loop()
+        patience, end = asyncio.timeout(_FETCH_TIMEOUT_S), loop.time() + _LONGEST_FETCH_S
         inbox = self._connection.new_inbox()
 
         def take(message: Msg) -> None:
@@ -133,7 +140,7 @@ class Vocabularies:
             part = _parts.decode(message.data)
             if part.digest == digest and 0 <= part.part < part.parts <= limits.MAX_BUNDLE_BYTES // limits.PART_BYTES:
                 parts[part.part] = part
-                patience.reschedule(asyncio.get_running_loop().time() + _FETCH_TIMEOUT_S)
+                patience.reschedule(min(loop.time() + _FETCH_TIMEOUT_S, end))
                 if len(parts) == part.parts:
                     complete.set()
 
@@ -155,7 +162,7 @@ class Vocabularies:
             text=request.prompt, messages=request.messages, chat_template_kwargs=request.chat_template_kwargs
         )
         problem = errors.make_error(errors.Code.NO_WORKER)
-        for worker in workers[:_MAX_ASKED]:
+        for worker in workers:
             try:
                 return await self._ask_one(codec.encode(ask), worker.card)
             except PayloadTooLargeError as error:

@@ -1,5 +1,6 @@
 """Forged workers in the simulated world: each says what a test has it say."""
 
+import itertools
 from collections.abc import Callable
 
 from nats.aio.msg import Msg
@@ -12,6 +13,8 @@ from tests.sim.world import World
 
 NAMES = subjects.Subjects()
 GARBAGE = b"\xc1 no MessagePack"
+
+_EPOCHS = itertools.count(100)
 
 Answer = Callable[[Msg], bytes | None]
 """What to answer to a message; None for nothing."""
@@ -40,6 +43,7 @@ class Forged:
         beats: bool = True,
         seq: int = 0,
         state: messages.WorkerState = messages.WorkerState.READY,
+        digest: str | None = None,
         features: tuple[str, ...] = ("generate", "prompt", "token_ids"),
         **services: Answer,
     ) -> None:
@@ -49,7 +53,15 @@ class Forged:
         self.state = state
         self.heard: list[str] = []
         """Services that were asked, one after another."""
-        self._card = card(worker_id, model=model, features=list(features), context_length=4_096, max_num_seqs=64)
+        self._card = card(
+            worker_id,
+            epoch=f"{next(_EPOCHS)}-x",
+            model=model,
+            features=list(features),
+            context_length=4_096,
+            max_num_seqs=64,
+            tokenizer_digest=digest,
+        )
         self._seq = seq
         self._beats = beats
         self._services = services
@@ -83,7 +95,7 @@ class Forged:
 
     def _beat(self) -> None:
         if self._beats:
-            event = events(self.worker_id, self._seq, state=self.state)
+            event = events(self.worker_id, self._seq, epoch=self._card.epoch, state=self.state)
             self.bus.publish(NAMES.events(self._card.model, self.worker_id), codec.encode(event))
             self._seq += 1
         else:

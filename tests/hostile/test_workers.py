@@ -5,10 +5,11 @@ from array import array
 import pytest
 from nats.aio.msg import Msg
 
-from protocol import codec, errors, internal, messages
+from protocol import codec, errors, internal, messages, prompt
 from tests.hostile.forged import GARBAGE, Answer, Forged, Stage, refuses, says
 from tests.hostile.scale import times
 from tests.sim.system import MODEL, FrontProcess
+from worker.engine.gguf import tokenizer_json
 
 RESTARTING = messages.WorkerState.RESTARTING
 READY = messages.WorkerState.READY
@@ -63,6 +64,14 @@ def test_a_worker_that_beats_and_does_not_listen_costs_a_request_little(stage: S
     stage.world.run(0.5)
     ask(stage, 4)
     assert stage.until_ended(2.0) == ["length"] * 4
+
+
+@pytest.mark.parametrize("worker_id", ["", "forged"])
+def test_a_worker_that_beats_and_does_not_listen_does_not_hold_a_request(stage: Stage, worker_id: str) -> None:
+    Forged(stage.world, stage.broker, "forged")
+    stage.world.run(0.5)
+    ask(stage, 1, worker_id=worker_id)
+    assert stage.until_ended(15.0) == ["no_worker"]
 
 
 def test_an_embedding_goes_past_workers_that_are_not_there(stage: Stage) -> None:
@@ -162,6 +171,54 @@ def test_token_ids_that_can_not_be_read_are_asked_of_another_worker(stage: Stage
     assert stage.until_ended()[1:] == ["length"] * 4
 
 
+BUNDLE = prompt.pack(
+    prompt.TokenizerBundle(
+        tokenizer_json=tokenizer_json.write(
+            tokenizer_json.Design(tokenizer_json.bpe({"a": 0, "b": 1}, [], byte_fallback=True)), {}
+        ),
+        rules=prompt.PromptRules(special_tokens={}, vocab_size=2),
+    )
+)
+DIGEST = prompt.digest_of(BUNDLE)
+
+
+def bundle(data: bytes) -> Answer:
+    return says(internal.TokenizerPart(digest=DIGEST, part=0, parts=1, data=data))
+
+
+def test_a_worker_that_beats_and_does_not_tokenize_does_not_hold_a_request(stage: Stage) -> None:
+    Forged(stage.world, stage.broker, "mute")
+    stage.world.run(0.5)
+    ask(stage, 1, prompt="a text")
+    assert stage.until_ended(3.0) == ["no_worker"]
+
+
+@pytest.mark.parametrize("model", [MODEL, "another"])
+def test_a_forged_tokenizer_under_anothers_digest_keeps_nobody_from_the_true_one(stage: Stage, model: str) -> None:
+    Forged(stage.world, stage.broker, "forged", model=model, digest=DIGEST, tokenizer=bundle(b"forged"))
+    stage.world.run(0.5)
+    stage.client.ask(3, prompt="ab", model=model)
+    stage.until_ended()
+    run = refuses(errors.Code.UNSUPPORTED)
+    true = Forged(stage.world, stage.broker, "true", digest=DIGEST, tokenizer=bundle(BUNDLE), run=run)
+    stage.world.run(0.5)
+    ask(stage, 1, prompt="ab")
+    assert stage.until_ended()[1:] == ["unsupported"]
+    assert true.heard == ["tokenizer", "run"]
+
+
+def test_a_tokenizer_that_another_models_worker_sends_for_ever_is_not_waited_for(stage: Stage) -> None:
+    slow = Forged(stage.world, stage.broker, "slow", model="another", digest=DIGEST, tokenizer=lambda message: None)
+    run = refuses(errors.Code.UNSUPPORTED)
+    true = Forged(stage.world, stage.broker, "true", digest=DIGEST, tokenizer=bundle(BUNDLE), run=run)
+    stage.world.run(0.5)
+    stage.client.ask(3, prompt="ab", model="another")
+    stage.world.run_until(lambda: "tokenizer" in slow.heard)
+    ask(stage, 1, prompt="ab")
+    stage.world.run(0.5)
+    assert true.heard == ["tokenizer", "run"]
+
+
 # workers that hold a request and do not say so
 
 
@@ -237,8 +294,8 @@ def test_a_request_that_waits_for_a_restart_ends_by_its_own_time_or_with_its_wor
 def test_a_request_that_waits_for_a_restart_can_be_cancelled(stage: Stage) -> None:
     Forged(stage.world, stage.broker, "w1", state=RESTARTING)
     stage.world.run(0.5)
-    for prompt in (None, "a text"):
-        stage.client.ask(3, prompt=prompt)
+    for text in (None, "a text"):
+        stage.client.ask(3, prompt=text)
     stage.world.run(1.0)
     stage.client.cancel(0)
     stage.client.cancel(1)
