@@ -6,7 +6,7 @@ import pytest
 from nats.aio.msg import Msg
 
 from protocol import codec, errors, internal, messages, prompt
-from tests.hostile.forged import GARBAGE, Answer, Forged, Stage, refuses, says
+from tests.hostile.forged import GARBAGE, NAMES, Answer, Forged, Stage, refuses, says
 from tests.hostile.scale import times
 from tests.sim.system import MODEL, FrontProcess
 from worker.engine.gguf import tokenizer_json
@@ -155,6 +155,24 @@ def test_an_embedding_that_can_not_be_read_is_asked_of_another_worker(stage: Sta
         stage.world.run_until(asked.done)
         assert asked.result().embeddings == [[1.0, 2.0]]
     stage.check()
+
+
+async def _answer_with_garbage(stage: Stage, subject: str) -> None:
+    bus = stage.router.bus
+    await bus.subscribe(subject, lambda message: bus.publish(message.reply, GARBAGE))
+
+
+def test_a_routers_answer_that_can_not_be_read_is_no_fault_of_the_client(stage: Stage) -> None:
+    """Whoever answers first is heard, and in the simulated world that is who listens beside the routers' queue."""
+    for subject in (NAMES.models_for("other"), NAMES.embed(MODEL, "other")):
+        stage.router.process.do(_answer_with_garbage(stage, subject))
+    client = stage.client.process.do(stage.client.client.for_tenant("other"))
+    for asked in (client.models(), client.embed(MODEL, messages.EmbedRequest(input="x"))):
+        task = stage.client.process.spawn(asked)
+        stage.world.run_until(task.done)
+        error = task.exception()
+        assert isinstance(error, errors.RequestError)
+        assert error.error.code is errors.Code.INTERNAL
 
 
 @pytest.mark.parametrize(
