@@ -23,6 +23,17 @@ _REFUSED_S = 30.0
 _BOOKING_LAPSES_S = 5.0
 """A booking that no event has confirmed by then was lost on the way."""
 
+_LEAST = {
+    "context_length": 1,
+    "max_num_seqs": 0,
+    "max_num_batched_tokens": 0,
+    "kv_block_size": 1,
+    "total_kv_blocks": 0,
+    "host_kv_blocks": 0,
+}
+"""Of the numbers in a card, those that are reckoned with here."""
+_MOST = 2**31 - 1
+
 
 class Fleet:
     """All workers of all models. Nothing here waits, reads a clock, or sends."""
@@ -311,7 +322,7 @@ class Fleet:
     def _why_not(self, card: messages.Card) -> str | None:
         """Why a card can't be true beside those of the other workers of its model; None if it may be."""
         served = self._served.get(card.model)
-        return None if served is None else served.why_not(card)
+        return _impossible(card) or (None if served is None else served.why_not(card))
 
     def _apply(self, worker: Worker, ready: tuple[internal.Events, ...], now: float) -> None:
         """Applies what an event log has ready."""
@@ -325,3 +336,12 @@ class Fleet:
     def _supersedes(self, epoch: str, known: Worker, now: float) -> bool:
         """A later life always, any other once the known one has been silent long enough to be lost."""
         return epoch_order(epoch) > epoch_order(known.card.epoch) or now - known.heard_at >= limits.LOST_S
+
+
+def _impossible(card: messages.Card) -> str | None:
+    """Which number of a card can't be; None if all may be."""
+    for name, least in _LEAST.items():
+        number = getattr(card, name)
+        if number is not None and not least <= number <= _MOST:
+            return f"its {name} is {number}"
+    return None

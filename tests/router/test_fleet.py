@@ -75,6 +75,28 @@ def test_a_worker_that_publishes_cards_and_no_event_gets_requests_for_a_second_o
     assert candidates(fleet, 1.2) == []
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_block_size": 0},
+        {"kv_block_size": -1},
+        {"kv_block_size": 2**31},
+        {"context_length": 0},
+        {"context_length": 2**63},
+        {"max_num_seqs": -1},
+        {"total_kv_blocks": -1},
+        {"host_kv_blocks": -1},
+    ],
+)
+def test_a_card_with_a_number_that_can_not_be_is_refused(changes: dict[str, int]) -> None:
+    fleet = fleet_of()
+    (name,) = changes
+    heard = fleet.take_card(card(**changes), 0.0)
+    assert heard.refused is not None
+    assert name in heard.refused
+    assert list(fleet.models()) == []
+
+
 def test_a_worker_where_nobody_listened_gets_no_request_before_its_next_event() -> None:
     fleet = fleet_of(card("w1"), card("w2"))
     fleet.miss(card("w1", epoch="99-another"))
