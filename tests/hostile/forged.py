@@ -44,6 +44,7 @@ class Forged:
         seq: int = 0,
         state: messages.WorkerState = messages.WorkerState.READY,
         digest: str | None = None,
+        block_size: int | None = None,
         features: tuple[str, ...] = ("generate", "prompt", "token_ids"),
         **services: Answer,
     ) -> None:
@@ -61,6 +62,7 @@ class Forged:
             context_length=4_096,
             max_num_seqs=64,
             tokenizer_digest=digest,
+            kv_block_size=block_size,
         )
         self._seq = seq
         self._beats = beats

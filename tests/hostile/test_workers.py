@@ -265,6 +265,30 @@ def test_a_worker_that_beats_and_answers_no_drop_is_not_given_up_while_the_broke
     assert stage.until_ended() == ["length"]
 
 
+def test_a_worker_that_accepts_and_says_nothing_costs_a_request_some_seconds(stage: Stage) -> None:
+    mute = Forged(stage.world, stage.broker, "mute", run=says(internal.RunReply(accepted=True)))
+    stage.world.run(0.5)
+    ask(stage, 1)
+    stage.world.run_until(lambda: "run" in mute.heard)
+    FrontProcess(stage.world, stage.broker, "healthy", max_num_seqs=64)
+    mute.show(messages.WorkerState.DRAINING)
+    assert stage.until_ended(8.0) == ["length"]
+
+
+def test_a_worker_with_other_blocks_shuts_others_of_its_model_out_while_it_is_there(stage: Stage) -> None:
+    run = refuses(errors.Code.UNSUPPORTED)
+    first = Forged(stage.world, stage.broker, "first", block_size=7, run=run)
+    stage.world.run(0.5)
+    Forged(stage.world, stage.broker, "second", block_size=16, run=refuses(errors.Code.PROMPT_TOO_LONG))
+    stage.world.run(0.5)
+    ask(stage, 1)
+    assert stage.until_ended() == ["unsupported"]
+    first.process.kill()
+    stage.world.run(35.0)
+    ask(stage, 1)
+    assert stage.until_ended()[1:] == ["prompt_too_long"]
+
+
 # workers that come back
 
 
