@@ -83,22 +83,30 @@ class Dispatch:
                     await asyncio.sleep(_ASK_AGAIN_S * 2 ** min(tries, 3))
                     tries += 1
                 case Placement(worker) as placement:
-                    if flight.cancelled:
-                        self._fleet.unbook(worker.card.worker_id, flight.key)
-                        return
-                    began = time.perf_counter()
-                    refusal = await self._try_traced(flight, placement)
-                    self._accepting.observe(time.perf_counter() - began)
+                    refusal = await self._give(flight, placement)
                     if refusal is None:
                         return
-                    self._metrics.retries.of(refusal.code).add()
-                    self._fleet.unbook(worker.card.worker_id, flight.key)
-                    if flight.spoken or not refusal.retryable:
-                        raise errors.RequestError(refusal)
                     refused[worker.card.worker_id] = refusal
                     tries += not worker.is_unreached
         if not flight.cancelled:
             raise errors.RequestError(self._why_nobody(flight, refused))
+
+    async def _give(self, flight: Flight, placement: Placement) -> errors.Error | None:
+        """None if the worker has accepted, or the request was cancelled. Raises RequestError for a final refusal."""
+        worker_id = placement.worker.card.worker_id
+        if flight.cancelled:
+            self._fleet.unbook(worker_id, flight.key)
+            return None
+        began = time.perf_counter()
+        refusal = await self._try_traced(flight, placement)
+        self._accepting.observe(time.perf_counter() - began)
+        if refusal is None:
+            return None
+        self._metrics.retries.of(refusal.code).add()
+        self._fleet.unbook(worker_id, flight.key)
+        if flight.spoken or not refusal.retryable:
+            raise errors.RequestError(refusal)
+        return refusal
 
     async def take_back(self, flight: Flight, card: messages.Card) -> errors.Error | None:
         """Has a worker drop a request that it may hold; None if it keeps it, because it has spoken.

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 
-from protocol import internal, limits, messages
+from protocol import codec, internal, limits, messages
 from protocol.recent import Recent
 from protocol.subjects import epoch_order
 from router import shown
@@ -33,6 +33,8 @@ _LEAST = {
 }
 """Of the numbers in a card, those that are reckoned with here."""
 _MOST = 2**31 - 1
+_MAX_CARD_BYTES = 65_536
+"""A card has one or two thousand; all of them are kept, and shown to whoever asks for `models`."""
 
 
 class Fleet:
@@ -339,7 +341,9 @@ class Fleet:
 
 
 def _impossible(card: messages.Card) -> str | None:
-    """Which number of a card can't be; None if all may be."""
+    """Why a card can't be true whatever the others say; None if it can."""
+    if (size := len(codec.encode(card))) > _MAX_CARD_BYTES:
+        return f"it has {size} bytes"
     for name, least in _LEAST.items():
         number = getattr(card, name)
         if number is not None and not least <= number <= _MOST:

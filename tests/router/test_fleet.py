@@ -97,6 +97,14 @@ def test_a_card_with_a_number_that_can_not_be_is_refused(changes: dict[str, int]
     assert list(fleet.models()) == []
 
 
+def test_a_card_that_is_too_large_is_refused() -> None:
+    fleet = fleet_of()
+    heard = fleet.take_card(card(features=["generate", "x" * 65_536]), 0.0)
+    assert heard.refused is not None
+    assert "bytes" in heard.refused
+    assert list(fleet.models()) == []
+
+
 def test_a_worker_where_nobody_listened_gets_no_request_before_its_next_event() -> None:
     fleet = fleet_of(card("w1"), card("w2"))
     fleet.miss(card("w1", epoch="99-another"))
