@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from nats.aio.msg import Msg
@@ -13,6 +13,8 @@ from client.stream import Stream
 from protocol import bus, codec, errors, messages, subjects, traces
 from protocol import connection as nats
 from protocol.recent import Recent
+
+AnswerT = TypeVar("AnswerT", bound=messages.Message)
 
 _models = codec.Decoder(messages.ModelsReply)
 _embeds = codec.Decoder(messages.EmbedReply)
@@ -135,13 +137,13 @@ class Client:
     async def models(self, timeout_s: float = 5.0) -> messages.ModelsReply:
         """What is being served. Raises RequestError(no_worker) when no router answers."""
         answer = await self._ask(self._names.models_for(self._tenant), b"", timeout_s)
-        return _models.decode(answer.data, self._encoding)
+        return self._read(_models, answer)
 
     async def embed(self, model: str, request: messages.EmbedRequest, timeout_s: float = 60.0) -> messages.EmbedReply:
         """The embeddings of a request's inputs. Raises RequestError when there are none."""
         subject = self._names.embed(model, self._tenant)
         answer = await self._ask(subject, codec.encode(request, self._encoding), timeout_s)
-        reply = _embeds.decode(answer.data, self._encoding)
+        reply = self._read(_embeds, answer)
         if reply.error:
             raise errors.RequestError(reply.error)
         return reply
@@ -157,7 +159,7 @@ class Client:
             )
         except (bus.NoRespondersError, TimeoutError):
             return False
-        return _cancels.decode(answer.data, self._encoding).cancelled
+        return self._read(_cancels, answer).cancelled
 
     async def close(self) -> None:
         """Cancels what still runs and disconnects."""
@@ -215,6 +217,14 @@ class Client:
             raise errors.request_error(errors.Code.NO_WORKER, "no router listens on this broker") from error
         except (TimeoutError, ConnectionError) as error:
             raise errors.request_error(errors.Code.NO_WORKER, str(error)) from error
+
+    def _read(self, decoder: codec.Decoder[AnswerT], answer: Msg) -> AnswerT:
+        """Raises RequestError(internal) for what can't be read: that is no fault of who asked."""
+        try:
+            return decoder.decode(answer.data, self._encoding)
+        except errors.RequestError as error:
+            text = f"the answer can't be read: {error.error.message}"
+            raise errors.request_error(errors.Code.INTERNAL, text) from error
 
     def _deliver(self, message: Msg) -> None:
         place = message.subject.rpartition(".")[2]

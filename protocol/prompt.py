@@ -8,7 +8,7 @@ import structlog
 import xxhash
 from tokenizers import Tokenizer
 
-from protocol import errors, internal, limits, messages, template
+from protocol import errors, fewest, internal, limits, messages, template
 from protocol.rendering import Renderer, Setup
 
 
@@ -38,9 +38,12 @@ class PromptBuilder:
     A conversation is rendered in a process of its own, which is started when it is needed. Of a model whose template is
     too large or malformed conversations are refused, and texts are as good as any."""
 
-    def __init__(self, rules: PromptRules, encode: Callable[[str], list[int]]) -> None:
+    def __init__(
+        self, rules: PromptRules, encode: Callable[[str], list[int]], bound: fewest.TokenBound | None = None
+    ) -> None:
         self.rules = rules
         self._encode = encode
+        self._bound = bound
         self._renderer: Renderer | None = None
         self.why_no_chat = "the model has no chat template"
         if rules.chat_template:
@@ -54,18 +57,28 @@ class PromptBuilder:
     def __repr__(self) -> str:
         return f"<PromptBuilder of {self.rules.vocab_size} tokens>"
 
-    def from_text(self, text: str) -> list[int]:
-        """The ids of a text, in which no special token is parsed; begins with BOS where the model wants one."""
+    def from_text(self, text: str, most_tokens: int | None = None) -> list[int]:
+        """The ids of a text, in which no special token is parsed; begins with BOS where the model wants one.
+
+        Raises RequestError(prompt_too_long) where it certainly has more than `most_tokens`; else it may have more."""
+        self._check_length([text], most_tokens)
         return self.begun(self._encode(text))
 
-    def from_messages(self, conversation: list[messages.ChatMessage], arguments: dict[str, Any] | None) -> list[int]:
-        """The ids of a conversation by the model's template. Raises RequestError."""
+    def from_messages(
+        self,
+        conversation: list[messages.ChatMessage],
+        arguments: dict[str, Any] | None,
+        most_tokens: int | None = None,
+    ) -> list[int]:
+        """The ids of a conversation by the model's template. Raises RequestError, as `from_text` does too."""
         if self._renderer is None:
             raise errors.request_error(
                 errors.Code.UNSUPPORTED, f"{self.why_no_chat}: send prompt or token_ids", param="messages"
             )
         ids: list[int] = []
-        for piece in self._renderer.render(conversation, arguments):
+        pieces = self._renderer.render(conversation, arguments)
+        self._check_length([piece for piece in pieces if isinstance(piece, str)], most_tokens)
+        for piece in pieces:
             ids.extend([piece] if isinstance(piece, int) else self._encode(piece))
         return self.begun(ids)
 
@@ -94,6 +107,16 @@ class PromptBuilder:
         self.why_no_chat = str(error)
         structlog.get_logger().warning("chat_template_refused", error=str(error))
 
+    def _check_length(self, texts: list[str], most_tokens: int | None) -> None:
+        if self._bound is None or most_tokens is None or sum(map(len, texts)) <= most_tokens:
+            return
+        count = sum(map(self._bound.fewest, texts))
+        if count > most_tokens:
+            raise errors.request_error(
+                errors.Code.PROMPT_TOO_LONG,
+                f"the prompt has at least {count} tokens; with one to generate it must fit {most_tokens + 1}",
+            )
+
     def begun(self, ids: list[int]) -> list[int]:
         """With BOS before them, where the model wants one and they have none."""
         bos = self.rules.bos_token_id
@@ -116,7 +139,8 @@ def encoder_of(tokenizer_json: str) -> Callable[[str], list[int]]:
         raise ValueError(f"the tokenizer can't be read: {error}") from error
 
     def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        # For a batch of one it gives Python's lock up meanwhile, and does not note where in the text each token stands.
+        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     return encode
@@ -124,7 +148,7 @@ def encoder_of(tokenizer_json: str) -> Callable[[str], list[int]]:
 
 def builder_of(bundle: TokenizerBundle) -> PromptBuilder:
     """Raises ValueError for a malformed tokenizer."""
-    return PromptBuilder(bundle.rules, encoder_of(bundle.tokenizer_json))
+    return PromptBuilder(bundle.rules, encoder_of(bundle.tokenizer_json), fewest.bound_of(bundle.tokenizer_json))
 
 
 _encoder = msgspec.msgpack.Encoder()

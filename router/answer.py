@@ -1,5 +1,6 @@
 """What a router itself says to a client: refusals, and the terminals of requests that it owns."""
 
+import contextlib
 import time
 
 import structlog
@@ -8,6 +9,7 @@ from msgspec import UNSET
 from protocol import codec, errors, limits, messages
 from protocol.bus import Bus, BusyError, PayloadTooLargeError
 from protocol.recent import Recent
+from protocol.replies import Replies
 from router.flight import Flight
 from router.metrics import RouterMetrics
 
@@ -42,8 +44,9 @@ def _timings(flight: Flight) -> messages.Timings:
 class Answers:
     """Publishes a router's own terminals, each with its line in the log."""
 
-    def __init__(self, connection: Bus, router_id: str, metrics: RouterMetrics) -> None:
+    def __init__(self, connection: Bus, replies: Replies, router_id: str, metrics: RouterMetrics) -> None:
         self._connection = connection
+        self._replies = replies
         self._router_id = router_id
         self._metrics = metrics
         self._ended: Recent[_Said] = Recent(limits.KEEP_ENDED_S, MAX_ENDED)
@@ -66,8 +69,9 @@ class Answers:
         )
 
     def alive(self, flight: Flight) -> None:
-        """An empty chunk: the request is held here."""
-        self._publish(flight.reply, flight.encoding, self._own(flight))
+        """An empty chunk: the request is held here. It is left out while the broker has too much to take."""
+        with contextlib.suppress(BusyError):
+            self._connection.publish(flight.reply, codec.encode(self._own(flight), flight.encoding))
 
     def has_said(self, key: str, now: float) -> bool:
         """Whether a terminal of this router for that request can be had again."""
@@ -131,6 +135,6 @@ class Answers:
     def _publish(self, reply: str, encoding: codec.Encoding, chunk: messages.Chunk) -> None:
         headers = codec.error_headers(chunk.error) if chunk.error else None
         try:
-            self._connection.publish(reply, codec.encode(chunk, encoding), headers=headers)
-        except (BusyError, PayloadTooLargeError) as error:
+            self._replies.send(reply, codec.encode(chunk, encoding), headers)
+        except PayloadTooLargeError as error:
             self._log.error("terminal_not_sent", request_id=chunk.id, error=str(error))

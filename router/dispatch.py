@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import Collection
 
 import structlog
 from nats.aio.msg import Msg
@@ -10,6 +11,7 @@ from nats.aio.msg import Msg
 from protocol import codec, errors, internal, limits, messages, subjects, traces
 from protocol import request as checks
 from protocol.bus import Bus, BusyError, NoRespondersError, PayloadTooLargeError
+from router import said
 from router.fleet import Fleet
 from router.flight import Flight, Flights
 from router.metrics import RouterMetrics
@@ -18,11 +20,13 @@ from router.turns import Turns
 
 _run_replies = codec.Decoder(internal.RunReply)
 _control_replies = codec.Decoder(internal.ControlReply)
-MAX_ATTEMPTS = 12
-"""Times that a worker is looked for before a request ends with the last one's refusal."""
+MAX_TRIES = 12
+"""Workers that may refuse a request before it ends with the last one's refusal. One that was not reached is no try."""
 
 _ASK_AGAIN_S = 0.1
 _LONGEST_PATIENCE_S = 2.0
+_MUTE_S = 7.5
+"""A worker that lives and has not answered a drop for so long will not answer it."""
 _LONGEST_FLUSH_S = 5.0
 """A broker that takes longer to answer a ping is as good as away."""
 
@@ -62,7 +66,8 @@ class Dispatch:
 
         Raises RequestError when none will accept it, and AlreadyLiveError when one has it already."""
         refused: dict[str, errors.Error] = {}
-        for attempt in range(MAX_ATTEMPTS):
+        tries = 0
+        while tries < MAX_TRIES:
             if flight.cancelled:
                 return
             if flight.spoken:  # while a worker that has refused it was asked, another had it
@@ -76,50 +81,64 @@ class Dispatch:
                 case None:
                     return
                 case NoWorker():
-                    if not _forgive_absent(refused):
+                    if not _forgive_absent(refused) and not self._may_return(flight, refused):
                         break
-                    await asyncio.sleep(_ASK_AGAIN_S * 2 ** min(attempt, 3))
+                    await asyncio.sleep(_ASK_AGAIN_S * 2 ** min(tries, 3))
+                    tries += 1
                 case Placement(worker) as placement:
-                    if flight.cancelled:
-                        self._fleet.unbook(worker.card.address, flight.key)
-                        return
-                    began = time.perf_counter()
-                    refusal = await self._try_traced(flight, placement)
-                    self._accepting.observe(time.perf_counter() - began)
+                    refusal = await self._give(flight, placement)
                     if refusal is None:
                         return
-                    self._metrics.retries.of(refusal.code).add()
-                    self._fleet.unbook(worker.card.address, flight.key)
-                    if flight.spoken or not refusal.retryable:
-                        raise errors.RequestError(refusal)
                     refused[worker.card.worker_id] = refusal
+                    tries += not worker.is_unreached
         if not flight.cancelled:
             raise errors.RequestError(self._why_nobody(flight, refused))
+
+    async def _give(self, flight: Flight, placement: Placement) -> errors.Error | None:
+        """None if the worker has accepted, or the request was cancelled. Raises RequestError for a final refusal."""
+        address = placement.worker.card.address
+        if flight.cancelled:
+            self._fleet.unbook(address, flight.key)
+            return None
+        began = time.perf_counter()
+        refusal = await self._try_traced(flight, placement)
+        self._accepting.observe(time.perf_counter() - began)
+        if refusal is None:
+            return None
+        self._metrics.retries.of(refusal.code).add()
+        self._fleet.unbook(address, flight.key)
+        if flight.spoken or not refusal.retryable:
+            raise errors.RequestError(refusal)
+        return refusal
 
     async def take_back(self, flight: Flight, card: messages.Card) -> errors.Error | None:
         """Has a worker drop a request that it may hold; None if it keeps it, because it has spoken.
 
         Otherwise nobody holds the request any more, and it may be placed again unless `flight.spoken`. Returns only
-        when the worker has answered, or that life of it is over: "nobody listens" may be a moment of its reconnect."""
+        when the worker has answered, or that life of it is over: "nobody listens" may be a moment of its reconnect.
+        Raises RequestError(worker_lost) where it lives and does not answer: it may hold the request still."""
         subject = self._names.worker(card.model, card.worker_id, "control")
         drop = codec.encode(internal.Control(op="drop", request_id=flight.key, attempt=flight.attempt))
-        patience_s = limits.ACCEPT_S
-        while True:
+        patience_s, mute_s = limits.ACCEPT_S, 0.0
+        while mute_s < _MUTE_S:
+            last_event = self._fleet.last_event(card)
+            waits_s = _ASK_AGAIN_S
             if flight.spoken and flight.ended_at == card.worker_id:  # by its terminal: a drop would be refused
                 self._accepted(flight, card)
                 return None
             try:
                 answer = await self._ask(subject, drop, patience_s)
+                reply = said.read(_control_replies, answer.data, card.worker_id)
             except ConnectionError:  # this router's own: it says nothing of the worker
                 await asyncio.sleep(_ASK_AGAIN_S)
                 continue
-            except NoRespondersError:
+            except (NoRespondersError, errors.RequestError):
                 await asyncio.sleep(_ASK_AGAIN_S)
             except TimeoutError:
-                patience_s = min(2 * patience_s, _LONGEST_PATIENCE_S)  # the way there and back may just be slow
+                waits_s, patience_s = patience_s, min(2 * patience_s, _LONGEST_PATIENCE_S)  # the way may just be long
             else:
                 self._fleet.hear(card, time.monotonic())
-                if not _control_replies.decode(answer.data).ok:
+                if not reply.ok:
                     self._fleet.doubt_one(card)  # its end may have been said while nobody listened for it
                     self._accepted(flight, card)
                     return None
@@ -130,6 +149,9 @@ class Dispatch:
                     self._flights.spoke(flight)
                 self._fleet.remove(card, now)
                 return errors.make_error(errors.Code.WORKER_LOST)
+            if self._fleet.last_event(card) != last_event:
+                mute_s += waits_s
+        raise errors.request_error(errors.Code.WORKER_LOST, f"worker {card.worker_id} does not answer any more")
 
     async def _ask(self, subject: str, payload: bytes, patience_s: float, headers: dict[str, str] | None = None) -> Msg:
         """As the bus's `request`, but a worker counts as silent only once everything that had come for this router by
@@ -169,6 +191,7 @@ class Dispatch:
         try:
             answer = await self._ask(subject, run, limits.ACCEPT_S, headers)
         except NoRespondersError:
+            self._fleet.miss(card)
             return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} does not answer")
         except PayloadTooLargeError as error:
             return errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))
@@ -179,7 +202,10 @@ class Dispatch:
             flight.awaiting, flight.in_doubt = None, False
         if not self._flights.holds(flight):
             return None  # it has ended before its accept was read
-        reply = _run_replies.decode(answer.data)
+        try:
+            reply = said.read(_run_replies, answer.data, card.worker_id)
+        except errors.RequestError as problem:
+            return problem.error if await self.take_back(flight, card) is not None else None
         if reply.same_reply:
             raise AlreadyLiveError(flight.key)
         if not reply.accepted:
@@ -189,6 +215,14 @@ class Dispatch:
             return await self.take_back(flight, card)
         self._accepted(flight, card)
         return None
+
+    def _may_return(self, flight: Flight, refused: Collection[str]) -> bool:
+        """Whether the one worker that a request wants could take it, and is away just now."""
+        wish = flight.request.routing
+        if wish is None or not wish.worker_id or wish.worker_id in refused:
+            return False
+        worker = self._fleet.find(subjects.WorkerAddress(flight.model, wish.worker_id))
+        return worker is not None and worker.may_return and worker.card.context_length > flight.num_prompt_tokens
 
     def _run(self, flight: Flight, placement: Placement) -> internal.Run:
         assert flight.prompt_ids is not None, flight
@@ -235,7 +269,7 @@ class Dispatch:
 
 def _forgive_absent(refused: dict[str, errors.Error]) -> bool:
     """Lets those be tried again that did not answer, or not in time: they may be back soon. False if there are none."""
-    codes = (errors.Code.NO_WORKER, errors.Code.WORKER_LOST)
+    codes = (errors.Code.NO_WORKER, errors.Code.WORKER_LOST, errors.Code.ENGINE_POISONED)
     absent = [worker_id for worker_id, error in refused.items() if error.code in codes]
     for worker_id in absent:
         del refused[worker_id]

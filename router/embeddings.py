@@ -10,15 +10,17 @@ import structlog
 
 from protocol import codec, embed, errors, internal, limits, messages, subjects, traces
 from protocol.bus import Bus, NoRespondersError, PayloadTooLargeError
-from router import present
+from protocol.replies import Replies
+from router import present, said
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
+from router.served import Room
 from router.worker import Worker
 
 _replies = codec.Decoder(internal.Embedded)
 MAX_OPEN = 1_024
 """Requests for embeddings that one router holds at a time."""
-_MAX_ATTEMPTS = 3
+_MAX_TRIES = 3
 
 
 class Asked(NamedTuple):
@@ -40,6 +42,7 @@ class Embeddings:
     def __init__(
         self,
         bus: Bus,
+        replies: Replies,
         names: subjects.Subjects,
         fleet: Fleet,
         rng: random.Random,
@@ -47,6 +50,7 @@ class Embeddings:
         traced: traces.Traces,
     ) -> None:
         self._bus = bus
+        self._replies = replies
         self._names = names
         self._fleet = fleet
         self._rng = rng
@@ -85,7 +89,7 @@ class Embeddings:
         """Publishes an answer, or, where that is too large, why there is none."""
         headers = codec.error_headers(answer.error) if answer.error else None
         try:
-            self._bus.publish(reply, codec.encode(answer, encoding), headers=headers)
+            self._replies.send(reply, codec.encode(answer, encoding), headers)
         except PayloadTooLargeError as problem:
             error = errors.make_error(
                 errors.Code.PAYLOAD_TOO_LARGE,
@@ -93,7 +97,7 @@ class Embeddings:
                 param="input",
             )
             refusal = messages.EmbedReply(id=answer.id, error=error)
-            self._bus.publish(reply, codec.encode(refusal, encoding), headers=codec.error_headers(error))
+            self._replies.send(reply, codec.encode(refusal, encoding), codec.error_headers(error))
 
     async def _carry(self, asked: Asked) -> None:
         """To the one answer."""
@@ -125,10 +129,14 @@ class Embeddings:
     async def _ask_around(self, asked: Asked) -> internal.Embedded:
         """The first answer that is one. Raises RequestError with the last refusal."""
         refused: dict[str, errors.Error] = {}
-        for _ in range(_MAX_ATTEMPTS):
+        tries = 0
+        while tries < _MAX_TRIES:
             worker = self._choose(asked.address.model, refused)
-            if worker is None:
+            if worker is None and not self._forgive_absent(asked.address.model, refused):
                 break
+            if worker is None:
+                await self._wait(asked)
+                continue
             worker_id = worker.card.worker_id
             self._open[worker.card.address] += 1
             try:
@@ -142,16 +150,31 @@ class Embeddings:
             if not found.error.retryable or found.error.code is errors.Code.DEADLINE_EXCEEDED:
                 raise errors.RequestError(found.error)
             refused[worker_id] = found.error
-        raise errors.RequestError(list(refused.values())[-1])
+            tries += not worker.is_unreached
+        raise errors.RequestError(next(reversed(refused.values()), errors.make_error(errors.Code.NO_WORKER)))
 
     def _choose(self, model: str, refused: dict[str, errors.Error]) -> Worker | None:
-        """The least busy that can, None when all of those have refused. Raises RequestError where there is none."""
-        workers = present.workers_of(self._fleet, model, time.monotonic())
-        able = [worker for worker in workers if "embed" in worker.card.features]
-        if not able:
+        """The least busy that can, None where none of those can now. Raises RequestError where there is none at all."""
+        now = time.monotonic()
+        present.workers_of(self._fleet, model, now)
+        if not any("embed" in worker.card.features for worker in self._fleet.of_model(model)):
             raise errors.request_error(errors.Code.UNSUPPORTED, "no worker of it makes embeddings", param="model")
+        able = [worker for worker in self._fleet.able_of(model, now) if "embed" in worker.card.features]
         others = [worker for worker in able if worker.card.worker_id not in refused]
         return min(others, key=self._busyness, default=None)
+
+    def _forgive_absent(self, model: str, refused: dict[str, errors.Error]) -> bool:
+        """Whether it may help to wait: a worker that did not answer may be back soon, and is forgiven."""
+        for worker_id, error in list(refused.items()):
+            if error.code is errors.Code.NO_WORKER:
+                del refused[worker_id]
+        return not refused and self._fleet.room(model, time.monotonic()) is not Room.NOBODY
+
+    async def _wait(self, asked: Asked) -> None:
+        """Raises RequestError when its time has passed."""
+        if _remaining_s(asked) <= limits.TICK_S:
+            raise errors.request_error(errors.Code.DEADLINE_EXCEEDED)
+        await asyncio.sleep(limits.TICK_S)
 
     def _busyness(self, worker: Worker) -> tuple[int, int, float]:
         load = worker.load
@@ -159,7 +182,7 @@ class Embeddings:
 
     async def _ask(self, card: messages.Card, asked: Asked, headers: dict[str, str]) -> internal.Embedded:
         """One worker's answer; one that dies meanwhile, or never answers, is an error."""
-        remaining_s = asked.received_at + asked.work.remaining_ms / 1e3 - time.monotonic()
+        remaining_s = _remaining_s(asked)
         if remaining_s <= 0:
             return internal.Embedded(error=errors.make_error(errors.Code.DEADLINE_EXCEEDED))
         work = codec.encode(codec.replaced(asked.work, remaining_ms=remaining_s * 1e3))
@@ -170,8 +193,14 @@ class Embeddings:
                 await asyncio.wait({answer}, timeout=limits.TICK_S)
                 if self._fleet.is_lost(card) and not answer.done():
                     return internal.Embedded(error=errors.make_error(errors.Code.WORKER_LOST))
-            return _replies.decode(answer.result().data)
-        except (NoRespondersError, ConnectionError):
+            found = said.read(_replies, answer.result().data, card.worker_id)
+            return _checked(found, len(asked.work.inputs), card.worker_id)
+        except errors.RequestError as problem:
+            return internal.Embedded(error=problem.error)
+        except NoRespondersError:
+            self._fleet.miss(card)
+            return internal.Embedded(error=errors.make_error(errors.Code.NO_WORKER))
+        except ConnectionError:
             return internal.Embedded(error=errors.make_error(errors.Code.NO_WORKER))
         except PayloadTooLargeError as error:
             return internal.Embedded(error=errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error), param="input"))
@@ -179,6 +208,17 @@ class Embeddings:
             return internal.Embedded(error=errors.make_error(errors.Code.DEADLINE_EXCEEDED))
         finally:
             answer.cancel()
+
+
+def _remaining_s(asked: Asked) -> float:
+    return asked.received_at + asked.work.remaining_ms / 1e3 - time.monotonic()
+
+
+def _checked(found: internal.Embedded, count: int, worker_id: str) -> internal.Embedded:
+    """Raises RequestError(internal) where there is not the same number of 32-bit numbers for each of `count` inputs."""
+    if found.error is None and (not found.vectors or len(found.vectors) % (4 * count)):
+        raise said.unreadable(worker_id, f"it has {len(found.vectors)} bytes for {count} inputs")
+    return found
 
 
 def _answer(asked: Asked, found: internal.Embedded) -> messages.EmbedReply:

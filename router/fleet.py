@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 
-from protocol import internal, limits, messages
+from protocol import codec, internal, limits, messages
 from protocol.recent import Recent
 from protocol.subjects import WorkerAddress, epoch_order
 from router import shown
@@ -22,6 +22,19 @@ _REFUSED_S = 30.0
 """A card that was refused is looked at again after this: the workers that it contradicts may be gone."""
 _BOOKING_LAPSES_S = 5.0
 """A booking that no event has confirmed by then was lost on the way."""
+
+_LEAST = {
+    "context_length": 1,
+    "max_num_seqs": 0,
+    "max_num_batched_tokens": 0,
+    "kv_block_size": 1,
+    "total_kv_blocks": 0,
+    "host_kv_blocks": 0,
+}
+"""Of the numbers in a card, those that are reckoned with here."""
+_MOST = 2**31 - 1
+_MAX_CARD_BYTES = 65_536
+"""A card has one or two thousand; all of them are kept, and shown to whoever asks for `models`."""
 
 
 class Fleet:
@@ -64,7 +77,7 @@ class Fleet:
                 self._join(Worker(card, now))
             return Heard()
         if known.card.epoch == card.epoch:
-            self._change(known, card, now)
+            self._change(known, card)
             return Heard()
         self._leave(known)
         self._join(Worker(card, now))
@@ -88,7 +101,7 @@ class Fleet:
             self.tally.refused_messages += 1
             return Heard()
         worker.load, worker.state = events.load, events.state
-        worker.heard_at, worker.has_lapsed = now, False
+        worker.heard_at, worker.has_lapsed, worker.is_unreached = now, False, False
         ready = worker.log.take(events)
         self._apply(worker, ready, now)
         if not ready:
@@ -155,6 +168,11 @@ class Fleet:
         worker = self._workers.get(card.address)
         return worker is None or worker.card.epoch != card.epoch or worker.has_lapsed
 
+    def last_event(self, card: messages.Card) -> int | None:
+        """The number of the latest event of that life of a worker: as long as it grows, the worker lives."""
+        worker = self._workers.get(card.address)
+        return worker.log.seq if worker is not None and worker.card.epoch == card.epoch else None
+
     def was_behind(self, card: messages.Card, now: float) -> bool:
         """Whether that life of a worker may have said more than was heard."""
         worker = self._workers.get(card.address)
@@ -167,6 +185,13 @@ class Fleet:
         worker = self._workers.get(card.address)
         if worker is not None and worker.card.epoch == card.epoch:
             worker.heard_at, worker.has_lapsed = now, False
+            self._of(worker).refresh(worker)
+
+    def miss(self, card: messages.Card) -> None:
+        """Nobody listens where that life of a worker is given requests: it gets none until its next event."""
+        worker = self._workers.get(card.address)
+        if worker is not None and worker.card.epoch == card.epoch:
+            worker.is_unreached = True
             self._of(worker).refresh(worker)
 
     def remove(self, card: messages.Card, now: float) -> None:
@@ -195,7 +220,7 @@ class Fleet:
         return placement
 
     def room(self, model: str, now: float) -> Room:
-        """Whether a request for that model would begin soon if it was placed now."""
+        """What the workers of that model have for another request."""
         served = self._served.get(model)
         return Room.NOBODY if served is None else served.room(now)
 
@@ -234,6 +259,11 @@ class Fleet:
         """A few workers that serve a model, such as can work now if there are any."""
         served = self._served.get(model)
         return [] if served is None else served.some(now)
+
+    def able_of(self, model: str, now: float) -> list[Worker]:
+        """The workers of a model that may be given a request now."""
+        served = self._served.get(model)
+        return [] if served is None else served.able(now)
 
     def longest_context(self, model: str) -> int:
         """Tokens of the longest sequence that a worker of that model can hold."""
@@ -287,10 +317,9 @@ class Fleet:
         self._workers[worker.card.address] = worker
         self._served.setdefault(worker.card.model, Served()).join(worker)
 
-    def _change(self, worker: Worker, card: messages.Card, now: float) -> None:
-        """The same life has another card."""
+    def _change(self, worker: Worker, card: messages.Card) -> None:
+        """The same life has another card, which does not prove that it lives: only its events do."""
         worker.card, worker.state = card, card.state
-        worker.heard_at, worker.has_lapsed = now, False
         self._of(worker).changed(worker)
 
     def _leave(self, worker: Worker) -> None:
@@ -307,7 +336,7 @@ class Fleet:
     def _why_not(self, card: messages.Card) -> str | None:
         """Why a card can't be true beside those of the other workers of its model; None if it may be."""
         served = self._served.get(card.model)
-        return None if served is None else served.why_not(card)
+        return _impossible(card) or (None if served is None else served.why_not(card))
 
     def _apply(self, worker: Worker, ready: tuple[internal.Events, ...], now: float) -> None:
         """Applies what an event log has ready."""
@@ -330,3 +359,14 @@ def _is_silent(worker: Worker, now: float) -> bool:
 def _life(address: WorkerAddress, epoch: str) -> str:
     """What one life of one worker is called in tables: others may use its epoch for theirs."""
     return f"{address.model} {address.worker_id} {epoch}"
+
+
+def _impossible(card: messages.Card) -> str | None:
+    """Why a card can't be true whatever the others say; None if it can."""
+    if (size := len(codec.encode(card))) > _MAX_CARD_BYTES:
+        return f"it has {size} bytes"
+    for name, least in _LEAST.items():
+        number = getattr(card, name)
+        if number is not None and not least <= number <= _MOST:
+            return f"its {name} is {number}"
+    return None

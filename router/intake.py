@@ -12,6 +12,7 @@ from nats.aio.msg import Msg
 from protocol import codec, embed, errors, messages, subjects
 from protocol import request as checks
 from protocol.bus import Bus, Subscription
+from protocol.replies import Replies
 from router.answer import Answers
 from router.embeddings import Asked, Embeddings
 from router.flight import Flight
@@ -34,6 +35,7 @@ class Intake:
     def __init__(
         self,
         connection: Bus,
+        replies: Replies,
         names: subjects.Subjects,
         inbox_prefixes: tuple[str, ...],
         max_request_bytes: int,
@@ -43,6 +45,7 @@ class Intake:
         answers: Answers,
     ) -> None:
         self._connection = connection
+        self._replies = replies
         self._names = names
         self._inbox_prefixes = inbox_prefixes
         self._max_request_bytes = max_request_bytes
@@ -168,7 +171,7 @@ class Intake:
             encoding = codec.encoding_of(message.headers)
         except codec.MediaTypeError:
             encoding = codec.Encoding.JSON
-        self._connection.publish(message.reply, self._shown.answer(encoding, self._connection.max_payload))
+        self._replies.send(message.reply, self._shown.answer(encoding, self._connection.max_payload))
 
     def _cancel(self, message: Msg) -> None:
         if message.reply and not self._may_answer(message):
@@ -179,7 +182,7 @@ class Intake:
         except ValueError:
             return
         if self._journeys.cancel(address.key) and message.reply:
-            self._connection.publish(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
+            self._replies.send(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
 
     def _resync(self, message: Msg) -> None:
         if not self._may_answer(message):
@@ -193,7 +196,7 @@ class Intake:
         except (ValueError, errors.RequestError):
             return
         if self._journeys.repeat(address.key):
-            self._connection.publish(message.reply, codec.encode(messages.ResyncReply(found=True), encoding))
+            self._replies.send(message.reply, codec.encode(messages.ResyncReply(found=True), encoding))
 
     def _may_answer(self, message: Msg) -> bool:
         tenant = self._names.tenant_token(message.subject)

@@ -16,12 +16,19 @@ from router.dispatch import AlreadyLiveError, Dispatch
 from router.fleet import Fleet
 from router.flight import Flight, Flights
 from router.journal import Journal
+from router.served import Room
 from router.turns import Turns
 from router.vocabularies import Vocabularies
 from router.worker import Worker
 
 _FIRST_SIGN_S = 1.0 - 2 * limits.TICK_S
 """A client whose request is held here hears so within a second."""
+
+
+_ASKED_AT_ONCE = 3
+"""Workers of which one is asked after another how a prompt is tokenized, before it is looked for others."""
+_MAX_ROUNDS = 3
+"""Times that all of them are asked, while some say that they serve."""
 
 
 class Journeys:
@@ -176,15 +183,43 @@ class Journeys:
         try:
             async with asyncio.timeout(None if remaining_ms is None else remaining_ms / 1e3):
                 with self._journal.tokenizing(flight):
-                    token_ids = await self._vocabularies.token_ids(flight.request, workers)
+                    token_ids = await self._tokenize(flight, workers)
         except TimeoutError as error:
             raise errors.request_error(errors.Code.DEADLINE_EXCEEDED) from error
-        longest = max(worker.card.context_length for worker in workers)
-        _check_length(token_ids, max(longest, self._fleet.longest_context(flight.model)))
+        _check_length(token_ids, self._longest_context(flight, workers))
         self._flights.keep_prompt(flight, blocks.to_bytes(token_ids))
         count = len(token_ids) + (flight.request.max_tokens or 0)
         _check_allowance(self._allowances.tokens(flight.tenant, count, time.monotonic()))
         await self._dispatch.bring(flight)
+
+    async def _tokenize(self, flight: Flight, workers: list[Worker]) -> list[int]:
+        """Asks all workers if need be, where some are not reached, and waits while all restart. Raises RequestError."""
+        rounds, asked = 0, set[str]()
+        while True:
+            asked |= {worker.card.worker_id for worker in workers[:_ASKED_AT_ONCE]}
+            try:
+                most_tokens = self._longest_context(flight, workers) - 1
+                return await self._vocabularies.token_ids(flight, workers[:_ASKED_AT_ONCE], most_tokens)
+            except errors.RequestError as error:
+                if error.error.code is not errors.Code.NO_WORKER or flight.cancelled:
+                    raise
+                able = self._fleet.able_of(flight.model, time.monotonic())
+                others = [worker for worker in able if worker.card.worker_id not in asked]
+                if others and any(worker.is_unreached for worker in workers):
+                    workers = others
+                    continue
+                all_workers = self._fleet.of_model(flight.model)
+                rounds += any(worker.state is messages.WorkerState.READY for worker in all_workers)
+                if rounds >= _MAX_ROUNDS or self._fleet.room(flight.model, time.monotonic()) is Room.NOBODY:
+                    raise
+            await asyncio.sleep(limits.TICK_S)
+            asked.clear()
+            workers = present.workers_of(self._fleet, flight.model, time.monotonic())
+
+    def _longest_context(self, flight: Flight, workers: list[Worker]) -> int:
+        """Of the model's workers, also of those that have left meanwhile."""
+        longest = max(worker.card.context_length for worker in workers)
+        return max(longest, self._fleet.longest_context(flight.model))
 
     async def _carry(self, flight: Flight, way: Callable[[Flight], Coroutine[Any, Any, None]]) -> None:
         """To a worker's accept, or to this router's own terminal."""

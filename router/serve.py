@@ -15,6 +15,7 @@ import structlog
 from protocol import connection as nats
 from protocol import metrics, reload, status, stopping, subjects, traces
 from protocol.bus import Bus
+from protocol.replies import Replies
 from router.allowance import Allowances, TenantLimits
 from router.answer import Answers
 from router.dispatch import Dispatch
@@ -90,21 +91,22 @@ class Router:
         fleet = self.fleet = Fleet(time.monotonic())
         flights = Flights(settings.max_flights, settings.max_held_bytes)
         measured = self.metrics = RouterMetrics()
-        answers = Answers(bus, router_id, measured)
+        replies = self._replies = Replies(bus)
+        answers = Answers(bus, replies, router_id, measured)
         choice = Choice(make_policies(), settings.policy, rng, settings.temperature)
         turns = Turns(fleet, choice, settings.queue, measured)
         dispatch = Dispatch(bus, names, fleet, flights, turns, router_id, measured)
         journal = self._journal = Journal(measured, traced, settings.journal)
         allowances = self._allowances = Allowances(settings.tenant_limits, settings.own_tenant_limits)
         self._journeys = Journeys(
-            fleet, flights, Vocabularies(bus, names), turns, dispatch, answers, allowances, journal
+            fleet, flights, Vocabularies(bus, names, fleet), turns, dispatch, answers, allowances, journal
         )
         self._bus, self._flights, self._turns = bus, flights, turns
         most = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)
-        self._embeddings = Embeddings(bus, names, fleet, rng, measured, traced)
+        self._embeddings = Embeddings(bus, replies, names, fleet, rng, measured, traced)
         models = Models(fleet, turns, router_id, most)
         prefixes = settings.inbox_prefixes
-        self._intake = Intake(bus, names, prefixes, most, models, self._journeys, self._embeddings, answers)
+        self._intake = Intake(bus, replies, names, prefixes, most, models, self._journeys, self._embeddings, answers)
         self._watch = FleetWatch(bus, names, fleet, flights, self._journeys, measured)
 
     def __repr__(self) -> str:
@@ -167,6 +169,7 @@ class Router:
         """The last act: closes the books. From then on it sends nothing."""
         await self._journeys.leave()
         await self._embeddings.leave()
+        self._replies.work_off()
 
 
 async def serve(settings: RouterSettings, again: Callable[[], RouterSettings]) -> None:

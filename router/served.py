@@ -72,9 +72,9 @@ class Room(enum.Enum):
 
     SOME = enum.auto()
     NONE = enum.auto()
-    """All of them have as many as they can run."""
+    """None of them can take it now: they have as many as they can run, or are about to come back."""
     NOBODY = enum.auto()
-    """None of them can work now."""
+    """None of them will be able to."""
 
 
 class NoWorker(NamedTuple):
@@ -189,13 +189,16 @@ class Served:
         """Whether a request would begin soon if it was placed now."""
         rows = self._columns.eligible(now)
         if not len(rows):
-            return Room.NOBODY
+            return Room.NONE if any(worker.may_return for worker in self._workers.values()) else Room.NOBODY
         return Room.SOME if self._columns.has_room(rows) else Room.NONE
 
     def some(self, now: float) -> list[Worker]:
         """A few workers, such as may be given a request now if there are any."""
-        rows = self._columns.eligible(now)[:_SOME]
-        return self._at(rows) or list(itertools.islice(self._workers.values(), _SOME))
+        return self.able(now)[:_SOME] or list(itertools.islice(self._workers.values(), _SOME))
+
+    def able(self, now: float) -> list[Worker]:
+        """The workers that may be given a request now."""
+        return self._at(self._columns.eligible(now))
 
     @property
     def longest_context(self) -> int:

@@ -1,4 +1,4 @@
-"""Gives each request its placement: at once, or, while every worker is busy, when it is its turn."""
+"""Gives each request its placement: at once, or, while every worker is busy or restarts, when it is its turn."""
 
 import asyncio
 import random
@@ -90,8 +90,8 @@ class Turns:
             self._fleet.book(holder.card.address, self._prompt(flight), now)
             return Placement(holder, self._choice.default_policy)
         is_pinned = flight.request.routing is not None and bool(flight.request.routing.worker_id)
-        others_wait = flight.model in self._backlogs or self._fleet.room(flight.model, now) is Room.NONE
-        if is_pinned or without or not others_wait:
+        must_wait = flight.model in self._backlogs or self._fleet.room(flight.model, now) is Room.NONE
+        if is_pinned or without or not must_wait:
             return self._choose(flight, without, now)
         return await self._wait(flight, now)
 
@@ -99,12 +99,17 @@ class Turns:
         """Places those whose turn it is, as far as there is room. To be called whenever there may be some."""
         for model, backlog in list(self._backlogs.items()):
             while backlog and self._fleet.room(model, now) is Room.SOME:
-                held = self._held.pop(backlog.pop(now).key)
-                held.outcome.set_result(self._choose(held.flight, (), now))
+                self._place_held(self._held.pop(backlog.pop(now).key), now)
             if backlog and not self._fleet.of_model(model):
                 for held in [held for held in self._held.values() if held.flight.model == model]:
                     self._release(held.flight, NoWorker())
             self._drop_if_empty(model)
+
+    def _place_held(self, held: _Held, now: float) -> None:
+        try:
+            held.outcome.set_result(self._choose(held.flight, (), now))
+        except Exception as error:  # a bug of ours: it ends this one request, and is logged there
+            held.outcome.set_exception(error)
 
     def depths(self) -> dict[str, int]:
         """How many wait, by model."""

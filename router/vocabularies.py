@@ -2,26 +2,34 @@
 
 import asyncio
 import functools
+import os
+import time
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import NamedTuple
 
 import structlog
 from nats.aio.msg import Msg
 
 from protocol import blocks, codec, errors, internal, limits, messages, prompt, subjects
-from protocol.bus import Bus, NoRespondersError, PayloadTooLargeError
+from protocol.bus import Bus, BusyError, NoRespondersError, PayloadTooLargeError
+from protocol.recent import Recent
+from router import said
+from router.desk import Desk
+from router.fleet import MAX_WORKERS, Fleet
+from router.flight import Flight
 from router.worker import Worker
 
 MAX_BUNDLES = 64
 """Tokenizers kept; the one unused for longest goes first."""
 _FETCH_TIMEOUT_S = 2.0
 """From one part to the next."""
+_LONGEST_FETCH_S = 30.0
+_BROKEN_S = 600.0
 _TOKENIZE_TIMEOUT_S = 4.0
-_MAX_ASKED = 3
-"""Workers that are asked in turn, where one does not answer."""
-_LONG_TEXT = 16_384
-"""Characters beyond which a text is tokenized on a thread, so that the loop goes on meanwhile."""
+_LONG_TEXT = 2_048
+"""Characters beyond which a text is tokenized on a thread, in its tenant's turn: half a millisecond of the loop's."""
+_MOST_THREADS = 4
 
 _parts = codec.Decoder(internal.TokenizerPart)
 _replies = codec.Decoder(internal.TokenizeReply)
@@ -38,26 +46,31 @@ class _Vocabulary(NamedTuple):
     """Of one bundle."""
 
     builder: prompt.PromptBuilder
-    thread: ThreadPoolExecutor
+    desk: Desk
     """Renders its chats: a template that takes long keeps nobody waiting but the users of its own model."""
 
 
 class Vocabularies:
     """Makes token ids for any model of the fleet: by its bundle where there is one, else by asking a worker."""
 
-    def __init__(self, connection: Bus, names: subjects.Subjects) -> None:
+    def __init__(self, connection: Bus, names: subjects.Subjects, fleet: Fleet) -> None:
         self._connection = connection
+        self._fleet = fleet
+        self._desk = Desk(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - 1)), "tokenize")
         self._names = names
         self._known: OrderedDict[_Name, _Vocabulary] = OrderedDict()
         self._fetching: dict[_Name, asyncio.Task[_Vocabulary | None]] = {}
-        self._broken: OrderedDict[_Name, None] = OrderedDict()
+        self._broken: Recent[bool] = Recent(_BROKEN_S, MAX_WORKERS)
+        """Lives of workers whose bundle is not what their card says, or no good."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
         return f"<Vocabularies {len(self._known)} bundles>"
 
-    async def token_ids(self, request: messages.GenerateRequest, workers: list[Worker]) -> list[int]:
-        """The prompt of a checked request, for the model of those workers, asked in turn. Raises RequestError."""
+    async def token_ids(self, flight: Flight, workers: list[Worker], most_tokens: int) -> list[int]:
+        """The prompt of a flight, for the model of those workers, asked in turn. Raises RequestError, also where the
+        prompt certainly has more than `most_tokens`."""
+        request = flight.request
         if request.token_ids is not None:
             return request.token_ids
         vocabulary = await self._vocabulary(workers)
@@ -65,58 +78,66 @@ class Vocabularies:
             return await self._ask(request, workers)
         builder = vocabulary.builder
         if request.messages is not None:
-            render = functools.partial(builder.from_messages, request.messages, request.chat_template_kwargs)
-            return await asyncio.get_running_loop().run_in_executor(vocabulary.thread, render)
+            chat, arguments = request.messages, request.chat_template_kwargs
+            render = functools.partial(builder.from_messages, chat, arguments, most_tokens)
+            return await self._in_turn(vocabulary.desk, flight, render)
         assert request.prompt is not None
-        if len(request.prompt) > _LONG_TEXT:
-            return await asyncio.to_thread(builder.from_text, request.prompt)
-        return builder.from_text(request.prompt)
+        if len(request.prompt) <= _LONG_TEXT:
+            return builder.from_text(request.prompt, most_tokens)
+        return await self._in_turn(
+            self._desk, flight, functools.partial(builder.from_text, request.prompt, most_tokens)
+        )
+
+    async def _in_turn(self, desk: Desk, flight: Flight, work: Callable[[], list[int]]) -> list[int]:
+        return await desk.run(flight.key, flight.tenant, flight.received_at, flight.held_bytes, work)
 
     async def _vocabulary(self, workers: list[Worker]) -> _Vocabulary | None:
-        for worker in workers[:_MAX_ASKED]:
+        for worker in workers:
             digest = worker.card.tokenizer_digest
-            if digest is None or (name := _Name(worker.card.model, digest)) in self._broken:
+            if digest is None:
                 return None
+            name = _Name(worker.card.model, digest)
             if name in self._known:
                 self._known.move_to_end(name)
                 return self._known[name]
-            if name not in self._fetching:
-                task = asyncio.get_running_loop().create_task(self._fetch(worker, digest))
-                self._fetching[name] = task
-                task.add_done_callback(lambda _, name=name: self._fetching.pop(name, None))  # type: ignore[misc]
-            vocabulary = await asyncio.shield(self._fetching[name])
-            if vocabulary is not None:
-                return vocabulary
+            if self._broken.get(_life(worker), time.monotonic()) is None:
+                vocabulary = await asyncio.shield(self._fetch_once(worker, name))
+                if vocabulary is not None:
+                    return vocabulary
         return None
 
-    async def _fetch(self, worker: Worker, digest: str) -> _Vocabulary | None:
+    def _fetch_once(self, worker: Worker, name: _Name) -> "asyncio.Task[_Vocabulary | None]":
+        if name not in self._fetching:
+            self._fetching[name] = asyncio.get_running_loop().create_task(self._fetch(worker, name))
+            self._fetching[name].add_done_callback(lambda _: self._fetching.pop(name, None))
+        return self._fetching[name]
+
+    async def _fetch(self, worker: Worker, name: _Name) -> _Vocabulary | None:
         """None where the bundle can't be had or used; the worker is asked to tokenize then."""
-        name = _Name(worker.card.model, digest)
+        digest = name.digest
         try:
             parts = await self._receive(worker, digest)
             bundle = prompt.from_parts(parts, digest)
             builder = await asyncio.to_thread(_started, bundle)
         except ValueError as error:
             self._log.error("tokenizer_refused", worker_id=worker.card.worker_id, error=str(error))
-            self._broken[name] = None
-            if len(self._broken) > MAX_BUNDLES:
-                self._broken.popitem(last=False)
+            self._broken.put(_life(worker), True, time.monotonic())
             return None
-        except (OSError, errors.RequestError) as error:  # a time-out among them
+        except (OSError, BusyError, errors.RequestError) as error:  # a time-out among them
             self._log.warning("tokenizer_not_fetched", worker_id=worker.card.worker_id, error=str(error))
             return None
-        vocabulary = self._known[name] = _Vocabulary(builder, ThreadPoolExecutor(1, thread_name_prefix="render"))
+        vocabulary = self._known[name] = _Vocabulary(builder, Desk(1, "render"))
         if len(self._known) > MAX_BUNDLES:
             _, oldest = self._known.popitem(last=False)
-            oldest.thread.submit(oldest.builder.close)
-            oldest.thread.shutdown(wait=False)
+            oldest.desk.close(oldest.builder.close)
         self._log.info("tokenizer_fetched", worker_id=worker.card.worker_id, digest=digest)
         return vocabulary
 
     async def _receive(self, worker: Worker, digest: str) -> list[internal.TokenizerPart]:
         parts: dict[int, internal.TokenizerPart] = {}
         complete = asyncio.Event()
-        patience = asyncio.timeout(_FETCH_TIMEOUT_S)
+        loop = asyncio.get_running_loop()
+        patience, end = asyncio.timeout(_FETCH_TIMEOUT_S), loop.time() + _LONGEST_FETCH_S
         inbox = self._connection.new_inbox()
 
         def take(message: Msg) -> None:
@@ -126,7 +147,7 @@ class Vocabularies:
             part = _parts.decode(message.data)
             if part.digest == digest and 0 <= part.part < part.parts <= limits.MAX_BUNDLE_BYTES // limits.PART_BYTES:
                 parts[part.part] = part
-                patience.reschedule(asyncio.get_running_loop().time() + _FETCH_TIMEOUT_S)
+                patience.reschedule(min(loop.time() + _FETCH_TIMEOUT_S, end))
                 if len(parts) == part.parts:
                     complete.set()
 
@@ -139,6 +160,7 @@ class Vocabularies:
         finally:
             await self._connection.unsubscribe(subscription)
         if not parts or len(parts) < parts[min(parts)].parts:
+            self._fleet.miss(worker.card)
             raise errors.request_error(errors.Code.NO_WORKER, "the worker has gone")
         return [parts[number] for number in sorted(parts)]
 
@@ -146,26 +168,41 @@ class Vocabularies:
         ask = internal.Tokenize(
             text=request.prompt, messages=request.messages, chat_template_kwargs=request.chat_template_kwargs
         )
-        problem: Exception | None = None
-        for worker in workers[:_MAX_ASKED]:
-            subject = self._names.worker(worker.card.model, worker.card.worker_id, "tokenize")
+        problem = errors.make_error(errors.Code.NO_WORKER)
+        for worker in workers:
             try:
-                answer = await self._connection.request(subject, codec.encode(ask), _TOKENIZE_TIMEOUT_S)
+                return await self._ask_one(codec.encode(ask), worker.card)
             except PayloadTooLargeError as error:
                 raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, str(error)) from error
             except (NoRespondersError, TimeoutError, ConnectionError) as error:
-                problem = error
-                continue
-            reply = _replies.decode(answer.data)
-            if reply.error is None:
-                return blocks.from_bytes(reply.token_ids or b"")
-            problem = errors.RequestError(reply.error)
-            if reply.error.code is not errors.Code.NO_WORKER:
-                raise problem
-        raise errors.request_error(errors.Code.NO_WORKER, f"no worker tokenized the prompt: {problem}")
+                text = f"no worker tokenized the prompt: {error}"
+                problem = errors.make_error(errors.Code.NO_WORKER, text)
+            except errors.RequestError as refusal:
+                problem = refusal.error
+                if not problem.retryable:
+                    raise
+        raise errors.RequestError(problem)
+
+    async def _ask_one(self, ask: bytes, card: messages.Card) -> list[int]:
+        subject = self._names.worker(card.model, card.worker_id, "tokenize")
+        try:
+            answer = await self._connection.request(subject, ask, _TOKENIZE_TIMEOUT_S)
+        except NoRespondersError:
+            self._fleet.miss(card)
+            raise
+        reply = said.read(_replies, answer.data, card.worker_id)
+        if reply.error is not None:
+            raise errors.RequestError(reply.error)
+        if not reply.token_ids or len(reply.token_ids) % 4:
+            raise said.unreadable(card.worker_id, "it has no token ids")
+        return blocks.from_bytes(reply.token_ids)
 
 
 def _started(bundle: prompt.TokenizerBundle) -> prompt.PromptBuilder:
     builder = prompt.builder_of(bundle)
     builder.start()
     return builder
+
+
+def _life(worker: Worker) -> str:
+    return f"{worker.card.model} {worker.card.worker_id} {worker.card.epoch}"

@@ -1,6 +1,7 @@
 """Listens to the workers: feeds the fleet with what they say, and has the requests of lost ones recovered."""
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import secrets
@@ -10,7 +11,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from protocol import codec, errors, internal, limits, messages, subjects
-from protocol.bus import Bus
+from protocol.bus import Bus, BusyError
 from router.eventlog import Caught
 from router.fleet import Fleet
 from router.flight import Flight, Flights
@@ -92,7 +93,12 @@ class FleetWatch:
 
     def _discover(self) -> None:
         self._discovered_at = time.monotonic()
-        self._bus.publish(self._names.discover, b"")
+        self._ask(self._names.discover)
+
+    def _ask(self, subject: str, reply: str = "") -> None:
+        """Has workers say something. While the broker has too much to take nothing is asked: soon it is asked again."""
+        with contextlib.suppress(BusyError):
+            self._bus.publish(subject, b"", reply=reply)
 
     def _tick(self, now: float) -> None:
         if now < self._forgive_until or not self._hears(now):
@@ -102,7 +108,7 @@ class FleetWatch:
             self._lapsing = asyncio.create_task(self._lapse(now))
         for worker in self._fleet.behind(now, _SNAPSHOT_EVERY_S):
             subject = self._names.worker(worker.card.model, worker.card.worker_id, "snapshot")
-            self._bus.publish(subject, b"", reply=self._reply_of(worker.card.address))
+            self._ask(subject, self._reply_of(worker.card.address))
         self._journeys.tick(now)
 
     async def _lapse(self, now: float) -> None:

@@ -10,6 +10,7 @@ from router.speed import Speed
 
 _SPARE = 8
 """A worker has an eighth more requests than it can run, so that a place that becomes free is taken at once."""
+_SERVING = (messages.WorkerState.STARTING, messages.WorkerState.READY, messages.WorkerState.RESTARTING)
 _UNHEARD = 3
 """So many prompts that should have left blocks, and left none, are no chance."""
 
@@ -36,6 +37,8 @@ class Worker:
         self.heard_at = now
         self.has_lapsed = False
         """Its lease has lapsed; what was placed there is being cleared up."""
+        self.is_unreached = False
+        """Nobody listened when it was last given a request, and it has published no event since."""
         self.log = EventLog()
         self.bookings: dict[str, Booking] = {}
         self.running: set[str] = set()
@@ -69,6 +72,11 @@ class Worker:
         return "behind" if self.log.is_behind else "live"
 
     @property
+    def may_return(self) -> bool:
+        """Whether it is to be expected that it takes requests, now or soon: its engine may be starting again."""
+        return self.state in _SERVING and not self.has_lapsed and self.card.max_num_seqs > 0
+
+    @property
     def num_requests(self) -> int:
         """Requests there: those it reports, and those placed that its reports can't know of yet."""
         return self.load.running + self.load.waiting + len(self.bookings)
@@ -83,7 +91,7 @@ class Worker:
         block_size, total_blocks, most = card.kv_block_size or 0, card.total_kv_blocks or 0, card.max_num_seqs
         requests = load.running + load.waiting + len(bookings)
         return Numbers(
-            self.state is messages.WorkerState.READY and not self.has_lapsed and most > 0,
+            self.state is messages.WorkerState.READY and not self.has_lapsed and not self.is_unreached and most > 0,
             self.heard_at,
             load.step_age_ms,
             card.context_length,

@@ -23,6 +23,7 @@ ALLOWED = {
 PURE = (
     "protocol/subjects.py",
     "protocol/blocks.py",
+    "protocol/fewest.py",
     "protocol/request.py",
     "protocol/errors.py",
     "protocol/codec.py",

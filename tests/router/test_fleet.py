@@ -39,8 +39,8 @@ def named(workers: list[Worker]) -> list[str]:
 
 
 def candidates(fleet: Fleet, now: float, model: str = "demo") -> list[str]:
-    """Who may be given a request now; of these tests' few workers all are among some."""
-    return [] if fleet.room(model, now) is Room.NOBODY else named(fleet.some_of(model, now))
+    """Who may be given a request now."""
+    return named(fleet.able_of(model, now))
 
 
 def lapsed(fleet: Fleet, now: float) -> list[str]:
@@ -59,12 +59,84 @@ def test_a_card_makes_a_worker_known_and_a_candidate() -> None:
     assert fleet.find(at("w2")) is None
 
 
-def test_a_card_of_the_same_life_changes_what_is_known_and_counts_as_heard() -> None:
+def test_a_card_of_the_same_life_changes_what_is_known_and_proves_no_life() -> None:
     fleet = fleet_of(card())
     assert fleet.take_card(card(state=DRAINING, features=["chat"]), 1.5) == Heard()
     assert known(fleet).card.features == ["chat"]
     assert candidates(fleet, 1.5) == []
-    assert fleet.lapse(3.0) == []
+    assert lapsed(fleet, 2.0) == ["w1"]
+
+
+def test_a_worker_that_publishes_cards_and_no_event_gets_requests_for_a_second_only() -> None:
+    fleet = fleet_of(card())
+    for said_at in (0.3, 0.6, 0.9, 1.2):
+        fleet.take_card(card(), said_at)
+    assert candidates(fleet, 0.9) == ["w1"]
+    assert candidates(fleet, 1.2) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_block_size": 0},
+        {"kv_block_size": -1},
+        {"kv_block_size": 2**31},
+        {"context_length": 0},
+        {"context_length": 2**63},
+        {"max_num_seqs": -1},
+        {"total_kv_blocks": -1},
+        {"host_kv_blocks": -1},
+    ],
+)
+def test_a_card_with_a_number_that_can_not_be_is_refused(changes: dict[str, int]) -> None:
+    fleet = fleet_of()
+    (name,) = changes
+    heard = fleet.take_card(card(**changes), 0.0)
+    assert heard.refused is not None
+    assert name in heard.refused
+    assert list(fleet.models()) == []
+
+
+def test_a_card_that_is_too_large_is_refused() -> None:
+    fleet = fleet_of()
+    heard = fleet.take_card(card(features=["generate", "x" * 65_536]), 0.0)
+    assert heard.refused is not None
+    assert "bytes" in heard.refused
+    assert list(fleet.models()) == []
+
+
+def test_a_worker_where_nobody_listened_gets_no_request_before_its_next_event() -> None:
+    fleet = fleet_of(card("w1"), card("w2"))
+    fleet.miss(card("w1", epoch="99-another"))
+    assert candidates(fleet, 0.1) == ["w1", "w2"]
+    fleet.miss(card("w1"))
+    fleet.take_card(card("w1"), 0.2)
+    assert candidates(fleet, 0.3) == ["w2"]
+    fleet.take_events("demo", events("w1"), 0.4)
+    assert candidates(fleet, 0.5) == ["w1", "w2"]
+
+
+@pytest.mark.parametrize(
+    ("state", "most", "room"),
+    [
+        (RESTARTING, 8, Room.NONE),
+        (STARTING, 8, Room.NONE),
+        (DRAINING, 8, Room.NOBODY),
+        (READY, 8, Room.SOME),
+        (READY, 0, Room.NOBODY),
+    ],
+)
+def test_there_will_be_room_where_a_worker_is_about_to_come_back(
+    state: messages.WorkerState, most: int, room: Room
+) -> None:
+    assert fleet_of(card(state=state, max_num_seqs=most)).room("demo", 0.1) is room
+
+
+def test_a_silent_worker_may_come_back_until_it_is_lost() -> None:
+    fleet = fleet_of(card())
+    assert fleet.room("demo", 1.5) is Room.NONE
+    fleet.lapse(2.0)
+    assert fleet.room("demo", 2.0) is Room.NOBODY
 
 
 def test_a_card_of_the_same_life_keeps_load_bookings_and_place_in_the_event_log() -> None:
@@ -460,7 +532,7 @@ class FleetHistory(RuleBasedStateMachine):
             if state is not STOPPED:
                 self.beliefs[name] = Belief(epoch, state, self.now)
         elif belief.epoch == epoch:
-            belief.state, belief.heard_at = state, self.now
+            belief.state = state
             if state is STOPPED:
                 del self.beliefs[name]
                 left = True

@@ -6,16 +6,26 @@ import random
 import pytest
 
 from protocol import errors, messages
+from router.columns import Floats
 from router.fleet import Fleet
 from router.flight import Flight
 from router.metrics import RouterMetrics
-from router.placement import make_policies
+from router.placement import View, make_policies
 from router.served import NoWorker, Placement
 from router.turns import Choice, QueueSettings, Turns
 from tests.router.beliefs import card, events, flight
 
 FULL = messages.Load(running=9)
 """A worker that can run 8 has one more, which is all that it gets."""
+
+
+class Broken:
+    """A policy that somebody has installed."""
+
+    name = "broken"
+
+    def costs(self, view: View) -> Floats:
+        raise ZeroDivisionError
 
 
 class Bed:
@@ -26,7 +36,7 @@ class Bed:
         self.fleet.take_card(card(), 0.0)
         self.fleet.forgive(asyncio.get_running_loop().time())
         self.seq = -1
-        choice = Choice(make_policies(), "kv", random.Random(1))
+        choice = Choice(make_policies() | {"broken": Broken()}, "kv", random.Random(1))
         self.turns = Turns(self.fleet, choice, QueueSettings(max_requests=max_requests), RouterMetrics())
         self.hear(load)
 
@@ -86,6 +96,16 @@ async def test_who_comes_while_others_wait_does_not_overtake_them() -> None:
     await settle()
     assert not second.done()
     second.cancel()
+
+
+async def test_a_policy_that_fails_ends_the_request_that_wants_it_and_no_other() -> None:
+    bed = Bed()
+    first, second = bed.ask("a", routing=messages.RoutingWish(policy="broken")), bed.ask("b")
+    await settle()
+    bed.hear(messages.Load(running=7))
+    with pytest.raises(ZeroDivisionError):
+        await first
+    assert isinstance(await second, Placement)
 
 
 async def test_priority_decides_among_those_that_wait() -> None:

@@ -187,6 +187,8 @@ class SimBus:
         self.on_reconnect: Callable[[], None] = lambda: None
         self.guard: Callable[[], bool] = lambda: True
         self.num_reconnects = 0
+        self.is_busy = False
+        """Whether more waits for the broker than may wait."""
         self.tap: Callable[[Msg], None] = lambda message: None
         """Told of every message that arrives."""
         self.heard_at = self.answered_at = process.world.now
@@ -206,7 +208,7 @@ class SimBus:
     def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
         if self._is_closed:
             raise ConnectionError("closed")
-        if len(self._pending) > _MAX_PENDING:
+        if self.is_busy or len(self._pending) > _MAX_PENDING:
             raise bus.BusyError("too much is waiting")
         self._put(lambda link: self._broker.route(link, subject, payload, reply, headers))
 
@@ -230,10 +232,12 @@ class SimBus:
         future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         self._requests[reply] = future
         subscription = await self.subscribe(reply, lambda message: self._answer(reply, message))
-        self.publish(subject, payload, reply, headers)
         try:
+            self.publish(subject, payload, reply, headers)
             async with asyncio.timeout(timeout_s):
                 message = await future
+        except bus.BusyError as error:
+            raise ConnectionError(str(error)) from error
         finally:
             del self._requests[reply]
             self._subscriptions.remove(subscription)

@@ -43,7 +43,7 @@ class TimedEngine:
             total_kv_blocks=4_096,
             prefix_cache=False,
             vocab_size=1_000,
-            features=("generate", "prompt", "token_ids"),
+            features=("generate", "embed", "prompt", "token_ids"),
             defaults=contract.SamplingDefaults(),
             versions={},
             pid=0,
@@ -76,6 +76,9 @@ class TimedEngine:
 
     async def tokenize(self, request: internal.Tokenize) -> list[int]:
         return [1, 2, 3]
+
+    async def embed(self, request: internal.Embed) -> internal.Embedded:
+        return internal.Embedded(vectors=bytes(8 * len(request.inputs)), prompt_tokens=1)
 
     def clear_cache(self) -> None:
         pass
@@ -140,7 +143,16 @@ class TimedEngine:
 class FrontProcess:
     """A worker whose engine may die and is started again."""
 
-    def __init__(self, world: World, broker: Broker, name: str, max_num_seqs: int = 4, token_s: float = 0.1) -> None:
+    def __init__(
+        self,
+        world: World,
+        broker: Broker,
+        name: str,
+        max_num_seqs: int = 4,
+        token_s: float = 0.1,
+        restart_s: float = _START_S,
+    ) -> None:
+        self._restart_s = restart_s
         self.name = name
         self.process = world.process(name)
         self.bus = SimBus(self.process, broker)
@@ -172,7 +184,7 @@ class FrontProcess:
         self.front.engine_died()
         engine.die()
         self.front.step_done()
-        self.process.loop.call_later(_START_S, self._start_engine)
+        self.process.loop.call_later(self._restart_s, self._start_engine)
 
 
 class RouterProcess:
@@ -263,16 +275,37 @@ class ClientProcess:
             chunk = _chunks.decode(message.data, codec.Encoding.JSON)
             self.heard.setdefault(message.subject, Heard()).take(chunk)
 
-    def ask(self, max_tokens: int, *, stream: bool = True, timeout_ms: float | None = None) -> None:
+    def ask(
+        self,
+        max_tokens: int,
+        *,
+        stream: bool = True,
+        timeout_ms: float | None = None,
+        prompt: str | None = None,
+        worker_id: str = "",
+        model: str = MODEL,
+    ) -> None:
+        """Asks with a text, if there is one, else with token ids."""
+
         def go() -> None:
             request = messages.GenerateRequest(
-                token_ids=[1, 2, 3], max_tokens=max_tokens, stream=stream, timeout_ms=timeout_ms
+                prompt=prompt,
+                token_ids=None if prompt else [1, 2, 3],
+                max_tokens=max_tokens,
+                stream=stream,
+                timeout_ms=timeout_ms,
+                routing=messages.RoutingWish(worker_id=worker_id) if worker_id else None,
             )
-            one = Asked(self.client.generate(MODEL, request), max_tokens, time.monotonic())
+            one = Asked(self.client.generate(model, request), max_tokens, time.monotonic())
             self.asked.append(one)
             self.process.spawn(_read(one))
 
         self.process.call(go)
+
+    def embed(self, model: str = MODEL) -> "asyncio.Task[messages.EmbedReply]":
+        """Asks for the embedding of one text."""
+        request = messages.EmbedRequest(input="x", timeout_ms=30_000.0)
+        return self.process.spawn(self.client.embed(model, request))
 
     def cancel(self, number: int) -> None:
         if self.asked:

@@ -1,6 +1,7 @@
 """The subjects that a front serves: decodes what comes, has it carried out, answers."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -9,7 +10,8 @@ from nats.aio.msg import Msg
 
 from protocol import blocks, codec, embed, errors, internal, limits, messages, prompt, subjects
 from protocol import request as checks
-from protocol.bus import Bus, BusyError, Callback, PayloadTooLargeError, is_no_responders
+from protocol.bus import Bus, Callback, PayloadTooLargeError, is_no_responders
+from protocol.replies import Replies
 from worker import contract
 from worker.front.announce import Announcer
 from worker.front.metrics import ReplicaMetrics
@@ -54,6 +56,7 @@ class Inbox:
         metrics: ReplicaMetrics,
     ) -> None:
         self._connection = connection
+        self._replies = Replies(connection)
         self._names = names
         self._announcer = announcer
         self._streams = streams
@@ -91,7 +94,8 @@ class Inbox:
         await incoming.subscribe(self._names.discover, lambda _: self._announcer.publish_card())
         await incoming.subscribe(self._names.card(model, worker_id), self._own_card)
         await self._connection.subscribe(self._names.worker(model, worker_id, "gone.*"), self._gone)
-        await incoming.flush()  # before a card says that it is there
+        with contextlib.suppress(TimeoutError, ConnectionError):  # a broker that is away finds all this when it is back
+            await incoming.flush()  # before a card says that the worker is there
 
     def use(self, engine: contract.Engine | None) -> None:
         """The engine for requests from now on; None while there is none."""
@@ -164,7 +168,7 @@ class Inbox:
         except ValueError:
             return
         if self._streams.cancel(address.key) and message.reply:
-            self._connection.publish(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
+            self._replies.send(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
 
     def _resync(self, message: Msg) -> None:
         if not self._may_answer(message):
@@ -178,7 +182,7 @@ class Inbox:
         except (ValueError, errors.RequestError):
             return
         if offset >= 0 and self._streams.repeat(address.key, offset):
-            self._connection.publish(message.reply, codec.encode(messages.ResyncReply(found=True), encoding))
+            self._replies.send(message.reply, codec.encode(messages.ResyncReply(found=True), encoding))
 
     def _may_answer(self, message: Msg) -> bool:
         tenant = self._names.tenant_token(message.subject)
@@ -267,9 +271,6 @@ class Inbox:
             self._reply(message, internal.TokenizeReply(error=refusal))
 
     def _reply(self, message: Msg, *replies: messages.Message) -> None:
-        """Answers, in one message or several. Who gets none asks again, or another worker."""
-        try:
-            for reply in replies if message.reply else ():
-                self._connection.publish(message.reply, codec.encode(reply))
-        except BusyError as error:
-            self._log.warning("reply_not_sent", subject=message.subject, error=str(error))
+        """Answers, in one message or several."""
+        for reply in replies if message.reply else ():
+            self._replies.send(message.reply, codec.encode(reply))
