@@ -100,7 +100,7 @@ class Vocabularies:
             if name in self._known:
                 self._known.move_to_end(name)
                 return self._known[name]
-            if self._broken.get(_life(worker), time.monotonic()) is None:
+            if self._broken.get(_life(worker.card), time.monotonic()) is None:
                 vocabulary = await asyncio.shield(self._fetch_once(worker, name))
                 if vocabulary is not None:
                     return vocabulary
@@ -114,14 +114,13 @@ class Vocabularies:
 
     async def _fetch(self, worker: Worker, name: _Name) -> _Vocabulary | None:
         """None where the bundle can't be had or used; the worker is asked to tokenize then."""
-        digest = name.digest
         try:
-            parts = await self._receive(worker, digest)
-            bundle = prompt.from_parts(parts, digest)
+            parts = await self._receive(worker, name.digest)
+            bundle = prompt.from_parts(parts, name.digest)
             builder = await asyncio.to_thread(_started, bundle)
         except ValueError as error:
             self._log.error("tokenizer_refused", worker_id=worker.card.worker_id, error=str(error))
-            self._broken.put(_life(worker), True, time.monotonic())
+            self._broken.put(_life(worker.card), True, time.monotonic())
             return None
         except (OSError, BusyError, errors.RequestError) as error:  # a time-out among them
             self._log.warning("tokenizer_not_fetched", worker_id=worker.card.worker_id, error=str(error))
@@ -130,7 +129,7 @@ class Vocabularies:
         if len(self._known) > MAX_BUNDLES:
             _, oldest = self._known.popitem(last=False)
             oldest.desk.close(oldest.builder.close)
-        self._log.info("tokenizer_fetched", worker_id=worker.card.worker_id, digest=digest)
+        self._log.info("tokenizer_fetched", worker_id=worker.card.worker_id, digest=name.digest)
         return vocabulary
 
     async def _receive(self, worker: Worker, digest: str) -> list[internal.TokenizerPart]:
@@ -198,11 +197,11 @@ class Vocabularies:
         return blocks.from_bytes(reply.token_ids)
 
 
+def _life(card: messages.Card) -> str:
+    return f"{card.model} {card.worker_id} {card.epoch}"
+
+
 def _started(bundle: prompt.TokenizerBundle) -> prompt.PromptBuilder:
     builder = prompt.builder_of(bundle)
     builder.start()
     return builder
-
-
-def _life(worker: Worker) -> str:
-    return f"{worker.card.model} {worker.card.worker_id} {worker.card.epoch}"
