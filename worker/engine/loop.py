@@ -15,7 +15,7 @@ from worker.engine.pace import Pace, TransferPace
 from worker.engine.plan import Advance, StepPlan
 from worker.engine.runner import NoRoomError, Runner
 from worker.engine.scheduler import Scheduler
-from worker.engine.sequence import Sequence
+from worker.engine.sequence import End, Sequence
 from worker.engine.settings import Pressure
 from worker.engine.tree import Domain
 from worker.engine.turnstile import Turnstile
@@ -111,9 +111,24 @@ class StepLoop:
         return advances
 
     def _add(self, command: frames.Add) -> None:
+        """Takes a sequence. One that can't be taken, by whatever fault, ends and harms no other."""
+        try:
+            sequence = self._sequence(command)
+            self._runner.begin(sequence.seq_no, sequence.sampling)
+            self._scheduler.add(sequence)
+        except Exception:  # outermost frame of a request that the engine does not hold yet
+            self._log.exception("request_failed", seq_no=command.seq_no)
+            self._runner.finish(command.seq_no)
+            output = frames.SequenceOutput(command.seq_no, None, End.ABORTED)
+            self._report(frames.StepReport([], [output], self._scheduler.load()))
+            return
+        if command.return_progress:
+            self._watched[sequence.seq_no] = sequence
+
+    def _sequence(self, command: frames.Add) -> Sequence:
         token_ids = array("I")
         token_ids.frombytes(command.token_ids)
-        sequence = Sequence(
+        return Sequence(
             command.seq_no,
             token_ids,
             command.sampling,
@@ -124,9 +139,6 @@ class StepLoop:
             num_sampled=command.num_sampled,
             alone=command.alone,
         )
-        self._scheduler.add(sequence)
-        if command.return_progress:
-            self._watched[sequence.seq_no] = sequence
 
     def _plan(self) -> StepPlan:
         """While nobody decodes nobody is kept waiting, and a prompt may take whole steps for itself."""
@@ -134,9 +146,7 @@ class StepLoop:
         return self._scheduler.plan(budget, self._transfers.blocks)
 
     def _begin(self, plan: StepPlan) -> None:
-        """Prepares new sequences, and says so before the step that computes their prompts."""
-        for sequence in plan.started:
-            self._runner.begin(sequence.seq_no, sequence.sampling)
+        """Says which sequences are new before the step that computes their prompts, and has lanes made ready."""
         if plan.started:
             started = [sequence.seq_no for sequence in plan.started]
             self._report(frames.StepReport(started, [], self._scheduler.load()))

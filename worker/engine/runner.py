@@ -58,7 +58,7 @@ class Runner(Protocol):
     """Lanes that running and cached sequences share."""
 
     def begin(self, seq_no: int, sampling: contract.Sampling) -> None:
-        """Prepares to sample for a sequence."""
+        """Prepares to sample for a sequence, which may wait for long. Raises whatever is wrong with what it asks."""
         ...
 
     def finish(self, seq_no: int) -> None:
