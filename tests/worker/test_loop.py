@@ -200,6 +200,22 @@ def test_room_that_is_missing_again_and_again_costs_steps_and_nobody_a_token() -
     assert [len(report.outputs) for report in story.reports[1:5]] == [3, 0, 0, 1]
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        add(2, max_tokens=-5),
+        add(2, max_tokens=10_000),
+        add(2, num_prompt=0),
+        msgspec.structs.replace(add(2), num_sampled=9),
+        msgspec.structs.replace(add(2), token_ids=b"odd"),
+    ],
+)
+def test_a_sequence_that_cannot_be_taken_ends_and_harms_no_other(wrong: frames.Add) -> None:
+    story = run(add(1), wrong, add(3))
+    assert story.ends() == {1: End.LENGTH, 2: End.FAILED, 3: End.LENGTH}
+    assert [story.tokens(number) for number in (1, 3)] == [run(add(number)).tokens(number) for number in (1, 3)]
+
+
 def calls_at_rest(num_cached: int) -> int:
     """How many functions an engine calls, beside so many cached blocks, for a token of a stranger and then to rest."""
     runner = ArithmeticRunner(make_config(total_kv_blocks=600, context_length=9_000, max_num_batched_tokens=9_000))

@@ -421,6 +421,16 @@ def test_ids_beyond_the_vocabulary_change_nothing() -> None:
     assert result.token_id == 3
 
 
+def test_what_no_step_could_carry_out_is_refused_before_one() -> None:
+    with pytest.raises(AssertionError):
+        Sampler(frozenset({EOS}), VOCAB).begin(1, asked(logprobs=-5))
+
+
+def test_negative_ids_change_nothing() -> None:
+    params = asked(stop_token_ids=(-1, -99), min_tokens=5, logit_bias=((-1, 9.0), (-99, 9.0)))
+    assert changed([5.0, 1.0, 2.0], sequence(1, params)) == [-math.inf, 1.0, 2.0]
+
+
 # log probabilities
 
 

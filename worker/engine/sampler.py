@@ -40,16 +40,17 @@ class _Rules:
     __slots__ = ("bias_ids", "biases", "never", "not_yet", "sampling")
 
     def __init__(self, sampling: contract.Sampling, end_token_ids: frozenset[int], vocab_size: int) -> None:
+        assert sampling.logprobs is None or sampling.logprobs >= 0, sampling.logprobs
         self.sampling = sampling
         self.never = _known(end_token_ids if sampling.ignore_eos else (), vocab_size)
         self.not_yet = _known({*sampling.stop_token_ids, *end_token_ids}, vocab_size)
-        biases = [(token_id, bias) for token_id, bias in sampling.logit_bias if token_id < vocab_size]
+        biases = [(token_id, bias) for token_id, bias in sampling.logit_bias if 0 <= token_id < vocab_size]
         self.bias_ids = np.array([token_id for token_id, _ in biases], np.int64)
         self.biases = np.array([bias for _, bias in biases], np.float32)
 
 
 class Sampler:
-    """The rules of all running sequences. Ids beyond the vocabulary are nobody's."""
+    """The rules of all sequences. Ids beyond the vocabulary are nobody's."""
 
     def __init__(self, end_token_ids: frozenset[int], vocab_size: int) -> None:
         self._end_token_ids = end_token_ids
@@ -274,7 +275,7 @@ def _penalize(row: Row, sampling: contract.Sampling, sequence: Sequence) -> None
 
 
 def _known(token_ids: "Listing[int] | set[int] | frozenset[int] | tuple[int, ...]", vocab_size: int) -> Any:
-    return np.array(sorted(token_id for token_id in token_ids if token_id < vocab_size), np.int64)
+    return np.array(sorted(token_id for token_id in token_ids if 0 <= token_id < vocab_size), np.int64)
 
 
 class _Report:
