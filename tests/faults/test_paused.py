@@ -18,8 +18,8 @@ from worker.front.fence import FENCE_S
 
 VICTIMS = ("engine", "front", "router")
 PAUSES_S = (0.5, 3.0, times(15, 40))
-"""A moment; longer than a front may be silent; longer than any limit for a stream: the silence that a client bears, 10 s,
-and the two resyncs after it."""
+"""A moment; longer than a front may be silent; longer than any limit of a stream, the longest of which is the silence
+that a client bears, 10 s, with the two resyncs after it."""
 NUM_TOKENS = 300
 
 
@@ -42,7 +42,6 @@ async def pid_of(system: System, bare: Bare, victim: str) -> int:
 
 async def started(folder: Path) -> System:
     """Two of each."""
-    folder.mkdir()
     system = await System.start(folder)
     for name in ("router-a", "router-b"):
         system.router(name)
@@ -54,7 +53,10 @@ async def started(folder: Path) -> System:
 @pytest.fixture
 async def systems(tmp_path: Path) -> AsyncIterator[dict[str, System]]:
     """One for each victim."""
-    found = {victim: await started(tmp_path / victim) for victim in VICTIMS}
+    folders = {victim: tmp_path / victim for victim in VICTIMS}
+    for folder in folders.values():
+        folder.mkdir()
+    found = {victim: await started(folder) for victim, folder in folders.items()}
     for system in found.values():
         await until_ready(await system.connect(), 2)
     yield found

@@ -120,7 +120,7 @@ def test_up_with_a_bad_model_stops_with_one_line(tmp_path: Path, content: bytes 
     if content is not None:
         path.write_bytes(content)
     done = subprocess.run(
-        command("up", "--port", "0", "--json", "--model", str(path)),
+        command("up", "--port", "0", "--json", "--no-gateway", "--workers", "1", "--model", str(path)),
         capture_output=True,
         text=True,
         timeout=60,
