@@ -87,7 +87,7 @@ async def test_every_open_stream_ends_in_worker_lost_when_the_engine_dies() -> N
     await recorders[0].until(lambda seen: len(seen.token_ids) >= 2)
     assert engine._link is not None
     engine._link.kill()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert "closed" in await engine.died()
     for recorder in recorders:
         terminal = recorder.terminals[0]

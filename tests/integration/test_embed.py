@@ -27,7 +27,7 @@ async def system(tmp_path: Path) -> Any:
     await system.stop()
 
 
-async def embed(bare: Bare, payload: dict[str, Any], model: str = "demo", timeout_s: float = 20) -> dict[str, Any]:
+async def embed(bare: Bare, payload: dict[str, Any], model: str = "demo", timeout_s: float = 60.0) -> dict[str, Any]:
     answer = await bare.nats.request(f"{PREFIX}.embed.{model}", json.dumps(payload).encode(), timeout=timeout_s)
     reply: dict[str, Any] = json.loads(answer.data)
     return reply
@@ -53,7 +53,7 @@ async def test_embeddings_are_answered_once_under_the_request_s_id(system: Syste
     assert math.hypot(*long["embeddings"][0]) != pytest.approx(1, abs=1e-2)
     asked = msgspec.msgpack.encode({"id": "packed", "input": "the fox"})
     headers = {"Content-Type": "application/msgpack"}
-    answer = await bare.nats.request(f"{PREFIX}.embed.demo", asked, timeout=20, headers=headers)
+    answer = await bare.nats.request(f"{PREFIX}.embed.demo", asked, timeout=60, headers=headers)
     assert msgspec.msgpack.decode(answer.data)["embeddings"][0] == pytest.approx(one["embeddings"][0])
 
     for wrong, code, param in (
