@@ -30,6 +30,11 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
 """
 
 
+def simulated(system: System) -> None:
+    """A worker whose streams take 10 ms a token, however many there are."""
+    system.worker("worker", "--engine", "sim", "--sim-speedup", "5", model="steps-of-50ms")
+
+
 async def reader(url: str, count: int, max_tokens: int) -> Process:
     """A client process with so many streams, all of which have spoken."""
     process = await asyncio.create_subprocess_exec(
@@ -44,10 +49,10 @@ async def reader(url: str, count: int, max_tokens: int) -> Process:
 
 async def test_a_client_killed_with_9_frees_its_lanes(system: System) -> None:
     system.router("router")
-    system.worker("worker", "--max-num-seqs", "32", "--kv-tokens", "32768")
+    simulated(system)
     bare = await system.connect()
     await until_ready(bare, 1)
-    client = await reader(system.url, 32, 900)
+    client = await reader(system.url, 32, 3_000)
     client.kill()
     await client.wait()
     await until_idle(bare)
@@ -56,12 +61,12 @@ async def test_a_client_killed_with_9_frees_its_lanes(system: System) -> None:
 
 async def test_a_client_that_reconnects_keeps_its_streams(system: System) -> None:
     system.router("router")
-    system.worker("worker")
+    simulated(system)
     bare = await system.connect()
     await until_ready(bare, 1)
     async with await Client.connect(system.url) as client:
-        undisturbed = await ask(client, 700, logprobs=5).end()
-        told = [ask(client, 700) for _ in range(8)]
+        undisturbed = await ask(client, 250).end()
+        told = [ask(client, 250) for _ in range(8)]
         await asyncio.gather(*(one.speaks() for one in told))
         for _ in range(3):
             client._connection.abort()
@@ -73,10 +78,10 @@ async def test_a_client_that_reconnects_keeps_its_streams(system: System) -> Non
 
 async def test_a_client_that_stops_reading_disturbs_nobody(system: System) -> None:
     system.router("router")
-    system.worker("worker", "--max-num-seqs", "16", "--kv-tokens", "16384")
+    simulated(system)
     bare = await system.connect()
     await until_ready(bare, 1)
-    stopped = await reader(system.url, 8, 900)
+    stopped = await reader(system.url, 8, 400)
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
         async with await Client.connect(system.url) as client:
@@ -150,7 +155,7 @@ async def test_an_id_used_again_and_again_is_answered_each_time_by_a_router_that
 
 async def test_a_client_that_reconnects_every_second_only_harms_itself(system: System) -> None:
     system.router("router")
-    system.worker("worker")
+    simulated(system)
     bare = await system.connect()
     await until_ready(bare, 1)
     async with await Client.connect(system.url) as calm_client, await Client.connect(system.url) as restless:
