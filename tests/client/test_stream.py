@@ -68,7 +68,7 @@ class Line:
             self.stream.feed(codec.encode(chunk, self._encoding), self.now)
 
     async def rest(self) -> list[messages.Chunk]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return [chunk async for chunk in self.stream]
 
 
@@ -339,7 +339,7 @@ async def test_the_text_of_a_stream_that_ends_in_an_error_is_that_error() -> Non
 async def test_where_no_router_listens_a_stream_ends_at_once_in_no_worker(tmp_path: Path) -> None:
     nats = await broker.start(0, tmp_path / "nats.log")
     try:
-        async with await Client.connect(nats.url) as client, asyncio.timeout(10):
+        async with await Client.connect(nats.url) as client, asyncio.timeout(60):
             (terminal,) = [one async for one in client.generate("demo", prompt="hi", id="mine")]
             assert (terminal.id, code_of(terminal)) == ("mine", errors.Code.NO_WORKER)
             assert not await client.cancel("mine")
@@ -352,7 +352,7 @@ async def test_where_no_router_listens_a_stream_ends_at_once_in_no_worker(tmp_pa
 async def test_a_request_too_large_for_the_broker_is_ended_and_never_sent(tmp_path: Path) -> None:
     nats = await broker.start(0, tmp_path / "nats.log")
     try:
-        async with await Client.connect(nats.url) as client, asyncio.timeout(10):
+        async with await Client.connect(nats.url) as client, asyncio.timeout(60):
             (terminal,) = [one async for one in client.generate("demo", prompt="x" * 2_000_000)]
             assert code_of(terminal) is errors.Code.PAYLOAD_TOO_LARGE
             (terminal,) = [one async for one in client.generate("demo", prompt="x")]

@@ -8,6 +8,9 @@ from client import Client
 from tests.support.load import ask, until_idle, until_ready
 from tests.support.system import System
 
+NUM_TOKENS = 300
+"""3 s of the simulated worker: twice what a front without its broker goes on for."""
+
 
 @pytest.mark.parametrize(("away_s", "must_survive"), [(0.0, True), (4.0, False)])
 async def test_a_broker_killed_and_restarted_under_32_streams_costs_no_byte_and_hangs_nobody(
@@ -15,12 +18,12 @@ async def test_a_broker_killed_and_restarted_under_32_streams_costs_no_byte_and_
 ) -> None:
     system.router("router")
     for name in ("worker-a", "worker-b"):
-        system.worker(name, "--max-num-seqs", "16", "--kv-tokens", "16384")
+        system.worker(name, "--engine", "sim", "--sim-speedup", "5", model="steps-of-50ms")
     bare = await system.connect()
     await until_ready(bare, 2)
     async with await Client.connect(system.url) as client:
-        undisturbed = await ask(client, 900, logprobs=5).end()
-        told = [ask(client, 900) for _ in range(32)]
+        undisturbed = await ask(client, NUM_TOKENS).end()
+        told = [ask(client, NUM_TOKENS) for _ in range(32)]
         await asyncio.gather(*(one.speaks() for one in told))
         await system.restart_broker(away_s)
         for one in await asyncio.gather(*(one.end() for one in told)):

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+from client.patience import SILENCE_S
 from tests.support.bare import PREFIX, Answer, Bare, check_stream
 from tests.support.load import cards, until_ready
 from tests.support.system import System
@@ -96,7 +97,7 @@ async def test_sigterm_lets_short_requests_finish(system: System) -> None:
     assert system.wait("worker") == 0
 
 
-async def test_streams_of_a_killed_worker_end_in_worker_lost_within_the_lease(system: System) -> None:
+async def test_streams_of_a_killed_worker_end_in_worker_lost_before_their_client_would_ask(system: System) -> None:
     system.router("router")
     system.worker("worker")
     bare = await system.connect()
@@ -108,7 +109,7 @@ async def test_streams_of_a_killed_worker_end_in_worker_lost_within_the_lease(sy
         terminal = await answer.terminal()
         assert terminal["error"]["code"] == "worker_lost"
         assert terminal["worker_id"] is None
-    assert time.monotonic() - killed_at < 4.0
+    assert time.monotonic() - killed_at < SILENCE_S
 
 
 async def test_a_killed_front_takes_its_engine_with_it(system: System) -> None:
@@ -120,7 +121,7 @@ async def test_a_killed_front_takes_its_engine_with_it(system: System) -> None:
     system.signal("worker", signal.SIGKILL)
     gone = asyncio.Event()
     asyncio.get_running_loop().add_reader(engine, gone.set)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await gone.wait()
     asyncio.get_running_loop().remove_reader(engine)
     os.close(engine)
@@ -203,7 +204,7 @@ async def test_a_storm_of_requests_cancels_and_a_killed_engine_leaves_nothing_be
     allowed = {"worker_lost", "deadline_exceeded", "overloaded", "no_worker", "engine_poisoned"}
     assert {end["error"]["code"] for end in ends if end["finish_reason"] == "error"} <= allowed
     assert {"length", "cancelled", "error"} <= {end["finish_reason"] for end in ends}
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while any(card["load"]["running"] + card["load"]["waiting"] for card in await until_ready(bare, 2)):
             pass
     assert all(len(answer.terminals) == 1 for answer in answers)

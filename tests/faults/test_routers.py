@@ -8,6 +8,8 @@ from client import Client
 from tests.support.load import ask, cards, until_idle, until_ready
 from tests.support.system import System, command
 
+SIM = ("--engine", "sim", "--sim-speedup", "5")
+
 
 async def test_two_of_three_routers_killed_under_200_requests_disturb_no_stream_and_the_rest_is_answered(
     system: System,
@@ -16,7 +18,7 @@ async def test_two_of_three_routers_killed_under_200_requests_disturb_no_stream_
     for name in names:
         system.router(name)
     for name in ("worker-a", "worker-b"):
-        system.worker(name, "--max-waiting", "256")
+        system.worker(name, *SIM, "--max-waiting", "256", "--max-num-seqs", "16", model="dynamo")
     bare = await system.connect()
     await until_ready(bare, 2)
     for name in names:
@@ -24,7 +26,7 @@ async def test_two_of_three_routers_killed_under_200_requests_disturb_no_stream_
     rng = random.Random(3)
     rng.shuffle(names)
     async with await Client.connect(system.url) as client:
-        undisturbed = await ask(client, 100, logprobs=5).end()
+        undisturbed = await ask(client, 100).end()
         told = []
         for number in range(200):
             told.append(ask(client, rng.randint(1, 100)))
@@ -65,9 +67,10 @@ async def test_the_wire_holds_with_three_routers_under_load_and_when_one_of_them
     for name in names:
         await system.until_logged(name, "router_ready")
     async with await Client.connect(system.url) as client:
+        told = [ask(client, 200) for _ in range(8)]
+        assert " 0 broken" in await wire_check(system.url)
         for dead in ("router-c", "router-a"):
-            told = [ask(client, 200) for _ in range(8)]
-            assert " 0 broken" in await wire_check(system.url)
+            told += [ask(client, 200) for _ in range(8)]
             system.signal(dead, signal.SIGKILL)
             for one in await asyncio.gather(*(one.end() for one in told)):
                 one.check()
@@ -77,11 +80,11 @@ async def test_the_wire_holds_with_three_routers_under_load_and_when_one_of_them
 
 async def test_a_router_that_joins_late_knows_what_runs(system: System) -> None:
     system.router("router-a")
-    system.worker("worker")
+    system.worker("worker", *SIM, model="steps-of-50ms")
     bare = await system.connect()
     await until_ready(bare, 1)
     async with await Client.connect(system.url) as client:
-        told = [ask(client, 900) for _ in range(12)]
+        told = [ask(client, 400) for _ in range(12)]
         await asyncio.gather(*(one.speaks() for one in told))
         system.router("router-b")
         await system.until_logged("router-b", "worker_caught_up")

@@ -7,7 +7,7 @@ from tests.support.bare import Bare
 from tests.support.load import until_ready
 from tests.support.system import System
 
-_CONVERSATIONS, _TURNS = 9, 6
+_CONVERSATIONS, _TURNS = 9, 4
 _OPENINGS = ["Tell me about the fox.", "What is 20 + 22?", "Where does the owl live?", "Who is the king of the sea?"]
 
 

@@ -17,7 +17,7 @@ HELLO: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content
 
 @pytest.fixture
 def http(base_url: str) -> Any:
-    with httpx2.Client(base_url=base_url, timeout=20) as client:
+    with httpx2.Client(base_url=base_url, timeout=60) as client:
         yield client
 
 

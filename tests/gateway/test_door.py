@@ -33,7 +33,7 @@ async def test_a_closed_door_takes_nothing_new_and_is_closed_when_the_last_has_l
             pass
         assert refused.value.failure == LEAVING
         assert not closing.done()
-    await asyncio.wait_for(closing, 5)
+    await asyncio.wait_for(closing, 60)
 
 
 async def test_after_the_grace_streams_are_cancelled_and_end_with_shutting_down() -> None:

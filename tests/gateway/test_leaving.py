@@ -13,6 +13,7 @@ import pytest
 from client import Client
 from tests.support.post import ENDLESS, post
 from tests.support.system import Gateway, running_gateway
+from worker.front.presence import PROBE_AFTER_S
 
 
 @pytest.fixture
@@ -26,25 +27,25 @@ async def num_running(client: Client) -> int:
     return sum(card.load.running for served in reply.models for card in served.workers or [] if card.load)
 
 
-async def until_running(client: Client, count: int, timeout_s: float) -> float:
+async def until_running(client: Client, count: int) -> float:
     """Waits until so many requests run; gives the seconds that it took."""
     began = time.monotonic()
-    async with asyncio.timeout(timeout_s):
+    async with asyncio.timeout(60):
         while await num_running(client) != count:
             await asyncio.sleep(0.02)
     return time.monotonic() - began
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["in a stream", "while waiting"])
-async def test_a_client_that_goes_away_cancels_its_request_within_a_second(
+async def test_a_client_that_goes_away_cancels_its_request_before_its_worker_could_miss_it(
     client: Client, slow_gateway: Gateway, stream: bool
 ) -> None:
     async with post(slow_gateway, ENDLESS | {"stream": stream}) as one:
         if stream:
             await one.line("data: ")
-        await until_running(client, 1, timeout_s=10)
+        await until_running(client, 1)
         request_id = slow_gateway.log("request_received")[-1]["request_id"]
-    assert await until_running(client, 0, timeout_s=5) < 1.0
+    assert await until_running(client, 0) < PROBE_AFTER_S
     finished = await slow_gateway.ended(request_id)
     assert finished["client_gone"] is True
     assert finished["status"] == (200 if stream else None)
@@ -55,7 +56,7 @@ async def test_leaving_the_loop_of_the_openai_client_cancels_too(client: Client,
         async with await other.chat.completions.create(**ENDLESS, stream=True) as stream:
             async for _ in stream:
                 break
-        assert await until_running(client, 0, timeout_s=5) < 1.0
+        assert await until_running(client, 0) < PROBE_AFTER_S
 
 
 async def test_the_openai_client_raises_when_somebody_else_cancels_its_stream(
@@ -73,9 +74,9 @@ async def test_the_openai_client_raises_when_somebody_else_cancels_its_stream(
 async def test_a_gateway_killed_with_9_leaves_nothing_running(client: Client, slow_url: str, tmp_path: Path) -> None:
     with running_gateway(slow_url, tmp_path) as gateway:
         async with post(gateway, ENDLESS | {"stream": True}), post(gateway, ENDLESS):
-            await until_running(client, 2, timeout_s=10)
+            await until_running(client, 2)
             gateway.process.kill()
-            assert await until_running(client, 0, timeout_s=10) < 3.3
+            await until_running(client, 0)
 
 
 async def test_sigterm_takes_nothing_new_and_lets_streams_finish(slow_url: str, tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ async def test_sigterm_takes_nothing_new_and_lets_streams_finish(slow_url: str, 
         with pytest.raises(OSError):
             async with post(gateway, ENDLESS):
                 pass
-        assert gateway.process.wait(timeout=10) == 0
+        assert gateway.process.wait(timeout=60) == 0
 
 
 async def test_after_the_grace_a_stream_ends_with_an_error_and_done(
@@ -98,14 +99,14 @@ async def test_after_the_grace_a_stream_ends_with_an_error_and_done(
     with running_gateway(slow_url, tmp_path, "--grace-s", "0.3") as gateway:
         async with post(gateway, ENDLESS | {"stream": True}) as streamed, post(gateway, ENDLESS) as waiting:
             await streamed.line("data: ")
-            await until_running(client, 2, timeout_s=10)
+            await until_running(client, 2)
             gateway.process.send_signal(signal.SIGTERM)
             *_, error, done = [line for line in (await streamed.rest()).splitlines() if line.startswith("data: ")]
             assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down"
             assert done == "data: [DONE]"
             assert (await waiting.line("HTTP/1.1")).startswith("HTTP/1.1 503")
-            assert gateway.process.wait(timeout=10) == 0
-    await until_running(client, 0, timeout_s=2)
+            assert gateway.process.wait(timeout=60) == 0
+    await until_running(client, 0)
 
 
 async def test_keys_are_tenants_and_a_cancel_by_their_tenant_ends_a_stream_with_an_error(

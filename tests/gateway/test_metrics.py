@@ -14,7 +14,7 @@ def post(url: str, body: dict[str, object]) -> int:
     headers = {"Content-Type": "application/json"}
     asked = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(asked, timeout=30) as answer:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -26,7 +26,7 @@ def test_completions_are_counted_by_status_with_their_tokens_and_times(slow_url:
         messages = [{"role": "user", "content": "go"}]
         assert post(gateway.url, {"model": "slow", "messages": messages, "max_tokens": 3}) == 200
         assert post(gateway.url, {"model": "slow", "messages": []}) == 400
-        with urllib.request.urlopen(f"http://127.0.0.1:{page['port']}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{page['port']}/metrics", timeout=60) as answer:
             text = answer.read().decode()
     found = {
         " ".join([sample.name, *sample.labels.values()]): sample.value

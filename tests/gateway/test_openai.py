@@ -14,13 +14,13 @@ GREEDY: dict[str, Any] = {"model": "demo", "messages": ASKED, "temperature": 0}
 
 @pytest.fixture
 def client(base_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
 @pytest.fixture
 async def async_client(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=20) as client:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 

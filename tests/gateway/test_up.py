@@ -24,7 +24,7 @@ def pid_of_gateway(nats_url: str) -> int:
 
 def test_a_gateway_that_dies_is_started_again_and_misses_nobody_who_comes_meanwhile(said: dict[str, Any]) -> None:
     os.kill(pid_of_gateway(said["nats"]), signal.SIGKILL)
-    with httpx2.Client(timeout=20) as http:
+    with httpx2.Client(timeout=60) as http:
         assert http.get(f"{said['http']}/models").json()["data"][0]["id"] == "demo"
 
 

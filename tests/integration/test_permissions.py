@@ -52,7 +52,7 @@ class Guarded:
 
     async def refuses(self, user: str, what: str) -> None:
         """The broker has said no to something of a user since the last time."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not any(user in line and what.lower() in line.lower() for line in self.violations):
                 await asyncio.sleep(0.01)
         self.violations.clear()
@@ -117,18 +117,18 @@ async def test_everyone_can_do_what_is_their_role(guarded: Guarded) -> None:
     for model in ("demo", "other"):
         answer = await Bare(acme).ask(ask(), subject=f"{PREFIX}.generate.{model}.acme")
         assert answer.text == " 42"
-    reply = await acme.request(f"{PREFIX}.embed.other.acme", b'{"input": "x"}', timeout=10)
+    reply = await acme.request(f"{PREFIX}.embed.other.acme", b'{"input": "x"}', timeout=60)
     assert len(json.loads(reply.data)["embeddings"]) == 1
     default = await guarded.connect("default", "_INBOX_default")
     assert (await Bare(default).ask(ask())).text == " 42"
     long = await Bare(acme).generate(ask(id="mine", **LONG), subject=f"{PREFIX}.generate.demo.acme")
     await long.until(3)
-    assert json.loads((await acme.request(f"{PREFIX}.cancel.acme.mine", b"", timeout=5)).data) == {"cancelled": True}
+    assert json.loads((await acme.request(f"{PREFIX}.cancel.acme.mine", b"", timeout=60)).data) == {"cancelled": True}
     assert (await long.terminal())["finish_reason"] == "cancelled"
     operator = await guarded.connect("operator", "_INBOX_operator")
     control = f"{PREFIX}.worker.demo.w-demo.control"
-    assert json.loads((await operator.request(f"{PREFIX}.models.operator", b"", timeout=5)).data)["models"]
-    assert (await operator.request(control, b"\x81\xa2op\xabclear_cache", timeout=5)).data
+    assert json.loads((await operator.request(f"{PREFIX}.models.operator", b"", timeout=60)).data)["models"]
+    assert (await operator.request(control, b"\x81\xa2op\xabclear_cache", timeout=60)).data
     assert not guarded.violations
     for name in ("router", "w-demo", "w-other"):
         assert "permissions violation" not in guarded.system.text_log(name).lower(), name
@@ -145,7 +145,7 @@ async def test_a_gateway_asks_for_the_tenants_of_its_keys_and_for_nobody_else(gu
     )
     with own as gateway:
         for key in ("sk-a", "sk-g"):
-            async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {key}"}, timeout=20) as http:
+            async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {key}"}, timeout=60) as http:
                 answer = await http.post(f"{gateway.url}/chat/completions", json=asked)
                 assert answer.json()["choices"][0]["message"]["content"] == "12 + 30 = 42."
                 assert {model["id"] for model in (await http.get(f"{gateway.url}/models")).json()["data"]} == {
@@ -195,7 +195,7 @@ async def test_nothing_is_sent_to_an_inbox_that_is_not_the_tenant_s_own(guarded:
     await own.until(3)
     for verb in ("cancel", "resync"):
         await acme.publish(f"{PREFIX}.{verb}.acme.own", b'{"offset": 0}', reply="_INBOX_globex.victim")
-    await acme.request(f"{PREFIX}.cancel.acme.own", b"", timeout=5)
+    await acme.request(f"{PREFIX}.cancel.acme.own", b"", timeout=60)
     await own.terminal()
     assert (await Bare(globex).ask(ask(), subject=f"{PREFIX}.generate.demo.globex")).text == " 42"
     assert {message.subject for message in seen if b'"id":"sly"' in message.data or b"victim" in message.data} == set()

@@ -41,7 +41,7 @@ def test_a_replay_is_the_same_twice_to_the_last_byte_and_draws_its_plots(tmp_pat
 
 def test_offline_and_live_agree_on_the_hit_rate(tmp_path: Path) -> None:
     rates = []
-    for mode in ((), ("--live", "--sim-speedup", "6")):
+    for mode in ((), ("--live", "--sim-speedup", "12")):
         path = tmp_path / "numbers.json"
         done = replay(*CONVERSATIONS, *mode, "--json", str(path))
         assert done.returncode == 0, done.stderr

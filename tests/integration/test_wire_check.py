@@ -141,7 +141,7 @@ async def guarded(tmp_path: Path) -> AsyncIterator[str]:
 
 
 async def test_what_the_broker_forbids_is_skipped(guarded: str) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (await asyncio.to_thread(wire_check, guarded, "--only", "A seed repeats")).returncode != 0:
             await asyncio.sleep(0.2)
     done = await asyncio.to_thread(wire_check, guarded, "--json")

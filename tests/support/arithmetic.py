@@ -14,7 +14,8 @@ from protocol import errors, internal
 from worker import contract
 from worker.engine.moves import Cut, Forget, Move, Restore, Save, Share
 from worker.engine.plan import Sampled, StepPlan
-from worker.engine.runner import Embedder, Matrix
+from worker.engine.runner import Embedder
+from worker.engine.sampler import Matrix
 from worker.engine.sequence import End, Sequence
 
 END_TOKEN = 0

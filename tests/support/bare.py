@@ -34,14 +34,14 @@ class Answer:
         self.messages.append(msgspec.msgpack.decode(message.data) if msgpack else json.loads(message.data))
         self._changed.set()
 
-    async def until(self, count: int, timeout_s: float = 20.0) -> None:
+    async def until(self, count: int, timeout_s: float = 60.0) -> None:
         """At least so many messages have come, or the terminal."""
         async with asyncio.timeout(timeout_s):
             while len(self.messages) < count and not self.terminals:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def terminal(self, timeout_s: float = 20.0) -> Message:
+    async def terminal(self, timeout_s: float = 60.0) -> Message:
         await self.until(1 << 30, timeout_s)
         return self.terminals[0]
 

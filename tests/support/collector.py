@@ -41,7 +41,7 @@ class Collector:
                     self._spans += [_span(str(owner["service.name"]), span) for span in scope.spans]
             self._came.notify_all()
 
-    def trace_of(self, request_id: str, names: set[tuple[str, str]], timeout_s: float = 20.0) -> list[Span]:
+    def trace_of(self, request_id: str, names: set[tuple[str, str]], timeout_s: float = 60.0) -> list[Span]:
         """All spans of the trace in which that request is, once there is one of each (service, name)."""
         deadline = time.monotonic() + timeout_s
         with self._came:

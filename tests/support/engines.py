@@ -118,12 +118,12 @@ class Recorder:
     def terminals(self) -> list[contract.Output]:
         return [output for output in self.outputs if output.finish_reason is not None]
 
-    async def until(self, enough: Callable[["Recorder"], bool], timeout_s: float = 20.0) -> None:
+    async def until(self, enough: Callable[["Recorder"], bool], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not enough(self):
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def terminal(self, timeout_s: float = 20.0) -> contract.Output:
+    async def terminal(self, timeout_s: float = 60.0) -> contract.Output:
         await self.until(lambda recorder: bool(recorder.terminals), timeout_s)
         return self.terminals[0]

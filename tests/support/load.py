@@ -113,7 +113,7 @@ async def until_ready(bare: Bare, count: int, timeout_s: float = 60.0) -> list[d
             await asyncio.sleep(0.02)
 
 
-async def until_idle(bare: Bare, timeout_s: float = 15.0) -> None:
+async def until_idle(bare: Bare, timeout_s: float = 60.0) -> None:
     """Every worker says that it holds nothing."""
     async with asyncio.timeout(timeout_s):
         while any(card["load"]["running"] + card["load"]["waiting"] for card in await until_ready(bare, 1)):

@@ -21,7 +21,7 @@ class Post:
 
     async def line(self, start: str) -> str:
         """The next line that begins so, at most to the end of the answer."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     line = await self._reader.readuntil(b"\n")

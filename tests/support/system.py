@@ -63,7 +63,7 @@ class Gateway:
 
     async def ended(self, request_id: str) -> dict[str, Any]:
         """The last line of a request, once it is there."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 for line in self.log("request_finished"):
                     if line["request_id"] == request_id:
@@ -105,7 +105,7 @@ def _saying(
         yield process
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(timeout=30)
+        process.wait(timeout=60)
         process.stdout.close()
 
 
@@ -154,7 +154,7 @@ class System:
     def signal(self, name: str, number: int) -> None:
         self._processes[name].send_signal(number)
 
-    def wait(self, name: str, timeout_s: float = 30.0) -> int:
+    def wait(self, name: str, timeout_s: float = 60.0) -> int:
         return self._processes[name].wait(timeout=timeout_s)
 
     def num_starts(self, name: str) -> int:

@@ -14,13 +14,13 @@ from tests.support.engines import DEMO, ONNX, Recorder, demo_engine, grouped_dem
 from worker import contract
 from worker.front.engine import ChildEngine
 
-NUM_PROMPTS = 200
+NUM_PROMPTS = 120
 TOKENS = 12
 BATCH = 8
 NEAR_TIE = 1e-3
 """Of the two likeliest logits. llama.cpp rounds what it multiplies with F16 weights to F16, onnxruntime doesn't."""
-MOST_NEAR_TIES = 9
-"""Of 1,800 answers; there were none when this was written."""
+MOST_NEAR_TIES = 5
+"""Of 1,080 answers; there were none when this was written."""
 ENGINES = {
     "gguf": msgspec.structs.replace(DEMO, cache_type_k="f32", cache_type_v="f32"),
     "onnx-plain": ONNX,

@@ -1,9 +1,7 @@
 """The boundary to the device: a runner executes the plans of the scheduler and knows nothing of requests."""
 
 from collections.abc import Sequence as Listing
-from typing import Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 from protocol import internal
 from worker import contract
@@ -11,7 +9,8 @@ from worker.engine.moves import Move
 from worker.engine.plan import Sampled, StepPlan
 from worker.engine.sequence import End
 
-Matrix = np.ndarray[tuple[int, int], np.dtype[np.float32]]
+if TYPE_CHECKING:  # of numpy nothing is needed here that a front would wait a tenth of a second for
+    from worker.engine.sampler import Matrix
 
 
 class NoRoomError(RuntimeError):
@@ -39,7 +38,7 @@ class Embedder(Protocol):
         """The token ids of a text, with what the model wants around it."""
         ...
 
-    def embed(self, inputs: Listing[Listing[int]]) -> Matrix:
+    def embed(self, inputs: Listing[Listing[int]]) -> "Matrix":
         """A row for each input. Raises NoRoomError and DeviceError."""
         ...
 

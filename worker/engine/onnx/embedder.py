@@ -9,7 +9,8 @@ from worker.engine.onnx.graph import Graph
 from worker.engine.onnx.model import OnnxModel
 from worker.engine.onnx.session import Session
 from worker.engine.onnx.vocabulary import Vocabulary
-from worker.engine.runner import Matrix, ModelError
+from worker.engine.runner import ModelError
+from worker.engine.sampler import Matrix
 from worker.engine.settings import EngineSettings
 
 _CLOSE = 1e-2
