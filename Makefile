@@ -6,7 +6,7 @@ LLAMA_CPP_PYTHON := 0.3.36
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: up test check format bench demo-model dashboards clean
+.PHONY: up test check hostile format bench demo-model dashboards clean
 
 up: $(READY)
 	@$(BIN)/tokenbus up $(ARGS)
@@ -19,6 +19,10 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/laws
+
+# The hostile suite in its long form, with a report at its end: 20,000 messages, 60 Ctrl-Cs, 50 forged cards and runs.
+hostile: $(READY)
+	TOKENBUS_HOSTILE=long $(BIN)/pytest -q tests/hostile $(ARGS)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

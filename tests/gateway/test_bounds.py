@@ -103,22 +103,23 @@ async def test_a_gateway_without_a_router_is_live_and_not_ready(tmp_path: Path) 
         nats.stop()
 
 
-def refused(*arguments: str) -> str:
-    """The one line with which a command ends."""
+def refused(*arguments: str) -> list[str]:
+    """What a command says that does not start."""
     done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode in (1, 2)
-    (line,) = done.stderr.splitlines()
-    return line
+    return done.stderr.splitlines()
 
 
 def test_a_port_that_is_taken_is_one_line_that_says_what_to_do(base_url: str, slow_url: str) -> None:
     port = str(urlsplit(base_url).port)
-    assert refused("gateway", "--nats", slow_url, "--port", port).endswith("pass --port 0 for a free port")
-    line = refused("up", "--port", "0", "--json", "--gateway-port", port)
+    (line,) = refused("gateway", "--nats", slow_url, "--port", port)
+    assert line.endswith("pass --port 0 for a free port")
+    logs, line = refused("up", "--port", "0", "--json", "--gateway-port", port)
+    assert logs.startswith("starting; logs: ")
     assert line.endswith("pass --gateway-port 0 for a free port, or --no-gateway")
 
 
 def test_a_key_without_a_tenant_is_one_line_that_does_not_show_it(slow_url: str) -> None:
-    line = refused("gateway", "--nats", slow_url, "--api-key", "sk-secret")
+    (line,) = refused("gateway", "--nats", slow_url, "--api-key", "sk-secret")
     assert "must be key=tenant" in line
     assert "sk-secret" not in line

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hostile import scale
 from tests.hostile.forged import Stage
 from tests.sim.world import world
 from tests.support.system import System
@@ -21,3 +22,17 @@ def stage() -> Iterator[Stage]:
     """A simulated router that forged workers speak to."""
     with world(seed=7) as made:
         yield Stage(made)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """With the long form: what was tried, how often, and how it ended."""
+    if not scale.IS_LONG:
+        return
+    terminalreporter.section("what hostile use was tried")
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.getreports(outcome):
+            if getattr(report, "when", None) == "call" or outcome in ("error", "skipped"):
+                _, _, rule = report.nodeid.rpartition("::test_")
+                counts = ", ".join(map(str, scale.chosen.get(report.nodeid, ())))
+                times = f" ({counts} times)" if counts else ""
+                terminalreporter.line(f"{outcome} in {report.duration:.1f} s: {rule.replace('_', ' ')}{times}")

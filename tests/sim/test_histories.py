@@ -191,6 +191,7 @@ class History(RuleBasedStateMachine):
             self.broker.resume()
         for process in self.world.processes:
             process.is_paused = False
+        self.world.run(0.1)  # in which clients that were paused ask what they were to ask
         self.world.run_until(lambda: not any(client.open() for client in self.clients), timeout_s=120.0)
         self.world.run(16.0)
 

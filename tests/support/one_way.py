@@ -42,7 +42,7 @@ class Way:
     async def _to_broker(
         self, reader: asyncio.StreamReader, source: socket.socket, writer: asyncio.StreamWriter
     ) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), contextlib.closing(writer):
             while data := await reader.read(1 << 16):
                 was_blocked = not self._is_open.is_set()
                 await self._is_open.wait()
@@ -50,15 +50,13 @@ class Way:
                     break
                 writer.write(data)
                 await writer.drain()
-        writer.close()
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), contextlib.closing(writer):
         while data := await reader.read(1 << 16):
             writer.write(data)
             await writer.drain()
-    writer.close()
 
 
 def _is_cut(source: socket.socket) -> bool:
