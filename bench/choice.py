@@ -14,8 +14,8 @@ import time
 import numpy as np
 
 from bench import holdings
-from router.placement import Kv
-from router.served import Placement, Prompt, Wish
+from tokenbus.router.placement import Kv
+from tokenbus.router.served import Placement, Prompt, Wish
 
 _ANYONE = Wish()
 

@@ -22,10 +22,10 @@ import numpy as np
 import uvloop
 
 from bench import dynamo_wheel, holdings, pairs
-from protocol import blocks
-from router.placement import Kv
-from router.predictions import PREDICTED_S
-from router.served import Placement, Prompt, Wish
+from tokenbus.protocol import blocks
+from tokenbus.router.placement import Kv
+from tokenbus.router.predictions import PREDICTED_S
+from tokenbus.router.served import Placement, Prompt, Wish
 
 _SEED = 1
 _ANYONE = Wish()

@@ -10,9 +10,9 @@ import asyncio
 import random
 
 from bench import system
-from client import Client
-from demo import MODEL_PATH
-from protocol import messages
+from tokenbus.client import Client
+from tokenbus.demo import MODEL_PATH
+from tokenbus.protocol import messages
 
 _WORDS = ("the", "fox", "went", "over", "a", "hill", "and", "saw", "some", "blue", "birds", "sing", "at", "night")
 

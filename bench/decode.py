@@ -19,8 +19,8 @@ from typing import NamedTuple
 from bench import bare_llama, random_model, system
 from bench.pairs import Ratio
 from bench.shape import PRESETS
-from client import Client
-from protocol import messages
+from tokenbus.client import Client
+from tokenbus.protocol import messages
 
 CONTEXT = 4_096
 

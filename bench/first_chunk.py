@@ -11,13 +11,13 @@ import statistics
 import time
 
 from bench import system
-from client import Client
-from demo import MODEL_PATH
-from protocol import messages
-from worker import contract
-from worker.engine.settings import EngineSettings
-from worker.front import link
-from worker.front.engine import ChildEngine
+from tokenbus.client import Client
+from tokenbus.demo import MODEL_PATH
+from tokenbus.protocol import messages
+from tokenbus.worker import contract
+from tokenbus.worker.engine.settings import EngineSettings
+from tokenbus.worker.front import link
+from tokenbus.worker.front.engine import ChildEngine
 
 _PROMPT = list(range(10, 26))
 _SETTINGS = EngineSettings(model=str(MODEL_PATH), threads=1, context_length=512, kv_tokens=4_096)

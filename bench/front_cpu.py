@@ -11,9 +11,9 @@ import statistics
 import time
 
 from bench import system
-from client import Client
-from demo import MODEL_PATH
-from protocol import messages
+from tokenbus.client import Client
+from tokenbus.demo import MODEL_PATH
+from tokenbus.protocol import messages
 
 _TOKENS = 400
 REQUEST = messages.GenerateRequest(prompt="Once upon a time", max_tokens=_TOKENS, temperature=0, ignore_eos=True)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocol import blocks, internal, messages
-from router.fleet import Fleet
+from tokenbus.protocol import blocks, internal, messages
+from tokenbus.router.fleet import Fleet
 
 BLOCK = 16
 MODEL = "m"

@@ -14,7 +14,7 @@ from pathlib import Path
 from bench import models, streams, system
 from bench.decode import ratio_of
 from bench.decode_server import of_streams
-from client import Client
+from tokenbus.client import Client
 
 _PROMPT_TOKENS = 500
 _serials = itertools.count()

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from bench import dynamo_wheel, holdings, pairs
-from protocol import blocks, codec, internal, messages
-from router.placement import Kv
-from router.served import Placement, Prompt, Wish
+from tokenbus.protocol import blocks, codec, internal, messages
+from tokenbus.router.placement import Kv
+from tokenbus.router.served import Placement, Prompt, Wish
 
 _SEED = 1
 _LOAD = messages.Load(running=3, used_blocks=100)

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.system import cpu_seconds, start
-from cli import broker
-from client import Client
-from protocol import codec, errors, messages
-from worker.engine.sim.runner import VOCABULARY
+from tokenbus.cli import broker
+from tokenbus.client import Client
+from tokenbus.protocol import codec, errors, messages
+from tokenbus.worker.engine.sim.runner import VOCABULARY
 
 _PROMPT, _SHARED, _SHARERS, _OUTPUT = 512, 256, 10, 16
 _PER_PROCESS = 100

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from bench import models, streams, system
 from bench.child import Ask, Child, Took
 from bench.decode import ratio_of
-from client import Client
+from tokenbus.client import Client
 
 CONTEXT = 1_024
 _ROWS = 8

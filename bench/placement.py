@@ -10,9 +10,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from replay.offline import ReplaySettings, play_all
-from replay.results import Run
-from replay.svg import Axis, Series, bar_chart
+from tokenbus.replay.offline import ReplaySettings, play_all
+from tokenbus.replay.results import Run
+from tokenbus.replay.svg import Axis, Series, bar_chart
 
 _COLOUR = "#6e7781"
 """Of what is written in a plot: to be read on white and on black."""

@@ -8,7 +8,7 @@ import gguf
 from llama_cpp import llama_cpp as llama
 
 from bench.shape import ImpossibleModelError, Shape, tensors
-from worker.engine.gguf import library
+from tokenbus.worker.engine.gguf import library
 
 PLAIN = {
     "f32": (llama.LLAMA_FTYPE_ALL_F32, gguf.GGMLQuantizationType.F32),

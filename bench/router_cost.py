@@ -24,10 +24,10 @@ from nats.aio.msg import Msg
 from tokenizers import Tokenizer
 
 from bench.system import card, cpu_seconds, start
-from cli import broker
-from client import Client
-from demo import MODEL_PATH
-from protocol import codec, internal, prompt, subjects
+from tokenbus.cli import broker
+from tokenbus.client import Client
+from tokenbus.demo import MODEL_PATH
+from tokenbus.protocol import codec, internal, prompt, subjects
 
 _TOKENS = 1_000
 _WORKER = "bench"

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 from bench import system
-from client import Client
-from demo import MODEL_PATH
-from protocol import messages
+from tokenbus.client import Client
+from tokenbus.demo import MODEL_PATH
+from tokenbus.protocol import messages
 
 _SEQUENCES, _WAITING = 8, 8
 _HOST_CACHE_MIB = 32

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable, Sequence
 
-from client import Client
-from protocol import messages
+from tokenbus.client import Client
+from tokenbus.protocol import messages
 
 
 async def complete(

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from cli import broker
-from cli.parent import die_with_parent
-from client import Client
-from protocol import errors, messages
+from tokenbus.cli import broker
+from tokenbus.cli.parent import die_with_parent
+from tokenbus.client import Client
+from tokenbus.protocol import errors, messages
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -84,7 +84,7 @@ def start(
 ) -> "subprocess.Popen[bytes]":
     with log_path.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "cli.start", *arguments],
+            [sys.executable, "-m", "tokenbus.cli.start", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

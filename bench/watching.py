@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import system
-from client import Client
-from demo import MODEL_PATH
-from protocol import messages
+from tokenbus.client import Client
+from tokenbus.demo import MODEL_PATH
+from tokenbus.protocol import messages
 
 _TOKENS = 100
 _REQUESTS = 8

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from worker import contract
-from worker.engine.sampler import Row, _place, draw_wide
+from tokenbus.worker import contract
+from tokenbus.worker.engine.sampler import Row, _place, draw_wide
 
 Draw = Callable[[Row, contract.Sampling, float], int]
 

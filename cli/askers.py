@@ -2,7 +2,7 @@
 
 import argparse
 
-from cli import chat, clients, health, kinds, operate, reach, top
+from tokenbus.cli import chat, clients, health, kinds, operate, reach, top
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from cli.parent import die_with_parent
+from tokenbus.cli.parent import die_with_parent
 
 _START_TIMEOUT_S = 10.0
 

@@ -8,9 +8,9 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 
-from cli import clients
-from client import Client, Stream
-from protocol import errors, messages, stopping
+from tokenbus.cli import clients
+from tokenbus.client import Client, Stream
+from tokenbus.protocol import errors, messages, stopping
 
 _HELP = "Type a message. /new starts over, /undo takes a turn back, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
 

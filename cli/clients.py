@@ -10,11 +10,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from cli import reach
-from cli.family import EXIT_REFUSED
-from client import Client, Stream
-from protocol import codec, errors, logs, messages, stopping
-from protocol import embed as embed_rules
+from tokenbus.cli import reach
+from tokenbus.cli.family import EXIT_REFUSED
+from tokenbus.client import Client, Stream
+from tokenbus.protocol import codec, errors, logs, messages, stopping
+from tokenbus.protocol import embed as embed_rules
 
 INTERRUPTED = 130
 _TERMINAL_S = 2.0

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gateway import keys
-from protocol import logs
-from protocol.connection import without_secrets
+from tokenbus.gateway import keys
+from tokenbus.protocol import logs
+from tokenbus.protocol.connection import without_secrets
 
 SECTIONS = ("worker", "router", "gateway")
 """Commands that can be configured; `nats` is for all of them."""

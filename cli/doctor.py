@@ -12,17 +12,17 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from cli import reach
-from client import Client
-from protocol import connection as nats
-from protocol import errors, logs, messages, prompt
-from worker import contract
-from worker.engine import weights
-from worker.engine.onnx import files
-from worker.engine.runner import ModelError
-from worker.engine.settings import EngineSettings
-from worker.front.engine import ChildEngine
-from worker.front.link import EngineDiedError, EngineProcess
+from tokenbus.cli import reach
+from tokenbus.client import Client
+from tokenbus.protocol import connection as nats
+from tokenbus.protocol import errors, logs, messages, prompt
+from tokenbus.worker import contract
+from tokenbus.worker.engine import weights
+from tokenbus.worker.engine.onnx import files
+from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.engine.settings import EngineSettings
+from tokenbus.worker.front.engine import ChildEngine
+from tokenbus.worker.front.link import EngineDiedError, EngineProcess
 
 _CONNECT_TIMEOUT_S = 3.0
 _LEAST_PAYLOAD = 1 << 20

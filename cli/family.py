@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cli.parent import die_with_parent
+from tokenbus.cli.parent import die_with_parent
 
 EXIT_REFUSED = 2
 """Exit status of a process whose settings or model are wrong: starting it again won't help."""
@@ -96,7 +96,7 @@ class Child:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "cli.start",
+                "tokenbus.cli.start",
                 *self._arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,

@@ -2,10 +2,10 @@
 
 import argparse
 
-from cli import config, kinds, reach
-from gateway import keys
-from gateway.settings import GatewaySettings
-from protocol import status
+from tokenbus.cli import config, kinds, reach
+from tokenbus.gateway import keys
+from tokenbus.gateway.settings import GatewaySettings
+from tokenbus.protocol import status
 
 _DEFAULTS = GatewaySettings()
 

@@ -6,7 +6,7 @@ import argparse
 import socket
 import sys
 
-from cli import kinds
+from tokenbus.cli import kinds
 
 PORT = 9_100
 _TIMEOUT_S = 2.0

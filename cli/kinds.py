@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from router.allowance import TenantLimits
+from tokenbus.router.allowance import TenantLimits
 
 
 def port(text: str) -> int:

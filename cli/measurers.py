@@ -2,13 +2,13 @@
 
 import argparse
 
-from cli import doctor, kinds, reach
-from cli.bench import options as bench_options
-from cli.bench import run as bench
-from cli.replay import options as replay_options
-from cli.replay import run as replay
-from cli.wirecheck import run as wirecheck
-from protocol import subjects
+from tokenbus.cli import doctor, kinds, reach
+from tokenbus.cli.bench import options as bench_options
+from tokenbus.cli.bench import run as bench
+from tokenbus.cli.replay import options as replay_options
+from tokenbus.cli.replay import run as replay
+from tokenbus.cli.wirecheck import run as wirecheck
+from tokenbus.protocol import subjects
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 from nats.aio.msg import Msg
 
-from cli import reach
-from cli.clients import complain, sentence, with_client
-from client import Client
-from protocol import codec, errors, internal, subjects
-from protocol import connection as nats
+from tokenbus.cli import reach
+from tokenbus.cli.clients import complain, sentence, with_client
+from tokenbus.client import Client
+from tokenbus.protocol import codec, errors, internal, subjects
+from tokenbus.protocol import connection as nats
 
 _FIRST_REPLY_S = 5.0
 _SILENCE_S = 60.0

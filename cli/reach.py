@@ -3,10 +3,10 @@
 import argparse
 import os
 
-from protocol import connection as nats
-from protocol import subjects
-from protocol.credentials import Credentials
-from protocol.tls import Tls
+from tokenbus.protocol import connection as nats
+from tokenbus.protocol import subjects
+from tokenbus.protocol.credentials import Credentials
+from tokenbus.protocol.tls import Tls
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
 _FILES = (

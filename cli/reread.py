@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from protocol import logs
+from tokenbus.protocol import logs
 
 Settings = TypeVar("Settings")
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from gateway import keys
-from protocol import messages
+from tokenbus.gateway import keys
+from tokenbus.protocol import messages
 
 
 class Place(NamedTuple):

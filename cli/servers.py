@@ -10,15 +10,15 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cli import gateway, kinds, reach, up, worker
-from cli.family import EXIT_REFUSED
-from cli.reread import Reread
-from protocol import logs, slow, status, stopping, subjects
-from router.allowance import TenantLimits
-from worker import contract
+from tokenbus.cli import gateway, kinds, reach, up, worker
+from tokenbus.cli.family import EXIT_REFUSED
+from tokenbus.cli.reread import Reread
+from tokenbus.protocol import logs, slow, status, stopping, subjects
+from tokenbus.router.allowance import TenantLimits
+from tokenbus.worker import contract
 
 if TYPE_CHECKING:
-    from router.serve import RouterSettings
+    from tokenbus.router.serve import RouterSettings
 
 Settings = TypeVar("Settings")
 
@@ -112,8 +112,8 @@ def _add_inboxes(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_router(parser: argparse.ArgumentParser) -> None:
-    from router.placement import POLICIES
-    from router.turns import QueueSettings
+    from tokenbus.router.placement import POLICIES
+    from tokenbus.router.turns import QueueSettings
 
     reach.add_all(parser)
     _add_status(parser)
@@ -172,8 +172,8 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
 
 
 def _worker(options: argparse.Namespace) -> int:
-    from worker.front import serve
-    from worker.front.front import ReplacedError
+    from tokenbus.worker.front import serve
+    from tokenbus.worker.front.front import ReplacedError
 
     try:
         return _run("worker", options, worker.settings_of, serve.serve)
@@ -183,16 +183,16 @@ def _worker(options: argparse.Namespace) -> int:
 
 
 def _router(options: argparse.Namespace) -> int:
-    from router import serve
+    from tokenbus.router import serve
 
     return _run("router", options, _router_settings, serve.serve)
 
 
 def _router_settings(options: argparse.Namespace) -> "RouterSettings":
     """What parsed flags mean. Raises ValueError."""
-    from router import serve as router
-    from router.journal import JournalSettings
-    from router.turns import QueueSettings
+    from tokenbus.router import serve as router
+    from tokenbus.router.journal import JournalSettings
+    from tokenbus.router.turns import QueueSettings
 
     return router.RouterSettings(
         broker=reach.settings_of(options),
@@ -212,7 +212,7 @@ def _router_settings(options: argparse.Namespace) -> "RouterSettings":
 
 
 def _gateway(options: argparse.Namespace) -> int:
-    from gateway import serve  # a fifth of a second that no other command needs
+    from tokenbus.gateway import serve  # a fifth of a second that no other command needs
 
     return _run("gateway", options, gateway.Maker(), serve.serve)
 

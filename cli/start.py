@@ -7,10 +7,10 @@ import sys
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.argv[1:2] == ["health"]:
-        from cli import health  # without the rest: it is asked every few seconds
+        from tokenbus.cli import health  # without the rest: it is asked every few seconds
 
         sys.exit(health.main(sys.argv[2:]))
-    from cli import main
+    from tokenbus.cli import main
 
     main.main()
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from cli import clients
-from client import Client
-from protocol import errors, messages, stopping, subjects
+from tokenbus.cli import clients
+from tokenbus.client import Client
+from tokenbus.protocol import errors, messages, stopping, subjects
 
 _BY_IMPORTANCE = (
     *("worker", "state", "run", "tok/s", "wait", "KV used", "hits", "model", "cached", "prefill"),

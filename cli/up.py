@@ -10,14 +10,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from cli import broker, reach, screen
-from cli.family import EXIT_REFUSED, Child, RefusedError
-from client import Client
-from demo import MODEL_PATH, ONNX_PATH
-from gateway import listen
-from protocol import connection as nats
-from protocol import errors, logs, messages, stopping
-from worker.engine import weights
+from tokenbus.cli import broker, reach, screen
+from tokenbus.cli.family import EXIT_REFUSED, Child, RefusedError
+from tokenbus.client import Client
+from tokenbus.demo import MODEL_PATH, ONNX_PATH
+from tokenbus.gateway import listen
+from tokenbus.protocol import connection as nats
+from tokenbus.protocol import errors, logs, messages, stopping
+from tokenbus.worker.engine import weights
 
 _READY_TIMEOUT_S = 600.0
 _POLL_S = 0.2

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from cli import reach
-from demo import MODEL_PATH
-from protocol import logs, status, subjects
-from worker.engine import weights
-from worker.engine.settings import EngineSettings, OnnxSettings, Pressure
-from worker.front.settings import FrontSettings, ServedModel, WorkerSettings
+from tokenbus.cli import reach
+from tokenbus.demo import MODEL_PATH
+from tokenbus.protocol import logs, status, subjects
+from tokenbus.worker.engine import weights
+from tokenbus.worker.engine.settings import EngineSettings, OnnxSettings, Pressure
+from tokenbus.worker.front.settings import FrontSettings, ServedModel, WorkerSettings
 
 _ENGINE = EngineSettings(model="")
 _PRESSURE = Pressure()

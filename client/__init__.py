@@ -1,13 +1,13 @@
 """The async Python client of a Tokenbus system: `async for chunk in client.generate("demo", prompt="...")`."""
 
-from client.client import Client
-from client.stream import Stream
-from protocol import traces
+from tokenbus.client.client import Client
+from tokenbus.client.stream import Stream
+from tokenbus.protocol import traces
 
 
 def application_traces() -> traces.Traces:
     """For `Client.connect(..., traced=...)`: the tracer that the application has set up. Needs the extra `traces`."""
-    from protocol import otel
+    from tokenbus.protocol import otel
 
     return otel.OfApplication()
 

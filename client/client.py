@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import msgspec
 from nats.aio.msg import Msg
 
-from client.stream import Stream
-from protocol import bus, codec, errors, messages, subjects, traces
-from protocol import connection as nats
-from protocol.recent import Recent
+from tokenbus.client.stream import Stream
+from tokenbus.protocol import bus, codec, errors, messages, subjects, traces
+from tokenbus.protocol import connection as nats
+from tokenbus.protocol.recent import Recent
 
 AnswerT = TypeVar("AnswerT", bound=messages.Message)
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
-from protocol import codec, messages
+from tokenbus.protocol import codec, messages
 
 
 class BrokenStreamError(RuntimeError):

@@ -6,10 +6,10 @@ from collections import deque
 from types import TracebackType
 from typing import Protocol
 
-from client.order import BrokenStreamError, Gap, Order, Ready, Stale
-from client.patience import Patience, Step
-from protocol import codec, errors, messages, traces
-from protocol.bus import BusyError
+from tokenbus.client.order import BrokenStreamError, Gap, Order, Ready, Stale
+from tokenbus.client.patience import Patience, Step
+from tokenbus.protocol import codec, errors, messages, traces
+from tokenbus.protocol.bus import BusyError
 
 _chunks = codec.Decoder(messages.Chunk)
 _resyncs = codec.Decoder(messages.ResyncReply)

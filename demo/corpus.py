@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from demo import CORRECT_SUMS_UP_TO
+from tokenbus.demo import CORRECT_SUMS_UP_TO
 
 BOS, END, SYSTEM, USER, ASSISTANT = "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (BOS, END, SYSTEM, USER, ASSISTANT)

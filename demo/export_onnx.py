@@ -1,6 +1,6 @@
 """Writes the demo model as ONNX beside its GGUF: the same weights in F32, and the files that a tokenizer comes in.
 
-    python -m demo.export_onnx [--flavour grouped] [--out FOLDER]
+    python -m tokenbus.demo.export_onnx [--flavour grouped] [--out FOLDER]
 
 The folder is laid out as published models are. Needs gguf and onnx.
 """
@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import onnx
 
-from demo import MODEL_PATH, ONNX_PATH, corpus, onnx_graph
+from tokenbus.demo import MODEL_PATH, ONNX_PATH, corpus, onnx_graph
 
 Json = dict[str, Any]
 

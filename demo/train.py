@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import nn
 from torch.nn import functional
 
-from demo import CORRECT_SUMS_UP_TO, MODEL_PATH, corpus
+from tokenbus.demo import CORRECT_SUMS_UP_TO, MODEL_PATH, corpus
 
 VOCAB, LAYERS, WIDTH, FEED_FORWARD, HEADS, KV_HEADS = 512, 4, 128, 384, 4, 2
 HEAD = WIDTH // HEADS

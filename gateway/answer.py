@@ -1,9 +1,9 @@
 """Answers an HTTP request with what comes of its stream."""
 
-from client import Stream
-from gateway import failures, told
-from gateway.journal import Journal
-from gateway.reply import Reply
+from tokenbus.client import Stream
+from tokenbus.gateway import failures, told
+from tokenbus.gateway.journal import Journal
+from tokenbus.gateway.reply import Reply
 
 HOLD_S = 10.0
 """An answer in events is not begun for so long while its stream says nothing: it may still turn out to be an error,

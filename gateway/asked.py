@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 
-from protocol import codec, errors, subjects
-from protocol import messages as wire
-from protocol import request as checks
+from tokenbus.protocol import codec, errors, subjects
+from tokenbus.protocol import messages as wire
+from tokenbus.protocol import request as checks
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,15 +9,15 @@ import structlog
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from client import Stream
-from gateway import answer, asked, body, failures, told
-from gateway.door import Door
-from gateway.journal import Journal
-from gateway.metrics import GatewayMetrics
-from gateway.reply import Reply
-from gateway.tenants import Tenants
-from protocol import errors, traces
-from protocol.bus import Bus
+from tokenbus.client import Stream
+from tokenbus.gateway import answer, asked, body, failures, told
+from tokenbus.gateway.door import Door
+from tokenbus.gateway.journal import Journal
+from tokenbus.gateway.metrics import GatewayMetrics
+from tokenbus.gateway.reply import Reply
+from tokenbus.gateway.tenants import Tenants
+from tokenbus.protocol import errors, traces
+from tokenbus.protocol.bus import Bus
 
 
 class Chat:

@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
-from client import Stream
-from gateway.failures import FULL, LEAVING, FailedError
-from protocol import errors
+from tokenbus.client import Stream
+from tokenbus.gateway.failures import FULL, LEAVING, FailedError
+from tokenbus.protocol import errors
 
 
 class Door:

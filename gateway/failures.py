@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway import shapes
-from protocol import errors, messages
+from tokenbus.gateway import shapes
+from tokenbus.protocol import errors, messages
 
 _THEIR_CODES = {errors.Code.PROMPT_TOO_LONG: "context_length_exceeded"}
 """Codes of which clients make decisions under OpenAI's name."""

@@ -4,9 +4,9 @@ import time
 
 import structlog
 
-from gateway.asked import Asked
-from gateway.metrics import GatewayMetrics
-from protocol import messages, subjects
+from tokenbus.gateway.asked import Asked
+from tokenbus.gateway.metrics import GatewayMetrics
+from tokenbus.protocol import messages, subjects
 
 _MAX_MODEL = 128
 

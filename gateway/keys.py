@@ -4,7 +4,7 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 
-from protocol import subjects
+from tokenbus.protocol import subjects
 
 VARIABLE = "TOKENBUS_API_KEYS"
 _SCHEME = "bearer "

@@ -1,6 +1,6 @@
 """Every metric of a gateway, declared once."""
 
-from protocol.metrics import REQUEST_SECONDS, SECONDS, Counter, Gauge, Histogram
+from tokenbus.protocol.metrics import REQUEST_SECONDS, SECONDS, Counter, Gauge, Histogram
 
 _P = "tokenbus_gateway"
 

@@ -6,12 +6,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway import shapes
-from gateway.catalog import Catalog, Listing
-from gateway.door import Door
-from gateway.tenants import Tenants
-from protocol import errors
-from protocol.bus import Bus
+from tokenbus.gateway import shapes
+from tokenbus.gateway.catalog import Catalog, Listing
+from tokenbus.gateway.door import Door
+from tokenbus.gateway.tenants import Tenants
+from tokenbus.protocol import errors
+from tokenbus.protocol.bus import Bus
 
 _READY_TIMEOUT_S = 1.0
 _encoder = msgspec.json.Encoder()

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import structlog
 
-from gateway.failures import Failure
-from gateway.metrics import GatewayMetrics
-from protocol.http_server import Headers, Reason, Refusal
+from tokenbus.gateway.failures import Failure
+from tokenbus.gateway.metrics import GatewayMetrics
+from tokenbus.protocol.http_server import Headers, Reason, Refusal
 
 _LINE_EVERY_S = 10.0
 _TRY_AGAIN_MS = 1_000.0

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from starlette.types import Send
 
-from gateway.failures import Failure
+from tokenbus.gateway.failures import Failure
 
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 """The last tells nginx to pass on what comes."""

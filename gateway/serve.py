@@ -10,18 +10,18 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from gateway import app, listen, refusals
-from gateway.catalog import Catalog
-from gateway.chat import Chat
-from gateway.door import Door
-from gateway.metrics import GatewayMetrics
-from gateway.pages import Pages
-from gateway.settings import GatewaySettings
-from gateway.tenants import Tenants
-from protocol import connection as nats
-from protocol import http_server, metrics, reload, status, stopping, traces
-from protocol.bus import Bus
-from protocol.http_connections import Bounds
+from tokenbus.gateway import app, listen, refusals
+from tokenbus.gateway.catalog import Catalog
+from tokenbus.gateway.chat import Chat
+from tokenbus.gateway.door import Door
+from tokenbus.gateway.metrics import GatewayMetrics
+from tokenbus.gateway.pages import Pages
+from tokenbus.gateway.settings import GatewaySettings
+from tokenbus.gateway.tenants import Tenants
+from tokenbus.protocol import connection as nats
+from tokenbus.protocol import http_server, metrics, reload, status, stopping, traces
+from tokenbus.protocol.bus import Bus
+from tokenbus.protocol.http_connections import Bounds
 
 _AFTER_GRACE_S = 3
 """For writing out the last events of what did not end by itself."""

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from gateway.keys import Keys
-from protocol import connection as nats
-from protocol import status, subjects
+from tokenbus.gateway.keys import Keys
+from tokenbus.protocol import connection as nats
+from tokenbus.protocol import status, subjects
 
 
 @dataclasses.dataclass(frozen=True)

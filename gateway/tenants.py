@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from client import Client
-from gateway.failures import NO_KEY, NOT_YET, FailedError
-from gateway.keys import Keys
-from gateway.settings import GatewaySettings
-from protocol import subjects, traces
-from protocol.bus import Bus
+from tokenbus.client import Client
+from tokenbus.gateway.failures import NO_KEY, NOT_YET, FailedError
+from tokenbus.gateway.keys import Keys
+from tokenbus.gateway.settings import GatewaySettings
+from tokenbus.protocol import subjects, traces
+from tokenbus.protocol.bus import Bus
 
 
 class Tenant(NamedTuple):

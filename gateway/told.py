@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET
 
-from gateway import failures, shapes
-from protocol import messages
+from tokenbus.gateway import failures, shapes
+from tokenbus.protocol import messages
 
 DONE = b"data: [DONE]\n\n"
 STILL_HERE = b": still here\n\n"

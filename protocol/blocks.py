@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from protocol import subjects
+from tokenbus.protocol import subjects
 
 
 class Adapter(NamedTuple):

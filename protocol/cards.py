@@ -6,8 +6,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from protocol.subjects import WorkerAddress
-from protocol.wire import Message
+from tokenbus.protocol.subjects import WorkerAddress
+from tokenbus.protocol.wire import Message
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

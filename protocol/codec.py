@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from protocol import errors, limits
+from tokenbus.protocol import errors, limits
 
 MessageT = TypeVar("MessageT")
 ValueT = TypeVar("ValueT")

@@ -29,12 +29,12 @@ from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 from nats.protocol import command
 
-from protocol import bus, clock, handshake, limits
-from protocol.bus import BadSubjectError, BusyError, NoRespondersError, PayloadTooLargeError
-from protocol.cancels import CancelsKept
-from protocol.credentials import Credentials, is_readable_by_all
-from protocol.handshake import RefusedError
-from protocol.tls import Tls
+from tokenbus.protocol import bus, clock, handshake, limits
+from tokenbus.protocol.bus import BadSubjectError, BusyError, NoRespondersError, PayloadTooLargeError
+from tokenbus.protocol.cancels import CancelsKept
+from tokenbus.protocol.credentials import Credentials, is_readable_by_all
+from tokenbus.protocol.handshake import RefusedError
+from tokenbus.protocol.tls import Tls
 
 _PING = b"PING\r\n"
 _NO_LINGER = struct.pack("ii", 1, 0)

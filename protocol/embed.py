@@ -4,8 +4,8 @@ import base64
 import sys
 from array import array
 
-from protocol import errors, internal, limits, messages
-from protocol.request import Range, check_id
+from tokenbus.protocol import errors, internal, limits, messages
+from tokenbus.protocol.request import Range, check_id
 
 _TIMEOUT_MS = Range(0, 1e12, above=True)
 DEFAULT_TIMEOUT_MS = 60_000.0

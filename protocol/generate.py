@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from protocol.wire import Message
+from tokenbus.protocol.wire import Message
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -16,8 +16,8 @@ import nats.errors
 from nats.aio import client
 from nats.aio.transport import TcpTransport
 
-from protocol.credentials import Credentials
-from protocol.tls import Tls
+from tokenbus.protocol.credentials import Credentials
+from tokenbus.protocol.tls import Tls
 
 
 class RefusedError(ConnectionError):

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
-from protocol.http_connections import Bounds, Connections, Full, address_of
-from protocol.http_parser import Parser
+from tokenbus.protocol.http_connections import Bounds, Connections, Full, address_of
+from tokenbus.protocol.http_parser import Parser
 
 _MAX_REFUSED = 64
 """Refused connections that are told why at the same time; the others are closed without a word."""

@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from protocol import codec, errors
-from protocol import messages as public
+from tokenbus.protocol import codec, errors
+from tokenbus.protocol import messages as public
 
 
 class Params(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from protocol import errors
-from protocol.cards import (
+from tokenbus.protocol import errors
+from tokenbus.protocol.cards import (
     Card,
     Load,
     ModelsReply,
@@ -25,7 +25,7 @@ from protocol.cards import (
     Watched,
     WorkerState,
 )
-from protocol.generate import (
+from tokenbus.protocol.generate import (
     ChatMessage,
     ContentPart,
     GenerateRequest,
@@ -34,7 +34,7 @@ from protocol.generate import (
     ResumeFrom,
     RoutingWish,
 )
-from protocol.wire import Message
+from tokenbus.protocol.wire import Message
 
 __all__ = [
     "CancelReply",

@@ -8,8 +8,8 @@ import structlog
 import xxhash
 from tokenizers import Tokenizer
 
-from protocol import errors, fewest, internal, limits, messages, template
-from protocol.rendering import Renderer, Setup
+from tokenbus.protocol import errors, fewest, internal, limits, messages, template
+from tokenbus.protocol.rendering import Renderer, Setup
 
 
 class PromptRules(msgspec.Struct, frozen=True, kw_only=True):

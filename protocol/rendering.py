@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 import structlog
 
-from protocol import errors, limits, messages
-from protocol.template import ChatTemplate, SpecialTokens
+from tokenbus.protocol import errors, limits, messages
+from tokenbus.protocol.template import ChatTemplate, SpecialTokens
 
 Pieces = list[str | int]
 """Of a prompt: special token ids, and the plain texts between them."""
@@ -161,7 +161,7 @@ def _started(theirs: socket.socket) -> "subprocess.Popen[bytes]":
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "protocol.rendering", str(theirs.fileno())],
+        [sys.executable, "-P", "-m", "tokenbus.protocol.rendering", str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         start_new_session=True,

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import structlog
 
-from protocol import limits
-from protocol.bus import Bus, BusyError
+from tokenbus.protocol import limits
+from tokenbus.protocol.bus import Bus, BusyError
 
 MAX_KEPT_BYTES = 32 * 1024 * 1024
 """As much again as may wait in the connection."""

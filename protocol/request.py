@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from protocol import codec, errors, internal, limits, messages, subjects
+from tokenbus.protocol import codec, errors, internal, limits, messages, subjects
 
 _ID = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.MAX_ID_BYTES}}}")
 

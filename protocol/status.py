@@ -27,7 +27,7 @@ async def shown(settings: Settings, registry: CollectorRegistry, why_not_ready: 
     if not settings.ports:
         yield
         return
-    from protocol.status_server import StatusServer  # a fifth of a second that no other process needs
+    from tokenbus.protocol.status_server import StatusServer  # a fifth of a second that no other process needs
 
     server = StatusServer(settings, registry, why_not_ready)
     structlog.get_logger().info("status_page", port=server.port)

@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from protocol.http_connections import Bounds
-from protocol.http_server import Config, QuietServer
-from protocol.status import Settings, WhyNotReady
+from tokenbus.protocol.http_connections import Bounds
+from tokenbus.protocol.http_server import Config, QuietServer
+from tokenbus.protocol.status import Settings, WhyNotReady
 
 _BOUNDS = Bounds(total=256, per_address=64)
 

@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from protocol import limits
+from tokenbus.protocol import limits
 
 DEFAULT_PREFIX = "tokenbus.v1"
 DEFAULT_TENANT = "default"

@@ -16,7 +16,7 @@ import msgspec
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from protocol import errors, limits, messages, request
+from tokenbus.protocol import errors, limits, messages, request
 
 _MARKS = [chr(code) for code in range(0x13000, 0x13400)]
 """Where guard and separator are taken from: Egyptian hieroglyphs, any two that the request does not use.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Literal, Protocol, Self
 
-from protocol import errors, messages
+from tokenbus.protocol import errors, messages
 
 Headers = Mapping[str, str] | None
 """Of a message, or of an HTTP request with its names in lower case."""
@@ -129,7 +129,7 @@ def make(endpoint: str, process: str, instance: str) -> Traces:
         return Untraced()
     check(endpoint)
     try:
-        from protocol import otel  # a fifth of a second, and an extra, that only those need who trace
+        from tokenbus.protocol import otel  # a fifth of a second, and an extra, that only those need who trace
     except ImportError as error:
         raise ValueError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'tokenbus[traces]'") from error
     return otel.Exported(endpoint, process, instance)

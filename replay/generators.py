@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from replay.traces import TracedRequest
+from tokenbus.replay.traces import TracedRequest
 
 BLOCK_TOKENS = 16
 """Prompts of these workloads begin alike in multiples of this."""

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from protocol import stopping
-from replay import sources, traces
-from replay.machine import MachineSettings
-from replay.results import Run, summarize
-from replay.world import World, WorldSettings
-from router.placement import make_policies
-from worker.engine.sim.timing import PRESETS
+from tokenbus.protocol import stopping
+from tokenbus.replay import sources, traces
+from tokenbus.replay.machine import MachineSettings
+from tokenbus.replay.results import Run, summarize
+from tokenbus.replay.world import World, WorldSettings
+from tokenbus.router.placement import make_policies
+from tokenbus.worker.engine.sim.timing import PRESETS
 
 
 class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from replay.machine import Steps
-from replay.world import Outcome
+from tokenbus.replay.machine import Steps
+from tokenbus.replay.world import Outcome
 
 _DIGITS = 3
 

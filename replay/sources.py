@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from replay import generators, traces
+from tokenbus.replay import generators, traces
 
 
 def requests(text: str, seed: int) -> list[traces.TracedRequest]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from protocol import subjects
+from tokenbus.protocol import subjects
 
 TRACE_BLOCK_TOKENS = 512
 """Tokens that one id of a Mooncake trace stands for."""

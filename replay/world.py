@@ -4,15 +4,15 @@ import random
 from collections import deque
 from typing import NamedTuple
 
-from protocol import internal
-from replay.machine import MODEL, Machine, MachineSettings, Progress, Steps
-from replay.traces import TracedRequest
-from router.backlog import Backlog, Waiting
-from router.fleet import Fleet
-from router.placement import Policy
-from router.served import NoWorker, Prompt, Room, Wish
-from worker.engine.sim.runner import VOCABULARY
-from worker.engine.tree import Domain
+from tokenbus.protocol import internal
+from tokenbus.replay.machine import MODEL, Machine, MachineSettings, Progress, Steps
+from tokenbus.replay.traces import TracedRequest
+from tokenbus.router.backlog import Backlog, Waiting
+from tokenbus.router.fleet import Fleet
+from tokenbus.router.placement import Policy
+from tokenbus.router.served import NoWorker, Prompt, Room, Wish
+from tokenbus.worker.engine.sim.runner import VOCABULARY
+from tokenbus.worker.engine.tree import Domain
 
 _FOREVER = float("inf")
 

@@ -6,12 +6,12 @@ import time
 import structlog
 from msgspec import UNSET
 
-from protocol import codec, errors, limits, messages
-from protocol.bus import Bus, BusyError, PayloadTooLargeError
-from protocol.recent import Recent
-from protocol.replies import Replies
-from router.flight import Flight
-from router.metrics import RouterMetrics
+from tokenbus.protocol import codec, errors, limits, messages
+from tokenbus.protocol.bus import Bus, BusyError, PayloadTooLargeError
+from tokenbus.protocol.recent import Recent
+from tokenbus.protocol.replies import Replies
+from tokenbus.router.flight import Flight
+from tokenbus.router.metrics import RouterMetrics
 
 _MOST_KEY_CHARS = 256
 MAX_ENDED = 4_096

@@ -11,7 +11,7 @@ import bisect
 from collections import deque
 from typing import NamedTuple
 
-from router.fading import Fading
+from tokenbus.router.fading import Fading
 
 QUANTUM_TOKENS = 256
 """What each tenant may spend in a round."""

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from protocol import memory
-from router.backlog import Backlog, Waiting
+from tokenbus.protocol import memory
+from tokenbus.router.backlog import Backlog, Waiting
 
 ResultT = TypeVar("ResultT")
 

@@ -8,15 +8,15 @@ from collections.abc import Collection
 import structlog
 from nats.aio.msg import Msg
 
-from protocol import codec, errors, internal, limits, messages, subjects, traces
-from protocol import request as checks
-from protocol.bus import Bus, BusyError, NoRespondersError, PayloadTooLargeError
-from router import said
-from router.fleet import Fleet
-from router.flight import Flight, Flights
-from router.metrics import RouterMetrics
-from router.served import NoWorker, Placement
-from router.turns import Turns
+from tokenbus.protocol import codec, errors, internal, limits, messages, subjects, traces
+from tokenbus.protocol import request as checks
+from tokenbus.protocol.bus import Bus, BusyError, NoRespondersError, PayloadTooLargeError
+from tokenbus.router import said
+from tokenbus.router.fleet import Fleet
+from tokenbus.router.flight import Flight, Flights
+from tokenbus.router.metrics import RouterMetrics
+from tokenbus.router.served import NoWorker, Placement
+from tokenbus.router.turns import Turns
 
 _run_replies = codec.Decoder(internal.RunReply)
 _control_replies = codec.Decoder(internal.ControlReply)

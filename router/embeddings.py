@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import structlog
 
-from protocol import codec, embed, errors, internal, limits, messages, subjects, traces
-from protocol.bus import Bus, NoRespondersError, PayloadTooLargeError
-from protocol.replies import Replies
-from router import present, said
-from router.fleet import Fleet
-from router.metrics import RouterMetrics
-from router.served import Room
-from router.worker import Worker
+from tokenbus.protocol import codec, embed, errors, internal, limits, messages, subjects, traces
+from tokenbus.protocol.bus import Bus, NoRespondersError, PayloadTooLargeError
+from tokenbus.protocol.replies import Replies
+from tokenbus.router import present, said
+from tokenbus.router.fleet import Fleet
+from tokenbus.router.metrics import RouterMetrics
+from tokenbus.router.served import Room
+from tokenbus.router.worker import Worker
 
 _replies = codec.Decoder(internal.Embedded)
 MAX_OPEN = 1_024

@@ -3,7 +3,7 @@
 from collections import deque
 from typing import NamedTuple
 
-from protocol import internal
+from tokenbus.protocol import internal
 
 MAX_BUFFERED = 1_024
 """Events that wait for a snapshot; with more it is asked for again."""

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from protocol import messages
-from router.placement import View
-from router.worker import Worker
+from tokenbus.protocol import messages
+from tokenbus.router.placement import View
+from tokenbus.router.worker import Worker
 
 
 def explain(

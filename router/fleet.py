@@ -3,18 +3,18 @@
 import random
 from collections.abc import Iterator
 
-from protocol import codec, internal, limits, messages
-from protocol.recent import Recent
-from protocol.subjects import WorkerAddress, epoch_order
-from router import shown
-from router.heard import Heard, Lost
-from router.holders import Holders
-from router.placement import Policy
-from router.scheme import Scheme
-from router.seen import SeenModels
-from router.served import NoWorker, Placement, Prompt, Room, Served, Wish
-from router.tally import Tally
-from router.worker import Worker
+from tokenbus.protocol import codec, internal, limits, messages
+from tokenbus.protocol.recent import Recent
+from tokenbus.protocol.subjects import WorkerAddress, epoch_order
+from tokenbus.router import shown
+from tokenbus.router.heard import Heard, Lost
+from tokenbus.router.holders import Holders
+from tokenbus.router.placement import Policy
+from tokenbus.router.scheme import Scheme
+from tokenbus.router.seen import SeenModels
+from tokenbus.router.served import NoWorker, Placement, Prompt, Room, Served, Wish
+from tokenbus.router.tally import Tally
+from tokenbus.router.worker import Worker
 
 MAX_WORKERS = 4_096
 """Workers beyond this are not taken in: a router's memory stays bounded whatever is published."""

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from protocol import codec, messages, slow, subjects, traces
+from tokenbus.protocol import codec, messages, slow, subjects, traces
 
 
 class Flight:

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from protocol import messages
-from router.eventlog import Caught
+from tokenbus.protocol import messages
+from tokenbus.router.eventlog import Caught
 
 
 class Lost(NamedTuple):

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
-from protocol.subjects import WorkerAddress
-from router.worker import Worker
+from tokenbus.protocol.subjects import WorkerAddress
+from tokenbus.router.worker import Worker
 
 MAX_RUNNING = 65_536
 """Requests of one worker that are remembered by their ids."""

@@ -9,15 +9,15 @@ import msgspec
 import structlog
 from nats.aio.msg import Msg
 
-from protocol import codec, embed, errors, messages, subjects
-from protocol import request as checks
-from protocol.bus import Bus, Subscription
-from protocol.replies import Replies
-from router.answer import Answers
-from router.embeddings import Asked, Embeddings
-from router.flight import Flight
-from router.journey import Journeys
-from router.models import Models
+from tokenbus.protocol import codec, embed, errors, messages, subjects
+from tokenbus.protocol import request as checks
+from tokenbus.protocol.bus import Bus, Subscription
+from tokenbus.protocol.replies import Replies
+from tokenbus.router.answer import Answers
+from tokenbus.router.embeddings import Asked, Embeddings
+from tokenbus.router.flight import Flight
+from tokenbus.router.journey import Journeys
+from tokenbus.router.models import Models
 
 _requests = codec.Decoder(messages.GenerateRequest)
 _resyncs = codec.Decoder(messages.ResyncRequest)

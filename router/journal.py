@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import structlog
 
-from protocol import messages, request, slow, traces
-from router.flight import Flight
-from router.metrics import RouterMetrics
+from tokenbus.protocol import messages, request, slow, traces
+from tokenbus.router.flight import Flight
+from tokenbus.router.metrics import RouterMetrics
 
 
 class JournalSettings(NamedTuple):

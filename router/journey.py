@@ -7,19 +7,19 @@ from typing import Any
 
 import structlog
 
-from protocol import blocks, errors, limits, messages, traces
-from protocol import request as checks
-from router import present
-from router.allowance import Allowances, Refusal
-from router.answer import Answers
-from router.dispatch import AlreadyLiveError, Dispatch
-from router.fleet import Fleet
-from router.flight import Flight, Flights
-from router.journal import Journal
-from router.served import Room
-from router.turns import Turns
-from router.vocabularies import Vocabularies
-from router.worker import Worker
+from tokenbus.protocol import blocks, errors, limits, messages, traces
+from tokenbus.protocol import request as checks
+from tokenbus.router import present
+from tokenbus.router.allowance import Allowances, Refusal
+from tokenbus.router.answer import Answers
+from tokenbus.router.dispatch import AlreadyLiveError, Dispatch
+from tokenbus.router.fleet import Fleet
+from tokenbus.router.flight import Flight, Flights
+from tokenbus.router.journal import Journal
+from tokenbus.router.served import Room
+from tokenbus.router.turns import Turns
+from tokenbus.router.vocabularies import Vocabularies
+from tokenbus.router.worker import Worker
 
 _FIRST_SIGN_S = 1.0 - 2 * limits.TICK_S
 """A client whose request is held here hears so within a second."""

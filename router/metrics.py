@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Iterable
 
-from protocol import errors, messages
-from protocol.metrics import REQUEST_SECONDS, SHORT_SECONDS, Counter, Gauge, Histogram, Names
+from tokenbus.protocol import errors, messages
+from tokenbus.protocol.metrics import REQUEST_SECONDS, SHORT_SECONDS, Counter, Gauge, Histogram, Names
 
 _P = "tokenbus_router"
 PHASES = ("tokenize", "hash", "place", "accept")

@@ -4,9 +4,9 @@ import time
 
 from msgspec import UNSET, UnsetType
 
-from protocol import codec, messages
-from router.fleet import Fleet
-from router.turns import Turns
+from tokenbus.protocol import codec, messages
+from tokenbus.router.fleet import Fleet
+from tokenbus.router.turns import Turns
 
 _MAX_UNSERVED = 256
 """Names of models that nobody serves, in one reply."""

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from router.columns import Floats
-from router.index import Level, PrefixIndex
-from router.predictions import Predictions
+from tokenbus.router.columns import Floats
+from tokenbus.router.index import Level, PrefixIndex
+from tokenbus.router.predictions import Predictions
 
 
 def overlaps(index: PrefixIndex, predictions: Predictions, hashes: Sequence[int], num_rows: int, now: float) -> Floats:

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from router.columns import Floats
+from tokenbus.router.columns import Floats
 
 
 class View(NamedTuple):

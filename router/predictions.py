@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from router.index import Level
+from tokenbus.router.index import Level
 
 PREDICTED_S = 5.0
 """How long a placed prefix is believed to be there, or on its way, without an event."""

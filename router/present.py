@@ -1,8 +1,8 @@
 """Who can be asked for a model now, or why nobody can."""
 
-from protocol import errors
-from router.fleet import Fleet
-from router.worker import Worker
+from tokenbus.protocol import errors
+from tokenbus.router.fleet import Fleet
+from tokenbus.router.worker import Worker
 
 
 def workers_of(fleet: Fleet, model: str, now: float) -> list[Worker]:

@@ -5,7 +5,7 @@ from typing import TypeVar
 import msgspec
 import structlog
 
-from protocol import codec, errors
+from tokenbus.protocol import codec, errors
 
 AnswerT = TypeVar("AnswerT", bound=msgspec.Struct)
 

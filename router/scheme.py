@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from protocol import blocks, messages
+from tokenbus.protocol import blocks, messages
 
 _HASH = "xxh3-64"
 

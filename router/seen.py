@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from protocol import limits
+from tokenbus.protocol import limits
 
 
 class SeenModels:

@@ -12,25 +12,25 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from protocol import connection as nats
-from protocol import metrics, reload, status, stopping, subjects, traces
-from protocol.bus import Bus
-from protocol.replies import Replies
-from router.allowance import Allowances, TenantLimits
-from router.answer import Answers
-from router.dispatch import Dispatch
-from router.embeddings import Embeddings
-from router.fleet import Fleet
-from router.flight import Flights
-from router.intake import Intake
-from router.journal import Journal, JournalSettings
-from router.journey import Journeys
-from router.metrics import RouterMetrics
-from router.models import Models
-from router.placement import make_policies
-from router.turns import Choice, QueueSettings, Turns
-from router.vocabularies import Vocabularies
-from router.watch import FleetWatch
+from tokenbus.protocol import connection as nats
+from tokenbus.protocol import metrics, reload, status, stopping, subjects, traces
+from tokenbus.protocol.bus import Bus
+from tokenbus.protocol.replies import Replies
+from tokenbus.router.allowance import Allowances, TenantLimits
+from tokenbus.router.answer import Answers
+from tokenbus.router.dispatch import Dispatch
+from tokenbus.router.embeddings import Embeddings
+from tokenbus.router.fleet import Fleet
+from tokenbus.router.flight import Flights
+from tokenbus.router.intake import Intake
+from tokenbus.router.journal import Journal, JournalSettings
+from tokenbus.router.journey import Journeys
+from tokenbus.router.metrics import RouterMetrics
+from tokenbus.router.models import Models
+from tokenbus.router.placement import make_policies
+from tokenbus.router.turns import Choice, QueueSettings, Turns
+from tokenbus.router.vocabularies import Vocabularies
+from tokenbus.router.watch import FleetWatch
 
 _BYTES_PER_BLOCK = 87
 """Of the prefix index, measured over a million blocks (bench.index_memory)."""

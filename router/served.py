@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocol import internal, limits, messages
-from protocol.recent import Recent
-from router.columns import Columns, Floats, Numbers, Rows, is_dense
-from router.explain import explain
-from router.index import PrefixIndex
-from router.overlap import overlaps
-from router.placement import Policy, View, draw
-from router.predictions import Predictions
-from router.scheme import Scheme, scheme_of
-from router.worker import Booking, Worker
+from tokenbus.protocol import internal, limits, messages
+from tokenbus.protocol.recent import Recent
+from tokenbus.router.columns import Columns, Floats, Numbers, Rows, is_dense
+from tokenbus.router.explain import explain
+from tokenbus.router.index import PrefixIndex
+from tokenbus.router.overlap import overlaps
+from tokenbus.router.placement import Policy, View, draw
+from tokenbus.router.predictions import Predictions
+from tokenbus.router.scheme import Scheme, scheme_of
+from tokenbus.router.worker import Booking, Worker
 
 _OLDEST_STEP_MS = 2_000.0
 """An engine whose step is older than this gets no new work."""

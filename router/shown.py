@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from protocol import codec, messages
-from router.tally import Tally
-from router.worker import Worker
+from tokenbus.protocol import codec, messages
+from tokenbus.router.tally import Tally
+from tokenbus.router.worker import Worker
 
 
 def card_of(worker: Worker, indexed_blocks: int) -> messages.Card:

@@ -1,6 +1,6 @@
 """How fast a worker is, as its events show; pure."""
 
-from protocol import messages
+from tokenbus.protocol import messages
 
 _WEIGHT_OF_FASTER = 0.1
 _WEIGHT_OF_SLOWER = 0.001

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from router.fading import Fading
+from tokenbus.router.fading import Fading
 
 _KEPT = 1_024
 """Choices whose times are remembered."""

@@ -6,13 +6,13 @@ import time
 from collections.abc import Collection
 from typing import NamedTuple
 
-from protocol import errors, messages
-from router.backlog import Backlog, Waiting
-from router.fleet import Fleet
-from router.flight import Flight
-from router.metrics import RouterMetrics
-from router.placement import Policy
-from router.served import NoWorker, Placement, Prompt, Room, Wish
+from tokenbus.protocol import errors, messages
+from tokenbus.router.backlog import Backlog, Waiting
+from tokenbus.router.fleet import Fleet
+from tokenbus.router.flight import Flight
+from tokenbus.router.metrics import RouterMetrics
+from tokenbus.router.placement import Policy
+from tokenbus.router.served import NoWorker, Placement, Prompt, Room, Wish
 
 _NO_WISH = messages.RoutingWish()
 _GUESSED_TOKENS = 256

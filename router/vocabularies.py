@@ -11,14 +11,14 @@ from typing import NamedTuple
 import structlog
 from nats.aio.msg import Msg
 
-from protocol import blocks, codec, errors, internal, limits, messages, prompt, subjects
-from protocol.bus import Bus, BusyError, NoRespondersError, PayloadTooLargeError
-from protocol.recent import Recent
-from router import said
-from router.desk import Desk
-from router.fleet import MAX_WORKERS, Fleet
-from router.flight import Flight
-from router.worker import Worker
+from tokenbus.protocol import blocks, codec, errors, internal, limits, messages, prompt, subjects
+from tokenbus.protocol.bus import Bus, BusyError, NoRespondersError, PayloadTooLargeError
+from tokenbus.protocol.recent import Recent
+from tokenbus.router import said
+from tokenbus.router.desk import Desk
+from tokenbus.router.fleet import MAX_WORKERS, Fleet
+from tokenbus.router.flight import Flight
+from tokenbus.router.worker import Worker
 
 MAX_BUNDLES = 64
 """Tokenizers kept; the one unused for longest goes first."""

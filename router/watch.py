@@ -10,14 +10,14 @@ import time
 import structlog
 from nats.aio.msg import Msg
 
-from protocol import codec, errors, internal, limits, messages, subjects
-from protocol.bus import Bus, BusyError
-from router.eventlog import Caught
-from router.fleet import Fleet
-from router.flight import Flight, Flights
-from router.heard import Heard, Lost
-from router.journey import Journeys
-from router.metrics import RouterMetrics
+from tokenbus.protocol import codec, errors, internal, limits, messages, subjects
+from tokenbus.protocol.bus import Bus, BusyError
+from tokenbus.router.eventlog import Caught
+from tokenbus.router.fleet import Fleet
+from tokenbus.router.flight import Flight, Flights
+from tokenbus.router.heard import Heard, Lost
+from tokenbus.router.journey import Journeys
+from tokenbus.router.metrics import RouterMetrics
 
 _cards = codec.Decoder(messages.Card)
 _events = codec.Decoder(internal.Events)

@@ -3,10 +3,10 @@
 import math
 from typing import Literal, NamedTuple
 
-from protocol import messages
-from router.columns import Numbers
-from router.eventlog import EventLog
-from router.speed import Speed
+from tokenbus.protocol import messages
+from tokenbus.router.columns import Numbers
+from tokenbus.router.eventlog import EventLog
+from tokenbus.router.speed import Speed
 
 _SPARE = 8
 """A worker has an eighth more requests than it can run, so that a place that becomes free is taken at once."""

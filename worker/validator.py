@@ -1,8 +1,8 @@
 """Watches a stream of outputs and raises where it breaks the engine contract. On in tests, and in production by
 TOKENBUS_DEBUG=1."""
 
-from protocol import messages
-from worker import contract
+from tokenbus.protocol import messages
+from tokenbus.worker import contract
 
 _REASONS_WITH_TOKENS = (messages.FinishReason.STOP, messages.FinishReason.LENGTH)
 

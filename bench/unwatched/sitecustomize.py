@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from protocol import metrics
-from worker.engine import frames, watch
-from worker.front.metrics import ReplicaMetrics
+from tokenbus.protocol import metrics
+from tokenbus.worker.engine import frames, watch
+from tokenbus.worker.front.metrics import ReplicaMetrics
 
 _NOTE = frames.StepNote(frames.StepKind.DECODE, 0.0, 0.0, 0, 0)
 

@@ -3,8 +3,8 @@
 import random
 from collections.abc import Iterator
 
-from cli.bench.points import Kind, Point
-from cli.bench.workload import Ask
+from tokenbus.cli.bench.points import Kind, Point
+from tokenbus.cli.bench.workload import Ask
 
 
 def poisson(rate: float, burst: int, rng: random.Random) -> Iterator[float]:

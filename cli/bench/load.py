@@ -4,10 +4,10 @@ import asyncio
 import time
 from collections.abc import Iterator
 
-from cli.bench.tally import Tally, Watch, pause_s
-from cli.bench.workload import Ask
-from client import Client, Stream
-from protocol import errors, messages
+from tokenbus.cli.bench.tally import Tally, Watch, pause_s
+from tokenbus.cli.bench.workload import Ask
+from tokenbus.client import Client, Stream
+from tokenbus.protocol import errors, messages
 
 
 class Sender:

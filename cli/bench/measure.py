@@ -10,16 +10,16 @@ import sys
 import time
 from collections.abc import AsyncIterator
 
-from cli.bench.arrivals import timed
-from cli.bench.load import Sender, closed_loop, open_loop
-from cli.bench.options import Plan
-from cli.bench.points import Kind, Point
-from cli.bench.table import progress
-from cli.bench.tally import Tally
-from cli.bench.workload import Workload
-from client import Client
-from protocol import messages
-from protocol.errors import Code
+from tokenbus.cli.bench.arrivals import timed
+from tokenbus.cli.bench.load import Sender, closed_loop, open_loop
+from tokenbus.cli.bench.options import Plan
+from tokenbus.cli.bench.points import Kind, Point
+from tokenbus.cli.bench.table import progress
+from tokenbus.cli.bench.tally import Tally
+from tokenbus.cli.bench.workload import Workload
+from tokenbus.client import Client
+from tokenbus.protocol import messages
+from tokenbus.protocol.errors import Code
 
 _REFUSALS = {Code.INVALID_REQUEST, Code.PROMPT_TOO_LONG, Code.UNSUPPORTED, Code.MODEL_NOT_FOUND, Code.PAYLOAD_TOO_LARGE}
 """Errors of the requests themselves: more of them would tell no more."""

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from cli.bench.points import Kind, Point
-from cli.bench.workload import MIN_VOCABULARY, RandomTokens, Text, Traced, Workload
-from replay import generators, sources, traces
+from tokenbus.cli.bench.points import Kind, Point
+from tokenbus.cli.bench.workload import MIN_VOCABULARY, RandomTokens, Text, Traced, Workload
+from tokenbus.replay import generators, sources, traces
 
 _REQUESTS = 100
 _REQUESTS_PER_CLIENT = 10

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from cli.bench.histogram import Histogram
-from cli.bench.points import Kind
-from cli.bench.results import Report, Run
-from cli.bench.table import ROWS, number, run_lines
-from replay.page import document
-from replay.svg import Axis, Series, bar_chart, line_chart
+from tokenbus.cli.bench.histogram import Histogram
+from tokenbus.cli.bench.points import Kind
+from tokenbus.cli.bench.results import Report, Run
+from tokenbus.cli.bench.table import ROWS, number, run_lines
+from tokenbus.replay.page import document
+from tokenbus.replay.svg import Axis, Series, bar_chart, line_chart
 
 _PERCENTILES = ("p50", "p90", "p99")
 _PLOTTED = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")

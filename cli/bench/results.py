@@ -2,10 +2,10 @@
 
 import msgspec
 
-from cli.bench.histogram import Spread
-from cli.bench.points import Kind, Point
-from cli.bench.tally import Tally
-from protocol import messages
+from tokenbus.cli.bench.histogram import Spread
+from tokenbus.cli.bench.points import Kind, Point
+from tokenbus.cli.bench.tally import Tally
+from tokenbus.protocol import messages
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):

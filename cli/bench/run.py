@@ -10,16 +10,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cli import clients
-from cli.bench.measure import measure, warm_up
-from cli.bench.options import TO_STANDARD_OUTPUT, Plan, plan_of
-from cli.bench.page import page
-from cli.bench.results import Report, Run, as_json, summarize
-from cli.bench.table import run_lines, run_table, sweep_table
-from cli.bench.tally import Tally
-from cli.bench.workload import Fitted
-from client import Client
-from protocol import logs, stopping
+from tokenbus.cli import clients
+from tokenbus.cli.bench.measure import measure, warm_up
+from tokenbus.cli.bench.options import TO_STANDARD_OUTPUT, Plan, plan_of
+from tokenbus.cli.bench.page import page
+from tokenbus.cli.bench.results import Report, Run, as_json, summarize
+from tokenbus.cli.bench.table import run_lines, run_table, sweep_table
+from tokenbus.cli.bench.tally import Tally
+from tokenbus.cli.bench.workload import Fitted
+from tokenbus.client import Client
+from tokenbus.protocol import logs, stopping
 
 
 def run(options: argparse.Namespace) -> int:

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from cli.bench.histogram import Spread
-from cli.bench.results import Run
-from cli.bench.tally import Tally
+from tokenbus.cli.bench.histogram import Spread
+from tokenbus.cli.bench.results import Run
+from tokenbus.cli.bench.tally import Tally
 
 ROWS = {
     "ttft_ms": "time to first token",

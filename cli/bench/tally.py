@@ -6,8 +6,8 @@ where the sender is late, for it was busy, whoever waits for the answer waits fo
 
 from collections import Counter
 
-from cli.bench.histogram import Histogram
-from protocol import errors, messages
+from tokenbus.cli.bench.histogram import Histogram
+from tokenbus.protocol import errors, messages
 
 TIMES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "accept_ms", "queue_ms", "late_ms")
 _MAX_NAMES = 1_024

@@ -6,8 +6,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from protocol import codec, messages
-from replay.traces import TracedRequest
+from tokenbus.protocol import codec, messages
+from tokenbus.replay.traces import TracedRequest
 
 MIN_VOCABULARY = 16
 

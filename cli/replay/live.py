@@ -7,16 +7,16 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from cli import broker
-from cli.family import Child
-from client import Client
-from protocol import codec, errors, messages, stopping
-from replay.machine import Steps
-from replay.offline import ReplaySettings
-from replay.results import Run, summarize
-from replay.traces import TracedRequest
-from replay.world import Outcome
-from worker.engine.sim.runner import VOCABULARY
+from tokenbus.cli import broker
+from tokenbus.cli.family import Child
+from tokenbus.client import Client
+from tokenbus.protocol import codec, errors, messages, stopping
+from tokenbus.replay.machine import Steps
+from tokenbus.replay.offline import ReplaySettings
+from tokenbus.replay.results import Run, summarize
+from tokenbus.replay.traces import TracedRequest
+from tokenbus.replay.world import Outcome
+from tokenbus.worker.engine.sim.runner import VOCABULARY
 
 _MODEL = "replayed"
 _READY_TIMEOUT_S = 120.0

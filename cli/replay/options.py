@@ -4,9 +4,9 @@ import argparse
 import os
 from pathlib import Path
 
-from replay.offline import ReplaySettings
-from router.placement import POLICIES, make_policies
-from worker.engine.sim.timing import PRESETS
+from tokenbus.replay.offline import ReplaySettings
+from tokenbus.router.placement import POLICIES, make_policies
+from tokenbus.worker.engine.sim.timing import PRESETS
 
 _DEFAULTS = ReplaySettings(trace="")
 

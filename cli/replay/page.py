@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from replay.offline import ReplaySettings
-from replay.page import document
-from replay.results import Run, Spread
-from replay.svg import Axis, Series, bar_chart
+from tokenbus.replay.offline import ReplaySettings
+from tokenbus.replay.page import document
+from tokenbus.replay.results import Run, Spread
+from tokenbus.replay.svg import Axis, Series, bar_chart
 
 _PARTS = ("mean", "p50", "p90", "p99")
 

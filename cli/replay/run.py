@@ -13,14 +13,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from cli import broker, parent
-from cli.clients import INTERRUPTED, complain
-from cli.family import EXIT_REFUSED, RefusedError
-from cli.replay.live import LiveError, play_live
-from cli.replay.options import policies_of, settings_of
-from cli.replay.page import page
-from replay.offline import ReplaySettings, play_all, requests_of
-from replay.results import Run, Spread
+from tokenbus.cli import broker, parent
+from tokenbus.cli.clients import INTERRUPTED, complain
+from tokenbus.cli.family import EXIT_REFUSED, RefusedError
+from tokenbus.cli.replay.live import LiveError, play_live
+from tokenbus.cli.replay.options import policies_of, settings_of
+from tokenbus.cli.replay.page import page
+from tokenbus.replay.offline import ReplaySettings, play_all, requests_of
+from tokenbus.replay.results import Run, Spread
 
 _WIDTH = 110
 _SMALL_MS = 100.0

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from cli.wirecheck.link import Received
-from cli.wirecheck.verdict import BrokenError, Message, brief
+from tokenbus.cli.wirecheck.link import Received
+from tokenbus.cli.wirecheck.verdict import BrokenError, Message, brief
 
 DEFAULT_WAIT_S = 20.0
 """How long any one thing is waited for: less than a rule may take, so that the verdict says what did not come."""

@@ -11,7 +11,7 @@ import nats.errors
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from protocol import connection, handshake
+from tokenbus.protocol import connection, handshake
 
 _CONNECT_TIMEOUT_S = 2.0
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import msgspec
 from nats.aio.subscription import Subscription
 
-from cli.wirecheck import shapes
-from cli.wirecheck.exchange import Exchange
-from cli.wirecheck.link import Link
-from cli.wirecheck.verdict import Message, SkippedError, brief
-from protocol import subjects
+from tokenbus.cli.wirecheck import shapes
+from tokenbus.cli.wirecheck.exchange import Exchange
+from tokenbus.cli.wirecheck.link import Link
+from tokenbus.cli.wirecheck.verdict import Message, SkippedError, brief
+from tokenbus.protocol import subjects
 
 MSGPACK = "application/msgpack"
 PROMPT = "Once upon a time"

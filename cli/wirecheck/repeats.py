@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cli.wirecheck.verdict import Message, expect
+from tokenbus.cli.wirecheck.verdict import Message, expect
 
 
 class Parted(NamedTuple):

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from cli.wirecheck import (
+from tokenbus.cli.wirecheck import (
     rules_encoding,
     rules_endings,
     rules_features,
@@ -16,7 +16,7 @@ from cli.wirecheck import (
     rules_stream,
     rules_workers,
 )
-from cli.wirecheck.probe import Probe
+from tokenbus.cli.wirecheck.probe import Probe
 
 Check = Callable[[Probe], Awaitable[None]]
 

@@ -4,10 +4,10 @@ import json
 
 import msgspec
 
-from cli.wirecheck import stream
-from cli.wirecheck.exchange import Exchange
-from cli.wirecheck.probe import MSGPACK, Probe, brief_request
-from cli.wirecheck.verdict import BrokenError, expect
+from tokenbus.cli.wirecheck import stream
+from tokenbus.cli.wirecheck.exchange import Exchange
+from tokenbus.cli.wirecheck.probe import MSGPACK, Probe, brief_request
+from tokenbus.cli.wirecheck.verdict import BrokenError, expect
 
 _OPTIONAL = (
     "id", "messages", "token_ids", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",

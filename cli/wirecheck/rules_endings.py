@@ -4,10 +4,10 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from cli.wirecheck import stream
-from cli.wirecheck.exchange import Exchange, any_tokens
-from cli.wirecheck.probe import Probe
-from cli.wirecheck.verdict import SkippedError, expect
+from tokenbus.cli.wirecheck import stream
+from tokenbus.cli.wirecheck.exchange import Exchange, any_tokens
+from tokenbus.cli.wirecheck.probe import Probe
+from tokenbus.cli.wirecheck.verdict import SkippedError, expect
 
 _TIMEOUT_MS = 250
 _LATE_MS = 10_000

@@ -1,9 +1,9 @@
 """Rules of what only some models can do: done as the wire says, or refused as unsupported."""
 
-from cli.wirecheck import shape, shapes, stream
-from cli.wirecheck.exchange import Exchange
-from cli.wirecheck.probe import Probe, brief_request, check_served
-from cli.wirecheck.verdict import BrokenError, SkippedError, brief, expect
+from tokenbus.cli.wirecheck import shape, shapes, stream
+from tokenbus.cli.wirecheck.exchange import Exchange
+from tokenbus.cli.wirecheck.probe import Probe, brief_request, check_served
+from tokenbus.cli.wirecheck.verdict import BrokenError, SkippedError, brief, expect
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 _TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from cli.wirecheck import ranges, stream
-from cli.wirecheck.exchange import Exchange
-from cli.wirecheck.probe import MSGPACK, Probe
-from cli.wirecheck.verdict import BrokenError, Message, SkippedError, brief, expect
+from tokenbus.cli.wirecheck import ranges, stream
+from tokenbus.cli.wirecheck.exchange import Exchange
+from tokenbus.cli.wirecheck.probe import MSGPACK, Probe
+from tokenbus.cli.wirecheck.verdict import BrokenError, Message, SkippedError, brief, expect
 
 _AT_ONCE = 8
 """Requests that are sent together: more might meet a limit of the tenant."""

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from cli.wirecheck import shapes, stream
-from cli.wirecheck.probe import Probe, brief_request
-from cli.wirecheck.verdict import brief, expect
+from tokenbus.cli.wirecheck import shapes, stream
+from tokenbus.cli.wirecheck.probe import Probe, brief_request
+from tokenbus.cli.wirecheck.verdict import brief, expect
 
 _LONGEST_ID = 128
 _SILENCE_S = 0.6

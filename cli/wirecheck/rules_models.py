@@ -2,10 +2,10 @@
 
 import asyncio
 
-from cli.wirecheck import shape, shapes, stream
-from cli.wirecheck.probe import Probe, brief_request
-from cli.wirecheck.verdict import Message, brief, expect
-from protocol.subjects import DEFAULT_TENANT
+from tokenbus.cli.wirecheck import shape, shapes, stream
+from tokenbus.cli.wirecheck.probe import Probe, brief_request
+from tokenbus.cli.wirecheck.verdict import Message, brief, expect
+from tokenbus.protocol.subjects import DEFAULT_TENANT
 
 _OTHER_TENANT = "wire-check.é"
 """Its subject form is escaped."""

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from cli.wirecheck import repeats, stream
-from cli.wirecheck.exchange import Exchange
-from cli.wirecheck.probe import Probe
-from cli.wirecheck.verdict import Message, expect
+from tokenbus.cli.wirecheck import repeats, stream
+from tokenbus.cli.wirecheck.exchange import Exchange
+from tokenbus.cli.wirecheck.probe import Probe
+from tokenbus.cli.wirecheck.verdict import Message, expect
 
 _SETTLE_S = 0.5
 

@@ -5,12 +5,12 @@ import struct
 
 import xxhash
 
-from cli.wirecheck import shape, shapes, stream
-from cli.wirecheck.exchange import Exchange
-from cli.wirecheck.probe import Probe
-from cli.wirecheck.rules_workers import some_workers
-from cli.wirecheck.verdict import Message, SkippedError, brief, expect
-from protocol import subjects
+from tokenbus.cli.wirecheck import shape, shapes, stream
+from tokenbus.cli.wirecheck.exchange import Exchange
+from tokenbus.cli.wirecheck.probe import Probe
+from tokenbus.cli.wirecheck.rules_workers import some_workers
+from tokenbus.cli.wirecheck.verdict import Message, SkippedError, brief, expect
+from tokenbus.protocol import subjects
 
 _SILENCE_S = 0.4
 

@@ -1,9 +1,9 @@
 """Rules of what is generated: lengths, stops, seeds. Each is tried alone, since a seed repeats only what runs alone."""
 
-from cli.wirecheck import stream
-from cli.wirecheck.exchange import Exchange
-from cli.wirecheck.probe import Probe, brief_request, check_served
-from cli.wirecheck.verdict import Message, SkippedError, brief, expect
+from tokenbus.cli.wirecheck import stream
+from tokenbus.cli.wirecheck.exchange import Exchange
+from tokenbus.cli.wirecheck.probe import Probe, brief_request, check_served
+from tokenbus.cli.wirecheck.verdict import Message, SkippedError, brief, expect
 
 _STOP_CHARACTERS = 3
 

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from cli.wirecheck import stream
-from cli.wirecheck.probe import Probe, brief_request
-from cli.wirecheck.verdict import expect
+from tokenbus.cli.wirecheck import stream
+from tokenbus.cli.wirecheck.probe import Probe, brief_request
+from tokenbus.cli.wirecheck.verdict import expect
 
 _AFTERWARDS_S = 0.5
 

@@ -4,12 +4,12 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
-from cli.wirecheck import shape, shapes
-from cli.wirecheck.exchange import Exchange
-from cli.wirecheck.link import Received
-from cli.wirecheck.probe import Probe, brief_request
-from cli.wirecheck.verdict import Message, SkippedError, expect
-from protocol import subjects
+from tokenbus.cli.wirecheck import shape, shapes
+from tokenbus.cli.wirecheck.exchange import Exchange
+from tokenbus.cli.wirecheck.link import Received
+from tokenbus.cli.wirecheck.probe import Probe, brief_request
+from tokenbus.cli.wirecheck.verdict import Message, SkippedError, expect
+from tokenbus.protocol import subjects
 
 _WATCH_S = 2.0
 _BEAT_S = 0.25

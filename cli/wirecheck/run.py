@@ -5,16 +5,16 @@ import asyncio
 import sys
 from functools import partial
 
-from cli import reach
-from cli.family import EXIT_REFUSED
-from cli.wirecheck.exchange import Exchange
-from cli.wirecheck.link import Link
-from cli.wirecheck.probe import Probe, Served
-from cli.wirecheck.report import Verdict, json_line, line, summary
-from cli.wirecheck.rules import Rule, all_rules
-from cli.wirecheck.trial import try_all
-from cli.wirecheck.verdict import BrokenError, Message
-from protocol import connection, logs, subjects
+from tokenbus.cli import reach
+from tokenbus.cli.family import EXIT_REFUSED
+from tokenbus.cli.wirecheck.exchange import Exchange
+from tokenbus.cli.wirecheck.link import Link
+from tokenbus.cli.wirecheck.probe import Probe, Served
+from tokenbus.cli.wirecheck.report import Verdict, json_line, line, summary
+from tokenbus.cli.wirecheck.rules import Rule, all_rules
+from tokenbus.cli.wirecheck.trial import try_all
+from tokenbus.cli.wirecheck.verdict import BrokenError, Message
+from tokenbus.protocol import connection, logs, subjects
 
 EXIT_BROKEN = EXIT_UNREACHABLE = 1
 """As of every command where there is no broker; no line on standard output tells the two apart."""

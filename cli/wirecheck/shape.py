@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from cli.wirecheck.verdict import BrokenError, brief
+from tokenbus.cli.wirecheck.verdict import BrokenError, brief
 
 
 class Kind(NamedTuple):

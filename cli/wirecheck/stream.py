@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from cli.wirecheck import shape, shapes
-from cli.wirecheck.verdict import BrokenError, Message, brief, expect
+from tokenbus.cli.wirecheck import shape, shapes
+from tokenbus.cli.wirecheck.verdict import BrokenError, Message, brief, expect
 
 
 def current(messages: Sequence[Message]) -> list[Message]:

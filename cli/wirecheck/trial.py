@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import nats.errors
 
-from cli.wirecheck.probe import Probe
-from cli.wirecheck.report import Outcome, Verdict
-from cli.wirecheck.rules import Rule
-from cli.wirecheck.verdict import BrokenError, SkippedError
+from tokenbus.cli.wirecheck.probe import Probe
+from tokenbus.cli.wirecheck.report import Outcome, Verdict
+from tokenbus.cli.wirecheck.rules import Rule
+from tokenbus.cli.wirecheck.verdict import BrokenError, SkippedError
 
 _AT_ONCE = 6
 """Rules that are tried together, of those that may be."""

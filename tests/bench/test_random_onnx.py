@@ -17,17 +17,17 @@ from onnx import external_data_helper, numpy_helper
 
 from bench import nbits, random_model, random_onnx, random_vocabulary
 from bench.shape import PRESETS, ImpossibleModelError, Shape, tensors
-from demo import onnx_graph
-from protocol import internal
+from tokenbus.demo import onnx_graph
+from tokenbus.protocol import internal
 from tests.support import engines
-from worker import contract
-from worker.engine.gguf.runner import GgufRunner
-from worker.engine.moves import Cut
-from worker.engine.onnx.load import load
-from worker.engine.onnx.runner import OnnxRunner
-from worker.engine.plan import Part, Sampled, StepPlan
-from worker.engine.sequence import Sequence
-from worker.engine.sharing import Models
+from tokenbus.worker import contract
+from tokenbus.worker.engine.gguf.runner import GgufRunner
+from tokenbus.worker.engine.moves import Cut
+from tokenbus.worker.engine.onnx.load import load
+from tokenbus.worker.engine.onnx.runner import OnnxRunner
+from tokenbus.worker.engine.plan import Part, Sampled, StepPlan
+from tokenbus.worker.engine.sequence import Sequence
+from tokenbus.worker.engine.sharing import Models
 
 TINY = PRESETS["tiny"]
 TEXT = "The owl lives in Zürich, 日本 and \x00 10 other places.\n 👍🏽 "

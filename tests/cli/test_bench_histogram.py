@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cli.bench.histogram import Histogram, Spread
+from tokenbus.cli.bench.histogram import Histogram, Spread
 
 
 def of(*values: float) -> Histogram:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.bench.options import Plan, add_flags, plan_of
-from cli.bench.points import Kind, Point
-from cli.bench.workload import RandomTokens, Text, Traced
+from tokenbus.cli.bench.options import Plan, add_flags, plan_of
+from tokenbus.cli.bench.points import Kind, Point
+from tokenbus.cli.bench.workload import RandomTokens, Text, Traced
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

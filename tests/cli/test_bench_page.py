@@ -2,12 +2,12 @@
 
 import re
 
-from cli.bench.page import page
-from cli.bench.points import Kind, Point
-from cli.bench.results import Report, as_json, summarize
-from cli.bench.table import number, sweep_table
-from cli.bench.tally import Tally
-from protocol import messages
+from tokenbus.cli.bench.page import page
+from tokenbus.cli.bench.points import Kind, Point
+from tokenbus.cli.bench.results import Report, as_json, summarize
+from tokenbus.cli.bench.table import number, sweep_table
+from tokenbus.cli.bench.tally import Tally
+from tokenbus.protocol import messages
 
 
 def tally_of(*e2e_s: float) -> Tally:

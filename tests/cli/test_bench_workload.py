@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from cli.bench.arrivals import poisson, timed
-from cli.bench.points import Kind, Point
-from cli.bench.workload import RandomTokens, Text, Traced, Workload, clipped
-from protocol import messages
-from replay.traces import TracedRequest
+from tokenbus.cli.bench.arrivals import poisson, timed
+from tokenbus.cli.bench.points import Kind, Point
+from tokenbus.cli.bench.workload import RandomTokens, Text, Traced, Workload, clipped
+from tokenbus.protocol import messages
+from tokenbus.replay.traces import TracedRequest
 
 COMMON = messages.GenerateRequest(temperature=0.0, timeout_ms=5.0, cache_salt="s")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import config, main
+from tokenbus.cli import config, main
 
 FILE = """
 [nats]
@@ -108,7 +108,7 @@ def test_what_is_shown_can_be_read_again(file: Path, tmp_path: Path) -> None:
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text("[router]\npolice = 1")
-    command = [sys.executable, "-m", "cli.start", "config", "check", "--file", str(path)]
+    command = [sys.executable, "-m", "tokenbus.cli.start", "config", "check", "--file", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
     assert done.returncode == 2
     assert done.stderr.startswith(f"tokenbus: {path}: police is no setting of [router]")
@@ -200,5 +200,5 @@ def test_an_argument_that_is_not_utf_8_is_refused_in_a_line() -> None:
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cli.start", *arguments]
+    command = [sys.executable, "-m", "tokenbus.cli.start", *arguments]
     return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)

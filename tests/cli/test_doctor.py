@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-import demo
-from cli import doctor, reach
-from protocol import messages
+from tokenbus import demo
+from tokenbus.cli import doctor, reach
+from tokenbus.protocol import messages
 from tests.router.beliefs import card
 from tests.support import broken_models, guards
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from cli import main, servers
-from cli.reread import CHANGEABLE, Reread
-from protocol import logs
-from router.serve import RouterSettings
+from tokenbus.cli import main, servers
+from tokenbus.cli.reread import CHANGEABLE, Reread
+from tokenbus.protocol import logs
+from tokenbus.router.serve import RouterSettings
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cli import broker
-from client import Client
+from tokenbus.cli import broker
+from tokenbus.client import Client
 from tests.support.bare import PREFIX, Bare
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from client.order import BrokenStreamError, Gap, Order, Ready, Stale
-from protocol import messages
+from tokenbus.client.order import BrokenStreamError, Gap, Order, Ready, Stale
+from tokenbus.protocol import messages
 
 ERROR, STOP = messages.FinishReason.ERROR, messages.FinishReason.STOP
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client.patience import Patience, Step
+from tokenbus.client.patience import Patience, Step
 
 ASK, LOST, WAIT = Step.ASK, Step.LOST, Step.WAIT
 

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from protocol import blocks, errors, internal, messages
+from tokenbus.protocol import blocks, errors, internal, messages
 from tests.support.engines import Recorder
-from worker import contract
-from worker.validator import StreamValidator
+from tokenbus.worker import contract
+from tokenbus.worker.validator import StreamValidator
 
 SETTLE_S = 10.0
 Check = Callable[[contract.Engine, contract.EngineConfig], Awaitable[None]]

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-import demo
-from demo import corpus
-from protocol import internal, messages
+from tokenbus import demo
+from tokenbus.demo import corpus
+from tokenbus.protocol import internal, messages
 from tests.support.engines import DEMO, Recorder, demo_engine
-from worker import contract
+from tokenbus.worker import contract
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from cli import config, main
+from tokenbus.cli import config, main
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FOREIGN = ("kustomize.config.k8s.io/v1beta1", "keda.sh/v1alpha1")

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from client import Client
+from tokenbus.client import Client
 from tests.support.load import ask, until_idle, until_ready
 from tests.support.system import System
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from client import Client
-from protocol import codec, connection, internal, messages, subjects
-from protocol.traces import Untraced
-from router.serve import Router, RouterSettings
+from tokenbus.client import Client
+from tokenbus.protocol import codec, connection, internal, messages, subjects
+from tokenbus.protocol.traces import Untraced
+from tokenbus.router.serve import Router, RouterSettings
 from tests.support.bare import PREFIX, Bare
 from tests.support.load import Told, until_idle, until_ready
 from tests.support.system import System

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from client.patience import SILENCE_S
+from tokenbus.client.patience import SILENCE_S
 from tests.support.bare import PREFIX, Answer, Bare, check_stream
 from tests.support.load import cards, until_ready
 from tests.support.system import System

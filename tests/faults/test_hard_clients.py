@@ -9,14 +9,14 @@ import sys
 import time
 from asyncio.subprocess import Process
 
-from client import Client
+from tokenbus.client import Client
 from tests.support.bare import PREFIX, Answer
 from tests.support.load import Told, ask, until_idle, until_ready
 from tests.support.system import System
 
 _READER = """
 import asyncio, sys
-from client import Client
+from tokenbus.client import Client
 
 async def main(url, count, max_tokens):
     async with await Client.connect(url) as client:

@@ -4,9 +4,9 @@ import asyncio
 import random
 from pathlib import Path
 
-from protocol import connection, subjects
-from protocol.traces import Untraced
-from router.serve import Router, RouterSettings
+from tokenbus.protocol import connection, subjects
+from tokenbus.protocol.traces import Untraced
+from tokenbus.router.serve import Router, RouterSettings
 from tests.support.bare import PREFIX, Answer, Bare
 from tests.support.load import until_idle, until_ready
 from tests.support.system import System

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-import demo
+from tokenbus import demo
 from tests.support.bare import PREFIX, Bare, check_stream
 from tests.support.load import cards, until_idle, until_ready
 from tests.support.system import System
@@ -153,7 +153,7 @@ async def test_sigterm_drains_every_replica(system: System) -> None:
 
 
 def _bytes_per_token() -> int:
-    from worker.engine.gguf import memory, metadata
-    from worker.engine.settings import EngineSettings
+    from tokenbus.worker.engine.gguf import memory, metadata
+    from tokenbus.worker.engine.settings import EngineSettings
 
     return memory.bytes_per_token(metadata.read(Path(demo.MODEL_PATH)), EngineSettings(model="demo"))

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from gateway import answer, told
-from gateway.journal import Journal
-from gateway.metrics import GatewayMetrics
-from gateway.reply import Reply
-from protocol import errors, messages
+from tokenbus.gateway import answer, told
+from tokenbus.gateway.journal import Journal
+from tokenbus.gateway.metrics import GatewayMetrics
+from tokenbus.gateway.reply import Reply
+from tokenbus.protocol import errors, messages
 from tests.support.streams import Line, stream_over
 
 HEADING = told.Heading("chatcmpl-r", 1_700_000_000, "demo")

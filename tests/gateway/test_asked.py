@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from gateway import asked
-from protocol import errors, messages
+from tokenbus.gateway import asked
+from tokenbus.protocol import errors, messages
 
 HELLO = [{"role": "user", "content": "hello"}]
 

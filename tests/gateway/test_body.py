@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from gateway import body
-from gateway.failures import TOO_SLOW, FailedError, too_large
+from tokenbus.gateway import body
+from tokenbus.gateway.failures import TOO_SLOW, FailedError, too_large
 
 JSON = [(b"content-type", b"application/json")]
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from cli import broker
+from tokenbus.cli import broker
 from tests.support.post import ENDLESS, post
 from tests.support.system import Gateway, command, running_gateway
 

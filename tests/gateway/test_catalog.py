@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from gateway.catalog import Catalog, Listing
-from protocol import errors, messages
+from tokenbus.gateway.catalog import Catalog, Listing
+from tokenbus.protocol import errors, messages
 
 REPLY = messages.ModelsReply(
     models=[messages.ServedModel(model="demo", context_length=512, features=[])],

@@ -5,9 +5,9 @@ import contextlib
 
 import pytest
 
-from gateway.door import Door
-from gateway.failures import FULL, LEAVING, FailedError
-from protocol import errors
+from tokenbus.gateway.door import Door
+from tokenbus.gateway.failures import FULL, LEAVING, FailedError
+from tokenbus.protocol import errors
 from tests.support.streams import Line, stream_over
 
 

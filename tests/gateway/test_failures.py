@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from gateway import failures
-from protocol import errors, messages
+from tokenbus.gateway import failures
+from tokenbus.protocol import errors, messages
 
 
 @pytest.mark.parametrize("code", errors.Code)

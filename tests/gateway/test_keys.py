@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.keys import Keys
+from tokenbus.gateway.keys import Keys
 
 SECRET = "sk-very-secret"
 

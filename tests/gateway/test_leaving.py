@@ -10,10 +10,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from client import Client
+from tokenbus.client import Client
 from tests.support.post import ENDLESS, post
 from tests.support.system import Gateway, running_gateway
-from worker.front.presence import PROBE_AFTER_S
+from tokenbus.worker.front.presence import PROBE_AFTER_S
 
 
 @pytest.fixture

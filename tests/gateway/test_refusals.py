@@ -4,9 +4,9 @@ import json
 
 from structlog.testing import capture_logs
 
-from gateway.metrics import GatewayMetrics
-from gateway.refusals import Refusals, written
-from protocol.http_server import Reason, Refusal
+from tokenbus.gateway.metrics import GatewayMetrics
+from tokenbus.gateway.refusals import Refusals, written
+from tokenbus.protocol.http_server import Reason, Refusal
 
 
 def test_thousands_of_ended_connections_are_counted_and_leave_a_line_every_ten_seconds() -> None:

@@ -6,11 +6,11 @@ from typing import Any, cast
 import pytest
 from starlette.requests import Request
 
-from client import Client
-from gateway.failures import NO_KEY, NOT_YET, FailedError
-from gateway.keys import Keys
-from gateway.settings import GatewaySettings
-from gateway.tenants import Tenants
+from tokenbus.client import Client
+from tokenbus.gateway.failures import NO_KEY, NOT_YET, FailedError
+from tokenbus.gateway.keys import Keys
+from tokenbus.gateway.settings import GatewaySettings
+from tokenbus.gateway.tenants import Tenants
 
 
 def asked_with(key: str) -> Request:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from nats.aio.msg import Msg
 
-from protocol import codec, errors, internal, messages, subjects
+from tokenbus.protocol import codec, errors, internal, messages, subjects
 from tests.router.beliefs import card, events
 from tests.sim.network import Broker, SimBus
 from tests.sim.system import MODEL, ClientProcess, RouterProcess

@@ -5,7 +5,7 @@ import contextlib
 
 from nats.aio.msg import Msg
 
-from protocol import codec, messages
+from tokenbus.protocol import codec, messages
 from tests.hostile.scale import times
 from tests.support.bare import PREFIX
 from tests.support.load import until_ready

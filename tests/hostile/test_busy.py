@@ -4,7 +4,7 @@ from array import array
 
 from nats.aio.msg import Msg
 
-from protocol import errors, internal, messages
+from tokenbus.protocol import errors, internal, messages
 from tests.hostile.forged import Forged, Stage, refuses, says
 from tests.sim.system import FrontProcess
 

@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from cli import broker
-from gateway import listen
-from protocol.http_connections import Bounds
-from protocol.http_server import Patience, Reason
+from tokenbus.cli import broker
+from tokenbus.gateway import listen
+from tokenbus.protocol.http_connections import Bounds
+from tokenbus.protocol.http_server import Patience, Reason
 from tests.hostile.scale import times
 from tests.support.sockets import HALF_A_HEAD, LIVEZ, Socket, ask, cut_after, small_server
 from tests.support.system import running_gateway

@@ -5,7 +5,7 @@ import random
 import msgspec
 import pytest
 
-from protocol import codec, messages
+from tokenbus.protocol import codec, messages
 from tests.hostile.forged import NAMES, Stage
 from tests.hostile.scale import times
 from tests.router.beliefs import card, events, stored

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-import demo
+from tokenbus import demo
 from tests.hostile.peer import Peer, must_be_calm
 from tests.hostile.scale import times
 from tests.support.bare import PREFIX

@@ -5,11 +5,11 @@ from array import array
 import pytest
 from nats.aio.msg import Msg
 
-from protocol import codec, errors, internal, messages, prompt
+from tokenbus.protocol import codec, errors, internal, messages, prompt
 from tests.hostile.forged import GARBAGE, NAMES, Answer, Forged, Stage, refuses, says
 from tests.hostile.scale import times
 from tests.sim.system import MODEL, FrontProcess, kill
-from worker.engine.gguf import tokenizer_json
+from tokenbus.worker.engine.gguf import tokenizer_json
 
 RESTARTING = messages.WorkerState.RESTARTING
 READY = messages.WorkerState.READY

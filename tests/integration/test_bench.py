@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 import structlog
 
-from cli import reach
-from cli.bench import options, run
+from tokenbus.cli import reach
+from tokenbus.cli.bench import options, run
 from tests.support.bare import Bare
 from tests.support.load import cards, until_idle
 from tests.support.system import command

@@ -8,12 +8,12 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 import pytest
 
-import demo
-from demo import corpus
-from protocol import internal, messages
+from tokenbus import demo
+from tokenbus.demo import corpus
+from tokenbus.protocol import internal, messages
 from tests.support.bare import Answer, Bare, check_stream
-from worker.engine.gguf import metadata
-from worker.engine.gguf.vocabulary import Vocabulary
+from tokenbus.worker.engine.gguf import metadata
+from tokenbus.worker.engine.gguf.vocabulary import Vocabulary
 
 NEAR_TIE = 1e-3
 

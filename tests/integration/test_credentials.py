@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from client import Client
-from protocol import connection, errors, messages
-from protocol.handshake import RefusedError
+from tokenbus.client import Client
+from tokenbus.protocol import connection, errors, messages
+from tokenbus.protocol.handshake import RefusedError
 from tests.support import guards
 from tests.support.guards import GUARDS, Mistake, Way, guarded, secret_file, settings
 from tests.support.system import command, environment

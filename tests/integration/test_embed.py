@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-import demo
+from tokenbus import demo
 from tests.support import encoder
 from tests.support.bare import PREFIX, Bare
 from tests.support.load import until_ready

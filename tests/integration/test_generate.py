@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from demo import CORRECT_SUMS_UP_TO, corpus
+from tokenbus.demo import CORRECT_SUMS_UP_TO, corpus
 from tests.support.bare import PREFIX, Bare, check_stream
 
 GREEDY = {"temperature": 0}

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from client import Client
-from protocol import subjects
+from tokenbus.client import Client
+from tokenbus.protocol import subjects
 from tests.support.load import until_ready
 from tests.support.system import System
 

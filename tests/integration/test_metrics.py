@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol import connection, subjects
-from protocol.traces import Untraced
-from router.serve import Router, RouterSettings
+from tokenbus.protocol import connection, subjects
+from tokenbus.protocol.traces import Untraced
+from tokenbus.router.serve import Router, RouterSettings
 from tests.support.load import until_ready
 from tests.support.system import System
 

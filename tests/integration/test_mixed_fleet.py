@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import demo
-from demo import corpus
+from tokenbus import demo
+from tokenbus.demo import corpus
 from tests.support.bare import PREFIX, Bare, check_stream
 from tests.support.load import cards, until_idle, until_ready
 from tests.support.system import System

@@ -14,9 +14,9 @@ import pytest
 from nats.aio.client import Client as Nats
 from nats.aio.msg import Msg
 
-import demo
-from client import Client
-from protocol import connection
+from tokenbus import demo
+from tokenbus.client import Client
+from tokenbus.protocol import connection
 from tests.support.bare import PREFIX, Bare
 from tests.support.system import System, running_gateway
 

@@ -83,7 +83,7 @@ def test_the_javascript_snippet_streams_an_answer(url: str, node_folder: Path) -
 
 @pytest.mark.parametrize("question", re.findall(r'generate --model demo "([^"]+)"', README))
 def test_the_first_commands_of_the_readme_work(url: str, tmp_path: Path, question: str) -> None:
-    command = [sys.executable, "-m", "cli.start", "generate", "--model", "demo", question]
+    command = [sys.executable, "-m", "tokenbus.cli.start", "generate", "--model", "demo", question]
     output = run(command, tmp_path, url)
     assert output.strip()
 

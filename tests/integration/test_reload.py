@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from client import Client
+from tokenbus.client import Client
 from tests.support.load import until_ready
 from tests.support.system import System, running_gateway
 

@@ -8,8 +8,8 @@ import httpx2
 import pytest
 import pytest_asyncio
 
-from client import Client
-from protocol import otel
+from tokenbus.client import Client
+from tokenbus.protocol import otel
 from tests.support.collector import Collector, Span, collecting
 from tests.support.load import until_ready
 from tests.support.system import System, running_gateway

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cli import broker
-from cli.parent import die_with_parent
-from cli.wirecheck.rules import all_rules
+from tokenbus.cli import broker
+from tokenbus.cli.parent import die_with_parent
+from tokenbus.cli.wirecheck.rules import all_rules
 from tests.support.sloppy import MODEL, Sloppy
 from tests.support.system import System, command
 

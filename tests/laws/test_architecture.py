@@ -166,7 +166,7 @@ def test_only_the_subjects_module_puts_subjects_together() -> None:
 
 def imported_by(code: str) -> set[str]:
     """The modules that a fresh process has imported after that."""
-    whole = f"import sys; from cli import main; {code}; print(*sys.modules)"
+    whole = f"import sys; from tokenbus.cli import main; {code}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
@@ -179,5 +179,5 @@ def test_no_command_waits_for_an_engine_or_a_web_server_before_it_has_read_its_f
 
 def test_a_command_that_only_asks_waits_for_nothing_that_serves_or_measures() -> None:
     heavy = {"numpy", "cli.servers", "cli.measurers", "worker.contract", "router.fleet", "gateway.settings"}
-    assert not imported_by("from cli import askers; main._parser(askers.FLAGS)") & heavy
+    assert not imported_by("from tokenbus.cli import askers; main._parser(askers.FLAGS)") & heavy
     assert heavy <= imported_by("main._parser()")

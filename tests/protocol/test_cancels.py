@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cli import broker
-from protocol.connection import Settings, connect
+from tokenbus.cli import broker
+from tokenbus.protocol.connection import Settings, connect
 from tests.hostile.scale import times
 
 SUBJECT = "test.subject"

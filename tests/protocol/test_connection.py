@@ -12,10 +12,10 @@ import pytest
 import structlog
 from nats.aio.msg import Msg
 
-from cli import broker
-from protocol import limits
-from protocol.bus import BadSubjectError, BusyError, NoRespondersError, PayloadTooLargeError, is_no_responders
-from protocol.connection import Connection, Settings, connect, default_max_request_bytes
+from tokenbus.cli import broker
+from tokenbus.protocol import limits
+from tokenbus.protocol.bus import BadSubjectError, BusyError, NoRespondersError, PayloadTooLargeError, is_no_responders
+from tokenbus.protocol.connection import Connection, Settings, connect, default_max_request_bytes
 
 Connect = Callable[..., Awaitable[Connection]]
 SUBJECT = "test.subject"

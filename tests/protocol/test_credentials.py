@@ -7,10 +7,10 @@ import nkeys
 import pytest
 import structlog
 
-from protocol import connection
-from protocol.connection import Settings
-from protocol.credentials import Credentials
-from protocol.tls import Tls
+from tokenbus.protocol import connection
+from tokenbus.protocol.connection import Settings
+from tokenbus.protocol.credentials import Credentials
+from tokenbus.protocol.tls import Tls
 from tests.support.guards import Authority, Guard, Key, Way, creds, guarded, secret_file
 
 JWT = "eyJ0eXAiOiJKV1QiLCJhbGciOiJlZDI1NTE5LW5rZXkifQ.e30.c2ln"

@@ -5,8 +5,8 @@ import json
 import msgspec
 import pytest
 
-from protocol import internal, messages
-from protocol.codec import Decoder, Encoding, encode
+from tokenbus.protocol import internal, messages
+from tokenbus.protocol.codec import Decoder, Encoding, encode
 from tests.protocol import golden
 
 FILE: list[golden.Entry] = json.loads(golden.PATH.read_text(encoding="utf-8"))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import structlog
 
-from protocol import connection
-from protocol.connection import Settings, without_secrets
-from protocol.credentials import Credentials
-from protocol.handshake import RefusedError
+from tokenbus.protocol import connection
+from tokenbus.protocol.connection import Settings, without_secrets
+from tokenbus.protocol.credentials import Credentials
+from tokenbus.protocol.handshake import RefusedError
 from tests.support import guards
 from tests.support.guards import GUARDS, Authority, Guard, Way, guarded, settings
 

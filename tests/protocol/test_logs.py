@@ -7,7 +7,7 @@ import sys
 import pytest
 import structlog
 
-from protocol import logs
+from tokenbus.protocol import logs
 
 
 @pytest.mark.parametrize("form", ["json", "console"])

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.metrics import GatewayMetrics
-from protocol import metrics
-from router.metrics import RouterMetrics
-from worker.front.metrics import WorkerMetrics
+from tokenbus.gateway.metrics import GatewayMetrics
+from tokenbus.protocol import metrics
+from tokenbus.router.metrics import RouterMetrics
+from tokenbus.worker.front.metrics import WorkerMetrics
 
 BOUNDS = (0.1, 1.0, 10.0)
 

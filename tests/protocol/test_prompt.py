@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from protocol import codec, errors, internal, limits, prompt
-from protocol.messages import ChatMessage
-from protocol.prompt import PromptRules, TokenizerBundle
+from tokenbus.protocol import codec, errors, internal, limits, prompt
+from tokenbus.protocol.messages import ChatMessage
+from tokenbus.protocol.prompt import PromptRules, TokenizerBundle
 
 BOS, EOS, END = 300, 301, 302
 SPECIAL = {"<s>": BOS, "</s>": EOS, "<|end|>": END}

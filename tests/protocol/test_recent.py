@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from protocol.recent import Recent
+from tokenbus.protocol.recent import Recent
 
 
 def test_an_entry_is_there_until_its_time_has_passed() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from protocol.bus import BusyError, PayloadTooLargeError
-from protocol.replies import Replies
+from tokenbus.protocol.bus import BusyError, PayloadTooLargeError
+from tokenbus.protocol.replies import Replies
 
 
 class Narrow:

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import errors, internal, limits, request
-from protocol.errors import Code
-from protocol.messages import ChatMessage, ContentPart, GenerateRequest, Lora, ResponseFormat, ResumeFrom, RoutingWish
-from protocol.request import Need
+from tokenbus.protocol import errors, internal, limits, request
+from tokenbus.protocol.errors import Code
+from tokenbus.protocol.messages import ChatMessage, ContentPart, GenerateRequest, Lora, ResponseFormat, ResumeFrom, RoutingWish
+from tokenbus.protocol.request import Need
 
 PROMPT: dict[str, object] = {"prompt": "hello"}
 

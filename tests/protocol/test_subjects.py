@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from protocol import limits
-from protocol.subjects import (
+from tokenbus.protocol import limits
+from tokenbus.protocol.subjects import (
     DEFAULT_TENANT,
     PROBE_SUFFIX,
     Subjects,

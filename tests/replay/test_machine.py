@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replay.machine import Machine, MachineSettings, Progress
-from replay.traces import TracedRequest
-from worker.engine.sim.runner import VOCABULARY
-from worker.engine.sim.timing import PRESETS
-from worker.engine.tree import Domain
+from tokenbus.replay.machine import Machine, MachineSettings, Progress
+from tokenbus.replay.traces import TracedRequest
+from tokenbus.worker.engine.sim.runner import VOCABULARY
+from tokenbus.worker.engine.sim.timing import PRESETS
+from tokenbus.worker.engine.tree import Domain
 
 SMALL = MachineSettings(kv_blocks=40, block_size=4, timing=PRESETS["dynamo"], max_num_seqs=4, max_num_batched_tokens=24)
 

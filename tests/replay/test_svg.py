@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from replay.svg import Axis, Series, bar_chart, line_chart
+from tokenbus.replay.svg import Axis, Series, bar_chart, line_chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 LINEAR, LOG = Axis("v"), Axis("v", is_log=True)

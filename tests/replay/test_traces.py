@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from replay import generators, traces
+from tokenbus.replay import generators, traces
 
 LINE = {"timestamp": 1500, "input_length": 1000, "output_length": 7, "hash_ids": [4, 9]}
 

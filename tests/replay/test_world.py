@@ -5,12 +5,12 @@ from collections import Counter
 import msgspec
 import pytest
 
-from replay import generators
-from replay.machine import MachineSettings
-from replay.offline import ReplaySettings, play
-from replay.world import Outcome, World, WorldSettings
-from router.placement import Kv, Policy, RoundRobin
-from worker.engine.sim.timing import PRESETS
+from tokenbus.replay import generators
+from tokenbus.replay.machine import MachineSettings
+from tokenbus.replay.offline import ReplaySettings, play
+from tokenbus.replay.world import Outcome, World, WorldSettings
+from tokenbus.router.placement import Kv, Policy, RoundRobin
+from tokenbus.worker.engine.sim.timing import PRESETS
 
 MACHINE = MachineSettings(
     kv_blocks=2_048, block_size=16, timing=PRESETS["dynamo"], max_num_seqs=8, max_num_batched_tokens=1_024

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from protocol import codec, internal, messages, subjects
-from router.flight import Flight
+from tokenbus.protocol import codec, internal, messages, subjects
+from tokenbus.router.flight import Flight
 
 READY = messages.WorkerState.READY
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import internal
-from router.eventlog import MAX_BUFFERED, EventLog
+from tokenbus.protocol import internal
+from tokenbus.router.eventlog import MAX_BUFFERED, EventLog
 from tests.router.beliefs import events, part
 
 

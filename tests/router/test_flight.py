@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from router.flight import Flight, Flights
+from tokenbus.router.flight import Flight, Flights
 from tests.router.beliefs import at, flight
 
 

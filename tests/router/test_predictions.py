@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.index import Level
-from router.predictions import PREDICTED_S, Predictions
+from tokenbus.router.index import Level
+from tokenbus.router.predictions import PREDICTED_S, Predictions
 
 PROMPT = range(10)
 

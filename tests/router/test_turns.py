@@ -5,14 +5,14 @@ import random
 
 import pytest
 
-from protocol import errors, messages
-from router.columns import Floats
-from router.fleet import Fleet
-from router.flight import Flight
-from router.metrics import RouterMetrics
-from router.placement import View, make_policies
-from router.served import NoWorker, Placement
-from router.turns import Choice, QueueSettings, Turns
+from tokenbus.protocol import errors, messages
+from tokenbus.router.columns import Floats
+from tokenbus.router.fleet import Fleet
+from tokenbus.router.flight import Flight
+from tokenbus.router.metrics import RouterMetrics
+from tokenbus.router.placement import View, make_policies
+from tokenbus.router.served import NoWorker, Placement
+from tokenbus.router.turns import Choice, QueueSettings, Turns
 from tests.router.beliefs import card, events, flight
 
 FULL = messages.Load(running=9)

@@ -9,7 +9,7 @@ from typing import Any
 
 from nats.aio.msg import Msg
 
-from protocol import bus
+from tokenbus.protocol import bus
 from tests.sim.world import Process, World
 
 _RECONNECT_S = 0.2

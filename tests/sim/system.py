@@ -8,16 +8,16 @@ import time
 
 from nats.aio.msg import Msg
 
-from client import Client, Stream
-from protocol import codec, errors, internal, messages, subjects
-from protocol.traces import Untraced
-from router.serve import Router, RouterSettings
+from tokenbus.client import Client, Stream
+from tokenbus.protocol import codec, errors, internal, messages, subjects
+from tokenbus.protocol.traces import Untraced
+from tokenbus.router.serve import Router, RouterSettings
 from tests.sim.network import Broker, SimBus
 from tests.sim.world import Process, World
-from worker import contract
-from worker.front.front import Front
-from worker.front.metrics import ReplicaMetrics, WorkerMetrics
-from worker.front.settings import FrontSettings
+from tokenbus.worker import contract
+from tokenbus.worker.front.front import Front
+from tokenbus.worker.front.metrics import ReplicaMetrics, WorkerMetrics
+from tokenbus.worker.front.settings import FrontSettings
 
 MODEL = "sim"
 _TOKEN = re.compile(r"<(\d+):(\d+)>")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from nats.aio.msg import Msg
 
-from protocol import blocks, codec, internal, messages, subjects
+from tokenbus.protocol import blocks, codec, internal, messages, subjects
 from tests.sim.network import Broker, SimBus
 from tests.sim.system import MODEL, FrontProcess, RouterProcess
 from tests.sim.world import World, world

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from protocol import errors, messages
+from tokenbus.protocol import errors, messages
 from tests.sim.network import Broker
 from tests.sim.system import ClientProcess, FrontProcess, RouterProcess, kill
 from tests.sim.world import World, world

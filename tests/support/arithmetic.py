@@ -10,13 +10,13 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from protocol import errors, internal
-from worker import contract
-from worker.engine.moves import Cut, Forget, Move, Restore, Save, Share
-from worker.engine.plan import Sampled, StepPlan
-from worker.engine.runner import Embedder
-from worker.engine.sampler import Matrix
-from worker.engine.sequence import End, Sequence
+from tokenbus.protocol import errors, internal
+from tokenbus.worker import contract
+from tokenbus.worker.engine.moves import Cut, Forget, Move, Restore, Save, Share
+from tokenbus.worker.engine.plan import Sampled, StepPlan
+from tokenbus.worker.engine.runner import Embedder
+from tokenbus.worker.engine.sampler import Matrix
+from tokenbus.worker.engine.sequence import End, Sequence
 
 END_TOKEN = 0
 PIECES = [

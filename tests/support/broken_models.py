@@ -4,7 +4,7 @@ import math
 import struct
 from pathlib import Path
 
-import demo
+from tokenbus import demo
 
 NO_BLOCKS = ("llama.block_count", struct.pack("<I", 0))
 TOO_MANY_BLOCKS = ("llama.block_count", struct.pack("<I", 1_000))

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 
 from tests.support.arithmetic import ArithmeticRunner, _next
-from worker import contract
-from worker.engine.moves import Move
-from worker.engine.onnx.caches import Cache
-from worker.engine.onnx.device import HostRows
-from worker.engine.onnx.graph import Graph, Kv
-from worker.engine.onnx.grouped import GroupedCache
-from worker.engine.onnx.lanes import Lanes
-from worker.engine.onnx.plain import PlainCache
-from worker.engine.plan import Part, Sampled, StepPlan
-from worker.engine.sequence import End
+from tokenbus.worker import contract
+from tokenbus.worker.engine.moves import Move
+from tokenbus.worker.engine.onnx.caches import Cache
+from tokenbus.worker.engine.onnx.device import HostRows
+from tokenbus.worker.engine.onnx.graph import Graph, Kv
+from tokenbus.worker.engine.onnx.grouped import GroupedCache
+from tokenbus.worker.engine.onnx.lanes import Lanes
+from tokenbus.worker.engine.onnx.plain import PlainCache
+from tokenbus.worker.engine.plan import Part, Sampled, StepPlan
+from tokenbus.worker.engine.sequence import End
 
 ROW_TOKENS = 64
 NOTHING = -1

@@ -11,15 +11,15 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import demo
-from demo import export_onnx
-from worker import contract
-from worker.engine import replica
-from worker.engine.runner import DeviceError, Runner
-from worker.engine.settings import EngineSettings
-from worker.front import link
-from worker.front.blame import Blame
-from worker.front.engine import ChildEngine
+from tokenbus import demo
+from tokenbus.demo import export_onnx
+from tokenbus.worker import contract
+from tokenbus.worker.engine import replica
+from tokenbus.worker.engine.runner import DeviceError, Runner
+from tokenbus.worker.engine.settings import EngineSettings
+from tokenbus.worker.front import link
+from tokenbus.worker.front.blame import Blame
+from tokenbus.worker.front.engine import ChildEngine
 
 
 class ThreadLink:

@@ -14,8 +14,8 @@ import nkeys
 import pytest
 import trustme
 
-from cli import reach
-from protocol import connection
+from tokenbus.cli import reach
+from tokenbus.protocol import connection
 from tests.support.system import System
 
 

@@ -6,8 +6,8 @@ import math
 import time
 from typing import Any
 
-from client import Client, Stream
-from protocol import messages
+from tokenbus.client import Client, Stream
+from tokenbus.protocol import messages
 from tests.support.bare import PREFIX, Bare
 
 PROMPT = "Once upon a time"

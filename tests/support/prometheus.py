@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from cli.parent import die_with_parent
+from tokenbus.cli.parent import die_with_parent
 from tests.support import rules
 
 _CONFIG = """

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.metrics import GatewayMetrics
-from protocol.metrics import Counter, Histogram
-from router.metrics import RouterMetrics
-from worker.front.metrics import WorkerMetrics
+from tokenbus.gateway.metrics import GatewayMetrics
+from tokenbus.protocol.metrics import Counter, Histogram
+from tokenbus.router.metrics import RouterMetrics
+from tokenbus.worker.front.metrics import WorkerMetrics
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "prometheus"

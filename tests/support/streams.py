@@ -1,7 +1,7 @@
 """A client's stream that a test feeds by hand."""
 
-from client import Stream
-from protocol import codec, messages
+from tokenbus.client import Stream
+from tokenbus.protocol import codec, messages
 
 
 class Line:

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-import demo
-from cli import broker
-from cli.parent import die_with_parent
+from tokenbus import demo
+from tokenbus.cli import broker
+from tokenbus.cli.parent import die_with_parent
 from tests.support.bare import Bare
 
 READY_TIMEOUT_S = 120.0
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "cli.start", *arguments]
+    return [sys.executable, "-m", "tokenbus.cli.start", *arguments]
 
 
 def environment() -> dict[str, str]:

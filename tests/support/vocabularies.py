@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from llama_cpp import llama_cpp as llama
 
-from worker.engine.gguf import library, metadata
-from worker.engine.gguf.vocabulary import Vocabulary
+from tokenbus.worker.engine.gguf import library, metadata
+from tokenbus.worker.engine.gguf.vocabulary import Vocabulary
 
 _SCALARS = {str: 8, bool: 7, int: 4, float: 6}
 _ITEMS = _SCALARS | {int: 5}

@@ -4,10 +4,10 @@ from array import array
 
 import pytest
 
-from protocol import blocks
-from worker.engine.blocks import BlockPool, Changes, Stored
-from worker.engine.moves import Cut, Forget, Move, Restore, Save, Share
-from worker.engine.tree import Domain
+from tokenbus.protocol import blocks
+from tokenbus.worker.engine.blocks import BlockPool, Changes, Stored
+from tokenbus.worker.engine.moves import Cut, Forget, Move, Restore, Save, Share
+from tokenbus.worker.engine.tree import Domain
 
 SIZE = 4
 ACME = Domain("acme")

@@ -8,19 +8,19 @@ from llama_cpp import llama_cpp as llama
 
 from bench import random_model
 from bench.shape import Shape
-from protocol import errors, internal
-from protocol.messages import ChatMessage
+from tokenbus.protocol import errors, internal
+from tokenbus.protocol.messages import ChatMessage
 from tests.support import broken_models
 from tests.support.engines import DEMO, demo_engine
-from worker import contract
-from worker.engine import weights
-from worker.engine.gguf import choices, context
-from worker.engine.gguf.model import GgufModel
-from worker.engine.gguf.runner import GgufRunner
-from worker.engine.runner import ModelError
-from worker.engine.settings import EngineSettings
-from worker.front.engine import ChildEngine
-from worker.front.supervise import MOST_DEATHS_AT_START, Supervisor
+from tokenbus.worker import contract
+from tokenbus.worker.engine import weights
+from tokenbus.worker.engine.gguf import choices, context
+from tokenbus.worker.engine.gguf.model import GgufModel
+from tokenbus.worker.engine.gguf.runner import GgufRunner
+from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.engine.settings import EngineSettings
+from tokenbus.worker.front.engine import ChildEngine
+from tokenbus.worker.front.supervise import MOST_DEATHS_AT_START, Supervisor
 
 
 class Listener:

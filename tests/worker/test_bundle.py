@@ -10,12 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import demo
-from demo import corpus
-from protocol import errors, internal, messages, prompt
+from tokenbus import demo
+from tokenbus.demo import corpus
+from tokenbus.protocol import errors, internal, messages, prompt
 from tests.support.engines import DEMO
-from worker.engine.gguf import bundle, metadata, probes
-from worker.engine.gguf.runner import GgufRunner
+from tokenbus.worker.engine.gguf import bundle, metadata, probes
+from tokenbus.worker.engine.gguf.runner import GgufRunner
 
 BOS = corpus.SPECIAL_TOKENS.index(corpus.BOS)
 Tokenize = Callable[[str], list[int]]

@@ -8,16 +8,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from protocol import blocks
+from tokenbus.protocol import blocks
 from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
 from tests.support.echo import EchoRunner
-from worker import contract
-from worker.engine.blocks import BlockPool
-from worker.engine.plan import Advance
-from worker.engine.runner import NoRoomError
-from worker.engine.scheduler import Scheduler
-from worker.engine.sequence import End, Sequence
-from worker.engine.tree import Domain
+from tokenbus.worker import contract
+from tokenbus.worker.engine.blocks import BlockPool
+from tokenbus.worker.engine.plan import Advance
+from tokenbus.worker.engine.runner import NoRoomError
+from tokenbus.worker.engine.scheduler import Scheduler
+from tokenbus.worker.engine.sequence import End, Sequence
+from tokenbus.worker.engine.tree import Domain
 
 BLOCK = 4
 DOMAINS = (Domain("a"), Domain("b"), Domain("a", "salt"), None)

@@ -5,16 +5,16 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from protocol import errors, messages
+from tokenbus.protocol import errors, messages
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import Recorder, ThreadLink
-from worker import contract
-from worker.engine.plan import Sampled, StepPlan
-from worker.engine.runner import DeviceError
-from worker.engine.sequence import End
-from worker.front import link
-from worker.front.engine import ChildEngine
-from worker.front.supervise import Supervisor
+from tokenbus.worker import contract
+from tokenbus.worker.engine.plan import Sampled, StepPlan
+from tokenbus.worker.engine.runner import DeviceError
+from tokenbus.worker.engine.sequence import End
+from tokenbus.worker.front import link
+from tokenbus.worker.front.engine import ChildEngine
+from tokenbus.worker.front.supervise import Supervisor
 
 POISON = 66
 

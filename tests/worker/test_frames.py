@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import errors, internal, messages
+from tokenbus.protocol import errors, internal, messages
 from tests.support.arithmetic import make_config
-from worker import contract
-from worker.engine import frames
-from worker.engine.sequence import End
-from worker.engine.settings import EngineSettings
+from tokenbus.worker import contract
+from tokenbus.worker.engine import frames
+from tokenbus.worker.engine.sequence import End
+from tokenbus.worker.engine.settings import EngineSettings
 
 COMMANDS: list[frames.Command] = [
     frames.Add(

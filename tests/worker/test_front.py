@@ -1,11 +1,11 @@
 """A front that leaves says so where it still can, and hides nothing where it can't."""
 
-from protocol import subjects, traces
+from tokenbus.protocol import subjects, traces
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
-from worker.front.front import Front
-from worker.front.metrics import ReplicaMetrics, WorkerMetrics
-from worker.front.settings import FrontSettings
+from tokenbus.worker.front.front import Front
+from tokenbus.worker.front.metrics import ReplicaMetrics, WorkerMetrics
+from tokenbus.worker.front.settings import FrontSettings
 
 
 class Line:

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import errors, messages
-from worker import contract
-from worker.engine import frames
-from worker.engine.sequence import End
-from worker.front.generation import Generation
-from worker.validator import StreamValidator
+from tokenbus.protocol import errors, messages
+from tokenbus.worker import contract
+from tokenbus.worker.engine import frames
+from tokenbus.worker.engine.sequence import End
+from tokenbus.worker.front.generation import Generation
+from tokenbus.worker.validator import StreamValidator
 
 PIECES = [b"", b"a", b"b", b"ST", b"OP", b"\xe2\x82", b"\xac", b"c "]
 EOS, A, B, ST, OP, HALF_EURO, REST_OF_EURO, C = range(8)

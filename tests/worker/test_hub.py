@@ -78,8 +78,8 @@ def url() -> Iterator[str]:
 
 SCRIPT = """
 import json, sys
-from worker.engine import weights
-from worker.engine.runner import ModelError
+from tokenbus.worker.engine import weights
+from tokenbus.worker.engine.runner import ModelError
 shares = []
 try:
     found = weights.find(sys.argv[1], shares.append)

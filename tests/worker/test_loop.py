@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import blocks
+from tokenbus.protocol import blocks
 from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
-from worker import contract
-from worker.engine import frames
-from worker.engine.loop import StepLoop
-from worker.engine.plan import Sampled, StepPlan
-from worker.engine.runner import DeviceError, NoRoomError
-from worker.engine.sequence import End
+from tokenbus.worker import contract
+from tokenbus.worker.engine import frames
+from tokenbus.worker.engine.loop import StepLoop
+from tokenbus.worker.engine.plan import Sampled, StepPlan
+from tokenbus.worker.engine.runner import DeviceError, NoRoomError
+from tokenbus.worker.engine.sequence import End
 
 Command = frames.Add | frames.Abort | frames.ClearCache | None
 

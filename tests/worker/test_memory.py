@@ -5,12 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import demo
+from tokenbus import demo
 from tests.support.engines import DEMO
-from worker.engine.gguf import memory, metadata
-from worker.engine.gguf.runner import GgufRunner
-from worker.engine.runner import ModelError
-from worker.engine.settings import EngineSettings
+from tokenbus.worker.engine.gguf import memory, metadata
+from tokenbus.worker.engine.gguf.runner import GgufRunner
+from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.engine.settings import EngineSettings
 
 LLAMA: dict[str, metadata.Value] = {
     "general.architecture": "llama",

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import demo
-from demo import corpus
+from tokenbus import demo
+from tokenbus.demo import corpus
 from tests.support.engines import DEMO
-from worker.engine.gguf import metadata
-from worker.engine.gguf.runner import GgufRunner
-from worker.engine.runner import ModelError
-from worker.engine.settings import EngineSettings
+from tokenbus.worker.engine.gguf import metadata
+from tokenbus.worker.engine.gguf.runner import GgufRunner
+from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.engine.settings import EngineSettings
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 

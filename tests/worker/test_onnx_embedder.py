@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from protocol import errors, internal
+from tokenbus.protocol import errors, internal
 from tests.support import encoder
 from tests.support.engines import ONNX, Recorder, demo_engine, grouped_demo
-from worker import contract
-from worker.engine.settings import EngineSettings, OnnxSettings
-from worker.front.engine import ChildEngine
+from tokenbus.worker import contract
+from tokenbus.worker.engine.settings import EngineSettings, OnnxSettings
+from tokenbus.worker.front.engine import ChildEngine
 
 Start = Callable[[EngineSettings], Coroutine[Any, Any, ChildEngine]]
 CLS, SEP, THE, FOX, SLEEP, S = 2, 3, 4, 5, 7, 8
@@ -150,7 +150,7 @@ async def test_embeddings_are_made_while_streams_run(start: Start) -> None:
 def _embedding_matrix() -> np.ndarray:
     import gguf
 
-    import demo
+    from tokenbus import demo
 
     tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(demo.MODEL_PATH).tensors}
     return tensors["token_embd.weight"].astype(np.float32)

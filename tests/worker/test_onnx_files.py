@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-import demo
-from worker.engine import weights
-from worker.engine.onnx import files
-from worker.engine.runner import ModelError
+from tokenbus import demo
+from tokenbus.worker.engine import weights
+from tokenbus.worker.engine.onnx import files
+from tokenbus.worker.engine.runner import ModelError
 
 COMMUNITY = [
     "onnx/model.onnx",

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-import demo
+from tokenbus import demo
 from tests.support import graphs
 from tests.support.graphs import decoder, pairs, value
-from worker.engine.onnx import graph
-from worker.engine.runner import ModelError
+from tokenbus.worker.engine.onnx import graph
+from tokenbus.worker.engine.runner import ModelError
 
 EVERY_INPUT = [value("position_ids"), value("num_logits_to_keep"), value("use_cache_branch", (), TensorProto.BOOL)]
 

@@ -12,17 +12,17 @@ import onnx
 import pytest
 from onnx import helper
 
-import demo
+from tokenbus import demo
 from tests.support import graphs
 from tests.support.engines import ONNX, grouped_demo
-from worker import contract
-from worker.engine.onnx import load as onnx_load
-from worker.engine.onnx.runner import OnnxRunner
-from worker.engine.plan import Part, Sampled, StepPlan
-from worker.engine.runner import ModelError, NoRoomError
-from worker.engine.sequence import Sequence
-from worker.engine.settings import EngineSettings, OnnxSettings
-from worker.engine.sharing import Models
+from tokenbus.worker import contract
+from tokenbus.worker.engine.onnx import load as onnx_load
+from tokenbus.worker.engine.onnx.runner import OnnxRunner
+from tokenbus.worker.engine.plan import Part, Sampled, StepPlan
+from tokenbus.worker.engine.runner import ModelError, NoRoomError
+from tokenbus.worker.engine.sequence import Sequence
+from tokenbus.worker.engine.settings import EngineSettings, OnnxSettings
+from tokenbus.worker.engine.sharing import Models
 
 FOLDERS = {"plain": lambda: demo.ONNX_PATH, "grouped": grouped_demo}
 Change = Callable[[onnx.GraphProto], None]

@@ -9,11 +9,11 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-import demo
+from tokenbus import demo
 from tests.support import graphs
 from tests.support.engines import ONNX, grouped_demo
-from worker.engine.onnx import graph, session, surgery
-from worker.engine.runner import ModelError
+from tokenbus.worker.engine.onnx import graph, session, surgery
+from tokenbus.worker.engine.runner import ModelError
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 CPU = session.Device("cpu")

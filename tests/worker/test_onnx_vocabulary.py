@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-import demo
-from demo import corpus
-from protocol import internal, messages, prompt
+from tokenbus import demo
+from tokenbus.demo import corpus
+from tokenbus.protocol import internal, messages, prompt
 from tests.support.engines import DEMO
-from worker.engine.gguf.runner import GgufRunner
-from worker.engine.onnx.vocabulary import Vocabulary
-from worker.engine.runner import ModelError
+from tokenbus.worker.engine.gguf.runner import GgufRunner
+from tokenbus.worker.engine.onnx.vocabulary import Vocabulary
+from tokenbus.worker.engine.runner import ModelError
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

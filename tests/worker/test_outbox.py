@@ -3,15 +3,15 @@
 import msgspec
 import pytest
 
-from protocol import codec, errors, internal, limits, messages, subjects
-from protocol.bus import BusyError
+from tokenbus.protocol import codec, errors, internal, limits, messages, subjects
+from tokenbus.protocol.bus import BusyError
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
-from worker import contract
-from worker.front.announce import Announcer
-from worker.front.metrics import ReplicaMetrics, WorkerMetrics
-from worker.front.outbox import Outbox
-from worker.front.stream import Stream
+from tokenbus.worker import contract
+from tokenbus.worker.front.announce import Announcer
+from tokenbus.worker.front.metrics import ReplicaMetrics, WorkerMetrics
+from tokenbus.worker.front.outbox import Outbox
+from tokenbus.worker.front.stream import Stream
 
 TIMINGS = messages.Timings(queue_ms=0, prefill_ms=0, ttft_ms=0, decode_ms=0, total_ms=0)
 _events = codec.Decoder(internal.Events)

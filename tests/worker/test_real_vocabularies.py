@@ -10,9 +10,9 @@ import llama_cpp
 import pytest
 
 from deploy import llama_cpp_wheel
-from protocol import prompt
+from tokenbus.protocol import prompt
 from tests.support import vocabularies
-from worker.engine.gguf import bundle
+from tokenbus.worker.engine.gguf import bundle
 
 OFFERED = {
     "aquila": True,

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from protocol import blocks, errors, internal
+from tokenbus.protocol import blocks, errors, internal
 from tests.support.arithmetic import ArithmeticRunner
-from worker import contract
-from worker.engine import frames, replica
+from tokenbus.worker import contract
+from tokenbus.worker.engine import frames, replica
 
 _report = frames.report_decoder.decode
 

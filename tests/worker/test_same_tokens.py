@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Iterator
 import msgspec
 import pytest
 
-from demo import corpus
-from protocol import internal, messages
+from tokenbus.demo import corpus
+from tokenbus.protocol import internal, messages
 from tests.support.engines import DEMO, ONNX, Recorder, demo_engine, grouped_demo
-from worker import contract
-from worker.front.engine import ChildEngine
+from tokenbus.worker import contract
+from tokenbus.worker.front.engine import ChildEngine
 
 NUM_PROMPTS = 120
 TOKENS = 12

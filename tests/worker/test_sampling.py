@@ -2,10 +2,10 @@
 
 import pytest
 
-from protocol import errors, internal
+from tokenbus.protocol import errors, internal
 from tests.support.arithmetic import make_config
-from worker import contract
-from worker.front.sampling import resolve
+from tokenbus.worker import contract
+from tokenbus.worker.front.sampling import resolve
 
 OWN = contract.SamplingDefaults(temperature=0.3, top_p=0.8, top_k=20, min_p=0.1, max_tokens=50)
 

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import messages
+from tokenbus.protocol import messages
 from tests.support.arithmetic import ArithmeticRunner, make_config
-from worker import contract
-from worker.engine.blocks import BlockPool
-from worker.engine.moves import Cut, Restore, Save, Share
-from worker.engine.plan import Advance, Part, Sampled, StepPlan
-from worker.engine.scheduler import Scheduler
-from worker.engine.sequence import End, Sequence
-from worker.engine.tree import Domain
+from tokenbus.worker import contract
+from tokenbus.worker.engine.blocks import BlockPool
+from tokenbus.worker.engine.moves import Cut, Restore, Save, Share
+from tokenbus.worker.engine.plan import Advance, Part, Sampled, StepPlan
+from tokenbus.worker.engine.scheduler import Scheduler
+from tokenbus.worker.engine.sequence import End, Sequence
+from tokenbus.worker.engine.tree import Domain
 
 EOS, PLAIN = 0, 5
 

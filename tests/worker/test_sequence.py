@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker import contract
-from worker.engine.sequence import End, Sequence
+from tokenbus.worker import contract
+from tokenbus.worker.engine.sequence import End, Sequence
 
 EOS, OWN_STOP, PLAIN = 2, 3, 7
 

@@ -4,14 +4,14 @@ from array import array
 
 import pytest
 
-from protocol import internal
-from worker import contract
-from worker.engine.plan import Part, StepPlan
-from worker.engine.runner import ModelError
-from worker.engine.sequence import Sequence
-from worker.engine.settings import EngineSettings
-from worker.engine.sim import faults, timing
-from worker.engine.sim.runner import SimRunner
+from tokenbus.protocol import internal
+from tokenbus.worker import contract
+from tokenbus.worker.engine.plan import Part, StepPlan
+from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.engine.sequence import Sequence
+from tokenbus.worker.engine.settings import EngineSettings
+from tokenbus.worker.engine.sim import faults, timing
+from tokenbus.worker.engine.sim.runner import SimRunner
 
 DYNAMO = timing.PRESETS["dynamo"]
 

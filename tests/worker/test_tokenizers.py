@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import prompt
+from tokenbus.protocol import prompt
 from tests.support import vocabularies
 from tests.support.vocabularies import Loaded
-from worker.engine.gguf import bundle, probes
-from worker.engine.gguf.pretokenize import CUTS
+from tokenbus.worker.engine.gguf import bundle, probes
+from tokenbus.worker.engine.gguf.pretokenize import CUTS
 
 Tokenize = Callable[[str], list[int]]
 

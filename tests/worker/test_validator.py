@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from protocol import errors, messages
-from worker import contract
-from worker.validator import ContractError, StreamValidator
+from tokenbus.protocol import errors, messages
+from tokenbus.worker import contract
+from tokenbus.worker.validator import ContractError, StreamValidator
 
 LENGTH, STOP, CANCELLED, ERROR = (
     messages.FinishReason.LENGTH,

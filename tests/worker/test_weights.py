@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from worker.engine import weights
-from worker.engine.runner import ModelError
+from tokenbus.worker.engine import weights
+from tokenbus.worker.engine.runner import ModelError
 
 
 def files(folder: Path, *names: str) -> Path:

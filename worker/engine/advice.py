@@ -5,8 +5,8 @@ from typing import TypeVar
 
 import msgspec
 
-from worker import contract
-from worker.engine.runner import ModelError
+from tokenbus.worker import contract
+from tokenbus.worker.engine.runner import ModelError
 
 
 class _Scheduler(msgspec.Struct, frozen=True):

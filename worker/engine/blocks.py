@@ -17,9 +17,9 @@ from array import array
 from collections import Counter, OrderedDict
 from typing import NamedTuple
 
-from protocol import blocks
-from worker.engine.moves import Cut, Forget, Move, Restore, Save, Share
-from worker.engine.tree import Block, Domain, PrefixTree, Root
+from tokenbus.protocol import blocks
+from tokenbus.worker.engine.moves import Cut, Forget, Move, Restore, Save, Share
+from tokenbus.worker.engine.tree import Block, Domain, PrefixTree, Root
 
 
 class Stored(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import structlog
 
-from protocol import errors, internal
-from worker.engine.runner import Embedder, NoRoomError
+from tokenbus.protocol import errors, internal
+from tokenbus.worker.engine.runner import Embedder, NoRoomError
 
 _SMALLEST_LENGTH = 1e-12
 """Vectors that are shorter stay as they are."""

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from protocol import errors, internal, messages
-from worker import contract
-from worker.engine.sequence import End
-from worker.engine.settings import EngineSettings
+from tokenbus.protocol import errors, internal, messages
+from tokenbus.worker import contract
+from tokenbus.worker.engine.sequence import End
+from tokenbus.worker.engine.settings import EngineSettings
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024

@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import structlog
 
-from protocol import logs
-from worker.engine import frames, replica
-from worker.engine.runner import DeviceError, ModelError, Runner
-from worker.engine.settings import EngineSettings
-from worker.engine.sharing import Models
-from worker.engine.turnstile import Turnstile
+from tokenbus.protocol import logs
+from tokenbus.worker.engine import frames, replica
+from tokenbus.worker.engine.runner import DeviceError, ModelError, Runner
+from tokenbus.worker.engine.settings import EngineSettings
+from tokenbus.worker.engine.sharing import Models
+from tokenbus.worker.engine.turnstile import Turnstile
 
 EXIT_DEVICE_FAILED = 3
 """The exit status that tells the front that the device is at fault, and not a model."""
@@ -119,21 +119,21 @@ def _kind(settings: EngineSettings) -> str:
         if settings.engine not in _LOADERS:
             raise ModelError(f"--engine must be one of auto, {', '.join(_LOADERS)}, got {settings.engine}")
         return settings.engine
-    from worker.engine.onnx import files
+    from tokenbus.worker.engine.onnx import files
 
     return "onnx" if files.is_one(settings.model) else "gguf"
 
 
 def _sim_loader(tell: Tell) -> Load:
-    from worker.engine.sim.runner import SimRunner
+    from tokenbus.worker.engine.sim.runner import SimRunner
 
     return lambda settings, _: SimRunner(settings)
 
 
 def _gguf_loader(tell: Tell) -> Load:
-    from worker.engine.gguf import library
-    from worker.engine.gguf.model import GgufModel
-    from worker.engine.gguf.runner import GgufRunner
+    from tokenbus.worker.engine.gguf import library
+    from tokenbus.worker.engine.gguf.model import GgufModel
+    from tokenbus.worker.engine.gguf.runner import GgufRunner
 
     library.tell_last_words(tell)
     models: Models[GgufModel] = Models()
@@ -141,8 +141,8 @@ def _gguf_loader(tell: Tell) -> Load:
 
 
 def _onnx_loader(tell: Tell) -> Load:
-    from worker.engine.onnx.load import load
-    from worker.engine.onnx.model import OnnxModel
+    from tokenbus.worker.engine.onnx.load import load
+    from tokenbus.worker.engine.onnx.model import OnnxModel
 
     models: Models[OnnxModel] = Models()
     return lambda settings, progress: load(settings, progress, models)

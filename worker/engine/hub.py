@@ -9,8 +9,8 @@ import structlog
 from huggingface_hub import errors as hub_errors
 from tqdm.auto import tqdm
 
-from worker.engine import weights
-from worker.engine.runner import ModelError
+from tokenbus.worker.engine import weights
+from tokenbus.worker.engine.runner import ModelError
 
 
 class Layout(Protocol):

@@ -8,18 +8,18 @@ from collections.abc import Callable
 
 import structlog
 
-from worker.engine import frames
-from worker.engine.blocks import BlockPool
-from worker.engine.embedding import Embeddings, Job
-from worker.engine.pace import Pace, TransferPace
-from worker.engine.plan import Advance, StepPlan
-from worker.engine.runner import DeviceError, NoRoomError, Runner
-from worker.engine.scheduler import Scheduler
-from worker.engine.sequence import End, Sequence
-from worker.engine.settings import Pressure
-from worker.engine.tree import Domain
-from worker.engine.turnstile import Turnstile
-from worker.engine.watch import StepWatch
+from tokenbus.worker.engine import frames
+from tokenbus.worker.engine.blocks import BlockPool
+from tokenbus.worker.engine.embedding import Embeddings, Job
+from tokenbus.worker.engine.pace import Pace, TransferPace
+from tokenbus.worker.engine.plan import Advance, StepPlan
+from tokenbus.worker.engine.runner import DeviceError, NoRoomError, Runner
+from tokenbus.worker.engine.scheduler import Scheduler
+from tokenbus.worker.engine.sequence import End, Sequence
+from tokenbus.worker.engine.settings import Pressure
+from tokenbus.worker.engine.tree import Domain
+from tokenbus.worker.engine.turnstile import Turnstile
+from tokenbus.worker.engine.watch import StepWatch
 
 _IDLE_TOKENS = 256
 """Cached tokens that stay on the device where there is host memory for the rest: all that are held slow every step of

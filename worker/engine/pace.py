@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Listing
 
-from worker.engine.moves import Move, Restore, Save
+from tokenbus.worker.engine.moves import Move, Restore, Save
 
 _WEIGHT = 0.3
 """Of the newest step in the running estimate: a handful of steps follow a change of speed."""

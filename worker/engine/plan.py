@@ -3,9 +3,9 @@
 from array import array
 from typing import NamedTuple
 
-from worker import contract
-from worker.engine.moves import Move
-from worker.engine.sequence import End, Sequence
+from tokenbus.worker import contract
+from tokenbus.worker.engine.moves import Move
+from tokenbus.worker.engine.sequence import End, Sequence
 
 
 class Part(NamedTuple):

@@ -10,12 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import structlog
 
-from protocol import blocks, errors, internal
-from worker.engine import embedding, frames
-from worker.engine.loop import Inbox, StepLoop
-from worker.engine.runner import ModelError, Runner
-from worker.engine.settings import Pressure
-from worker.engine.turnstile import Turnstile
+from tokenbus.protocol import blocks, errors, internal
+from tokenbus.worker.engine import embedding, frames
+from tokenbus.worker.engine.loop import Inbox, StepLoop
+from tokenbus.worker.engine.runner import ModelError, Runner
+from tokenbus.worker.engine.settings import Pressure
+from tokenbus.worker.engine.turnstile import Turnstile
 
 _LAST_TEXT_S = 5.0
 """A replica that ends waits so long for the texts that are being tokenized."""

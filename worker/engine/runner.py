@@ -3,14 +3,14 @@
 from collections.abc import Sequence as Listing
 from typing import TYPE_CHECKING, Protocol
 
-from protocol import internal
-from worker import contract
-from worker.engine.moves import Move
-from worker.engine.plan import Sampled, StepPlan
-from worker.engine.sequence import End
+from tokenbus.protocol import internal
+from tokenbus.worker import contract
+from tokenbus.worker.engine.moves import Move
+from tokenbus.worker.engine.plan import Sampled, StepPlan
+from tokenbus.worker.engine.sequence import End
 
 if TYPE_CHECKING:  # of numpy nothing is needed here that a front would wait a tenth of a second for
-    from worker.engine.sampler import Matrix
+    from tokenbus.worker.engine.sampler import Matrix
 
 
 class NoRoomError(RuntimeError):

@@ -12,9 +12,9 @@ import numpy as np
 import structlog
 import xxhash
 
-from worker import contract
-from worker.engine.plan import Sampled
-from worker.engine.sequence import End, Sequence
+from tokenbus.worker import contract
+from tokenbus.worker.engine.plan import Sampled
+from tokenbus.worker.engine.sequence import End, Sequence
 
 Matrix = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 Row = np.ndarray[tuple[int], np.dtype[np.float32]]

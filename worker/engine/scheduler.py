@@ -3,11 +3,11 @@
 import bisect
 from collections.abc import Sequence as Listing
 
-from protocol import messages
-from worker.engine.blocks import BlockPool, Changes
-from worker.engine.plan import Advance, Part, Sampled, StepPlan
-from worker.engine.sequence import End, Sequence
-from worker.engine.waiting import WaitingLine, turn_of
+from tokenbus.protocol import messages
+from tokenbus.worker.engine.blocks import BlockPool, Changes
+from tokenbus.worker.engine.plan import Advance, Part, Sampled, StepPlan
+from tokenbus.worker.engine.sequence import End, Sequence
+from tokenbus.worker.engine.waiting import WaitingLine, turn_of
 
 
 class Scheduler:

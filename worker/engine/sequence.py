@@ -3,8 +3,8 @@
 import enum
 from array import array
 
-from worker import contract
-from worker.engine.tree import Domain
+from tokenbus.worker import contract
+from tokenbus.worker.engine.tree import Domain
 
 
 class End(enum.StrEnum):

@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from protocol import blocks
+from tokenbus.protocol import blocks
 
 _TOKEN_BYTES = 4
 

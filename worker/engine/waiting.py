@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Iterator
 
-from worker.engine.sequence import Sequence
+from tokenbus.worker.engine.sequence import Sequence
 
 
 def turn_of(sequence: Sequence, priority_s: float) -> tuple[float, int]:

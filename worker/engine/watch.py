@@ -1,8 +1,8 @@
 """Times the steps of a loop, for the metrics."""
 
-from worker.engine.frames import StepKind, StepNote
-from worker.engine.plan import StepPlan
-from worker.engine.scheduler import Scheduler
+from tokenbus.worker.engine.frames import StepKind, StepNote
+from tokenbus.worker.engine.plan import StepPlan
+from tokenbus.worker.engine.scheduler import Scheduler
 
 
 class StepWatch:

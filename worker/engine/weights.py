@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from worker.engine.runner import ModelError
+from tokenbus.worker.engine.runner import ModelError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
 _ENDINGS = (".gguf", ".onnx")
@@ -67,7 +67,7 @@ def from_files(files: dict[str, str]) -> Found | None:
 def find(model: str, progress: Callable[[float], None]) -> Found:
     """Raises ModelError, saying what to do, where there is no such model, or more than one."""
     if is_hub_name(model):
-        from worker.engine import hub  # importing it takes half a second, which a local file need not pay
+        from tokenbus.worker.engine import hub  # importing it takes half a second, which a local file need not pay
 
         return hub.fetch(model, progress, Layout())
     path = Path(model)

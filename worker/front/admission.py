@@ -1,7 +1,7 @@
 """Which requests an engine can serve at all, and how many at a time; pure."""
 
-from protocol import errors
-from worker import contract
+from tokenbus.protocol import errors
+from tokenbus.worker import contract
 
 
 class Places:

@@ -8,11 +8,11 @@ import secrets
 import socket
 import time
 
-from protocol import codec, internal, limits, messages, subjects
-from protocol.bus import Bus, BusyError
-from worker import contract
-from worker.front.held import HeldBlocks, runs_of
-from worker.front.snapshot import split
+from tokenbus.protocol import codec, internal, limits, messages, subjects
+from tokenbus.protocol.bus import Bus, BusyError
+from tokenbus.worker import contract
+from tokenbus.worker.front.held import HeldBlocks, runs_of
+from tokenbus.worker.front.snapshot import split
 
 _FRONT_FEATURES = ("explain",)
 """What a front does beside its engine."""

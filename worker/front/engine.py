@@ -7,16 +7,16 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from protocol import blocks, codec, errors, internal, messages
-from worker import contract
-from worker.engine import frames
-from worker.engine.sequence import End
-from worker.front import admission
-from worker.front.admission import Places
-from worker.front.blame import Blame
-from worker.front.generation import Generation
-from worker.front.link import EngineDiedError, Link
-from worker.front.questions import Questions
+from tokenbus.protocol import blocks, codec, errors, internal, messages
+from tokenbus.worker import contract
+from tokenbus.worker.engine import frames
+from tokenbus.worker.engine.sequence import End
+from tokenbus.worker.front import admission
+from tokenbus.worker.front.admission import Places
+from tokenbus.worker.front.blame import Blame
+from tokenbus.worker.front.generation import Generation
+from tokenbus.worker.front.link import EngineDiedError, Link
+from tokenbus.worker.front.questions import Questions
 
 _CLOSE_TIMEOUT_S = 5.0
 _MOST_CRASHES = 2

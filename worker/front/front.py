@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 import structlog
 
-from protocol import clock, internal, limits, messages, prompt, subjects, traces
-from protocol.bus import Bus
-from worker import contract
-from worker.front.announce import Announcer
-from worker.front.fence import Fence
-from worker.front.inbox import Inbox
-from worker.front.metrics import ReplicaMetrics
-from worker.front.outbox import Outbox
-from worker.front.settings import FrontSettings, Say
-from worker.front.streams import Streams
+from tokenbus.protocol import clock, internal, limits, messages, prompt, subjects, traces
+from tokenbus.protocol.bus import Bus
+from tokenbus.worker import contract
+from tokenbus.worker.front.announce import Announcer
+from tokenbus.worker.front.fence import Fence
+from tokenbus.worker.front.inbox import Inbox
+from tokenbus.worker.front.metrics import ReplicaMetrics
+from tokenbus.worker.front.outbox import Outbox
+from tokenbus.worker.front.settings import FrontSettings, Say
+from tokenbus.worker.front.streams import Streams
 
 
 class ReplacedError(RuntimeError):

@@ -4,11 +4,11 @@ import asyncio
 from array import array
 from collections.abc import Sequence
 
-from protocol import errors, messages
-from worker import contract
-from worker.engine.frames import SequenceOutput
-from worker.engine.sequence import End
-from worker.front.completion import Completion
+from tokenbus.protocol import errors, messages
+from tokenbus.worker import contract
+from tokenbus.worker.engine.frames import SequenceOutput
+from tokenbus.worker.engine.sequence import End
+from tokenbus.worker.front.completion import Completion
 
 _FAILURES = {
     End.NO_ROOM: errors.make_error(errors.Code.INSUFFICIENT_MEMORY),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from protocol import internal
+from tokenbus.protocol import internal
 
 
 class HeldBlocks:

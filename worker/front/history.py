@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from worker import contract
+from tokenbus.worker import contract
 
 _JSON_GROWTH = 6
 """A control character of one byte becomes six in JSON."""

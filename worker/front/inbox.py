@@ -8,15 +8,15 @@ from typing import Protocol
 import structlog
 from nats.aio.msg import Msg
 
-from protocol import blocks, codec, embed, errors, internal, limits, messages, prompt, subjects
-from protocol import request as checks
-from protocol.bus import Bus, Callback, PayloadTooLargeError, is_no_responders
-from protocol.replies import Replies
-from worker import contract
-from worker.front.announce import Announcer
-from worker.front.metrics import ReplicaMetrics
-from worker.front.settings import Say
-from worker.front.streams import Streams
+from tokenbus.protocol import blocks, codec, embed, errors, internal, limits, messages, prompt, subjects
+from tokenbus.protocol import request as checks
+from tokenbus.protocol.bus import Bus, Callback, PayloadTooLargeError, is_no_responders
+from tokenbus.protocol.replies import Replies
+from tokenbus.worker import contract
+from tokenbus.worker.front.announce import Announcer
+from tokenbus.worker.front.metrics import ReplicaMetrics
+from tokenbus.worker.front.settings import Say
+from tokenbus.worker.front.streams import Streams
 
 _runs = codec.Decoder(internal.Run)
 _controls = codec.Decoder(internal.Control)

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from worker.engine import frames
-from worker.engine.settings import EngineSettings
-from worker.front.blame import Blame
+from tokenbus.worker.engine import frames
+from tokenbus.worker.engine.settings import EngineSettings
+from tokenbus.worker.front.blame import Blame
 
 _MALLOC = "GLIBC_TUNABLES"
 """Weights that an engine allocates lie in huge pages with `hugetlb=1`, where the system leaves that to the process: a
@@ -157,7 +157,7 @@ async def _start(variables: Mapping[str, str]) -> _Running:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "worker.engine.host",
+            "tokenbus.worker.engine.host",
             str(theirs.fileno()),
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,

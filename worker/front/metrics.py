@@ -1,9 +1,9 @@
 """Every metric of a worker process, declared once. Names follow vLLM's where there are such."""
 
-from protocol import errors, messages
-from protocol.metrics import REQUEST_SECONDS, SECONDS, TOKEN_SECONDS, Counter, Gauge, Histogram
-from worker import contract
-from worker.engine import frames
+from tokenbus.protocol import errors, messages
+from tokenbus.protocol.metrics import REQUEST_SECONDS, SECONDS, TOKEN_SECONDS, Counter, Gauge, Histogram
+from tokenbus.worker import contract
+from tokenbus.worker.engine import frames
 
 _ONE = ("model", "worker_id")
 _P = "tokenbus_worker"

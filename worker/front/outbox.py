@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import structlog
 
-from protocol import codec, limits, messages, subjects
-from protocol.bus import BadSubjectError, Bus, BusyError
-from worker import contract
-from worker.front import spans
-from worker.front.announce import Announcer
-from worker.front.metrics import ReplicaMetrics
-from worker.front.stream import Stream
+from tokenbus.protocol import codec, limits, messages, subjects
+from tokenbus.protocol.bus import BadSubjectError, Bus, BusyError
+from tokenbus.worker import contract
+from tokenbus.worker.front import spans
+from tokenbus.worker.front.announce import Announcer
+from tokenbus.worker.front.metrics import ReplicaMetrics
+from tokenbus.worker.front.stream import Stream
 
 
 class Outbox:

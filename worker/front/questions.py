@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from protocol import errors
+from tokenbus.protocol import errors
 
 Answer = TypeVar("Answer")
 

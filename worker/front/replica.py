@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable
 import msgspec
 import structlog
 
-from protocol import connection as nats
-from protocol import internal, stopping, subjects, traces
-from protocol.bus import Bus
-from worker import contract
-from worker.engine.settings import EngineSettings
-from worker.front.engine import ChildEngine
-from worker.front.front import Front
-from worker.front.link import EngineProcess
-from worker.front.metrics import ReplicaMetrics, WorkerMetrics
-from worker.front.settings import Say, WorkerSettings
-from worker.front.supervise import Supervisor
+from tokenbus.protocol import connection as nats
+from tokenbus.protocol import internal, stopping, subjects, traces
+from tokenbus.protocol.bus import Bus
+from tokenbus.worker import contract
+from tokenbus.worker.engine.settings import EngineSettings
+from tokenbus.worker.front.engine import ChildEngine
+from tokenbus.worker.front.front import Front
+from tokenbus.worker.front.link import EngineProcess
+from tokenbus.worker.front.metrics import ReplicaMetrics, WorkerMetrics
+from tokenbus.worker.front.settings import Say, WorkerSettings
+from tokenbus.worker.front.supervise import Supervisor
 
 _LOADING_LINE_S = 2.0
 

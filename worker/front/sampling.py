@@ -3,8 +3,8 @@
 import secrets
 from typing import TypeVar
 
-from protocol import errors, internal
-from worker import contract
+from tokenbus.protocol import errors, internal
+from tokenbus.worker import contract
 
 NumberT = TypeVar("NumberT", int, float)
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 
-from protocol import errors, internal, metrics, reload, status, stopping, subjects, traces
-from worker import contract
-from worker.engine import weights
-from worker.engine.settings import EngineSettings
-from worker.front import vllm
-from worker.front.link import EngineProcess
-from worker.front.metrics import WorkerMetrics
-from worker.front.replica import Replica
-from worker.front.settings import Say, ServedModel, WorkerSettings
+from tokenbus.protocol import errors, internal, metrics, reload, status, stopping, subjects, traces
+from tokenbus.worker import contract
+from tokenbus.worker.engine import weights
+from tokenbus.worker.engine.settings import EngineSettings
+from tokenbus.worker.front import vllm
+from tokenbus.worker.front.link import EngineProcess
+from tokenbus.worker.front.metrics import WorkerMetrics
+from tokenbus.worker.front.replica import Replica
+from tokenbus.worker.front.settings import Say, ServedModel, WorkerSettings
 
 _MOST_REPLICAS = 64
 _LONGEST_PATH = 4_096

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Callable
 
-from protocol import connection as nats
-from protocol import internal, logs, slow, status, subjects
-from worker.engine.settings import EngineSettings
+from tokenbus.protocol import connection as nats
+from tokenbus.protocol import internal, logs, slow, status, subjects
+from tokenbus.worker.engine.settings import EngineSettings
 
 Say = Callable[[internal.ControlReply], None]
 """Answers a control message; may be called several times."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from protocol import internal, messages
+from tokenbus.protocol import internal, messages
 
 REQUESTS_PER_PART = 256
 """A running request takes at most about 600 bytes, so that a part stays below `PART_BYTES`."""

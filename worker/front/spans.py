@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from protocol import internal, messages, subjects, traces
+from tokenbus.protocol import internal, messages, subjects, traces
 
 
 def begin(traced: traces.Traces, run: internal.Run, headers: traces.Headers, model: str, worker_id: str) -> traces.Span:

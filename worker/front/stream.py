@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import UNSET, UnsetType
 
-from protocol import codec, errors, internal, messages, slow, subjects, traces
-from worker import contract
-from worker.front.history import History, Passage
+from tokenbus.protocol import codec, errors, internal, messages, slow, subjects, traces
+from tokenbus.worker import contract
+from tokenbus.worker.front.history import History, Passage
 
 _NO_TIMINGS = messages.Timings(queue_ms=0.0, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=0.0)
 _NOT_ONE = "the whole answer does not fit one message: stream it"

@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 import structlog
 
-from protocol import blocks, errors, internal, limits, messages, slow, subjects, traces
-from protocol import request as checks
-from protocol.recent import Recent
-from worker import contract
-from worker.front import spans
-from worker.front.announce import Announcer
-from worker.front.metrics import ReplicaMetrics
-from worker.front.outbox import Outbox
-from worker.front.presence import Presence
-from worker.front.sampling import resolve
-from worker.front.settings import FrontSettings
-from worker.front.stream import Stream
-from worker.validator import StreamValidator
+from tokenbus.protocol import blocks, errors, internal, limits, messages, slow, subjects, traces
+from tokenbus.protocol import request as checks
+from tokenbus.protocol.recent import Recent
+from tokenbus.worker import contract
+from tokenbus.worker.front import spans
+from tokenbus.worker.front.announce import Announcer
+from tokenbus.worker.front.metrics import ReplicaMetrics
+from tokenbus.worker.front.outbox import Outbox
+from tokenbus.worker.front.presence import Presence
+from tokenbus.worker.front.sampling import resolve
+from tokenbus.worker.front.settings import FrontSettings
+from tokenbus.worker.front.stream import Stream
+from tokenbus.worker.validator import StreamValidator
 
 _EVERY_ATTEMPT = 2**63 - 1
 _CLEARLY_LATER_S = 0.25

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import structlog
 
-from worker import contract
-from worker.front.engine import ChildEngine
-from worker.front.link import EngineDiedError
+from tokenbus.worker import contract
+from tokenbus.worker.front.engine import ChildEngine
+from tokenbus.worker.front.link import EngineDiedError
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 15.0

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from protocol.messages import FinishReason
-from protocol.metrics import Counter, Gauge, Histogram
-from worker.front.metrics import WorkerMetrics
+from tokenbus.protocol.messages import FinishReason
+from tokenbus.protocol.metrics import Counter, Gauge, Histogram
+from tokenbus.worker.front.metrics import WorkerMetrics
 
 _LABELS = ("model_name", "engine")
 """vLLM's own two; `engine`, there the number of one of a process's engines, is the worker's id."""

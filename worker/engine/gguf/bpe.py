@@ -2,10 +2,10 @@
 
 import re
 
-from worker.engine.gguf import tokenizer_json
-from worker.engine.gguf.metadata import Metadata
-from worker.engine.gguf.pretokenize import CUTS
-from worker.engine.gguf.tokenizer_json import Design
+from tokenbus.worker.engine.gguf import tokenizer_json
+from tokenbus.worker.engine.gguf.metadata import Metadata
+from tokenbus.worker.engine.gguf.pretokenize import CUTS
+from tokenbus.worker.engine.gguf.tokenizer_json import Design
 
 _CHARACTER_KINDS = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")
 """What `tokenizer.ggml.pre` names where the merges are of characters."""

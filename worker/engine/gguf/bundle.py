@@ -5,10 +5,10 @@ from typing import Protocol
 
 import structlog
 
-from protocol import prompt
-from worker.engine import published as publishing
-from worker.engine.gguf import bpe, probes, sentencepiece, tokenizer_json
-from worker.engine.gguf.metadata import Metadata
+from tokenbus.protocol import prompt
+from tokenbus.worker.engine import published as publishing
+from tokenbus.worker.engine.gguf import bpe, probes, sentencepiece, tokenizer_json
+from tokenbus.worker.engine.gguf.metadata import Metadata
 
 _DESIGNS: dict[str, Callable[[Metadata, dict[str, int]], tokenizer_json.Design | None]] = {
     "gpt2": bpe.design,

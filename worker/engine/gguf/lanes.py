@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from llama_cpp import llama_cpp as llama
 
-from worker.engine.gguf import library
-from worker.engine.moves import Cut, Forget, Move, Restore, Save, Share
-from worker.engine.runner import DeviceError
+from tokenbus.worker.engine.gguf import library
+from tokenbus.worker.engine.moves import Cut, Forget, Move, Restore, Save, Share
+from tokenbus.worker.engine.runner import DeviceError
 
 
 class StateBlob(NamedTuple):

@@ -2,10 +2,10 @@
 
 import msgspec
 
-from worker.engine.gguf import context
-from worker.engine.gguf.metadata import Metadata
-from worker.engine.runner import ModelError
-from worker.engine.settings import EngineSettings
+from tokenbus.worker.engine.gguf import context
+from tokenbus.worker.engine.gguf.metadata import Metadata
+from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.engine.settings import EngineSettings
 
 _BLOCK_BYTES = {
     "f32": (1, 4),

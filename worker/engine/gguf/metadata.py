@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from worker.engine.runner import ModelError
+from tokenbus.worker.engine.runner import ModelError
 
 Value = bool | int | float | str | list[bool] | list[int] | list[float] | list[str]
 

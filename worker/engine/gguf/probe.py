@@ -8,11 +8,11 @@ import numpy as np
 import structlog
 from llama_cpp import llama_cpp as llama
 
-from worker.engine.gguf import context as kv
-from worker.engine.gguf import library
-from worker.engine.gguf.lanes import Lanes
-from worker.engine.runner import DeviceError, ModelError
-from worker.engine.settings import EngineSettings
+from tokenbus.worker.engine.gguf import context as kv
+from tokenbus.worker.engine.gguf import library
+from tokenbus.worker.engine.gguf.lanes import Lanes
+from tokenbus.worker.engine.runner import DeviceError, ModelError
+from tokenbus.worker.engine.settings import EngineSettings
 
 _TOKENS = 16
 _CLOSE = 0.05

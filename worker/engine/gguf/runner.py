@@ -10,20 +10,20 @@ import llama_cpp
 import numpy as np
 from llama_cpp import llama_cpp as llama
 
-from protocol import internal
-from worker import contract
-from worker.engine import features, weights
-from worker.engine.gguf import choices, context, library, memory, probe
-from worker.engine.gguf.batch import Batch
-from worker.engine.gguf.lanes import Lanes
-from worker.engine.gguf.model import GgufModel, key_of
-from worker.engine.moves import Move
-from worker.engine.plan import Sampled, StepPlan
-from worker.engine.runner import DeviceError, Embedder, ModelError, NoRoomError
-from worker.engine.sampler import Sampler
-from worker.engine.sequence import End
-from worker.engine.settings import EngineSettings
-from worker.engine.sharing import Models
+from tokenbus.protocol import internal
+from tokenbus.worker import contract
+from tokenbus.worker.engine import features, weights
+from tokenbus.worker.engine.gguf import choices, context, library, memory, probe
+from tokenbus.worker.engine.gguf.batch import Batch
+from tokenbus.worker.engine.gguf.lanes import Lanes
+from tokenbus.worker.engine.gguf.model import GgufModel, key_of
+from tokenbus.worker.engine.moves import Move
+from tokenbus.worker.engine.plan import Sampled, StepPlan
+from tokenbus.worker.engine.runner import DeviceError, Embedder, ModelError, NoRoomError
+from tokenbus.worker.engine.sampler import Sampler
+from tokenbus.worker.engine.sequence import End
+from tokenbus.worker.engine.settings import EngineSettings
+from tokenbus.worker.engine.sharing import Models
 
 _MOST_HOST_BLOCKS = 65_536
 """The tree that finds them takes about 1 kB of memory for each."""

@@ -1,8 +1,8 @@
 """SentencePiece's kind of byte pair encoding (`llama`): the pair whose token has the highest score is merged first."""
 
-from worker.engine.gguf import tokenizer_json
-from worker.engine.gguf.metadata import Metadata
-from worker.engine.gguf.tokenizer_json import Design
+from tokenbus.worker.engine.gguf import tokenizer_json
+from tokenbus.worker.engine.gguf.metadata import Metadata
+from tokenbus.worker.engine.gguf.tokenizer_json import Design
 
 _LONGEST_TOKEN = 512
 """Characters beyond which a token is refused: to look for its parts takes the square of its length."""

@@ -6,8 +6,8 @@ import ctypes
 
 from llama_cpp import llama_cpp as llama
 
-from protocol import errors, internal, prompt
-from worker.engine.gguf.metadata import Metadata
+from tokenbus.protocol import errors, internal, prompt
+from tokenbus.worker.engine.gguf.metadata import Metadata
 
 _CONTROL = 1 << 3
 _UNKNOWN = 1 << 0

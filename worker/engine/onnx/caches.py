@@ -3,9 +3,9 @@
 from collections.abc import Sequence as Listing
 from typing import NamedTuple, Protocol
 
-from worker.engine.onnx.arrays import Array
-from worker.engine.onnx.lanes import Copy, Shrink, Take
-from worker.engine.plan import Part
+from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.engine.onnx.lanes import Copy, Shrink, Take
+from tokenbus.worker.engine.plan import Part
 
 
 class Decoded(NamedTuple):

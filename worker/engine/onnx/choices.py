@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from worker.engine import advice
-from worker.engine.onnx import pooling
-from worker.engine.onnx.session import PROVIDERS
-from worker.engine.runner import ModelError
-from worker.engine.settings import EngineSettings
+from tokenbus.worker.engine import advice
+from tokenbus.worker.engine.onnx import pooling
+from tokenbus.worker.engine.onnx.session import PROVIDERS
+from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.engine.settings import EngineSettings
 
 CHOOSE = -1
 _CHOSEN_BLOCK_SIZE = 16

@@ -9,8 +9,8 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper
 
-from worker.engine.onnx.graph import Kv
-from worker.engine.onnx.session import Device
+from tokenbus.worker.engine.onnx.graph import Kv
+from tokenbus.worker.engine.onnx.session import Device
 
 _RUNTIMES = ("libcudart.so.12", "libcudart.so.13")
 

@@ -4,14 +4,14 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from worker.engine.onnx import pooling
-from worker.engine.onnx.graph import Graph
-from worker.engine.onnx.model import OnnxModel
-from worker.engine.onnx.session import Session
-from worker.engine.onnx.vocabulary import Vocabulary
-from worker.engine.runner import ModelError
-from worker.engine.sampler import Matrix
-from worker.engine.settings import EngineSettings
+from tokenbus.worker.engine.onnx import pooling
+from tokenbus.worker.engine.onnx.graph import Graph
+from tokenbus.worker.engine.onnx.model import OnnxModel
+from tokenbus.worker.engine.onnx.session import Session
+from tokenbus.worker.engine.onnx.vocabulary import Vocabulary
+from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.engine.sampler import Matrix
+from tokenbus.worker.engine.settings import EngineSettings
 
 _CLOSE = 1e-2
 """Of a vector's length: how far it may be from itself when it is computed in a batch."""

@@ -6,17 +6,17 @@ from collections.abc import Sequence as Listing
 
 import onnxruntime
 
-from protocol import internal
-from worker import contract
-from worker.engine import weights
-from worker.engine.moves import Move
-from worker.engine.onnx.embedder import make_embedder
-from worker.engine.onnx.model import OnnxModel
-from worker.engine.onnx.session import Device
-from worker.engine.plan import Sampled, StepPlan
-from worker.engine.runner import Embedder
-from worker.engine.sequence import End
-from worker.engine.settings import EngineSettings
+from tokenbus.protocol import internal
+from tokenbus.worker import contract
+from tokenbus.worker.engine import weights
+from tokenbus.worker.engine.moves import Move
+from tokenbus.worker.engine.onnx.embedder import make_embedder
+from tokenbus.worker.engine.onnx.model import OnnxModel
+from tokenbus.worker.engine.onnx.session import Device
+from tokenbus.worker.engine.plan import Sampled, StepPlan
+from tokenbus.worker.engine.runner import Embedder
+from tokenbus.worker.engine.sequence import End
+from tokenbus.worker.engine.settings import EngineSettings
 
 _CHOSEN_LENGTH = 512
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from worker.engine import advice
-from worker.engine.onnx import genai
-from worker.engine.onnx.graph import Sizes
+from tokenbus.worker.engine import advice
+from tokenbus.worker.engine.onnx import genai
+from tokenbus.worker.engine.onnx.graph import Sizes
 
 
 class _Config(msgspec.Struct, frozen=True):

@@ -8,9 +8,9 @@ genai_config.json + its file    the builder of onnxruntime-genai
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from worker.engine import weights
-from worker.engine.onnx import genai, pooling
-from worker.engine.runner import ModelError
+from tokenbus.worker.engine import weights
+from tokenbus.worker.engine.onnx import genai, pooling
+from tokenbus.worker.engine.runner import ModelError
 
 SIDECARS = (
     *weights.SIDECARS,
@@ -40,7 +40,7 @@ def is_one(model: str) -> bool:
 def find(model: str, on_gpu: bool, progress: Callable[[float], None]) -> weights.Found:
     """Raises ModelError, saying what to do, where there is no such model, or more than one."""
     if weights.is_hub_name(model):
-        from worker.engine import hub  # importing it takes half a second, which a local file need not pay
+        from tokenbus.worker.engine import hub  # importing it takes half a second, which a local file need not pay
 
         return hub.fetch(model, progress, Layout(on_gpu))
     path = Path(model)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from worker.engine import advice
+from tokenbus.worker.engine import advice
 
 NAME = "genai_config.json"
 

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from worker.engine.runner import ModelError
+from tokenbus.worker.engine.runner import ModelError
 
 _IDS = "input_ids"
 _MASK = "attention_mask"

@@ -8,14 +8,14 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from worker.engine.onnx.arrays import Array
-from worker.engine.onnx.caches import Decoded
-from worker.engine.onnx.caller import Caller
-from worker.engine.onnx.device import RowMemory
-from worker.engine.onnx.lanes import Copy, Lanes, Shrink, Take
-from worker.engine.onnx.rows import Rows
-from worker.engine.onnx.session import Binding
-from worker.engine.plan import Part
+from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.engine.onnx.caches import Decoded
+from tokenbus.worker.engine.onnx.caller import Caller
+from tokenbus.worker.engine.onnx.device import RowMemory
+from tokenbus.worker.engine.onnx.lanes import Copy, Lanes, Shrink, Take
+from tokenbus.worker.engine.onnx.rows import Rows
+from tokenbus.worker.engine.onnx.session import Binding
+from tokenbus.worker.engine.plan import Part
 
 
 class GroupedCache:

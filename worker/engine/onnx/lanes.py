@@ -7,7 +7,7 @@ never copied onto it."""
 from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
-from worker.engine.moves import Cut, Move, Share
+from tokenbus.worker.engine.moves import Cut, Move, Share
 
 
 class Copy(NamedTuple):

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-from worker.engine import weights
-from worker.engine.onnx import choices, files
-from worker.engine.onnx.encoder import EncoderRunner
-from worker.engine.onnx.model import OnnxModel, key_of
-from worker.engine.onnx.runner import OnnxRunner
-from worker.engine.onnx.session import choose_device
-from worker.engine.runner import Runner
-from worker.engine.settings import EngineSettings
-from worker.engine.sharing import Models
+from tokenbus.worker.engine import weights
+from tokenbus.worker.engine.onnx import choices, files
+from tokenbus.worker.engine.onnx.encoder import EncoderRunner
+from tokenbus.worker.engine.onnx.model import OnnxModel, key_of
+from tokenbus.worker.engine.onnx.runner import OnnxRunner
+from tokenbus.worker.engine.onnx.session import choose_device
+from tokenbus.worker.engine.runner import Runner
+from tokenbus.worker.engine.settings import EngineSettings
+from tokenbus.worker.engine.sharing import Models
 
 
 def load(settings: EngineSettings, progress: Callable[[float], None], models: Models[OnnxModel]) -> Runner:

@@ -8,12 +8,12 @@ import onnx
 import structlog
 import xxhash
 
-from worker.engine import advice, weights
-from worker.engine.onnx import facts, graph, surgery
-from worker.engine.onnx.caller import Caller
-from worker.engine.onnx.session import Device, Session
-from worker.engine.onnx.vocabulary import Vocabulary
-from worker.engine.settings import EngineSettings
+from tokenbus.worker.engine import advice, weights
+from tokenbus.worker.engine.onnx import facts, graph, surgery
+from tokenbus.worker.engine.onnx.caller import Caller
+from tokenbus.worker.engine.onnx.session import Device, Session
+from tokenbus.worker.engine.onnx.vocabulary import Vocabulary
+from tokenbus.worker.engine.settings import EngineSettings
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4_096

@@ -12,15 +12,15 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from worker.engine.onnx import partition
-from worker.engine.onnx.arrays import Array
-from worker.engine.onnx.caches import Decoded
-from worker.engine.onnx.caller import Caller
-from worker.engine.onnx.graph import Kv
-from worker.engine.onnx.lanes import Copy, Shrink, Take
-from worker.engine.onnx.session import Binding
-from worker.engine.plan import Part
-from worker.engine.runner import NoRoomError
+from tokenbus.worker.engine.onnx import partition
+from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.engine.onnx.caches import Decoded
+from tokenbus.worker.engine.onnx.caller import Caller
+from tokenbus.worker.engine.onnx.graph import Kv
+from tokenbus.worker.engine.onnx.lanes import Copy, Shrink, Take
+from tokenbus.worker.engine.onnx.session import Binding
+from tokenbus.worker.engine.plan import Part
+from tokenbus.worker.engine.runner import NoRoomError
 
 _HEADROOM_COLUMNS = 128
 """Columns that a batch can take before it needs other memory."""

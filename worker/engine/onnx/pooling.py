@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from worker.engine import advice
-from worker.engine.onnx.arrays import Array
+from tokenbus.worker.engine import advice
+from tokenbus.worker.engine.onnx.arrays import Array
 
 MODES = ("auto", "mean", "cls", "last")
 SIDECAR = "1_Pooling/config.json"

@@ -4,14 +4,14 @@ from array import array
 
 import numpy as np
 
-from worker import contract
-from worker.engine.moves import Share
-from worker.engine.onnx.arrays import Array
-from worker.engine.onnx.caches import Cache
-from worker.engine.onnx.lanes import Lanes
-from worker.engine.plan import Part
-from worker.engine.runner import DeviceError, ModelError, NoRoomError
-from worker.engine.sequence import Sequence
+from tokenbus.worker import contract
+from tokenbus.worker.engine.moves import Share
+from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.engine.onnx.caches import Cache
+from tokenbus.worker.engine.onnx.lanes import Lanes
+from tokenbus.worker.engine.plan import Part
+from tokenbus.worker.engine.runner import DeviceError, ModelError, NoRoomError
+from tokenbus.worker.engine.sequence import Sequence
 
 LANES = 4
 TOKENS = 16

@@ -8,24 +8,24 @@ import numpy as np
 import onnxruntime
 import structlog
 
-from protocol import internal
-from worker import contract
-from worker.engine import features, weights
-from worker.engine.moves import Cut, Move
-from worker.engine.onnx import choices, device, probe
-from worker.engine.onnx.arrays import Array
-from worker.engine.onnx.caches import Cache, Decoded
-from worker.engine.onnx.embedder import make_embedder
-from worker.engine.onnx.grouped import GroupedCache
-from worker.engine.onnx.lanes import Lanes, Shrink
-from worker.engine.onnx.model import OnnxModel
-from worker.engine.onnx.plain import PlainCache
-from worker.engine.onnx.session import Device
-from worker.engine.plan import Part, Sampled, StepPlan
-from worker.engine.runner import DeviceError, Embedder, ModelError, NoRoomError
-from worker.engine.sampler import Sampler
-from worker.engine.sequence import End
-from worker.engine.settings import EngineSettings
+from tokenbus.protocol import internal
+from tokenbus.worker import contract
+from tokenbus.worker.engine import features, weights
+from tokenbus.worker.engine.moves import Cut, Move
+from tokenbus.worker.engine.onnx import choices, device, probe
+from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.engine.onnx.caches import Cache, Decoded
+from tokenbus.worker.engine.onnx.embedder import make_embedder
+from tokenbus.worker.engine.onnx.grouped import GroupedCache
+from tokenbus.worker.engine.onnx.lanes import Lanes, Shrink
+from tokenbus.worker.engine.onnx.model import OnnxModel
+from tokenbus.worker.engine.onnx.plain import PlainCache
+from tokenbus.worker.engine.onnx.session import Device
+from tokenbus.worker.engine.plan import Part, Sampled, StepPlan
+from tokenbus.worker.engine.runner import DeviceError, Embedder, ModelError, NoRoomError
+from tokenbus.worker.engine.sampler import Sampler
+from tokenbus.worker.engine.sequence import End
+from tokenbus.worker.engine.settings import EngineSettings
 
 
 class OnnxRunner:

@@ -9,10 +9,10 @@ import onnx
 import onnxruntime
 import structlog
 
-from worker.engine.onnx import graph
-from worker.engine.onnx.arrays import Array
-from worker.engine.runner import DeviceError, ModelError, NoRoomError
-from worker.engine.settings import EngineSettings
+from tokenbus.worker.engine.onnx import graph
+from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.engine.runner import DeviceError, ModelError, NoRoomError
+from tokenbus.worker.engine.settings import EngineSettings
 
 PROVIDERS = ("auto", "cpu", "cuda")
 _NAMES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}

@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
-from protocol import errors, internal, prompt
-from worker.engine import advice, published
-from worker.engine.onnx import genai, pieces
-from worker.engine.runner import ModelError
+from tokenbus.protocol import errors, internal, prompt
+from tokenbus.worker.engine import advice, published
+from tokenbus.worker.engine.onnx import genai, pieces
+from tokenbus.worker.engine.runner import ModelError
 
 _SMALLEST_SHARE = 0.5
 """Of a model's vocabulary that its tokenizer must cover: exports pad the vocabulary, but not by so much."""

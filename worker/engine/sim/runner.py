@@ -7,15 +7,15 @@ from collections.abc import Sequence as Listing
 
 import xxhash
 
-from protocol import errors, internal
-from protocol import request as checks
-from worker import contract
-from worker.engine.moves import Move
-from worker.engine.plan import Part, Sampled, StepPlan
-from worker.engine.runner import Embedder, ModelError
-from worker.engine.sequence import End
-from worker.engine.settings import EngineSettings
-from worker.engine.sim import faults, timing
+from tokenbus.protocol import errors, internal
+from tokenbus.protocol import request as checks
+from tokenbus.worker import contract
+from tokenbus.worker.engine.moves import Move
+from tokenbus.worker.engine.plan import Part, Sampled, StepPlan
+from tokenbus.worker.engine.runner import Embedder, ModelError
+from tokenbus.worker.engine.sequence import End
+from tokenbus.worker.engine.settings import EngineSettings
+from tokenbus.worker.engine.sim import faults, timing
 
 VOCABULARY = 1_024
 """Small: a process may have hundreds of replicas, each with its own list."""
