@@ -33,7 +33,7 @@ bench: $(READY)
 
 demo-model: $(READY)
 	$(BIN)/pip install -q -e '.[train]'
-	$(BIN)/python -m demo.train
+	$(BIN)/python -m tokenbus.demo.train
 
 dashboards: $(READY)
 	$(BIN)/python -m deploy.dashboards

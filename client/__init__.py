@@ -13,3 +13,6 @@ def application_traces() -> traces.Traces:
 
 
 __all__ = ["Client", "Stream", "application_traces"]
+
+if __name__ != "tokenbus.client":
+    raise ImportError("import tokenbus.client: client is a folder of the repository, not a package of its own")

@@ -6,3 +6,6 @@ MODEL_PATH = Path(__file__).with_name("demo.gguf")
 ONNX_PATH = Path(__file__).with_name("demo-onnx")
 CORRECT_SUMS_UP_TO = 50
 """Both summands of every sum that the model was trained on are below this."""
+
+if __name__ != "tokenbus.demo":
+    raise ImportError("import tokenbus.demo: demo is a folder of the repository, not a package of its own")

@@ -158,7 +158,7 @@ class Renderer:
 
 def _started(theirs: socket.socket) -> "subprocess.Popen[bytes]":
     """This package, wherever the process was started: its own folder says nothing."""
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "tokenbus.protocol.rendering", str(theirs.fileno())],

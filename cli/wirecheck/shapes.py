@@ -1,7 +1,19 @@
 """The wire's messages as tables of their fields, written from its text and not from this project's structs."""
 
 from tokenbus.cli.wirecheck import shape
-from tokenbus.cli.wirecheck.shape import COUNT, DURATION, FLAG, NAME, NUMBER, POSITIVE, TEXT, Shape, list_of, map_of, optional
+from tokenbus.cli.wirecheck.shape import (
+    COUNT,
+    DURATION,
+    FLAG,
+    NAME,
+    NUMBER,
+    POSITIVE,
+    TEXT,
+    Shape,
+    list_of,
+    map_of,
+    optional,
+)
 
 FINISH_REASONS = ("stop", "length", "tool_calls", "cancelled", "error")
 ERRORS: dict[str, tuple[int, bool]] = {

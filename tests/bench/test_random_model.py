@@ -13,8 +13,8 @@ import pytest
 
 from bench import quantization, random_model, random_vocabulary
 from bench.shape import PRESETS, ImpossibleModelError, Shape, check, tensors
-from tokenbus.protocol import internal, messages
 from tests.support import engines
+from tokenbus.protocol import internal, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf import metadata
 from tokenbus.worker.engine.gguf.runner import GgufRunner

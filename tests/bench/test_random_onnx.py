@@ -17,9 +17,9 @@ from onnx import external_data_helper, numpy_helper
 
 from bench import nbits, random_model, random_onnx, random_vocabulary
 from bench.shape import PRESETS, ImpossibleModelError, Shape, tensors
+from tests.support import engines
 from tokenbus.demo import onnx_graph
 from tokenbus.protocol import internal
-from tests.support import engines
 from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.moves import Cut

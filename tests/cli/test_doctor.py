@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
+from tests.router.beliefs import card
+from tests.support import broken_models, guards
 from tokenbus import demo
 from tokenbus.cli import doctor, reach
 from tokenbus.protocol import messages
-from tests.router.beliefs import card
-from tests.support import broken_models, guards
 
 
 def marks(findings: list[doctor.Finding]) -> dict[str, str]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.bare import PREFIX, Bare
 from tokenbus.cli import broker
 from tokenbus.client import Client
-from tests.support.bare import PREFIX, Bare
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from tokenbus.protocol import blocks, errors, internal, messages
 from tests.support.engines import Recorder
+from tokenbus.protocol import blocks, errors, internal, messages
 from tokenbus.worker import contract
 from tokenbus.worker.validator import StreamValidator
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from tokenbus.protocol import errors
 from tests.contracts import kit
 from tests.support.arithmetic import ArithmeticRunner
 from tests.support.engines import DEMO, ONNX, demo_engine, grouped_demo, thread_engine
+from tokenbus.protocol import errors
 from tokenbus.worker import contract
 from tokenbus.worker.engine.runner import ModelError, Runner
 from tokenbus.worker.front.engine import ChildEngine

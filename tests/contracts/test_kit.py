@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 import pytest
 
-from tokenbus.protocol import errors, internal, messages
 from tests.contracts import kit
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
+from tokenbus.protocol import errors, internal, messages
 from tokenbus.worker import contract
 from tokenbus.worker.validator import ContractError, StreamValidator
 

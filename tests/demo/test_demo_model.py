@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
+from tests.support.engines import DEMO, Recorder, demo_engine
 from tokenbus import demo
 from tokenbus.demo import corpus
 from tokenbus.protocol import internal, messages
-from tests.support.engines import DEMO, Recorder, demo_engine
 from tokenbus.worker import contract
 
 

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from tokenbus.client import Client
 from tests.support.load import ask, until_idle, until_ready
 from tests.support.system import System
+from tokenbus.client import Client
 
 NUM_TOKENS = 300
 """3 s of the simulated worker: twice what a front without its broker goes on for."""

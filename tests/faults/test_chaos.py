@@ -13,13 +13,13 @@ from pathlib import Path
 
 import msgspec
 
+from tests.support.bare import PREFIX, Bare
+from tests.support.load import Told, until_idle, until_ready
+from tests.support.system import System
 from tokenbus.client import Client
 from tokenbus.protocol import codec, connection, internal, messages, subjects
 from tokenbus.protocol.traces import Untraced
 from tokenbus.router.serve import Router, RouterSettings
-from tests.support.bare import PREFIX, Bare
-from tests.support.load import Told, until_idle, until_ready
-from tests.support.system import System
 
 DURATION_S = float(os.environ.get("TOKENBUS_CHAOS_S", "12"))
 WORKERS = ("worker-a", "worker-b", "worker-c")

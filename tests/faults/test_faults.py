@@ -7,10 +7,10 @@ import signal
 import time
 from pathlib import Path
 
-from tokenbus.client.patience import SILENCE_S
 from tests.support.bare import PREFIX, Answer, Bare, check_stream
 from tests.support.load import cards, until_ready
 from tests.support.system import System
+from tokenbus.client.patience import SILENCE_S
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
 """Twelve of these fill the KV memory of one worker (8,192 tokens), so that all can speak at once."""

@@ -9,10 +9,10 @@ import sys
 import time
 from asyncio.subprocess import Process
 
-from tokenbus.client import Client
 from tests.support.bare import PREFIX, Answer
 from tests.support.load import Told, ask, until_idle, until_ready
 from tests.support.system import System
+from tokenbus.client import Client
 
 _READER = """
 import asyncio, sys

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tokenbus.client import Client
 from tests.hostile.scale import times
 from tests.support.bare import Bare
 from tests.support.load import Told, ask, cards, until_idle, until_ready
 from tests.support.system import System
+from tokenbus.client import Client
 from tokenbus.worker.front.fence import FENCE_S
 
 VICTIMS = ("engine", "front", "router")

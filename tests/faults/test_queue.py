@@ -4,12 +4,12 @@ import asyncio
 import random
 from pathlib import Path
 
-from tokenbus.protocol import connection, subjects
-from tokenbus.protocol.traces import Untraced
-from tokenbus.router.serve import Router, RouterSettings
 from tests.support.bare import PREFIX, Answer, Bare
 from tests.support.load import until_idle, until_ready
 from tests.support.system import System
+from tokenbus.protocol import connection, subjects
+from tokenbus.protocol.traces import Untraced
+from tokenbus.router.serve import Router, RouterSettings
 
 SIM = Path("dynamo")
 NUM_TAKEN = 3

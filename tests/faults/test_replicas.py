@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from tokenbus import demo
 from tests.support.bare import PREFIX, Bare, check_stream
 from tests.support.load import cards, until_idle, until_ready
 from tests.support.system import System
+from tokenbus import demo
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
 

@@ -4,9 +4,9 @@ import asyncio
 import random
 import signal
 
-from tokenbus.client import Client
 from tests.support.load import ask, cards, until_idle, until_ready
 from tests.support.system import System, command
+from tokenbus.client import Client
 
 SIM = ("--engine", "sim", "--sim-speedup", "5")
 

@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from tokenbus.cli import broker
 from tests.support.post import ENDLESS, post
 from tests.support.system import Gateway, command, running_gateway
+from tokenbus.cli import broker
 
 HELLO: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import openai
 import pytest
 
-from tokenbus.client import Client
 from tests.support.post import ENDLESS, post
 from tests.support.system import Gateway, running_gateway
+from tokenbus.client import Client
 from tokenbus.worker.front.presence import PROBE_AFTER_S
 
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 from nats.aio.msg import Msg
 
-from tokenbus.protocol import codec, errors, internal, messages, subjects
 from tests.router.beliefs import card, events
 from tests.sim.network import Broker, SimBus
 from tests.sim.system import MODEL, ClientProcess, RouterProcess
 from tests.sim.world import World
+from tokenbus.protocol import codec, errors, internal, messages, subjects
 
 NAMES = subjects.Subjects()
 GARBAGE = b"\xc1 no MessagePack"

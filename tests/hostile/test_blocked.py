@@ -5,12 +5,12 @@ import contextlib
 
 from nats.aio.msg import Msg
 
-from tokenbus.protocol import codec, messages
 from tests.hostile.scale import times
 from tests.support.bare import PREFIX
 from tests.support.load import until_ready
 from tests.support.one_way import one_way
 from tests.support.system import System
+from tokenbus.protocol import codec, messages
 
 _chunks = codec.Decoder(messages.Chunk)
 

@@ -4,9 +4,9 @@ from array import array
 
 from nats.aio.msg import Msg
 
-from tokenbus.protocol import errors, internal, messages
 from tests.hostile.forged import Forged, Stage, refuses, says
 from tests.sim.system import FrontProcess
+from tokenbus.protocol import errors, internal, messages
 
 EMBEDDED = internal.Embedded(vectors=array("f", [1.0, 2.0]).tobytes(), prompt_tokens=1)
 

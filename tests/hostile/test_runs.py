@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from tokenbus import demo
 from tests.hostile.peer import Peer, must_be_calm
 from tests.hostile.scale import times
 from tests.support.bare import PREFIX
 from tests.support.system import System
+from tokenbus import demo
 
 WORKER = "w-1"
 

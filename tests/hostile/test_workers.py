@@ -5,10 +5,10 @@ from array import array
 import pytest
 from nats.aio.msg import Msg
 
-from tokenbus.protocol import codec, errors, internal, messages, prompt
 from tests.hostile.forged import GARBAGE, NAMES, Answer, Forged, Stage, refuses, says
 from tests.hostile.scale import times
 from tests.sim.system import MODEL, FrontProcess, kill
+from tokenbus.protocol import codec, errors, internal, messages, prompt
 from tokenbus.worker.engine.gguf import tokenizer_json
 
 RESTARTING = messages.WorkerState.RESTARTING

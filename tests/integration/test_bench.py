@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 import structlog
 
-from tokenbus.cli import reach
-from tokenbus.cli.bench import options, run
 from tests.support.bare import Bare
 from tests.support.load import cards, until_idle
 from tests.support.system import command
+from tokenbus.cli import reach
+from tokenbus.cli.bench import options, run
 
 
 class Done(NamedTuple):

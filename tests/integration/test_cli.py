@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tokenbus import demo
 from tests.support import broken_models
 from tests.support.system import command
+from tokenbus import demo
 
 
 def tokenbus(url: str, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -153,7 +153,10 @@ def test_up_says_so_when_its_port_is_taken(url: str) -> None:
 
 def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tokenbus.cli.start", "up", "--workers", "0"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "tokenbus.cli.start", "up", "--workers", "0"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
     assert "--workers" in done.stderr

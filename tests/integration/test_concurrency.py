@@ -8,10 +8,10 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 import pytest
 
+from tests.support.bare import Answer, Bare, check_stream
 from tokenbus import demo
 from tokenbus.demo import corpus
 from tokenbus.protocol import internal, messages
-from tests.support.bare import Answer, Bare, check_stream
 from tokenbus.worker.engine.gguf import metadata
 from tokenbus.worker.engine.gguf.vocabulary import Vocabulary
 

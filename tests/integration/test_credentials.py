@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tokenbus.client import Client
-from tokenbus.protocol import connection, errors, messages
-from tokenbus.protocol.handshake import RefusedError
 from tests.support import guards
 from tests.support.guards import GUARDS, Mistake, Way, guarded, secret_file, settings
 from tests.support.system import command, environment
+from tokenbus.client import Client
+from tokenbus.protocol import connection, errors, messages
+from tokenbus.protocol.handshake import RefusedError
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
 GENERATE = ("generate", "--model", "demo", "hello")

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from tokenbus import demo
 from tests.support import encoder
 from tests.support.bare import PREFIX, Bare
 from tests.support.load import until_ready
 from tests.support.system import System
+from tokenbus import demo
 
 
 @pytest.fixture

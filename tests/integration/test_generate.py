@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tokenbus.demo import CORRECT_SUMS_UP_TO, corpus
 from tests.support.bare import PREFIX, Bare, check_stream
+from tokenbus.demo import CORRECT_SUMS_UP_TO, corpus
 
 GREEDY = {"temperature": 0}
 

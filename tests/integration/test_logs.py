@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tokenbus.client import Client
-from tokenbus.protocol import subjects
 from tests.support.load import until_ready
 from tests.support.system import System
+from tokenbus.client import Client
+from tokenbus.protocol import subjects
 
 PROMPT = "Once upon a time there was an unmistakable prompt"
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.load import until_ready
+from tests.support.system import System
 from tokenbus.protocol import connection, subjects
 from tokenbus.protocol.traces import Untraced
 from tokenbus.router.serve import Router, RouterSettings
-from tests.support.load import until_ready
-from tests.support.system import System
 
 KINDS = ("finish_reason", "code", "state", "policy")
 

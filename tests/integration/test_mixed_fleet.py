@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tokenbus import demo
-from tokenbus.demo import corpus
 from tests.support.bare import PREFIX, Bare, check_stream
 from tests.support.load import cards, until_idle, until_ready
 from tests.support.system import System
+from tokenbus import demo
+from tokenbus.demo import corpus
 
 SAME_WEIGHTS = ("--fingerprint", "demo-1")
 PREAMBLE = "You are friendly and you know the world well. " * 12

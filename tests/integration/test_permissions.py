@@ -14,11 +14,11 @@ import pytest
 from nats.aio.client import Client as Nats
 from nats.aio.msg import Msg
 
+from tests.support.bare import PREFIX, Bare
+from tests.support.system import System, running_gateway
 from tokenbus import demo
 from tokenbus.client import Client
 from tokenbus.protocol import connection
-from tests.support.bare import PREFIX, Bare
-from tests.support.system import System, running_gateway
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
 USERS = ("router", "worker-demo", "worker-other", "operator", "gateway", "default", "acme", "globex")

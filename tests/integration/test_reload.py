@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from tokenbus.client import Client
 from tests.support.load import until_ready
 from tests.support.system import System, running_gateway
+from tokenbus.client import Client
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -100,18 +102,83 @@ def sources() -> list[Path]:
 
 @functools.cache
 def imports(path: Path) -> frozenset[str]:
-    """Top-level names of all modules that a file imports, anywhere in it."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    """What a file imports, anywhere in it: the names of our packages, and the top-level names of all others."""
+    return frozenset(package_of(module) for module in modules_in(path.read_text()))
+
+
+def modules_in(code: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "tokenbus":
+            yield from (f"tokenbus.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.partition(".")[0])
-    return frozenset(names)
+            yield node.module
+
+
+def package_of(module: str) -> str:
+    """`tokenbus.worker.engine` is of the package `worker`, `nats.aio` of `nats`."""
+    first, _, rest = module.partition(".")
+    return rest.partition(".")[0] if first == "tokenbus" and rest else first
+
+
+def old_names(code: str) -> list[str]:
+    """The places where code calls one of our packages by its bare name, under which it would be loaded twice."""
+    bare = [module for module in modules_in(code) if module.partition(".")[0] in PACKAGES]
+    strings = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    return bare + [one for one in strings if isinstance(one, str) and is_bare_module(one)]
+
+
+def is_bare_module(text: str) -> bool:
+    """Whether a string names one of our modules, as `python -m` and `import_module` take it."""
+    first, _, rest = text.partition(".")
+    if first not in PACKAGES or not rest.replace(".", "").isidentifier():
+        return False
+    return (ROOT / text.replace(".", "/")).with_suffix(".py").exists()
 
 
 def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from worker.engine import blocks",
+        "import protocol.errors",
+        "def late():\n    import cli",
+        "command = ['-m', 'worker.engine.host']",
+    ],
+)
+def test_a_package_called_by_its_bare_name_is_found(code: str) -> None:
+    assert old_names(code)
+
+
+def test_everything_is_imported_through_the_one_public_name() -> None:
+    everything = [
+        *sources(),
+        *(path for folder in ("tests", "bench", "docs", "deploy") for path in (ROOT / folder).rglob("*.py")),
+    ]
+    for path in everything:
+        if path != Path(__file__):
+            assert not old_names(path.read_text()), name(path)
+    assert not re.search(rf"-m ({'|'.join(PACKAGES)})\b", (ROOT / "Makefile").read_text())
+
+
+def test_the_public_name_is_one_package_of_links_that_loads_nothing_until_it_is_used() -> None:
+    package = ROOT / "tokenbus"
+    assert {path.name for path in package.iterdir() if path.is_symlink()} == set(PACKAGES)
+    assert all((package / one).resolve() == ROOT / one for one in PACKAGES)
+    code = "import sys; before = set(sys.modules); import tokenbus; print(*(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    loaded = {module for module in done.stdout.split() if module.partition(".")[0] not in sys.stdlib_module_names}
+    assert loaded == {"tokenbus"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_refuses_to_be_loaded_by_its_bare_name(package: str) -> None:
+    done = subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, text=True, cwd=ROOT)
+    assert f"ImportError: import tokenbus.{package}" in done.stderr
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -165,11 +232,11 @@ def test_only_the_subjects_module_puts_subjects_together() -> None:
 
 
 def imported_by(code: str) -> set[str]:
-    """The modules that a fresh process has imported after that."""
+    """The modules that a fresh process has imported after that, ours without `tokenbus.`."""
     whole = f"import sys; from tokenbus.cli import main; {code}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    return {module.removeprefix("tokenbus.") for module in done.stdout.split()}
 
 
 def test_no_command_waits_for_an_engine_or_a_web_server_before_it_has_read_its_flags() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.hostile.scale import times
 from tokenbus.cli import broker
 from tokenbus.protocol.connection import Settings, connect
-from tests.hostile.scale import times
 
 SUBJECT = "test.subject"
 MOST_TURNS = 10_000

@@ -7,11 +7,11 @@ import nkeys
 import pytest
 import structlog
 
+from tests.support.guards import Authority, Guard, Key, Way, creds, guarded, secret_file
 from tokenbus.protocol import connection
 from tokenbus.protocol.connection import Settings
 from tokenbus.protocol.credentials import Credentials
 from tokenbus.protocol.tls import Tls
-from tests.support.guards import Authority, Guard, Key, Way, creds, guarded, secret_file
 
 JWT = "eyJ0eXAiOiJKV1QiLCJhbGciOiJlZDI1NTE5LW5rZXkifQ.e30.c2ln"
 

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from tokenbus.protocol import errors, internal, limits, request
 from tokenbus.protocol.errors import Code
-from tokenbus.protocol.messages import ChatMessage, ContentPart, GenerateRequest, Lora, ResponseFormat, ResumeFrom, RoutingWish
+from tokenbus.protocol.messages import (
+    ChatMessage,
+    ContentPart,
+    GenerateRequest,
+    Lora,
+    ResponseFormat,
+    ResumeFrom,
+    RoutingWish,
+)
 from tokenbus.protocol.request import Need
 
 PROMPT: dict[str, object] = {"prompt": "hello"}

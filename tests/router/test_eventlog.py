@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.router.beliefs import events, part
 from tokenbus.protocol import internal
 from tokenbus.router.eventlog import MAX_BUFFERED, EventLog
-from tests.router.beliefs import events, part
 
 
 def seqs(ready: tuple[internal.Events, ...]) -> list[int]:

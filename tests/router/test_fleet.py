@@ -5,12 +5,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.router.beliefs import READY, at, card, events, part
 from tokenbus.protocol import messages
 from tokenbus.router.fleet import MAX_WORKERS, Fleet
 from tokenbus.router.heard import Heard, Lost
 from tokenbus.router.served import Prompt, Room
 from tokenbus.router.worker import Worker
-from tests.router.beliefs import READY, at, card, events, part
 
 DRAINING, RESTARTING, STARTING, STOPPED = (
     messages.WorkerState.DRAINING,

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from tokenbus.router.flight import Flight, Flights
 from tests.router.beliefs import at, flight
+from tokenbus.router.flight import Flight, Flights
 
 
 def test_a_new_flight_is_nobodys_yet() -> None:

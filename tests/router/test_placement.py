@@ -9,12 +9,22 @@ from importlib.metadata import EntryPoint
 import numpy as np
 import pytest
 
+from tests.router.beliefs import at, card, events, stored
 from tokenbus.protocol import messages
 from tokenbus.router.columns import Floats
 from tokenbus.router.fleet import Fleet
-from tokenbus.router.placement import ENTRY_POINTS, POLICIES, Kv, LeastLoaded, Policy, RoundRobin, View, draw, make_policies
+from tokenbus.router.placement import (
+    ENTRY_POINTS,
+    POLICIES,
+    Kv,
+    LeastLoaded,
+    Policy,
+    RoundRobin,
+    View,
+    draw,
+    make_policies,
+)
 from tokenbus.router.served import NoWorker, Placement, Prompt, Wish
-from tests.router.beliefs import at, card, events, stored
 
 ANYONE = Wish()
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from tests.router.beliefs import card, events, flight
 from tokenbus.protocol import errors, messages
 from tokenbus.router.columns import Floats
 from tokenbus.router.fleet import Fleet
@@ -13,7 +14,6 @@ from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement import View, make_policies
 from tokenbus.router.served import NoWorker, Placement
 from tokenbus.router.turns import Choice, QueueSettings, Turns
-from tests.router.beliefs import card, events, flight
 
 FULL = messages.Load(running=9)
 """A worker that can run 8 has one more, which is all that it gets."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from nats.aio.msg import Msg
 
-from tokenbus.protocol import bus
 from tests.sim.world import Process, World
+from tokenbus.protocol import bus
 
 _RECONNECT_S = 0.2
 _MAX_PENDING = 50_000

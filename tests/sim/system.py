@@ -8,12 +8,12 @@ import time
 
 from nats.aio.msg import Msg
 
+from tests.sim.network import Broker, SimBus
+from tests.sim.world import Process, World
 from tokenbus.client import Client, Stream
 from tokenbus.protocol import codec, errors, internal, messages, subjects
 from tokenbus.protocol.traces import Untraced
 from tokenbus.router.serve import Router, RouterSettings
-from tests.sim.network import Broker, SimBus
-from tests.sim.world import Process, World
 from tokenbus.worker import contract
 from tokenbus.worker.front.front import Front
 from tokenbus.worker.front.metrics import ReplicaMetrics, WorkerMetrics

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 from nats.aio.msg import Msg
 
-from tokenbus.protocol import blocks, codec, internal, messages, subjects
 from tests.sim.network import Broker, SimBus
 from tests.sim.system import MODEL, FrontProcess, RouterProcess
 from tests.sim.world import World, world
+from tokenbus.protocol import blocks, codec, internal, messages, subjects
 
 NAMES = subjects.Subjects()
 KEY = "default:r1"

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tokenbus.protocol import errors, messages
 from tests.sim.network import Broker
 from tests.sim.system import ClientProcess, FrontProcess, RouterProcess, kill
 from tests.sim.world import World, world
+from tokenbus.protocol import errors, messages
 
 LENGTH = messages.FinishReason.LENGTH
 

@@ -14,9 +14,9 @@ import nkeys
 import pytest
 import trustme
 
+from tests.support.system import System
 from tokenbus.cli import reach
 from tokenbus.protocol import connection
-from tests.support.system import System
 
 
 class Way(NamedTuple):

@@ -6,9 +6,9 @@ import math
 import time
 from typing import Any
 
+from tests.support.bare import PREFIX, Bare
 from tokenbus.client import Client, Stream
 from tokenbus.protocol import messages
-from tests.support.bare import PREFIX, Bare
 
 PROMPT = "Once upon a time"
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
+from tests.support.bare import Bare
 from tokenbus import demo
 from tokenbus.cli import broker
 from tokenbus.cli.parent import die_with_parent
-from tests.support.bare import Bare
 
 READY_TIMEOUT_S = 120.0
 

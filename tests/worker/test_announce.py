@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.protocol import codec, internal, limits, messages, subjects
-from tokenbus.protocol.bus import BusyError
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
+from tokenbus.protocol import codec, internal, limits, messages, subjects
+from tokenbus.protocol.bus import BusyError
 from tokenbus.worker.front.announce import Announcer
 
 ROOT = 1

@@ -8,10 +8,10 @@ from llama_cpp import llama_cpp as llama
 
 from bench import random_model
 from bench.shape import Shape
-from tokenbus.protocol import errors, internal
-from tokenbus.protocol.messages import ChatMessage
 from tests.support import broken_models
 from tests.support.engines import DEMO, demo_engine
+from tokenbus.protocol import errors, internal
+from tokenbus.protocol.messages import ChatMessage
 from tokenbus.worker import contract
 from tokenbus.worker.engine import weights
 from tokenbus.worker.engine.gguf import choices, context

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.engines import DEMO
 from tokenbus import demo
 from tokenbus.demo import corpus
 from tokenbus.protocol import errors, internal, messages, prompt
-from tests.support.engines import DEMO
 from tokenbus.worker.engine.gguf import bundle, metadata, probes
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 

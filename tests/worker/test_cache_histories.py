@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tokenbus.protocol import blocks
 from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
 from tests.support.echo import EchoRunner
+from tokenbus.protocol import blocks
 from tokenbus.worker import contract
 from tokenbus.worker.engine.blocks import BlockPool
 from tokenbus.worker.engine.plan import Advance

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from tokenbus.protocol import errors, messages
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import Recorder, ThreadLink
+from tokenbus.protocol import errors, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.plan import Sampled, StepPlan
 from tokenbus.worker.engine.runner import DeviceError

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.protocol import errors, internal, messages
 from tests.support.arithmetic import make_config
+from tokenbus.protocol import errors, internal, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine import frames
 from tokenbus.worker.engine.sequence import End

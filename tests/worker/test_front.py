@@ -1,8 +1,8 @@
 """A front that leaves says so where it still can, and hides nothing where it can't."""
 
-from tokenbus.protocol import subjects, traces
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
+from tokenbus.protocol import subjects, traces
 from tokenbus.worker.front.front import Front
 from tokenbus.worker.front.metrics import ReplicaMetrics, WorkerMetrics
 from tokenbus.worker.front.settings import FrontSettings

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 import pytest
 
+from tests.support.engines import DEMO, Recorder, demo_engine
 from tokenbus import demo
 from tokenbus.protocol import internal
-from tests.support.engines import DEMO, Recorder, demo_engine
 from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf.lanes import ForeignStateError, StateBlob
 from tokenbus.worker.engine.gguf.runner import GgufRunner

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.protocol import blocks
 from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
+from tokenbus.protocol import blocks
 from tokenbus.worker import contract
 from tokenbus.worker.engine import frames
 from tokenbus.worker.engine.loop import StepLoop

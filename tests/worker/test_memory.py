@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tokenbus import demo
 from tests.support.engines import DEMO
+from tokenbus import demo
 from tokenbus.worker.engine.gguf import memory, metadata
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.runner import ModelError

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.engines import DEMO
 from tokenbus import demo
 from tokenbus.demo import corpus
-from tests.support.engines import DEMO
 from tokenbus.worker.engine.gguf import metadata
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.runner import ModelError

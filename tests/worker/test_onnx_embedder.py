@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from tokenbus.protocol import errors, internal
 from tests.support import encoder
 from tests.support.engines import ONNX, Recorder, demo_engine, grouped_demo
+from tokenbus.protocol import errors, internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine.settings import EngineSettings, OnnxSettings
 from tokenbus.worker.front.engine import ChildEngine

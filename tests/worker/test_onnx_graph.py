@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from tokenbus import demo
 from tests.support import graphs
 from tests.support.graphs import decoder, pairs, value
+from tokenbus import demo
 from tokenbus.worker.engine.onnx import graph
 from tokenbus.worker.engine.runner import ModelError
 

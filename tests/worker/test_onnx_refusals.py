@@ -12,9 +12,9 @@ import onnx
 import pytest
 from onnx import helper
 
-from tokenbus import demo
 from tests.support import graphs
 from tests.support.engines import ONNX, grouped_demo
+from tokenbus import demo
 from tokenbus.worker import contract
 from tokenbus.worker.engine.onnx import load as onnx_load
 from tokenbus.worker.engine.onnx.runner import OnnxRunner

@@ -9,9 +9,9 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from tokenbus import demo
 from tests.support import graphs
 from tests.support.engines import ONNX, grouped_demo
+from tokenbus import demo
 from tokenbus.worker.engine.onnx import graph, session, surgery
 from tokenbus.worker.engine.runner import ModelError
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from tests.support.engines import DEMO
 from tokenbus import demo
 from tokenbus.demo import corpus
 from tokenbus.protocol import internal, messages, prompt
-from tests.support.engines import DEMO
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.onnx.vocabulary import Vocabulary
 from tokenbus.worker.engine.runner import ModelError

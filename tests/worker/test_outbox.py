@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from tokenbus.protocol import codec, errors, internal, limits, messages, subjects
-from tokenbus.protocol.bus import BusyError
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
+from tokenbus.protocol import codec, errors, internal, limits, messages, subjects
+from tokenbus.protocol.bus import BusyError
 from tokenbus.worker import contract
 from tokenbus.worker.front.announce import Announcer
 from tokenbus.worker.front.metrics import ReplicaMetrics, WorkerMetrics

@@ -10,8 +10,8 @@ import llama_cpp
 import pytest
 
 from deploy import llama_cpp_wheel
-from tokenbus.protocol import prompt
 from tests.support import vocabularies
+from tokenbus.protocol import prompt
 from tokenbus.worker.engine.gguf import bundle
 
 OFFERED = {

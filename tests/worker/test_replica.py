@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tokenbus.protocol import blocks, errors, internal
 from tests.support.arithmetic import ArithmeticRunner
+from tokenbus.protocol import blocks, errors, internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine import frames, replica
 

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Iterator
 import msgspec
 import pytest
 
+from tests.support.engines import DEMO, ONNX, Recorder, demo_engine, grouped_demo
 from tokenbus.demo import corpus
 from tokenbus.protocol import internal, messages
-from tests.support.engines import DEMO, ONNX, Recorder, demo_engine, grouped_demo
 from tokenbus.worker import contract
 from tokenbus.worker.front.engine import ChildEngine
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tokenbus.protocol import errors, internal
 from tests.support.arithmetic import make_config
+from tokenbus.protocol import errors, internal
 from tokenbus.worker import contract
 from tokenbus.worker.front.sampling import resolve
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.protocol import messages
 from tests.support.arithmetic import ArithmeticRunner, make_config
+from tokenbus.protocol import messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.blocks import BlockPool
 from tokenbus.worker.engine.moves import Cut, Restore, Save, Share

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.protocol import prompt
 from tests.support import vocabularies
 from tests.support.vocabularies import Loaded
+from tokenbus.protocol import prompt
 from tokenbus.worker.engine.gguf import bundle, probes
 from tokenbus.worker.engine.gguf.pretokenize import CUTS
 

@@ -1,0 +1,24 @@
+"""LLM inference workers behind a NATS broker: `from tokenbus import Client`.
+
+Everything of an installed Tokenbus is in this package. Its parts lie beside it in the repository, one folder each, and
+are linked into it. Importing it loads none of them: the public names are looked up when they are first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenbus.client import Client as Client
+    from tokenbus.client import Stream as Stream
+    from tokenbus.client import application_traces as application_traces
+
+__all__ = ["Client", "Stream", "application_traces"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("tokenbus.client"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
