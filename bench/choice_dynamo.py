@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import uvloop
+from tokenbus.router.placement.placement import Kv
 
 from bench import dynamo_wheel, holdings, pairs
-from tokenbus.protocol import blocks
-from tokenbus.router.placement import Kv
-from tokenbus.router.predictions import PREDICTED_S
-from tokenbus.router.served import Placement, Prompt, Wish
+from tokenbus.protocol.wire import blocks
+from tokenbus.router.placement.predictions import PREDICTED_S
+from tokenbus.router.placement.served import Placement, Prompt, Wish
 
 _SEED = 1
 _ANYONE = Wish()

@@ -12,7 +12,7 @@ import random
 from bench import system
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
-from tokenbus.protocol import messages
+from tokenbus.protocol.wire import messages
 
 _WORDS = ("the", "fox", "went", "over", "a", "hill", "and", "saw", "some", "blue", "birds", "sing", "at", "night")
 

@@ -20,7 +20,7 @@ from bench import bare_llama, random_model, system
 from bench.pairs import Ratio
 from bench.shape import PRESETS
 from tokenbus.client import Client
-from tokenbus.protocol import messages
+from tokenbus.protocol.wire import messages
 
 CONTEXT = 4_096
 

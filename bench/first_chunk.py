@@ -13,11 +13,11 @@ import time
 from bench import system
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
-from tokenbus.protocol import messages
+from tokenbus.protocol.wire import messages
 from tokenbus.worker import contract
-from tokenbus.worker.engine.settings import EngineSettings
-from tokenbus.worker.front import link
-from tokenbus.worker.front.engine import ChildEngine
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine_client import link
+from tokenbus.worker.engine_client.engine import ChildEngine
 
 _PROMPT = list(range(10, 26))
 _SETTINGS = EngineSettings(model=str(MODEL_PATH), threads=1, context_length=512, kv_tokens=4_096)

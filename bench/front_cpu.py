@@ -13,7 +13,7 @@ import time
 from bench import system
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
-from tokenbus.protocol import messages
+from tokenbus.protocol.wire import messages
 
 _TOKENS = 400
 REQUEST = messages.GenerateRequest(prompt="Once upon a time", max_tokens=_TOKENS, temperature=0, ignore_eos=True)

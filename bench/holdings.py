@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from tokenbus.router.fleet.fleet import Fleet
 
-from tokenbus.protocol import blocks, internal, messages
-from tokenbus.router.fleet import Fleet
+from tokenbus.protocol.wire import blocks, internal, messages
 
 BLOCK = 16
 MODEL = "m"

@@ -11,8 +11,8 @@ import time
 from array import array
 from collections.abc import Callable
 
-from tokenbus.worker.engine.blocks import BlockPool
-from tokenbus.worker.engine.tree import Domain
+from tokenbus.worker.engine.kv.blocks import BlockPool
+from tokenbus.worker.engine.kv.tree import Domain
 
 _BLOCK_TOKENS = 16
 

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from tokenbus.router.placement.placement import Kv
 
 from bench import dynamo_wheel, holdings, pairs
-from tokenbus.protocol import blocks, codec, internal, messages
-from tokenbus.router.placement import Kv
-from tokenbus.router.served import Placement, Prompt, Wish
+from tokenbus.protocol.wire import blocks, codec, internal, messages
+from tokenbus.router.placement.served import Placement, Prompt, Wish
 
 _SEED = 1
 _LOAD = messages.Load(running=3, used_blocks=100)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.system import cpu_seconds, start
-from tokenbus.cli import broker
+from tokenbus.cli.serving import broker
 from tokenbus.client import Client
-from tokenbus.protocol import codec, errors, messages
+from tokenbus.protocol.wire import codec, errors, messages
 from tokenbus.worker.engine.sim.runner import VOCABULARY
 
 _PROMPT, _SHARED, _SHARERS, _OUTPUT = 512, 256, 10, 16

@@ -22,9 +22,9 @@ from typing import Any
 
 from bench import models, system
 from bench.decode import ratio_of
-from tokenbus.cli.parent import die_with_parent
+from tokenbus.cli.serving.parent import die_with_parent
 from tokenbus.client import Client
-from tokenbus.protocol import messages
+from tokenbus.protocol.wire import messages
 
 _CONTEXT = 1_024
 _STORY = " ".join(f"the {word} went home" for word in ("fox", "owl", "king", "cat", "sea", "wind", "boy", "hen"))

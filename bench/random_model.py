@@ -18,7 +18,7 @@ import numpy as np
 from bench import quantization, random_vocabulary
 from bench.shape import ImpossibleModelError, Shape, Tensor, add_flags, check, shape_of, tensors
 from tokenbus.demo import corpus
-from tokenbus.protocol import logs
+from tokenbus.protocol.telemetry import logs
 
 PRE_TOKENIZER = "qwen2"
 ROPE_BASE = 10_000.0

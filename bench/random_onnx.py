@@ -20,7 +20,7 @@ from onnx import TensorProto
 from bench import nbits, random_model, random_vocabulary
 from bench.shape import ImpossibleModelError, Shape, add_flags, check, shape_of, tensors
 from tokenbus.demo import corpus, export_onnx, onnx_graph
-from tokenbus.protocol import logs
+from tokenbus.protocol.telemetry import logs
 
 BITS = (32, 8, 4)
 """Of a weight: those of F32, or of integers with a scale for each block, in MatMulNBits nodes."""

@@ -24,10 +24,11 @@ from nats.aio.msg import Msg
 from tokenizers import Tokenizer
 
 from bench.system import card, cpu_seconds, start
-from tokenbus.cli import broker
+from tokenbus.cli.serving import broker
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
-from tokenbus.protocol import codec, internal, prompt, subjects
+from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.wire import codec, internal, subjects
 
 _TOKENS = 1_000
 _WORKER = "bench"

@@ -16,7 +16,7 @@ from pathlib import Path
 from bench import system
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
-from tokenbus.protocol import messages
+from tokenbus.protocol.wire import messages
 
 _SEQUENCES, _WAITING = 8, 8
 _HOST_CACHE_MIB = 32

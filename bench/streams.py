@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tokenbus.client import Client
-from tokenbus.protocol import messages
+from tokenbus.protocol.wire import messages
 
 
 async def complete(

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from tokenbus.cli import broker
-from tokenbus.cli.parent import die_with_parent
+from tokenbus.cli.serving import broker
+from tokenbus.cli.serving.parent import die_with_parent
 from tokenbus.client import Client
-from tokenbus.protocol import errors, messages
+from tokenbus.protocol.wire import errors, messages
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 

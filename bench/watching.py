@@ -22,7 +22,7 @@ from typing import NamedTuple
 from bench import system
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
-from tokenbus.protocol import messages
+from tokenbus.protocol.wire import messages
 
 _TOKENS = 100
 _REQUESTS = 8

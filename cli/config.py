@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenbus.gateway import keys
-from tokenbus.protocol import logs
-from tokenbus.protocol.connection import without_secrets
+from tokenbus.protocol.bus.connection import without_secrets
+from tokenbus.protocol.telemetry import logs
 
 SECTIONS = ("worker", "router", "gateway")
 """Commands that can be configured; `nats` is for all of them."""

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from tokenbus.router.allowance import TenantLimits
+from tokenbus.router.requests.allowance import TenantLimits
 
 
 def port(text: str) -> int:

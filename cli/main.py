@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from tokenbus.cli import config
-from tokenbus.cli.family import EXIT_REFUSED
-from tokenbus.protocol import traces
+from tokenbus.cli.serving.family import EXIT_REFUSED
+from tokenbus.protocol.telemetry import traces
 
 _COMMANDS = {
     "up": "run everything on this machine, in the foreground",
@@ -126,7 +126,7 @@ def _warn_of_variables(arguments: list[str], commands: Mapping[str, argparse.Arg
 
 def _try(command: str, path: str) -> None:
     """Makes a command's settings as its process would. Raises ValueError."""
-    from tokenbus.cli import servers
+    from tokenbus.cli.serving import servers
 
     made = servers.MAKERS[command](_again([command, *(("--config", path) if path else ())]))
     made.broker.check()
@@ -174,14 +174,14 @@ def _add_flags(name: str, parser: argparse.ArgumentParser) -> None:
     """Imports the code of a command, and of those like it: half a second that the others need not wait for."""
     match name:
         case "up" | "worker" | "router" | "gateway":
-            from tokenbus.cli import servers
+            from tokenbus.cli.serving import servers
 
             servers.FLAGS[name](parser)
         case "doctor" | "replay" | "bench" | "wire-check":
-            from tokenbus.cli import measurers
+            from tokenbus.cli.looking import measurers
 
             measurers.FLAGS[name](parser)
         case _:
-            from tokenbus.cli import askers
+            from tokenbus.cli.asking import askers
 
             askers.FLAGS[name](parser)

@@ -3,10 +3,10 @@
 import argparse
 import os
 
-from tokenbus.protocol import connection as nats
-from tokenbus.protocol import subjects
-from tokenbus.protocol.credentials import Credentials
-from tokenbus.protocol.tls import Tls
+from tokenbus.protocol.bus import connection as nats
+from tokenbus.protocol.bus.credentials import Credentials
+from tokenbus.protocol.bus.tls import Tls
+from tokenbus.protocol.wire import subjects
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
 _FILES = (

@@ -2,12 +2,12 @@
 
 from tokenbus.client.client import Client
 from tokenbus.client.stream import Stream
-from tokenbus.protocol import traces
+from tokenbus.protocol.telemetry import traces
 
 
 def application_traces() -> traces.Traces:
     """For `Client.connect(..., traced=...)`: the tracer that the application has set up. Needs the extra `traces`."""
-    from tokenbus.protocol import otel
+    from tokenbus.protocol.telemetry import otel
 
     return otel.OfApplication()
 
@@ -15,4 +15,4 @@ def application_traces() -> traces.Traces:
 __all__ = ["Client", "Stream", "application_traces"]
 
 if __name__ != "tokenbus.client":
-    raise ImportError("import tokenbus.client: client is a folder of the repository, not a package of its own")
+    raise ImportError("import tokenbus.client: it is no package of its own")

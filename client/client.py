@@ -10,9 +10,11 @@ import msgspec
 from nats.aio.msg import Msg
 
 from tokenbus.client.stream import Stream
-from tokenbus.protocol import bus, codec, errors, messages, subjects, traces
-from tokenbus.protocol import connection as nats
+from tokenbus.protocol.bus import bus
+from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.recent import Recent
+from tokenbus.protocol.telemetry import traces
+from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 AnswerT = TypeVar("AnswerT", bound=messages.Message)
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
-from tokenbus.protocol import codec, messages
+from tokenbus.protocol.wire import codec, messages
 
 
 class BrokenStreamError(RuntimeError):

@@ -8,8 +8,9 @@ from typing import Protocol
 
 from tokenbus.client.order import BrokenStreamError, Gap, Order, Ready, Stale
 from tokenbus.client.patience import Patience, Step
-from tokenbus.protocol import codec, errors, messages, traces
-from tokenbus.protocol.bus import BusyError
+from tokenbus.protocol.bus.bus import BusyError
+from tokenbus.protocol.telemetry import traces
+from tokenbus.protocol.wire import codec, errors, messages
 
 _chunks = codec.Decoder(messages.Chunk)
 _resyncs = codec.Decoder(messages.ResyncReply)

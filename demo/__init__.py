@@ -8,4 +8,4 @@ CORRECT_SUMS_UP_TO = 50
 """Both summands of every sum that the model was trained on are below this."""
 
 if __name__ != "tokenbus.demo":
-    raise ImportError("import tokenbus.demo: demo is a folder of the repository, not a package of its own")
+    raise ImportError("import tokenbus.demo: it is no package of its own")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from tokenbus.protocol import errors, internal, limits, messages
+from tokenbus.protocol.wire import errors, internal, limits, messages
 
 FOLDER = Path(__file__).parent
 TARGET = FOLDER / "wire.md"

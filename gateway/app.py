@@ -7,10 +7,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tokenbus.gateway import failures
 from tokenbus.gateway.chat import Chat
-from tokenbus.gateway.pages import Pages
-from tokenbus.protocol import errors
+from tokenbus.gateway.openai import failures
+from tokenbus.gateway.openai.pages import Pages
+from tokenbus.protocol.wire import errors
 
 
 def make(chat: Chat, pages: Pages) -> Starlette:

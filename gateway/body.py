@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive
 
-from tokenbus.gateway.failures import NOT_JSON, TOO_SLOW, FailedError, too_large
+from tokenbus.gateway.openai.failures import NOT_JSON, TOO_SLOW, FailedError, too_large
 
 BODY_S = 30.0
 """In which a body must have come."""

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
-from tokenbus.gateway import shapes
-from tokenbus.protocol import errors, messages, subjects
+from tokenbus.gateway.openai import shapes
+from tokenbus.protocol.wire import errors, messages, subjects
 
 _KEEP_S = 1.0
 _MAX_NAME = 128

@@ -10,14 +10,16 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from tokenbus.client import Stream
-from tokenbus.gateway import answer, asked, body, failures, told
+from tokenbus.gateway import body
 from tokenbus.gateway.door import Door
 from tokenbus.gateway.journal import Journal
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.gateway.reply import Reply
+from tokenbus.gateway.openai import answer, asked, failures, told
+from tokenbus.gateway.openai.reply import Reply
 from tokenbus.gateway.tenants import Tenants
-from tokenbus.protocol import errors, traces
-from tokenbus.protocol.bus import Bus
+from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.telemetry import traces
+from tokenbus.protocol.wire import errors
 
 
 class Chat:

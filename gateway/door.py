@@ -5,8 +5,8 @@ import contextlib
 from collections.abc import Iterator
 
 from tokenbus.client import Stream
-from tokenbus.gateway.failures import FULL, LEAVING, FailedError
-from tokenbus.protocol import errors
+from tokenbus.gateway.openai.failures import FULL, LEAVING, FailedError
+from tokenbus.protocol.wire import errors
 
 
 class Door:

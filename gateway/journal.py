@@ -4,9 +4,9 @@ import time
 
 import structlog
 
-from tokenbus.gateway.asked import Asked
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.protocol import messages, subjects
+from tokenbus.gateway.openai.asked import Asked
+from tokenbus.protocol.wire import messages, subjects
 
 _MAX_MODEL = 128
 

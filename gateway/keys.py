@@ -4,7 +4,7 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 
-from tokenbus.protocol import subjects
+from tokenbus.protocol.wire import subjects
 
 VARIABLE = "TOKENBUS_API_KEYS"
 _SCHEME = "bearer "

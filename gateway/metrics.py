@@ -1,6 +1,6 @@
 """Every metric of a gateway, declared once."""
 
-from tokenbus.protocol.metrics import REQUEST_SECONDS, SECONDS, Counter, Gauge, Histogram
+from tokenbus.protocol.telemetry.metrics import REQUEST_SECONDS, SECONDS, Counter, Gauge, Histogram
 
 _P = "tokenbus_gateway"
 

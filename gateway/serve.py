@@ -10,18 +10,21 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from tokenbus.gateway import app, listen, refusals
+from tokenbus.gateway import app, listen
 from tokenbus.gateway.catalog import Catalog
 from tokenbus.gateway.chat import Chat
 from tokenbus.gateway.door import Door
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.gateway.pages import Pages
+from tokenbus.gateway.openai import refusals
+from tokenbus.gateway.openai.pages import Pages
 from tokenbus.gateway.settings import GatewaySettings
 from tokenbus.gateway.tenants import Tenants
-from tokenbus.protocol import connection as nats
-from tokenbus.protocol import http_server, metrics, reload, status, stopping, traces
-from tokenbus.protocol.bus import Bus
-from tokenbus.protocol.http_connections import Bounds
+from tokenbus.protocol.bus import connection as nats
+from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.http import http_server
+from tokenbus.protocol.http.http_connections import Bounds
+from tokenbus.protocol.process import reload, stopping
+from tokenbus.protocol.telemetry import metrics, status, traces
 
 _AFTER_GRACE_S = 3
 """For writing out the last events of what did not end by itself."""

@@ -3,8 +3,9 @@
 import dataclasses
 
 from tokenbus.gateway.keys import Keys
-from tokenbus.protocol import connection as nats
-from tokenbus.protocol import status, subjects
+from tokenbus.protocol.bus import connection as nats
+from tokenbus.protocol.telemetry import status
+from tokenbus.protocol.wire import subjects
 
 
 @dataclasses.dataclass(frozen=True)

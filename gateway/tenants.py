@@ -5,11 +5,12 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from tokenbus.client import Client
-from tokenbus.gateway.failures import NO_KEY, NOT_YET, FailedError
 from tokenbus.gateway.keys import Keys
+from tokenbus.gateway.openai.failures import NO_KEY, NOT_YET, FailedError
 from tokenbus.gateway.settings import GatewaySettings
-from tokenbus.protocol import subjects, traces
-from tokenbus.protocol.bus import Bus
+from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.telemetry import traces
+from tokenbus.protocol.wire import subjects
 
 
 class Tenant(NamedTuple):

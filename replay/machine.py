@@ -4,17 +4,17 @@ from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tokenbus.protocol import internal, messages
+from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker import contract
-from tokenbus.worker.engine.blocks import BlockPool
-from tokenbus.worker.engine.pace import Pace
-from tokenbus.worker.engine.plan import Advance, Sampled, StepPlan
-from tokenbus.worker.engine.scheduler import Scheduler
-from tokenbus.worker.engine.sequence import End, Sequence
+from tokenbus.worker.broker.held import runs_of
+from tokenbus.worker.engine.kv.blocks import BlockPool
+from tokenbus.worker.engine.kv.tree import Domain
+from tokenbus.worker.engine.scheduling.pace import Pace
+from tokenbus.worker.engine.scheduling.plan import Advance, Sampled, StepPlan
+from tokenbus.worker.engine.scheduling.scheduler import Scheduler
+from tokenbus.worker.engine.scheduling.sequence import End, Sequence
 from tokenbus.worker.engine.sim.runner import VOCABULARY
 from tokenbus.worker.engine.sim.timing import Timing, of_plan
-from tokenbus.worker.engine.tree import Domain
-from tokenbus.worker.front.held import runs_of
 
 MODEL = "replayed"
 FINGERPRINT = "replay"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tokenbus.protocol import subjects
+from tokenbus.protocol.wire import subjects
 
 TRACE_BLOCK_TOKENS = 512
 """Tokens that one id of a Mooncake trace stands for."""

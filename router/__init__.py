@@ -1,4 +1,4 @@
 """The router: checks a request, makes its prompt, chooses a worker, and hands it over. It never sees the answer."""
 
 if __name__ != "tokenbus.router":
-    raise ImportError("import tokenbus.router: router is a folder of the repository, not a package of its own")
+    raise ImportError("import tokenbus.router: it is no package of its own")

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Iterable
 
-from tokenbus.protocol import errors, messages
-from tokenbus.protocol.metrics import REQUEST_SECONDS, SHORT_SECONDS, Counter, Gauge, Histogram, Names
+from tokenbus.protocol.telemetry.metrics import REQUEST_SECONDS, SHORT_SECONDS, Counter, Gauge, Histogram, Names
+from tokenbus.protocol.wire import errors, messages
 
 _P = "tokenbus_router"
 PHASES = ("tokenize", "hash", "place", "accept")

@@ -4,9 +4,9 @@ import time
 
 from msgspec import UNSET, UnsetType
 
-from tokenbus.protocol import codec, messages
-from tokenbus.router.fleet import Fleet
-from tokenbus.router.turns import Turns
+from tokenbus.protocol.wire import codec, messages
+from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.requests.turns import Turns
 
 _MAX_UNSERVED = 256
 """Names of models that nobody serves, in one reply."""

@@ -12,24 +12,26 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from tokenbus.protocol import connection as nats
-from tokenbus.protocol import metrics, reload, status, stopping, subjects, traces
-from tokenbus.protocol.bus import Bus
-from tokenbus.protocol.replies import Replies
-from tokenbus.router.allowance import Allowances, TenantLimits
-from tokenbus.router.answer import Answers
-from tokenbus.router.dispatch import Dispatch
-from tokenbus.router.embeddings import Embeddings
-from tokenbus.router.fleet import Fleet
-from tokenbus.router.flight import Flights
-from tokenbus.router.intake import Intake
-from tokenbus.router.journal import Journal, JournalSettings
-from tokenbus.router.journey import Journeys
+from tokenbus.protocol.bus import connection as nats
+from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.bus.replies import Replies
+from tokenbus.protocol.process import reload, stopping
+from tokenbus.protocol.telemetry import metrics, status, traces
+from tokenbus.protocol.wire import subjects
+from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.models import Models
-from tokenbus.router.placement import make_policies
-from tokenbus.router.turns import Choice, QueueSettings, Turns
-from tokenbus.router.vocabularies import Vocabularies
+from tokenbus.router.placement.placement import make_policies
+from tokenbus.router.requests.allowance import Allowances, TenantLimits
+from tokenbus.router.requests.answer import Answers
+from tokenbus.router.requests.dispatch import Dispatch
+from tokenbus.router.requests.embeddings import Embeddings
+from tokenbus.router.requests.flight import Flights
+from tokenbus.router.requests.intake import Intake
+from tokenbus.router.requests.journal import Journal, JournalSettings
+from tokenbus.router.requests.journey import Journeys
+from tokenbus.router.requests.turns import Choice, QueueSettings, Turns
+from tokenbus.router.requests.vocabularies import Vocabularies
 from tokenbus.router.watch import FleetWatch
 
 _BYTES_PER_BLOCK = 87

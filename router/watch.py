@@ -10,14 +10,14 @@ import time
 import structlog
 from nats.aio.msg import Msg
 
-from tokenbus.protocol import codec, errors, internal, limits, messages, subjects
-from tokenbus.protocol.bus import Bus, BusyError
-from tokenbus.router.eventlog import Caught
-from tokenbus.router.fleet import Fleet
-from tokenbus.router.flight import Flight, Flights
-from tokenbus.router.heard import Heard, Lost
-from tokenbus.router.journey import Journeys
+from tokenbus.protocol.bus.bus import Bus, BusyError
+from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
+from tokenbus.router.fleet.eventlog import Caught
+from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.fleet.heard import Heard, Lost
 from tokenbus.router.metrics import RouterMetrics
+from tokenbus.router.requests.flight import Flight, Flights
+from tokenbus.router.requests.journey import Journeys
 
 _cards = codec.Decoder(messages.Card)
 _events = codec.Decoder(internal.Events)

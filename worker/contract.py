@@ -31,7 +31,7 @@ from typing import Protocol
 
 import msgspec
 
-from tokenbus.protocol import errors, internal, messages
+from tokenbus.protocol.wire import errors, internal, messages
 
 REPETITION_LAST_N = 64
 """The wire's default for the tokens that penalties look at."""

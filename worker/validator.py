@@ -1,7 +1,7 @@
 """Watches a stream of outputs and raises where it breaks the engine contract. On in tests, and in production by
 TOKENBUS_DEBUG=1."""
 
-from tokenbus.protocol import messages
+from tokenbus.protocol.wire import messages
 from tokenbus.worker import contract
 
 _REASONS_WITH_TOKENS = (messages.FinishReason.STOP, messages.FinishReason.LENGTH)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from tokenbus.protocol import metrics
-from tokenbus.worker.engine import frames, watch
-from tokenbus.worker.front.metrics import ReplicaMetrics
+from tokenbus.protocol.telemetry import metrics
+from tokenbus.worker.engine.process import frames, watch
+from tokenbus.worker.frontend.metrics import ReplicaMetrics
 
 _NOTE = frames.StepNote(frames.StepKind.DECODE, 0.0, 0.0, 0, 0)
 

@@ -14,13 +14,13 @@ import pytest
 from bench import quantization, random_model, random_vocabulary
 from bench.shape import PRESETS, ImpossibleModelError, Shape, check, tensors
 from tests.support import engines
-from tokenbus.protocol import internal, messages
+from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf import metadata
 from tokenbus.worker.engine.gguf.runner import GgufRunner
-from tokenbus.worker.engine.moves import Cut
-from tokenbus.worker.engine.plan import Part, Sampled, StepPlan
-from tokenbus.worker.engine.sequence import Sequence
+from tokenbus.worker.engine.kv.moves import Cut
+from tokenbus.worker.engine.scheduling.plan import Part, Sampled, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 TINY = PRESETS["tiny"]
 TEXT = "The owl lives in Zürich, 日本 and \x00 10 other places.\n 👍🏽 "

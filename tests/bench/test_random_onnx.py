@@ -19,15 +19,15 @@ from bench import nbits, random_model, random_onnx, random_vocabulary
 from bench.shape import PRESETS, ImpossibleModelError, Shape, tensors
 from tests.support import engines
 from tokenbus.demo import onnx_graph
-from tokenbus.protocol import internal
+from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf.runner import GgufRunner
-from tokenbus.worker.engine.moves import Cut
-from tokenbus.worker.engine.onnx.load import load
+from tokenbus.worker.engine.kv.moves import Cut
+from tokenbus.worker.engine.onnx.graphs.load import load
 from tokenbus.worker.engine.onnx.runner import OnnxRunner
-from tokenbus.worker.engine.plan import Part, Sampled, StepPlan
-from tokenbus.worker.engine.sequence import Sequence
-from tokenbus.worker.engine.sharing import Models
+from tokenbus.worker.engine.process.sharing import Models
+from tokenbus.worker.engine.scheduling.plan import Part, Sampled, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 TINY = PRESETS["tiny"]
 TEXT = "The owl lives in Zürich, 日本 and \x00 10 other places.\n 👍🏽 "

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tokenbus.cli.bench.histogram import Histogram, Spread
+from tokenbus.replay.load.histogram import Histogram, Spread
 
 
 def of(*values: float) -> Histogram:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tokenbus.cli.bench.options import Plan, add_flags, plan_of
-from tokenbus.cli.bench.points import Kind, Point
-from tokenbus.cli.bench.workload import RandomTokens, Text, Traced
+from tokenbus.replay.load.options import Plan, add_flags, plan_of
+from tokenbus.replay.load.points import Kind, Point
+from tokenbus.replay.load.workload import RandomTokens, Text, Traced
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

@@ -2,12 +2,12 @@
 
 import re
 
-from tokenbus.cli.bench.page import page
-from tokenbus.cli.bench.points import Kind, Point
-from tokenbus.cli.bench.results import Report, as_json, summarize
-from tokenbus.cli.bench.table import number, sweep_table
-from tokenbus.cli.bench.tally import Tally
-from tokenbus.protocol import messages
+from tokenbus.protocol.wire import messages
+from tokenbus.replay.load.page import page
+from tokenbus.replay.load.points import Kind, Point
+from tokenbus.replay.load.results import Report, as_json, summarize
+from tokenbus.replay.load.table import number, sweep_table
+from tokenbus.replay.load.tally import Tally
 
 
 def tally_of(*e2e_s: float) -> Tally:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tokenbus.cli.bench.points import Kind, Point
-from tokenbus.cli.bench.results import Run, summarize
-from tokenbus.cli.bench.table import progress, run_lines
-from tokenbus.cli.bench.tally import OTHERS, Tally, pause_s
-from tokenbus.protocol import errors, messages
-from tokenbus.protocol.messages import FinishReason
+from tokenbus.protocol.wire import errors, messages
+from tokenbus.protocol.wire.messages import FinishReason
+from tokenbus.replay.load.points import Kind, Point
+from tokenbus.replay.load.results import Run, summarize
+from tokenbus.replay.load.table import progress, run_lines
+from tokenbus.replay.load.tally import OTHERS, Tally, pause_s
 
 USAGE = messages.Usage(prompt_tokens=10, completion_tokens=4, total_tokens=14, cached_tokens=8)
 TIMINGS = messages.Timings(queue_ms=3.0, prefill_ms=1.0, ttft_ms=4.0, decode_ms=2.0, total_ms=6.0)

@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from tokenbus.cli.bench.arrivals import poisson, timed
-from tokenbus.cli.bench.points import Kind, Point
-from tokenbus.cli.bench.workload import RandomTokens, Text, Traced, Workload, clipped
-from tokenbus.protocol import messages
+from tokenbus.protocol.wire import messages
+from tokenbus.replay.load.arrivals import poisson, timed
+from tokenbus.replay.load.points import Kind, Point
+from tokenbus.replay.load.workload import RandomTokens, Text, Traced, Workload, clipped
 from tokenbus.replay.traces import TracedRequest
 
 COMMON = messages.GenerateRequest(temperature=0.0, timeout_ms=5.0, cache_salt="s")

@@ -6,8 +6,9 @@ from pathlib import Path
 from tests.router.beliefs import card
 from tests.support import broken_models, guards
 from tokenbus import demo
-from tokenbus.cli import doctor, reach
-from tokenbus.protocol import messages
+from tokenbus.cli import reach
+from tokenbus.cli.looking import doctor
+from tokenbus.protocol.wire import messages
 
 
 def marks(findings: list[doctor.Finding]) -> dict[str, str]:

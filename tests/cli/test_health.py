@@ -12,8 +12,8 @@ import pytest
 import structlog.testing
 from prometheus_client import CollectorRegistry
 
-from tokenbus.cli import health
-from tokenbus.protocol import status
+from tokenbus.cli.looking import health
+from tokenbus.protocol.telemetry import status
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +46,7 @@ def test_where_nobody_listens_the_address_is_named(capsys: pytest.CaptureFixture
 
 
 def test_it_is_asked_too_often_to_import_the_rest() -> None:
-    command = [sys.executable, "-S", "-c", "import sys; from tokenbus.cli import health; print(*sys.modules)"]
+    command = [sys.executable, "-S", "-c", "import sys; from tokenbus.cli.looking import health; print(*sys.modules)"]
     found = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
-    assert "tokenbus.cli.health" in found
+    assert "tokenbus.cli.looking.health" in found
     assert not {"numpy", "msgspec", "structlog", "http", "urllib"} & set(found)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from tokenbus.cli import main, servers
-from tokenbus.cli.reread import CHANGEABLE, Reread
-from tokenbus.protocol import logs
+from tokenbus.cli import main
+from tokenbus.cli.serving import servers
+from tokenbus.cli.serving.reread import CHANGEABLE, Reread
+from tokenbus.protocol.telemetry import logs
 from tokenbus.router.serve import RouterSettings
 
 

@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from tokenbus.cli.top import Rates, Row, table_of
+from tokenbus.cli.asking.top import Rates, Row, table_of
 
 
 def test_a_rate_is_what_was_generated_between_two_looks() -> None:

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import xxhash
 
-from tokenbus.cli.wirecheck import ranges, repeats, shape, stream
-from tokenbus.cli.wirecheck.exchange import Exchange, any_tokens, decode
-from tokenbus.cli.wirecheck.link import Received
-from tokenbus.cli.wirecheck.report import Outcome, Verdict, json_line, line, summary
-from tokenbus.cli.wirecheck.rules import all_rules
-from tokenbus.cli.wirecheck.rules_models import check_embeddings, check_models
-from tokenbus.cli.wirecheck.rules_runs import check_parts
-from tokenbus.cli.wirecheck.rules_workers import check_log, check_place, check_snapshot, check_told
-from tokenbus.cli.wirecheck.verdict import BrokenError
+from tokenbus.conformance import ranges, repeats, shape, stream
+from tokenbus.conformance.exchange import Exchange, any_tokens, decode
+from tokenbus.conformance.link import Received
+from tokenbus.conformance.report import Outcome, Verdict, json_line, line, summary
+from tokenbus.conformance.rules.models import check_embeddings, check_models
+from tokenbus.conformance.rules.rules import all_rules
+from tokenbus.conformance.rules.runs import check_parts
+from tokenbus.conformance.rules.workers import check_log, check_place, check_snapshot, check_told
+from tokenbus.conformance.verdict import BrokenError
 
 Message = dict[str, Any]
 Change = Callable[[list[Message]], object]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.bare import PREFIX, Bare
-from tokenbus.cli import broker
+from tokenbus.cli.serving import broker
 from tokenbus.client import Client
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenbus.client.order import BrokenStreamError, Gap, Order, Ready, Stale
-from tokenbus.protocol import messages
+from tokenbus.protocol.wire import messages
 
 ERROR, STOP = messages.FinishReason.ERROR, messages.FinishReason.STOP
 

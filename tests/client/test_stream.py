@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tokenbus.cli import broker
+from tokenbus.cli.serving import broker
 from tokenbus.client import Client, Stream
 from tokenbus.client.stream import MAX_ANEW, MAX_UNREAD_CHUNKS
-from tokenbus.protocol import codec, errors, messages
+from tokenbus.protocol.wire import codec, errors, messages
 
 LENGTH, STOP, CANCELLED, ERROR = (
     messages.FinishReason.LENGTH,

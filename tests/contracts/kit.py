@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from tests.support.engines import Recorder
-from tokenbus.protocol import blocks, errors, internal, messages
+from tokenbus.protocol.wire import blocks, errors, internal, messages
 from tokenbus.worker import contract
 from tokenbus.worker.validator import StreamValidator
 

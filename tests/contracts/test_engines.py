@@ -12,10 +12,10 @@ import pytest_asyncio
 from tests.contracts import kit
 from tests.support.arithmetic import ArithmeticRunner
 from tests.support.engines import DEMO, ONNX, demo_engine, grouped_demo, thread_engine
-from tokenbus.protocol import errors
+from tokenbus.protocol.wire import errors
 from tokenbus.worker import contract
 from tokenbus.worker.engine.runner import ModelError, Runner
-from tokenbus.worker.front.engine import ChildEngine
+from tokenbus.worker.engine_client.engine import ChildEngine
 
 FACTORIES: dict[str, Callable[[], ChildEngine]] = {
     "arithmetic": lambda: thread_engine(lambda _: ArithmeticRunner(step_s=0.002)),

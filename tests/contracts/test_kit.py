@@ -9,7 +9,7 @@ import pytest
 from tests.contracts import kit
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
-from tokenbus.protocol import errors, internal, messages
+from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.worker import contract
 from tokenbus.worker.validator import ContractError, StreamValidator
 

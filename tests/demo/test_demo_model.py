@@ -8,7 +8,7 @@ import pytest
 from tests.support.engines import DEMO, Recorder, demo_engine
 from tokenbus import demo
 from tokenbus.demo import corpus
-from tokenbus.protocol import internal, messages
+from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker import contract
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from docs import reference
-from tokenbus.protocol import internal, messages
+from tokenbus.protocol.wire import internal, messages
 
 
 def test_the_reference_is_up_to_date() -> None:

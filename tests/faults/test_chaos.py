@@ -17,8 +17,9 @@ from tests.support.bare import PREFIX, Bare
 from tests.support.load import Told, until_idle, until_ready
 from tests.support.system import System
 from tokenbus.client import Client
-from tokenbus.protocol import codec, connection, internal, messages, subjects
-from tokenbus.protocol.traces import Untraced
+from tokenbus.protocol.bus import connection
+from tokenbus.protocol.telemetry.traces import Untraced
+from tokenbus.protocol.wire import codec, internal, messages, subjects
 from tokenbus.router.serve import Router, RouterSettings
 
 DURATION_S = float(os.environ.get("TOKENBUS_CHAOS_S", "12"))

@@ -14,7 +14,7 @@ from tests.support.bare import Bare
 from tests.support.load import Told, ask, cards, until_idle, until_ready
 from tests.support.system import System
 from tokenbus.client import Client
-from tokenbus.worker.front.fence import FENCE_S
+from tokenbus.worker.broker.fence import FENCE_S
 
 VICTIMS = ("engine", "front", "router")
 PAUSES_S = (0.5, 3.0, times(15, 40))

@@ -7,8 +7,9 @@ from pathlib import Path
 from tests.support.bare import PREFIX, Answer, Bare
 from tests.support.load import until_idle, until_ready
 from tests.support.system import System
-from tokenbus.protocol import connection, subjects
-from tokenbus.protocol.traces import Untraced
+from tokenbus.protocol.bus import connection
+from tokenbus.protocol.telemetry.traces import Untraced
+from tokenbus.protocol.wire import subjects
 from tokenbus.router.serve import Router, RouterSettings
 
 SIM = Path("dynamo")

@@ -154,6 +154,6 @@ async def test_sigterm_drains_every_replica(system: System) -> None:
 
 def _bytes_per_token() -> int:
     from tokenbus.worker.engine.gguf import memory, metadata
-    from tokenbus.worker.engine.settings import EngineSettings
+    from tokenbus.worker.engine.process.settings import EngineSettings
 
     return memory.bytes_per_token(metadata.read(Path(demo.MODEL_PATH)), EngineSettings(model="demo"))

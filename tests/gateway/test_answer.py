@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from tests.support.streams import Line, stream_over
-from tokenbus.gateway import answer, told
 from tokenbus.gateway.journal import Journal
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.gateway.reply import Reply
-from tokenbus.protocol import errors, messages
+from tokenbus.gateway.openai import answer, told
+from tokenbus.gateway.openai.reply import Reply
+from tokenbus.protocol.wire import errors, messages
 
 HEADING = told.Heading("chatcmpl-r", 1_700_000_000, "demo")
 HEAD = messages.Chunk(id="r", worker_id="w", model="demo", created=1)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tokenbus.gateway import asked
-from tokenbus.protocol import errors, messages
+from tokenbus.gateway.openai import asked
+from tokenbus.protocol.wire import errors, messages
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -7,7 +7,7 @@ import pytest
 from starlette.requests import Request
 
 from tokenbus.gateway import body
-from tokenbus.gateway.failures import TOO_SLOW, FailedError, too_large
+from tokenbus.gateway.openai.failures import TOO_SLOW, FailedError, too_large
 
 JSON = [(b"content-type", b"application/json")]
 

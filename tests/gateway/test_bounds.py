@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.post import ENDLESS, post
 from tests.support.system import Gateway, command, running_gateway
-from tokenbus.cli import broker
+from tokenbus.cli.serving import broker
 
 HELLO: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tokenbus.gateway.catalog import Catalog, Listing
-from tokenbus.protocol import errors, messages
+from tokenbus.protocol.wire import errors, messages
 
 REPLY = messages.ModelsReply(
     models=[messages.ServedModel(model="demo", context_length=512, features=[])],

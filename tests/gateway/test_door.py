@@ -7,8 +7,8 @@ import pytest
 
 from tests.support.streams import Line, stream_over
 from tokenbus.gateway.door import Door
-from tokenbus.gateway.failures import FULL, LEAVING, FailedError
-from tokenbus.protocol import errors
+from tokenbus.gateway.openai.failures import FULL, LEAVING, FailedError
+from tokenbus.protocol.wire import errors
 
 
 def test_as_many_requests_are_open_as_may_be_and_not_one_more() -> None:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tokenbus.gateway import failures
-from tokenbus.protocol import errors, messages
+from tokenbus.gateway.openai import failures
+from tokenbus.protocol.wire import errors, messages
 
 
 @pytest.mark.parametrize("code", errors.Code)

@@ -13,7 +13,7 @@ import pytest
 from tests.support.post import ENDLESS, post
 from tests.support.system import Gateway, running_gateway
 from tokenbus.client import Client
-from tokenbus.worker.front.presence import PROBE_AFTER_S
+from tokenbus.worker.streams.presence import PROBE_AFTER_S
 
 
 @pytest.fixture

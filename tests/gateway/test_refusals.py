@@ -5,8 +5,8 @@ import json
 from structlog.testing import capture_logs
 
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.gateway.refusals import Refusals, written
-from tokenbus.protocol.http_server import Reason, Refusal
+from tokenbus.gateway.openai.refusals import Refusals, written
+from tokenbus.protocol.http.http_server import Reason, Refusal
 
 
 def test_thousands_of_ended_connections_are_counted_and_leave_a_line_every_ten_seconds() -> None:

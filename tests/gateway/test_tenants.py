@@ -7,8 +7,8 @@ import pytest
 from starlette.requests import Request
 
 from tokenbus.client import Client
-from tokenbus.gateway.failures import NO_KEY, NOT_YET, FailedError
 from tokenbus.gateway.keys import Keys
+from tokenbus.gateway.openai.failures import NO_KEY, NOT_YET, FailedError
 from tokenbus.gateway.settings import GatewaySettings
 from tokenbus.gateway.tenants import Tenants
 

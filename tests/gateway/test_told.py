@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from tokenbus.gateway import told
-from tokenbus.protocol import errors, messages
+from tokenbus.gateway.openai import told
+from tokenbus.protocol.wire import errors, messages
 
 HEADING = told.Heading("chatcmpl-r", 1_700_000_000, "demo")
 HEAD = messages.Chunk(id="r", worker_id="w", model="demo", created=1)

@@ -9,7 +9,7 @@ from tests.router.beliefs import card, events
 from tests.sim.network import Broker, SimBus
 from tests.sim.system import MODEL, ClientProcess, RouterProcess
 from tests.sim.world import World
-from tokenbus.protocol import codec, errors, internal, messages, subjects
+from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 
 NAMES = subjects.Subjects()
 GARBAGE = b"\xc1 no MessagePack"

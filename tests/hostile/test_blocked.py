@@ -10,7 +10,7 @@ from tests.support.bare import PREFIX
 from tests.support.load import until_ready
 from tests.support.one_way import one_way
 from tests.support.system import System
-from tokenbus.protocol import codec, messages
+from tokenbus.protocol.wire import codec, messages
 
 _chunks = codec.Decoder(messages.Chunk)
 

@@ -6,7 +6,7 @@ from nats.aio.msg import Msg
 
 from tests.hostile.forged import Forged, Stage, refuses, says
 from tests.sim.system import FrontProcess
-from tokenbus.protocol import errors, internal, messages
+from tokenbus.protocol.wire import errors, internal, messages
 
 EMBEDDED = internal.Embedded(vectors=array("f", [1.0, 2.0]).tobytes(), prompt_tokens=1)
 

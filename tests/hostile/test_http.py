@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 from tests.hostile.scale import times
 from tests.support.sockets import HALF_A_HEAD, LIVEZ, Socket, ask, cut_after, small_server
 from tests.support.system import running_gateway
-from tokenbus.cli import broker
+from tokenbus.cli.serving import broker
 from tokenbus.gateway import listen
-from tokenbus.protocol.http_connections import Bounds
-from tokenbus.protocol.http_server import Patience, Reason
+from tokenbus.protocol.http.http_connections import Bounds
+from tokenbus.protocol.http.http_server import Patience, Reason
 
 SOON = Patience(head_s=0.05, keep_alive_s=0.05, reader_s=0.05, linger_s=0.05)
 SLOW_HEADS = Patience(head_s=0.05, keep_alive_s=60)

@@ -10,7 +10,7 @@ from tests.hostile.scale import times
 from tests.router.beliefs import card, events, stored
 from tests.sim.network import SimBus
 from tests.sim.system import MODEL, FrontProcess
-from tokenbus.protocol import codec, messages
+from tokenbus.protocol.wire import codec, messages
 
 NUMBERS = (-(2**63), -1, 0, 1, 3, 2**31, 2**53 + 1, 2**63 - 1, 2**64 - 1)
 

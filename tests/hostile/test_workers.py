@@ -8,8 +8,9 @@ from nats.aio.msg import Msg
 from tests.hostile.forged import GARBAGE, NAMES, Answer, Forged, Stage, refuses, says
 from tests.hostile.scale import times
 from tests.sim.system import MODEL, FrontProcess, kill
-from tokenbus.protocol import codec, errors, internal, messages, prompt
-from tokenbus.worker.engine.gguf import tokenizer_json
+from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.wire import codec, errors, internal, messages
+from tokenbus.worker.engine.gguf.tokenizer import tokenizer_json
 
 RESTARTING = messages.WorkerState.RESTARTING
 READY = messages.WorkerState.READY

@@ -16,7 +16,7 @@ from tests.support.bare import Bare
 from tests.support.load import cards, until_idle
 from tests.support.system import command
 from tokenbus.cli import reach
-from tokenbus.cli.bench import options, run
+from tokenbus.replay.load import options, run
 
 
 class Done(NamedTuple):

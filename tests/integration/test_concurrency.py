@@ -11,9 +11,9 @@ import pytest
 from tests.support.bare import Answer, Bare, check_stream
 from tokenbus import demo
 from tokenbus.demo import corpus
-from tokenbus.protocol import internal, messages
+from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker.engine.gguf import metadata
-from tokenbus.worker.engine.gguf.vocabulary import Vocabulary
+from tokenbus.worker.engine.gguf.tokenizer.vocabulary import Vocabulary
 
 NEAR_TIE = 1e-3
 

@@ -12,8 +12,9 @@ from tests.support import guards
 from tests.support.guards import GUARDS, Mistake, Way, guarded, secret_file, settings
 from tests.support.system import command, environment
 from tokenbus.client import Client
-from tokenbus.protocol import connection, errors, messages
-from tokenbus.protocol.handshake import RefusedError
+from tokenbus.protocol.bus import connection
+from tokenbus.protocol.bus.handshake import RefusedError
+from tokenbus.protocol.wire import errors, messages
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
 GENERATE = ("generate", "--model", "demo", "hello")

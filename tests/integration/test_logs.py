@@ -11,7 +11,7 @@ import pytest
 from tests.support.load import until_ready
 from tests.support.system import System
 from tokenbus.client import Client
-from tokenbus.protocol import subjects
+from tokenbus.protocol.wire import subjects
 
 PROMPT = "Once upon a time there was an unmistakable prompt"
 

@@ -14,8 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.load import until_ready
 from tests.support.system import System
-from tokenbus.protocol import connection, subjects
-from tokenbus.protocol.traces import Untraced
+from tokenbus.protocol.bus import connection
+from tokenbus.protocol.telemetry.traces import Untraced
+from tokenbus.protocol.wire import subjects
 from tokenbus.router.serve import Router, RouterSettings
 
 KINDS = ("finish_reason", "code", "state", "policy")

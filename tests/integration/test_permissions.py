@@ -18,7 +18,7 @@ from tests.support.bare import PREFIX, Bare
 from tests.support.system import System, running_gateway
 from tokenbus import demo
 from tokenbus.client import Client
-from tokenbus.protocol import connection
+from tokenbus.protocol.bus import connection
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
 USERS = ("router", "worker-demo", "worker-other", "operator", "gateway", "default", "acme", "globex")

@@ -12,7 +12,7 @@ from tests.support.collector import Collector, Span, collecting
 from tests.support.load import until_ready
 from tests.support.system import System, running_gateway
 from tokenbus.client import Client
-from tokenbus.protocol import otel
+from tokenbus.protocol.telemetry import otel
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # the exporter's session ends with its thread
 

@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.sloppy import MODEL, Sloppy
 from tests.support.system import System, command
-from tokenbus.cli import broker
-from tokenbus.cli.parent import die_with_parent
-from tokenbus.cli.wirecheck.rules import all_rules
+from tokenbus.cli.serving import broker
+from tokenbus.cli.serving.parent import die_with_parent
+from tokenbus.conformance.rules.rules import all_rules
 
 NOT_SERVED = {
     "resume_from goes on behind the tokens given, and counts on",

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TypedDict
 
-from tokenbus.protocol import blocks, codec, errors, internal, messages
+from tokenbus.protocol.wire import blocks, codec, errors, internal, messages
 
 PATH = Path(__file__).parent / "golden.json"
 

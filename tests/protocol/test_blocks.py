@@ -11,8 +11,16 @@ import xxhash
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tokenbus.protocol import limits
-from tokenbus.protocol.blocks import Adapter, PrefixDomain, block_hashes, from_bytes, hash_to_hex, root_hash, to_bytes
+from tokenbus.protocol.wire import limits
+from tokenbus.protocol.wire.blocks import (
+    Adapter,
+    PrefixDomain,
+    block_hashes,
+    from_bytes,
+    hash_to_hex,
+    root_hash,
+    to_bytes,
+)
 
 
 class AdapterVector(TypedDict):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.hostile.scale import times
-from tokenbus.cli import broker
-from tokenbus.protocol.connection import Settings, connect
+from tokenbus.cli.serving import broker
+from tokenbus.protocol.bus.connection import Settings, connect
 
 SUBJECT = "test.subject"
 MOST_TURNS = 10_000

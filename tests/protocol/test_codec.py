@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.protocol import codec, errors, internal, limits, messages
-from tokenbus.protocol.codec import Decoder, Encoding
-from tokenbus.protocol.messages import FinishReason
+from tokenbus.protocol.wire import codec, errors, internal, limits, messages
+from tokenbus.protocol.wire.codec import Decoder, Encoding
+from tokenbus.protocol.wire.messages import FinishReason
 
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 

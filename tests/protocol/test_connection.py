@@ -12,10 +12,16 @@ import pytest
 import structlog
 from nats.aio.msg import Msg
 
-from tokenbus.cli import broker
-from tokenbus.protocol import limits
-from tokenbus.protocol.bus import BadSubjectError, BusyError, NoRespondersError, PayloadTooLargeError, is_no_responders
-from tokenbus.protocol.connection import Connection, Settings, connect, default_max_request_bytes
+from tokenbus.cli.serving import broker
+from tokenbus.protocol.bus.bus import (
+    BadSubjectError,
+    BusyError,
+    NoRespondersError,
+    PayloadTooLargeError,
+    is_no_responders,
+)
+from tokenbus.protocol.bus.connection import Connection, Settings, connect, default_max_request_bytes
+from tokenbus.protocol.wire import limits
 
 Connect = Callable[..., Awaitable[Connection]]
 SUBJECT = "test.subject"

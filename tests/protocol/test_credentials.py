@@ -8,10 +8,10 @@ import pytest
 import structlog
 
 from tests.support.guards import Authority, Guard, Key, Way, creds, guarded, secret_file
-from tokenbus.protocol import connection
-from tokenbus.protocol.connection import Settings
-from tokenbus.protocol.credentials import Credentials
-from tokenbus.protocol.tls import Tls
+from tokenbus.protocol.bus import connection
+from tokenbus.protocol.bus.connection import Settings
+from tokenbus.protocol.bus.credentials import Credentials
+from tokenbus.protocol.bus.tls import Tls
 
 JWT = "eyJ0eXAiOiJKV1QiLCJhbGciOiJlZDI1NTE5LW5rZXkifQ.e30.c2ln"
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.protocol import embed, errors, limits, messages
+from tokenbus.protocol.wire import embed, errors, limits, messages
 
 
 def refused(**fields: object) -> errors.Error:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tokenbus.protocol import errors
-from tokenbus.protocol.errors import Code
+from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire.errors import Code
 
 TABLE = {
     "invalid_request": (400, False),

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.protocol import fewest, prompt
-from tokenbus.worker.engine.gguf import tokenizer_json
-from tokenbus.worker.engine.gguf.tokenizer_json import Design, Json
+from tokenbus.protocol.prompt import fewest, prompt
+from tokenbus.worker.engine.gguf.tokenizer import tokenizer_json
+from tokenbus.worker.engine.gguf.tokenizer.tokenizer_json import Design, Json
 
 LETTERS = list(fewest._letters())
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from tests.protocol import golden
-from tokenbus.protocol import internal, messages
-from tokenbus.protocol.codec import Decoder, Encoding, encode
+from tokenbus.protocol.wire import internal, messages
+from tokenbus.protocol.wire.codec import Decoder, Encoding, encode
 
 FILE: list[golden.Entry] = json.loads(golden.PATH.read_text(encoding="utf-8"))
 MESSAGES = {(type(message).__name__, what): message for what, message in (*golden.PUBLIC, *golden.INTERNAL)}

@@ -10,10 +10,10 @@ import structlog
 
 from tests.support import guards
 from tests.support.guards import GUARDS, Authority, Guard, Way, guarded, settings
-from tokenbus.protocol import connection
-from tokenbus.protocol.connection import Settings, without_secrets
-from tokenbus.protocol.credentials import Credentials
-from tokenbus.protocol.handshake import RefusedError
+from tokenbus.protocol.bus import connection
+from tokenbus.protocol.bus.connection import Settings, without_secrets
+from tokenbus.protocol.bus.credentials import Credentials
+from tokenbus.protocol.bus.handshake import RefusedError
 
 PATIENCE_S = 15.0
 INFO = b'INFO {"server_id":"x","version":"2.11.0","max_payload":1048576,"headers":true}\r\n'

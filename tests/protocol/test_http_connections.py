@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.protocol.http_connections import Bounds, Connections, Full, address_of
+from tokenbus.protocol.http.http_connections import Bounds, Connections, Full, address_of
 
 
 def test_one_that_comes_pushes_out_the_one_that_has_waited_longest() -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import structlog
 
-from tokenbus.protocol import logs
+from tokenbus.protocol.telemetry import logs
 
 
 @pytest.mark.parametrize("form", ["json", "console"])

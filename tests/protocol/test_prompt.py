@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tokenbus.protocol import codec, errors, internal, limits, prompt
-from tokenbus.protocol.messages import ChatMessage
-from tokenbus.protocol.prompt import PromptRules, TokenizerBundle
+from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt.prompt import PromptRules, TokenizerBundle
+from tokenbus.protocol.wire import codec, errors, internal, limits
+from tokenbus.protocol.wire.messages import ChatMessage
 
 BOS, EOS, END = 300, 301, 302
 SPECIAL = {"<s>": BOS, "</s>": EOS, "<|end|>": END}

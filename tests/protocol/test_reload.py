@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from structlog.testing import capture_logs
 
-from tokenbus.protocol import reload
+from tokenbus.protocol.process import reload
 
 
 @pytest.fixture(autouse=True)

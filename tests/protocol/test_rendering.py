@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from tokenbus.protocol import errors, limits, messages
-from tokenbus.protocol.rendering import Renderer, Setup
+from tokenbus.protocol.prompt.rendering import Renderer, Setup
+from tokenbus.protocol.wire import errors, limits, messages
 
 PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}<|end|>{% endfor %}"
 GREEDY = {
@@ -134,6 +134,6 @@ def children() -> set[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"tokenbus.protocol.rendering" in (folder / "cmdline").read_bytes():
+            if parent == os.getpid() and b"tokenbus.protocol.prompt.rendering" in (folder / "cmdline").read_bytes():
                 found.add(int(folder.name))
     return found

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tokenbus.protocol.bus import BusyError, PayloadTooLargeError
-from tokenbus.protocol.replies import Replies
+from tokenbus.protocol.bus.bus import BusyError, PayloadTooLargeError
+from tokenbus.protocol.bus.replies import Replies
 
 
 class Narrow:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.protocol import errors, internal, limits, request
-from tokenbus.protocol.errors import Code
-from tokenbus.protocol.messages import (
+from tokenbus.protocol.wire import errors, internal, limits, request
+from tokenbus.protocol.wire.errors import Code
+from tokenbus.protocol.wire.messages import (
     ChatMessage,
     ContentPart,
     GenerateRequest,
@@ -17,7 +17,7 @@ from tokenbus.protocol.messages import (
     ResumeFrom,
     RoutingWish,
 )
-from tokenbus.protocol.request import Need
+from tokenbus.protocol.wire.request import Need
 
 PROMPT: dict[str, object] = {"prompt": "hello"}
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.protocol.slow import SlowWait
+from tokenbus.protocol.telemetry.slow import SlowWait
 
 
 def test_a_wait_is_mentioned_when_it_is_long_and_each_time_it_has_doubled() -> None:

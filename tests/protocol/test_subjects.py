@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tokenbus.protocol import limits
-from tokenbus.protocol.subjects import (
+from tokenbus.protocol.wire import limits
+from tokenbus.protocol.wire.subjects import (
     DEFAULT_TENANT,
     PROBE_SUFFIX,
     Subjects,

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.protocol import errors, limits
-from tokenbus.protocol.messages import ChatMessage, ContentPart
-from tokenbus.protocol.template import ChatTemplate, Marks, SpecialTokens
+from tokenbus.protocol.prompt.template import ChatTemplate, Marks, SpecialTokens
+from tokenbus.protocol.wire import errors, limits
+from tokenbus.protocol.wire.messages import ChatMessage, ContentPart
 
 IDS = {"<|im_start|>": 1, "<|im_end|>": 2, "<s>": 3, "</s>": 4, "<think>": 5, "<|im_end|>x": 6}
 TEXT_OF = {token_id: text for text, token_id in IDS.items()}

@@ -2,7 +2,8 @@ import sys
 
 import pytest
 
-from tokenbus.protocol import errors, messages, traces
+from tokenbus.protocol.telemetry import traces
+from tokenbus.protocol.wire import errors, messages
 
 CONTEXT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "vendor=1"}
 
@@ -40,9 +41,11 @@ def test_an_endpoint_must_be_a_url_of_http(endpoint: str) -> None:
 
 def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    for name in [name for name in sys.modules if name.startswith(("opentelemetry.", "tokenbus.protocol.otel"))]:
+    for name in [
+        name for name in sys.modules if name.startswith(("opentelemetry.", "tokenbus.protocol.telemetry.otel"))
+    ]:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delattr("tokenbus.protocol.otel", raising=False)
+    monkeypatch.delattr("tokenbus.protocol.telemetry.otel", raising=False)
     with pytest.raises(ValueError, match=r"pip install 'tokenbus\[traces\]'"):
         traces.make("http://127.0.0.1:4318/v1/traces", "router", "r1")
 

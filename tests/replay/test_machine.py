@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tokenbus.replay.machine import Machine, MachineSettings, Progress
 from tokenbus.replay.traces import TracedRequest
+from tokenbus.worker.engine.kv.tree import Domain
 from tokenbus.worker.engine.sim.runner import VOCABULARY
 from tokenbus.worker.engine.sim.timing import PRESETS
-from tokenbus.worker.engine.tree import Domain
 
 SMALL = MachineSettings(kv_blocks=40, block_size=4, timing=PRESETS["dynamo"], max_num_seqs=4, max_num_batched_tokens=24)
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from tokenbus.protocol import codec, internal, messages, subjects
-from tokenbus.router.flight import Flight
+from tokenbus.protocol.wire import codec, internal, messages, subjects
+from tokenbus.router.requests.flight import Flight
 
 READY = messages.WorkerState.READY
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.router.allowance import MAX_TENANTS, Allowances, Refusal, TenantLimits
+from tokenbus.router.requests.allowance import MAX_TENANTS, Allowances, Refusal, TenantLimits
 
 
 def test_without_limits_nothing_is_refused_or_remembered() -> None:

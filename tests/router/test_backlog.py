@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tokenbus.router.backlog import QUANTUM_TOKENS, Backlog, Waiting
+from tokenbus.router.requests.backlog import QUANTUM_TOKENS, Backlog, Waiting
 
 
 def waiting(key: str, tenant: str = "a", came_at: float = 0.0, tokens: int = 100, priority: int = 0) -> Waiting:

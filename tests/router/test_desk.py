@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tokenbus.router.desk import Desk
+from tokenbus.router.requests.desk import Desk
 
 LONG = 400_000
 

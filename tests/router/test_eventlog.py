@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.router.beliefs import events, part
-from tokenbus.protocol import internal
-from tokenbus.router.eventlog import MAX_BUFFERED, EventLog
+from tokenbus.protocol.wire import internal
+from tokenbus.router.fleet.eventlog import MAX_BUFFERED, EventLog
 
 
 def seqs(ready: tuple[internal.Events, ...]) -> list[int]:

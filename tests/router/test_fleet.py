@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.router.beliefs import READY, at, card, events, part
-from tokenbus.protocol import messages
-from tokenbus.router.fleet import MAX_WORKERS, Fleet
-from tokenbus.router.heard import Heard, Lost
-from tokenbus.router.served import Prompt, Room
-from tokenbus.router.worker import Worker
+from tokenbus.protocol.wire import messages
+from tokenbus.router.fleet.fleet import MAX_WORKERS, Fleet
+from tokenbus.router.fleet.heard import Heard, Lost
+from tokenbus.router.fleet.worker import Worker
+from tokenbus.router.placement.served import Prompt, Room
 
 DRAINING, RESTARTING, STARTING, STOPPED = (
     messages.WorkerState.DRAINING,

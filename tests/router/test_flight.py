@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from tests.router.beliefs import at, flight
-from tokenbus.router.flight import Flight, Flights
+from tokenbus.router.requests.flight import Flight, Flights
 
 
 def test_a_new_flight_is_nobodys_yet() -> None:

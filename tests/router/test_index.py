@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tokenbus.router.index import Level, PrefixIndex
+from tokenbus.router.placement.index import Level, PrefixIndex
 
 A, B, C = 1, 2, 4
 

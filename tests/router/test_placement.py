@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tests.router.beliefs import at, card, events, stored
-from tokenbus.protocol import messages
-from tokenbus.router.columns import Floats
-from tokenbus.router.fleet import Fleet
-from tokenbus.router.placement import (
+from tokenbus.protocol.wire import messages
+from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.placement.columns import Floats
+from tokenbus.router.placement.placement import (
     ENTRY_POINTS,
     POLICIES,
     Kv,
@@ -24,7 +24,7 @@ from tokenbus.router.placement import (
     draw,
     make_policies,
 )
-from tokenbus.router.served import NoWorker, Placement, Prompt, Wish
+from tokenbus.router.placement.served import NoWorker, Placement, Prompt, Wish
 
 ANYONE = Wish()
 

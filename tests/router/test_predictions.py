@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.router.index import Level
-from tokenbus.router.predictions import PREDICTED_S, Predictions
+from tokenbus.router.placement.index import Level
+from tokenbus.router.placement.predictions import PREDICTED_S, Predictions
 
 PROMPT = range(10)
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tokenbus.protocol import messages
-from tokenbus.router.speed import Speed
-from tokenbus.router.tally import Tally
+from tokenbus.protocol.wire import messages
+from tokenbus.router.fleet.speed import Speed
+from tokenbus.router.fleet.tally import Tally
 
 
 def prompts(tokens: int, left: int = 0) -> tuple[messages.Load, messages.Load]:

@@ -4,16 +4,16 @@ import asyncio
 import random
 
 import pytest
+from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.placement.placement import View, make_policies
 
 from tests.router.beliefs import card, events, flight
-from tokenbus.protocol import errors, messages
-from tokenbus.router.columns import Floats
-from tokenbus.router.fleet import Fleet
-from tokenbus.router.flight import Flight
+from tokenbus.protocol.wire import errors, messages
 from tokenbus.router.metrics import RouterMetrics
-from tokenbus.router.placement import View, make_policies
-from tokenbus.router.served import NoWorker, Placement
-from tokenbus.router.turns import Choice, QueueSettings, Turns
+from tokenbus.router.placement.columns import Floats
+from tokenbus.router.placement.served import NoWorker, Placement
+from tokenbus.router.requests.flight import Flight
+from tokenbus.router.requests.turns import Choice, QueueSettings, Turns
 
 FULL = messages.Load(running=9)
 """A worker that can run 8 has one more, which is all that it gets."""

@@ -10,7 +10,7 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from tests.sim.world import Process, World
-from tokenbus.protocol import bus
+from tokenbus.protocol.bus import bus
 
 _RECONNECT_S = 0.2
 _MAX_PENDING = 50_000

@@ -11,13 +11,13 @@ from nats.aio.msg import Msg
 from tests.sim.network import Broker, SimBus
 from tests.sim.world import Process, World
 from tokenbus.client import Client, Stream
-from tokenbus.protocol import codec, errors, internal, messages, subjects
-from tokenbus.protocol.traces import Untraced
+from tokenbus.protocol.telemetry.traces import Untraced
+from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.router.serve import Router, RouterSettings
 from tokenbus.worker import contract
-from tokenbus.worker.front.front import Front
-from tokenbus.worker.front.metrics import ReplicaMetrics, WorkerMetrics
-from tokenbus.worker.front.settings import FrontSettings
+from tokenbus.worker.frontend.front import Front
+from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
+from tokenbus.worker.frontend.settings import FrontSettings
 
 MODEL = "sim"
 _TOKEN = re.compile(r"<(\d+):(\d+)>")

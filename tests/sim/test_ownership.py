@@ -8,7 +8,7 @@ from nats.aio.msg import Msg
 from tests.sim.network import Broker, SimBus
 from tests.sim.system import MODEL, FrontProcess, RouterProcess
 from tests.sim.world import World, world
-from tokenbus.protocol import blocks, codec, internal, messages, subjects
+from tokenbus.protocol.wire import blocks, codec, internal, messages, subjects
 
 NAMES = subjects.Subjects()
 KEY = "default:r1"

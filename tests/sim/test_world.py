@@ -7,7 +7,7 @@ import pytest
 from tests.sim.network import Broker
 from tests.sim.system import ClientProcess, FrontProcess, RouterProcess, kill
 from tests.sim.world import World, world
-from tokenbus.protocol import errors, messages
+from tokenbus.protocol.wire import errors, messages
 
 LENGTH = messages.FinishReason.LENGTH
 

@@ -10,13 +10,13 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from tokenbus.protocol import errors, internal
+from tokenbus.protocol.wire import errors, internal
 from tokenbus.worker import contract
-from tokenbus.worker.engine.moves import Cut, Forget, Move, Restore, Save, Share
-from tokenbus.worker.engine.plan import Sampled, StepPlan
+from tokenbus.worker.engine.kv.moves import Cut, Forget, Move, Restore, Save, Share
 from tokenbus.worker.engine.runner import Embedder
 from tokenbus.worker.engine.sampler import Matrix
-from tokenbus.worker.engine.sequence import End, Sequence
+from tokenbus.worker.engine.scheduling.plan import Sampled, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import End, Sequence
 
 END_TOKEN = 0
 PIECES = [

@@ -7,15 +7,15 @@ import numpy as np
 
 from tests.support.arithmetic import ArithmeticRunner, _next
 from tokenbus.worker import contract
-from tokenbus.worker.engine.moves import Move
-from tokenbus.worker.engine.onnx.caches import Cache
-from tokenbus.worker.engine.onnx.device import HostRows
-from tokenbus.worker.engine.onnx.graph import Graph, Kv
-from tokenbus.worker.engine.onnx.grouped import GroupedCache
-from tokenbus.worker.engine.onnx.lanes import Lanes
-from tokenbus.worker.engine.onnx.plain import PlainCache
-from tokenbus.worker.engine.plan import Part, Sampled, StepPlan
-from tokenbus.worker.engine.sequence import End
+from tokenbus.worker.engine.kv.moves import Move
+from tokenbus.worker.engine.onnx.cache.caches import Cache
+from tokenbus.worker.engine.onnx.cache.grouped import GroupedCache
+from tokenbus.worker.engine.onnx.cache.lanes import Lanes
+from tokenbus.worker.engine.onnx.cache.plain import PlainCache
+from tokenbus.worker.engine.onnx.graphs.device import HostRows
+from tokenbus.worker.engine.onnx.graphs.graph import Graph, Kv
+from tokenbus.worker.engine.scheduling.plan import Part, Sampled, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import End
 
 ROW_TOKENS = 64
 NOTHING = -1

@@ -14,12 +14,12 @@ from pathlib import Path
 from tokenbus import demo
 from tokenbus.demo import export_onnx
 from tokenbus.worker import contract
-from tokenbus.worker.engine import replica
+from tokenbus.worker.engine.process import replica
+from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import DeviceError, Runner
-from tokenbus.worker.engine.settings import EngineSettings
-from tokenbus.worker.front import link
-from tokenbus.worker.front.blame import Blame
-from tokenbus.worker.front.engine import ChildEngine
+from tokenbus.worker.engine_client import link
+from tokenbus.worker.engine_client.blame import Blame
+from tokenbus.worker.engine_client.engine import ChildEngine
 
 
 class ThreadLink:

@@ -16,7 +16,7 @@ import trustme
 
 from tests.support.system import System
 from tokenbus.cli import reach
-from tokenbus.protocol import connection
+from tokenbus.protocol.bus import connection
 
 
 class Way(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.support.bare import PREFIX, Bare
 from tokenbus.client import Client, Stream
-from tokenbus.protocol import messages
+from tokenbus.protocol.wire import messages
 
 PROMPT = "Once upon a time"
 

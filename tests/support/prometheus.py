@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import rules
-from tokenbus.cli.parent import die_with_parent
+from tokenbus.cli.serving.parent import die_with_parent
 
 _CONFIG = """
 global: {{ scrape_interval: 500ms, scrape_timeout: 500ms, evaluation_interval: 500ms }}

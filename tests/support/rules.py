@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.protocol.metrics import Counter, Histogram
+from tokenbus.protocol.telemetry.metrics import Counter, Histogram
 from tokenbus.router.metrics import RouterMetrics
-from tokenbus.worker.front.metrics import WorkerMetrics
+from tokenbus.worker.frontend.metrics import WorkerMetrics
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "prometheus"

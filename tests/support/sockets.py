@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 
 from starlette.types import Receive, Scope, Send
 
-from tokenbus.gateway.refusals import written
-from tokenbus.protocol.http_connections import Bounds
-from tokenbus.protocol.http_server import Config, Patience, QuietServer, Reason
+from tokenbus.gateway.openai.refusals import written
+from tokenbus.protocol.http.http_connections import Bounds
+from tokenbus.protocol.http.http_server import Config, Patience, QuietServer, Reason
 
 LIVEZ = b"GET /livez HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 WIDE, USUAL = Bounds(1_000), Patience()

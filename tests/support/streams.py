@@ -1,7 +1,7 @@
 """A client's stream that a test feeds by hand."""
 
 from tokenbus.client import Stream
-from tokenbus.protocol import codec, messages
+from tokenbus.protocol.wire import codec, messages
 
 
 class Line:

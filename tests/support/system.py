@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from tests.support.bare import Bare
 from tokenbus import demo
-from tokenbus.cli import broker
-from tokenbus.cli.parent import die_with_parent
+from tokenbus.cli.serving import broker
+from tokenbus.cli.serving.parent import die_with_parent
 
 READY_TIMEOUT_S = 120.0
 

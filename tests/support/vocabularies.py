@@ -9,7 +9,7 @@ from typing import NamedTuple
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.engine.gguf import library, metadata
-from tokenbus.worker.engine.gguf.vocabulary import Vocabulary
+from tokenbus.worker.engine.gguf.tokenizer.vocabulary import Vocabulary
 
 _SCALARS = {str: 8, bool: 7, int: 4, float: 6}
 _ITEMS = _SCALARS | {int: 5}

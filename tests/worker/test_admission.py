@@ -2,8 +2,8 @@
 
 import pytest
 
-from tokenbus.protocol import errors
-from tokenbus.worker.front.admission import Places
+from tokenbus.protocol.wire import errors
+from tokenbus.worker.engine_client.admission import Places
 
 
 def test_as_many_are_held_as_run_and_may_wait_and_not_one_more() -> None:

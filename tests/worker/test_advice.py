@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine import advice
 from tokenbus.worker.engine.gguf import choices
+from tokenbus.worker.engine.models import advice
+from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.engine.settings import EngineSettings
 
 
 def advised(tmp_path: Path, in_weights: dict[str, float] | None = None, **contents: object) -> advice.Advice:

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
-from tokenbus.protocol import codec, internal, limits, messages, subjects
-from tokenbus.protocol.bus import BusyError
-from tokenbus.worker.front.announce import Announcer
+from tokenbus.protocol.bus.bus import BusyError
+from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
+from tokenbus.worker.broker.announce import Announcer
 
 ROOT = 1
 MOST = 4_096

@@ -1,6 +1,6 @@
 """Whoever may have been in the step that ended an engine process is blamed, and nobody else."""
 
-from tokenbus.worker.front.blame import Blame
+from tokenbus.worker.engine_client.blame import Blame
 
 ONE, OTHER = "one", "other"
 

@@ -4,10 +4,10 @@ from array import array
 
 import pytest
 
-from tokenbus.protocol import blocks
-from tokenbus.worker.engine.blocks import BlockPool, Changes, Stored
-from tokenbus.worker.engine.moves import Cut, Forget, Move, Restore, Save, Share
-from tokenbus.worker.engine.tree import Domain
+from tokenbus.protocol.wire import blocks
+from tokenbus.worker.engine.kv.blocks import BlockPool, Changes, Stored
+from tokenbus.worker.engine.kv.moves import Cut, Forget, Move, Restore, Save, Share
+from tokenbus.worker.engine.kv.tree import Domain
 
 SIZE = 4
 ACME = Domain("acme")

@@ -10,17 +10,17 @@ from bench import random_model
 from bench.shape import Shape
 from tests.support import broken_models
 from tests.support.engines import DEMO, demo_engine
-from tokenbus.protocol import errors, internal
-from tokenbus.protocol.messages import ChatMessage
+from tokenbus.protocol.wire import errors, internal
+from tokenbus.protocol.wire.messages import ChatMessage
 from tokenbus.worker import contract
-from tokenbus.worker.engine import weights
 from tokenbus.worker.engine.gguf import choices, context
 from tokenbus.worker.engine.gguf.model import GgufModel
 from tokenbus.worker.engine.gguf.runner import GgufRunner
+from tokenbus.worker.engine.models import weights
+from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.engine.settings import EngineSettings
-from tokenbus.worker.front.engine import ChildEngine
-from tokenbus.worker.front.supervise import MOST_DEATHS_AT_START, Supervisor
+from tokenbus.worker.engine_client.engine import ChildEngine
+from tokenbus.worker.engine_client.supervise import MOST_DEATHS_AT_START, Supervisor
 
 
 class Listener:

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from tests.support.engines import DEMO
 from tokenbus import demo
 from tokenbus.demo import corpus
-from tokenbus.protocol import errors, internal, messages, prompt
-from tokenbus.worker.engine.gguf import bundle, metadata, probes
+from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.wire import errors, internal, messages
+from tokenbus.worker.engine.gguf import metadata, probes
 from tokenbus.worker.engine.gguf.runner import GgufRunner
+from tokenbus.worker.engine.gguf.tokenizer import bundle
 
 BOS = corpus.SPECIAL_TOKENS.index(corpus.BOS)
 Tokenize = Callable[[str], list[int]]

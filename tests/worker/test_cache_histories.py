@@ -10,14 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
 from tests.support.echo import EchoRunner
-from tokenbus.protocol import blocks
+from tokenbus.protocol.wire import blocks
 from tokenbus.worker import contract
-from tokenbus.worker.engine.blocks import BlockPool
-from tokenbus.worker.engine.plan import Advance
+from tokenbus.worker.engine.kv.blocks import BlockPool
+from tokenbus.worker.engine.kv.tree import Domain
 from tokenbus.worker.engine.runner import NoRoomError
-from tokenbus.worker.engine.scheduler import Scheduler
-from tokenbus.worker.engine.sequence import End, Sequence
-from tokenbus.worker.engine.tree import Domain
+from tokenbus.worker.engine.scheduling.plan import Advance
+from tokenbus.worker.engine.scheduling.scheduler import Scheduler
+from tokenbus.worker.engine.scheduling.sequence import End, Sequence
 
 BLOCK = 4
 DOMAINS = (Domain("a"), Domain("b"), Domain("a", "salt"), None)

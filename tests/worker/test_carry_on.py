@@ -7,14 +7,14 @@ import pytest
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import Recorder, ThreadLink
-from tokenbus.protocol import errors, messages
+from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
-from tokenbus.worker.engine.plan import Sampled, StepPlan
 from tokenbus.worker.engine.runner import DeviceError
-from tokenbus.worker.engine.sequence import End
-from tokenbus.worker.front import link
-from tokenbus.worker.front.engine import ChildEngine
-from tokenbus.worker.front.supervise import Supervisor
+from tokenbus.worker.engine.scheduling.plan import Sampled, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import End
+from tokenbus.worker.engine_client import link
+from tokenbus.worker.engine_client.engine import ChildEngine
+from tokenbus.worker.engine_client.supervise import Supervisor
 
 POISON = 66
 

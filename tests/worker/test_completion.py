@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tokenbus.worker.front.completion import Completion, StopMatcher, Text
+from tokenbus.worker.streams.completion import Completion, StopMatcher, Text
 
 GREETING = "héllo € 😀 wörld"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenbus.worker.front.fence import FENCE_S, Fence
+from tokenbus.worker.broker.fence import FENCE_S, Fence
 
 
 @pytest.mark.parametrize(("silent_s", "holds"), [(FENCE_S - 0.01, True), (FENCE_S, False)])

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.arithmetic import make_config
-from tokenbus.protocol import errors, internal, messages
+from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.worker import contract
-from tokenbus.worker.engine import frames
-from tokenbus.worker.engine.sequence import End
-from tokenbus.worker.engine.settings import EngineSettings
+from tokenbus.worker.engine.process import frames
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.scheduling.sequence import End
 
 COMMANDS: list[frames.Command] = [
     frames.Add(

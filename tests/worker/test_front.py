@@ -2,10 +2,11 @@
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
-from tokenbus.protocol import subjects, traces
-from tokenbus.worker.front.front import Front
-from tokenbus.worker.front.metrics import ReplicaMetrics, WorkerMetrics
-from tokenbus.worker.front.settings import FrontSettings
+from tokenbus.protocol.telemetry import traces
+from tokenbus.protocol.wire import subjects
+from tokenbus.worker.frontend.front import Front
+from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
+from tokenbus.worker.frontend.settings import FrontSettings
 
 
 class Line:

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.protocol import errors, messages
+from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
-from tokenbus.worker.engine import frames
-from tokenbus.worker.engine.sequence import End
-from tokenbus.worker.front.generation import Generation
+from tokenbus.worker.engine.process import frames
+from tokenbus.worker.engine.scheduling.sequence import End
+from tokenbus.worker.streams.generation import Generation
 from tokenbus.worker.validator import StreamValidator
 
 PIECES = [b"", b"a", b"b", b"ST", b"OP", b"\xe2\x82", b"\xac", b"c "]

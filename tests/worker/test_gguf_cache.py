@@ -9,13 +9,13 @@ import pytest
 
 from tests.support.engines import DEMO, Recorder, demo_engine
 from tokenbus import demo
-from tokenbus.protocol import internal
+from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf.lanes import ForeignStateError, StateBlob
 from tokenbus.worker.engine.gguf.runner import GgufRunner
-from tokenbus.worker.engine.moves import Restore, Save
-from tokenbus.worker.engine.settings import EngineSettings, Pressure
-from tokenbus.worker.front.engine import ChildEngine
+from tokenbus.worker.engine.kv.moves import Restore, Save
+from tokenbus.worker.engine.process.settings import EngineSettings, Pressure
+from tokenbus.worker.engine_client.engine import ChildEngine
 
 STORY = "Once upon a time there was a little fox who lived by the river. " * 6
 QUESTIONS = ("The fox said", "One day", "The capital of", "12 + 30 =", "Then the old woman", "In the morning")

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.protocol import internal
-from tokenbus.worker.front.held import HeldBlocks, runs_of
+from tokenbus.protocol.wire import internal
+from tokenbus.worker.broker.held import HeldBlocks, runs_of
 
 ROOT = 1
 

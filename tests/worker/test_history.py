@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenbus.worker import contract
-from tokenbus.worker.front.history import History
+from tokenbus.worker.streams.history import History
 
 PIECES = st.lists(st.tuples(st.integers(0, 3), st.text(max_size=6)), max_size=30)
 

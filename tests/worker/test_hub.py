@@ -78,7 +78,7 @@ def url() -> Iterator[str]:
 
 SCRIPT = """
 import json, sys
-from tokenbus.worker.engine import weights
+from tokenbus.worker.engine.models import weights
 from tokenbus.worker.engine.runner import ModelError
 shares = []
 try:

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
-from tokenbus.protocol import blocks
+from tokenbus.protocol.wire import blocks
 from tokenbus.worker import contract
-from tokenbus.worker.engine import frames
-from tokenbus.worker.engine.loop import StepLoop
-from tokenbus.worker.engine.plan import Sampled, StepPlan
+from tokenbus.worker.engine.process import frames
+from tokenbus.worker.engine.process.loop import StepLoop
 from tokenbus.worker.engine.runner import DeviceError, NoRoomError
-from tokenbus.worker.engine.sequence import End
+from tokenbus.worker.engine.scheduling.plan import Sampled, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import End
 
 Command = frames.Add | frames.Abort | frames.ClearCache | None
 

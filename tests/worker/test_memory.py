@@ -9,8 +9,8 @@ from tests.support.engines import DEMO
 from tokenbus import demo
 from tokenbus.worker.engine.gguf import memory, metadata
 from tokenbus.worker.engine.gguf.runner import GgufRunner
+from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.engine.settings import EngineSettings
 
 LLAMA: dict[str, metadata.Value] = {
     "general.architecture": "llama",

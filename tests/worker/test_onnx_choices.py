@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.worker.engine import advice
+from tokenbus.worker.engine.models import advice
 from tokenbus.worker.engine.onnx import choices
 from tokenbus.worker.engine.onnx.choices import Limits
+from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings, Pressure
 from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.engine.settings import EngineSettings, OnnxSettings, Pressure
 
 ROOMY = Limits(trained=4_096, bytes_per_token=1_000, free_bytes=1 << 40)
 

@@ -10,10 +10,10 @@ import pytest
 
 from tests.support import encoder
 from tests.support.engines import ONNX, Recorder, demo_engine, grouped_demo
-from tokenbus.protocol import errors, internal
+from tokenbus.protocol.wire import errors, internal
 from tokenbus.worker import contract
-from tokenbus.worker.engine.settings import EngineSettings, OnnxSettings
-from tokenbus.worker.front.engine import ChildEngine
+from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings
+from tokenbus.worker.engine_client.engine import ChildEngine
 
 Start = Callable[[EngineSettings], Coroutine[Any, Any, ChildEngine]]
 CLS, SEP, THE, FOX, SLEEP, S = 2, 3, 4, 5, 7, 8

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tokenbus import demo
-from tokenbus.worker.engine import weights
-from tokenbus.worker.engine.onnx import files
+from tokenbus.worker.engine.models import weights
+from tokenbus.worker.engine.onnx.graphs import files
 from tokenbus.worker.engine.runner import ModelError
 
 COMMUNITY = [

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.worker.engine.moves import Cut, Share
-from tokenbus.worker.engine.onnx.lanes import Copy, Lanes, Shrink, Take
-from tokenbus.worker.engine.onnx.rows import Rows
+from tokenbus.worker.engine.kv.moves import Cut, Share
+from tokenbus.worker.engine.onnx.cache.lanes import Copy, Lanes, Shrink, Take
+from tokenbus.worker.engine.onnx.cache.rows import Rows
 
 NUM_LANES = 6
 

@@ -16,13 +16,13 @@ from tests.support import graphs
 from tests.support.engines import ONNX, grouped_demo
 from tokenbus import demo
 from tokenbus.worker import contract
-from tokenbus.worker.engine.onnx import load as onnx_load
+from tokenbus.worker.engine.onnx.graphs import load as onnx_load
 from tokenbus.worker.engine.onnx.runner import OnnxRunner
-from tokenbus.worker.engine.plan import Part, Sampled, StepPlan
+from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings
+from tokenbus.worker.engine.process.sharing import Models
 from tokenbus.worker.engine.runner import ModelError, NoRoomError
-from tokenbus.worker.engine.sequence import Sequence
-from tokenbus.worker.engine.settings import EngineSettings, OnnxSettings
-from tokenbus.worker.engine.sharing import Models
+from tokenbus.worker.engine.scheduling.plan import Part, Sampled, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 FOLDERS = {"plain": lambda: demo.ONNX_PATH, "grouped": grouped_demo}
 Change = Callable[[onnx.GraphProto], None]

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.support import graphs
 from tests.support.engines import ONNX, grouped_demo
 from tokenbus import demo
-from tokenbus.worker.engine.onnx import graph, session, surgery
+from tokenbus.worker.engine.onnx.graphs import graph, session, surgery
 from tokenbus.worker.engine.runner import ModelError
 
 Arrays = dict[str, np.ndarray[Any, Any]]

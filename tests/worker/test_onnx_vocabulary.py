@@ -14,9 +14,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tests.support.engines import DEMO
 from tokenbus import demo
 from tokenbus.demo import corpus
-from tokenbus.protocol import internal, messages, prompt
+from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker.engine.gguf.runner import GgufRunner
-from tokenbus.worker.engine.onnx.vocabulary import Vocabulary
+from tokenbus.worker.engine.onnx.tokenizer.vocabulary import Vocabulary
 from tokenbus.worker.engine.runner import ModelError
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -5,13 +5,13 @@ import pytest
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
-from tokenbus.protocol import codec, errors, internal, limits, messages, subjects
-from tokenbus.protocol.bus import BusyError
+from tokenbus.protocol.bus.bus import BusyError
+from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
 from tokenbus.worker import contract
-from tokenbus.worker.front.announce import Announcer
-from tokenbus.worker.front.metrics import ReplicaMetrics, WorkerMetrics
-from tokenbus.worker.front.outbox import Outbox
-from tokenbus.worker.front.stream import Stream
+from tokenbus.worker.broker.announce import Announcer
+from tokenbus.worker.broker.outbox import Outbox
+from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
+from tokenbus.worker.streams.stream import Stream
 
 TIMINGS = messages.Timings(queue_ms=0, prefill_ms=0, ttft_ms=0, decode_ms=0, total_ms=0)
 _events = codec.Decoder(internal.Events)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.worker.engine.moves import Cut, Forget, Move, Restore, Save, Share
-from tokenbus.worker.engine.pace import Pace, TransferPace
+from tokenbus.worker.engine.kv.moves import Cut, Forget, Move, Restore, Save, Share
+from tokenbus.worker.engine.scheduling.pace import Pace, TransferPace
 
 
 def pace(target_s: float = 0.1, min_tokens: int = 32, max_tokens: int = 1_000) -> Pace:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.worker.front.presence import FORGIVE_S, PROBE_AFTER_S, Presence
+from tokenbus.worker.streams.presence import FORGIVE_S, PROBE_AFTER_S, Presence
 
 
 def test_a_client_that_is_missed_is_probed_after_two_seconds_and_gone_if_it_is_missed_again() -> None:

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tokenbus.protocol import errors
-from tokenbus.worker.front.questions import Questions
+from tokenbus.protocol.wire import errors
+from tokenbus.worker.engine_client.questions import Questions
 
 
 async def test_answers_find_those_who_asked_in_any_order() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from deploy import llama_cpp_wheel
 from tests.support import vocabularies
-from tokenbus.protocol import prompt
-from tokenbus.worker.engine.gguf import bundle
+from tokenbus.protocol.prompt import prompt
+from tokenbus.worker.engine.gguf.tokenizer import bundle
 
 OFFERED = {
     "aquila": True,

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.arithmetic import ArithmeticRunner
-from tokenbus.protocol import blocks, errors, internal
+from tokenbus.protocol.wire import blocks, errors, internal
 from tokenbus.worker import contract
-from tokenbus.worker.engine import frames, replica
+from tokenbus.worker.engine.process import frames, replica
 
 _report = frames.report_decoder.decode
 

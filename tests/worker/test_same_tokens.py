@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.engines import DEMO, ONNX, Recorder, demo_engine, grouped_demo
 from tokenbus.demo import corpus
-from tokenbus.protocol import internal, messages
+from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker import contract
-from tokenbus.worker.front.engine import ChildEngine
+from tokenbus.worker.engine_client.engine import ChildEngine
 
 NUM_PROMPTS = 120
 TOKENS = 12

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.plan import Sampled
 from tokenbus.worker.engine.sampler import Matrix, Sampler, draw_narrow, draw_sorted, draw_wide, likeliest, uniform
-from tokenbus.worker.engine.sequence import End, Sequence
+from tokenbus.worker.engine.scheduling.plan import Sampled
+from tokenbus.worker.engine.scheduling.sequence import End, Sequence
 
 EOS, VOCAB = 0, 12
 SEEDS = st.integers(0, 2**32 - 1)

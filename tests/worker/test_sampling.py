@@ -3,9 +3,9 @@
 import pytest
 
 from tests.support.arithmetic import make_config
-from tokenbus.protocol import errors, internal
+from tokenbus.protocol.wire import errors, internal
 from tokenbus.worker import contract
-from tokenbus.worker.front.sampling import resolve
+from tokenbus.worker.streams.sampling import resolve
 
 OWN = contract.SamplingDefaults(temperature=0.3, top_p=0.8, top_k=20, min_p=0.1, max_tokens=50)
 

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
-from tokenbus.protocol import messages
+from tokenbus.protocol.wire import messages
 from tokenbus.worker import contract
-from tokenbus.worker.engine.blocks import BlockPool
-from tokenbus.worker.engine.moves import Cut, Restore, Save, Share
-from tokenbus.worker.engine.plan import Advance, Part, Sampled, StepPlan
-from tokenbus.worker.engine.scheduler import Scheduler
-from tokenbus.worker.engine.sequence import End, Sequence
-from tokenbus.worker.engine.tree import Domain
+from tokenbus.worker.engine.kv.blocks import BlockPool
+from tokenbus.worker.engine.kv.moves import Cut, Restore, Save, Share
+from tokenbus.worker.engine.kv.tree import Domain
+from tokenbus.worker.engine.scheduling.plan import Advance, Part, Sampled, StepPlan
+from tokenbus.worker.engine.scheduling.scheduler import Scheduler
+from tokenbus.worker.engine.scheduling.sequence import End, Sequence
 
 EOS, PLAIN = 0, 5
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.sequence import End, Sequence
+from tokenbus.worker.engine.scheduling.sequence import End, Sequence
 
 EOS, OWN_STOP, PLAIN = 2, 3, 7
 

@@ -4,12 +4,12 @@ from array import array
 
 import pytest
 
-from tokenbus.protocol import internal
+from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
-from tokenbus.worker.engine.plan import Part, StepPlan
+from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.engine.sequence import Sequence
-from tokenbus.worker.engine.settings import EngineSettings
+from tokenbus.worker.engine.scheduling.plan import Part, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import Sequence
 from tokenbus.worker.engine.sim import faults, timing
 from tokenbus.worker.engine.sim.runner import SimRunner
 

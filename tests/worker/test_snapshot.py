@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.protocol import codec, internal, limits, messages
-from tokenbus.worker.front.snapshot import HASHES_PER_PART, REQUESTS_PER_PART, RUNS_PER_PART, split
+from tokenbus.protocol.wire import codec, internal, limits, messages
+from tokenbus.worker.broker.snapshot import HASHES_PER_PART, REQUESTS_PER_PART, RUNS_PER_PART, split
 
 LOAD = messages.Load(running=3, used_blocks=7)
 

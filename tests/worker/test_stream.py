@@ -3,9 +3,9 @@
 import msgspec
 from msgspec import UNSET
 
-from tokenbus.protocol import codec, errors, internal, messages
+from tokenbus.protocol.wire import codec, errors, internal, messages
 from tokenbus.worker import contract
-from tokenbus.worker.front.stream import Stream
+from tokenbus.worker.streams.stream import Stream
 
 USAGE = messages.Usage(prompt_tokens=2, completion_tokens=3, total_tokens=5, cached_tokens=0)
 PIECES = [b"", b"a", b"\xe2\x82", b"b"]

@@ -8,7 +8,13 @@ from structlog.testing import capture_logs
 from tests.support.arithmetic import ArithmeticRunner
 from tests.support.engines import thread_engine
 from tokenbus.worker import contract
-from tokenbus.worker.front.supervise import FIRST_PAUSE_S, HEALTHY_AFTER_S, LONGEST_PAUSE_S, Supervisor, next_pause
+from tokenbus.worker.engine_client.supervise import (
+    FIRST_PAUSE_S,
+    HEALTHY_AFTER_S,
+    LONGEST_PAUSE_S,
+    Supervisor,
+    next_pause,
+)
 
 
 def test_an_engine_that_dies_young_doubles_the_pause() -> None:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from tests.support import vocabularies
 from tests.support.vocabularies import Loaded
-from tokenbus.protocol import prompt
-from tokenbus.worker.engine.gguf import bundle, probes
-from tokenbus.worker.engine.gguf.pretokenize import CUTS
+from tokenbus.protocol.prompt import prompt
+from tokenbus.worker.engine.gguf import probes
+from tokenbus.worker.engine.gguf.tokenizer import bundle
+from tokenbus.worker.engine.gguf.tokenizer.pretokenize import CUTS
 
 Tokenize = Callable[[str], list[int]]
 

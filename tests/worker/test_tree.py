@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.protocol import blocks
-from tokenbus.worker.engine.tree import Block, Domain, PrefixTree, common_tokens
+from tokenbus.protocol.wire import blocks
+from tokenbus.worker.engine.kv.tree import Block, Domain, PrefixTree, common_tokens
 
 SIZE = 4
 TOKENS = st.lists(st.sampled_from([0, 1, 255, 256, 65_536, 2**32 - 1]), max_size=6)

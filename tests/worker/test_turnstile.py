@@ -2,7 +2,7 @@
 
 import threading
 
-from tokenbus.worker.engine.turnstile import Turnstile
+from tokenbus.worker.engine.process.turnstile import Turnstile
 
 _PATIENCE_S = 20.0
 

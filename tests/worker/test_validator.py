@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from tokenbus.protocol import errors, messages
+from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
 from tokenbus.worker.validator import ContractError, StreamValidator
 

@@ -3,9 +3,10 @@
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tokenbus.protocol import messages, metrics
-from tokenbus.worker.front import vllm
-from tokenbus.worker.front.metrics import ReplicaMetrics, WorkerMetrics
+from tokenbus.protocol.telemetry import metrics
+from tokenbus.protocol.wire import messages
+from tokenbus.worker.frontend import vllm
+from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
 
 SAME = {
     "num_requests_running": "requests_running",

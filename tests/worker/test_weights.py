@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenbus.worker.engine import weights
+from tokenbus.worker.engine.models import weights
 from tokenbus.worker.engine.runner import ModelError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from tokenbus.protocol import errors, internal
+from tokenbus.protocol.wire import errors, internal
 from tokenbus.worker.engine.runner import Embedder, NoRoomError
 
 _SMALLEST_LENGTH = 1e-12

@@ -3,11 +3,11 @@
 from collections.abc import Sequence as Listing
 from typing import TYPE_CHECKING, Protocol
 
-from tokenbus.protocol import internal
+from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
-from tokenbus.worker.engine.moves import Move
-from tokenbus.worker.engine.plan import Sampled, StepPlan
-from tokenbus.worker.engine.sequence import End
+from tokenbus.worker.engine.kv.moves import Move
+from tokenbus.worker.engine.scheduling.plan import Sampled, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import End
 
 if TYPE_CHECKING:  # of numpy nothing is needed here that a front would wait a tenth of a second for
     from tokenbus.worker.engine.sampler import Matrix

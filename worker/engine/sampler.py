@@ -13,8 +13,8 @@ import structlog
 import xxhash
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.plan import Sampled
-from tokenbus.worker.engine.sequence import End, Sequence
+from tokenbus.worker.engine.scheduling.plan import Sampled
+from tokenbus.worker.engine.scheduling.sequence import End, Sequence
 
 Matrix = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 Row = np.ndarray[tuple[int], np.dtype[np.float32]]

@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.worker.engine.plan import Part
+from tokenbus.worker.engine.scheduling.plan import Part
 
 
 class Batch:

@@ -7,9 +7,9 @@ import llama_cpp
 import msgspec
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.worker.engine import advice
+from tokenbus.worker.engine.models import advice
+from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.engine.settings import EngineSettings
 
 CHOOSE = -1
 _CHOSEN_BLOCK_SIZE = 16

@@ -7,8 +7,8 @@ import os
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.engine.gguf import choices, library
+from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.engine.settings import EngineSettings
 
 _CELLS = 256
 """llama.cpp rounds its memory up to whole multiples of this, but not what it takes in one batch."""

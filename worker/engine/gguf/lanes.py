@@ -9,7 +9,7 @@ from typing import NamedTuple
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.engine.gguf import library
-from tokenbus.worker.engine.moves import Cut, Forget, Move, Restore, Save, Share
+from tokenbus.worker.engine.kv.moves import Cut, Forget, Move, Restore, Save, Share
 from tokenbus.worker.engine.runner import DeviceError
 
 

@@ -4,8 +4,8 @@ import msgspec
 
 from tokenbus.worker.engine.gguf import context
 from tokenbus.worker.engine.gguf.metadata import Metadata
+from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.engine.settings import EngineSettings
 
 _BLOCK_BYTES = {
     "f32": (1, 4),

@@ -10,11 +10,12 @@ from typing import NamedTuple
 import llama_cpp
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.worker.engine import advice, published, weights
-from tokenbus.worker.engine.gguf import bundle, choices, library, metadata
-from tokenbus.worker.engine.gguf.vocabulary import Vocabulary
+from tokenbus.worker.engine.gguf import choices, library, metadata
+from tokenbus.worker.engine.gguf.tokenizer import bundle
+from tokenbus.worker.engine.gguf.tokenizer.vocabulary import Vocabulary
+from tokenbus.worker.engine.models import advice, published, weights
+from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.engine.settings import EngineSettings
 
 _MOST_DEVICES = 128
 """More than llama.cpp can use: it reads as many shares as it has devices."""

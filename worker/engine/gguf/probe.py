@@ -11,8 +11,8 @@ from llama_cpp import llama_cpp as llama
 from tokenbus.worker.engine.gguf import context as kv
 from tokenbus.worker.engine.gguf import library
 from tokenbus.worker.engine.gguf.lanes import Lanes
+from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import DeviceError, ModelError
-from tokenbus.worker.engine.settings import EngineSettings
 
 _TOKENS = 16
 _CLOSE = 0.05

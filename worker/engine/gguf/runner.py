@@ -10,20 +10,20 @@ import llama_cpp
 import numpy as np
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.protocol import internal
+from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
-from tokenbus.worker.engine import features, weights
 from tokenbus.worker.engine.gguf import choices, context, library, memory, probe
 from tokenbus.worker.engine.gguf.batch import Batch
 from tokenbus.worker.engine.gguf.lanes import Lanes
 from tokenbus.worker.engine.gguf.model import GgufModel, key_of
-from tokenbus.worker.engine.moves import Move
-from tokenbus.worker.engine.plan import Sampled, StepPlan
+from tokenbus.worker.engine.kv.moves import Move
+from tokenbus.worker.engine.models import features, weights
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.process.sharing import Models
 from tokenbus.worker.engine.runner import DeviceError, Embedder, ModelError, NoRoomError
 from tokenbus.worker.engine.sampler import Sampler
-from tokenbus.worker.engine.sequence import End
-from tokenbus.worker.engine.settings import EngineSettings
-from tokenbus.worker.engine.sharing import Models
+from tokenbus.worker.engine.scheduling.plan import Sampled, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import End
 
 _MOST_HOST_BLOCKS = 65_536
 """The tree that finds them takes about 1 kB of memory for each."""

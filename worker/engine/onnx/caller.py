@@ -3,8 +3,8 @@
 import numpy as np
 
 from tokenbus.worker.engine.onnx.arrays import Array
-from tokenbus.worker.engine.onnx.graph import Graph
-from tokenbus.worker.engine.onnx.session import Binding, Session
+from tokenbus.worker.engine.onnx.graphs.graph import Graph
+from tokenbus.worker.engine.onnx.graphs.session import Binding, Session
 
 _LARGEST_LOGITS = 64 << 20
 """Values of one run's logits, where a graph computes them for every token: 256 MiB."""

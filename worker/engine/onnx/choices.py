@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from tokenbus.worker.engine import advice
+from tokenbus.worker.engine.models import advice
 from tokenbus.worker.engine.onnx import pooling
-from tokenbus.worker.engine.onnx.session import PROVIDERS
+from tokenbus.worker.engine.onnx.graphs.session import PROVIDERS
+from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.engine.settings import EngineSettings
 
 CHOOSE = -1
 _CHOSEN_BLOCK_SIZE = 16

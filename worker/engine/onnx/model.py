@@ -8,12 +8,12 @@ import onnx
 import structlog
 import xxhash
 
-from tokenbus.worker.engine import advice, weights
-from tokenbus.worker.engine.onnx import facts, graph, surgery
+from tokenbus.worker.engine.models import advice, weights
 from tokenbus.worker.engine.onnx.caller import Caller
-from tokenbus.worker.engine.onnx.session import Device, Session
-from tokenbus.worker.engine.onnx.vocabulary import Vocabulary
-from tokenbus.worker.engine.settings import EngineSettings
+from tokenbus.worker.engine.onnx.graphs import facts, graph, surgery
+from tokenbus.worker.engine.onnx.graphs.session import Device, Session
+from tokenbus.worker.engine.onnx.tokenizer.vocabulary import Vocabulary
+from tokenbus.worker.engine.process.settings import EngineSettings
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4_096

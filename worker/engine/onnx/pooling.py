@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from tokenbus.worker.engine import advice
+from tokenbus.worker.engine.models import advice
 from tokenbus.worker.engine.onnx.arrays import Array
 
 MODES = ("auto", "mean", "cls", "last")

@@ -5,13 +5,13 @@ from array import array
 import numpy as np
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.moves import Share
+from tokenbus.worker.engine.kv.moves import Share
 from tokenbus.worker.engine.onnx.arrays import Array
-from tokenbus.worker.engine.onnx.caches import Cache
-from tokenbus.worker.engine.onnx.lanes import Lanes
-from tokenbus.worker.engine.plan import Part
+from tokenbus.worker.engine.onnx.cache.caches import Cache
+from tokenbus.worker.engine.onnx.cache.lanes import Lanes
 from tokenbus.worker.engine.runner import DeviceError, ModelError, NoRoomError
-from tokenbus.worker.engine.sequence import Sequence
+from tokenbus.worker.engine.scheduling.plan import Part
+from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 LANES = 4
 TOKENS = 16

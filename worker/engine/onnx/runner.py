@@ -8,24 +8,25 @@ import numpy as np
 import onnxruntime
 import structlog
 
-from tokenbus.protocol import internal
+from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
-from tokenbus.worker.engine import features, weights
-from tokenbus.worker.engine.moves import Cut, Move
-from tokenbus.worker.engine.onnx import choices, device, probe
+from tokenbus.worker.engine.kv.moves import Cut, Move
+from tokenbus.worker.engine.models import features, weights
+from tokenbus.worker.engine.onnx import choices, probe
 from tokenbus.worker.engine.onnx.arrays import Array
-from tokenbus.worker.engine.onnx.caches import Cache, Decoded
+from tokenbus.worker.engine.onnx.cache.caches import Cache, Decoded
+from tokenbus.worker.engine.onnx.cache.grouped import GroupedCache
+from tokenbus.worker.engine.onnx.cache.lanes import Lanes, Shrink
+from tokenbus.worker.engine.onnx.cache.plain import PlainCache
 from tokenbus.worker.engine.onnx.embedder import make_embedder
-from tokenbus.worker.engine.onnx.grouped import GroupedCache
-from tokenbus.worker.engine.onnx.lanes import Lanes, Shrink
+from tokenbus.worker.engine.onnx.graphs import device
+from tokenbus.worker.engine.onnx.graphs.session import Device
 from tokenbus.worker.engine.onnx.model import OnnxModel
-from tokenbus.worker.engine.onnx.plain import PlainCache
-from tokenbus.worker.engine.onnx.session import Device
-from tokenbus.worker.engine.plan import Part, Sampled, StepPlan
+from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import DeviceError, Embedder, ModelError, NoRoomError
 from tokenbus.worker.engine.sampler import Sampler
-from tokenbus.worker.engine.sequence import End
-from tokenbus.worker.engine.settings import EngineSettings
+from tokenbus.worker.engine.scheduling.plan import Part, Sampled, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import End
 
 
 class OnnxRunner:

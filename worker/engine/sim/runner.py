@@ -7,14 +7,14 @@ from collections.abc import Sequence as Listing
 
 import xxhash
 
-from tokenbus.protocol import errors, internal
-from tokenbus.protocol import request as checks
+from tokenbus.protocol.wire import errors, internal
+from tokenbus.protocol.wire import request as checks
 from tokenbus.worker import contract
-from tokenbus.worker.engine.moves import Move
-from tokenbus.worker.engine.plan import Part, Sampled, StepPlan
+from tokenbus.worker.engine.kv.moves import Move
+from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import Embedder, ModelError
-from tokenbus.worker.engine.sequence import End
-from tokenbus.worker.engine.settings import EngineSettings
+from tokenbus.worker.engine.scheduling.plan import Part, Sampled, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import End
 from tokenbus.worker.engine.sim import faults, timing
 
 VOCABULARY = 1_024

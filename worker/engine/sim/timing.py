@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from tokenbus.worker.engine.plan import StepPlan
+from tokenbus.worker.engine.scheduling.plan import StepPlan
 
 
 class Polynomial(NamedTuple):

@@ -1,0 +1,1 @@
+"""Commands that ask: clients, and an operator's."""

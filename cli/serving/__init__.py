@@ -1,0 +1,1 @@
+"""Commands that serve, and how `tokenbus up` keeps its processes running."""

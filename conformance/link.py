@@ -1,0 +1,144 @@
+"""The bare connection: what is published, what comes, in the order in which it comes, and what is forbidden."""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import nats.errors
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from tokenbus.protocol.bus import connection, handshake
+
+_CONNECT_TIMEOUT_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """One message as it came."""
+
+    order: int
+    """Its place among all messages of the connection: what one part of the system publishes keeps its order."""
+    at: float
+    subject: str
+    data: bytes
+    headers: dict[str, str]
+
+    @property
+    def is_notice(self) -> bool:
+        """The broker's word that nobody listens."""
+        return not self.data and self.headers.get("Status") == "503"
+
+
+Taker = Callable[[Received], None]
+
+
+class _Client(handshake.Client):
+    """Hands messages over as they are read, and leaves none to nats-py: its callbacks keep the order only within a
+    subscription, and cost as much again."""
+
+    def __init__(self, settings: connection.Settings) -> None:
+        super().__init__(settings.url, settings.credentials, settings.tls)
+        self.takers: dict[int, Taker] = {}
+        self._num_received = 0
+
+    def _build_message(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
+    ) -> None:
+        self._num_received += 1
+        if (take := self.takers.get(sid)) is not None:
+            take(Received(self._num_received, time.monotonic(), subject.decode(), data, headers or {}))
+
+
+class Link:
+    """The one connection over which all rules speak."""
+
+    def __init__(self, client: _Client) -> None:
+        self._client = client
+        self._forbidden: list[str] = []
+        self._refused = asyncio.Event()
+        """Set and cleared at once, whenever the broker has refused something."""
+
+    def __repr__(self) -> str:
+        return f"<Link {'up' if self._client.is_connected else 'down'}, {len(self._forbidden)} forbidden>"
+
+    @classmethod
+    async def open(cls, settings: connection.Settings, inbox_prefix: str) -> "Link":
+        """Raises ConnectionError saying what to do."""
+        link = cls(_Client(settings))
+        credentials = settings.credentials
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await link._client.connect(
+                    settings.url,
+                    name="wire-check",
+                    error_cb=link._note,
+                    allow_reconnect=False,
+                    inbox_prefix=inbox_prefix,
+                    skip_subject_validation=True,
+                    user=credentials.user or None,
+                    password=credentials.password or None,
+                    token=credentials.token or None,
+                )
+        except (TimeoutError, OSError, nats.errors.Error) as error:
+            with contextlib.suppress(Exception):  # whatever a half-made client raises, the reason is already known
+                await link._client.close()
+            raise connection.unreached(settings, error, "no answer") from error
+        return link
+
+    @property
+    def max_payload(self) -> int:
+        return self._client.max_payload
+
+    def new_inbox(self) -> str:
+        return self._client.new_inbox()
+
+    async def subscribe(self, subject: str, take: Taker) -> Subscription:
+        subscription = await self._client.subscribe(subject, cb=_nothing)
+        self._client.takers[subscription._id] = take
+        return subscription
+
+    async def unsubscribe(self, subscription: Subscription) -> None:
+        """At once: nothing more of it is taken, and the broker knows when the next flush returns."""
+        self._client.takers.pop(subscription._id, None)
+        with contextlib.suppress(nats.errors.Error):
+            await subscription.unsubscribe()
+
+    async def publish(
+        self, subject: str, payload: bytes, reply: str = "", headers: dict[str, Any] | None = None
+    ) -> None:
+        """Raises nats.errors.Error once the broker has closed the connection."""
+        await self._client.publish(subject, payload, reply=reply, headers=headers)
+
+    async def flush(self) -> None:
+        """Returns when the broker has everything that was published and subscribed before."""
+        await self._client.flush()
+
+    def why_forbidden(self, subjects: set[str]) -> str | None:
+        """What the broker said when it refused one of those subjects, if it did."""
+        lowered = [subject.lower() for subject in subjects]
+        for refusal in self._forbidden:
+            if any(f'"{subject}"' in refusal for subject in lowered):
+                return refusal
+        return None
+
+    async def until_forbidden(self, subjects: set[str]) -> None:
+        """Returns when the broker has refused one of those subjects, which may become more meanwhile."""
+        while self.why_forbidden(subjects) is None:
+            await self._refused.wait()
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _note(self, error: Exception) -> None:
+        if "permissions violation" in (text := str(error).lower()):
+            self._forbidden.append(text.removeprefix("nats: "))
+            self._refused.set()
+            self._refused.clear()
+
+
+async def _nothing(message: Msg) -> None:
+    """Everything is taken as it is read."""

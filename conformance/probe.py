@@ -1,0 +1,181 @@
+"""The bare client that one rule speaks through: raw requests out, all that comes back collected, nothing left."""
+
+import asyncio
+import itertools
+import json
+import secrets
+from typing import NamedTuple
+
+import msgspec
+from nats.aio.subscription import Subscription
+
+from tokenbus.conformance import shapes
+from tokenbus.conformance.exchange import Exchange
+from tokenbus.conformance.link import Link
+from tokenbus.conformance.verdict import Message, SkippedError, brief
+from tokenbus.protocol.wire import subjects
+
+MSGPACK = "application/msgpack"
+PROMPT = "Once upon a time"
+_LONG_TOKENS = 2_000
+"""A stream that is to run for a while: seconds, even where tokens come quickly."""
+_ROOM_FOR_PROMPT = 64
+
+
+class Served(NamedTuple):
+    """What the `models` reply says of the model that is being checked."""
+
+    model: str
+    context_length: int
+    worker_ids: tuple[str, ...]
+    max_request_bytes: int
+
+
+class Probe:
+    """One rule's own client. Close it: whatever it has begun is cancelled then."""
+
+    def __init__(self, link: Link, names: subjects.Subjects, tenant: str, inbox_prefix: str, served: Served) -> None:
+        self.link = link
+        self.names = names
+        self.tenant = tenant
+        self.inbox_prefix = inbox_prefix
+        self.served = served
+        self.touched: set[str] = set()
+        """The subjects that were published or subscribed to."""
+        self._nonce = secrets.token_hex(4)
+        self._numbers = itertools.count(1)
+        self._subscriptions: dict[str, Subscription] = {}
+        self._begun: list[tuple[str, Exchange]] = []
+
+    def __repr__(self) -> str:
+        return f"<Probe {self._nonce}, {len(self._begun)} requests>"
+
+    def new_id(self) -> str:
+        return f"wire-check-{self._nonce}-{next(self._numbers)}"
+
+    @property
+    def subject(self) -> str:
+        """Where this tenant's generations are asked for."""
+        return self.names.generate(self.served.model, self.tenant)
+
+    async def send(
+        self,
+        body: bytes | Message,
+        *,
+        subject: str | None = None,
+        content_type: str | None = None,
+        inbox: str | None = None,
+        tenant: str | None = None,
+    ) -> Exchange:
+        """Publishes a request with a reply subject of its own, or that one."""
+        tenant = tenant or self.tenant
+        msgpack = (content_type or "").lower().startswith(MSGPACK)
+        request_id = body.get("id") if isinstance(body, dict) else None
+        exchange = await self.listen(inbox or self.link.new_inbox(), msgpack=msgpack, request_id=request_id)
+        if subject is None and shapes.REQUEST_ID.holds(request_id):
+            self._begun.append((self.cancel_subject(str(request_id), tenant), exchange))
+        payload = body if isinstance(body, bytes) else _encode(body, msgpack=msgpack)
+        headers = {"Content-Type": content_type} if content_type else None
+        to = subject or self.names.generate(self.served.model, tenant)
+        await self.publish(to, payload, exchange.inbox, headers)
+        return exchange
+
+    async def ask(
+        self, body: bytes | Message, *, content_type: str | None = None, tenant: str | None = None
+    ) -> Exchange:
+        """A generation up to its terminal."""
+        exchange = await self.send(body, content_type=content_type, tenant=tenant)
+        await exchange.terminal()
+        return exchange
+
+    async def short(self, max_tokens: int = 16, **fields: object) -> Exchange:
+        """A whole short stream, as many tokens long as was asked for."""
+        return await self.ask(brief_request(max_tokens, **fields))
+
+    def long_request(self, **fields: object) -> Message:
+        """A request with an id whose stream would go on for long."""
+        wanted = min(_LONG_TOKENS, self.served.context_length - _ROOM_FOR_PROMPT)
+        return {"id": self.new_id(), **brief_request(max(wanted, 1)), **fields}
+
+    async def live(self, *, inbox: str | None = None, tenant: str | None = None, **fields: object) -> Exchange:
+        """A stream with an id that has begun to speak and goes on for long."""
+        exchange = await self.send(self.long_request(**fields), inbox=inbox, tenant=tenant)
+        if fields.get("stream") is not False:
+            await exchange.tokens(4)
+        return exchange
+
+    async def call(self, subject: str, body: bytes | Message = b"", *, content_type: str | None = None) -> Message:
+        """The first reply to a client's message."""
+        exchange = await self.send(body, subject=subject, content_type=content_type)
+        return await exchange.first(f"a reply on {subject}")
+
+    async def send_internal(self, subject: str, body: bytes | Message = b"") -> Exchange:
+        """As one part of the system asks another: always MessagePack, without a word about it."""
+        exchange = await self.listen(self.link.new_inbox(), msgpack=True)
+        await self.publish(subject, body if isinstance(body, bytes) else _encode(body, msgpack=True), exchange.inbox)
+        return exchange
+
+    async def call_internal(self, subject: str, body: bytes | Message = b"") -> Message:
+        """The first reply to an internal message."""
+        exchange = await self.send_internal(subject, body)
+        return await exchange.first(f"a reply on {subject}")
+
+    async def is_answered(self, subject: str, body: bytes | Message = b"", within_s: float = 0.6) -> bool:
+        """Whether anybody says anything to a message; the broker's own notice is nobody."""
+        exchange = await self.send(body, subject=subject)
+        await asyncio.sleep(within_s)
+        return any(not received.is_notice for received in exchange.received)
+
+    async def listen(self, subject: str, *, msgpack: bool, request_id: str | None = None) -> Exchange:
+        """Collects what comes to a subject from now on."""
+        exchange = Exchange(subject, msgpack=msgpack, request_id=request_id)
+        self.touched.add(subject)
+        self._subscriptions[subject] = await self.link.subscribe(subject, exchange.take)
+        return exchange
+
+    async def stop_listening(self, exchange: Exchange) -> None:
+        """As a client that goes away."""
+        await self.link.unsubscribe(self._subscriptions.pop(exchange.inbox))
+        await self.link.flush()
+
+    async def publish(
+        self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        self.touched.add(subject)
+        await self.link.publish(subject, payload, reply, headers)
+
+    def cancel_subject(self, request_id: str, tenant: str | None = None) -> str:
+        return self.names.cancel(request_id, tenant or self.tenant)
+
+    def resync_subject(self, request_id: str, tenant: str | None = None) -> str:
+        return self.names.resync(request_id, tenant or self.tenant)
+
+    async def cancel(self, exchange: Exchange) -> None:
+        """Ends a stream and waits for that."""
+        assert exchange.request_id is not None, exchange
+        await self.publish(self.cancel_subject(exchange.request_id), b"")
+        await exchange.terminal()
+
+    async def close(self) -> None:
+        """Cancels what still runs and listens to nothing any more."""
+        for subject, exchange in self._begun:
+            if not exchange.is_ended:
+                await self.link.publish(subject, b"")
+        for subscription in self._subscriptions.values():
+            await self.link.unsubscribe(subscription)
+
+
+def brief_request(max_tokens: int = 16, **fields: object) -> Message:
+    """A request for so many tokens, no fewer, the likeliest ones."""
+    return {"prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, **fields}
+
+
+def check_served(terminal: Message) -> None:
+    """Raises SkippedError where the model can't do what was asked of it."""
+    error = terminal.get("error")
+    if isinstance(error, dict) and error.get("code") == "unsupported":
+        raise SkippedError(f"the model does not do that: {brief(error.get('message'))}")
+
+
+def _encode(body: Message, *, msgpack: bool) -> bytes:
+    return msgspec.msgpack.encode(body) if msgpack else json.dumps(body).encode()

@@ -1,0 +1,1 @@
+"""The rules of the wire, a module for each part of it."""

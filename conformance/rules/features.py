@@ -1,0 +1,106 @@
+"""Rules of what only some models can do: done as the wire says, or refused as unsupported."""
+
+from tokenbus.conformance import shape, shapes, stream
+from tokenbus.conformance.exchange import Exchange
+from tokenbus.conformance.probe import Probe, brief_request, check_served
+from tokenbus.conformance.verdict import BrokenError, SkippedError, brief, expect
+
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+_TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+_ASKED: dict[str, object] = {
+    "logprobs": 1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"5": 1.0},
+    "response_format": {"type": "json_schema", "json_schema": _SCHEMA},
+    "grammar": 'root ::= "a"',
+    "tools": [_TOOL],
+    "return_progress": True,
+    "resume_from": {"token_ids": [1], "text_offset": 0},
+    "routing": {"explain": True},
+}
+
+
+async def done_or_unsupported(probe: Probe) -> None:
+    """What a model can't do is refused as unsupported, and param names the field."""
+    for name, value in _ASKED.items():
+        answer = await probe.ask({"prompt": "x", "max_tokens": 4, name: value})
+        if answer.messages[-1].get("error") is not None:
+            try:
+                stream.check_refusal(answer.messages[-1:], "unsupported", param=name)
+            except BrokenError as error:
+                raise BrokenError(f"{name}: {error}") from error
+
+
+async def chat(probe: Probe) -> None:
+    """messages are rendered with the chat template, content a string or text parts."""
+    text, parts = "Hello", [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    answers = [await _served(probe, messages=[{"role": "user", "content": content}]) for content in (text, parts)]
+    seen = [answer.messages[-1]["usage"]["prompt_tokens"] for answer in answers]
+    expect(seen[0] == seen[1], f"prompt_tokens {seen[0]} as a string, {seen[1]} as parts")
+
+
+async def pinned(probe: Probe) -> None:
+    """routing.worker_id pins a request to that worker."""
+    if not probe.served.worker_ids:
+        raise SkippedError("the models reply names no workers")
+    for worker_id in probe.served.worker_ids[:4]:
+        seen = (await probe.short(1, routing={"worker_id": worker_id})).messages[-1].get("worker_id")
+        expect(seen == worker_id, f"answered by {brief(seen)} instead of {worker_id}")
+
+
+async def logprobs(probe: Probe) -> None:
+    """logprobs gives each message exactly `tokens` entries of their fields."""
+    for message in (await _served(probe, logprobs=2)).messages:
+        entries = message.get("logprobs") or []
+        expect(len(entries) == message["tokens"], f"{len(entries)} logprobs for {message['tokens']} tokens")
+        for entry in entries:
+            shape.check(entry, shapes.LOGPROB, "a logprob")
+            expect(len(entry["top"]) <= 2, f"{len(entry['top'])} alternatives instead of 2")
+
+
+async def progress(probe: Probe) -> None:
+    """return_progress tells how far the prompt is."""
+    answer = await _served(probe, return_progress=True)
+    told = [message["progress"] for message in answer.messages if message.get("progress") is not None]
+    for report in told:
+        shape.check(report, shapes.PROGRESS, "progress")
+        expect(report["processed_tokens"] <= report["prompt_tokens"], f"beyond the prompt: {report}")
+
+
+async def explained(probe: Probe) -> None:
+    """routing.explain says in the terminal why the worker was chosen."""
+    terminal = (await _served(probe, routing={"explain": True})).messages[-1]
+    shape.check(terminal.get("routing"), shapes.ROUTING, "routing")
+    chosen = terminal["routing"]["chosen"]
+    expect(chosen == terminal.get("worker_id"), f"chosen {chosen}, answered by {terminal.get('worker_id')}")
+
+
+async def resumed(probe: Probe) -> None:
+    """resume_from goes on behind the tokens given, and counts on."""
+    whole = await _served(probe, return_token_ids=True)
+    held = [token_id for message in whole.messages for token_id in message.get("token_ids") or []][:6]
+    text_offset = next(message["text_offset"] for message in whole.messages if message["offset"] == len(held))
+    answer = await _served(probe, resume_from={"token_ids": held, "text_offset": text_offset})
+    rest = whole.text.encode()[text_offset:].decode()
+    expect(answer.text == rest, f"{brief(answer.text)} instead of {brief(rest)}")
+    spoken = next(message for message in answer.messages if message["tokens"])
+    expect(spoken["offset"] == len(held), f"offset {spoken['offset']} behind {len(held)} tokens")
+    seen, expected = (answer_.messages[-1]["usage"]["completion_tokens"] for answer_ in (answer, whole))
+    expect(seen == expected, f"completion_tokens {seen} instead of {expected}")
+
+
+async def _served(probe: Probe, **fields: object) -> Exchange:
+    """A short answer. Raises SkippedError where the model does not do that."""
+    body = brief_request(16, **fields)
+    if "messages" in fields:
+        del body["prompt"]
+    answer = await probe.ask(body)
+    check_served(answer.messages[-1])
+    error = answer.messages[-1].get("error")
+    expect(error is None, f"it ends with {brief(error)}")
+    return answer
+
+
+RULES = (done_or_unsupported, chat, pinned, logprobs, progress, explained, resumed)

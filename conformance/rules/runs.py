@@ -1,0 +1,134 @@
+"""Rules of what routers ask workers: runs, drops, tokenizers."""
+
+import asyncio
+import struct
+
+import xxhash
+
+from tokenbus.conformance import shape, shapes, stream
+from tokenbus.conformance.exchange import Exchange
+from tokenbus.conformance.probe import Probe
+from tokenbus.conformance.rules.workers import some_workers
+from tokenbus.conformance.verdict import Message, SkippedError, brief, expect
+from tokenbus.protocol.wire import subjects
+
+_SILENCE_S = 0.4
+
+
+async def run(probe: Probe) -> None:
+    """A run is answered {accepted: true} to the router, and its chunks go to the client."""
+    own, client = await _run(probe, attempt=3)
+    expect(own.get("accepted") is True, f"the run is answered {own}")
+    await client.terminal()
+    stream.check_order(client.messages)
+    seen = {message["attempt"] for message in client.messages}
+    expect(seen == {3}, f"attempts {seen} of a run with attempt 3")
+
+
+async def foreign_epoch(probe: Probe) -> None:
+    """A run with another epoch is refused, to the router only."""
+    own, client = await _run(probe, attempt=1, epoch="1-foreign")
+    await _check_refused(own, client)
+
+
+async def dropped(probe: Probe) -> None:
+    """drop of an unknown attempt is ok; that attempt and lower ones are refused then, a higher one is not."""
+    key = subjects.request_key(probe.tenant, probe.new_id())
+    reply = await _drop(probe, key, 2)
+    expect(reply.get("ok") is True, f"the drop is answered {reply}")
+    for attempt in (2, 1):
+        await _check_refused(*await _run(probe, attempt=attempt, key=key))
+    own, client = await _run(probe, attempt=3, key=key)
+    expect(own.get("accepted") is True, f"the next attempt is answered {own}")
+    await client.terminal()
+
+
+async def drop_of_spoken(probe: Probe) -> None:
+    """drop of an attempt that has spoken is refused, and its stream goes on."""
+    live = await probe.live(routing={"worker_id": some_workers(probe)[0]})
+    key = subjects.request_key(probe.tenant, str(live.request_id))
+    reply = await _drop(probe, key, live.messages[-1]["attempt"])
+    expect(reply.get("ok") is False, f"the drop is answered {reply}")
+    count = live.num_tokens
+    await live.tokens(count + 4)
+    await probe.cancel(live)
+    stream.check_order(live.messages)
+
+
+async def tokenizer(probe: Probe) -> None:
+    """The tokenizer's parts fit together and have the digest that the card says."""
+    card = await _card(probe)
+    if card.get("tokenizer_digest") is None:
+        raise SkippedError("the worker offers no tokenizer")
+    exchange = await probe.send_internal(_service(probe, "tokenizer"))
+    check_parts(await exchange.parts("a tokenizer"), card["tokenizer_digest"])
+
+
+async def tokenize(probe: Probe) -> None:
+    """tokenize gives token ids, or an error."""
+    reply = await probe.call_internal(_service(probe, "tokenize"), {"text": "Once upon a time"})
+    ids = reply.get("token_ids")
+    is_packed = isinstance(ids, bytes) and len(ids) > 0 and len(ids) % 4 == 0
+    expect(is_packed or shape.list_of(shape.COUNT).holds(ids), f"token_ids is {brief(ids)}")
+    wrong = await probe.call_internal(_service(probe, "tokenize"), {"text": 5})
+    stream.check_error(wrong.get("error"))
+
+
+def check_parts(parts: list[Message], digest: str) -> None:
+    """All parts of a tokenizer, which came in any order, against the digest that was announced."""
+    for message in parts:
+        shape.check(message, shapes.TOKENIZER, "a part")
+        expect(message["digest"] == digest, f"a part with digest {message['digest']} instead of {digest}")
+    parts = sorted(parts, key=lambda message: int(message["part"]))
+    numbers = [message["part"] for message in parts]
+    expect(numbers == list(range(parts[0]["parts"])), f"parts {numbers} of {parts[0]['parts']}")
+    seen = xxhash.xxh3_128_hexdigest(b"".join(message["data"] for message in parts))
+    expect(seen == digest, f"the parts together have digest {seen} instead of {digest}")
+
+
+async def _run(
+    probe: Probe, *, attempt: int, epoch: str | None = None, key: str | None = None
+) -> tuple[Message, Exchange]:
+    """A run as a router sends it: the worker's answer to it, and what the client hears."""
+    client = await probe.listen(probe.link.new_inbox(), msgpack=False)
+    body = {
+        "request_id": key or subjects.request_key(probe.tenant, probe.new_id()),
+        "attempt": attempt,
+        "epoch": epoch or (await _card(probe))["epoch"],
+        "router_id": "wire-check",
+        "reply": client.inbox,
+        "encoding": "json",
+        "token_ids": struct.pack("<4I", 1, 2, 3, 4),
+        "params": {"max_tokens": 4, "ignore_eos": True},
+        "remaining_ms": 5_000.0,
+        "crashes": 0,
+        "wire-check": {"unknown": "fields are ignored here too"},
+    }
+    return await probe.call_internal(_service(probe, "run"), body), client
+
+
+async def _check_refused(own: Message, client: Exchange) -> None:
+    expect(own.get("accepted") is False, f"the run is answered {own}")
+    stream.check_error(own.get("error"))
+    await asyncio.sleep(_SILENCE_S)
+    expect(not client.received, f"its client hears of it: {client.received[:1]}")
+
+
+async def _drop(probe: Probe, key: str, attempt: int) -> Message:
+    return await probe.call_internal(_service(probe, "control"), {"op": "drop", "request_id": key, "attempt": attempt})
+
+
+async def _card(probe: Probe) -> Message:
+    worker_id = some_workers(probe)[0]
+    heard = await probe.listen(probe.names.card(probe.served.model, worker_id), msgpack=True)
+    await probe.publish(probe.names.discover, b"")
+    card = await heard.first(f"the card of {worker_id}")
+    await probe.stop_listening(heard)
+    return card
+
+
+def _service(probe: Probe, service: str) -> str:
+    return probe.names.worker(probe.served.model, some_workers(probe)[0], service)
+
+
+RULES = (run, foreign_epoch, dropped, drop_of_spoken, tokenizer, tokenize)

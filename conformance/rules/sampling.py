@@ -1,0 +1,130 @@
+"""Rules of what is generated: lengths, stops, seeds. Each is tried alone, since a seed repeats only what runs alone."""
+
+from tokenbus.conformance import stream
+from tokenbus.conformance.exchange import Exchange
+from tokenbus.conformance.probe import Probe, brief_request, check_served
+from tokenbus.conformance.verdict import Message, SkippedError, brief, expect
+
+_STOP_CHARACTERS = 3
+
+
+async def max_tokens(probe: Probe) -> None:
+    """max_tokens ends a stream with length after exactly so many tokens."""
+    for count in (1, 7):
+        terminal = (await probe.short(count)).messages[-1]
+        seen = (terminal.get("finish_reason"), terminal["usage"]["completion_tokens"])
+        expect(seen == ("length", count), f"max_tokens {count} ends with {seen}")
+
+
+async def greedy(probe: Probe) -> None:
+    """Temperature 0 gives the same text each time."""
+    _check_equal(await probe.short(), await probe.short())
+
+
+async def seeded(probe: Probe) -> None:
+    """A seed repeats the same answer."""
+    fields = {"temperature": 1.0, "seed": 11, **_pinned(probe)}
+    _check_equal(await probe.short(24, **fields), await probe.short(24, **fields))
+
+
+async def streamed_or_not(probe: Probe) -> None:
+    """With stream: false the text is the same as when streamed."""
+    _check_equal(await probe.short(), await probe.short(stream=False))
+
+
+async def encoded_either_way(probe: Probe) -> None:
+    """JSON and MessagePack bring the same text."""
+    _check_equal(await probe.short(), await probe.ask(brief_request(), content_type="application/msgpack"))
+
+
+async def stop_string(probe: Probe) -> None:
+    """A stop string ends the text before it, is never sent, and is named in stop_match."""
+    whole = (await probe.short(32)).text
+    stop = _middle(whole)
+    for wanted in (stop, [stop], ["\x00never", stop]):
+        answer = await probe.short(32, stop=wanted)
+        terminal = answer.messages[-1]
+        seen = (terminal.get("finish_reason"), terminal.get("stop_match"))
+        expect(seen == ("stop", stop), f"finish_reason, stop_match {seen} for stop {wanted!r}")
+        expect(answer.text == whole[: whole.index(stop)], f"{brief(answer.text)} with stop {stop!r}")
+        stream.check_numbers(answer.messages)
+        stream.check_usage(answer.messages)
+
+
+async def stop_token(probe: Probe) -> None:
+    """A stop token ends the stream, counts as sampled, and is named in stop_match."""
+    token_ids = await _token_ids(probe)
+    stop = _first_new(token_ids)
+    terminal = (await probe.short(len(token_ids), stop_token_ids=[stop], ignore_eos=False)).messages[-1]
+    seen = (terminal.get("finish_reason"), terminal.get("stop_match"), terminal["usage"]["completion_tokens"])
+    expected = ("stop", stop, token_ids.index(stop) + 1)
+    expect(seen == expected, f"finish_reason, stop_match, completion_tokens {seen} instead of {expected}")
+
+
+async def min_tokens(probe: Probe) -> None:
+    """There is no stop before min_tokens."""
+    token_ids = await _token_ids(probe)
+    least = token_ids.index(_first_new(token_ids)) + 3
+    fields = {"stop_token_ids": [_first_new(token_ids)], "ignore_eos": False, "min_tokens": least}
+    terminal = (await probe.short(least + 8, **fields)).messages[-1]
+    seen = terminal["usage"]["completion_tokens"]
+    expect(seen >= least, f"{seen} tokens with min_tokens {least}")
+
+
+async def returned_token_ids(probe: Probe) -> None:
+    """return_token_ids gives each message exactly `tokens` ids."""
+    answer = await probe.short(return_token_ids=True)
+    check_served(answer.messages[-1])
+    stream.check_token_ids(answer.messages)
+    whole = await probe.short(return_token_ids=True, stream=False)
+    stream.check_token_ids(whole.messages)
+    streamed = [token_id for message in answer.messages for token_id in message.get("token_ids") or []]
+    expect(whole.messages[0].get("token_ids") == streamed, "other ids without a stream than with one")
+
+
+async def _token_ids(probe: Probe) -> list[int]:
+    answer = await probe.short(return_token_ids=True)
+    check_served(answer.messages[-1])
+    return [token_id for message in answer.messages for token_id in message.get("token_ids") or []]
+
+
+def _first_new(token_ids: list[int]) -> int:
+    """A token that the answer does not begin with. Raises SkippedError where there is none."""
+    for token_id in token_ids:
+        if token_id != token_ids[0]:
+            return token_id
+    raise SkippedError("the model says nothing but one token")
+
+
+def _middle(text: str) -> str:
+    """A piece from the middle of a text. Raises SkippedError for a text that has none."""
+    at = len(text) // 2
+    piece = text[at : at + _STOP_CHARACTERS]
+    if len(piece) < _STOP_CHARACTERS or "\ufffd" in piece:
+        raise SkippedError(f"the model's text has no middle to stop at: {brief(text)}")
+    return piece
+
+
+def _pinned(probe: Probe) -> Message:
+    """A seed repeats on the same build: two workers might not be of one."""
+    workers = probe.served.worker_ids
+    return {"routing": {"worker_id": workers[0]}} if workers else {}
+
+
+def _check_equal(one: Exchange, other: Exchange) -> None:
+    for answer in (one, other):
+        expect(answer.messages[-1].get("error") is None, f"it ends with {answer.messages[-1].get('error')}")
+    expect(one.text == other.text, f"{brief(one.text)}, and then {brief(other.text)}")
+
+
+RULES = (
+    max_tokens,
+    greedy,
+    seeded,
+    streamed_or_not,
+    encoded_either_way,
+    stop_string,
+    stop_token,
+    min_tokens,
+    returned_token_ids,
+)

@@ -1,0 +1,1 @@
+"""OpenAI's API: its requests become the wire's, chunks become its answers and errors."""

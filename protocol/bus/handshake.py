@@ -1,0 +1,127 @@
+"""What is said before a connection to the broker stands: TLS, who the process is, and why the broker won't have it.
+
+nats-py leaves some edges open here too (docs/decisions/0004-nats-connection.md):
+- it goes on in plain text, secrets included, where TLS was wanted and the broker, or whoever plays it, offers none;
+- it takes a broker that hangs up without an answer for a connection, and makes it anew for ever;
+- after a TLS handshake that failed it waits for the end of the stream, of which uvloop never tells;
+- it closes for good when credentials expire, although they may have been renewed;
+- a file of secrets that has become bad ends its attempts to reconnect without a word, or hangs the process.
+"""
+
+import asyncio
+import ssl
+from typing import Any
+
+import nats.errors
+from nats.aio import client
+from nats.aio.transport import TcpTransport
+
+from tokenbus.protocol.bus.credentials import Credentials
+from tokenbus.protocol.bus.tls import Tls
+
+
+class RefusedError(ConnectionError):
+    """A broker is there and this process may not speak with it: trying again won't help. Begins with a verb whose
+    subject is the broker, and says what to do."""
+
+
+class Client(client.Client):
+    """nats-py's, with these edges closed. Files are read at each connect, since they may have been renewed."""
+
+    def __init__(self, url: str, credentials: Credentials, tls: Tls) -> None:
+        super().__init__()
+        self._credentials = credentials
+        self._tls = tls
+        self._insists_on_tls = tls.is_wanted or url.startswith("tls://")
+
+    @property
+    def ssl_context(self) -> ssl.SSLContext:
+        try:
+            return self._tls.context()
+        except ValueError as error:
+            raise OSError(str(error)) from error
+
+    async def _process_connect_init(self) -> None:
+        try:
+            await super()._process_connect_init()
+        except (OSError, nats.errors.Error) as error:
+            await self._hang_up()
+            raise self._explained(error) from error
+        if not self.is_connected:
+            await self._hang_up()
+            raise self._explained(ConnectionResetError("it hangs up without an answer"))
+
+    async def _hang_up(self) -> None:
+        for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
+            if task is not None:
+                task.cancel()
+        if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:
+            self._transport._io_writer.transport.abort()
+            self._transport = None  # the next attempt makes one
+            await asyncio.sleep(0)  # the turn in which the socket is closed
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        """Comes before TLS begins, and before anything is sent."""
+        if initial_connection:
+            self._agree_on_tls(info)
+        await super()._process_info(info, initial_connection)
+
+    async def _process_err(self, err_msg: str) -> None:
+        if "authentication expired" in err_msg.lower():
+            await self._process_op_err(nats.errors.Error(f"nats: {err_msg}"))
+        else:
+            await super()._process_err(err_msg)
+
+    def _agree_on_tls(self, info: dict[str, Any]) -> None:
+        if self._insists_on_tls:
+            if not info.get("tls_required") and not info.get("tls_available"):
+                raise RefusedError("does not speak TLS: switch it on there, or use a nats:// URL and no --nats-ca")
+            info["tls_required"] = True  # of a broker that offers it, nats-py would make no use
+        if info.get("tls_required") and info.get("tls_verify") and not self._tls.cert_file:
+            raise RefusedError("asks for a certificate: pass --nats-cert FILE and --nats-key FILE")
+
+    def _connect_command(self) -> bytes:
+        try:
+            keys = self._credentials.keys()
+        except ValueError as error:
+            raise OSError(str(error)) from error
+        if keys is not None:
+            self._auth_configured = True
+            self._signature_cb = keys.sign
+            self._user_jwt_cb = keys.jwt.encode if keys.jwt else None
+            self._public_nkey = keys.public
+        return super()._connect_command()
+
+    def _explained(self, error: Exception) -> Exception:
+        """A refusal in place of what says, in whatever way, that the broker has refused."""
+        match error:
+            case RefusedError() | ssl.SSLEOFError():
+                return error
+            case ssl.SSLCertVerificationError():
+                advice = "pass --nats-ca FILE with the authority that signed it, and call it by a name that is in it"
+                return RefusedError(f"has a certificate that can't be trusted ({error.verify_message}): {advice}")
+            case ssl.SSLError() | ConnectionError() if self._server_info.get("tls_verify"):
+                return RefusedError(f"does not accept the certificate ({error}): see --nats-cert and --nats-key")
+            case ssl.SSLError():
+                return RefusedError(f"and this process find no TLS that both speak ({error.reason})")
+            case nats.errors.Error() if _is_refusal(reason := str(error).lower()):
+                return RefusedError(f"refuses the credentials ({reason}): {self._advice}")
+        return error
+
+    @property
+    def _advice(self) -> str:
+        given = self._credentials
+        if given.creds_file:
+            return f"are those of --nats-creds {given.creds_file} meant for this broker, and still valid?"
+        if given.nkey_file:
+            return f"does it know the public key to --nats-nkey {given.nkey_file}?"
+        if given.token:
+            return "see the variable TOKENBUS_NATS_TOKEN"
+        if given.user:
+            return "see --nats-user and the variable TOKENBUS_NATS_PASSWORD"
+        return "see --nats-user and the flags beside it"
+
+
+def _is_refusal(reason: str) -> bool:
+    """By the words of nats-server; a timeout of the authentication says nothing of the credentials."""
+    return "authorization" in reason or ("authentication" in reason and "timeout" not in reason)

@@ -1,0 +1,1 @@
+"""The HTTP server behind status pages and the gateway, bounded against whoever reaches its port."""

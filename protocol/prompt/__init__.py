@@ -1,0 +1,1 @@
+"""From a text or a conversation to token ids."""

@@ -1,0 +1,198 @@
+"""Renders a conversation with the model's own chat template, in a sandbox, keeping apart who wrote what.
+
+Special tokens are meant where the template writes them and never where a user did. So before rendering, every place in
+a user's text where a special token stands gets a guard in front and a separator behind, and what stands between them is
+no special token; and a text that ends like the beginning of one gets a separator too, so that nothing completes it.
+"""
+
+import datetime
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import jinja2
+import msgspec
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tokenbus.protocol.wire import errors, limits, messages, request
+
+_MARKS = [chr(code) for code in range(0x13000, 0x13400)]
+"""Where guard and separator are taken from: Egyptian hieroglyphs, any two that the request does not use.
+
+They have to be printable, so that also a list which a template prints as Python would keeps them as they are."""
+
+
+class Marks(NamedTuple):
+    """Two characters that neither the request nor the template uses."""
+
+    guard: str
+    separator: str
+
+    def remove(self, text: str) -> str:
+        return text.replace(self.guard, "").replace(self.separator, "")
+
+
+class SpecialTokens:
+    """The texts that stand for one token each, and how to find them in a rendered prompt."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self.ids = {text: token_id for text, token_id in ids.items() if text}
+        longest_first = sorted(self.ids, key=len, reverse=True)
+        self._any = "|".join(map(re.escape, longest_first)) or r"(?!)"
+        self._begins = re.compile(f"(?={self._any})")
+        self._starts = {text[:length] for text in self.ids for length in range(1, len(text))}
+        self._longest = max(map(len, self.ids), default=0)
+
+    def __repr__(self) -> str:
+        return f"<SpecialTokens {len(self.ids)}>"
+
+    def mark(self, text: str, marks: Marks) -> str:
+        """`text` with a guard before and a separator behind every special token in it, overlapping ones included."""
+        places = [
+            (at, at + len(token))
+            for at in {match.start() for match in self._begins.finditer(text)}
+            for token in self.ids
+            if text.startswith(token, at)
+        ]
+        starts, ends = {start for start, _ in places}, {end for _, end in places}
+        parts, last = [], 0
+        for at in sorted(starts | ends):
+            parts += [text[last:at], marks.separator if at in ends else "", marks.guard if at in starts else ""]
+            last = at
+        return "".join(parts) + text[last:]
+
+    def close(self, text: str, marks: Marks) -> str:
+        """`text` with a separator behind it if what comes next could complete a special token."""
+        ends_in_start = any(text[-length:] in self._starts for length in range(1, min(self._longest, len(text) + 1)))
+        return text + marks.separator if ends_in_start else text
+
+    def split(self, text: str, marks: Marks) -> list[str | int]:
+        """`text` as special token ids and the plain texts between them, without the marks.
+
+        A token is the user's only between its marks: a guard alone is what is left of a text that the template cut."""
+        pieces: list[str | int] = []
+        token = f"((?<!{marks.guard})(?:{self._any})|(?<={marks.guard})(?:{self._any})(?!{marks.separator}))"
+        for piece in re.split(token, text):
+            plain = marks.remove(piece)
+            if piece in self.ids:
+                pieces.append(self.ids[piece])
+            elif plain:
+                pieces.append(plain)
+        return pieces
+
+
+class ChatTemplate:
+    """One model's chat template, compiled once. Raises ValueError for a template that is too large or malformed."""
+
+    def __init__(self, source: str, special: SpecialTokens, bos_token: str, eos_token: str) -> None:
+        _check_size(source)
+        self._special = special
+        self._source = source
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        try:
+            self._template = _environment().from_string(source)
+        except Exception as error:  # what it compiles to is Python, which has errors of its own
+            raise ValueError(f"the chat template is malformed: {error}") from error
+
+    def __repr__(self) -> str:
+        return f"<ChatTemplate {self._special!r}>"
+
+    def render(
+        self, conversation: list[messages.ChatMessage], arguments: Mapping[str, Any] | None = None
+    ) -> list[str | int]:
+        """The prompt as special token ids and plain texts. Raises RequestError(invalid_request) when it fails.
+
+        `arguments` are extra variables for the template (`chat_template_kwargs`)."""
+        turns = [_turn(message) for message in conversation]
+        marks = _unused_marks([self._source, turns, arguments])
+        written = {
+            "add_generation_prompt": True,
+            **{name: self._marked(value, marks) for name, value in (arguments or {}).items()},
+            "messages": self._marked(turns, marks),
+            **self._tokens,
+        }
+        try:
+            text = self._template.render(written)
+        except Exception as error:  # a template is a program: with the right messages it can fail in any way
+            problem = marks.remove(str(error) or repr(error))
+            raise _refused(f"the model's chat template refused the messages: {problem}") from error
+        return self._special.split(text, marks)
+
+    def _marked(self, value: Any, marks: Marks) -> Any:
+        if isinstance(value, str):
+            return self._special.close(self._special.mark(value, marks), marks)
+        if isinstance(value, dict):
+            return {self._marked_key(key, marks): self._marked(child, marks) for key, child in value.items()}
+        if isinstance(value, list):
+            return [self._marked(child, marks) for child in value]
+        return value
+
+    def _marked_key(self, key: Any, marks: Marks) -> Any:
+        """A key as it was, unless it holds a special token: templates look values up by their keys."""
+        return self._special.mark(key, marks) if isinstance(key, str) else key
+
+
+def check(source: str) -> None:
+    """Raises ValueError for a template that is too large, or none. Reads it only: to compile it may take long."""
+    _check_size(source)
+    try:
+        _environment().parse(source)
+    except Exception as error:  # deep nesting ends in Python's own errors
+        raise ValueError(f"the chat template is malformed: {error}") from error
+
+
+def _check_size(source: str) -> None:
+    if len(source.encode()) > limits.MAX_TEMPLATE_BYTES:
+        raise ValueError(f"the chat template is larger than {limits.MAX_TEMPLATE_BYTES} bytes")
+
+
+def _turn(message: messages.ChatMessage) -> dict[str, Any]:
+    turn = {name: value for name, value in msgspec.to_builtins(message).items() if value is not None}
+    return turn | {"content": request.text_of(message)}
+
+
+def _unused_marks(written: object) -> Marks:
+    used = set().union(*_strings(written))
+    unused = (character for character in _MARKS if character not in used)
+    guard, separator = next(unused, None), next(unused, None)
+    if guard is None or separator is None:
+        raise _refused("messages: hold nearly every Egyptian hieroglyph there is; the template needs two of them")
+    return Marks(guard, separator)
+
+
+def _refused(message: str) -> errors.RequestError:
+    return errors.request_error(errors.Code.INVALID_REQUEST, message, param="messages")
+
+
+def _strings(value: object) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, child in value.items():
+            yield from _strings(key)
+            yield from _strings(child)
+    elif isinstance(value, list):
+        for child in value:
+            yield from _strings(child)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """Unlike jinja2's own filter, without escapes for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

@@ -1,0 +1,1 @@
+"""What every process shows of itself: metrics, logs, traces, and the page that has them."""

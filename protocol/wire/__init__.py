@@ -1,0 +1,1 @@
+"""The contract: messages, their encoding, subjects, errors, limits and block hashes."""

@@ -1,0 +1,167 @@
+"""Bytes to typed messages and back, in JSON or MessagePack, with errors that name the field at fault."""
+
+import enum
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from tokenbus.protocol.wire import errors, limits
+
+MessageT = TypeVar("MessageT")
+ValueT = TypeVar("ValueT")
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+CONTENT_TYPE = "Content-Type"
+_FREE_FORM = frozenset({"chat_template_kwargs", "tools", "tool_choice", "json_schema", "tool_calls"})
+_LARGEST_EXACT = 2.0**53
+_ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_NOT_FINITE_64 = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]").search
+_NOT_FINITE_32 = re.compile(rb"\xca[\x7f\xff][\x80-\xff]").search
+"""How a MessagePack float begins that may be no number. It may stand inside a text too, so a hit proves nothing."""
+
+
+class Encoding(enum.StrEnum):
+    JSON = "json"
+    MSGPACK = "msgpack"
+
+
+class MediaTypeError(ValueError):
+    """The content type is neither of the two that are spoken here."""
+
+
+def encoding_of(headers: Mapping[str, str] | None) -> Encoding:
+    """The encoding that a message's headers declare: JSON unless they say MessagePack.
+
+    Raises MediaTypeError for any other content type; answer that in JSON."""
+    for name, value in (headers or {}).items():
+        if name.lower() == "content-type":
+            media_type = value.partition(";")[0].strip().lower()
+            if media_type == "application/json":
+                return Encoding.JSON
+            if media_type == "application/msgpack":
+                return Encoding.MSGPACK
+            raise MediaTypeError(f"{value[:100]!r} is not understood here: use application/json or application/msgpack")
+    return Encoding.JSON
+
+
+def content_headers(encoding: Encoding) -> dict[str, str] | None:
+    """The headers with which a request in that encoding is sent."""
+    return {CONTENT_TYPE: "application/msgpack"} if encoding is Encoding.MSGPACK else None
+
+
+_json_encoder = msgspec.json.Encoder()
+_msgpack_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct, encoding: Encoding = Encoding.MSGPACK) -> bytes:
+    """A message as bytes. Raises UnicodeEncodeError for text with lone surrogates."""
+    if encoding is Encoding.JSON:
+        return _json_encoder.encode(message)
+    return _msgpack_encoder.encode(message)
+
+
+class Decoder(Generic[MessageT]):
+    """Decodes one type of message; make one for each type, once."""
+
+    def __init__(self, message_type: type[MessageT]) -> None:
+        self._type = message_type
+        self._json = msgspec.json.Decoder(message_type)
+        self._msgpack = msgspec.msgpack.Decoder(message_type)
+
+    def __repr__(self) -> str:
+        return f"<Decoder of {self._type.__name__}>"
+
+    def decode(self, payload: bytes, encoding: Encoding = Encoding.MSGPACK) -> MessageT:
+        """The message in `payload`. Raises RequestError(invalid_request) with the path of the field at fault.
+
+        The strict decoder serves nearly everything. What it refuses is read once more without types, so that an
+        integral float can pass for an int, a null for an absent field, and the last of duplicate keys wins."""
+        try:
+            return self._strict(payload, encoding)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return self._lenient(payload, encoding)
+
+    def _strict(self, payload: bytes, encoding: Encoding) -> MessageT:
+        if encoding is Encoding.JSON:
+            return self._json.decode(payload)
+        message = self._msgpack.decode(payload)
+        if _NOT_FINITE_64(payload) or _NOT_FINITE_32(payload):
+            _check_finite(msgspec.msgpack.decode(payload, strict=False))
+        return message
+
+    def _lenient(self, payload: bytes, encoding: Encoding) -> MessageT:
+        try:
+            raw = msgspec.json.decode(payload) if encoding is Encoding.JSON else msgspec.msgpack.decode(payload)
+            _check_finite(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _invalid(f"the message is not valid {_LABELS[encoding]}: {error}") from error
+        except RecursionError as error:
+            raise _invalid("the message nests too deeply") from error
+        try:
+            return msgspec.convert(_normalize(raw, depth=0), self._type, str_keys=encoding is Encoding.JSON)
+        except msgspec.ValidationError as error:
+            text = str(error)
+            match = _ERROR_PATH.search(text)
+            path = match[1] if match else None
+            raise _invalid(_ERROR_PATH.sub("", text) + (f" at {path}" if path else ""), param=path) from error
+
+
+def _check_finite(value: Any) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _invalid("NaN and infinite numbers are not allowed")
+    for child in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_finite(child)
+
+
+_LABELS = {Encoding.JSON: "JSON", Encoding.MSGPACK: "MessagePack"}
+
+
+def check_free_form(value: object, path: str) -> None:
+    """Refuses a free-form value that nests beyond the limit. Raises RequestError(invalid_request)."""
+    if _deeper_than(value, limits.MAX_NESTING):
+        raise _invalid(f"{path} nests deeper than {limits.MAX_NESTING} levels", param=path)
+
+
+def _deeper_than(value: object, levels: int) -> bool:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels <= 0 or any(_deeper_than(child, levels - 1) for child in children)
+
+
+def _normalize(value: Any, depth: int) -> Any:
+    if depth > limits.MAX_NESTING:
+        raise _invalid(f"the message nests deeper than {limits.MAX_NESTING} levels")
+    if isinstance(value, dict):
+        return {
+            key: child if key in _FREE_FORM else _normalize(child, depth + 1)
+            for key, child in value.items()
+            if child is not None
+        }
+    if isinstance(value, list):
+        return [_normalize(child, depth + 1) for child in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT:
+        return int(value)
+    return value
+
+
+def _invalid(message: str, param: str | None = None) -> errors.RequestError:
+    return errors.request_error(errors.Code.INVALID_REQUEST, message, param=param)
+
+
+def given(value: ValueT | None) -> ValueT | UnsetType:
+    """A value for a field that is left out of the message when there is none."""
+    return UNSET if value is None else value
+
+
+def error_headers(error: errors.Error) -> dict[str, str]:
+    """Headers of an error terminal, so that ordinary NATS tools show it."""
+    kind = errors.KINDS[error.code]
+    return {"Nats-Service-Error-Code": str(kind.http), "Nats-Service-Error": f"{error.code}: {error.message}"[:512]}
+
+
+def replaced(message: StructT, **changes: Any) -> StructT:
+    """A copy of a frozen message with some fields changed."""
+    return msgspec.structs.replace(message, **changes)

@@ -1,0 +1,74 @@
+"""The page of a bench: one HTML file with tables and plots that needs nothing else; pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+
+from tokenbus.replay.load.histogram import Histogram
+from tokenbus.replay.load.points import Kind
+from tokenbus.replay.load.results import Report, Run
+from tokenbus.replay.load.table import ROWS, number, run_lines
+from tokenbus.replay.page import document
+from tokenbus.replay.svg import Axis, Series, bar_chart, line_chart
+
+_PERCENTILES = ("p50", "p90", "p99")
+_PLOTTED = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
+_MOST_RUNS = 8
+"""As many as there are colours; of more only the first are drawn where each is a line."""
+_LOADS = {Kind.CONCURRENCY: "clients", Kind.RATE: "requests per second offered", Kind.SPEEDUP: "× the trace's speed"}
+
+
+def page(report: Report, times: Sequence[Mapping[str, Histogram]]) -> str:
+    """`times` are the histograms of the runs."""
+    parts = [f"<p>{escape(report.began_at)}, seed {report.seed}</p>"]
+    parts += ['<div class="plots">', *_sweep(report.runs), *_distributions(report.runs, times)]
+    parts += [*_by_worker(report.runs), "</div>", *map(_section, report.runs)]
+    return document(f"{report.model}: {report.workload}", parts)
+
+
+def _sweep(runs: Sequence[Run]) -> Iterator[str]:
+    """Over the load, where there is more than one."""
+    runs = sorted(runs, key=lambda run: run.value)
+    if len(runs) < 2:
+        return
+    load = Axis(_LOADS[runs[0].load], is_log=runs[-1].value >= 8 * runs[0].value)
+    tokens = Series("output tokens/s", [(run.value, run.output_tokens_per_s) for run in runs])
+    yield line_chart("Output tokens per second", [tokens], load, Axis("tokens/s"))
+    for name in _PLOTTED:
+        series = [Series(percentile, _points(runs, name, percentile)) for percentile in _PERCENTILES]
+        yield line_chart(f"{ROWS[name].capitalize()} by load", series, load, Axis("ms", is_log=True))
+
+
+def _points(runs: Sequence[Run], name: str, percentile: str) -> list[tuple[float, float]]:
+    values = [(run.value, getattr(getattr(run, name), percentile)) for run in runs]
+    return [point for point in values if point[1] is not None]
+
+
+def _distributions(runs: Sequence[Run], times: Sequence[Mapping[str, Histogram]]) -> Iterator[str]:
+    for name in _PLOTTED:
+        series = [
+            Series(str(run.point), [(value, 100 * share) for value, share in one[name].shares()])
+            for run, one in zip(runs[:_MOST_RUNS], times, strict=False)
+        ]
+        yield line_chart(
+            f"{ROWS[name].capitalize()}: so many were not slower", series, Axis("ms", is_log=True), Axis("%")
+        )
+
+
+def _by_worker(runs: Sequence[Run]) -> Iterator[str]:
+    names = sorted({name for run in runs for name in run.workers})
+    if 1 < len(names) <= _MOST_RUNS and len(runs) <= _MOST_RUNS:
+        series = [Series(name, [(place, run.workers.get(name, 0)) for place, run in enumerate(runs)]) for name in names]
+        yield bar_chart("Requests by worker", [f"{run.value:g}" for run in runs], series, Axis("requests"))
+
+
+def _section(run: Run) -> str:
+    heads = "".join(f"<th>{head}</th>" for head in ("ms", "mean", *_PERCENTILES, "max"))
+    rows = "".join(_row(run, name, title) for name, title in ROWS.items())
+    lines = escape("\n".join(run_lines(run)))
+    return f"<h2>{escape(str(run.point))}</h2>\n<table><tr>{heads}</tr>{rows}</table>\n<pre>{lines}</pre>"
+
+
+def _row(run: Run, name: str, title: str) -> str:
+    spread = getattr(run, name)
+    cells = "".join(f"<td>{number(getattr(spread, field))}</td>" for field in ("mean", *_PERCENTILES, "max"))
+    return f"<tr><td>{title}</td>{cells}</tr>"

@@ -1,0 +1,145 @@
+"""What is asked: random tokens, one text, or the requests of a trace; pure, and the same for the same seed."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from tokenbus.protocol.wire import codec, messages
+from tokenbus.replay.traces import TracedRequest
+
+MIN_VOCABULARY = 16
+
+
+class Ask(NamedTuple):
+    """One request, and when it comes by the trace's own times, in seconds from the start."""
+
+    at_s: float
+    request: messages.GenerateRequest
+
+
+class Workload(Protocol):
+    """Where requests come from."""
+
+    @property
+    def num_requests(self) -> int | None:
+        """None: as many as one likes."""
+        ...
+
+    def fitted(self, context_length: int, *, clip: bool) -> "Fitted":
+        """Only what fits the model. Raises ValueError where nothing does."""
+        ...
+
+    def asks(self, common: messages.GenerateRequest, seed: str) -> Iterator[Ask]:
+        """Makes each request when it is taken, of what all have in common."""
+        ...
+
+    def describe(self) -> str: ...
+
+
+class Fitted(NamedTuple):
+    """A workload that fits the model, and how many of its requests did not."""
+
+    workload: Workload
+    skipped: int = 0
+    clipped: int = 0
+
+
+class RandomTokens(NamedTuple):
+    """Prompts of one length that have nothing in common, answers of one length."""
+
+    input_tokens: int
+    output_tokens: int
+    vocabulary: int
+
+    @property
+    def num_requests(self) -> int | None:
+        return None
+
+    def fitted(self, context_length: int, *, clip: bool) -> Fitted:
+        if self.input_tokens + self.output_tokens > context_length:
+            raise ValueError(
+                f"--input-tokens {self.input_tokens} and --output-tokens {self.output_tokens} do not fit "
+                f"the model's context of {context_length} tokens"
+            )
+        return Fitted(self)
+
+    def asks(self, common: messages.GenerateRequest, seed: str) -> Iterator[Ask]:
+        rng = np.random.default_rng(list(seed.encode()))
+        while True:
+            token_ids = rng.integers(1, self.vocabulary, self.input_tokens).tolist()
+            request = codec.replaced(common, token_ids=token_ids, max_tokens=self.output_tokens, ignore_eos=True)
+            yield Ask(0.0, request)
+
+    def describe(self) -> str:
+        return f"{self.input_tokens} random tokens, {self.output_tokens} back"
+
+
+class Text(NamedTuple):
+    """The same question again and again, through the model's chat template; the answer ends where it ends."""
+
+    text: str
+    max_tokens: int | None
+
+    @property
+    def num_requests(self) -> int | None:
+        return None
+
+    def fitted(self, context_length: int, *, clip: bool) -> Fitted:
+        return Fitted(self)
+
+    def asks(self, common: messages.GenerateRequest, seed: str) -> Iterator[Ask]:
+        turn = messages.ChatMessage(role="user", content=self.text)
+        return itertools.repeat(Ask(0.0, codec.replaced(common, messages=[turn], max_tokens=self.max_tokens)))
+
+    def describe(self) -> str:
+        return f"the same text of {len(self.text)} characters"
+
+
+class Traced(NamedTuple):
+    """The requests of a trace in their order: prompts that begin alike there begin alike here."""
+
+    name: str
+    requests: Sequence[TracedRequest]
+    vocabulary: int
+
+    @property
+    def num_requests(self) -> int | None:
+        return len(self.requests)
+
+    def fitted(self, context_length: int, *, clip: bool) -> Fitted:
+        fits = [one.prompt_tokens + one.output_tokens <= context_length for one in self.requests]
+        num_long = fits.count(False)
+        if clip:
+            kept = [one if fit else clipped(one, context_length) for one, fit in zip(self.requests, fits, strict=True)]
+            return Fitted(self._replace(requests=kept), clipped=num_long)
+        if num_long == len(fits):
+            raise ValueError(
+                f"none of the {num_long} requests of {self.name} fits the model's context of {context_length} tokens: "
+                f"--clip cuts them"
+            )
+        return Fitted(self._replace(requests=list(itertools.compress(self.requests, fits))), skipped=num_long)
+
+    def asks(self, common: messages.GenerateRequest, seed: str) -> Iterator[Ask]:
+        began_at = self.requests[0].at_s
+        for one in self.requests:
+            request = codec.replaced(
+                common,
+                token_ids=one.token_ids(self.vocabulary).tolist(),
+                max_tokens=one.output_tokens,
+                ignore_eos=True,
+                priority=one.priority or None,
+            )
+            yield Ask(one.at_s - began_at, request)
+
+    def describe(self) -> str:
+        return f"{len(self.requests)} requests of {self.name}"
+
+
+def clipped(one: TracedRequest, context_length: int) -> TracedRequest:
+    """Cuts the prompt, and an answer that would take more than half of the context."""
+    output_tokens = min(one.output_tokens, context_length // 2)
+    prompt_tokens = min(one.prompt_tokens, context_length - output_tokens)
+    blocks = -(-prompt_tokens // one.block_tokens)
+    return one._replace(prompt_tokens=prompt_tokens, output_tokens=output_tokens, hash_ids=one.hash_ids[:blocks])

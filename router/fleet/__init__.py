@@ -1,0 +1,1 @@
+"""What a router believes of its workers, and where it hears it."""

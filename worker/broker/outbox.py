@@ -1,0 +1,126 @@
+"""Publishes chunks in the order that the wire promises: events that must come first, then every chunk of the step."""
+
+from collections.abc import Callable
+
+import structlog
+
+from tokenbus.protocol.bus.bus import BadSubjectError, Bus, BusyError
+from tokenbus.protocol.wire import codec, limits, messages, subjects
+from tokenbus.worker import contract
+from tokenbus.worker.broker.announce import Announcer
+from tokenbus.worker.frontend import spans
+from tokenbus.worker.frontend.metrics import ReplicaMetrics
+from tokenbus.worker.streams.stream import Stream
+
+
+class Outbox:
+    """Collects what one turn of the loop has to say and publishes it at the turn's end."""
+
+    def __init__(self, connection: Bus, announcer: Announcer, metrics: ReplicaMetrics) -> None:
+        self._connection = connection
+        self._announcer = announcer
+        self._metrics = metrics
+        self._chunks: list[tuple[Stream, messages.Chunk, str]] = []
+        self._log = structlog.get_logger()
+        self.dropped_chunks = 0
+        """Chunks that were not sent, mostly because too much was waiting for the broker."""
+        self.on_cut: Callable[[Stream], None] = lambda stream: None
+        """Told of a stream that has ended here, since a chunk of it does not fit a message."""
+
+    def __repr__(self) -> str:
+        return f"<Outbox {len(self._chunks)} chunks, {self.dropped_chunks} dropped>"
+
+    def put_head(self, stream: Stream, now: float) -> None:
+        """The chunk that opens a stream or shows that it is alive."""
+        stream.spoke_at = now
+        head = stream.head()
+        if head is not None:
+            self._chunks.append((stream, head, stream.gone_subject))
+
+    def put_probe(self, stream: Stream, now: float) -> None:
+        """An empty chunk whose notice, if nobody listens, can be told from those of other chunks."""
+        stream.spoke_at = now
+        head = stream.head()
+        if head is not None:
+            self._chunks.append((stream, head, stream.gone_subject + subjects.PROBE_SUFFIX))
+
+    def repeat(self, stream: Stream, offset: int, now: float) -> None:
+        """Publishes at once, again, what a stream has said from a token on."""
+        stream.spoke_at = now
+        room = self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES
+        for chunk in stream.again(offset, room):
+            said = self._publish(stream, chunk, stream.gone_subject)
+            if said.finish_reason is not chunk.finish_reason:
+                if stream.terminal is None:
+                    self._end(stream, chunk, said)
+                    self._announcer.publish_events()
+                return
+
+    def put(self, stream: Stream, output: contract.Output, now: float) -> None:
+        """An output of the engine, to go out with `flush`."""
+        chunk = stream.chunk(output)
+        if chunk is None:
+            return
+        stream.spoke_at = now
+        if chunk.tokens and not stream.has_spoken:
+            stream.has_spoken = True
+            self._announcer.spoken(stream.key)
+        self._chunks.append((stream, chunk, stream.gone_subject))
+
+    def flush(self) -> None:
+        """Publishes everything put since the last time."""
+        if not self._chunks:
+            return
+        if self._announcer.has_to_say_first:
+            self._announcer.publish_events()
+        chunks, self._chunks = self._chunks, []
+        has_ended = False
+        for stream, wanted, gone_subject in chunks:
+            if stream.terminal is not None:  # it was cut short, and this came in the same step
+                continue
+            chunk = self._publish(stream, wanted, gone_subject)
+            if chunk.finish_reason is not None:
+                has_ended = True
+                self._end(stream, wanted, chunk)
+        if has_ended:  # at once: a client may use the id again as soon as it has the terminal
+            self._announcer.publish_events()
+
+    def _end(self, stream: Stream, wanted: messages.Chunk, terminal: messages.Chunk) -> None:
+        stream.terminal = terminal
+        self._announcer.finished(stream.key)
+        self._log_end(stream, terminal)
+        spans.end(stream.span, stream.accepted_at, terminal)
+        if wanted.finish_reason is None:
+            self.on_cut(stream)
+
+    def _publish(self, stream: Stream, chunk: messages.Chunk, gone_subject: str) -> messages.Chunk:
+        """Publishes a chunk, or what stands in for one that is too large; returns what was published."""
+        payload = codec.encode(chunk, stream.run.encoding)
+        if len(payload) + limits.MESSAGE_RESERVE_BYTES > self._connection.max_payload:
+            chunk = stream.too_large(chunk)
+            payload = codec.encode(chunk, stream.run.encoding)
+        headers = codec.error_headers(chunk.error) if chunk.error else None
+        try:
+            self._connection.publish(stream.run.reply, payload, reply=gone_subject, headers=headers)
+        except (BusyError, BadSubjectError):
+            self.dropped_chunks += 1
+        return chunk
+
+    def _log_end(self, stream: Stream, chunk: messages.Chunk) -> None:
+        reason = chunk.error.code if chunk.error else chunk.finish_reason
+        usage, timings = chunk.usage or None, chunk.timings or None
+        self._metrics.finished(str(reason), usage, timings)
+        self._log.info(
+            "request_finished",
+            request_id=stream.key,
+            worker_id=self._announcer.worker_id,
+            attempt=chunk.attempt,
+            finish_reason=chunk.finish_reason,
+            code=chunk.error.code if chunk.error else None,
+            prompt_tokens=usage.prompt_tokens if usage else None,
+            completion_tokens=usage.completion_tokens if usage else None,
+            cached_tokens=usage.cached_tokens if usage else None,
+            queue_ms=timings.queue_ms if timings else None,
+            ttft_ms=timings.ttft_ms if timings else None,
+            total_ms=timings.total_ms if timings else None,
+        )

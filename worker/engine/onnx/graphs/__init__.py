@@ -1,0 +1,1 @@
+"""ONNX models: finding one, what its graph is, changing and loading it."""

@@ -1,0 +1,164 @@
+"""onnxruntime: where a graph runs, how it is loaded there, and how its tensors are bound."""
+
+import ctypes
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import onnxruntime
+import structlog
+
+from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.engine.onnx.graphs import graph
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.runner import DeviceError, ModelError, NoRoomError
+
+PROVIDERS = ("auto", "cpu", "cuda")
+_NAMES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_ERRORS_ONLY = 3
+_OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "bad allocation")
+
+
+class Device(NamedTuple):
+    """Where tensors of the cache lie: `cpu` or `cuda`, and which one."""
+
+    kind: str
+    number: int = 0
+
+
+def choose_device(settings: EngineSettings) -> Device:
+    """Raises ModelError for a provider that was asked for and is not there."""
+    wanted = settings.onnx.provider
+    why_not = _why_no_cuda(settings.onnx.device_id) if wanted != "cpu" else "it was not asked for"
+    if wanted == "cuda" and why_not:
+        raise ModelError(f"--provider cuda: {why_not}; pass --provider cpu, or auto to have it chosen")
+    return Device("cpu") if why_not else Device("cuda", settings.onnx.device_id)
+
+
+def _why_no_cuda(number: int) -> str:
+    """Empty where there is such a GPU that onnxruntime can use."""
+    if _NAMES["cuda"] not in onnxruntime.get_available_providers():
+        return "this onnxruntime was built without CUDA (onnxruntime-gpu has it, on Linux x86-64)"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "there is no NVIDIA driver here"
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or not count.value:
+        return "the NVIDIA driver finds no GPU"
+    return "" if number < count.value else f"there are GPUs 0 to {count.value - 1}, not {number}"
+
+
+class Session:
+    """A loaded graph. Raises ModelError when onnxruntime can't load it, with what it said."""
+
+    def __init__(self, model: onnx.ModelProto, path: Path, settings: EngineSettings, device: Device) -> None:
+        self.device = device
+        try:
+            self._session = _open(model, path, settings, device)
+        except Exception as error:  # onnxruntime raises a class of its own for each kind of failure
+            raise ModelError(f"{path}: {_what_to_do(_reason(error), device)}") from error
+        if _NAMES[device.kind] not in self._session.get_providers():
+            raise ModelError(
+                f"{path}: onnxruntime could not start its CUDA provider, which needs the CUDA and cuDNN libraries that "
+                f"onnxruntime-gpu {onnxruntime.__version__} names; install them, or pass --provider cpu"
+            )
+
+    def __repr__(self) -> str:
+        return f"<Session on {self.device.kind}>"
+
+    def bind(self) -> "Binding":
+        return Binding(self._session.io_binding(), self.device)
+
+    def run(self, binding: "Binding") -> None:
+        """Raises NoRoomError where memory was wanting, and DeviceError."""
+        try:
+            self._session.run_with_iobinding(binding.bound)
+        except Exception as error:  # as above
+            reason = _reason(error)
+            if any(sign in str(error) for sign in _OUT_OF_MEMORY):
+                raise NoRoomError(reason) from error
+            raise DeviceError(f"onnxruntime failed: {reason}") from error
+
+    def fetch(self, binding: "Binding", name: str) -> Array:
+        """Runs, and returns an output of whatever shape. Raises as `run` does."""
+        binding.bound.bind_output(name, "cpu")
+        self.run(binding)
+        found: Array = binding.bound.get_outputs()[0].numpy()
+        return found
+
+
+class Binding:
+    """Inputs and outputs of a run by name; it keeps the arrays that it was given for as long as they are bound."""
+
+    def __init__(self, bound: Any, device: Device) -> None:
+        self.bound = bound
+        self._device = device
+        self._kept: dict[str, Array] = {}
+
+    def __repr__(self) -> str:
+        return f"<Binding of {', '.join(self._kept)}>"
+
+    def give(self, name: str, array: Array) -> None:
+        """An input from host memory."""
+        self._kept[name] = array
+        self.bound.bind_cpu_input(name, array)
+
+    def take(self, name: str, array: Array) -> None:
+        """An output into host memory."""
+        assert array.flags.c_contiguous, name
+        self._kept[name] = array
+        self.bound.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+    def give_at(self, name: str, address: int, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> None:
+        """An input from the device's memory."""
+        self.bound.bind_input(name, self._device.kind, self._device.number, dtype.type, shape, address)
+
+    def take_at(self, name: str, address: int, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> None:
+        """An output into the device's memory."""
+        self.bound.bind_output(name, self._device.kind, self._device.number, dtype.type, shape, address)
+
+
+def _open(model: onnx.ModelProto, path: Path, settings: EngineSettings, device: Device) -> Any:
+    if device.kind == "cuda":
+        onnxruntime.preload_dlls()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = _ERRORS_ONLY
+    options.intra_op_num_threads = settings.threads
+    options.inter_op_num_threads = 1
+    options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
+    # The graph comes from memory, where it was changed: it has no folder of its own in which to look for its weights.
+    folder = graph.follow_links(model, path.parent)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    if not settings.onnx.spin:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    providers = [(_NAMES[device.kind], _provider_options(settings, device))]
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=providers)
+
+
+def _provider_options(settings: EngineSettings, device: Device) -> dict[str, str]:
+    if device.kind == "cpu":
+        return {}
+    options = {"device_id": str(device.number), "arena_extend_strategy": "kSameAsRequested"}
+    if settings.onnx.device_memory_mib:
+        options["gpu_mem_limit"] = str(settings.onnx.device_memory_mib << 20)
+    return options
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what onnxruntime says, without the path through its source."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    structlog.get_logger().debug("onnxruntime", text=str(error))
+    return line.removeprefix("[ONNXRuntimeError] : ")[:400]
+
+
+def _what_to_do(reason: str, device: Device) -> str:
+    if "NOT_IMPLEMENTED" in reason:
+        return (
+            f"the {device.kind} provider can't run a node of it ({reason}); take another export, in fp32 or q4, or "
+            "another --provider"
+        )
+    if any(sign in reason for sign in _OUT_OF_MEMORY):
+        return f"there is no memory for it ({reason})"
+    return f"onnxruntime {onnxruntime.__version__} can't load it: {reason}"

@@ -1,0 +1,1 @@
+"""The engine process: its sockets, its replicas and their threads."""

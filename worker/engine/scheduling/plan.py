@@ -1,0 +1,60 @@
+"""What a step computes, and what came of it."""
+
+from array import array
+from typing import NamedTuple
+
+from tokenbus.worker import contract
+from tokenbus.worker.engine.kv.moves import Move
+from tokenbus.worker.engine.scheduling.sequence import End, Sequence
+
+
+class Part(NamedTuple):
+    """The share of one sequence in a step: `num_tokens` of its tokens from `start` on."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether a token is sampled: only behind the last token there is."""
+        return self.start + self.num_tokens == self.sequence.num_tokens
+
+    @property
+    def lane(self) -> int:
+        assert self.sequence.lane is not None, self.sequence
+        return self.sequence.lane
+
+    @property
+    def token_ids(self) -> "array[int]":
+        return self.sequence.token_ids[self.start : self.start + self.num_tokens]
+
+
+class StepPlan(NamedTuple):
+    """The shares of one step, in the order in which the runner computes them."""
+
+    parts: tuple[Part, ...]
+    started: tuple[Sequence, ...] = ()
+    """Sequences that have just been given their first lane."""
+    moves: tuple[Move, ...] = ()
+    """What the lanes have to do first."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.num_tokens for part in self.parts)
+
+
+class Sampled(NamedTuple):
+    """A token that was chosen, and how likely it was where that was asked for."""
+
+    token_id: int
+    logprob: contract.Logprob | None = None
+
+
+class Advance(NamedTuple):
+    """What a step did for one sequence."""
+
+    sequence: Sequence
+    sampled: Sampled | None
+    """None where the sequence ended without a token."""
+    end: End | None

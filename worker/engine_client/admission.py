@@ -1,0 +1,55 @@
+"""Which requests an engine can serve at all, and how many at a time; pure."""
+
+from tokenbus.protocol.wire import errors
+from tokenbus.worker import contract
+
+
+class Places:
+    """How many requests may be held, and about when the next one will fit."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self.max_waiting = max_waiting
+        """Requests that may be held beyond those that run."""
+        self._duration_s = 1.0
+
+    def __repr__(self) -> str:
+        return f"<Places for {self.max_waiting} that wait, {self._duration_s:.2f} s each>"
+
+    def ended(self, duration_s: float) -> None:
+        """A request has run to its end."""
+        self._duration_s += 0.2 * (duration_s - self._duration_s)
+
+    def check(self, held: int, max_num_seqs: int) -> None:
+        """Raises RequestError(overloaded) where so many are held that there is no place for one more.
+
+        It says about when there will be one: the time a request takes lately, by the places that empty in it."""
+        if held >= max_num_seqs + self.max_waiting:
+            retry_after_ms = round(1e3 * self._duration_s * (1 + held - self.max_waiting) / max_num_seqs, 1)
+            raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=retry_after_ms))
+
+
+def check(request: contract.EngineRequest, config: contract.EngineConfig) -> None:
+    """Raises RequestError for a request that this engine can't serve."""
+    if "generate" not in config.features:
+        raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes embeddings only", param="model")
+    outside = max(request.token_ids)
+    if outside >= config.vocab_size:
+        index = request.token_ids.index(outside)
+        raise errors.request_error(
+            errors.Code.INVALID_REQUEST,
+            f"token_ids[{index}] is {outside}, the vocabulary has {config.vocab_size} tokens",
+            param=f"token_ids[{index}]",
+        )
+    for token_id, _ in request.sampling.logit_bias:
+        if token_id >= config.vocab_size:
+            raise errors.request_error(
+                errors.Code.INVALID_REQUEST,
+                f"logit_bias: {token_id} is no token id, the vocabulary has {config.vocab_size} tokens",
+                param="logit_bias",
+            )
+    if len(request.token_ids) + request.sampling.max_tokens > config.context_length:
+        raise errors.request_error(
+            errors.Code.PROMPT_TOO_LONG,
+            f"{len(request.token_ids)} prompt tokens and {request.sampling.max_tokens} new ones are more than "
+            f"the context of {config.context_length}",
+        )

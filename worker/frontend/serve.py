@@ -1,0 +1,239 @@
+"""The composition root of a worker process: its replicas, the engine process that they share, and their KV budget."""
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from tokenbus.protocol.process import reload, stopping
+from tokenbus.protocol.telemetry import metrics, status, traces
+from tokenbus.protocol.wire import errors, internal, subjects
+from tokenbus.worker import contract
+from tokenbus.worker.engine.models import weights
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine_client.link import EngineProcess
+from tokenbus.worker.frontend import vllm
+from tokenbus.worker.frontend.metrics import WorkerMetrics
+from tokenbus.worker.frontend.replica import Replica
+from tokenbus.worker.frontend.settings import Say, ServedModel, WorkerSettings
+
+_MOST_REPLICAS = 64
+_LONGEST_PATH = 4_096
+_PROGRESS_S = 0.5
+_FIXED = {"model", "files", "engine", "pressure", "onnx", "kv_limit_bytes"}
+"""Engine settings that a `load` message does not set by name."""
+
+
+async def serve(settings: WorkerSettings, again: Callable[[], WorkerSettings]) -> None:
+    """Runs a worker process until SIGTERM or SIGINT, or until all of its replicas have been drained; `again` reads its
+    settings anew.
+
+    Raises EngineStartError for a model that can't be served, ReplacedError when another worker has taken a name, and
+    ConnectionError when there is no broker."""
+    worker = Worker(settings)
+    with stopping.on_stop(worker.leave):
+        reload.on_hangup(again, worker.adopt)
+        await worker.run()
+
+
+class Worker:
+    """The replicas of one process. They come one after another, so that each knows what the others left it."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._process = EngineProcess(settings.log.variables())
+        self._metrics = WorkerMetrics()
+        self._name = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._traces = traces.make(settings.otlp_traces_endpoint, "worker", self._name)
+        self._is_single = sum(model.replicas for model in settings.models) == 1
+        self._lives: dict[Replica, asyncio.Task[None]] = {}
+        self._ended: asyncio.Queue[Replica] = asyncio.Queue()
+        self._loads: set[asyncio.Task[None]] = set()
+        self._starting = asyncio.Lock()
+        self._last_number = 0
+        self._is_leaving = False
+
+    def __repr__(self) -> str:
+        return f"<Worker {list(self._lives)}>"
+
+    async def run(self) -> None:
+        """Until every replica has left. Raises what `serve` does."""
+        async with status.shown(self._settings.status_page, self._page().registry, self._why_not_ready):
+            try:
+                await self._live()
+            finally:
+                await self._traces.close()
+
+    async def _live(self) -> None:
+        try:
+            await self._start_first()
+            while self._lives:
+                await self._bury(await self._ended.get())
+        finally:
+            tasks = [*self._loads, *self._lives.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _page(self) -> metrics.Page:
+        def refresh() -> None:
+            for replica in self._lives:
+                replica.show()
+
+        families: list[metrics.Shown] = [*self._metrics.families()]
+        if self._settings.vllm_metrics:
+            families += vllm.aliases(self._metrics)
+        return metrics.Page(families, refresh)
+
+    def _why_not_ready(self) -> str:
+        if not self._lives or self._is_leaving:
+            return "no replica takes requests"
+        return next(filter(None, (replica.why_not_ready for replica in self._lives)), "")
+
+    def leave(self) -> None:
+        """Has every replica drained."""
+        self._is_leaving = True
+        for replica in self._lives:
+            replica.leave()
+
+    def adopt(self, settings: WorkerSettings) -> None:
+        """What of its settings may change while it serves, for all replicas, those to come included."""
+        self._settings = settings
+        for replica in self._lives:
+            replica.adopt(settings)
+
+    def load(self, control: internal.Control, say: Say) -> None:
+        """Loads a model beside the others, and says how far it is until it is done."""
+        try:
+            model = self._asked_for(control)
+        except errors.RequestError as error:
+            say(internal.ControlReply(ok=False, error=error.error))
+            return
+        say(internal.ControlReply(ok=True, progress=0.0))
+        task = asyncio.create_task(self._load(model, say))
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
+
+    def _asked_for(self, control: internal.Control) -> ServedModel:
+        """Raises RequestError saying what is wrong."""
+        assert control.model is not None
+        taken = len(self._lives) + len(self._loads)
+        if not 1 <= control.replicas <= _MOST_REPLICAS - taken:
+            allowed = f"replicas must be 1 to {_MOST_REPLICAS - taken} beside the {taken} there are"
+            raise errors.request_error(errors.Code.INVALID_REQUEST, allowed, param="replicas")
+        return ServedModel(
+            served_name=_served_name(control.model, control.served_name),
+            engine=_with(self._settings.models[0].engine, control),
+            replicas=control.replicas,
+        )
+
+    async def _start_first(self) -> None:
+        coming = sum(model.replicas for model in self._settings.models)
+        async with self._starting:
+            for model in self._settings.models:
+                for _ in range(model.replicas):
+                    await self._until_started(self._add(model, coming))
+                    coming -= 1
+
+    async def _load(self, model: ServedModel, say: Say) -> None:
+        added: list[Replica] = []
+        async with self._starting:
+            try:
+                for number in range(model.replicas):
+                    replica = self._add(model, model.replicas - number)
+                    added.append(replica)
+                    await self._until_started(replica, _Progress(say, number, model.replicas))
+            except (contract.EngineStartError, ConnectionError) as error:
+                for replica in added:
+                    replica.leave()
+                refusal = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="model")
+                say(internal.ControlReply(ok=False, error=refusal))
+                return
+        say(internal.ControlReply(ok=True, progress=1.0, worker_ids=[replica.worker_id for replica in added]))
+
+    def _add(self, model: ServedModel, coming: int) -> Replica:
+        """One more replica, with its share of what `coming` replicas may still take."""
+        self._last_number += 1
+        alone = self._is_single and self._last_number == 1
+        worker_id = self._name if alone else f"{self._name}-{self._last_number}"
+        engine = msgspec.structs.replace(model.engine, kv_limit_bytes=self._share(coming))
+        replica = Replica(
+            self._settings, model.served_name, worker_id, engine, self._process, self._metrics, self._traces
+        )
+        replica.on_load = self.load
+        life = self._lives[replica] = asyncio.create_task(replica.run())
+        life.add_done_callback(lambda _: self._ended.put_nowait(replica))
+        if self._is_leaving:
+            replica.leave()
+        return replica
+
+    def _share(self, coming: int) -> int:
+        """Bytes for the next replica's KV memory; 0: no limit."""
+        if not self._settings.kv_budget_bytes:
+            return 0
+        held = sum(replica.started.result().kv_bytes for replica in self._lives if replica.started.done())
+        return max(1, (self._settings.kv_budget_bytes - held) // coming)
+
+    async def _until_started(self, replica: Replica, note: Callable[[float], None] = lambda share: None) -> None:
+        """Until it serves or has left. Raises what ended it before."""
+        life = self._lives[replica]
+        while not life.done() and not replica.started.done():
+            either: list[asyncio.Future[Any]] = [life, replica.started]
+            await asyncio.wait(either, timeout=_PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
+            note(replica.loaded)
+        if life.done():
+            life.result()
+
+    async def _bury(self, replica: Replica) -> None:
+        """Raises what ended a replica that has served: it concerns all of them."""
+        life = self._lives.pop(replica)
+        if replica.started.done():
+            life.result()
+
+
+def _served_name(model: str, asked: str | None) -> str:
+    """A loaded model's name on the wire. Raises RequestError where that is no name, or the model no path."""
+    if "\0" in model or not 0 < len(model) <= _LONGEST_PATH:
+        problem = f"model must be a file, a directory or a name on the Hub of at most {_LONGEST_PATH:,} characters"
+        raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="model")
+    name = weights.served_name(model) if asked is None else asked
+    try:
+        subjects.name_to_token(name)
+    except ValueError as error:
+        problem = f"served_name: {error}"
+        raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="served_name") from error
+    return name
+
+
+def _with(own: EngineSettings, control: internal.Control) -> EngineSettings:
+    """The worker's own engine settings, for another model and with what a message asks for. Raises RequestError."""
+    allowed = [name for name in EngineSettings.__struct_fields__ if name not in _FIXED]
+    for name in control.settings:
+        if name not in allowed:
+            raise errors.request_error(
+                errors.Code.INVALID_REQUEST,
+                f"settings.{name} is no setting of an engine: it has {', '.join(allowed)}",
+                param=f"settings.{name}",
+            )
+    fields = msgspec.structs.asdict(own) | {"model": control.model, "files": {}} | control.settings
+    try:
+        return msgspec.convert(fields, EngineSettings)
+    except msgspec.ValidationError as error:
+        raise errors.request_error(errors.Code.INVALID_REQUEST, f"settings: {error}", param="settings") from error
+
+
+class _Progress:
+    """Says how far a load is, of which `done` replicas serve already."""
+
+    def __init__(self, say: Say, done: int, replicas: int) -> None:
+        self._say = say
+        self._done = done
+        self._replicas = replicas
+
+    def __call__(self, share: float) -> None:
+        progress = min((self._done + share) / self._replicas, 0.99)
+        self._say(internal.ControlReply(ok=True, progress=round(progress, 3)))

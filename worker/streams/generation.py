@@ -1,0 +1,172 @@
+"""One accepted request at the front: makes its outputs of what the engine computes, and exactly one terminal."""
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+
+from tokenbus.protocol.wire import errors, messages
+from tokenbus.worker import contract
+from tokenbus.worker.engine.process.frames import SequenceOutput
+from tokenbus.worker.engine.scheduling.sequence import End
+from tokenbus.worker.streams.completion import Completion
+
+_FAILURES = {
+    End.NO_ROOM: errors.make_error(errors.Code.INSUFFICIENT_MEMORY),
+    End.BAD_LOGITS: errors.make_error(errors.Code.INTERNAL, "the model computed logits that are not numbers"),
+    End.ABORTED: errors.make_error(errors.Code.INTERNAL, "the engine gave the request up"),
+    End.FAILED: errors.make_error(errors.Code.INTERNAL, "the engine could not begin with the request"),
+}
+
+
+class Generation:
+    """Turns tokens into outputs. Times are in seconds of one monotonic clock."""
+
+    def __init__(
+        self, request: contract.EngineRequest, sink: contract.Sink, pieces: Sequence[bytes], accepted_at: float
+    ) -> None:
+        self.request = request
+        self._sink = sink
+        self._completion = Completion(pieces, request.stop, request.sampling.min_tokens)
+        self.accepted_at = accepted_at
+        self.started_at: float | None = None
+        self._first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.finished_by: End | None = None
+        self.sampled = array("I")
+        """What an engine would have to be given, behind the prompt, to go on."""
+        self.crashes = 0
+        """Engines that died in a step holding this request, since its last token."""
+        self._terminal_sent = False
+        self._sink_failed = False
+        self._cached_tokens = 0
+        self._processed_tokens = -1
+
+    def __repr__(self) -> str:
+        return f"<Generation {self.request.key}: {self._completion.num_tokens} tokens>"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its sink has been given the terminal."""
+        return self._terminal_sent
+
+    def begin(self, now: float) -> None:
+        """An engine computes it from now on; the first one counts."""
+        if self.started_at is None:
+            self.started_at = now
+
+    def progress(self, processed_tokens: int, cached_tokens: int) -> bool:
+        """Notes how far the prompt is computed, and hands it out where it is news; True when that ended it."""
+        if processed_tokens == self._processed_tokens:
+            return False
+        self._processed_tokens = processed_tokens
+        seen = messages.Progress(
+            prompt_tokens=len(self.request.token_ids), processed_tokens=processed_tokens, cached_tokens=cached_tokens
+        )
+        self._hand_out(contract.Output(token_ids=[], text="", progress=seen))
+        return self._sink_failed
+
+    def advance(self, output: SequenceOutput, now: float) -> bool:
+        """Takes what a step brought; True when that ended the generation, which may be before the engine knows."""
+        token_id, end = output.token_id, output.end
+        logprobs = [] if output.logprob is None else [output.logprob]
+        if output.cached_tokens is not None:
+            self._cached_tokens = output.cached_tokens
+        if token_id is None:
+            assert end is not None
+            self._finish(now, error=_FAILURES[end])
+            return True
+        self.sampled.append(token_id)
+        self.crashes = 0
+        if self._first_token_at is None:
+            self._first_token_at = now
+        self.last_token_at = now
+        if end is End.STOP_TOKEN:
+            self._completion.count_silent()
+            self._end(now, end, token_id, self._completion.release(), logprobs, stop_match=token_id)
+            return True
+        text, stop = self._completion.push(token_id)
+        if stop is not None:
+            self._end(now, End.STOP_TOKEN, token_id, text, logprobs, stop_match=stop)
+        elif end is End.LENGTH:
+            self._end(now, end, token_id, text + self._completion.release(), logprobs)
+        else:
+            self._hand_out(contract.Output(token_ids=[token_id], text=text, logprobs=logprobs))
+        return self._terminal_sent or self._sink_failed
+
+    def cancel(self, now: float) -> None:
+        self._finish(now, text=self._completion.release(), reason=messages.FinishReason.CANCELLED)
+
+    def fail(self, code: errors.Code, now: float) -> None:
+        """Ends it because its engine is no more."""
+        self._finish(now, error=errors.make_error(code))
+
+    def _end(
+        self,
+        now: float,
+        end: End,
+        token_id: int,
+        text: str,
+        logprobs: list[contract.Logprob],
+        stop_match: str | int | None = None,
+    ) -> None:
+        self.finished_by = end
+        reason = messages.FinishReason.LENGTH if end is End.LENGTH else messages.FinishReason.STOP
+        self._finish(now, token_ids=[token_id], text=text, reason=reason, stop_match=stop_match, logprobs=logprobs)
+
+    def _finish(
+        self,
+        now: float,
+        *,
+        token_ids: list[int] | None = None,
+        text: str = "",
+        reason: messages.FinishReason = messages.FinishReason.ERROR,
+        stop_match: str | int | None = None,
+        error: errors.Error | None = None,
+        logprobs: list[contract.Logprob] | None = None,
+    ) -> None:
+        assert not self._terminal_sent, self
+        self._terminal_sent = True
+        self._hand_out(
+            contract.Output(
+                token_ids=token_ids or [],
+                text=text,
+                finish_reason=reason,
+                stop_match=stop_match,
+                error=error,
+                usage=self._usage(),
+                timings=self._timings(now),
+                logprobs=logprobs or [],
+            )
+        )
+
+    def _hand_out(self, output: contract.Output) -> None:
+        try:
+            self._sink(output)
+        except Exception as error:  # a stream's bug ends that stream, and never the step of its neighbours
+            self._sink_failed = True
+            context = {"message": f"the sink of {self.request.key} failed", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
+
+    def _usage(self) -> messages.Usage:
+        prompt, completion = len(self.request.token_ids), self._completion.num_tokens
+        return messages.Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            cached_tokens=self._cached_tokens,
+        )
+
+    def _timings(self, now: float) -> messages.Timings:
+        started = now if self.started_at is None else self.started_at
+        first = now if self._first_token_at is None else self._first_token_at
+        return messages.Timings(
+            queue_ms=_ms(started - self.accepted_at),
+            prefill_ms=_ms(first - started),
+            ttft_ms=_ms(first - self.accepted_at),
+            decode_ms=_ms(now - first),
+            total_ms=_ms(now - self.accepted_at),
+        )
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
