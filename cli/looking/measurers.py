@@ -3,13 +3,13 @@
 import argparse
 
 from tokenbus.cli import kinds, reach
+from tokenbus.cli.looking import bench as bench
 from tokenbus.cli.looking import doctor
-from tokenbus.conformance import run as wirecheck
+from tokenbus.cli.looking import wire_check as wirecheck
+from tokenbus.cli.looking.replay import options as replay_options
+from tokenbus.cli.looking.replay import run as replay
 from tokenbus.protocol.wire import subjects
-from tokenbus.replay.command import options as replay_options
-from tokenbus.replay.command import run as replay
 from tokenbus.replay.load import options as bench_options
-from tokenbus.replay.load import run as bench
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

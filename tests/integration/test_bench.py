@@ -16,7 +16,8 @@ from tests.support.bare import Bare
 from tests.support.load import cards, until_idle
 from tests.support.system import command
 from tokenbus.cli import reach
-from tokenbus.replay.load import options, run
+from tokenbus.cli.looking import bench as run
+from tokenbus.replay.load import options
 
 
 class Done(NamedTuple):

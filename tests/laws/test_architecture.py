@@ -126,7 +126,7 @@ def name(path: Path) -> str:
         "from worker.engine import blocks",
         "import protocol.errors",
         "def late():\n    import cli",
-        "command = ['-m', 'worker.engine.host']",
+        "command = ['-m', 'worker.engine.process.host']",
     ],
 )
 def test_a_package_called_by_its_bare_name_is_found(code: str) -> None:

@@ -4,9 +4,8 @@ import argparse
 import os
 from pathlib import Path
 
-from tokenbus.router.placement.placement import POLICIES, make_policies
-
 from tokenbus.replay.offline import ReplaySettings
+from tokenbus.router.placement.placement import POLICIES, make_policies
 from tokenbus.worker.engine.sim.timing import PRESETS
 
 _DEFAULTS = ReplaySettings(trace="")

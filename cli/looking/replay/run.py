@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenbus.cli.asking.clients import INTERRUPTED, complain
+from tokenbus.cli.looking.replay.live import LiveError, play_live
+from tokenbus.cli.looking.replay.options import policies_of, settings_of
+from tokenbus.cli.looking.replay.page import page
 from tokenbus.cli.serving import broker, parent
 from tokenbus.cli.serving.family import EXIT_REFUSED, RefusedError
-from tokenbus.replay.command.live import LiveError, play_live
-from tokenbus.replay.command.options import policies_of, settings_of
-from tokenbus.replay.command.page import page
 from tokenbus.replay.offline import ReplaySettings, play_all, requests_of
 from tokenbus.replay.results import Run, Spread
 
