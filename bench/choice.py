@@ -12,9 +12,9 @@ import statistics
 import time
 
 import numpy as np
-from tokenbus.router.placement.placement import Kv
 
 from bench import holdings
+from tokenbus.router.placement.placement import Kv
 from tokenbus.router.placement.served import Placement, Prompt, Wish
 
 _ANYONE = Wish()

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import uvloop
-from tokenbus.router.placement.placement import Kv
 
 from bench import dynamo_wheel, holdings, pairs
 from tokenbus.protocol.wire import blocks
+from tokenbus.router.placement.placement import Kv
 from tokenbus.router.placement.predictions import PREDICTED_S
 from tokenbus.router.placement.served import Placement, Prompt, Wish
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from tokenbus.router.fleet.fleet import Fleet
 
 from tokenbus.protocol.wire import blocks, internal, messages
+from tokenbus.router.fleet.fleet import Fleet
 
 BLOCK = 16
 MODEL = "m"

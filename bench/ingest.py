@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from tokenbus.router.placement.placement import Kv
 
 from bench import dynamo_wheel, holdings, pairs
 from tokenbus.protocol.wire import blocks, codec, internal, messages
+from tokenbus.router.placement.placement import Kv
 from tokenbus.router.placement.served import Placement, Prompt, Wish
 
 _SEED = 1

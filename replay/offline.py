@@ -5,13 +5,13 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 
 import msgspec
-from tokenbus.router.placement.placement import make_policies
 
 from tokenbus.protocol.process import stopping
 from tokenbus.replay import sources, traces
 from tokenbus.replay.machine import MachineSettings
 from tokenbus.replay.results import Run, summarize
 from tokenbus.replay.world import World, WorldSettings
+from tokenbus.router.placement.placement import make_policies
 from tokenbus.worker.engine.sim.timing import PRESETS
 
 

@@ -4,12 +4,11 @@ import random
 from collections import deque
 from typing import NamedTuple
 
-from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.placement.placement import Policy
-
 from tokenbus.protocol.wire import internal
 from tokenbus.replay.machine import MODEL, Machine, MachineSettings, Progress, Steps
 from tokenbus.replay.traces import TracedRequest
+from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.placement.placement import Policy
 from tokenbus.router.placement.served import NoWorker, Prompt, Room, Wish
 from tokenbus.router.requests.backlog import Backlog, Waiting
 from tokenbus.worker.engine.kv.tree import Domain

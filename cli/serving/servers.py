@@ -116,7 +116,6 @@ def _add_inboxes(parser: argparse.ArgumentParser) -> None:
 
 def _add_router(parser: argparse.ArgumentParser) -> None:
     from tokenbus.router.placement.placement import POLICIES
-
     from tokenbus.router.requests.turns import QueueSettings
 
     reach.add_all(parser)

@@ -5,8 +5,8 @@ from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from tokenbus.protocol.wire.message import Message
 
+from tokenbus.protocol.wire.message import Message
 from tokenbus.protocol.wire.subjects import WorkerAddress
 
 

@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 import msgspec
+
 from tokenbus.protocol.wire.message import Message
 
 

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from tokenbus.protocol.wire.message import Message
 
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire.cards import (
@@ -35,6 +34,7 @@ from tokenbus.protocol.wire.generate import (
     ResumeFrom,
     RoutingWish,
 )
+from tokenbus.protocol.wire.message import Message
 
 __all__ = [
     "CancelReply",

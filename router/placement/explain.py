@@ -3,10 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from tokenbus.router.placement.placement import View
-
 from tokenbus.protocol.wire import messages
 from tokenbus.router.fleet.worker import Worker
+from tokenbus.router.placement.placement import View
 
 
 def explain(

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from tokenbus.router.placement.placement import Policy, View, draw
 
 from tokenbus.protocol.recent import Recent
 from tokenbus.protocol.wire import internal, limits, messages
@@ -16,6 +15,7 @@ from tokenbus.router.placement.columns import Columns, Floats, Numbers, Rows, is
 from tokenbus.router.placement.explain import explain
 from tokenbus.router.placement.index import PrefixIndex
 from tokenbus.router.placement.overlap import overlaps
+from tokenbus.router.placement.placement import Policy, View, draw
 from tokenbus.router.placement.predictions import Predictions
 from tokenbus.router.placement.scheme import Scheme, scheme_of
 

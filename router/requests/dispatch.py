@@ -7,12 +7,12 @@ from collections.abc import Collection
 
 import structlog
 from nats.aio.msg import Msg
-from tokenbus.router.fleet.fleet import Fleet
 
 from tokenbus.protocol.bus.bus import Bus, BusyError, NoRespondersError, PayloadTooLargeError
 from tokenbus.protocol.telemetry import traces
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
 from tokenbus.protocol.wire import request as checks
+from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement.served import NoWorker, Placement
 from tokenbus.router.requests import said

@@ -7,12 +7,12 @@ from collections import Counter
 from typing import NamedTuple
 
 import structlog
-from tokenbus.router.fleet.fleet import Fleet
 
 from tokenbus.protocol.bus.bus import Bus, NoRespondersError, PayloadTooLargeError
 from tokenbus.protocol.bus.replies import Replies
 from tokenbus.protocol.telemetry import traces
 from tokenbus.protocol.wire import codec, embed, errors, internal, limits, messages, subjects
+from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement.served import Room

@@ -6,11 +6,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
-from tokenbus.router.fleet.fleet import Fleet
 
 from tokenbus.protocol.telemetry import traces
 from tokenbus.protocol.wire import blocks, errors, limits, messages
 from tokenbus.protocol.wire import request as checks
+from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.placement.served import Room
 from tokenbus.router.requests import present

@@ -1,8 +1,7 @@
 """Who can be asked for a model now, or why nobody can."""
 
-from tokenbus.router.fleet.fleet import Fleet
-
 from tokenbus.protocol.wire import errors
+from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
 
 

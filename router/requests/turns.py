@@ -6,11 +6,10 @@ import time
 from collections.abc import Collection
 from typing import NamedTuple
 
-from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.placement.placement import Policy
-
 from tokenbus.protocol.wire import errors, messages
+from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
+from tokenbus.router.placement.placement import Policy
 from tokenbus.router.placement.served import NoWorker, Placement, Prompt, Room, Wish
 from tokenbus.router.requests.backlog import Backlog, Waiting
 from tokenbus.router.requests.flight import Flight

@@ -4,12 +4,12 @@ from collections import Counter
 
 import msgspec
 import pytest
-from tokenbus.router.placement.placement import Kv, Policy, RoundRobin
 
 from tokenbus.replay import generators
 from tokenbus.replay.machine import MachineSettings
 from tokenbus.replay.offline import ReplaySettings, play
 from tokenbus.replay.world import Outcome, World, WorldSettings
+from tokenbus.router.placement.placement import Kv, Policy, RoundRobin
 from tokenbus.worker.engine.sim.timing import PRESETS
 
 MACHINE = MachineSettings(

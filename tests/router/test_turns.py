@@ -4,13 +4,13 @@ import asyncio
 import random
 
 import pytest
-from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.placement.placement import View, make_policies
 
 from tests.router.beliefs import card, events, flight
 from tokenbus.protocol.wire import errors, messages
+from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement.columns import Floats
+from tokenbus.router.placement.placement import View, make_policies
 from tokenbus.router.placement.served import NoWorker, Placement
 from tokenbus.router.requests.flight import Flight
 from tokenbus.router.requests.turns import Choice, QueueSettings, Turns
