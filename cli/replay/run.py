@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import multiprocessing
 import os
 import signal
 import sys
@@ -52,14 +53,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _play_all(settings: ReplaySettings, policies: Sequence[str], jobs: int) -> list[Run]:
-    """Raises KeyboardInterrupt at Ctrl-C, when the processes that play have been ended. A second Ctrl-C does not wait
-    for that: they end with their parent."""
+    """Raises KeyboardInterrupt at Ctrl-C, when the processes that play have been ended. A second Ctrl-C kills them."""
     came = 0
 
     def count(number: int, frame: FrameType | None) -> None:
         nonlocal came
         came += 1
         if came > 1:  # in the middle of ending the pool, whose own cleaning up would then fail with a traceback
+            for process in multiprocessing.active_children():
+                process.kill()
             os._exit(INTERRUPTED)
         raise KeyboardInterrupt
 
