@@ -19,12 +19,25 @@ class StoppedError(Exception):
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Within it Ctrl-C waits; a process that is started within it never gets one."""
+    """Within it Ctrl-C waits; a process that is started within it never gets one.
+
+    The mask is for such processes. This one needs more: the threads of numerical libraries have masks of their own, and
+    a signal that comes to one of them calls the handler in this thread all the same."""
+    has_come = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal has_come
+        has_come = True
+
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    handler = signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
+        signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if has_come:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager

@@ -2,12 +2,14 @@
 
 import argparse
 import asyncio
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 from rich.console import Console
@@ -51,8 +53,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _play_all(settings: ReplaySettings, policies: Sequence[str], jobs: int) -> list[Run]:
-    """Raises KeyboardInterrupt at Ctrl-C, when the processes that play have been ended."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Raises KeyboardInterrupt at Ctrl-C, when the processes that play have been ended. A second Ctrl-C kills them."""
+    came = 0
+
+    def count(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came += 1
+        if came > 1:  # in the middle of ending the pool, whose own cleaning up would then fail with a traceback
+            for process in multiprocessing.active_children():
+                process.kill()
+            os._exit(INTERRUPTED)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, count)
     try:
         return play_all(settings, policies, jobs, partial(parent.die_with, os.getpid()))
     finally:
