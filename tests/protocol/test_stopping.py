@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 
-from protocol import stopping
+from tokenbus.protocol.process import stopping
 
 
 def test_a_deferred_ctrl_c_comes_once_and_afterwards_whichever_thread_the_system_gives_it_to() -> None:
