@@ -125,6 +125,9 @@ async def test_everyone_can_do_what_is_their_role(guarded: Guarded) -> None:
     await long.until(3)
     assert json.loads((await acme.request(f"{PREFIX}.cancel.acme.mine", b"", timeout=60)).data) == {"cancelled": True}
     assert (await long.terminal())["finish_reason"] == "cancelled"
+    router = await guarded.connect("router", "_INBOX_router")
+    await router.publish(f"{PREFIX}.cancel.acme.mine", b"")  # as it does when a cancel has overtaken an accept
+    await router.flush()
     operator = await guarded.connect("operator", "_INBOX_operator")
     control = f"{PREFIX}.worker.demo.w-demo.control"
     assert json.loads((await operator.request(f"{PREFIX}.models.operator", b"", timeout=60)).data)["models"]
