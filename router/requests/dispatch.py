@@ -118,6 +118,13 @@ class Dispatch:
         Otherwise nobody holds the request any more, and it may be placed again unless `flight.spoken`. Returns only
         when the worker has answered, or that life of it is over: "nobody listens" may be a moment of its reconnect.
         Raises RequestError(worker_lost) where it lives and does not answer: it may hold the request still."""
+        flight.in_doubt = True
+        try:
+            return await self._until_dropped(flight, card)
+        finally:
+            flight.in_doubt = False
+
+    async def _until_dropped(self, flight: Flight, card: messages.Card) -> errors.Error | None:
         subject = self._names.worker(card.model, card.worker_id, "control")
         drop = codec.encode(internal.Control(op="drop", request_id=flight.key, attempt=flight.attempt))
         patience_s, mute_s = limits.ACCEPT_S, 0.0
@@ -163,12 +170,19 @@ class Dispatch:
         try:
             done, _ = await asyncio.wait([asking], timeout=patience_s)
             if not done:
-                await self._connection.flush(_LONGEST_FLUSH_S)
+                await self._read_all()
                 if not asking.done():
                     raise TimeoutError(f"no reply on {subject} within {patience_s} s")
             return await asking
         finally:
             asking.cancel()
+
+    async def _read_all(self) -> None:
+        """Returns when what has come for this router by now has been read. Raises ConnectionError."""
+        try:
+            await self._connection.flush(_LONGEST_FLUSH_S)
+        except TimeoutError as error:
+            raise ConnectionError("the broker does not answer") from error
 
     async def _try_traced(self, flight: Flight, placement: Placement) -> errors.Error | None:
         known: traces.Attributes = {

@@ -89,7 +89,6 @@ class Journeys:
             refusal: errors.Error | None = errors.make_error(errors.Code.WORKER_LOST)
             if not is_certain:
                 refusal = await self._dispatch.take_back(flight, card)
-                flight.in_doubt = False
             if refusal is not None:
                 if flight.spoken:
                     raise errors.request_error(errors.Code.WORKER_LOST)
