@@ -26,7 +26,6 @@ _parts = codec.Decoder(internal.SnapshotPart)
 _TICK_S = 0.1
 _OLDEST_SIGN_S = 1.0
 """A broker that has said nothing for so long has passed on nothing either, so that silence proves nothing."""
-_LONGEST_FLUSH_S = 5.0
 _DISCOVER_EVERY_S = 0.5
 """Unknown workers are asked for their cards at most this often."""
 _SNAPSHOT_EVERY_S = 1.0
@@ -115,7 +114,7 @@ class FleetWatch:
         """Gives up the workers that were silent for too long by `now`, once everything that had come from them by then
         has been read: what lies unread in this router's own connection is no silence."""
         try:
-            await self._bus.flush(_LONGEST_FLUSH_S)
+            await self._bus.flush()
         except (TimeoutError, ConnectionError):
             return  # nothing is known of anybody
         finally:

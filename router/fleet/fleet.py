@@ -66,7 +66,7 @@ class Fleet:
             return Heard()
         refusal = self._why_not(card)
         if refusal is not None:
-            life = _life(card.address, card.epoch)
+            life = life_of(card.address, card.epoch)
             is_new = self._refused.get(life, now) is None
             self._refused.put(
                 life, messages.RefusedCard(worker_id=card.worker_id, model=card.model, reason=refusal), now
@@ -82,7 +82,7 @@ class Fleet:
         self._leave(known)
         self._join(Worker(card, now))
         if known.log.is_behind:
-            self._lost_behind.put(_life(known.card.address, known.card.epoch), True, now)
+            self._lost_behind.put(life_of(known.card.address, known.card.epoch), True, now)
         return Heard(lost=Lost(known.card, known.log.is_behind))
 
     def take_events(self, model: str, events: internal.Events, now: float) -> Heard | None:
@@ -92,7 +92,7 @@ class Fleet:
         Who has spoken and who has ended is heard at once, also behind a gap: a client may use an id again by then."""
         address = WorkerAddress(model, events.worker_id)
         worker = self._workers.get(address)
-        if self._refused.get(_life(address, events.epoch), now) is not None:
+        if self._refused.get(life_of(address, events.epoch), now) is not None:
             return Heard()
         if worker is None or worker.card.epoch != events.epoch:
             self.tally.refused_messages += 1
@@ -177,7 +177,7 @@ class Fleet:
         """Whether that life of a worker may have said more than was heard."""
         worker = self._workers.get(card.address)
         if worker is None or worker.card.epoch != card.epoch:
-            return bool(self._lost_behind.get(_life(card.address, card.epoch), now))
+            return bool(self._lost_behind.get(life_of(card.address, card.epoch), now))
         return worker.log.is_behind
 
     def hear(self, card: messages.Card, now: float) -> None:
@@ -200,7 +200,7 @@ class Fleet:
         if worker is not None and worker.card.epoch == card.epoch and worker.has_lapsed:
             self._leave(worker)
             if worker.log.is_behind:
-                self._lost_behind.put(_life(card.address, card.epoch), True, now)
+                self._lost_behind.put(life_of(card.address, card.epoch), True, now)
 
     def forgive(self, now: float) -> None:
         """Starts counting silence anew: the router itself was away."""
@@ -356,7 +356,7 @@ def _is_silent(worker: Worker, now: float) -> bool:
     return not worker.has_lapsed and now - worker.heard_at >= limits.LOST_S
 
 
-def _life(address: WorkerAddress, epoch: str) -> str:
+def life_of(address: WorkerAddress, epoch: str) -> str:
     """What one life of one worker is called in tables: others may use its epoch for theirs."""
     return f"{address.model} {address.worker_id} {epoch}"
 

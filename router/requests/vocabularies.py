@@ -15,7 +15,7 @@ from tokenbus.protocol.bus.bus import Bus, BusyError, NoRespondersError, Payload
 from tokenbus.protocol.prompt import prompt
 from tokenbus.protocol.recent import Recent
 from tokenbus.protocol.wire import blocks, codec, errors, internal, limits, messages, subjects
-from tokenbus.router.fleet.fleet import MAX_WORKERS, Fleet
+from tokenbus.router.fleet.fleet import MAX_WORKERS, Fleet, life_of
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.requests import said
 from tokenbus.router.requests.desk import Desk
@@ -101,7 +101,7 @@ class Vocabularies:
             if name in self._known:
                 self._known.move_to_end(name)
                 return self._known[name]
-            if self._broken.get(_life(worker.card), time.monotonic()) is None:
+            if self._broken.get(life_of(worker.card.address, worker.card.epoch), time.monotonic()) is None:
                 vocabulary = await asyncio.shield(self._fetch_once(worker, name))
                 if vocabulary is not None:
                     return vocabulary
@@ -121,7 +121,7 @@ class Vocabularies:
             builder = await asyncio.to_thread(_started, bundle)
         except ValueError as error:
             self._log.error("tokenizer_refused", worker_id=worker.card.worker_id, error=str(error))
-            self._broken.put(_life(worker.card), True, time.monotonic())
+            self._broken.put(life_of(worker.card.address, worker.card.epoch), True, time.monotonic())
             return None
         except (OSError, BusyError, errors.RequestError) as error:  # a time-out among them
             self._log.warning("tokenizer_not_fetched", worker_id=worker.card.worker_id, error=str(error))
@@ -196,10 +196,6 @@ class Vocabularies:
         if not reply.token_ids or len(reply.token_ids) % 4:
             raise said.unreadable(card.worker_id, "it has no token ids")
         return blocks.from_bytes(reply.token_ids)
-
-
-def _life(card: messages.Card) -> str:
-    return f"{card.model} {card.worker_id} {card.epoch}"
 
 
 def _started(bundle: prompt.TokenizerBundle) -> prompt.PromptBuilder:
