@@ -1,0 +1,145 @@
+"""Compares another checkout of Tokenbus with this one: the same benchmarks, run in turn (A B A B).
+
+Run: .venv/bin/python -m bench.checkouts ../other [--pairs 7] [--only front_cpu choice] [--model FILE.gguf]
+
+The other checkout must have an environment of its own (`make .venv/.ready` there) and benchmarks of the same names.
+Each figure is read from what a benchmark prints. Ratios are costs, this checkout / the other: a rate is turned over, so
+that above 1 always means that this checkout is worse. `worse` and `better` are said only where both quartiles are more
+than 3 % away from 1."""
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parents[1]
+MARGIN = 0.03
+
+
+class Figure(NamedTuple):
+    """A number in a benchmark's output: the first group of a pattern."""
+
+    name: str
+    pattern: str
+    is_rate: bool = False
+
+
+BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[Figure, ...]]] = {
+    "decode": (
+        ("bench.decode", "--pairs", "2", "--tokens", "32"),
+        (Figure("decoding, tokens/s", r"the whole system +([\d.]+)", is_rate=True),),
+    ),
+    "first_chunk": (
+        ("bench.first_chunk", "--pairs", "41"),
+        (Figure("first chunk, ms over the bare engine", r"difference +([\d.]+)"),),
+    ),
+    "front_cpu": (
+        ("bench.front_cpu", "--rounds", "3"),
+        (
+            Figure("frontend CPU, µs a token", r"front\w* +([\d.]+)"),
+            Figure("client CPU, µs a token", r"client +([\d.]+)"),
+        ),
+    ),
+    "choice": (
+        ("bench.choice", "--workers", "64"),
+        (
+            Figure("choice, 1,024 tokens, µs", r"1024 tokens: median ([\d.]+)"),
+            Figure("choice, 8,192 tokens, µs", r"8192 tokens: median ([\d.]+)"),
+        ),
+    ),
+    "ingest": (
+        ("bench.ingest", "--pairs", "3"),
+        (
+            Figure("blocks stored, thousand/s", r"stored +([\d,.]+)", is_rate=True),
+            Figure("stored and removed, thousand/s", r"mixed +([\d,.]+)", is_rate=True),
+        ),
+    ),
+    "index_memory": (
+        ("bench.index_memory", "--times", "1", "--blocks", "260000"),
+        (Figure("index, bytes a block", r"\d{3},\d{3} +(\d+)"),),
+    ),
+    "router_cost": (
+        ("bench.router_cost", "--rounds", "2", "--requests", "400"),
+        (
+            Figure("router CPU, µs a request of ids", r"CPU of a request of token ids +([\d.]+)"),
+            Figure("router CPU, µs of text beyond encode", r"CPU of text beyond that +([\d.]+)"),
+            Figure("added p50, ids, ms", r"added p50, ids +(-?[\d.]+)"),
+        ),
+    ),
+}
+
+
+def run(checkout: Path, name: str, model: Path) -> dict[str, float]:
+    """The figures of one run of a benchmark in a checkout, as costs. Raises SystemExit if the benchmark fails."""
+    command, figures = BENCHMARKS[name]
+    if name == "decode":
+        command += ("--model", str(model))
+    python = checkout / ".venv/bin/python"
+    done = subprocess.run([python, "-m", *command], cwd=checkout, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed in {checkout}:\n{done.stdout}{done.stderr}")
+    costs = {}
+    for figure in figures:
+        found = re.search(figure.pattern, done.stdout)
+        if not found:
+            raise SystemExit(f"{' '.join(command)} in {checkout} prints no {figure.name!r}:\n{done.stdout}")
+        seen = float(found[1].replace(",", ""))
+        costs[figure.name] = 1 / seen if figure.is_rate else seen
+    return costs
+
+
+def verdict(low: float, high: float) -> str:
+    if low > 1 + MARGIN:
+        return "worse"
+    return "better" if high < 1 - MARGIN else ""
+
+
+def compare(other: Path, name: str, model: Path, pairs: int) -> None:
+    columns: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for _ in range(pairs):
+        theirs, ours = run(other, name, model), run(HERE, name, model)
+        for label in ours:
+            columns[label].append((theirs[label], ours[label]))
+    for figure in BENCHMARKS[name][1]:
+        seen = columns[figure.name]
+        before, after = (statistics.median(column) for column in zip(*seen, strict=True))
+        low, middle, high = statistics.quantiles([new / old for old, new in seen], n=4)
+        if figure.is_rate:
+            before, after = 1 / before, 1 / after
+        spread = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        print(f"{figure.name:40}{before:10.2f}{after:10.2f}    {spread:24}{verdict(low, high)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
+    parser.add_argument("--model", type=Path, help="for decode; made with random weights without it")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as folder:
+        model = options.model or Path(folder, "0.5b.gguf")
+        if "decode" in options.only and not options.model:
+            make = (
+                sys.executable,
+                "-m",
+                "bench.random_model",
+                str(model),
+                "--preset",
+                "0.5b",
+                "--quantization",
+                "q8_0",
+            )
+            subprocess.run(make, cwd=HERE, check=True)
+        print(f"{'':40}{'other':>10}{'this':>10}    cost, this / other (quartiles), {options.pairs} pairs")
+        for name in options.only:
+            compare(options.other.resolve(), name, model.resolve(), options.pairs)
+
+
+if __name__ == "__main__":
+    main()
