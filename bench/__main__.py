@@ -9,10 +9,10 @@ import sys
 QUESTIONS = {
     "sink_or_iterator": ("bench.sink_or_iterator",),
     "idle_check": ("bench.idle_check",),
-    "wide_draw": ("bench.wide_draw",),
+    "sampling": ("bench.sampling",),
     "first_chunk": ("bench.first_chunk",),
-    "front_cpu": ("bench.front_cpu",),
-    "watching": ("bench.watching",),
+    "frontend_cpu": ("bench.frontend_cpu",),
+    "observability": ("bench.observability",),
     "decode_1": ("bench.decode", "--streams", "1"),
     "decode_8": ("bench.decode", "--streams", "8"),
     "conversation": ("bench.conversation",),

@@ -1,6 +1,6 @@
 """Compares another checkout of Tokenbus with this one: the same benchmarks, run in turn (A B A B).
 
-Run: .venv/bin/python -m bench.checkouts ../other [--pairs 7] [--only front_cpu choice] [--model FILE.gguf]
+Run: .venv/bin/python -m bench.checkouts ../other [--pairs 7] [--only frontend_cpu choice] [--model FILE.gguf]
 
 The other checkout must have an environment of its own (`make .venv/.ready` there) and benchmarks of the same names.
 Each figure is read from what a benchmark prints. Ratios are costs, this checkout / the other: a rate is turned over, so
@@ -38,8 +38,8 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[Figure, ...]]] = {
         ("bench.first_chunk", "--pairs", "41"),
         (Figure("first chunk, ms over the bare engine", r"difference +([\d.]+)"),),
     ),
-    "front_cpu": (
-        ("bench.front_cpu", "--rounds", "3"),
+    "frontend_cpu": (
+        ("bench.frontend_cpu", "--rounds", "3"),
         (
             Figure("frontend CPU, µs a token", r"front\w* +([\d.]+)"),
             Figure("client CPU, µs a token", r"client +([\d.]+)"),

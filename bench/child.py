@@ -16,7 +16,7 @@ class Ask(msgspec.Struct, frozen=True):
     tokens: int
 
 
-class Took(msgspec.Struct, frozen=True):
+class Timing(msgspec.Struct, frozen=True):
     """What generating came to, in seconds and tokens."""
 
     prompt_s: float
@@ -41,9 +41,9 @@ class Clock:
     def prompts_are_done(self) -> None:
         self._first, self._first_cpu = time.perf_counter(), time.process_time()
 
-    def took(self, ask: Ask) -> Took:
+    def took(self, ask: Ask) -> Timing:
         ended = time.perf_counter()
-        return Took(
+        return Timing(
             prompt_s=self._first - self._began,
             decode_s=ended - self._first,
             cpu_s=time.process_time() - self._first_cpu,
@@ -74,11 +74,11 @@ class Child:
         )
         assert self._read() == "ready"
 
-    def generate(self, ask: Ask) -> Took:
+    def generate(self, ask: Ask) -> Timing:
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(ask).decode() + "\n")
         self._process.stdin.flush()
-        return msgspec.json.decode(self._read(), type=Took)
+        return msgspec.json.decode(self._read(), type=Timing)
 
     def close(self) -> None:
         self._process.kill()

@@ -13,30 +13,30 @@ import time
 
 import numpy as np
 
-from bench import holdings
-from tokenbus.router.placement.placement import Kv
-from tokenbus.router.placement.served import Placement, Prompt, Wish
+from bench import cached_blocks
+from tokenbus.router.placement.model_workers import Placement, PlacementOptions, PlacementRequest
+from tokenbus.router.placement.policies import KvAware
 
-_ANYONE = Wish()
+_ANYONE = PlacementOptions()
 
 
-class Bed:
+class Testbed:
     """A fleet whose workers are full, and prompts that go on with what they hold."""
 
     def __init__(self, workers: int, num_blocks: int, seed: int) -> None:
         self.rng, self._numbers = random.Random(seed), np.random.default_rng(seed)
-        self._told = holdings.conversations(workers, num_blocks, self._numbers)
-        self.fleet = holdings.fleet(workers, 2 * num_blocks // workers + 1_024)
-        holdings.fill(self.fleet, self._told, self._numbers)
+        self._told = cached_blocks.conversations(workers, num_blocks, self._numbers)
+        self.fleet = cached_blocks.fleet(workers, 2 * num_blocks // workers + 1_024)
+        cached_blocks.fill(self.fleet, self._told, self._numbers)
 
     def prompts(self, tokens: int, count: int) -> list[bytes]:
-        return holdings.prompts(self._told, tokens, count, self._numbers)
+        return cached_blocks.prompts(self._told, tokens, count, self._numbers)
 
-    def choose(self, number: int, data: bytes, policy: Kv) -> None:
+    def choose(self, number: int, data: bytes, policy: KvAware) -> None:
         """What a router does for each request, but the sending."""
-        scheme = self.fleet.scheme_of("m")
+        scheme = self.fleet.hash_scheme_of("m")
         assert scheme is not None
-        prompt = Prompt(f"r{number}", len(data) // 4, scheme.hashes(data, "default"))
+        prompt = PlacementRequest(f"r{number}", len(data) // 4, scheme.hashes(data, "default"))
         placement = self.fleet.place("m", prompt, policy, self.rng, 0.5, _ANYONE)
         assert isinstance(placement, Placement)
         self.fleet.unbook(placement.worker.card.address, prompt.key)
@@ -44,8 +44,8 @@ class Bed:
 
 def measure(workers: int, num_blocks: int, tokens: int, count: int) -> list[float]:
     """Microseconds of each choice, sorted."""
-    bed = Bed(workers, num_blocks, seed=1)
-    policy = Kv()
+    bed = Testbed(workers, num_blocks, seed=1)
+    policy = KvAware()
     gc.collect()
     gc.freeze()
     taken = []

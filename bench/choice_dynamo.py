@@ -21,19 +21,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import uvloop
 
-from bench import dynamo_wheel, holdings, pairs
-from tokenbus.protocol.wire import blocks
-from tokenbus.router.placement.placement import Kv
-from tokenbus.router.placement.predictions import PREDICTED_S
-from tokenbus.router.placement.served import Placement, Prompt, Wish
+from bench import cached_blocks, dynamo_wheel, paired
+from tokenbus.protocol.wire import block_hash
+from tokenbus.router.placement.model_workers import Placement, PlacementOptions, PlacementRequest
+from tokenbus.router.placement.policies import KvAware
+from tokenbus.router.placement.predictions import PREDICTION_TTL_S
 
 _SEED = 1
-_ANYONE = Wish()
-_EXPLAINED = Wish(explain=True)
+_ANYONE = PlacementOptions()
+_EXPLAINED = PlacementOptions(explain=True)
 _SAMPLES = 100
 
 
-class Taken(NamedTuple):
+class Sample(NamedTuple):
     """Of one choice, in microseconds."""
 
     cpu: float
@@ -44,42 +44,42 @@ class Watch:
     """Times a choice with both clocks."""
 
     def __init__(self) -> None:
-        self.taken: list[Taken] = []
+        self.taken: list[Sample] = []
 
     def __enter__(self) -> None:
         self._wall, self._cpu = time.perf_counter_ns(), time.process_time_ns()
 
     def __exit__(self, *_: object) -> None:
         cpu, wall = time.process_time_ns() - self._cpu, time.perf_counter_ns() - self._wall
-        self.taken.append(Taken(cpu / 1e3, wall / 1e3))
+        self.taken.append(Sample(cpu / 1e3, wall / 1e3))
 
 
-Round = Callable[[Sequence[list[int]]], list[Taken]]
+Round = Callable[[Sequence[list[int]]], list[Sample]]
 """Chooses for each prompt."""
 
 
-class Ours:
+class TokenbusSide:
     """A router's core with workers that are full."""
 
-    def __init__(self, workers: int, told: Sequence[holdings.Conversation]) -> None:
-        held = sum(len(one.token_ids) for one in told) // (4 * holdings.BLOCK)
-        self._fleet = holdings.fleet(workers, 2 * held // workers + 1_024)
-        holdings.fill(self._fleet, told, np.random.default_rng(_SEED))
-        self._policy = Kv()
+    def __init__(self, workers: int, told: Sequence[cached_blocks.Conversation]) -> None:
+        held = sum(len(one.token_ids) for one in told) // (4 * cached_blocks.BLOCK)
+        self._fleet = cached_blocks.fleet(workers, 2 * held // workers + 1_024)
+        cached_blocks.fill(self._fleet, told, np.random.default_rng(_SEED))
+        self._policy = KvAware()
         self._rng = random.Random(_SEED)
         self._now = 0.5
 
-    def choose(self, key: str, token_ids: list[int], wish: Wish = _ANYONE) -> Placement:
+    def choose(self, key: str, token_ids: list[int], options: PlacementOptions = _ANYONE) -> Placement:
         """What a router does for each request, but the sending."""
-        data = blocks.to_bytes(token_ids)
-        scheme = self._fleet.scheme_of("m")
+        data = block_hash.pack_token_ids(token_ids)
+        scheme = self._fleet.hash_scheme_of("m")
         assert scheme is not None
-        prompt = Prompt(key, len(token_ids), scheme.hashes(data, "default"))
-        found = self._fleet.place("m", prompt, self._policy, self._rng, self._now, wish)
+        prompt = PlacementRequest(key, len(token_ids), scheme.hashes(data, "default"))
+        found = self._fleet.place("m", prompt, self._policy, self._rng, self._now, options)
         assert isinstance(found, Placement)
         return found
 
-    def round(self, prompts: Sequence[list[int]]) -> list[Taken]:
+    def round(self, prompts: Sequence[list[int]]) -> list[Sample]:
         watch, placed = Watch(), []
         for number, token_ids in enumerate(prompts):
             with watch:
@@ -90,28 +90,30 @@ class Ours:
 
     def overlap(self, token_ids: list[int]) -> dict[int, int]:
         """Leading blocks by worker, but those that hold none; nothing is on its way to anyone any more."""
-        self._now += PREDICTED_S
-        self._fleet.forgive(self._now)
+        self._now += PREDICTION_TTL_S
+        self._fleet.renew_all_leases(self._now)
         found = self.choose("sample", token_ids, _EXPLAINED)
         self._fleet.unbook(found.worker.card.address, "sample")
         assert found.report is not None
         return {int(one.worker_id[1:]): one.overlap_blocks for one in found.report.candidates if one.overlap_blocks}
 
 
-class Theirs:
+class DynamoSide:
     """Dynamo's service with the same workers."""
 
-    def __init__(self, core: Any, runner: asyncio.Runner, told: Sequence[holdings.Conversation], workers: int) -> None:
+    def __init__(
+        self, core: Any, runner: asyncio.Runner, told: Sequence[cached_blocks.Conversation], workers: int
+    ) -> None:
         self._runner = runner
-        held = sum(len(one.token_ids) for one in told) // (4 * holdings.BLOCK)
+        held = sum(len(one.token_ids) for one in told) // (4 * cached_blocks.BLOCK)
         self._service = runner.run(_start(core))
         filling = dynamo_wheel.fill(self._service, told, workers, 2 * held // workers + 1_024)
         self._publishers = runner.run(filling)
 
-    def round(self, prompts: Sequence[list[int]]) -> list[Taken]:
+    def round(self, prompts: Sequence[list[int]]) -> list[Sample]:
         return self._runner.run(self._choose(prompts))
 
-    async def _choose(self, prompts: Sequence[list[int]]) -> list[Taken]:
+    async def _choose(self, prompts: Sequence[list[int]]) -> list[Sample]:
         watch = Watch()
         for number, token_ids in enumerate(prompts):
             request = {"model_name": dynamo_wheel.MODEL, "token_ids": token_ids, "selection_id": f"r{number}"}
@@ -141,24 +143,24 @@ async def _stop(service: Any) -> None:
 class Supply:
     """New prompts for each round, the same for both ways."""
 
-    def __init__(self, told: Sequence[holdings.Conversation], tokens: int, count: int) -> None:
+    def __init__(self, told: Sequence[cached_blocks.Conversation], tokens: int, count: int) -> None:
         self._told, self._tokens, self._count = told, tokens, count
 
     def of_round(self, number: int) -> list[list[int]]:
-        found = holdings.prompts(self._told, self._tokens, self._count, np.random.default_rng([_SEED, number]))
+        found = cached_blocks.prompts(self._told, self._tokens, self._count, np.random.default_rng([_SEED, number]))
         return [array("I", one).tolist() for one in found]
 
 
 def compare(name: str, first: Round, second: Round, supplies: tuple[Supply, Supply], rounds: int) -> list[str]:
     """Lines with median and p99 of both, and the ratio of the medians second / first over the pairs, by each clock."""
-    samples: tuple[list[list[Taken]], list[list[Taken]]] = ([], [])
+    samples: tuple[list[list[Sample]], list[list[Sample]]] = ([], [])
 
     def once(at: int, work: Round) -> Callable[[], None]:
         return lambda: samples[at].append(work(supplies[at].of_round(len(samples[at]))))
 
-    pairs.compare(once(0, first), once(1, second), rounds)
+    paired.compare(once(0, first), once(1, second), rounds)
     lines = []
-    for clock, label in enumerate(Taken._fields):
+    for clock, label in enumerate(Sample._fields):
         measured = [[[one[clock] for one in taken] for taken in found[1:]] for found in samples]
         ratios = [statistics.median(b) / statistics.median(a) for a, b in zip(*measured, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
@@ -171,7 +173,7 @@ def _cell(taken: Sequence[float]) -> str:
     return f"{statistics.median(taken):>12.0f}{sorted(taken)[int(0.99 * len(taken))]:>8.0f}"
 
 
-def check(ours: Ours, theirs: Theirs, supply: Supply) -> float:
+def check(ours: TokenbusSide, theirs: DynamoSide, supply: Supply) -> float:
     """Both must see the same overlap at every worker; the mean of the best, in blocks."""
     best = []
     for token_ids in supply.of_round(1 << 20)[:_SAMPLES]:
@@ -192,12 +194,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9)
     options = parser.parse_args()
     core = dynamo_wheel.find()
-    told = holdings.conversations(options.workers, options.blocks, np.random.default_rng(_SEED))
-    told_many = holdings.conversations(options.many, options.blocks, np.random.default_rng(_SEED))
-    ours, many = Ours(options.workers, told), Ours(options.many, told_many)
+    told = cached_blocks.conversations(options.workers, options.blocks, np.random.default_rng(_SEED))
+    told_many = cached_blocks.conversations(options.many, options.blocks, np.random.default_rng(_SEED))
+    ours, many = TokenbusSide(options.workers, told), TokenbusSide(options.many, told_many)
     lines = []
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        theirs = Theirs(core, runner, told, options.workers)
+        theirs = DynamoSide(core, runner, told, options.workers)
         gc.collect()
         gc.freeze()
         for tokens in options.tokens:

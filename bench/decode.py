@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import bare_llama, random_model, system
-from bench.pairs import Ratio
+from bench.paired import Ratio
 from bench.shape import PRESETS
 from tokenbus.client import Client
 from tokenbus.protocol.wire import messages
@@ -25,7 +25,7 @@ from tokenbus.protocol.wire import messages
 CONTEXT = 4_096
 
 
-class Took(NamedTuple):
+class Timing(NamedTuple):
     wall_s: float
     cpu_s: float
 
@@ -42,11 +42,11 @@ class Bare:
         )
         assert self._read() == "ready"
 
-    def decode(self, streams: int, tokens: int) -> Took:
+    def decode(self, streams: int, tokens: int) -> Timing:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{streams} {tokens}\n")
         self._process.stdin.flush()
-        return Took(**json.loads(self._read()))
+        return Timing(**json.loads(self._read()))
 
     def close(self) -> None:
         self._process.kill()
@@ -57,7 +57,7 @@ class Bare:
         return self._process.stdout.readline().strip()
 
 
-async def through_the_system(client: Client, engine_pid: int, streams: int, tokens: int) -> Took:
+async def through_the_system(client: Client, engine_pid: int, streams: int, tokens: int) -> Timing:
     """From the moment in which every stream has its first token to that in which every one has its last."""
     everyone = asyncio.Barrier(streams)
     times: list[float] = []
@@ -79,7 +79,7 @@ async def through_the_system(client: Client, engine_pid: int, streams: int, toke
         assert num_tokens == tokens
 
     await asyncio.gather(*(read(number) for number in range(streams)))
-    return Took(time.perf_counter() - max(times), system.cpu_seconds(engine_pid) - max(cpu))
+    return Timing(time.perf_counter() - max(times), system.cpu_seconds(engine_pid) - max(cpu))
 
 
 def ratio_of(shares: list[float]) -> Ratio:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from bench.holdings import BLOCK, Conversation
+from bench.cached_blocks import BLOCK, Conversation
 
 MODEL = "m"
 _WAIT_S = 60.0
@@ -72,7 +72,7 @@ def stored(token_ids: bytes, hashes: Sequence[int], parent: int | None = None) -
     return ["BlockStored", hashes, parent, array("I", token_ids).tolist(), BLOCK, None, None, None, None]
 
 
-def card(number: int, endpoint: str, most_blocks: int) -> dict[str, object]:
+def card(number: int, endpoint: str, max_blocks: int) -> dict[str, object]:
     return {
         "worker_id": number,
         "model_name": MODEL,
@@ -80,15 +80,15 @@ def card(number: int, endpoint: str, most_blocks: int) -> dict[str, object]:
         "block_size": BLOCK,
         "kv_events_endpoint": endpoint,
         "max_num_batched_tokens": 8_192,
-        "total_kv_blocks": most_blocks,
+        "total_kv_blocks": max_blocks,
     }
 
 
-async def fill(service: Any, told: Sequence[Conversation], workers: int, most_blocks: int) -> Publishers:
+async def fill(service: Any, told: Sequence[Conversation], workers: int, max_blocks: int) -> Publishers:
     """Workers come, and say what they hold."""
     publishers = Publishers(workers)
     for number in range(workers):
-        await service.upsert_worker(card(number, publishers.endpoint(number), most_blocks))
+        await service.upsert_worker(card(number, publishers.endpoint(number), max_blocks))
     publishers.wait()
     names = iter(range(1, 1 << 62))
     for one in told:

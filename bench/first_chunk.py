@@ -2,8 +2,8 @@
 
 Run: .venv/bin/python -m bench.first_chunk [--pairs 101]
 
-The demo model and a prompt of 16 tokens, one request at a time, in interleaved pairs: to the engine's own front object
-in this process, and through a whole system on this machine."""
+The demo model and a prompt of 16 tokens, one request at a time, in interleaved pairs: to the engine's own frontend
+object in this process, and through a whole system on this machine."""
 
 import argparse
 import asyncio
@@ -16,14 +16,14 @@ from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.wire import messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine_client import link
-from tokenbus.worker.engine_client.engine import ChildEngine
+from tokenbus.worker.engine_client import engine_process
+from tokenbus.worker.engine_client.client import EngineClient
 
 _PROMPT = list(range(10, 26))
 _SETTINGS = EngineSettings(model=str(MODEL_PATH), threads=1, context_length=512, kv_tokens=4_096)
 
 
-async def from_the_engine(engine: ChildEngine, number: int) -> float:
+async def from_the_engine(engine: EngineClient, number: int) -> float:
     """Seconds from the request to the first token."""
     began = time.perf_counter()
     first: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -52,8 +52,8 @@ async def through_the_system(client: Client) -> float:
 
 
 async def measure(pairs: int) -> None:
-    process = link.EngineProcess()
-    engine = ChildEngine(lambda: process.open(_SETTINGS), max_waiting=4)
+    process = engine_process.EngineProcess()
+    engine = EngineClient(lambda: process.open(_SETTINGS), max_waiting=4)
     await engine.start("bench")
     settings = ("--threads", "1", "--context-length", "512", "--kv-tokens", "4096")
     try:

@@ -2,7 +2,7 @@
 
 Run: .venv/bin/python -m bench.idle_cache [--model FILE.gguf] [--streams 4] [--pairs 7] [-- worker flags]
 
-Two workers, of which one at a time has something to do: one keeps nothing (--max-idle-blocks 0, no host memory), the
+Two workers, of which one at a time has something to do: one keeps nothing (--max-cached-blocks 0, no host memory), the
 other has been given prompts of 500 tokens until its KV memory would be full of them. In interleaved pairs."""
 
 import argparse
@@ -30,7 +30,7 @@ async def fill(client: Client, kv_tokens: int) -> None:
 async def measure(model: Path, count: int, tokens: int, pairs: int, kv_tokens: int, flags: list[str]) -> None:
     common = ("--threads", "2", "--kv-tokens", str(kv_tokens), "--context-length", "1024")
     async with (
-        system.running(model, *common, "--max-idle-blocks", "0", "--host-cache-mib", "0") as empty_client,
+        system.running(model, *common, "--max-cached-blocks", "0", "--host-cache-mib", "0") as empty_client,
         system.running(model, *common, *flags) as full_client,
     ):
 

@@ -11,8 +11,8 @@ import time
 from array import array
 from collections.abc import Callable
 
-from tokenbus.worker.engine.kv.blocks import BlockPool
-from tokenbus.worker.engine.kv.tree import Domain
+from tokenbus.worker.engine.kv.pool import BlockPool
+from tokenbus.worker.engine.kv.prefix_tree import Domain
 
 _BLOCK_TOKENS = 16
 
@@ -23,11 +23,11 @@ def filled_pool(total_blocks: int, lanes: int) -> BlockPool:
     length = total_blocks // lanes * _BLOCK_TOKENS
     for number in range(lanes):
         token_ids = array("I", [number] * length)
-        pool.begin(number, Domain(), length)
-        pool.append(number, length)
-        pool.commit(number, token_ids, length)
-        pool.release(number, token_ids, length)
-    assert pool.idle_blocks == total_blocks // lanes * lanes
+        pool.allocate(number, Domain(), length)
+        pool.allocate_blocks(number, length)
+        pool.cache_blocks(number, token_ids, length)
+        pool.free(number, token_ids, length)
+    assert pool.evictable_blocks == total_blocks // lanes * lanes
     return pool
 
 

@@ -28,11 +28,11 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def make(name: str, num_blocks: int) -> ingest.Way:
+def make(name: str, num_blocks: int) -> ingest.Side:
     """An index without any blocks."""
     if name == "ours":
-        return ingest.Ours(_WORKERS, 4 * num_blocks // _WORKERS)
-    return ingest.Theirs(dynamo_wheel.find())
+        return ingest.TokenbusSide(_WORKERS, 4 * num_blocks // _WORKERS)
+    return ingest.DynamoSide(dynamo_wheel.find())
 
 
 def frames(source: BinaryIO) -> Iterator[ingest.Payload]:

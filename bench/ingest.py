@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from bench import dynamo_wheel, holdings, pairs
-from tokenbus.protocol.wire import blocks, codec, internal, messages
-from tokenbus.router.placement.placement import Kv
-from tokenbus.router.placement.served import Placement, Prompt, Wish
+from bench import cached_blocks, dynamo_wheel, paired
+from tokenbus.protocol.wire import block_hash, codec, internal, messages
+from tokenbus.router.placement.model_workers import Placement, PlacementOptions, PlacementRequest
+from tokenbus.router.placement.policies import KvAware
 
 _SEED = 1
 _LOAD = messages.Load(running=3, used_blocks=100)
@@ -55,7 +55,7 @@ Payload = tuple[int, bytes]
 """A message of a worker."""
 
 
-class Way(Protocol):
+class Side(Protocol):
     """Takes changes in, in its own form."""
 
     def encode(self, changes: Sequence[Change]) -> list[Payload]: ...
@@ -67,35 +67,35 @@ class Way(Protocol):
         ...
 
 
-class Ours:
-    def __init__(self, workers: int, most_blocks: int) -> None:
-        self._fleet = holdings.fleet(workers, most_blocks)
+class TokenbusSide:
+    def __init__(self, workers: int, max_blocks: int) -> None:
+        self._fleet = cached_blocks.fleet(workers, max_blocks)
         self._seqs = [0] * workers
 
     def encode(self, changes: Sequence[Change]) -> list[Payload]:
         return [(change.stored.worker, codec.encode(self._event(change))) for change in changes]
 
     def take(self, payloads: Iterable[Payload]) -> None:
-        decode, take = _DECODER.decode, self._fleet.take_events
+        decode, take = _DECODER.decode, self._fleet.apply_events
         for _, payload in payloads:
-            take(holdings.MODEL, decode(payload), 0.0)
+            take(cached_blocks.MODEL, decode(payload), 0.0)
 
     def _event(self, change: Change) -> internal.Events:
         stored, removed = change
         seq = self._seqs[stored.worker]
         self._seqs[stored.worker] += 1
-        run = internal.BlockRun(parent=stored.parent or holdings.PARENT, hashes=stored.hashes)
-        return holdings.events(stored.worker, seq, _LOAD, [run], removed.hashes[::-1] if removed else [])
+        run = internal.BlockRun(parent=stored.parent or cached_blocks.PARENT, hashes=stored.hashes)
+        return cached_blocks.events(stored.worker, seq, _LOAD, [run], removed.hashes[::-1] if removed else [])
 
     def holds(self, run: Run) -> int:
-        prompt = Prompt("r", holdings.BLOCK * len(run.hashes), run.hashes)
-        only = Wish(only=holdings.worker_id(run.worker))
-        found = self._fleet.place("m", prompt, Kv(), random.Random(_SEED), 0.0, only)
+        prompt = PlacementRequest("r", cached_blocks.BLOCK * len(run.hashes), run.hashes)
+        only = PlacementOptions(only=cached_blocks.worker_id(run.worker))
+        found = self._fleet.place("m", prompt, KvAware(), random.Random(_SEED), 0.0, only)
         assert isinstance(found, Placement)
         return found.overlap_blocks
 
 
-class Theirs:
+class DynamoSide:
     def __init__(self, core: Any) -> None:
         self._tree = core.RadixTree()
 
@@ -129,8 +129,8 @@ def _json(data: dict[str, Any]) -> bytes:
 def runs(workers: int, num_blocks: int, length: int) -> list[Run]:
     """What full workers hold, each chain in its order, the workers in turn."""
     of_worker: dict[int, list[Run]] = {}
-    for one in holdings.conversations(workers, num_blocks, np.random.default_rng(_SEED)):
-        parent, hashes = 0, blocks.hashes_of(one.token_ids, holdings.BLOCK, holdings.PARENT)
+    for one in cached_blocks.conversations(workers, num_blocks, np.random.default_rng(_SEED)):
+        parent, hashes = 0, block_hash.block_hashes_of_bytes(one.token_ids, cached_blocks.BLOCK, cached_blocks.PARENT)
         for start in range(0, len(hashes), length):
             cut = hashes[start : start + length]
             of_worker.setdefault(one.worker, []).append(Run(one.worker, parent, cut))
@@ -146,27 +146,27 @@ def exchange(new: Sequence[Run], old: Sequence[Run]) -> list[Change]:
     return [Change(run, leaving[run.worker].pop()) for run in new]
 
 
-def check(way: Way, there: Sequence[Run], gone: Sequence[Run] = ()) -> None:
+def check(way: Side, there: Sequence[Run], gone: Sequence[Run] = ()) -> None:
     """Whatever was to be taken in has been: of each worker its first run."""
     firsts = [run for run in there if not run.parent], [run for run in gone if not run.parent]
     if any(way.holds(run) != len(run.hashes) for run in firsts[0]) or any(way.holds(run) for run in firsts[1]):
         sys.exit(f"{type(way).__name__} has not taken in what it was given")
 
 
-def store(make: Callable[[], Way], held: Sequence[Run], rounds: int) -> tuple[list[Way], Callable[[], None]]:
+def store(make: Callable[[], Side], held: Sequence[Run], rounds: int) -> tuple[list[Side], Callable[[], None]]:
     """Each call fills another that was empty."""
     ways = [make() for _ in range(rounds)]
     return ways, _in_turn([(way, way.encode([Change(run) for run in held])) for way in ways])
 
 
-def replace(way: Way, held: Sequence[Run], others: Sequence[Run], rounds: int) -> Callable[[], None]:
+def replace(way: Side, held: Sequence[Run], others: Sequence[Run], rounds: int) -> Callable[[], None]:
     """Each call replaces all that is held by the others, or back."""
     way.take(way.encode([Change(run) for run in held]))
     sides = itertools.islice(itertools.cycle([(others, held), (held, others)]), rounds)
     return _in_turn([(way, way.encode(exchange(new, old))) for new, old in sides])
 
 
-def _in_turn(works: Sequence[tuple[Way, list[Payload]]]) -> Callable[[], None]:
+def _in_turn(works: Sequence[tuple[Side, list[Payload]]]) -> Callable[[], None]:
     """The next of them at each call."""
     left = iter(works)
 
@@ -177,7 +177,7 @@ def _in_turn(works: Sequence[tuple[Way, list[Payload]]]) -> Callable[[], None]:
     return work
 
 
-def row(name: str, found: tuple[float, float, pairs.Ratio], num_blocks: int) -> str:
+def row(name: str, found: tuple[float, float, paired.Ratio], num_blocks: int) -> str:
     first, second, ratio = found
     rates = [1 / one for one in (ratio.third_quartile, ratio.median, ratio.first_quartile)]
     speed = f"{rates[1]:.2f} ({rates[0]:.2f} to {rates[2]:.2f})"
@@ -196,24 +196,24 @@ def main() -> None:
     held = runs(options.workers, options.blocks, options.run)
     others, rounds, num_blocks = [run.twin() for run in held], options.pairs + 1, sum(len(run.hashes) for run in held)
 
-    def ours() -> Ours:
-        return Ours(options.workers, 4 * options.blocks // options.workers)
+    def ours() -> TokenbusSide:
+        return TokenbusSide(options.workers, 4 * options.blocks // options.workers)
 
-    def theirs() -> Theirs:
-        return Theirs(core)
+    def theirs() -> DynamoSide:
+        return DynamoSide(core)
 
     their_ways, their_work = store(theirs, held, rounds)
     our_ways, our_work = store(ours, held, rounds)
     gc.collect()
     gc.freeze()
-    stored = pairs.compare(their_work, our_work, options.pairs)
+    stored = paired.compare(their_work, our_work, options.pairs)
     for way in their_ways + our_ways:
         check(way, held, others)
     first, second = theirs(), ours()
     their_work, our_work = (replace(way, held, others, rounds) for way in (first, second))
     gc.collect()
     gc.freeze()
-    replaced = pairs.compare(their_work, our_work, options.pairs)
+    replaced = paired.compare(their_work, our_work, options.pairs)
     for way in (first, second):
         check(way, *((others, held) if rounds % 2 else (held, others)))
     print(f"\n{'thousand blocks/s of CPU':26}{'ours':>14}{'Dynamo':>14}    ours / Dynamo (quartiles)")

@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from tokenbus.cli.serving.parent import die_with_parent
+from tokenbus.cli.parent_death import end_with_parent
 
 _TARGETS = ("llama-server", "llama-bench", "llama-batched-bench")
 _FLAGS = (
@@ -92,7 +92,7 @@ async def running(model: Path, threads: int, *flags: str) -> AsyncIterator[Llama
             [*command, "--host", "127.0.0.1", "--port", str(port), *flags],
             stdout=log,
             stderr=log,
-            preexec_fn=die_with_parent,
+            preexec_fn=end_with_parent,
         )
         try:
             server = LlamaServer(port)

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.system import cpu_seconds, start
-from tokenbus.cli.serving import broker
+from tokenbus.cli import nats_server
 from tokenbus.client import Client
 from tokenbus.protocol.wire import codec, errors, messages
-from tokenbus.worker.engine.sim.runner import VOCABULARY
+from tokenbus.worker.engine.sim.runner import VOCAB_SIZE
 
 _PROMPT, _SHARED, _SHARERS, _OUTPUT = 512, 256, 10, 16
 _PER_PROCESS = 100
@@ -36,15 +36,15 @@ class Result(NamedTuple):
     rate: float
     ends: Counter[str]
     first_ms: list[float]
-    view: messages.RouterView | None
+    view: messages.RouterStats | None
     cpu: dict[str, float]
     took_s: float
 
 
-class Bed:
+class Testbed:
     """The processes, by kind."""
 
-    def __init__(self, nats: broker.Broker, folder: Path) -> None:
+    def __init__(self, nats: nats_server.NatsServer, folder: Path) -> None:
         self.nats = nats
         self.folder = folder
         self.pids: dict[str, list[int]] = {"broker": [nats.pid]}
@@ -57,8 +57,8 @@ class Bed:
         self.pids.setdefault(kind, []).append(process.pid)
 
     def cpu(self) -> dict[str, float]:
-        """CPU seconds by kind so far; engines are the children of fronts."""
-        engines = [int(pid) for front in self.pids["front"] for pid in _children(front)]
+        """CPU seconds by kind so far; engines are the children of frontends."""
+        engines = [int(pid) for frontend in self.pids["front"] for pid in _children(frontend)]
         kinds = self.pids | {"engine": engines}
         return {kind: sum(map(cpu_seconds, pids)) for kind, pids in kinds.items()} | {"clients": time.process_time()}
 
@@ -71,8 +71,8 @@ def prompts(count: int, rng: random.Random) -> list[list[int]]:
     """Ten by ten they begin alike."""
     made: list[list[int]] = []
     while len(made) < count:
-        shared = [rng.randrange(1, VOCABULARY) for _ in range(_SHARED)]
-        made += [shared + [rng.randrange(1, VOCABULARY) for _ in range(_PROMPT - _SHARED)] for _ in range(_SHARERS)]
+        shared = [rng.randrange(1, VOCAB_SIZE) for _ in range(_SHARED)]
+        made += [shared + [rng.randrange(1, VOCAB_SIZE) for _ in range(_PROMPT - _SHARED)] for _ in range(_SHARERS)]
     rng.shuffle(made)
     return made
 
@@ -87,7 +87,7 @@ async def ask(client: Client, prompt: list[int], ends: Counter[str], first_ms: l
     ends[str(chunk.error.code if chunk.error else chunk.finish_reason)] += 1
 
 
-async def load(client: Client, bed: Bed, rate: float, seconds: float) -> Result:
+async def load(client: Client, bed: Testbed, rate: float, seconds: float) -> Result:
     """Requests at a steady rate, whatever becomes of them."""
     asked = prompts(int(rate * seconds), random.Random(rate))
     ends, first_ms = Counter[str](), list[float]()
@@ -98,7 +98,7 @@ async def load(client: Client, bed: Bed, rate: float, seconds: float) -> Result:
             group.create_task(ask(client, prompt, ends, first_ms))
     took_s = time.monotonic() - began
     cpu = {kind: spent - before[kind] for kind, spent in bed.cpu().items()}
-    view: messages.RouterView | None = None
+    view: messages.RouterStats | None = None
     with contextlib.suppress(errors.RequestError):
         view = (await client.models()).router or None
     return Result(rate, ends, first_ms, view, cpu, took_s)
@@ -130,8 +130,8 @@ def show(result: Result) -> None:
 
 async def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as folder:
-        nats = await broker.start(0, Path(folder) / "nats.log")
-        bed = Bed(nats, Path(folder))
+        nats = await nats_server.start(0, Path(folder) / "nats.log")
+        bed = Testbed(nats, Path(folder))
         bed.add("router", "router")
         for first in range(0, options.workers, _PER_PROCESS):
             replicas = min(_PER_PROCESS, options.workers - first)

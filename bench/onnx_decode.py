@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import models, streams, system
-from bench.child import Ask, Child, Took
+from bench.child import Ask, Child, Timing
 from bench.decode import ratio_of
 from tokenbus.client import Client
 
@@ -39,7 +39,7 @@ _ALTERNATIVES = {
 """Module, name, and whether it gets one request at a time."""
 _AIMS = {"eight": {8: "   aim 2"}, "genai": {8: "   aim 1"}, "one": {1: "   aim 0.95"}, "gguf": {1: "", 8: ""}}
 """How many streams there are in turn, and what is aimed at with so many."""
-Way = Callable[[Ask], Awaitable[Took]]
+Way = Callable[[Ask], Awaitable[Timing]]
 
 
 class Side(NamedTuple):
@@ -102,7 +102,7 @@ class _Marks:
         return on_token
 
 
-async def of_system(client: Client, engine_pid: int, ask: Ask) -> Took:
+async def of_system(client: Client, engine_pid: int, ask: Ask) -> Timing:
     """Streams begin one after another, and so end: decoding is timed where all of them do it."""
     marks = _Marks(engine_pid, ask)
     asked = time.perf_counter()
@@ -113,7 +113,7 @@ async def of_system(client: Client, engine_pid: int, ask: Ask) -> Took:
     decoded = sum(begun < at <= ended for one in times for at in one)
     if not decoded:
         raise SystemExit("the first stream ended before the last began: pass more --tokens, or a shorter --prompt")
-    return Took(
+    return Timing(
         prompt_s=begun - asked,
         decode_s=ended - begun,
         cpu_s=marks.ended - marks.begun,

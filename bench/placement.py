@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tokenbus.replay.offline import ReplaySettings, play_all
-from tokenbus.replay.results import Run
+from tokenbus.replay.results import PolicyResult
 from tokenbus.replay.svg import Axis, Series, bar_chart
 
 _COLOUR = "#6e7781"
 """Of what is written in a plot: to be read on white and on black."""
-Runs = dict[float, list[Run]]
+Runs = dict[float, list[PolicyResult]]
 
 
 def measure(trace: str, speeds: list[float], policies: list[str]) -> Runs:
@@ -33,7 +33,7 @@ def measure(trace: str, speeds: list[float], policies: list[str]) -> Runs:
 def draw(found: Runs, folder: Path) -> None:
     """Writes one plot for each question."""
     folder.mkdir(parents=True, exist_ok=True)
-    plots: dict[str, tuple[str, Axis, Callable[[Run], float]]] = {
+    plots: dict[str, tuple[str, Axis, Callable[[PolicyResult], float]]] = {
         "hit-rate": ("Prompt tokens that were cached", Axis("share"), lambda run: run.hit_rate),
         "first-token": ("Time to first token, mean", Axis("ms"), lambda run: run.ttft_ms.mean),
         "gap": ("From token to token, mean", Axis("ms"), lambda run: run.itl_ms.mean),

@@ -22,7 +22,7 @@ from typing import Any
 
 from bench import models, system
 from bench.decode import ratio_of
-from tokenbus.cli.serving.parent import die_with_parent
+from tokenbus.cli.parent_death import end_with_parent
 from tokenbus.client import Client
 from tokenbus.protocol.wire import messages
 
@@ -42,7 +42,7 @@ async def running(model: Path, threads: int) -> AsyncIterator[int]:
         command = [sys.executable, "-m", "llama_cpp.server", "--model", str(model), "--port", str(port)]
         sizes = ["--n_ctx", str(_CONTEXT), "--n_threads", str(threads), "--n_threads_batch", str(threads)]
         process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once
-            [*command, *sizes, "--interrupt_requests", "false"], stdout=log, stderr=log, preexec_fn=die_with_parent
+            [*command, *sizes, "--interrupt_requests", "false"], stdout=log, stderr=log, preexec_fn=end_with_parent
         )
         try:
             async with asyncio.timeout(120):

@@ -8,7 +8,7 @@ import gguf
 from llama_cpp import llama_cpp as llama
 
 from bench.shape import ImpossibleModelError, Shape, tensors
-from tokenbus.worker.engine.gguf import library
+from tokenbus.worker.engine.gguf import backend
 
 PLAIN = {
     "f32": (llama.LLAMA_FTYPE_ALL_F32, gguf.GGMLQuantizationType.F32),
@@ -55,8 +55,8 @@ def check(shape: Shape, quantization: str) -> None:
 
 def quantize(plain: Path, quantized: Path, shape: Shape, quantization: str, threads: int) -> None:
     """Writes `quantized` from the F16 file `plain`, on so many threads; 0 takes all cores."""
-    library.start()
-    library.last_error()
+    backend.init()
+    backend.last_error()
     params = llama.llama_model_quantize_default_params()
     params.ftype = file_types()[quantization]
     params.nthread = threads
@@ -64,7 +64,7 @@ def quantize(plain: Path, quantized: Path, shape: Shape, quantization: str, thre
     if quantization in _WANTS_IMPORTANCES:
         params.imatrix = _equal_importances(shape)
     if llama.llama_model_quantize(os.fsencode(plain), os.fsencode(quantized), ctypes.byref(params)) != 0:
-        raise ImpossibleModelError(f"llama.cpp can't write {quantization}: {library.last_error()}")
+        raise ImpossibleModelError(f"llama.cpp can't write {quantization}: {backend.last_error()}")
 
 
 def _equal_importances(shape: Shape) -> ctypes.Array[llama.llama_model_imatrix_data]:

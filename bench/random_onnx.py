@@ -31,9 +31,7 @@ _ALIGNMENT = 4_096
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def write(
-    folder: Path, shape: Shape, flavour: onnx_graph.Flavour = "grouped", *, bits: int = 32, seed: int = 0
-) -> None:
+def write(folder: Path, shape: Shape, flavour: onnx_graph.Flavour = "gqa", *, bits: int = 32, seed: int = 0) -> None:
     """Writes the folder, whole or not at all. Equal arguments give equal bytes.
 
     Raises ImpossibleModelError, and OSError where the folder can't be written or holds something."""
@@ -145,7 +143,7 @@ def _genai(shape: Shape, flavour: onnx_graph.Flavour) -> export_onnx.Json:
             "vocab_size": shape.vocab,
             "decoder": decoder,
         },
-        "search": {"do_sample": False, "max_length": shape.context, "past_present_share_buffer": flavour == "grouped"},
+        "search": {"do_sample": False, "max_length": shape.context, "past_present_share_buffer": flavour == "gqa"},
     }
 
 
@@ -157,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("out", type=Path, metavar="FOLDER")
     add_flags(parser)
-    parser.add_argument("--flavour", choices=get_args(onnx_graph.Flavour), default="grouped", help="(%(default)s)")
+    parser.add_argument("--flavour", choices=get_args(onnx_graph.Flavour), default="gqa", help="(%(default)s)")
     parser.add_argument("--bits", type=int, choices=BITS, default=32, help="of a weight (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights (%(default)s)")
     return parser

@@ -24,7 +24,7 @@ from nats.aio.msg import Msg
 from tokenizers import Tokenizer
 
 from bench.system import card, cpu_seconds, start
-from tokenbus.cli.serving import broker
+from tokenbus.cli import nats_server
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.prompt import prompt
@@ -90,7 +90,7 @@ async def _first_ms(ask: Callable[[], Awaitable[float]], count: int) -> float:
 
 async def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as folder:
-        server = await broker.start(0, Path(folder) / "nats.log")
+        server = await nats_server.start(0, Path(folder) / "nats.log")
         router = start(Path(folder) / "router.log", "router", "--nats", server.url)
         model = ("--model", str(MODEL_PATH), "--served-name", "m", "--threads", "1", "--worker-id", _WORKER)
         worker = start(Path(folder) / "worker.log", "worker", "--nats", server.url, *model)

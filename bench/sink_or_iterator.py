@@ -6,7 +6,7 @@ Run: .venv/bin/python -m bench.sink_or_iterator
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from bench import pairs
+from bench import paired
 
 STREAMS, STEPS = 64, 400
 
@@ -59,7 +59,7 @@ async def _read(queue: "asyncio.Queue[int]") -> int:
 
 
 def main() -> None:
-    sinks, iterators, ratio = pairs.compare(by_sinks, by_iterators)
+    sinks, iterators, ratio = paired.compare(by_sinks, by_iterators)
     tokens = STREAMS * STEPS
     print(f"{STREAMS} streams, {STEPS} steps, CPU time a token, median of 9 interleaved pairs")
     print(f"  plain function   {sinks / tokens * 1e6:6.2f} us")

@@ -93,7 +93,7 @@ async def measure(minutes: float, over: int) -> None:
         await asyncio.sleep(1.0)
         load = (await system.card(client)).load
     print(f"{minutes:g} minutes, {len(lives)} clients: {sum(tally.ends.values())} requests, {dict(tally.ends)}")
-    print(f"  resident memory of front and engine, MiB, each half minute: {sizes}")
+    print(f"  resident memory of frontend and engine, MiB, each half minute: {sizes}")
     print(f"  at the end: {load}")
     assert not tally.wrong, tally.wrong[:5]
     assert load is not None
@@ -103,7 +103,7 @@ async def measure(minutes: float, over: int) -> None:
 
 
 async def _watch(card: messages.Card, ends_at: float, lives: list[asyncio.Task[None]]) -> list[tuple[int, int]]:
-    """How much memory front and engine have, every half minute."""
+    """How much memory frontend and engine have, every half minute."""
     sizes = []
     while time.monotonic() < ends_at and not any(life.done() for life in lives):
         sizes.append((_resident_mib(card.pids.front), _resident_mib(card.pids.engine)))

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from tokenbus.cli.serving import broker
-from tokenbus.cli.serving.parent import die_with_parent
+from tokenbus.cli import nats_server
+from tokenbus.cli.parent_death import end_with_parent
 from tokenbus.client import Client
 from tokenbus.protocol.wire import errors, messages
 
@@ -37,7 +37,7 @@ async def started(
     folder of the logs."""
     with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as name:
         folder = Path(name)
-        nats = await broker.start(0, folder / "nats.log")
+        nats = await nats_server.start(0, folder / "nats.log")
         served = ("worker", "--nats", nats.url, "--model", str(model), "--served-name", "m", *worker)
         processes = [
             start(folder / "router.log", "router", "--nats", nats.url, *router, variables=variables),
@@ -89,5 +89,5 @@ def start(
             stdout=log,
             stderr=log,
             env=os.environ | dict(variables),
-            preexec_fn=die_with_parent,
+            preexec_fn=end_with_parent,
         )

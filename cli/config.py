@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenbus.gateway import keys
-from tokenbus.protocol.bus.connection import without_secrets
+from tokenbus.protocol.bus.connection import redact_url
 from tokenbus.protocol.telemetry import logs
 
 SECTIONS = ("worker", "router", "gateway")
 """Commands that can be configured; `nats` is for all of them."""
 FILE_VARIABLE = "TOKENBUS_CONFIG"
-_COMMON = "nats"
-_BEGINNING = "TOKENBUS_"
+_NATS = "nats"
+_PREFIX = "TOKENBUS_"
 _OTHER_VARIABLES = (
     FILE_VARIABLE,
     logs.LEVEL_VARIABLE,
@@ -38,11 +38,11 @@ _OTHER_VARIABLES = (
     "TOKENBUS_DEBUG",
 )
 """Variables that are no flag's."""
-_NEAR = 0.8
+_MIN_SIMILARITY = 0.8
 """How much alike two names of variables are, of 1, before one may be meant to be the other."""
 _SECRETS = ("api-key",)
 """Shown to nobody."""
-_URLS = (_COMMON, "otlp-traces-endpoint")
+_URLS = (_NATS, "otlp-traces-endpoint")
 """May hold a password, which is not shown."""
 _Table = dict[str, Any]
 _KINDS: dict[object, str] = {int: "whole number", float: "number"}
@@ -53,7 +53,7 @@ class Origin(NamedTuple):
 
     value: object
     source: str
-    said: object
+    written: object
     """As it was written there."""
 
 
@@ -68,7 +68,7 @@ def read(path: Path) -> dict[str, _Table]:
 
 
 @contextlib.contextmanager
-def noting(mistakes: list[str]) -> Iterator[None]:
+def collecting_errors(mistakes: list[str]) -> Iterator[None]:
     """Notes what is raised within it, a line for each mistake, and goes on behind it."""
     try:
         yield
@@ -76,21 +76,21 @@ def noting(mistakes: list[str]) -> Iterator[None]:
         mistakes += [line for line in str(error).splitlines() if line not in mistakes]
 
 
-def raise_all(mistakes: list[str]) -> None:
+def raise_errors(mistakes: list[str]) -> None:
     """Raises ValueError with a line for each, if there are any."""
     if mistakes:
         raise ValueError("\n".join(mistakes))
 
 
-def mistyped(parsers: Mapping[str, argparse.ArgumentParser]) -> Iterator[str]:
+def misspelled_variables(parsers: Mapping[str, argparse.ArgumentParser]) -> Iterator[str]:
     """A sentence on each variable that is none of these commands', nor of Tokenbus at all, and is nearly one."""
     known = set(_OTHER_VARIABLES)
     for section, parser in parsers.items():
         known |= {variable for name, _ in _settable(parser) for variable in _variables(section, name)}
-    endings = {name.removeprefix(_BEGINNING): name for name in known} | {"NATS_URL": "TOKENBUS_NATS"}
+    endings = {name.removeprefix(_PREFIX): name for name in known} | {"NATS_URL": "TOKENBUS_NATS"}
     for name in sorted(os.environ):
-        if name.startswith(_BEGINNING) and name not in known:
-            for near in difflib.get_close_matches(name.removeprefix(_BEGINNING), endings, 1, _NEAR):
+        if name.startswith(_PREFIX) and name not in known:
+            for near in difflib.get_close_matches(name.removeprefix(_PREFIX), endings, 1, _MIN_SIMILARITY):
                 yield f"the variable {name} means nothing: is it {endings[near]}?"
 
 
@@ -101,19 +101,19 @@ def apply(parser: argparse.ArgumentParser, section: str, tables: Mapping[str, _T
     found = {name: Origin(action.default, "default", action.default) for name, action in actions.items()}
     mistakes: list[str] = []
     for title, content in tables.items():
-        with noting(mistakes):
+        with collecting_errors(mistakes):
             _check_table(title, content, where)
     for table, key, value in _of_file(tables, section):
-        with noting(mistakes):
+        with collecting_errors(mistakes):
             name = _name_of(table, key, actions, where)
             found[name] = Origin(_converted(actions[name], value, f"{where}: {name}"), where, value)
     for name, action in actions.items():
         for variable in _variables(section, name):
             if variable in os.environ:
-                said = os.environ[variable]
-                with noting(mistakes):
-                    found[name] = Origin(_converted(action, said, variable), variable, said)
-    raise_all(mistakes)
+                written = os.environ[variable]
+                with collecting_errors(mistakes):
+                    found[name] = Origin(_converted(action, written, variable), variable, written)
+    raise_errors(mistakes)
     for name, origin in found.items():
         if origin.source != "default":
             parser.set_defaults(**{actions[name].dest: None if _is_list(actions[name]) else origin.value})
@@ -131,7 +131,7 @@ def complete(options: argparse.Namespace, parser: argparse.ArgumentParser, setti
 def _variables(section: str, name: str) -> Iterator[str]:
     """The names of a setting among the variables, the one that counts most last."""
     spelled = name.upper().replace("-", "_")
-    if name.startswith(_COMMON):
+    if name.startswith(_NATS):
         yield f"TOKENBUS_{spelled}"
     yield f"TOKENBUS_{section.upper()}_{spelled}"
 
@@ -150,15 +150,15 @@ def _settable(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.A
 
 def _check_table(name: str, table: object, where: str) -> None:
     """Raises ValueError for a table that is nobody's."""
-    if name not in (_COMMON, *SECTIONS):
-        raise ValueError(f"{where}: [{name}] is nobody's; there are [{_COMMON}], [{'], ['.join(SECTIONS)}]")
+    if name not in (_NATS, *SECTIONS):
+        raise ValueError(f"{where}: [{name}] is nobody's; there are [{_NATS}], [{'], ['.join(SECTIONS)}]")
     if not isinstance(table, dict):
         raise ValueError(f"{where}: {name} must be a table: [{name}]")
 
 
 def _of_file(tables: Mapping[str, _Table], section: str) -> Iterator[tuple[str, str, object]]:
     """Table, key and value of each setting of a command."""
-    for table in (_COMMON, section):
+    for table in (_NATS, section):
         values = tables.get(table, {})
         for key, value in values.items() if isinstance(values, dict) else ():
             yield table, key, value
@@ -166,8 +166,8 @@ def _of_file(tables: Mapping[str, _Table], section: str) -> Iterator[tuple[str, 
 
 def _name_of(table: str, key: str, actions: Mapping[str, argparse.Action], where: str) -> str:
     """The setting's name, as its flag has it. Raises ValueError for a key that is unknown."""
-    prefix = f"{_COMMON}-" if table == _COMMON else ""
-    name = _COMMON if (table, key) == (_COMMON, "url") else prefix + key
+    prefix = f"{_NATS}-" if table == _NATS else ""
+    name = _NATS if (table, key) == (_NATS, "url") else prefix + key
     if name not in actions:
         known = ", ".join(sorted(one.removeprefix(prefix) for one in actions if one.startswith(prefix)))
         raise ValueError(f"{where}: {key} is no setting of [{table}]; it has {known}")
@@ -205,9 +205,9 @@ def api_keys() -> list[str]:
 def show(section: str, settings: Mapping[str, Origin]) -> str:
     """A command's settings as a file would say them, and where each comes from."""
     lines = [f"[{section}]"]
-    for name, (_, source, said) in settings.items():
-        text = _toml(without_secrets(said) if name in _URLS and isinstance(said, str) else said)
-        if said and name in _SECRETS:
+    for name, (_, source, written) in settings.items():
+        text = _toml(redact_url(written) if name in _URLS and isinstance(written, str) else written)
+        if written and name in _SECRETS:
             text = '["..."]'
         lines.append(f"{name} = {text}  # {source}" if text else f"# {name} is not set")
     if section == "gateway" and (pairs := api_keys()):

@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from tokenbus.cli import config
-from tokenbus.cli.serving.family import EXIT_REFUSED
-from tokenbus.protocol.telemetry import traces
+from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS
+from tokenbus.protocol.telemetry import tracing
 
 _COMMANDS = {
     "up": "run everything on this machine, in the foreground",
@@ -39,7 +39,7 @@ def main() -> None:
         options = _options(sys.argv[1:])
     except ValueError as error:
         _complain(error)
-        sys.exit(EXIT_REFUSED)
+        sys.exit(EXIT_BAD_SETTINGS)
     try:
         sys.exit(options.run(options))
     except BrokenPipeError:
@@ -75,11 +75,11 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     settings = config.apply(command, arguments[0], config.read(Path(path)) if path else {}, path)
     options = parser.parse_args(arguments)
     config.complete(options, command, settings)
-    options.reread = lambda: _again(arguments)
+    options.reload = lambda: _reloaded_options(arguments)
     return options
 
 
-def _again(arguments: list[str]) -> argparse.Namespace:
+def _reloaded_options(arguments: list[str]) -> argparse.Namespace:
     """The same, of a process that runs: what would end it at its start is a ValueError here."""
     said = io.StringIO()
     try:
@@ -99,14 +99,14 @@ def _config(options: argparse.Namespace) -> int:
     try:
         tables = config.read(options.file) if options.file else {}
         for name in sections:
-            with config.noting(mistakes):
+            with config.collecting_errors(mistakes):
                 found[name] = config.apply(commands[name], name, tables, where)
                 if options.do == "check" and (options.section or name in tables):
                     _try(name, where)
-        config.raise_all(mistakes)
+        config.raise_errors(mistakes)
     except ValueError as error:
         _complain(error)
-        return EXIT_REFUSED
+        return EXIT_BAD_SETTINGS
     if options.do == "show":
         print("\n\n".join(config.show(name, settings) for name, settings in found.items()))
     else:
@@ -120,7 +120,7 @@ def _warn_of_variables(arguments: list[str], commands: Mapping[str, argparse.Arg
     serves = asked in (*config.SECTIONS, "up", "config")
     parsers = _parser(config.SECTIONS)[1] if serves else commands
     names = config.SECTIONS if serves else [asked] if asked else []
-    for line in config.mistyped({name: parsers[name] for name in names}):
+    for line in config.misspelled_variables({name: parsers[name] for name in names}):
         print(f"tokenbus: {line}", file=sys.stderr)
 
 
@@ -128,9 +128,9 @@ def _try(command: str, path: str) -> None:
     """Makes a command's settings as its process would. Raises ValueError."""
     from tokenbus.cli.serving import servers
 
-    made = servers.MAKERS[command](_again([command, *(("--config", path) if path else ())]))
+    made = servers.SETTINGS_FACTORIES[command](_reloaded_options([command, *(("--config", path) if path else ())]))
     made.broker.check()
-    traces.check(made.otlp_traces_endpoint)
+    tracing.check_endpoint(made.otlp_traces_endpoint)
 
 
 def _parser(

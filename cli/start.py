@@ -7,7 +7,7 @@ import sys
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.argv[1:2] == ["health"]:
-        from tokenbus.cli.looking import health  # without the rest: it is asked every few seconds
+        from tokenbus.cli.commands import health  # without the rest: it is asked every few seconds
 
         sys.exit(health.main(sys.argv[2:]))
     from tokenbus.cli import main

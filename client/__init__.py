@@ -2,17 +2,17 @@
 
 from tokenbus.client.client import Client
 from tokenbus.client.stream import Stream
-from tokenbus.protocol.telemetry import traces
+from tokenbus.protocol.telemetry import tracing
 
 
-def application_traces() -> traces.Traces:
+def application_tracer() -> tracing.Tracer:
     """For `Client.connect(..., traced=...)`: the tracer that the application has set up. Needs the extra `traces`."""
     from tokenbus.protocol.telemetry import otel
 
-    return otel.OfApplication()
+    return otel.ApplicationTracer()
 
 
-__all__ = ["Client", "Stream", "application_traces"]
+__all__ = ["Client", "Stream", "application_tracer"]
 
 if __name__ != "tokenbus.client":
     raise ImportError("import tokenbus.client: it is no package of its own")

@@ -12,8 +12,8 @@ from nats.aio.msg import Msg
 from tokenbus.client.stream import Stream
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus import connection as nats
-from tokenbus.protocol.recent import Recent
-from tokenbus.protocol.telemetry import traces
+from tokenbus.protocol.telemetry import tracing
+from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 AnswerT = TypeVar("AnswerT", bound=messages.Message)
@@ -24,11 +24,11 @@ _chunks = codec.Decoder(messages.Chunk)
 _cancels = codec.Decoder(messages.CancelReply)
 
 _TICK_S = 0.1
-_STOOD_STILL_S = 0.5
+_MAX_PAUSE_S = 0.5
 """A client that was held up for longer has heard nothing meanwhile, so that silence proves nothing."""
 _RESYNC = "-resync"
 """On a reply subject: the answer to a resync of the stream in that place."""
-_MAX_STRAYS = 1_024
+_MAX_ORPHANS = 1_024
 
 
 class Client:
@@ -40,22 +40,22 @@ class Client:
         tenant: str,
         prefix: str,
         encoding: codec.Encoding,
-        traced: traces.Traces,
+        tracer: tracing.Tracer,
         inbox: str = "",
     ) -> None:
         self._connection = connection
         self._tenant = tenant
         self._names = subjects.Subjects(prefix)
         self._encoding = encoding
-        self._traces = traced
+        self._tracer = tracer
         self._inbox = inbox or connection.new_inbox()
         self._streams: dict[str, Stream] = {}
-        self._places: dict[Stream, str] = {}
-        self._strays: Recent[bool] = Recent(keep_s=10.0, capacity=_MAX_STRAYS)
-        self._watching: asyncio.Task[None] | None = None
-        self._forbidden: errors.Error | None = None
+        self._reply_tokens: dict[Stream, str] = {}
+        self._orphans: TTLCache[bool] = TTLCache(ttl_s=10.0, capacity=_MAX_ORPHANS)
+        self._ticker: asyncio.Task[None] | None = None
+        self._inbox_error: errors.Error | None = None
         """Why nothing that is asked can be heard."""
-        self._others: list[Client] = []
+        self._tenant_clients: list[Client] = []
 
     def __repr__(self) -> str:
         return f"<Client of {self._connection!r}, {len(self._streams)} streams>"
@@ -70,29 +70,29 @@ class Client:
         encoding: codec.Encoding = codec.Encoding.JSON,
         connect_timeout_s: float = 10.0,
         settings: nats.Settings | None = None,
-        traced: traces.Traces | None = None,
+        tracer: tracing.Tracer | None = None,
     ) -> "Client":
-        """`settings` say more of the broker than its address: credentials, TLS, the inbox. `traced` makes a span of
-        each stream: `application_traces()` where the application uses OpenTelemetry. Raises ConnectionError when the
+        """`settings` say more of the broker than its address: credentials, TLS, the inbox. `tracer` makes a span of
+        each stream: `application_tracer()` where the application uses OpenTelemetry. Raises ConnectionError when the
         broker can't be reached."""
         settings = settings or nats.Settings(url=url, connect_timeout_s=connect_timeout_s)
         connection = await nats.connect(settings, name="tokenbus client")
-        return await cls.over(connection, tenant=tenant, prefix=prefix, encoding=encoding, traced=traced)
+        return await cls.from_connection(connection, tenant=tenant, prefix=prefix, encoding=encoding, tracer=tracer)
 
     @classmethod
-    async def over(
+    async def from_connection(
         cls,
         connection: bus.Bus,
         *,
         tenant: str = subjects.DEFAULT_TENANT,
         prefix: str = subjects.DEFAULT_PREFIX,
         encoding: codec.Encoding = codec.Encoding.JSON,
-        traced: traces.Traces | None = None,
+        tracer: tracing.Tracer | None = None,
     ) -> "Client":
         """A client over a connection that is there already; closing the client closes it."""
-        client = cls(connection, tenant, prefix, encoding, traced or traces.Untraced())
+        client = cls(connection, tenant, prefix, encoding, tracer or tracing.NoopTracer())
         connection.on_reconnect = client._reconnected
-        connection.on_denied = client._denied
+        connection.on_permissions_violation = client._permissions_violated
         await client._open()
         return client
 
@@ -102,9 +102,9 @@ class Client:
         Its streams come to an inbox that begins with `inbox_prefix`, or else as the connection's own do; answers to its
         `models`, `embed` and `cancel` come to the connection's own in any case."""
         inbox = f"{inbox_prefix}.{secrets.token_hex(8)}" if inbox_prefix else ""
-        other = Client(self._connection, tenant, self._names.prefix, self._encoding, self._traces, inbox)
+        other = Client(self._connection, tenant, self._names.prefix, self._encoding, self._tracer, inbox)
         await other._open()
-        self._others.append(other)
+        self._tenant_clients.append(other)
         return other
 
     async def __aenter__(self) -> "Client":
@@ -118,7 +118,7 @@ class Client:
         model: str,
         request: messages.GenerateRequest | None = None,
         *,
-        headers: traces.Headers = None,
+        headers: tracing.Headers = None,
         **fields: Any,
     ) -> Stream:
         """Asks for a completion and returns its stream at once.
@@ -129,10 +129,10 @@ class Client:
         name; all else is answered in the stream."""
         request = request or _request_of(fields)
         if request.id is None:
-            request = codec.replaced(request, id=secrets.token_urlsafe(16))
+            request = codec.replace(request, id=secrets.token_urlsafe(16))
         subject = self._names.generate(model, self._tenant)  # raises what it has to before there is a span
         span = self._begin_span(model, request, headers)
-        stream = Stream(request, self._encoding, _Line(self, subject), time.monotonic(), span)
+        stream = Stream(request, self._encoding, _Transport(self, subject), time.monotonic(), span)
         self._send(stream, subject, request)
         return stream
 
@@ -165,51 +165,51 @@ class Client:
 
     async def close(self) -> None:
         """Cancels what still runs and disconnects."""
-        for client in (*self._others, self):
+        for client in (*self._tenant_clients, self):
             await client._end_streams()
         await self._connection.close()
 
     async def _open(self) -> None:
         await self._connection.subscribe(f"{self._inbox}.*", self._deliver)
-        self._watching = asyncio.get_running_loop().create_task(self._watch())
+        self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
 
     async def _end_streams(self) -> None:
         for stream in list(self._streams.values()):
             await stream.aclose()
-        if self._watching is not None:
-            self._watching.cancel()
+        if self._ticker is not None:
+            self._ticker.cancel()
 
-    def _begin_span(self, model: str, request: messages.GenerateRequest, headers: traces.Headers) -> traces.Span:
+    def _begin_span(self, model: str, request: messages.GenerateRequest, headers: tracing.Headers) -> tracing.Span:
         """As OpenTelemetry has it for whoever asks a model."""
         operation = "chat" if request.messages else "text_completion"
         known = {
-            traces.OPERATION: operation,
-            traces.MODEL: model,
-            traces.REQUEST_ID: request.id,
-            traces.TENANT: self._tenant,
+            tracing.OPERATION: operation,
+            tracing.MODEL: model,
+            tracing.REQUEST_ID: request.id,
+            tracing.TENANT: self._tenant,
             "gen_ai.provider.name": "tokenbus",
             "gen_ai.request.max_tokens": request.max_tokens,
             "gen_ai.request.temperature": request.temperature,
             "gen_ai.request.stream": request.stream is not False,
         }
-        return self._traces.begin(f"{operation} {model}", "client", headers, known)
+        return self._tracer.start_span(f"{operation} {model}", "client", headers, known)
 
     def _send(self, stream: Stream, subject: str, request: messages.GenerateRequest) -> None:
         payload = codec.encode(request, self._encoding)
         stream.subject = subject
         place = secrets.token_hex(8)
         self._streams[place] = stream
-        self._places[stream] = place
-        if self._forbidden is not None:
-            stream.end(self._forbidden)
+        self._reply_tokens[stream] = place
+        if self._inbox_error is not None:
+            stream.fail(self._inbox_error)
             return
         headers = stream.trace_headers | (codec.content_headers(self._encoding) or {})
         try:
             self._connection.publish(subject, payload, reply=f"{self._inbox}.{place}", headers=headers)
         except bus.PayloadTooLargeError as error:
-            stream.end(errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error)))
-        except (bus.BusyError, ConnectionError) as error:
-            stream.end(errors.make_error(errors.Code.NO_WORKER, str(error)))
+            stream.fail(errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error)))
+        except (bus.OutboundBufferLimitError, ConnectionError) as error:
+            stream.fail(errors.make_error(errors.Code.NO_WORKER, str(error)))
 
     async def _ask(self, subject: str, payload: bytes, timeout_s: float) -> Msg:
         headers = codec.content_headers(self._encoding)
@@ -233,26 +233,26 @@ class Client:
         stream = self._streams.get(place.removesuffix(_RESYNC))
         if stream is None:
             if not place.endswith(_RESYNC):
-                self._cancel_stray(message)
+                self._cancel_orphan(message)
         elif place.endswith(_RESYNC):
             stream.feed_resync(message.data, time.monotonic())
         elif bus.is_no_responders(message):
-            stream.end(errors.make_error(errors.Code.NO_WORKER, "no router listens on this broker"))
+            stream.fail(errors.make_error(errors.Code.NO_WORKER, "no router listens on this broker"))
         else:
             stream.feed(message.data, time.monotonic())
 
-    def _cancel_stray(self, message: Msg) -> None:
+    def _cancel_orphan(self, message: Msg) -> None:
         """A stream that was given up still speaks: has it ended, once."""
         try:
             chunk = _chunks.decode(message.data, self._encoding)
-            is_new = chunk.finish_reason is None and self._strays.get(chunk.id, time.monotonic()) is None
+            is_new = chunk.finish_reason is None and self._orphans.get(chunk.id, time.monotonic()) is None
             if is_new:
-                self._strays.put(chunk.id, True, time.monotonic())
+                self._orphans.put(chunk.id, True, time.monotonic())
                 self._connection.publish(self._names.cancel(chunk.id, self._tenant), b"")
-        except (errors.RequestError, ValueError, ConnectionError, bus.BusyError):
+        except (errors.RequestError, ValueError, ConnectionError, bus.OutboundBufferLimitError):
             return
 
-    async def _watch(self) -> None:
+    async def _tick_forever(self) -> None:
         """Keeps the silence rule for all streams."""
         ticked_at = time.monotonic()
         while True:
@@ -261,27 +261,27 @@ class Client:
             gap_s = now - ticked_at
             ticked_at = now
             for stream in list(self._streams.values()):
-                stream.tick(now, gap_s if gap_s > _STOOD_STILL_S else 0.0)
+                stream.tick(now, gap_s if gap_s > _MAX_PAUSE_S else 0.0)
 
-    def _denied(self, words: str) -> None:
+    def _permissions_violated(self, words: str) -> None:
         """Ends what can't be asked, or, of who may not listen to an inbox, everything."""
         hint = "see that tenant and inbox prefix are those of this user (--tenant, --nats-inbox)"
         error = errors.make_error(errors.Code.NO_WORKER, f"{words}: {hint}")
-        for client in (*self._others, self):
+        for client in (*self._tenant_clients, self):
             if client._inbox.lower() in words.lower():  # nats-py tells it in lower case
-                client._forbidden = error
+                client._inbox_error = error
             for stream in list(client._streams.values()):
-                if client._forbidden is not None or f'"{stream.subject}"'.lower() in words.lower():
-                    stream.deny(error)
+                if client._inbox_error is not None or f'"{stream.subject}"'.lower() in words.lower():
+                    stream.fail_if_empty(error)
 
     def _reconnected(self) -> None:
         now = time.monotonic()
-        for client in (*self._others, self):
+        for client in (*self._tenant_clients, self):
             for stream in list(client._streams.values()):
-                stream.doubt(now)
+                stream.reconnected(now)
 
 
-class _Line:
+class _Transport:
     """What a stream may do at its client, for a request to one subject."""
 
     def __init__(self, client: Client, subject: str) -> None:
@@ -290,25 +290,25 @@ class _Line:
 
     def send_cancel(self, stream: Stream) -> None:
         client = self._client
-        client._strays.put(stream.request_id, True, time.monotonic())
+        client._orphans.put(stream.request_id, True, time.monotonic())
         client._connection.publish(client._names.cancel(stream.request_id, client._tenant), b"")
 
     def send_resync(self, stream: Stream, offset: int) -> None:
         client = self._client
-        with contextlib.suppress(ConnectionError, bus.BusyError):
+        with contextlib.suppress(ConnectionError, bus.OutboundBufferLimitError):
             client._connection.publish(
                 client._names.resync(stream.request_id, client._tenant),
                 codec.encode(messages.ResyncRequest(offset=offset), client._encoding),
-                reply=f"{client._inbox}.{client._places[stream]}{_RESYNC}",
+                reply=f"{client._inbox}.{client._reply_tokens[stream]}{_RESYNC}",
                 headers=codec.content_headers(client._encoding),
             )
 
-    def ask_anew(self, stream: Stream, request: messages.GenerateRequest) -> None:
+    def resubmit(self, stream: Stream, request: messages.GenerateRequest) -> None:
         stream.request_id = secrets.token_urlsafe(16)
-        self._client._send(stream, self._subject, codec.replaced(request, id=stream.request_id))
+        self._client._send(stream, self._subject, codec.replace(request, id=stream.request_id))
 
     def forget(self, stream: Stream) -> None:
-        place = self._client._places.pop(stream, None)
+        place = self._client._reply_tokens.pop(stream, None)
         if place is not None:
             del self._client._streams[place]
 

@@ -6,10 +6,10 @@ from collections import deque
 from types import TracebackType
 from typing import Protocol
 
-from tokenbus.client.order import BrokenStreamError, Gap, Order, Ready, Stale
-from tokenbus.client.patience import Patience, Step
-from tokenbus.protocol.bus.bus import BusyError
-from tokenbus.protocol.telemetry import traces
+from tokenbus.client.reassembler import BrokenStreamError, Duplicate, Gap, Ready, Reassembler
+from tokenbus.client.resync_timer import Action, ResyncTimer
+from tokenbus.protocol.bus.bus import OutboundBufferLimitError
+from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, messages
 
 _chunks = codec.Decoder(messages.Chunk)
@@ -17,18 +17,18 @@ _resyncs = codec.Decoder(messages.ResyncReply)
 
 MAX_UNREAD_CHUNKS = 65_536
 """Chunks that may wait for a reader who is slow; then the stream ends with an error."""
-MAX_ANEW = 3
+MAX_RESUBMITS = 3
 """Times that a request which nobody holds any more, and of which nothing has come, is made again."""
 
 
-class Line(Protocol):
+class Transport(Protocol):
     """What a stream needs of its client."""
 
     def send_cancel(self, stream: "Stream") -> None: ...
 
     def send_resync(self, stream: "Stream", offset: int) -> None: ...
 
-    def ask_anew(self, stream: "Stream", request: messages.GenerateRequest) -> None:
+    def resubmit(self, stream: "Stream", request: messages.GenerateRequest) -> None:
         """Makes the request again, under a new id and a new reply subject."""
         ...
 
@@ -39,31 +39,32 @@ class Stream:
     """Iterate over it for chunks. The last one is the terminal: the only one with a `finish_reason`.
 
     What goes missing on the way is asked for again. A request that nobody holds any more, and of which nothing has
-    come, is made again under a new id, at most `MAX_ANEW` times; `request_id` is the latest. What can't be mended ends
-    the stream with a terminal made here: `no_worker` where nobody listens, `worker_lost` where the rest can't be had.
+    come, is made again under a new id, at most `MAX_RESUBMITS` times; `request_id` is the latest. What can't be
+    mended ends the stream with a terminal made here: `no_worker` where nobody listens, `worker_lost` where the rest
+    can't be fetched.
     Leaving an `async with` block early, or `aclose`, cancels the request."""
 
     def __init__(
         self,
         request: messages.GenerateRequest,
         encoding: codec.Encoding,
-        line: Line,
+        transport: Transport,
         now: float,
-        span: traces.Span = traces.UNTRACED,
+        span: tracing.Span = tracing.NOOP_SPAN,
     ) -> None:
         assert request.id is not None
         self.request_id = request.id
         self._request = request
         self._encoding = encoding
-        self._line = line
-        self._asked_at = now
+        self._transport = transport
+        self._submitted_at = now
         self.subject = ""
         """Where it was asked for."""
         self._span = span
-        self._has_begun = False
-        self._num_anew = 0
-        self._order = Order()
-        self._patience = Patience(now, streamed=request.stream is not False)
+        self._first_chunk_seen = False
+        self._num_resubmits = 0
+        self._reassembler = Reassembler()
+        self._resync_timer = ResyncTimer(now, streamed=request.stream is not False)
         self._unread: deque[messages.Chunk] = deque()
         self._arrived = asyncio.Event()
         self._is_cancelled = False
@@ -75,7 +76,7 @@ class Stream:
         return self._span.headers()
 
     def __repr__(self) -> str:
-        return f"<Stream {self.request_id} {self._order!r}{' ended' if self._ended else ''}>"
+        return f"<Stream {self.request_id} {self._reassembler!r}{' ended' if self._ended else ''}>"
 
     def __aiter__(self) -> "Stream":
         return self
@@ -122,14 +123,14 @@ class Stream:
             return
         try:
             chunk = _chunks.decode(payload, self._encoding)
-            match self._order.take(chunk):
+            match self._reassembler.add(chunk):
                 case Ready(new):
-                    self._patience.heard(now)
+                    self._resync_timer.chunk_received(now)
                     self._take(new, now)
                 case Gap():
-                    self._patience.missing(now)
+                    self._resync_timer.gap_found(now)
                     self.tick(now)
-                case Stale():
+                case Duplicate():
                     pass
         except (BrokenStreamError, errors.RequestError) as error:
             self._lose(str(error))
@@ -138,41 +139,41 @@ class Stream:
         """Takes the answer to a resync."""
         with contextlib.suppress(errors.RequestError):
             if _resyncs.decode(payload, self._encoding).found:
-                self._patience.found(now)
+                self._resync_timer.resync_answered(now)
 
     def tick(self, now: float, gap_s: float = 0.0) -> None:
         """To be called several times a second; `gap_s` is how long the client itself stood still before."""
         if self._ended:
             return
         if gap_s:
-            self._patience.forgive(gap_s)
-        match self._patience.next(now):
-            case Step.ASK:
-                self._line.send_resync(self, self._order.num_tokens)
-            case Step.LOST:
-                self._ask_anew(now)
-            case Step.WAIT:
+            self._resync_timer.extend(gap_s)
+        match self._resync_timer.poll(now):
+            case Action.RESYNC:
+                self._transport.send_resync(self, self._reassembler.num_tokens)
+            case Action.LOST:
+                self._resubmit(now)
+            case Action.WAIT:
                 pass
 
-    def doubt(self, now: float) -> None:
+    def reconnected(self, now: float) -> None:
         """The connection was gone for a while: asks for what may have been missed."""
-        self._patience.doubt(now)
+        self._resync_timer.resync_soon(now)
         self.tick(now)
 
-    def deny(self, error: errors.Error) -> None:
+    def fail_if_empty(self, error: errors.Error) -> None:
         """The broker has forbidden something: ends the stream if it may have been this one's."""
-        if self._order.is_empty:
-            self.end(error)
+        if self._reassembler.is_empty:
+            self.fail(error)
 
-    def end(self, error: errors.Error) -> None:
+    def fail(self, error: errors.Error) -> None:
         """Ends the stream with a terminal of our own."""
         if self._ended:
             return
         terminal = messages.Chunk(
             id=self.request_id,
-            attempt=self._order.attempt,
-            offset=self._order.num_tokens,
-            text_offset=self._order.text_bytes,
+            attempt=self._reassembler.attempt,
+            offset=self._reassembler.num_tokens,
+            text_offset=self._reassembler.text_bytes,
             finish_reason=messages.FinishReason.ERROR,
             error=error,
         )
@@ -185,53 +186,53 @@ class Stream:
             raise BrokenStreamError(f"{MAX_UNREAD_CHUNKS} chunks were not read")
         self._unread.append(chunk)
         self._arrived.set()
-        if chunk.tokens and not self._has_begun:
-            self._has_begun = True
-            self._span.add({"gen_ai.response.time_to_first_chunk": now - self._asked_at})
+        if chunk.tokens and not self._first_chunk_seen:
+            self._first_chunk_seen = True
+            self._span.set_attributes({"gen_ai.response.time_to_first_chunk": now - self._submitted_at})
         if chunk.finish_reason is not None:
             self._trace(chunk)
             self._finish()
 
     def _trace(self, terminal: messages.Chunk) -> None:
-        if self._span.is_recorded:
-            self._span.add(traces.of_terminal(terminal))
-            self._span.add({traces.WORKER_ID: terminal.worker_id or None})
+        if self._span.is_recording:
+            self._span.set_attributes(tracing.terminal_attributes(terminal))
+            self._span.set_attributes({tracing.WORKER_ID: terminal.worker_id or None})
         if terminal.error:
-            self._span.fail(str(terminal.error.code))
+            self._span.set_error(str(terminal.error.code))
 
-    def _ask_anew(self, now: float) -> None:
+    def _resubmit(self, now: float) -> None:
         """Nobody holds the request: makes it again if nothing of it has come, else there is no way to go on."""
         if self._is_cancelled:
             self._lose("nobody holds the cancelled request any more")
             return
-        if not self._order.is_empty or self._num_anew >= MAX_ANEW:
+        if not self._reassembler.is_empty or self._num_resubmits >= MAX_RESUBMITS:
             self._lose("nothing came, and nobody holds the request any more")
             return
         remaining_ms = self._remaining_ms(now)
         if remaining_ms is not None and remaining_ms <= 0:
             self._send_cancel()
-            self.end(errors.make_error(errors.Code.DEADLINE_EXCEEDED))
+            self.fail(errors.make_error(errors.Code.DEADLINE_EXCEEDED))
             return
-        self._num_anew += 1
+        self._num_resubmits += 1
         self._send_cancel()
-        self._line.forget(self)
-        self._order = Order()
-        self._patience = Patience(now, streamed=self._request.stream is not False)
-        self._line.ask_anew(self, codec.replaced(self._request, timeout_ms=remaining_ms))
+        self._transport.forget(self)
+        self._reassembler = Reassembler()
+        self._resync_timer = ResyncTimer(now, streamed=self._request.stream is not False)
+        self._transport.resubmit(self, codec.replace(self._request, timeout_ms=remaining_ms))
 
     def _remaining_ms(self, now: float) -> float | None:
         if self._request.timeout_ms is None:
             return None
-        return self._request.timeout_ms - (now - self._asked_at) * 1e3
+        return self._request.timeout_ms - (now - self._submitted_at) * 1e3
 
     def _lose(self, reason: str) -> None:
-        self.end(errors.make_error(errors.Code.WORKER_LOST, reason))
+        self.fail(errors.make_error(errors.Code.WORKER_LOST, reason))
         self._send_cancel()
 
     def _send_cancel(self) -> None:
         """Where it can't be sent the worker finds out by itself that nobody listens."""
-        with contextlib.suppress(ConnectionError, BusyError):
-            self._line.send_cancel(self)
+        with contextlib.suppress(ConnectionError, OutboundBufferLimitError):
+            self._transport.send_cancel(self)
 
     def _give_up(self) -> None:
         self._finish()
@@ -240,5 +241,5 @@ class Stream:
     def _finish(self) -> None:
         self._ended = True
         self._arrived.set()
-        self._line.forget(self)
+        self._transport.forget(self)
         self._span.end()

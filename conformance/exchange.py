@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from tokenbus.conformance.assertions import BrokenError, Message, shorten
 from tokenbus.conformance.link import Received
-from tokenbus.conformance.verdict import BrokenError, Message, brief
 
 DEFAULT_WAIT_S = 20.0
 """How long any one thing is waited for: less than a rule may take, so that the verdict says what did not come."""
@@ -19,9 +19,9 @@ def decode(payload: bytes, *, msgpack: bool) -> Message:
         body = msgspec.msgpack.decode(payload) if msgpack else json.loads(payload, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         label = "MessagePack" if msgpack else "JSON"
-        raise BrokenError(f"a message that is no {label} ({error}): {brief(payload)}") from error
+        raise BrokenError(f"a message that is no {label} ({error}): {shorten(payload)}") from error
     if not isinstance(body, dict):
-        raise BrokenError(f"a message that is no map: {brief(payload)}")
+        raise BrokenError(f"a message that is no map: {shorten(payload)}")
     return body
 
 
@@ -64,7 +64,7 @@ class Exchange:
         """Never raises, whatever has come: it is called by the loop that reads the connection."""
         self.received.append(received)
         try:
-            if received.is_notice:
+            if received.is_no_responders:
                 raise BrokenError("nobody listens on the request's subject")
             self._count(decode(received.data, msgpack=self._msgpack))
         except BrokenError as fault:

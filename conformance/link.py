@@ -28,28 +28,28 @@ class Received:
     headers: dict[str, str]
 
     @property
-    def is_notice(self) -> bool:
+    def is_no_responders(self) -> bool:
         """The broker's word that nobody listens."""
         return not self.data and self.headers.get("Status") == "503"
 
 
-Taker = Callable[[Received], None]
+Callback = Callable[[Received], None]
 
 
-class _Client(handshake.Client):
+class _Client(handshake.HandshakeClient):
     """Hands messages over as they are read, and leaves none to nats-py: its callbacks keep the order only within a
     subscription, and cost as much again."""
 
     def __init__(self, settings: connection.Settings) -> None:
         super().__init__(settings.url, settings.credentials, settings.tls)
-        self.takers: dict[int, Taker] = {}
+        self.callbacks: dict[int, Callback] = {}
         self._num_received = 0
 
     def _build_message(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
     ) -> None:
         self._num_received += 1
-        if (take := self.takers.get(sid)) is not None:
+        if (take := self.callbacks.get(sid)) is not None:
             take(Received(self._num_received, time.monotonic(), subject.decode(), data, headers or {}))
 
 
@@ -58,12 +58,12 @@ class Link:
 
     def __init__(self, client: _Client) -> None:
         self._client = client
-        self._forbidden: list[str] = []
-        self._refused = asyncio.Event()
+        self._denials: list[str] = []
+        self._denied = asyncio.Event()
         """Set and cleared at once, whenever the broker has refused something."""
 
     def __repr__(self) -> str:
-        return f"<Link {'up' if self._client.is_connected else 'down'}, {len(self._forbidden)} forbidden>"
+        return f"<Link {'up' if self._client.is_connected else 'down'}, {len(self._denials)} forbidden>"
 
     @classmethod
     async def open(cls, settings: connection.Settings, inbox_prefix: str) -> "Link":
@@ -86,7 +86,7 @@ class Link:
         except (TimeoutError, OSError, nats.errors.Error) as error:
             with contextlib.suppress(Exception):  # whatever a half-made client raises, the reason is already known
                 await link._client.close()
-            raise connection.unreached(settings, error, "no answer") from error
+            raise connection.connect_error(settings, error, "no answer") from error
         return link
 
     @property
@@ -96,14 +96,14 @@ class Link:
     def new_inbox(self) -> str:
         return self._client.new_inbox()
 
-    async def subscribe(self, subject: str, take: Taker) -> Subscription:
+    async def subscribe(self, subject: str, take: Callback) -> Subscription:
         subscription = await self._client.subscribe(subject, cb=_nothing)
-        self._client.takers[subscription._id] = take
+        self._client.callbacks[subscription._id] = take
         return subscription
 
     async def unsubscribe(self, subscription: Subscription) -> None:
         """At once: nothing more of it is taken, and the broker knows when the next flush returns."""
-        self._client.takers.pop(subscription._id, None)
+        self._client.callbacks.pop(subscription._id, None)
         with contextlib.suppress(nats.errors.Error):
             await subscription.unsubscribe()
 
@@ -117,27 +117,27 @@ class Link:
         """Returns when the broker has everything that was published and subscribed before."""
         await self._client.flush()
 
-    def why_forbidden(self, subjects: set[str]) -> str | None:
+    def denied_reason(self, subjects: set[str]) -> str | None:
         """What the broker said when it refused one of those subjects, if it did."""
         lowered = [subject.lower() for subject in subjects]
-        for refusal in self._forbidden:
+        for refusal in self._denials:
             if any(f'"{subject}"' in refusal for subject in lowered):
                 return refusal
         return None
 
-    async def until_forbidden(self, subjects: set[str]) -> None:
+    async def wait_denied(self, subjects: set[str]) -> None:
         """Returns when the broker has refused one of those subjects, which may become more meanwhile."""
-        while self.why_forbidden(subjects) is None:
-            await self._refused.wait()
+        while self.denied_reason(subjects) is None:
+            await self._denied.wait()
 
     async def close(self) -> None:
         await self._client.close()
 
     async def _note(self, error: Exception) -> None:
         if "permissions violation" in (text := str(error).lower()):
-            self._forbidden.append(text.removeprefix("nats: "))
-            self._refused.set()
-            self._refused.clear()
+            self._denials.append(text.removeprefix("nats: "))
+            self._denied.set()
+            self._denied.clear()
 
 
 async def _nothing(message: Msg) -> None:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import msgspec
 from nats.aio.subscription import Subscription
 
-from tokenbus.conformance import shapes
+from tokenbus.conformance import schemas
+from tokenbus.conformance.assertions import Message, SkippedError, shorten
 from tokenbus.conformance.exchange import Exchange
 from tokenbus.conformance.link import Link
-from tokenbus.conformance.verdict import Message, SkippedError, brief
 from tokenbus.protocol.wire import subjects
 
 MSGPACK = "application/msgpack"
@@ -22,7 +22,7 @@ _LONG_TOKENS = 2_000
 _ROOM_FOR_PROMPT = 64
 
 
-class Served(NamedTuple):
+class Target(NamedTuple):
     """What the `models` reply says of the model that is being checked."""
 
     model: str
@@ -34,21 +34,21 @@ class Served(NamedTuple):
 class Probe:
     """One rule's own client. Close it: whatever it has begun is cancelled then."""
 
-    def __init__(self, link: Link, names: subjects.Subjects, tenant: str, inbox_prefix: str, served: Served) -> None:
+    def __init__(self, link: Link, names: subjects.Subjects, tenant: str, inbox_prefix: str, target: Target) -> None:
         self.link = link
         self.names = names
         self.tenant = tenant
         self.inbox_prefix = inbox_prefix
-        self.served = served
-        self.touched: set[str] = set()
+        self.target = target
+        self.used_subjects: set[str] = set()
         """The subjects that were published or subscribed to."""
         self._nonce = secrets.token_hex(4)
         self._numbers = itertools.count(1)
         self._subscriptions: dict[str, Subscription] = {}
-        self._begun: list[tuple[str, Exchange]] = []
+        self._started: list[tuple[str, Exchange]] = []
 
     def __repr__(self) -> str:
-        return f"<Probe {self._nonce}, {len(self._begun)} requests>"
+        return f"<Probe {self._nonce}, {len(self._started)} requests>"
 
     def new_id(self) -> str:
         return f"wire-check-{self._nonce}-{next(self._numbers)}"
@@ -56,7 +56,7 @@ class Probe:
     @property
     def subject(self) -> str:
         """Where this tenant's generations are asked for."""
-        return self.names.generate(self.served.model, self.tenant)
+        return self.names.generate(self.target.model, self.tenant)
 
     async def send(
         self,
@@ -72,11 +72,11 @@ class Probe:
         msgpack = (content_type or "").lower().startswith(MSGPACK)
         request_id = body.get("id") if isinstance(body, dict) else None
         exchange = await self.listen(inbox or self.link.new_inbox(), msgpack=msgpack, request_id=request_id)
-        if subject is None and shapes.REQUEST_ID.holds(request_id):
-            self._begun.append((self.cancel_subject(str(request_id), tenant), exchange))
+        if subject is None and schemas.REQUEST_ID.holds(request_id):
+            self._started.append((self.cancel_subject(str(request_id), tenant), exchange))
         payload = body if isinstance(body, bytes) else _encode(body, msgpack=msgpack)
         headers = {"Content-Type": content_type} if content_type else None
-        to = subject or self.names.generate(self.served.model, tenant)
+        to = subject or self.names.generate(self.target.model, tenant)
         await self.publish(to, payload, exchange.inbox, headers)
         return exchange
 
@@ -90,12 +90,12 @@ class Probe:
 
     async def short(self, max_tokens: int = 16, **fields: object) -> Exchange:
         """A whole short stream, as many tokens long as was asked for."""
-        return await self.ask(brief_request(max_tokens, **fields))
+        return await self.ask(short_request(max_tokens, **fields))
 
     def long_request(self, **fields: object) -> Message:
         """A request with an id whose stream would go on for long."""
-        wanted = min(_LONG_TOKENS, self.served.context_length - _ROOM_FOR_PROMPT)
-        return {"id": self.new_id(), **brief_request(max(wanted, 1)), **fields}
+        wanted = min(_LONG_TOKENS, self.target.context_length - _ROOM_FOR_PROMPT)
+        return {"id": self.new_id(), **short_request(max(wanted, 1)), **fields}
 
     async def live(self, *, inbox: str | None = None, tenant: str | None = None, **fields: object) -> Exchange:
         """A stream with an id that has begun to speak and goes on for long."""
@@ -124,12 +124,12 @@ class Probe:
         """Whether anybody says anything to a message; the broker's own notice is nobody."""
         exchange = await self.send(body, subject=subject)
         await asyncio.sleep(within_s)
-        return any(not received.is_notice for received in exchange.received)
+        return any(not received.is_no_responders for received in exchange.received)
 
     async def listen(self, subject: str, *, msgpack: bool, request_id: str | None = None) -> Exchange:
         """Collects what comes to a subject from now on."""
         exchange = Exchange(subject, msgpack=msgpack, request_id=request_id)
-        self.touched.add(subject)
+        self.used_subjects.add(subject)
         self._subscriptions[subject] = await self.link.subscribe(subject, exchange.take)
         return exchange
 
@@ -141,7 +141,7 @@ class Probe:
     async def publish(
         self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
-        self.touched.add(subject)
+        self.used_subjects.add(subject)
         await self.link.publish(subject, payload, reply, headers)
 
     def cancel_subject(self, request_id: str, tenant: str | None = None) -> str:
@@ -158,23 +158,23 @@ class Probe:
 
     async def close(self) -> None:
         """Cancels what still runs and listens to nothing any more."""
-        for subject, exchange in self._begun:
+        for subject, exchange in self._started:
             if not exchange.is_ended:
                 await self.link.publish(subject, b"")
         for subscription in self._subscriptions.values():
             await self.link.unsubscribe(subscription)
 
 
-def brief_request(max_tokens: int = 16, **fields: object) -> Message:
+def short_request(max_tokens: int = 16, **fields: object) -> Message:
     """A request for so many tokens, no fewer, the likeliest ones."""
     return {"prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, **fields}
 
 
-def check_served(terminal: Message) -> None:
+def skip_if_unsupported(terminal: Message) -> None:
     """Raises SkippedError where the model can't do what was asked of it."""
     error = terminal.get("error")
     if isinstance(error, dict) and error.get("code") == "unsupported":
-        raise SkippedError(f"the model does not do that: {brief(error.get('message'))}")
+        raise SkippedError(f"the model does not do that: {shorten(error.get('message'))}")
 
 
 def _encode(body: Message, *, msgpack: bool) -> bytes:

@@ -1,6 +1,6 @@
 """Writes the demo model as ONNX beside its GGUF: the same weights in F32, and the files that a tokenizer comes in.
 
-    python -m tokenbus.demo.export_onnx [--flavour grouped] [--out FOLDER]
+    python -m tokenbus.demo.export_onnx [--flavour gqa] [--out FOLDER]
 
 The folder is laid out as published models are. Needs gguf and onnx.
 """
@@ -91,7 +91,7 @@ def _shape(reader: gguf.GGUFReader) -> onnx_graph.Shape:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the demo model as ONNX.")
-    parser.add_argument("--flavour", choices=("plain", "grouped"), default="plain")
+    parser.add_argument("--flavour", choices=("plain", "gqa"), default="plain")
     parser.add_argument("--out", type=Path, default=ONNX_PATH)
     options = parser.parse_args()
     export(options.out, options.flavour)

@@ -1,6 +1,6 @@
 """Writes a llama as an ONNX graph, in either of the two flavours that are published.
 
-`plain` spells attention out, as Optimum does: the cache comes in, and goes out longer by what was computed. `grouped`
+`plain` spells attention out, as Optimum does: the cache comes in, and goes out longer by what was computed. `gqa`
 has one GroupQueryAttention node in each layer, as the builder of onnxruntime-genai makes it: positions follow from the
 mask, and past and present may be one buffer. Weights come under llama.cpp's names, (outputs, inputs).
 """
@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-Flavour = Literal["plain", "grouped"]
+Flavour = Literal["plain", "gqa"]
 Weights = Callable[[str], np.ndarray[Any, np.dtype[np.float32]]]
 Tensors = Callable[[str, np.ndarray[Any, Any]], TensorProto]
 """How a weight becomes part of the graph, or of a file beside it. It may come as a view that is not contiguous."""
@@ -90,7 +90,7 @@ class _Graph:
     def build(self) -> None:
         embedding = self._weight("token_embd.weight", lambda matrix: matrix)
         x = self._add("Gather", [embedding, "input_ids"])
-        attend = self._plain_attention() if self._flavour == "plain" else self._grouped_attention()
+        attend = self._plain_attention() if self._flavour == "plain" else self._gqa_attention()
         for layer in range(self._shape.layers):
             name = f"blk.{layer}"
             h = self._norm(x, f"{name}.attn_norm.weight")
@@ -144,7 +144,7 @@ class _Graph:
 
         return attend
 
-    def _grouped_attention(self) -> Callable[[int, str, str, str], str]:
+    def _gqa_attention(self) -> Callable[[int, str, str, str], str]:
         shape = self._shape
         cos, sin = self._rotations(doubled=False)
         total = self._add("Cast", [self._add("ReduceSum", ["attention_mask", self._ints(1)], keepdims=0)], to=6)
@@ -214,7 +214,7 @@ class _Graph:
 
     def _norm(self, x: str, name: str) -> str:
         scale = self._weight(name, lambda row: row)
-        if self._flavour == "grouped":
+        if self._flavour == "gqa":
             return self._add("SimplifiedLayerNormalization", [x, scale], axis=-1, epsilon=self._shape.epsilon)
         squares = self._add("ReduceMean", [self._add("Mul", [x, x]), self._ints(-1)])
         root = self._add("Sqrt", [self._add("Add", [squares, self._number(self._shape.epsilon)])])

@@ -90,8 +90,8 @@ def _one_line(text: str) -> str:
 
 def _errors() -> str:
     rows = [
-        f"| `{code}` | {kind.http} | {'yes' if kind.retryable else 'no'} | {kind.message} |"
-        for code, kind in errors.KINDS.items()
+        f"| `{code}` | {info.http} | {'yes' if info.retryable else 'no'} | {info.message} |"
+        for code, info in errors.CODES.items()
     ]
     return "\n".join(["| code | HTTP | try again | when |", "|---|---|---|---|", *rows])
 

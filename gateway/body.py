@@ -7,29 +7,30 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive
 
-from tokenbus.gateway.openai.failures import NOT_JSON, TOO_SLOW, FailedError, too_large
+from tokenbus.gateway.openai.error_responses import BODY_TIMEOUT, UNSUPPORTED_MEDIA_TYPE, ApiError, too_large
 
-BODY_S = 30.0
+BODY_TIMEOUT_S = 30.0
 """In which a body must have come."""
-_MAX_UNUSED_BYTES = 16 * 1024 * 1024
+_MAX_DISCARDED_BYTES = 16 * 1024 * 1024
 """Of a body that is too large so much is read and thrown away: who still sends would not read why it was refused."""
 
 
-class GoneError(Exception):
+class ClientDisconnectedError(Exception):
     """The HTTP client went away."""
 
 
 async def read(request: Request, limit_bytes: int) -> bytes:
-    """The JSON body of a request. Raises FailedError for one that is none, too large or too slow; GoneError."""
+    """The JSON body of a request. Raises ApiError for one that is none, too large or too slow;
+    ClientDisconnectedError."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise FailedError(NOT_JSON)  # a foreign page in a browser can send any other without being asked
+        raise ApiError(UNSUPPORTED_MEDIA_TYPE)  # a foreign page in a browser can send any other without being asked
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
             body, num_bytes = await _read(request.receive, limit_bytes)
     except TimeoutError as error:
-        raise FailedError(TOO_SLOW) from error
+        raise ApiError(BODY_TIMEOUT) from error
     if num_bytes > limit_bytes:
-        raise FailedError(too_large(limit_bytes))
+        raise ApiError(too_large(limit_bytes))
     return body
 
 
@@ -37,10 +38,10 @@ async def _read(receive: Receive, limit_bytes: int) -> tuple[bytes, int]:
     """As much of the body as may be, and how much there was."""
     parts: list[bytes] = []
     num_bytes = 0
-    while num_bytes <= limit_bytes + _MAX_UNUSED_BYTES:
+    while num_bytes <= limit_bytes + _MAX_DISCARDED_BYTES:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise GoneError
+            raise ClientDisconnectedError
         part = message.get("body", b"")
         num_bytes += len(part)
         if num_bytes <= limit_bytes:
@@ -50,15 +51,15 @@ async def _read(receive: Receive, limit_bytes: int) -> tuple[bytes, int]:
     return b"".join(parts), num_bytes
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Does the work; breaks it off and raises GoneError when the client goes away.
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Does the work; breaks it off and raises ClientDisconnectedError when the client goes away.
 
     To be called when the whole body has been read. An answer that is complete looks like a client that is gone."""
-    working, watching = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+    working, watching = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise GoneError
+            raise ClientDisconnectedError
         working.result()
     finally:
         for task in (working, watching):
@@ -66,6 +67,6 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
-from tokenbus.gateway.openai import shapes
+from tokenbus.gateway.openai import schemas
 from tokenbus.protocol.wire import errors, messages, subjects
 
 _KEEP_S = 1.0
@@ -17,11 +17,11 @@ _MAX_NAME = 128
 class Listing(NamedTuple):
     """What a router has said."""
 
-    models: list[shapes.Model]
+    models: list[schemas.Model]
     unserved: frozenset[str] | None
     """Names of those that were served and are not now; None where the router can't tell them from any other name."""
 
-    def find(self, name: str) -> shapes.Model:
+    def find(self, name: str) -> schemas.Model:
         """One model. Raises RequestError as a request for it would end."""
         for model in self.models:
             if model.id == name:
@@ -65,6 +65,8 @@ class Catalog:
             asked.exception()  # all who wanted to know may be gone
 
 
-def _model(served: messages.ServedModel) -> shapes.Model:
-    born_ms = [subjects.epoch_order(card.epoch)[0] for card in served.workers or []]
-    return shapes.Model(id=served.model, created=min(born_ms, default=0) // 1_000, context_length=served.context_length)
+def _model(served: messages.ServedModel) -> schemas.Model:
+    born_ms = [subjects.epoch_sort_key(card.epoch)[0] for card in served.workers or []]
+    return schemas.Model(
+        id=served.model, created=min(born_ms, default=0) // 1_000, context_length=served.context_length
+    )

@@ -11,90 +11,101 @@ from starlette.types import Receive, Scope, Send
 
 from tokenbus.client import Stream
 from tokenbus.gateway import body
-from tokenbus.gateway.door import Door
-from tokenbus.gateway.journal import Journal
+from tokenbus.gateway.concurrency_limit import ConcurrencyLimit
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.gateway.openai import answer, asked, failures, told
-from tokenbus.gateway.openai.reply import Reply
+from tokenbus.gateway.openai import answer, chat_request, chat_response, error_responses
+from tokenbus.gateway.openai.response_writer import ResponseWriter
+from tokenbus.gateway.request_log import RequestLog
 from tokenbus.gateway.tenants import Tenants
 from tokenbus.protocol.bus.bus import Bus
-from tokenbus.protocol.telemetry import traces
+from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import errors
 
 
-class Chat:
+class ChatCompletions:
     """An ASGI application: it watches for the client's end while it answers."""
 
     def __init__(
-        self, door: Door, tenants: Tenants, broker: Bus, metrics: GatewayMetrics, traced: traces.Traces
+        self,
+        concurrency_limit: ConcurrencyLimit,
+        tenants: Tenants,
+        broker: Bus,
+        metrics: GatewayMetrics,
+        tracer: tracing.Tracer,
     ) -> None:
-        self._door = door
+        self._concurrency_limit = concurrency_limit
         self._tenants = tenants
         self._broker = broker
         self._metrics = metrics
-        self._traces = traced
+        self._tracer = tracer
 
     def __repr__(self) -> str:
-        return f"<Chat {self._door!r}>"
+        return f"<Chat {self._concurrency_limit!r}>"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, request_id = Request(scope, receive), secrets.token_urlsafe(16)
-        journal, reply = Journal(request_id, self._metrics), Reply(send, request_id)
-        known = {"http.request.method": "POST", "http.route": scope["path"], traces.REQUEST_ID: request_id}
-        span = self._traces.begin(f"POST {scope['path']}", "server", request.headers, known)
+        request_log, writer = RequestLog(request_id, self._metrics), ResponseWriter(send, request_id)
+        known = {"http.request.method": "POST", "http.route": scope["path"], tracing.REQUEST_ID: request_id}
+        span = self._tracer.start_span(f"POST {scope['path']}", "server", request.headers, known)
         try:
-            with self._door.entered():
-                await self._serve(request, reply, journal, request_id, span)
-        except body.GoneError:
-            journal.gone(is_answered=reply.is_complete)
-        except failures.FailedError as error:
-            await _refuse(error.failure, reply, journal)
+            with self._concurrency_limit.admit():
+                await self._serve(request, writer, request_log, request_id, span)
+        except body.ClientDisconnectedError:
+            request_log.disconnected(is_answered=writer.is_complete)
+        except error_responses.ApiError as error:
+            await _refuse(error.response, writer, request_log)
         except errors.RequestError as error:
-            await _refuse(failures.of_error(error.error), reply, journal)
+            await _refuse(error_responses.from_error(error.error), writer, request_log)
         except Exception:  # outermost frame of a request: it must be answered, and the others must not notice
             structlog.get_logger().exception("request_failed", request_id=request_id)
-            await _refuse(failures.BUG, reply, journal)
+            await _refuse(error_responses.INTERNAL_ERROR, writer, request_log)
         finally:
-            journal.ended(reply.status)
-            _end(span, reply.status)
+            request_log.finished(writer.status)
+            _end(span, writer.status)
 
     async def _serve(
-        self, request: Request, reply: Reply, journal: Journal, request_id: str, span: traces.Span
+        self, request: Request, writer: ResponseWriter, request_log: RequestLog, request_id: str, span: tracing.Span
     ) -> None:
-        tenant = self._tenants.of(request)
-        journal.tenant(tenant.name)
-        wanted = await self._read(request, journal, request_id)
+        tenant = self._tenants.authenticate(request)
+        request_log.set_tenant(tenant.name)
+        wanted = await self._read(request, request_log, request_id)
         ask = functools.partial(tenant.client.generate, wanted.model, wanted.request, headers=span.headers())
-        await body.unless_gone(request.receive, self._answer(ask, wanted, reply, journal))
+        await body.cancel_on_disconnect(request.receive, self._answer(ask, wanted, writer, request_log))
 
-    async def _read(self, request: Request, journal: Journal, request_id: str) -> asked.Asked:
+    async def _read(self, request: Request, request_log: RequestLog, request_id: str) -> chat_request.ParsedChatRequest:
         """What is asked for; nothing else holds the body while it is answered."""
         payload = await body.read(request, self._broker.max_payload)
-        wanted = asked.read(payload, request_id)
-        journal.came(wanted, len(payload))
+        wanted = chat_request.parse(payload, request_id)
+        request_log.received(wanted, len(payload))
         return wanted
 
-    async def _answer(self, ask: Callable[[], Stream], wanted: asked.Asked, reply: Reply, journal: Journal) -> None:
+    async def _answer(
+        self,
+        ask: Callable[[], Stream],
+        wanted: chat_request.ParsedChatRequest,
+        writer: ResponseWriter,
+        request_log: RequestLog,
+    ) -> None:
         stream = ask()
-        heading = told.Heading(f"chatcmpl-{stream.request_id}", int(time.time()), wanted.model)
-        with self._door.holding(stream):
+        header = chat_response.CompletionHeader(f"chatcmpl-{stream.request_id}", int(time.time()), wanted.model)
+        with self._concurrency_limit.track(stream):
             async with stream:  # leaving it cancels the request
                 if wanted.stream:
-                    events = told.Events(heading, include_usage=wanted.include_usage)
-                    await answer.in_events(stream, events, reply, journal)
+                    events = chat_response.ChunkEncoder(header, include_usage=wanted.include_usage)
+                    await answer.stream_response(stream, events, writer, request_log)
                 else:
-                    await answer.whole(stream, told.Whole(heading), reply, journal)
+                    await answer.respond(stream, chat_response.CompletionBuilder(header), writer, request_log)
 
 
-def _end(span: traces.Span, status: int | None) -> None:
-    span.add({"http.response.status_code": status})
+def _end(span: tracing.Span, status: int | None) -> None:
+    span.set_attributes({"http.response.status_code": status})
     if status is None or status >= 500:
-        span.fail(str(status or "none"))
+        span.set_error(str(status or "none"))
     span.end()
 
 
-async def _refuse(failure: failures.Failure, reply: Reply, journal: Journal) -> None:
+async def _refuse(response: error_responses.ErrorResponse, writer: ResponseWriter, request_log: RequestLog) -> None:
     """Where an answer has begun already it is cut off: uvicorn closes the connection."""
-    journal.failed(failure.code)
-    if not reply.has_begun:
-        await reply.fail(failure)
+    request_log.set_code(response.code)
+    if not writer.has_started:
+        await writer.send_error(response)

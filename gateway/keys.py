@@ -10,33 +10,33 @@ VARIABLE = "TOKENBUS_API_KEYS"
 _SCHEME = "bearer "
 
 
-class Keys:
+class ApiKeys:
     """Who may ask, and on whose behalf. Without keys everybody may, for one tenant."""
 
-    def __init__(self, pairs: Iterable[str], open_to: str = subjects.DEFAULT_TENANT) -> None:
+    def __init__(self, pairs: Iterable[str], anonymous_tenant: str = subjects.DEFAULT_TENANT) -> None:
         """`pairs` are `key=tenant`. Raises ValueError for what is no such pair, without saying what it was."""
         self._digests = [_parse(pair, number) for number, pair in enumerate(pairs, 1)]
-        self._open_to = open_to
+        self._anonymous_tenant = anonymous_tenant
 
     def __repr__(self) -> str:
         return f"<Keys of {len(self._digests)}>"
 
     @property
-    def is_open(self) -> bool:
+    def allows_anonymous(self) -> bool:
         """Whether everybody may ask."""
         return not self._digests
 
     @property
     def tenants(self) -> set[str]:
         """All on whose behalf may be asked."""
-        return {tenant for _, tenant in self._digests} or {self._open_to}
+        return {tenant for _, tenant in self._digests} or {self._anonymous_tenant}
 
     def tenant_of(self, authorization: str) -> str | None:
         """Whose the key of an `Authorization` header is, decoded as Latin-1; None for none of ours.
 
         Takes as long for a wrong key as for a right one, wherever it differs."""
         if not self._digests:
-            return self._open_to
+            return self._anonymous_tenant
         if not authorization.lower().startswith(_SCHEME):
             return None
         asked, found = _digest(authorization[len(_SCHEME) :].strip().encode("latin-1")), None
@@ -49,7 +49,7 @@ class Keys:
 def _parse(pair: str, number: int) -> tuple[bytes, str]:
     key, _, tenant = pair.strip().rpartition("=")
     try:
-        subjects.name_to_token(tenant)
+        subjects.encode_name(tenant)
     except ValueError as error:
         raise ValueError(f"API key {number}: must be key=tenant; {error}") from error
     if not key:

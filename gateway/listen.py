@@ -16,35 +16,35 @@ _OTHER_FILES = 416
 """What the process opens beside its clients' connections: for the status page, clients that it refuses, and itself."""
 
 
-class TakenError(ValueError):
+class ListenError(ValueError):
     """The address can't be bound; says what to do."""
 
 
 def bind(host: str, port: int, hint: str = "") -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises TakenError, with `hint`."""
+    """A listening socket; port 0 takes a free one. Raises ListenError, with `hint`."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror  # a name's errors have numbers of their own
-        raise TakenError(f"can't listen on {host}:{port} ({reason}){hint}") from error
+        raise ListenError(f"can't listen on {host}:{port} ({reason}){hint}") from error
     return listening
 
 
 def inherit(number: int) -> socket.socket:
-    """The listening socket that this file descriptor is. Raises TakenError."""
+    """The listening socket that this file descriptor is. Raises ListenError."""
     try:
         listening = socket.socket(fileno=number)
         is_listening = listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
-        raise TakenError(f"--fd {number} is no socket ({error.strerror})") from error
+        raise ListenError(f"--fd {number} is no socket ({error.strerror})") from error
     if not is_listening:
-        raise TakenError(f"--fd {number} is no listening socket")
+        raise ListenError(f"--fd {number} is no listening socket")
     return listening
 
 
-def watch_readers(listening: socket.socket) -> None:
+def detect_dead_clients(listening: socket.socket) -> None:
     """Has the kernel notice clients that are gone without a word, on every connection; Linux takes it over to them."""
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -53,7 +53,7 @@ def watch_readers(listening: socket.socket) -> None:
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _GONE_AFTER_S // 6)
 
 
-def allow_connections() -> int:
+def raise_open_file_limit() -> int:
     """Has the process open as many files as the system lets it: 1,024, as many shells have it, are too few. Gives how
     many connections that allows."""
     if sys.platform == "win32":
@@ -67,7 +67,7 @@ def allow_connections() -> int:
     return max(1, min(_MOST_CONNECTIONS, allowed - _OTHER_FILES))
 
 
-def url_of(listening: socket.socket) -> str:
+def base_url(listening: socket.socket) -> str:
     """What a client's `base_url` is."""
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from tokenbus.gateway.keys import Keys
+from tokenbus.gateway.keys import ApiKeys
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.telemetry import status
 from tokenbus.protocol.wire import subjects
@@ -23,7 +23,7 @@ class GatewaySettings:
     """On whose behalf it asks for models, and for everything where there are no keys."""
     tenant_inbox: str = ""
     """What the reply subjects of a tenant begin with, with `{tenant}` for its name; as the connection's where empty."""
-    keys: Keys = dataclasses.field(default_factory=lambda: Keys(()))
+    keys: ApiKeys = dataclasses.field(default_factory=lambda: ApiKeys(()))
     max_requests: int = 1_024
     """Completions that are open at a time; beyond that they are refused with 503."""
     max_connections_per_address: int = 512

@@ -5,11 +5,11 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from tokenbus.client import Client
-from tokenbus.gateway.keys import Keys
-from tokenbus.gateway.openai.failures import NO_KEY, NOT_YET, FailedError
+from tokenbus.gateway.keys import ApiKeys
+from tokenbus.gateway.openai.error_responses import INVALID_API_KEY, TENANT_STARTING, ApiError
 from tokenbus.gateway.settings import GatewaySettings
 from tokenbus.protocol.bus.bus import Bus
-from tokenbus.protocol.telemetry import traces
+from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import subjects
 
 
@@ -22,7 +22,7 @@ class Tenants:
     """All there are, over one connection."""
 
     def __init__(self, own: Client, settings: GatewaySettings) -> None:
-        self.own = own
+        self.gateway_client = own
         """Of the gateway itself: to ask what concerns no tenant, and to close, which closes all."""
         self._settings = settings
         self._keys = settings.keys
@@ -32,30 +32,30 @@ class Tenants:
         return f"<Tenants {sorted(self._clients)}>"
 
     @classmethod
-    async def over(cls, connection: Bus, settings: GatewaySettings, traced: traces.Traces) -> "Tenants":
+    async def create(cls, connection: Bus, settings: GatewaySettings, tracer: tracing.Tracer) -> "Tenants":
         """All those of the keys, known from the start."""
-        own = await Client.over(connection, tenant=settings.tenant, prefix=settings.prefix, traced=traced)
+        own = await Client.from_connection(connection, tenant=settings.tenant, prefix=settings.prefix, tracer=tracer)
         tenants = cls(own, settings)
-        await tenants.use(settings.keys)
+        await tenants.set_keys(settings.keys)
         return tenants
 
-    async def use(self, keys: Keys) -> None:
+    async def set_keys(self, keys: ApiKeys) -> None:
         """Other keys, from now on; what is open goes on. Raises what keeps a tenant that is new from asking."""
         settings = self._settings
         self._keys = keys  # before anything is waited for: a key that was taken away is gone at once
         for name in keys.tenants - self._clients.keys():
             if name == settings.tenant and not settings.tenant_inbox:
-                self._clients[name] = self.own
+                self._clients[name] = self.gateway_client
             else:
-                inbox = settings.tenant_inbox.replace(subjects.TENANT_PLACE, subjects.name_to_token(name))
-                self._clients[name] = await self.own.for_tenant(name, inbox)
+                inbox = settings.tenant_inbox.replace(subjects.TENANT_PLACEHOLDER, subjects.encode_name(name))
+                self._clients[name] = await self.gateway_client.for_tenant(name, inbox)
 
-    def of(self, request: Request) -> Tenant:
-        """Who asks. Raises FailedError."""
+    def authenticate(self, request: Request) -> Tenant:
+        """Who asks. Raises ApiError."""
         name = self._keys.tenant_of(request.headers.get("authorization", ""))
         if name is None:
-            raise FailedError(NO_KEY)
+            raise ApiError(INVALID_API_KEY)
         client = self._clients.get(name)
         if client is None:
-            raise FailedError(NOT_YET)
+            raise ApiError(TENANT_STARTING)
         return Tenant(name, client)

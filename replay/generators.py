@@ -16,7 +16,7 @@ class WorkloadError(ValueError):
     """A workload that there is not, or a setting of one that is wrong; the message says what is allowed."""
 
 
-class Workload(NamedTuple):
+class WorkloadSettings(NamedTuple):
     """How many requests, how fast, and how large. Lengths are means; those of prompts and answers vary widely."""
 
     requests: int = 2_000
@@ -40,17 +40,19 @@ class Workload(NamedTuple):
 
 
 DEFAULTS = {
-    "shared": Workload(),
-    "conversations": Workload(shared_tokens=512, groups=4, prompt_tokens=192, output_tokens=192),
-    "agents": Workload(shared_tokens=4_096, prompt_tokens=1_024, output_tokens=64, turns=6, think_s=4.0),
-    "paced": Workload(shared_tokens=1_024, groups=1, requests=600, rate=0.5, prompt_tokens=128, output_tokens=64),
-    "unrelated": Workload(shared_tokens=0, prompt_tokens=1_024, output_tokens=256),
+    "shared": WorkloadSettings(),
+    "conversations": WorkloadSettings(shared_tokens=512, groups=4, prompt_tokens=192, output_tokens=192),
+    "agents": WorkloadSettings(shared_tokens=4_096, prompt_tokens=1_024, output_tokens=64, turns=6, think_s=4.0),
+    "paced": WorkloadSettings(
+        shared_tokens=1_024, groups=1, requests=600, rate=0.5, prompt_tokens=128, output_tokens=64
+    ),
+    "unrelated": WorkloadSettings(shared_tokens=0, prompt_tokens=1_024, output_tokens=256),
 }
 """`shared`: system prompts. `conversations`: turns, each with all before it. `agents`: conversations whose turns are
 several requests at once. `paced`: conversations whose turns come evenly, one by one. `unrelated`: nothing in common."""
 
 
-def parse(text: str) -> tuple[str, Workload]:
+def parse(text: str) -> tuple[str, WorkloadSettings]:
     """A workload as on the command line: its name, and then settings, as `agents:rate=2,fan_out=8`.
 
     Raises WorkloadError."""
@@ -60,13 +62,13 @@ def parse(text: str) -> tuple[str, Workload]:
     changes: dict[str, Any] = {}
     for setting in settings.split(",") if settings else ():
         key, _, value = setting.partition("=")
-        if key not in Workload._fields:
-            raise WorkloadError(f"{name} has no setting {key!r}; there are {', '.join(Workload._fields)}")
+        if key not in WorkloadSettings._fields:
+            raise WorkloadError(f"{name} has no setting {key!r}; there are {', '.join(WorkloadSettings._fields)}")
         changes[key] = _number(key, value)
     return name, DEFAULTS[name]._replace(**changes)
 
 
-def generate(name: str, workload: Workload, seed: int) -> list[TracedRequest]:
+def generate(name: str, workload: WorkloadSettings, seed: int) -> list[TracedRequest]:
     """The requests of a workload, by time; the same for the same seed."""
     rng = random.Random(f"{name} {seed}")
     made = _MAKERS[name](workload, rng)
@@ -88,7 +90,7 @@ def _number(key: str, value: str) -> float:
 class _Ids:
     """New block ids, and beginnings that are shared."""
 
-    def __init__(self, workload: Workload, rng: random.Random) -> None:
+    def __init__(self, workload: WorkloadSettings, rng: random.Random) -> None:
         self._count = itertools.count()
         self._rng = rng
         blocks = _blocks(workload.shared_tokens)
@@ -121,12 +123,12 @@ def _length(mean: int, rng: random.Random) -> int:
 
 
 def _request(
-    at_s: float, ids: tuple[int, ...], prompt_tokens: int, workload: Workload, rng: random.Random
+    at_s: float, ids: tuple[int, ...], prompt_tokens: int, workload: WorkloadSettings, rng: random.Random
 ) -> TracedRequest:
     return TracedRequest(at_s, prompt_tokens, _length(workload.output_tokens, rng), ids, BLOCK_TOKENS)
 
 
-def _shared(workload: Workload, rng: random.Random) -> Iterator[TracedRequest]:
+def _shared(workload: WorkloadSettings, rng: random.Random) -> Iterator[TracedRequest]:
     ids = _Ids(workload, rng)
     for at_s in _arrivals(workload.rate, workload.burst, rng):
         beginning, own = ids.shared(), _length(workload.prompt_tokens, rng)
@@ -134,7 +136,7 @@ def _shared(workload: Workload, rng: random.Random) -> Iterator[TracedRequest]:
         yield _request(at_s, whole, len(beginning) * BLOCK_TOKENS + own, workload, rng)
 
 
-def _turns(workload: Workload, rng: random.Random, *, at_once: int = 1) -> Iterator[TracedRequest]:
+def _turns(workload: WorkloadSettings, rng: random.Random, *, at_once: int = 1) -> Iterator[TracedRequest]:
     """Conversations that overlap in time; each turn's prompt goes on where that of the turn before ended."""
     ids = _Ids(workload, rng)
     sessions = workload.rate / (workload.turns * at_once)
@@ -147,7 +149,7 @@ def _turns(workload: Workload, rng: random.Random, *, at_once: int = 1) -> Itera
 
 
 def _session(
-    began_at: float, ids: _Ids, workload: Workload, rng: random.Random, at_once: int
+    began_at: float, ids: _Ids, workload: WorkloadSettings, rng: random.Random, at_once: int
 ) -> Iterator[TracedRequest]:
     history, now = ids.shared(), began_at
     for _ in range(max(1, round(rng.expovariate(1 / workload.turns)))):
@@ -159,11 +161,11 @@ def _session(
         now += rng.expovariate(1 / workload.think_s) if workload.think_s else 0.0
 
 
-def _agents(workload: Workload, rng: random.Random) -> Iterator[TracedRequest]:
+def _agents(workload: WorkloadSettings, rng: random.Random) -> Iterator[TracedRequest]:
     return _turns(workload, rng, at_once=workload.fan_out)
 
 
-def _paced(workload: Workload, rng: random.Random) -> Iterator[TracedRequest]:
+def _paced(workload: WorkloadSettings, rng: random.Random) -> Iterator[TracedRequest]:
     ids = _Ids(workload, rng)
     histories = [ids.shared() for _ in range(2 * workload.turns)]
     for number in range(workload.requests):
@@ -174,7 +176,7 @@ def _paced(workload: Workload, rng: random.Random) -> Iterator[TracedRequest]:
         yield _request(number / workload.rate, histories[place], len(histories[place]) * BLOCK_TOKENS, workload, rng)
 
 
-_MAKERS: dict[str, Callable[[Workload, random.Random], Iterator[TracedRequest]]] = {
+_MAKERS: dict[str, Callable[[WorkloadSettings, random.Random], Iterator[TracedRequest]]] = {
     "shared": _shared,
     "conversations": _turns,
     "agents": _agents,

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tokenbus.protocol.process import stopping
+from tokenbus.protocol.process import shutdown
 from tokenbus.replay import sources, traces
-from tokenbus.replay.machine import MachineSettings
-from tokenbus.replay.results import Run, summarize
-from tokenbus.replay.world import World, WorldSettings
-from tokenbus.router.placement.placement import make_policies
+from tokenbus.replay.results import PolicyResult, summarize
+from tokenbus.replay.simulation import Simulation, SimulationSettings
+from tokenbus.replay.virtual_worker import VirtualWorkerSettings
+from tokenbus.router.placement.policies import make_policies
 from tokenbus.worker.engine.sim.timing import PRESETS
 
 
@@ -43,7 +43,7 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """How many times faster than the timing the workers are, in turn."""
 
 
-def requests_of(settings: ReplaySettings) -> list[traces.TracedRequest]:
+def load_requests(settings: ReplaySettings) -> list[traces.TracedRequest]:
     """The requests to be played, by time. Raises TraceError, WorkloadError and OSError."""
     found = sources.requests(settings.trace, settings.seed)
     found = found[: settings.max_requests] if settings.max_requests else found
@@ -54,17 +54,17 @@ def requests_of(settings: ReplaySettings) -> list[traces.TracedRequest]:
     return found
 
 
-def play(settings: ReplaySettings, policy: str) -> Run:
+def play(settings: ReplaySettings, policy: str) -> PolicyResult:
     """One policy over the whole trace."""
-    world = World(_world(settings, policy))
-    steps = world.play(requests_of(settings))
-    world.check_integrity()
-    return summarize(policy, world.outcomes, steps, settings.workers)
+    simulation = Simulation(_simulation_settings(settings, policy))
+    steps = simulation.play(load_requests(settings))
+    simulation.check_integrity()
+    return summarize(policy, simulation.outcomes, steps, settings.workers)
 
 
 def play_all(
     settings: ReplaySettings, policies: Sequence[str], jobs: int, prepare: Callable[[], None] | None = None
-) -> list[Run]:
+) -> list[PolicyResult]:
     """All of them, `jobs` at the same time; what comes out does not depend on that. `prepare` is called first in each
     process that plays."""
     if jobs == 1 or len(policies) == 1:
@@ -72,7 +72,9 @@ def play_all(
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, context, prepare) as pool:
         try:
-            with stopping.deferred():  # the pool's processes inherit that, so that Ctrl-C is for this one alone
+            with (
+                shutdown.interrupt_deferred()
+            ):  # the pool's processes inherit that, so that Ctrl-C is for this one alone
                 runs = pool.map(play, [settings] * len(policies), policies)
             return list(runs)
         except KeyboardInterrupt:
@@ -81,9 +83,9 @@ def play_all(
             raise
 
 
-def _world(settings: ReplaySettings, policy: str) -> WorldSettings:
-    machines = tuple(
-        MachineSettings(
+def _simulation_settings(settings: ReplaySettings, policy: str) -> SimulationSettings:
+    workers = tuple(
+        VirtualWorkerSettings(
             kv_blocks=settings.kv_blocks,
             block_size=settings.block_size,
             timing=PRESETS[settings.timing],
@@ -94,8 +96,8 @@ def _world(settings: ReplaySettings, policy: str) -> WorldSettings:
         )
         for number in range(settings.workers)
     )
-    return WorldSettings(
-        machines=machines,
+    return SimulationSettings(
+        workers=workers,
         policy=make_policies()[policy],
         seed=settings.seed,
         speedup=settings.speedup,

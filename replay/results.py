@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from tokenbus.replay.machine import Steps
-from tokenbus.replay.world import Outcome
+from tokenbus.replay.simulation import RequestOutcome
+from tokenbus.replay.virtual_worker import DecodeSteps
 
 _DIGITS = 3
 
 
-class Spread(msgspec.Struct, frozen=True):
+class LatencyStats(msgspec.Struct, frozen=True):
     """Of a time in milliseconds."""
 
     mean: float
@@ -20,7 +20,7 @@ class Spread(msgspec.Struct, frozen=True):
     p99: float
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
     """One policy over one trace."""
 
     policy: str
@@ -29,13 +29,13 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that did not have to be computed, of all prompt tokens."""
     predicted_rate: float
     """The same as the router expected it when it placed them."""
-    ttft_ms: Spread
+    ttft_ms: LatencyStats
     """From a request's arrival to its first token."""
-    itl_ms: Spread
+    itl_ms: LatencyStats
     """From one token to the next, over all such gaps."""
-    e2e_ms: Spread
+    e2e_ms: LatencyStats
     """From a request's arrival to its last token."""
-    queue_ms: Spread
+    queue_ms: LatencyStats
     """From a request's arrival to its placement on a worker."""
     output_tokens_per_s: float
     duration_s: float
@@ -45,22 +45,24 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of the worker that got the most, of all."""
 
 
-def summarize(policy: str, outcomes: Sequence[Outcome], steps: Iterable[Steps], num_workers: int) -> Run:
+def summarize(
+    policy: str, outcomes: Sequence[RequestOutcome], steps: Iterable[DecodeSteps], num_workers: int
+) -> PolicyResult:
     """The numbers of one run, in which at least one request came to its end."""
     prompt_tokens = sum(one.request.prompt_tokens for one in outcomes)
     began, ended = min(one.arrived_at for one in outcomes), max(one.ended_at for one in outcomes)
     counts = [0] * num_workers
     for one in outcomes:
         counts[one.worker] += 1
-    return Run(
+    return PolicyResult(
         policy=policy,
         requests=len(outcomes),
         hit_rate=_share(sum(one.cached_tokens for one in outcomes), prompt_tokens),
         predicted_rate=_share(sum(one.predicted_tokens for one in outcomes), prompt_tokens),
-        ttft_ms=_spread(one.first_at - one.arrived_at for one in outcomes),
-        itl_ms=_gaps(steps),
-        e2e_ms=_spread(one.ended_at - one.arrived_at for one in outcomes),
-        queue_ms=_spread(one.placed_at - one.arrived_at for one in outcomes),
+        ttft_ms=_latency_stats(one.first_at - one.arrived_at for one in outcomes),
+        itl_ms=_itl_stats(steps),
+        e2e_ms=_latency_stats(one.ended_at - one.arrived_at for one in outcomes),
+        queue_ms=_latency_stats(one.placed_at - one.arrived_at for one in outcomes),
         output_tokens_per_s=round(sum(one.request.output_tokens for one in outcomes) / (ended - began), _DIGITS),
         duration_s=round(ended - began, _DIGITS),
         requests_per_worker=counts,
@@ -72,13 +74,13 @@ def _share(part: float, whole: float) -> float:
     return round(part / whole, 6)
 
 
-def _spread(seconds: Iterable[float]) -> Spread:
+def _latency_stats(seconds: Iterable[float]) -> LatencyStats:
     times = np.fromiter(seconds, float) * 1e3
     mid, high, highest = np.percentile(times, [50, 90, 99])
     return _rounded(float(times.mean()), float(mid), float(high), float(highest))
 
 
-def _gaps(steps: Iterable[Steps]) -> Spread:
+def _itl_stats(steps: Iterable[DecodeSteps]) -> LatencyStats:
     """Over the gaps of all sequences: one step is a gap of each sequence in it."""
     gaps: list[float] = []
     weights: list[int] = []
@@ -96,5 +98,5 @@ def _gaps(steps: Iterable[Steps]) -> Spread:
     return _rounded(mean, float(mid), float(high), float(highest))
 
 
-def _rounded(mean: float, p50: float, p90: float, p99: float) -> Spread:
-    return Spread(round(mean, _DIGITS), round(p50, _DIGITS), round(p90, _DIGITS), round(p99, _DIGITS))
+def _rounded(mean: float, p50: float, p90: float, p99: float) -> LatencyStats:
+    return LatencyStats(round(mean, _DIGITS), round(p50, _DIGITS), round(p90, _DIGITS), round(p99, _DIGITS))

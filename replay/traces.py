@@ -12,7 +12,7 @@ from tokenbus.protocol.wire import subjects
 
 TRACE_BLOCK_TOKENS = 512
 """Tokens that one id of a Mooncake trace stands for."""
-MOST_REQUESTS = 1_000_000
+MAX_REQUESTS = 1_000_000
 _ID_SPAN = 1 << 31
 
 
@@ -65,8 +65,8 @@ def read(path: Path) -> list[TracedRequest]:
     for number, line in enumerate(_text_lines(path), 1):
         if line.strip():
             requests.append(_request(path, number, line))
-        if len(requests) > MOST_REQUESTS:
-            raise TraceError(f"{path} has more than {MOST_REQUESTS:,} requests")
+        if len(requests) > MAX_REQUESTS:
+            raise TraceError(f"{path} has more than {MAX_REQUESTS:,} requests")
     if not requests:
         raise TraceError(f"{path} has no requests")
     return sorted(requests, key=lambda request: request.at_s)

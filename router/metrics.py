@@ -2,7 +2,14 @@
 
 from collections.abc import Collection, Iterable
 
-from tokenbus.protocol.telemetry.metrics import REQUEST_SECONDS, SHORT_SECONDS, Counter, Gauge, Histogram, Names
+from tokenbus.protocol.telemetry.metrics import (
+    MICROSECOND_BUCKETS,
+    REQUEST_BUCKETS,
+    BoundedLabel,
+    Counter,
+    Gauge,
+    Histogram,
+)
 from tokenbus.protocol.wire import errors, messages
 
 _P = "tokenbus_router"
@@ -15,13 +22,17 @@ class RouterMetrics:
     only some are shown."""
 
     def __init__(self) -> None:
-        models = self._models = Names()
+        models = self._models = BoundedLabel()
         self.ready = Gauge(f"{_P}_ready", "1 while requests can be placed.")
         self.received = Counter(f"{_P}_requests", "Requests that were taken.", ("model",), models)
-        self.placed = Counter(f"{_P}_decisions", "Placements, by policy.", ("model", "policy"), models)
-        self.refused = Counter(f"{_P}_refusals", "Requests that ended here in an error, by its code.", ("code",))
-        self.retries = Counter(f"{_P}_placements_refused", "Placements that the worker refused, by code.", ("code",))
-        self.dropped = Counter(f"{_P}_messages_dropped", "Messages whose reply subject may not be answered.")
+        self.placements = Counter(f"{_P}_placements", "Placements, by policy.", ("model", "policy"), models)
+        self.request_errors = Counter(
+            f"{_P}_request_errors", "Requests that ended here in an error, by its code.", ("code",)
+        )
+        self.placements_rejected = Counter(
+            f"{_P}_placements_rejected", "Placements that the worker refused, by code.", ("code",)
+        )
+        self.messages_dropped = Counter(f"{_P}_messages_dropped", "Messages whose reply subject may not be answered.")
         self.embeddings = Counter(f"{_P}_embeddings", "Requests for embeddings, by how they ended.", ("code",))
         self.prompt_tokens = Counter(
             f"{_P}_prompt_tokens", "Tokens of the prompts that were placed.", ("model",), models
@@ -33,10 +44,10 @@ class RouterMetrics:
             models,
         )
         self.phases = Histogram(
-            f"{_P}_phase_seconds", "Parts of a request's way to its worker.", ("phase",), SHORT_SECONDS
+            f"{_P}_phase_seconds", "Parts of a request's way to its worker.", ("phase",), MICROSECOND_BUCKETS
         )
         self.queue_wait = Histogram(
-            f"{_P}_queue_wait_seconds", "How long requests waited here for room.", ("model",), REQUEST_SECONDS, models
+            f"{_P}_queue_wait_seconds", "How long requests waited here for room.", ("model",), REQUEST_BUCKETS, models
         )
         self.queue_depth = Gauge(f"{_P}_queue_depth", "Requests that wait here for room.", ("model",), models)
         self.queue_limit = Gauge(f"{_P}_queue_limit", "How many requests of one model may wait here.")
@@ -44,7 +55,7 @@ class RouterMetrics:
         self.workers = Gauge(
             f"{_P}_workers", "Workers, by their state, or silent for too long.", ("model", "state"), models
         )
-        self.followed = Gauge(
+        self.event_logs = Gauge(
             f"{_P}_event_logs",
             "Workers, by whether the blocks they hold are known: live, behind a gap, or silent about them.",
             ("model", "events"),
@@ -60,29 +71,29 @@ class RouterMetrics:
         self.lost_events = Counter(f"{_P}_events_lost", "Entries of workers' event logs that never came.")
         self.snapshots = Counter(f"{_P}_snapshots", "Gaps that a worker's snapshot has closed.")
         for phase in PHASES:
-            self.phases.of(phase)
-        for family in (self.dropped, self.lost_events, self.snapshots):
-            family.of()
+            self.phases.labels(phase)
+        for family in (self.messages_dropped, self.lost_events, self.snapshots):
+            family.labels()
         for code in errors.Code:  # from 0 on, or the first of each would not be seen as an increase
-            self.refused.of(code)
-            self.retries.of(code)
-        self.embeddings.of("ok")
+            self.request_errors.labels(code)
+            self.placements_rejected.labels(code)
+        self.embeddings.labels("ok")
 
     def show_models(self, served: Collection[str], seen: Iterable[str]) -> None:
         """Shows the models that are served now, and of those that were `seen` the ones that there is room for."""
-        for gone in self._models.make_room(served):
+        for gone in self._models.evict_stale(served):
             for family in self.families():
-                if "model" in family.labels:
-                    family.forget("model", gone)
+                if "model" in family.label_names:
+                    family.remove_by_label("model", gone)
         for model in (*served, *(model for model in seen if model in self._models)):
             self._know(model)
 
     def _know(self, model: str) -> None:
         """Shows a model before anything is counted for it, and after its last worker has left."""
         for family in (self.received, self.prompt_tokens, self.overlap_tokens, self.lost_workers, self.queue_wait):
-            family.of(model)
-        self.queue_depth.of(model)
-        self.workers.of(model, messages.WorkerState.READY)
+            family.labels(model)
+        self.queue_depth.labels(model)
+        self.workers.labels(model, messages.WorkerState.READY)
 
     def families(self) -> list[Counter | Gauge | Histogram]:
         """In the order in which they are declared."""

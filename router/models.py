@@ -6,7 +6,7 @@ from msgspec import UNSET, UnsetType
 
 from tokenbus.protocol.wire import codec, messages
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.requests.turns import Turns
+from tokenbus.router.requests.placement_queue import PlacementQueue
 
 _MAX_UNSERVED = 256
 """Names of models that nobody serves, in one reply."""
@@ -15,9 +15,9 @@ _MAX_UNSERVED = 256
 class Models:
     """Shows the fleet of one router."""
 
-    def __init__(self, fleet: Fleet, turns: Turns, router_id: str, max_request_bytes: int) -> None:
+    def __init__(self, fleet: Fleet, queue: PlacementQueue, router_id: str, max_request_bytes: int) -> None:
         self._fleet = fleet
-        self._turns = turns
+        self._queue = queue
         self._router_id = router_id
         self._limits = messages.ServerLimits(max_request_bytes=max_request_bytes)
 
@@ -35,7 +35,7 @@ class Models:
                 model=model,
                 context_length=min(worker.card.context_length for worker in workers),
                 features=sorted(set.intersection(*(set(worker.card.features) for worker in workers))),
-                workers=[self._fleet.card_of(worker) for worker in workers] if with_workers else UNSET,
+                workers=[self._fleet.card_view(worker) for worker in workers] if with_workers else UNSET,
             )
             for model, workers in self._fleet.models()
         ]
@@ -43,7 +43,7 @@ class Models:
         unserved = self._unserved(now)
         if not with_workers:
             return messages.ModelsReply(models=served, limits=self._limits, truncated=True, unserved=unserved)
-        view = self._fleet.view(self._router_id, len(self._turns), now)
+        view = self._fleet.router_view(self._router_id, len(self._queue), now)
         return messages.ModelsReply(models=served, limits=self._limits, router=view, unserved=unserved)
 
     def _unserved(self, now: float) -> list[str] | UnsetType:

@@ -14,24 +14,24 @@ import structlog
 
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.bus import Bus
-from tokenbus.protocol.bus.replies import Replies
-from tokenbus.protocol.process import reload, stopping
-from tokenbus.protocol.telemetry import metrics, status, traces
+from tokenbus.protocol.bus.reply_sender import ReplySender
+from tokenbus.protocol.process import reload, shutdown
+from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.models import Models
-from tokenbus.router.placement.placement import make_policies
-from tokenbus.router.requests.allowance import Allowances, TenantLimits
-from tokenbus.router.requests.answer import Answers
+from tokenbus.router.placement.policies import make_policies
 from tokenbus.router.requests.dispatch import Dispatch
 from tokenbus.router.requests.embeddings import Embeddings
 from tokenbus.router.requests.flight import Flights
 from tokenbus.router.requests.intake import Intake
-from tokenbus.router.requests.journal import Journal, JournalSettings
-from tokenbus.router.requests.journey import Journeys
-from tokenbus.router.requests.turns import Choice, QueueSettings, Turns
-from tokenbus.router.requests.vocabularies import Vocabularies
+from tokenbus.router.requests.lifecycle import RequestLifecycle
+from tokenbus.router.requests.placement_queue import PlacementQueue, PolicySettings, QueueSettings
+from tokenbus.router.requests.rate_limiter import RateLimiter, TenantLimits
+from tokenbus.router.requests.request_telemetry import RequestLogSettings, RequestTelemetry
+from tokenbus.router.requests.terminals import TerminalPublisher
+from tokenbus.router.requests.tokenizer_cache import TokenizerCache
 from tokenbus.router.watch import FleetWatch
 
 _BYTES_PER_BLOCK = 87
@@ -58,15 +58,15 @@ class RouterSettings:
     """Largest request; half of what the broker takes where 0."""
     max_flights: int = 16_384
     """Requests held at a time; beyond that they are refused with `overloaded`."""
-    max_held_bytes: int = 256 * 1024 * 1024
+    max_prompt_bytes: int = 256 * 1024 * 1024
     """What their prompts may take in memory; likewise."""
     tenant_limits: TenantLimits = dataclasses.field(default_factory=TenantLimits)
     """Of every tenant that has none of its own; of this router alone, as all of these are."""
-    own_tenant_limits: Mapping[str, TenantLimits] = dataclasses.field(default_factory=dict)
+    tenant_limit_overrides: Mapping[str, TenantLimits] = dataclasses.field(default_factory=dict)
     """By the tenant's name."""
     status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
     """Where it shows its metrics and health."""
-    journal: JournalSettings = dataclasses.field(default_factory=JournalSettings)
+    request_log: RequestLogSettings = dataclasses.field(default_factory=RequestLogSettings)
     """What the log says of requests."""
     otlp_traces_endpoint: str = ""
     """Where spans of requests are sent; nowhere where empty."""
@@ -88,34 +88,34 @@ class Router:
         router_id: str,
         settings: RouterSettings,
         rng: random.Random,
-        traced: traces.Traces,
+        tracer: tracing.Tracer,
     ) -> None:
         fleet = self.fleet = Fleet(time.monotonic())
-        flights = Flights(settings.max_flights, settings.max_held_bytes)
+        flights = Flights(settings.max_flights, settings.max_prompt_bytes)
         measured = self.metrics = RouterMetrics()
-        replies = self._replies = Replies(bus)
-        answers = Answers(bus, replies, router_id, measured)
-        choice = Choice(make_policies(), settings.policy, rng, settings.temperature)
-        turns = Turns(fleet, choice, settings.queue, measured)
-        dispatch = Dispatch(bus, names, fleet, flights, turns, router_id, measured)
-        journal = self._journal = Journal(measured, traced, settings.journal)
-        allowances = self._allowances = Allowances(settings.tenant_limits, settings.own_tenant_limits)
-        self._journeys = Journeys(
-            fleet, flights, Vocabularies(bus, names, fleet), turns, dispatch, answers, allowances, journal
+        replies = self._replies = ReplySender(bus)
+        terminals = TerminalPublisher(bus, replies, router_id, measured)
+        choice = PolicySettings(make_policies(), settings.policy, rng, settings.temperature)
+        queue = PlacementQueue(fleet, choice, settings.queue, measured)
+        dispatch = Dispatch(bus, names, fleet, flights, queue, router_id, measured)
+        telemetry = self._telemetry = RequestTelemetry(measured, tracer, settings.request_log)
+        rate_limiter = self._rate_limiter = RateLimiter(settings.tenant_limits, settings.tenant_limit_overrides)
+        self._lifecycle = RequestLifecycle(
+            fleet, flights, TokenizerCache(bus, names, fleet), queue, dispatch, terminals, rate_limiter, telemetry
         )
-        self._bus, self._flights, self._turns = bus, flights, turns
+        self._bus, self._flights, self._queue = bus, flights, queue
         most = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)
-        self._embeddings = Embeddings(bus, replies, names, fleet, rng, measured, traced)
-        models = Models(fleet, turns, router_id, most)
+        self._embeddings = Embeddings(bus, replies, names, fleet, rng, measured, tracer)
+        models = Models(fleet, queue, router_id, most)
         prefixes = settings.inbox_prefixes
-        self._intake = Intake(bus, replies, names, prefixes, most, models, self._journeys, self._embeddings, answers)
-        self._watch = FleetWatch(bus, names, fleet, flights, self._journeys, measured)
+        self._intake = Intake(bus, replies, names, prefixes, most, models, self._lifecycle, self._embeddings, terminals)
+        self._watch = FleetWatch(bus, names, fleet, flights, self._lifecycle, measured)
 
     def __repr__(self) -> str:
-        return f"<Router {self._watch!r} {self._journeys!r}>"
+        return f"<Router {self._watch!r} {self._lifecycle!r}>"
 
     @property
-    def why_not_ready(self) -> str:
+    def unready_reason(self) -> str:
         """Empty while it can place requests."""
         if not self._bus.is_connected:
             return "there is no connection to the broker"
@@ -126,28 +126,28 @@ class Router:
     def show(self) -> None:
         """Brings levels up to date, for a scrape."""
         shown = self.metrics
-        shown.ready.of().set(not self.why_not_ready)
-        shown.in_flight.of().set(len(self._flights))
-        shown.queue_limit.of().set(self._turns.most_waiting)
-        shown.dropped.of().set(self._intake.num_dropped)
-        for family in (shown.queue_depth, shown.workers, shown.followed, shown.index_blocks, shown.index_bytes):
+        shown.ready.labels().set(not self.unready_reason)
+        shown.in_flight.labels().set(len(self._flights))
+        shown.queue_limit.labels().set(self._queue.most_waiting)
+        shown.messages_dropped.labels().set(self._intake.num_dropped)
+        for family in (shown.queue_depth, shown.workers, shown.event_logs, shown.index_blocks, shown.index_bytes):
             family.clear()
-        shown.show_models({model for model, _ in self.fleet.models()}, self.fleet.seen_models())
-        for model, depth in self._turns.depths().items():
-            shown.queue_depth.of(model).add(depth)  # several models may be shown as one
+        shown.show_models({model for model, _ in self.fleet.models()}, self.fleet.known_models())
+        for model, depth in self._queue.depths().items():
+            shown.queue_depth.labels(model).inc(depth)  # several models may be shown as one
         for model, workers in self.fleet.models():
             blocks = self.fleet.num_blocks(model)
-            shown.index_blocks.of(model).add(blocks)
-            shown.index_bytes.of(model).add(blocks * _BYTES_PER_BLOCK)
+            shown.index_blocks.labels(model).inc(blocks)
+            shown.index_bytes.labels(model).inc(blocks * _BYTES_PER_BLOCK)
             for worker in workers:
-                shown.workers.of(model, "silent" if worker.has_lapsed else worker.state).add()
-                shown.followed.of(model, worker.events).add()
+                shown.workers.labels(model, "silent" if worker.lease_expired else worker.state).inc()
+                shown.event_logs.labels(model, worker.event_state).inc()
 
     def adopt(self, settings: RouterSettings) -> None:
         """What of its settings may change while it serves."""
-        self._turns.adopt(settings.policy, settings.temperature, settings.queue)
-        self._allowances.set(settings.tenant_limits, settings.own_tenant_limits)
-        self._journal.settings = settings.journal
+        self._queue.adopt(settings.policy, settings.temperature, settings.queue)
+        self._rate_limiter.set(settings.tenant_limits, settings.tenant_limit_overrides)
+        self._telemetry.settings = settings.request_log
 
     async def open(self) -> None:
         """Learns who is there, and takes requests from then on."""
@@ -158,20 +158,20 @@ class Router:
         """Watches the fleet until cancelled."""
         await self._watch.watch()
 
-    async def close(self) -> None:
+    async def stop_intake(self) -> None:
         """Takes no more requests."""
         await self._intake.close()
 
     async def drain(self) -> None:
         """Returns when every request taken is with a worker, or has ended."""
-        await self._journeys.drain()
+        await self._lifecycle.drain()
         await self._embeddings.drain()
 
-    async def leave(self) -> None:
+    async def shut_down(self) -> None:
         """The last act: closes the books. From then on it sends nothing."""
-        await self._journeys.leave()
+        await self._lifecycle.leave()
         await self._embeddings.leave()
-        self._replies.work_off()
+        self._replies.send_pending()
 
 
 async def serve(settings: RouterSettings, again: Callable[[], RouterSettings]) -> None:
@@ -181,15 +181,17 @@ async def serve(settings: RouterSettings, again: Callable[[], RouterSettings]) -
     router_id = settings.router_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     structlog.contextvars.bind_contextvars(router_id=router_id)
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(stopping.on_stop(leave.set))
-        connection = await stopping.unless(leave, nats.connect(settings.broker, name=f"router {router_id}"))
+        stack.enter_context(shutdown.on_stop(leave.set))
+        connection = await shutdown.unless_stopped(leave, nats.connect(settings.broker, name=f"router {router_id}"))
         stack.push_async_callback(connection.close)
         names = subjects.Subjects(settings.prefix)
-        traced = traces.make(settings.otlp_traces_endpoint, "router", router_id)
-        stack.push_async_callback(traced.close)
-        router = Router(connection, names, router_id, settings, random.Random(), traced)
-        page = metrics.Page(router.metrics.families(), router.show)
-        await stack.enter_async_context(status.shown(settings.status_page, page.registry, lambda: router.why_not_ready))
+        tracer = tracing.make_tracer(settings.otlp_traces_endpoint, "router", router_id)
+        stack.push_async_callback(tracer.close)
+        router = Router(connection, names, router_id, settings, random.Random(), tracer)
+        page = metrics.MetricsCollector(router.metrics.families(), router.show)
+        await stack.enter_async_context(
+            status.serving(settings.status_page, page.registry, lambda: router.unready_reason)
+        )
         await router.open()
         reload.on_hangup(again, router.adopt)
         structlog.get_logger().info("router_ready", policy=settings.policy)
@@ -197,7 +199,7 @@ async def serve(settings: RouterSettings, again: Callable[[], RouterSettings]) -
 
 
 async def _run(settings: RouterSettings, bus: Bus, router: Router, leave: asyncio.Event) -> None:
-    lives = (router.run(), bus.until_refused())
+    lives = (router.run(), bus.wait_closed())
     tasks: list[asyncio.Task[None]] = [asyncio.create_task(life) for life in lives]
     left = asyncio.create_task(leave.wait())
     try:
@@ -205,11 +207,11 @@ async def _run(settings: RouterSettings, bus: Bus, router: Router, leave: asynci
         for task in tasks:
             if task.done():
                 task.result()
-        await router.close()
+        await router.stop_intake()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.grace_s):
                 await router.drain()
-        await router.leave()
+        await router.shut_down()
     finally:
         left.cancel()
         for task in tasks:

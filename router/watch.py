@@ -10,14 +10,14 @@ import time
 import structlog
 from nats.aio.msg import Msg
 
-from tokenbus.protocol.bus.bus import Bus, BusyError
+from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
-from tokenbus.router.fleet.eventlog import Caught
+from tokenbus.router.fleet.event_log import AppliedSnapshot
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.heard import Heard, Lost
+from tokenbus.router.fleet.updates import FleetUpdate, LostWorker
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.flight import Flight, Flights
-from tokenbus.router.requests.journey import Journeys
+from tokenbus.router.requests.lifecycle import RequestLifecycle
 
 _cards = codec.Decoder(messages.Card)
 _events = codec.Decoder(internal.Events)
@@ -41,14 +41,14 @@ class FleetWatch:
         names: subjects.Subjects,
         fleet: Fleet,
         flights: Flights,
-        journeys: Journeys,
+        lifecycle: RequestLifecycle,
         metrics: RouterMetrics,
     ) -> None:
         self._bus = bus
         self._names = names
         self._fleet = fleet
         self._flights = flights
-        self._journeys = journeys
+        self._lifecycle = lifecycle
         self._metrics = metrics
         self._inbox = bus.new_inbox()
         self._secret = secrets.token_bytes(16)
@@ -68,7 +68,7 @@ class FleetWatch:
         await self._bus.subscribe(f"{self._inbox}.*.*.*", self._part)
         self._bus.on_reconnect = self._reconnected
         self._discover_anew()
-        await asyncio.sleep(limits.DISCOVERY_S)
+        await asyncio.sleep(limits.DISCOVERY_WAIT_S)
 
     async def watch(self) -> None:
         """Notices silence and gaps; runs until cancelled."""
@@ -82,12 +82,12 @@ class FleetWatch:
                 self._lapsing.cancel()
 
     def _reconnected(self) -> None:
-        self._fleet.doubt()
+        self._fleet.mark_all_behind()
         self._discover_anew()
 
     def _discover_anew(self) -> None:
         """Asks all workers for their cards; silence from before now does not count."""
-        self._forgive_until = time.monotonic() + limits.LOST_S
+        self._forgive_until = time.monotonic() + limits.WORKER_LOST_AFTER_S
         self._discover()
 
     def _discover(self) -> None:
@@ -96,19 +96,19 @@ class FleetWatch:
 
     def _ask(self, subject: str, reply: str = "") -> None:
         """Has workers say something. While the broker has too much to take nothing is asked: soon it is asked again."""
-        with contextlib.suppress(BusyError):
+        with contextlib.suppress(OutboundBufferLimitError):
             self._bus.publish(subject, b"", reply=reply)
 
     def _tick(self, now: float) -> None:
         if now < self._forgive_until or not self._hears(now):
-            self._fleet.forgive(now)
+            self._fleet.renew_all_leases(now)
         self._fleet.sweep(now)
-        if self._lapsing is None and self._fleet.has_silent(now):
+        if self._lapsing is None and self._fleet.has_expired_leases(now):
             self._lapsing = asyncio.create_task(self._lapse(now))
-        for worker in self._fleet.behind(now, _SNAPSHOT_EVERY_S):
+        for worker in self._fleet.snapshots_due(now, _SNAPSHOT_EVERY_S):
             subject = self._names.worker(worker.card.model, worker.card.worker_id, "snapshot")
             self._ask(subject, self._reply_of(worker.card.address))
-        self._journeys.tick(now)
+        self._lifecycle.tick(now)
 
     async def _lapse(self, now: float) -> None:
         """Gives up the workers that were silent for too long by `now`, once everything that had come from them by then
@@ -119,13 +119,13 @@ class FleetWatch:
             return  # nothing is known of anybody
         finally:
             self._lapsing = None
-        for lost in self._fleet.lapse(now):
-            self._metrics.lost_workers.of(lost.card.model).add()
-            self._log.error("worker_silent", worker_id=lost.card.worker_id)
+        for lost in self._fleet.expire_leases(now):
+            self._metrics.lost_workers.labels(lost.card.model).inc()
+            self._log.error("worker_lost", worker_id=lost.card.worker_id)
             self._recover(lost, is_certain=False)
 
     def _hears(self, now: float) -> bool:
-        return self._bus.is_connected and now - self._bus.heard_at < _OLDEST_SIGN_S
+        return self._bus.is_connected and now - self._bus.last_received_at < _OLDEST_SIGN_S
 
     def _card(self, message: Msg) -> None:
         try:
@@ -138,13 +138,13 @@ class FleetWatch:
             self._log.error("card_refused", subject=message.subject, error="it speaks for another worker")
             return
         known = self._fleet.find(address)
-        heard = self._fleet.take_card(card, time.monotonic())
-        if heard.refused is not None:
-            self._log.error("card_refused", worker_id=card.worker_id, model=card.model, error=heard.refused)
+        update = self._fleet.apply_card(card, time.monotonic())
+        if update.refused is not None:
+            self._log.error("card_refused", worker_id=card.worker_id, model=card.model, error=update.refused)
             return
-        if known is None or known.state is not card.state or heard.lost:
-            self._log.info("worker_seen", worker_id=card.worker_id, model=card.model, state=card.state)
-        self._act(heard, address)
+        if known is None or known.state is not card.state or update.lost:
+            self._log.info("worker_state_changed", worker_id=card.worker_id, model=card.model, state=card.state)
+        self._act(update, address)
 
     def _event(self, message: Msg) -> None:
         try:
@@ -159,12 +159,12 @@ class FleetWatch:
         now = time.monotonic()
         known = self._fleet.find(address)
         before = known.log.num_lost if known is not None else 0
-        heard = self._fleet.take_events(address.model, events, now)
+        update = self._fleet.apply_events(address.model, events, now)
         if known is not None and known.log.num_lost > before:
-            self._metrics.lost_events.of().add(known.log.num_lost - before)
-        if heard is not None:
-            self._act(heard, address)
-            self._journeys.work_off()
+            self._metrics.lost_events.labels().inc(known.log.num_lost - before)
+        if update is not None:
+            self._act(update, address)
+            self._lifecycle.work_off()
         elif now - self._discovered_at > _DISCOVER_EVERY_S:
             self._discover()
 
@@ -180,11 +180,11 @@ class FleetWatch:
         if address.worker_id != part.worker_id:
             self._log.error("snapshot_refused", error=f"{address.worker_id} speaks for another worker")
             return
-        self._act(self._fleet.take_part(address.model, part, time.monotonic()), address)
+        self._act(self._fleet.apply_snapshot_part(address.model, part, time.monotonic()), address)
 
     def _reply_of(self, address: subjects.WorkerAddress) -> str:
         """Where one worker is to send its snapshots: nobody else can know it."""
-        place = subjects.worker_tokens(address)
+        place = subjects.encode_worker(address)
         return f"{self._inbox}.{place}.{self._seal(place)}"
 
     def _asked_at(self, subject: str) -> subjects.WorkerAddress:
@@ -192,51 +192,51 @@ class FleetWatch:
         place, _, seal = subject.removeprefix(self._inbox + ".").rpartition(".")
         if not hmac.compare_digest(seal, self._seal(place)):
             raise ValueError("nobody was asked there")
-        return subjects.parse_worker_tokens(place)
+        return subjects.decode_worker(place)
 
     def _seal(self, place: str) -> str:
         return hashlib.blake2b(place.encode(), digest_size=12, key=self._secret).hexdigest()
 
-    def _act(self, heard: Heard, address: subjects.WorkerAddress) -> None:
+    def _act(self, update: FleetUpdate, address: subjects.WorkerAddress) -> None:
         worker_id = address.worker_id
-        if heard.caught is not None:
-            self._catch_up(heard.caught, address)
-        for flight in self._flights.told_of(heard.spoken, address.model):
+        if update.snapshot is not None:
+            self._catch_up(update.snapshot, address)
+        for flight in self._flights.told_of(update.first_token_sent, address.model):
             self._flights.spoke(flight)
-        for flight in self._flights.told_of(heard.finished, address.model):
+        for flight in self._flights.told_of(update.finished, address.model):
             self._finished(flight, worker_id)
-        if heard.lost is not None:
-            self._log.error("worker_lost", worker_id=worker_id, epoch=heard.lost.card.epoch)
-            self._recover(heard.lost, is_certain=True)
-        if heard.left:
+        if update.lost is not None:
+            self._log.error("worker_epoch_changed", worker_id=worker_id, epoch=update.lost.card.epoch)
+            self._recover(update.lost, is_certain=True)
+        if update.left:
             for flight in self._flights.at(address):
                 self._finished(flight, worker_id)
 
-    def _catch_up(self, caught: Caught, address: subjects.WorkerAddress) -> None:
+    def _catch_up(self, caught: AppliedSnapshot, address: subjects.WorkerAddress) -> None:
         """Sets right what is believed of the requests that the worker had when it was asked for the snapshot."""
         worker, worker_id = self._fleet.find(address), address.worker_id
         assert worker is not None, address
-        self._metrics.snapshots.of().add()
-        self._log.info("worker_caught_up", worker_id=worker_id, running=len(caught.running))
+        self._metrics.snapshots.labels().inc()
+        self._log.info("snapshot_applied", worker_id=worker_id, running=len(caught.running))
         for flight in self._flights.at(address):
             running = caught.running.get(flight.key)
-            if running is not None and running.spoken:
+            if running is not None and running.first_token_sent:
                 self._flights.spoke(flight)
-            elif running is None and flight.accepted_at < caught.asked_at:
+            elif running is None and flight.accepted_at < caught.requested_at:
                 self._finished(flight, worker_id)
             elif running is None:  # accepted since, or before and ended: the next snapshot tells
-                self._fleet.doubt_one(worker.card)
+                self._fleet.mark_behind(worker.card)
 
     def _finished(self, flight: Flight, worker_id: str) -> None:
         flight.ended_at = worker_id
         if worker_id in (flight.worker_id, flight.awaiting):
-            self._journeys.finish(flight)
+            self._lifecycle.finish(flight)
 
-    def _recover(self, lost: Lost, *, is_certain: bool) -> None:
+    def _recover(self, lost: LostWorker, *, is_certain: bool) -> None:
         flights = self._flights.at(lost.card.address)
         for flight in flights:
             if is_certain and lost.was_behind:
                 self._flights.spoke(flight)
-            self._journeys.recover(flight, lost.card, is_certain=is_certain)
+            self._lifecycle.recover(flight, lost.card, is_certain=is_certain)
         if not flights:
             self._fleet.remove(lost.card, time.monotonic())

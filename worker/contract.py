@@ -1,4 +1,4 @@
-"""The engine contract: what a front may expect of anything that generates tokens.
+"""The engine contract: what a frontend may expect of anything that generates tokens.
 
 An engine that passes `tests/contracts` can be served. The rules, each of them tested there:
 
@@ -18,7 +18,7 @@ An engine that passes `tests/contracts` can be served. The rules, each of them t
 9. `drain` returns when nothing runs any more. `cleanup` ends what is left in `error`, may be called at any time,
    also twice and before or after a failed `start`, and never raises.
 10. When the engine dies, `died` says why, and no open sink is called: another engine may go on with its streams where
-    they were (`ChildEngine.take_over`), as long as `cleanup` has not ended them.
+    they were (`EngineClient.take_over`), as long as `cleanup` has not ended them.
 11. An engine with an `embedding_width` gives `embed` one row for each input, in their order, whatever runs beside it.
     An input's row does not depend on the others. One without makes none, and says so.
 
@@ -171,12 +171,12 @@ class EngineStartError(RuntimeError):
 class Engine(Protocol):
     """Generates tokens; the guarantees are this module's docstring."""
 
-    on_blocks: Callable[[list[int], list[tuple[int, int]]], None]
+    on_kv_events: Callable[[list[int], list[tuple[int, int]]], None]
     """Told which cached blocks are gone, and which are new, parents first, with the hash of the block before each;
     called before the outputs of the step in which it happened. It does nothing until somebody sets another."""
 
     @property
-    def pieces(self) -> Sequence[bytes]:
+    def token_bytes(self) -> Sequence[bytes]:
         """The bytes of each token's text, by token id; nothing before `start`."""
         ...
 
@@ -196,7 +196,7 @@ class Engine(Protocol):
         """The token ids of a text or conversation. Raises RequestError."""
         ...
 
-    async def embed(self, request: internal.Embed) -> internal.Embedded:
+    async def embed(self, request: internal.Embed) -> internal.EmbedResult:
         """The embeddings of all inputs. Raises RequestError."""
         ...
 

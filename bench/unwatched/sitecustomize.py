@@ -1,27 +1,27 @@
-"""Makes a Python process count and log nothing: what `bench.watching` compares the real one with."""
+"""Makes a Python process count and log nothing: what `bench.observability` compares the real one with."""
 
 from typing import Any
 
 from tokenbus.protocol.telemetry import metrics
-from tokenbus.worker.engine.process import frames, watch
+from tokenbus.worker.engine.process import ipc, step_timer
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
 
-_NOTE = frames.StepNote(frames.StepKind.DECODE, 0.0, 0.0, 0, 0)
+_STATS = ipc.StepStats(ipc.StepKind.DECODE, 0.0, 0.0, 0, 0)
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
-def _one_note(*_: Any) -> frames.StepNote:
-    return _NOTE
+def _fixed_stats(*_: Any) -> ipc.StepStats:
+    return _STATS
 
 
 for kind, names in (
-    (metrics.Number, ("add", "set")),
-    (metrics.Times, ("observe",)),
-    (ReplicaMetrics, ("interval", "step", "finished", "refused", "take_load")),
+    (metrics.Value, ("inc", "set")),
+    (metrics.Buckets, ("observe",)),
+    (ReplicaMetrics, ("observe_token_interval", "observe_step", "request_finished", "request_refused", "count_load")),
 ):
     for name in names:
         assert hasattr(kind, name), name
         setattr(kind, name, _nothing)
-setattr(watch.StepWatch, "note", _one_note)  # noqa: B010  # as a method it would have to take what it ignores
+setattr(step_timer.StepTimer, "record", _fixed_stats)  # noqa: B010  # as a method it would have to take what it ignores

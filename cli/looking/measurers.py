@@ -2,22 +2,20 @@
 
 import argparse
 
-from tokenbus.cli import kinds, reach
-from tokenbus.cli.looking import bench as bench
-from tokenbus.cli.looking import doctor
-from tokenbus.cli.looking import wire_check as wirecheck
-from tokenbus.cli.looking.replay import options as replay_options
-from tokenbus.cli.looking.replay import run as replay
+from tokenbus.cli import arguments, connection_flags
+from tokenbus.cli.commands import bench, doctor, wire_check
+from tokenbus.cli.commands import replay as replay
+from tokenbus.cli.commands import replay_flags as replay_options
 from tokenbus.protocol.wire import subjects
 from tokenbus.replay.load import options as bench_options
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    reach.add_all(parser)
+    connection_flags.add_client_flags(parser)
     parser.add_argument("--model", action="append", default=[], metavar="MODEL", help="a file or folder to look at")
     parser.add_argument(
         "--ports",
-        type=kinds.port,
+        type=arguments.port,
         nargs="*",
         default=[4222, 8000, 9100],
         metavar="PORT",
@@ -32,13 +30,13 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    reach.add_all(parser)
+    connection_flags.add_client_flags(parser)
     bench_options.add_flags(parser)
     parser.set_defaults(run=bench.run)
 
 
 def _add_wire_check(parser: argparse.ArgumentParser) -> None:
-    reach.add_all(parser)
+    connection_flags.add_client_flags(parser)
     parser.add_argument("--model", metavar="NAME", default="", help="the served model")
     parser.add_argument(
         "--inbox-prefix",
@@ -49,7 +47,7 @@ def _add_wire_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="TEXT", default="", help="only the rules whose sentence has this text")
     parser.add_argument("--list", action="store_true", help="list the rules and try none")
     parser.add_argument("--json", action="store_true", help="print one JSON object a rule")
-    parser.set_defaults(run=wirecheck.run)
+    parser.set_defaults(run=wire_check.run)
 
 
 FLAGS = {"doctor": _add_doctor, "replay": _add_replay, "bench": _add_bench, "wire-check": _add_wire_check}

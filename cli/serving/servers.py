@@ -10,14 +10,14 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tokenbus.cli import kinds, reach
-from tokenbus.cli.serving import gateway, up, worker
-from tokenbus.cli.serving.family import EXIT_REFUSED
-from tokenbus.cli.serving.reread import Reread
-from tokenbus.protocol.process import stopping
-from tokenbus.protocol.telemetry import logs, slow, status
+from tokenbus.cli import arguments, connection_flags
+from tokenbus.cli.commands import gateway, up, worker
+from tokenbus.cli.reload import Reloader
+from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS
+from tokenbus.protocol.process import shutdown
+from tokenbus.protocol.telemetry import backoff, logs, status
 from tokenbus.protocol.wire import subjects
-from tokenbus.router.requests.allowance import TenantLimits
+from tokenbus.router.requests.rate_limiter import TenantLimits
 from tokenbus.worker import contract
 
 if TYPE_CHECKING:
@@ -28,12 +28,14 @@ Settings = TypeVar("Settings")
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
     worker.add_model(parser)
-    parser.add_argument("--workers", type=kinds.at_least(1), default=2, help="worker replicas (%(default)s)")
-    parser.add_argument("--port", type=kinds.port, default=4222, help="port of the embedded broker; 0 takes a free one")
+    parser.add_argument("--workers", type=arguments.at_least(1), default=2, help="worker replicas (%(default)s)")
+    parser.add_argument(
+        "--port", type=arguments.port, default=4222, help="port of the embedded broker; 0 takes a free one"
+    )
     parser.add_argument("--nats", metavar="URL", help="use this broker instead of an embedded one")
     parser.add_argument(
         "--gateway-port",
-        type=kinds.port,
+        type=arguments.port,
         metavar="PORT",
         help="of the HTTP API (8000, or a free one where it is taken)",
     )
@@ -49,7 +51,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_worker(parser: argparse.ArgumentParser) -> None:
-    reach.add_all(parser)
+    connection_flags.add_client_flags(parser)
     _add_inboxes(parser)
     _add_status(parser)
     _add_slow_wait(parser)
@@ -61,7 +63,7 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     shown = status.Settings()
     parser.add_argument(
         "--metrics-port",
-        type=kinds.ports,
+        type=arguments.ports,
         default=shown.ports,
         metavar="PORT[-PORT]",
         help="show /metrics, /livez and /readyz at the first of these that is free; 0 takes any; none shows nothing",
@@ -80,7 +82,7 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(
             flag,
-            type=kinds.one_of(*names),
+            type=arguments.one_of(*names),
             default=os.environ.get(variable, "").lower() or None,
             metavar="|".join(names),
             help=f"{text} (variable {variable})",
@@ -90,8 +92,8 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
 def _add_slow_wait(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slow-wait-s",
-        type=kinds.seconds,
-        default=slow.FIRST_S,
+        type=arguments.seconds,
+        default=backoff.FIRST_S,
         help="a request that has waited so long leaves a line, and another each time that has doubled (%(default)s)",
     )
 
@@ -115,10 +117,10 @@ def _add_inboxes(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_router(parser: argparse.ArgumentParser) -> None:
-    from tokenbus.router.placement.placement import POLICIES
-    from tokenbus.router.requests.turns import QueueSettings
+    from tokenbus.router.placement.policies import POLICIES
+    from tokenbus.router.requests.placement_queue import QueueSettings
 
-    reach.add_all(parser)
+    connection_flags.add_client_flags(parser)
     _add_status(parser)
     _add_inboxes(parser)
     parser.add_argument("--router-id", default="", help="name of this router in logs")
@@ -131,14 +133,14 @@ def _add_router(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tenant-limit",
-        type=kinds.limits,
+        type=arguments.tenant_limits,
         default=TenantLimits(),
         metavar="OPEN,REQUESTS,TOKENS",
         help="of each tenant: requests at a time, requests and tokens a minute, at this router; 0 is no limit (0,0,0)",
     )
     parser.add_argument(
-        "--limit-of",
-        type=kinds.limit_of,
+        "--tenant-limit-for",
+        type=arguments.tenant_limit_for,
         action="append",
         default=[],
         metavar="TENANT=OPEN,REQUESTS,TOKENS",
@@ -147,28 +149,28 @@ def _add_router(parser: argparse.ArgumentParser) -> None:
     waiting = QueueSettings()
     parser.add_argument(
         "--max-queued-requests",
-        type=kinds.at_least(0),
+        type=arguments.at_least(0),
         default=waiting.max_requests,
         help="requests of a model that may wait here while every worker is busy (%(default)s)",
     )
     parser.add_argument(
         "--max-queued-tokens",
-        type=kinds.at_least(0),
+        type=arguments.at_least(0),
         default=waiting.max_tokens,
         help="tokens of all of them, prompts and what they may generate (%(default)s)",
     )
     parser.add_argument(
-        "--max-request-bytes", type=kinds.at_least(0), default=0, help="largest request; 0: half the broker's"
+        "--max-request-bytes", type=arguments.at_least(0), default=0, help="largest request; 0: half the broker's"
     )
     _add_slow_wait(parser)
     parser.add_argument(
-        "--log-prompt-chars", type=kinds.at_least(0), default=0, help="log so much of each prompt's beginning (0)"
+        "--log-prompt-chars", type=arguments.at_least(0), default=0, help="log so much of each prompt's beginning (0)"
     )
     parser.set_defaults(run=_router)
 
 
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
-    reach.add_all(parser)
+    connection_flags.add_client_flags(parser)
     _add_status(parser)
     gateway.add_flags(parser)
     parser.set_defaults(run=_gateway)
@@ -176,13 +178,13 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
 
 def _worker(options: argparse.Namespace) -> int:
     from tokenbus.worker.frontend import serve
-    from tokenbus.worker.frontend.front import ReplacedError
+    from tokenbus.worker.frontend.frontend import ReplacedError
 
     try:
         return _run("worker", options, worker.settings_of, serve.serve)
     except ReplacedError as error:
         print(f"tokenbus: {error}", file=sys.stderr)
-        return EXIT_REFUSED
+        return EXIT_BAD_SETTINGS
 
 
 def _router(options: argparse.Namespace) -> int:
@@ -194,11 +196,11 @@ def _router(options: argparse.Namespace) -> int:
 def _router_settings(options: argparse.Namespace) -> "RouterSettings":
     """What parsed flags mean. Raises ValueError."""
     from tokenbus.router import serve as router
-    from tokenbus.router.requests.journal import JournalSettings
-    from tokenbus.router.requests.turns import QueueSettings
+    from tokenbus.router.requests.placement_queue import QueueSettings
+    from tokenbus.router.requests.request_telemetry import RequestLogSettings
 
     return router.RouterSettings(
-        broker=reach.settings_of(options),
+        broker=connection_flags.settings_of(options),
         prefix=options.prefix,
         router_id=options.router_id,
         policy=options.policy,
@@ -209,15 +211,15 @@ def _router_settings(options: argparse.Namespace) -> "RouterSettings":
         status_page=status.Settings(options.metrics_host, options.metrics_port),
         otlp_traces_endpoint=options.otlp_traces_endpoint,
         tenant_limits=options.tenant_limit,
-        own_tenant_limits=dict(options.limit_of),
-        journal=JournalSettings(options.slow_wait_s, options.log_prompt_chars),
+        tenant_limit_overrides=dict(options.tenant_limit_for),
+        request_log=RequestLogSettings(options.slow_wait_s, options.log_prompt_chars),
     )
 
 
 def _gateway(options: argparse.Namespace) -> int:
     from tokenbus.gateway import serve  # a fifth of a second that no other command needs
 
-    return _run("gateway", options, gateway.Maker(), serve.serve)
+    return _run("gateway", options, gateway.SettingsFactory(), serve.serve)
 
 
 def _run(
@@ -230,18 +232,18 @@ def _run(
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it serves and reads its settings again then
     level = logs.configure(process, logs.Settings(options.log_level or "", options.log_format or ""))
-    again = Reread(process, options, make, level)
+    again = Reloader(process, options, make, level)
     try:
         settings = make(options)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(serve(settings, again))
     except (contract.EngineStartError, ValueError) as error:
         print(f"tokenbus: {error}", file=sys.stderr)
-        return EXIT_REFUSED
+        return EXIT_BAD_SETTINGS
     except ConnectionError as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return 1
-    except stopping.StoppedError:
+    except shutdown.StoppedError:
         pass
     return 0
 
@@ -254,7 +256,7 @@ def _loop_factory() -> Any:
     return uvloop.new_event_loop
 
 
-MAKERS: dict[str, Callable[[argparse.Namespace], Any]] = {
+SETTINGS_FACTORIES: dict[str, Callable[[argparse.Namespace], Any]] = {
     "worker": worker.settings_of,
     "router": _router_settings,
     "gateway": gateway.settings_of,

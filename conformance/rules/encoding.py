@@ -4,10 +4,10 @@ import json
 
 import msgspec
 
-from tokenbus.conformance import stream
+from tokenbus.conformance import stream_checks
+from tokenbus.conformance.assertions import BrokenError, expect
 from tokenbus.conformance.exchange import Exchange
-from tokenbus.conformance.probe import MSGPACK, Probe, brief_request
-from tokenbus.conformance.verdict import BrokenError, expect
+from tokenbus.conformance.probe import MSGPACK, Probe, short_request
 
 _OPTIONAL = (
     "id", "messages", "token_ids", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
@@ -35,29 +35,29 @@ _NOT_FINITE = {
 
 async def msgpack(probe: Probe) -> None:
     """A MessagePack request is answered in MessagePack."""
-    answer = await probe.ask(brief_request(), content_type=MSGPACK)
-    stream.check_fields(answer.messages)
-    stream.check_numbers(answer.messages)
+    answer = await probe.ask(short_request(), content_type=MSGPACK)
+    stream_checks.check_fields(answer.messages)
+    stream_checks.check_numbers(answer.messages)
 
 
 async def content_type(probe: Probe) -> None:
     """The content type is matched whatever its case, parameters ignored."""
     for name in ("Application/MsgPack; charset=binary", "application/msgpack;a=b", "Application/JSON; charset=utf-8"):
-        answer = await probe.ask(brief_request(4), content_type=name)
+        answer = await probe.ask(short_request(4), content_type=name)
         expect(answer.messages[-1].get("error") is None, f"{name} is refused: {answer.messages[-1].get('error')}")
 
 
 async def other_content_type(probe: Probe) -> None:
     """Any other content type is refused in JSON."""
     for name in ("text/plain", "application/cbor"):
-        answer = await probe.ask(brief_request(), content_type=name)
-        stream.check_refusal(answer.messages, "invalid_request")
+        answer = await probe.ask(short_request(), content_type=name)
+        stream_checks.check_refusal(answer.messages, "invalid_request")
 
 
 async def declared_encoding(probe: Probe) -> None:
     """What can't be decoded is answered in the encoding that it declares."""
     answer = await probe.ask(b"\xc1 is never used", content_type=MSGPACK)
-    stream.check_refusal(answer.messages, "invalid_request")
+    stream_checks.check_refusal(answer.messages, "invalid_request")
 
 
 async def null_is_absent(probe: Probe) -> None:
@@ -70,7 +70,7 @@ async def null_is_absent(probe: Probe) -> None:
 async def unknown_fields(probe: Probe) -> None:
     """Unknown fields are ignored, at every depth."""
     message = {"role": "user", "content": "x", "wire-check": {"a": [1]}}
-    for body in (brief_request(2), {"messages": [message], "max_tokens": 2}):
+    for body in (short_request(2), {"messages": [message], "max_tokens": 2}):
         answer = await probe.ask({**body, "wire-check": {"deep": [1, None]}, "routing": {"wire-check": 1}})
         if (answer.messages[-1].get("error") or {}).get("code") != "unsupported":  # a model without a chat template
             _check_taken(answer, "with unknown fields")
@@ -87,10 +87,10 @@ async def last_key_wins(probe: Probe) -> None:
 async def integral_floats(probe: Probe) -> None:
     """Integral floats are taken as integers, others are refused where an integer is wanted."""
     for encoding in (None, MSGPACK):
-        answer = await probe.ask(brief_request(2) | {"max_tokens": 2.0, "seed": 7.0}, content_type=encoding)
+        answer = await probe.ask(short_request(2) | {"max_tokens": 2.0, "seed": 7.0}, content_type=encoding)
         _check_taken(answer, "with integral floats")
         refused = await probe.ask({"prompt": "x", "max_tokens": 2.5}, content_type=encoding)
-        stream.check_refusal(refused.messages, "invalid_request", param="max_tokens")
+        stream_checks.check_refusal(refused.messages, "invalid_request", param="max_tokens")
 
 
 async def not_finite(probe: Probe) -> None:
@@ -115,10 +115,10 @@ async def wrong_types(probe: Probe) -> None:
     for name, value in cases.items():
         body = {name: value} if name in ("prompt", "token_ids", "messages") else {"prompt": "x", name: value}
         answer = await probe.ask(json.dumps(body).encode())
-        stream.check_refusal(answer.messages, "invalid_request", param=name)
+        stream_checks.check_refusal(answer.messages, "invalid_request", param=name)
 
 
-async def replies_follow(probe: Probe) -> None:
+async def replies_use_request_encoding(probe: Probe) -> None:
     """The replies to models, cancel and resync use their request's encoding too."""
     await probe.call(probe.names.models_for(probe.tenant), {}, content_type=MSGPACK)
     live = await probe.live()
@@ -132,7 +132,7 @@ async def replies_follow(probe: Probe) -> None:
 
 async def _check_invalid(probe: Probe, name: str, payload: bytes, encoding: str | None = None) -> None:
     try:
-        stream.check_refusal((await probe.ask(payload, content_type=encoding)).messages, "invalid_request")
+        stream_checks.check_refusal((await probe.ask(payload, content_type=encoding)).messages, "invalid_request")
     except BrokenError as error:
         raise BrokenError(f"{name}: {error}") from error
 
@@ -154,5 +154,5 @@ RULES = (
     not_finite,
     malformed,
     wrong_types,
-    replies_follow,
+    replies_use_request_encoding,
 )

@@ -4,10 +4,10 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from tokenbus.conformance import stream
+from tokenbus.conformance import stream_checks
+from tokenbus.conformance.assertions import SkippedError, expect
 from tokenbus.conformance.exchange import Exchange, any_tokens
 from tokenbus.conformance.probe import Probe
-from tokenbus.conformance.verdict import SkippedError, expect
 
 _TIMEOUT_MS = 250
 _LATE_MS = 10_000
@@ -30,9 +30,9 @@ async def cancelled(probe: Probe) -> None:
     expect(reply.get("cancelled") is True, f"the answer is {reply}")
     terminal = await live.terminal()
     expect(terminal["finish_reason"] == "cancelled", f"the stream ends with {terminal['finish_reason']}")
-    stream.check_order(live.messages)
-    stream.check_numbers(live.messages)
-    stream.check_usage(live.messages)
+    stream_checks.check_order(live.messages)
+    stream_checks.check_numbers(live.messages)
+    stream_checks.check_usage(live.messages)
 
 
 async def cancelled_without_reply(probe: Probe) -> None:
@@ -42,10 +42,10 @@ async def cancelled_without_reply(probe: Probe) -> None:
     await probe.cancel(live)
     reason = live.messages[-1]["finish_reason"]
     expect(reason == "cancelled", f"the stream ends with {reason}")
-    stream.check_alone(live.messages)
+    stream_checks.check_alone(live.messages)
 
 
-async def cancel_of_nobody(probe: Probe) -> None:
+async def cancel_unknown(probe: Probe) -> None:
     """Nobody answers the cancel of an unknown id, nor of one that has ended."""
     ended = probe.new_id()
     await probe.short(2, id=ended)
@@ -53,7 +53,7 @@ async def cancel_of_nobody(probe: Probe) -> None:
         expect(not await probe.is_answered(probe.cancel_subject(request_id)), f"the cancel of {request_id} is answered")
 
 
-async def cancel_at_once(probe: Probe) -> None:
+async def cancel_immediately(probe: Probe) -> None:
     """A cancel right behind its request ends it, wherever it is by then."""
     for _ in range(4):
         answer = await probe.send(probe.long_request())
@@ -70,39 +70,39 @@ async def deadline(probe: Probe) -> None:
     took_ms = (time.monotonic() - began) * 1e3
     code = (terminal.get("error") or {}).get("code")
     expect(code == "deadline_exceeded", f"the stream ends with {terminal['finish_reason']} {code}")
-    stream.check_error(terminal["error"])
+    stream_checks.check_error(terminal["error"])
     expect(_TIMEOUT_MS - 50 < took_ms < _TIMEOUT_MS + _LATE_MS, f"after {took_ms:.0f} ms with timeout_ms {_TIMEOUT_MS}")
-    stream.check_order(live.messages)
-    stream.check_numbers(live.messages)
+    stream_checks.check_order(live.messages)
+    stream_checks.check_numbers(live.messages)
 
 
-async def gone(probe: Probe) -> None:
+async def client_gone(probe: Probe) -> None:
     """A client that has gone has its requests cancelled within a few seconds."""
-    routing = {"worker_id": probe.served.worker_ids[0]} if probe.served.worker_ids else {}
+    routing = {"worker_id": probe.target.worker_ids[0]} if probe.target.worker_ids else {}
     asked = [await probe.send(probe.long_request(routing=routing)) for _ in range(_NUM_GONE)]
     await any_tokens(asked, _BY_THEN)
     live = [answer for answer in asked if answer.num_tokens]
     expect(bool(live), "none of them has spoken")
     await asyncio.gather(*(probe.stop_listening(answer) for answer in live))
     await asyncio.gather(*(probe.cancel(answer) for answer in asked if answer not in live))
-    reasons = await _ends_of_the_unheard(probe, live)
+    reasons = await _wait_abandoned_ended(probe, live)
     if set(reasons) == {"length"}:
         raise SkippedError("the model had said everything before a client could be missed")
     expect("cancelled" in reasons and "runs" not in reasons, f"{sum(_GONE_S):g} s later: {', '.join(reasons)}")
 
 
-async def _ends_of_the_unheard(probe: Probe, live: Sequence[Exchange]) -> list[str]:
+async def _wait_abandoned_ended(probe: Probe, live: Sequence[Exchange]) -> list[str]:
     """Waits until streams that nobody listens to have ended, and tells how. Gives up on one that still runs."""
     reasons: list[str] = []
     for wait_s in _GONE_S:
         await asyncio.sleep(wait_s)
-        reasons = await asyncio.gather(*(_how_it_ended(probe, answer) for answer in live))
+        reasons = await asyncio.gather(*(_abandoned_finish_reason(probe, answer) for answer in live))
         if "runs" not in reasons:
             break
     return reasons
 
 
-async def _how_it_ended(probe: Probe, answer: Exchange) -> str:
+async def _abandoned_finish_reason(probe: Probe, answer: Exchange) -> str:
     """The finish reason of a stream that nobody listens to, before and after; `runs` if it has not ended."""
     assert answer.request_id is not None
     again = await probe.listen(answer.inbox, msgpack=False)
@@ -113,4 +113,4 @@ async def _how_it_ended(probe: Probe, answer: Exchange) -> str:
     return str((await again.terminal())["finish_reason"]) if again.is_ended else "runs"
 
 
-RULES = (cancelled, cancelled_without_reply, cancel_of_nobody, cancel_at_once, deadline, gone)
+RULES = (cancelled, cancelled_without_reply, cancel_unknown, cancel_immediately, deadline, client_gone)

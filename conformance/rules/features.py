@@ -1,9 +1,9 @@
 """Rules of what only some models can do: done as the wire says, or refused as unsupported."""
 
-from tokenbus.conformance import shape, shapes, stream
+from tokenbus.conformance import field_types, schemas, stream_checks
+from tokenbus.conformance.assertions import BrokenError, SkippedError, expect, shorten
 from tokenbus.conformance.exchange import Exchange
-from tokenbus.conformance.probe import Probe, brief_request, check_served
-from tokenbus.conformance.verdict import BrokenError, SkippedError, brief, expect
+from tokenbus.conformance.probe import Probe, short_request, skip_if_unsupported
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 _TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
@@ -22,13 +22,13 @@ _ASKED: dict[str, object] = {
 }
 
 
-async def done_or_unsupported(probe: Probe) -> None:
+async def supported_or_refused(probe: Probe) -> None:
     """What a model can't do is refused as unsupported, and param names the field."""
     for name, value in _ASKED.items():
         answer = await probe.ask({"prompt": "x", "max_tokens": 4, name: value})
         if answer.messages[-1].get("error") is not None:
             try:
-                stream.check_refusal(answer.messages[-1:], "unsupported", param=name)
+                stream_checks.check_refusal(answer.messages[-1:], "unsupported", param=name)
             except BrokenError as error:
                 raise BrokenError(f"{name}: {error}") from error
 
@@ -43,11 +43,11 @@ async def chat(probe: Probe) -> None:
 
 async def pinned(probe: Probe) -> None:
     """routing.worker_id pins a request to that worker."""
-    if not probe.served.worker_ids:
+    if not probe.target.worker_ids:
         raise SkippedError("the models reply names no workers")
-    for worker_id in probe.served.worker_ids[:4]:
+    for worker_id in probe.target.worker_ids[:4]:
         seen = (await probe.short(1, routing={"worker_id": worker_id})).messages[-1].get("worker_id")
-        expect(seen == worker_id, f"answered by {brief(seen)} instead of {worker_id}")
+        expect(seen == worker_id, f"answered by {shorten(seen)} instead of {worker_id}")
 
 
 async def logprobs(probe: Probe) -> None:
@@ -56,7 +56,7 @@ async def logprobs(probe: Probe) -> None:
         entries = message.get("logprobs") or []
         expect(len(entries) == message["tokens"], f"{len(entries)} logprobs for {message['tokens']} tokens")
         for entry in entries:
-            shape.check(entry, shapes.LOGPROB, "a logprob")
+            field_types.check(entry, schemas.LOGPROB, "a logprob")
             expect(len(entry["top"]) <= 2, f"{len(entry['top'])} alternatives instead of 2")
 
 
@@ -65,14 +65,14 @@ async def progress(probe: Probe) -> None:
     answer = await _served(probe, return_progress=True)
     told = [message["progress"] for message in answer.messages if message.get("progress") is not None]
     for report in told:
-        shape.check(report, shapes.PROGRESS, "progress")
+        field_types.check(report, schemas.PROGRESS, "progress")
         expect(report["processed_tokens"] <= report["prompt_tokens"], f"beyond the prompt: {report}")
 
 
 async def explained(probe: Probe) -> None:
     """routing.explain says in the terminal why the worker was chosen."""
     terminal = (await _served(probe, routing={"explain": True})).messages[-1]
-    shape.check(terminal.get("routing"), shapes.ROUTING, "routing")
+    field_types.check(terminal.get("routing"), schemas.ROUTING, "routing")
     chosen = terminal["routing"]["chosen"]
     expect(chosen == terminal.get("worker_id"), f"chosen {chosen}, answered by {terminal.get('worker_id')}")
 
@@ -84,7 +84,7 @@ async def resumed(probe: Probe) -> None:
     text_offset = next(message["text_offset"] for message in whole.messages if message["offset"] == len(held))
     answer = await _served(probe, resume_from={"token_ids": held, "text_offset": text_offset})
     rest = whole.text.encode()[text_offset:].decode()
-    expect(answer.text == rest, f"{brief(answer.text)} instead of {brief(rest)}")
+    expect(answer.text == rest, f"{shorten(answer.text)} instead of {shorten(rest)}")
     spoken = next(message for message in answer.messages if message["tokens"])
     expect(spoken["offset"] == len(held), f"offset {spoken['offset']} behind {len(held)} tokens")
     seen, expected = (answer_.messages[-1]["usage"]["completion_tokens"] for answer_ in (answer, whole))
@@ -93,14 +93,14 @@ async def resumed(probe: Probe) -> None:
 
 async def _served(probe: Probe, **fields: object) -> Exchange:
     """A short answer. Raises SkippedError where the model does not do that."""
-    body = brief_request(16, **fields)
+    body = short_request(16, **fields)
     if "messages" in fields:
         del body["prompt"]
     answer = await probe.ask(body)
-    check_served(answer.messages[-1])
+    skip_if_unsupported(answer.messages[-1])
     error = answer.messages[-1].get("error")
-    expect(error is None, f"it ends with {brief(error)}")
+    expect(error is None, f"it ends with {shorten(error)}")
     return answer
 
 
-RULES = (done_or_unsupported, chat, pinned, logprobs, progress, explained, resumed)
+RULES = (supported_or_refused, chat, pinned, logprobs, progress, explained, resumed)

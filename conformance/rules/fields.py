@@ -2,33 +2,33 @@
 
 import asyncio
 
-from tokenbus.conformance import ranges, stream
+from tokenbus.conformance import ranges, stream_checks
+from tokenbus.conformance.assertions import BrokenError, Message, SkippedError, expect, shorten
 from tokenbus.conformance.exchange import Exchange
 from tokenbus.conformance.probe import MSGPACK, Probe
-from tokenbus.conformance.verdict import BrokenError, Message, SkippedError, brief, expect
 
-_AT_ONCE = 8
+_CONCURRENCY = 8
 """Requests that are sent together: more might meet a limit of the tenant."""
-_CODES_OF_NOBODY = ("model_not_found", "no_worker")
+_UNKNOWN_MODEL_CODES = ("model_not_found", "no_worker")
 
 
 async def at_the_limits(probe: Probe) -> None:
     """Every value at the limit of its documented range is taken."""
-    cases = [(limits.field, value) for limits in ranges.LIMITS for value in limits.taken]
+    cases = [(limits.field, value) for limits in ranges.LIMITS for value in limits.accepted]
     for (field, value), answer in zip(cases, await _ask_all(probe, cases), strict=True):
         error = answer.messages[-1].get("error") or {}
         is_refused = error.get("code") == "invalid_request"
-        expect(not is_refused, f"{field} {brief(value)} is refused: {error.get('message')}")
+        expect(not is_refused, f"{field} {shorten(value)} is refused: {error.get('message')}")
 
 
 async def beyond_the_limits(probe: Probe) -> None:
     """Every value beyond its range is refused as invalid_request, and param names the field."""
-    cases = [(limits.field, value) for limits in ranges.LIMITS for value in limits.refused]
+    cases = [(limits.field, value) for limits in ranges.LIMITS for value in limits.rejected]
     for (field, value), answer in zip(cases, await _ask_all(probe, cases), strict=True):
         try:
-            stream.check_refusal(answer.messages, "invalid_request", param=field)
+            stream_checks.check_refusal(answer.messages, "invalid_request", param=field)
         except BrokenError as error:
-            raise BrokenError(f"{field} {brief(value)}: {error}") from error
+            raise BrokenError(f"{field} {shorten(value)}: {error}") from error
 
 
 async def one_prompt(probe: Probe) -> None:
@@ -38,7 +38,7 @@ async def one_prompt(probe: Probe) -> None:
     for names in wrong:
         answer = await probe.ask({"max_tokens": 1, **{name: forms[name] for name in names}})
         try:
-            stream.check_refusal(answer.messages, "invalid_request")
+            stream_checks.check_refusal(answer.messages, "invalid_request")
         except BrokenError as error:
             raise BrokenError(f"with {' and '.join(names) or 'none of them'}: {error}") from error
 
@@ -46,27 +46,27 @@ async def one_prompt(probe: Probe) -> None:
 async def token_ids_as_they_are(probe: Probe) -> None:
     """token_ids are the prompt as it is."""
     answer = await probe.ask({"token_ids": [1, 2, 3, 4, 5], "max_tokens": 1})
-    stream.check_usage(answer.messages)
+    stream_checks.check_usage(answer.messages)
     seen = answer.messages[-1]["usage"]["prompt_tokens"]
     expect(seen == 5, f"prompt_tokens {seen} for 5 token ids")
 
 
 async def too_long(probe: Probe) -> None:
     """A prompt that leaves no room for one token in the context is prompt_too_long."""
-    count = probe.served.context_length
-    if count + 100 > probe.served.max_request_bytes:
+    count = probe.target.context_length
+    if count + 100 > probe.target.max_request_bytes:
         raise SkippedError(f"{count} token ids do not fit a request")
     answer = await probe.ask({"token_ids": [1] * count, "max_tokens": 1}, content_type=MSGPACK)
-    stream.check_refusal(answer.messages, "prompt_too_long")
+    stream_checks.check_refusal(answer.messages, "prompt_too_long")
 
 
 async def too_large(probe: Probe) -> None:
     """A message above max_request_bytes is refused as payload_too_large."""
-    size = probe.served.max_request_bytes + 1
+    size = probe.target.max_request_bytes + 1
     if size + 4_096 > probe.link.max_payload:
         raise SkippedError("max_request_bytes is the broker's own limit")
     answer = await probe.ask(b'{"prompt": "' + b"x" * size + b'"}')
-    stream.check_refusal(answer.messages, "payload_too_large")
+    stream_checks.check_refusal(answer.messages, "payload_too_large")
 
 
 async def unknown_model(probe: Probe) -> None:
@@ -74,13 +74,13 @@ async def unknown_model(probe: Probe) -> None:
     subject = probe.names.generate(probe.new_id(), probe.tenant)
     answer = await probe.send({"prompt": "x"}, subject=subject)
     await answer.terminal(timeout_s=2.0)
-    stream.check_refusal(answer.messages, *_CODES_OF_NOBODY)
+    stream_checks.check_refusal(answer.messages, *_UNKNOWN_MODEL_CODES)
 
 
 async def _ask_all(probe: Probe, cases: list[tuple[str, object]]) -> list[Exchange]:
     answers: list[Exchange] = []
-    for at in range(0, len(cases), _AT_ONCE):
-        bodies = [{"prompt": "x", "max_tokens": 1, field: value} for field, value in cases[at : at + _AT_ONCE]]
+    for at in range(0, len(cases), _CONCURRENCY):
+        bodies = [{"prompt": "x", "max_tokens": 1, field: value} for field, value in cases[at : at + _CONCURRENCY]]
         answers += await asyncio.gather(*(probe.ask(body) for body in bodies))
     return answers
 

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from tokenbus.conformance import shapes, stream
-from tokenbus.conformance.probe import Probe, brief_request
-from tokenbus.conformance.verdict import brief, expect
+from tokenbus.conformance import schemas, stream_checks
+from tokenbus.conformance.assertions import expect, shorten
+from tokenbus.conformance.probe import Probe, short_request
 
 _LONGEST_ID = 128
 _SILENCE_S = 0.6
@@ -13,7 +13,7 @@ _SILENCE_S = 0.6
 async def id_echoed(probe: Probe) -> None:
     """Every message carries the request's id."""
     longest = probe.new_id().ljust(_LONGEST_ID, "x")
-    stream.check_ids((await probe.short(id=longest)).messages, longest)
+    stream_checks.check_ids((await probe.short(id=longest)).messages, longest)
 
 
 async def id_in_refusal(probe: Probe) -> None:
@@ -21,26 +21,26 @@ async def id_in_refusal(probe: Probe) -> None:
     request_id = probe.new_id()
     for wrong in ({"temperature": -1}, {"max_tokens": "many"}, {"prompt": 5}):
         answer = await probe.ask({"id": request_id, "prompt": "x", **wrong})
-        stream.check_refusal(answer.messages, "invalid_request")
-        stream.check_ids(answer.messages, request_id)
+        stream_checks.check_refusal(answer.messages, "invalid_request")
+        stream_checks.check_ids(answer.messages, request_id)
 
 
 async def id_unreadable(probe: Probe) -> None:
     """A refusal whose id could not be read has an empty one."""
-    stream.check_ids((await probe.ask(b"not a message")).messages, "")
+    stream_checks.check_ids((await probe.ask(b"not a message")).messages, "")
 
 
-async def id_made(probe: Probe) -> None:
+async def id_generated(probe: Probe) -> None:
     """An absent id is made, valid and never the same."""
     made = [(await probe.short(1)).messages for _ in range(2)]
     for messages in made:
         request_id = messages[0].get("id")
-        expect(shapes.REQUEST_ID.holds(request_id), f"the id made is {brief(request_id)}")
-        stream.check_ids(messages, str(request_id))
+        expect(schemas.REQUEST_ID.holds(request_id), f"the id made is {shorten(request_id)}")
+        stream_checks.check_ids(messages, str(request_id))
     expect(made[0][0]["id"] != made[1][0]["id"], f"twice the same id was made: {made[0][0]['id']}")
 
 
-async def id_again(probe: Probe) -> None:
+async def id_reused(probe: Probe) -> None:
     """An id may be used again once its stream has ended."""
     request_id = probe.new_id()
     for _ in range(3):
@@ -49,28 +49,28 @@ async def id_again(probe: Probe) -> None:
         expect(error is None, f"an id whose stream has ended is refused: {error}")
 
 
-async def duplicate_elsewhere(probe: Probe) -> None:
+async def duplicate_other_inbox(probe: Probe) -> None:
     """An id in flight is refused as duplicate_request on another reply subject."""
     live = await probe.live()
-    twin = await probe.ask(brief_request(4, id=live.request_id))
-    stream.check_refusal(twin.messages, "duplicate_request")
+    twin = await probe.ask(short_request(4, id=live.request_id))
+    stream_checks.check_refusal(twin.messages, "duplicate_request")
     await probe.cancel(live)
-    stream.check_order(live.messages)
-    stream.check_numbers(live.messages)
+    stream_checks.check_order(live.messages)
+    stream_checks.check_numbers(live.messages)
 
 
-async def duplicate_here(probe: Probe) -> None:
+async def duplicate_same_inbox(probe: Probe) -> None:
     """An id in flight that comes again with the same reply subject brings nothing there."""
     live = await probe.live()
     await probe.publish(probe.subject, b'{"prompt": "x", "id": "%s"}' % str(live.request_id).encode(), live.inbox)
     await asyncio.sleep(0.3)
     await probe.cancel(live)
     await asyncio.sleep(_SILENCE_S)
-    stream.check_order(live.messages)
-    stream.check_numbers(live.messages)
+    stream_checks.check_order(live.messages)
+    stream_checks.check_numbers(live.messages)
 
 
-async def no_inbox(probe: Probe) -> None:
+async def reply_not_inbox(probe: Probe) -> None:
     """Nothing is published to a reply subject that is no inbox, whatever was asked."""
     nonce = probe.new_id()
     strange = {
@@ -85,7 +85,7 @@ async def no_inbox(probe: Probe) -> None:
             await probe.publish(subject, payload, reply)
     await asyncio.sleep(_SILENCE_S)
     for victim, reply in zip(victims, strange.values(), strict=True):
-        expect(not victim.received, f"{len(victim.received)} messages came to {reply}: {brief(victim.received[:1])}")
+        expect(not victim.received, f"{len(victim.received)} messages came to {reply}: {shorten(victim.received[:1])}")
     expect(not live.is_ended, "a cancel whose reply subject is no inbox was carried out")
 
 
@@ -102,7 +102,7 @@ def _messages(probe: Probe, request_id: str) -> list[tuple[str, bytes]]:
     return [
         (probe.subject, b'{"prompt": "x", "max_tokens": 1}'),
         (probe.subject, b"not a message"),
-        (probe.names.embed(probe.served.model, probe.tenant), b'{"input": "x"}'),
+        (probe.names.embed(probe.target.model, probe.tenant), b'{"input": "x"}'),
         (probe.names.models_for(probe.tenant), b""),
         (probe.resync_subject(request_id), b'{"offset": 0}'),
         (probe.cancel_subject(request_id), b""),
@@ -113,10 +113,10 @@ RULES = (
     id_echoed,
     id_in_refusal,
     id_unreadable,
-    id_made,
-    id_again,
-    duplicate_elsewhere,
-    duplicate_here,
-    no_inbox,
+    id_generated,
+    id_reused,
+    duplicate_other_inbox,
+    duplicate_same_inbox,
+    reply_not_inbox,
     no_reply_subject,
 )

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from tokenbus.conformance import shape, shapes, stream
-from tokenbus.conformance.probe import Probe, brief_request
-from tokenbus.conformance.verdict import Message, brief, expect
+from tokenbus.conformance import field_types, schemas, stream_checks
+from tokenbus.conformance.assertions import Message, expect, shorten
+from tokenbus.conformance.probe import Probe, short_request
 from tokenbus.protocol.wire.subjects import DEFAULT_TENANT
 
 _OTHER_TENANT = "wire-check.é"
@@ -18,7 +18,7 @@ async def models(probe: Probe) -> None:
 
 async def models_limit(probe: Probe) -> None:
     """max_request_bytes is within what the broker takes."""
-    most = probe.served.max_request_bytes
+    most = probe.target.max_request_bytes
     expect(most <= probe.link.max_payload, f"{most} is above the broker's {probe.link.max_payload}")
 
 
@@ -28,10 +28,10 @@ async def models_of_tenant(probe: Probe) -> None:
         check_models(await probe.call(probe.names.models_for(tenant), {}))
 
 
-async def tenants_apart(probe: Probe) -> None:
+async def tenants_isolated(probe: Probe) -> None:
     """The same id may run in two tenants at once."""
     mine = await probe.live()
-    theirs = await probe.ask(brief_request(8, id=mine.request_id), tenant=_OTHER_TENANT)
+    theirs = await probe.ask(short_request(8, id=mine.request_id), tenant=_OTHER_TENANT)
     error = theirs.messages[-1].get("error")
     expect(error is None, f"the second one is refused: {error}")
     expect(not mine.is_ended, "the end of one tenant's request ended the other's")
@@ -45,22 +45,22 @@ async def tenants_cancels(probe: Probe) -> None:
         expect(not await probe.is_answered(subject, {"offset": 0}, 0.3), f"{subject} is answered")
     expect(not mine.is_ended, "another tenant's cancel ended the request")
     await probe.cancel(mine)
-    stream.check_numbers(mine.messages)
+    stream_checks.check_numbers(mine.messages)
 
 
 async def default_tenant(probe: Probe) -> None:
     """The form of a subject without a tenant means tenant default."""
     mine = await probe.live(tenant=DEFAULT_TENANT)
-    body = brief_request(4, id=mine.request_id)
-    twin = await probe.send(body, subject=f"{probe.names.generate(probe.served.model)}.{DEFAULT_TENANT}")
+    body = short_request(4, id=mine.request_id)
+    twin = await probe.send(body, subject=f"{probe.names.generate(probe.target.model)}.{DEFAULT_TENANT}")
     await twin.terminal()
-    stream.check_refusal(twin.messages, "duplicate_request")
+    stream_checks.check_refusal(twin.messages, "duplicate_request")
 
 
 async def embed(probe: Probe) -> None:
     """embed answers once, with embeddings or with an error, under the request's id."""
     request_id = probe.new_id()
-    subject = probe.names.embed(probe.served.model, probe.tenant)
+    subject = probe.names.embed(probe.target.model, probe.tenant)
     exchange = await probe.send({"id": request_id, "input": ["one", "two"]}, subject=subject)
     await exchange.first("an answer")
     await asyncio.sleep(0.2)
@@ -70,35 +70,44 @@ async def embed(probe: Probe) -> None:
 
 async def embed_invalid(probe: Probe) -> None:
     """A malformed embed is answered with {id, error}."""
-    reply = await probe.call(probe.names.embed(probe.served.model, probe.tenant), b"not a message")
-    stream.check_error(reply.get("error"))
-    expect(isinstance(reply.get("id"), str), f"the id is {brief(reply.get('id'))}")
+    reply = await probe.call(probe.names.embed(probe.target.model, probe.tenant), b"not a message")
+    stream_checks.check_error(reply.get("error"))
+    expect(isinstance(reply.get("id"), str), f"the id is {shorten(reply.get('id'))}")
 
 
 def check_models(reply: Message) -> None:
     """The whole reply; where it is truncated the cards may be missing."""
-    shape.check(reply, {"models": shape.list_of(shape.MAP)}, "the reply")
-    shape.check(reply.get("limits"), shapes.LIMITS, "limits")
+    field_types.check(reply, {"models": field_types.list_of(field_types.MAP)}, "the reply")
+    field_types.check(reply.get("limits"), schemas.LIMITS, "limits")
     for served in reply["models"]:
-        shape.check(served, shapes.SERVED, "a model")
+        field_types.check(served, schemas.SERVED, "a model")
         cards = served.get("workers")
-        expect(isinstance(cards, list) or reply.get("truncated") is True, f"workers is {brief(cards)}")
+        expect(isinstance(cards, list) or reply.get("truncated") is True, f"workers is {shorten(cards)}")
         for card in cards or []:
-            shape.check(card, shapes.CARD, "a card")
-            shape.check(card.get("load"), shapes.LOAD, "a card's load")
+            field_types.check(card, schemas.CARD, "a card")
+            field_types.check(card.get("load"), schemas.LOAD, "a card's load")
             expect(card["model"] == served["model"], f"a card of {card['model']} below {served['model']}")
 
 
 def check_embeddings(reply: Message, request_id: str, count: int) -> None:
-    expect(reply.get("id") == request_id, f"the id is {brief(reply.get('id'))}")
+    expect(reply.get("id") == request_id, f"the id is {shorten(reply.get('id'))}")
     if reply.get("error") is not None:
-        stream.check_error(reply["error"])
+        stream_checks.check_error(reply["error"])
         return
     rows = reply.get("embeddings")
-    expect(shape.list_of(shape.list_of(shape.NUMBER)).holds(rows), f"embeddings is {brief(rows)}")
+    expect(field_types.list_of(field_types.list_of(field_types.NUMBER)).holds(rows), f"embeddings is {shorten(rows)}")
     assert isinstance(rows, list)
     expect(len(rows) == count, f"{len(rows)} embeddings for {count} inputs")
-    shape.check(reply, {"model": shape.NAME, "usage": shape.MAP}, "the reply")
+    field_types.check(reply, {"model": field_types.NAME, "usage": field_types.MAP}, "the reply")
 
 
-RULES = (models, models_limit, models_of_tenant, tenants_apart, tenants_cancels, default_tenant, embed, embed_invalid)
+RULES = (
+    models,
+    models_limit,
+    models_of_tenant,
+    tenants_isolated,
+    tenants_cancels,
+    default_tenant,
+    embed,
+    embed_invalid,
+)

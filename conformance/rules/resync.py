@@ -2,10 +2,10 @@
 
 import asyncio
 
-from tokenbus.conformance import repeats, stream
+from tokenbus.conformance import replayed, stream_checks
+from tokenbus.conformance.assertions import Message, expect
 from tokenbus.conformance.exchange import Exchange
 from tokenbus.conformance.probe import Probe
-from tokenbus.conformance.verdict import Message, expect
 
 _SETTLE_S = 0.5
 
@@ -16,13 +16,13 @@ async def live_stream(probe: Probe) -> None:
     await live.tokens(12)
     since, until = _some_offset(live.messages), live.num_tokens
     await _resync(probe, live, since)
-    await live.until(lambda: bool(repeats.part(live.messages[-400:]).again), "anything again", 5.0)
+    await live.until(lambda: bool(replayed.split_replayed(live.messages[-400:]).replayed), "anything again", 5.0)
     await probe.cancel(live)
     await asyncio.sleep(_SETTLE_S)
-    parted = repeats.part(live.messages)
-    repeats.check_again(parted, since, until, ended=False)
-    stream.check_order(parted.fresh)
-    stream.check_numbers(parted.fresh)
+    split = replayed.split_replayed(live.messages)
+    replayed.check_replayed(split, since, until, ended=False)
+    stream_checks.check_order(split.first)
+    stream_checks.check_numbers(split.first)
 
 
 async def ended_stream(probe: Probe) -> None:
@@ -32,7 +32,7 @@ async def ended_stream(probe: Probe) -> None:
     until = ended.num_tokens
     await _resync(probe, ended, since)
     await asyncio.sleep(_SETTLE_S)
-    repeats.check_again(repeats.part(ended.messages), since, until, ended=True)
+    replayed.check_replayed(replayed.split_replayed(ended.messages), since, until, ended=True)
 
 
 async def not_streamed(probe: Probe) -> None:
@@ -59,7 +59,7 @@ async def without_reply(probe: Probe) -> None:
     expect(len(ended.received) == before, f"{len(ended.received) - before} messages were published again")
 
 
-async def not_too_often(probe: Probe) -> None:
+async def rate_limited(probe: Probe) -> None:
     """A stream is published again at most once in 200 ms, and again after that."""
     ended = await probe.short(4, id=probe.new_id())
     for _ in range(3):
@@ -89,4 +89,4 @@ def _expect_terminals(exchange: Exchange, count: int) -> None:
     expect(seen == count, f"{seen} terminals in all instead of {count}")
 
 
-RULES = (live_stream, ended_stream, not_streamed, unknown, without_reply, not_too_often)
+RULES = (live_stream, ended_stream, not_streamed, unknown, without_reply, rate_limited)

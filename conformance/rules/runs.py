@@ -5,11 +5,11 @@ import struct
 
 import xxhash
 
-from tokenbus.conformance import shape, shapes, stream
+from tokenbus.conformance import field_types, schemas, stream_checks
+from tokenbus.conformance.assertions import Message, SkippedError, expect, shorten
 from tokenbus.conformance.exchange import Exchange
 from tokenbus.conformance.probe import Probe
-from tokenbus.conformance.rules.workers import some_workers
-from tokenbus.conformance.verdict import Message, SkippedError, brief, expect
+from tokenbus.conformance.rules.workers import require_workers
 from tokenbus.protocol.wire import subjects
 
 _SILENCE_S = 0.4
@@ -20,12 +20,12 @@ async def run(probe: Probe) -> None:
     own, client = await _run(probe, attempt=3)
     expect(own.get("accepted") is True, f"the run is answered {own}")
     await client.terminal()
-    stream.check_order(client.messages)
+    stream_checks.check_order(client.messages)
     seen = {message["attempt"] for message in client.messages}
     expect(seen == {3}, f"attempts {seen} of a run with attempt 3")
 
 
-async def foreign_epoch(probe: Probe) -> None:
+async def wrong_epoch(probe: Probe) -> None:
     """A run with another epoch is refused, to the router only."""
     own, client = await _run(probe, attempt=1, epoch="1-foreign")
     await _check_refused(own, client)
@@ -43,16 +43,16 @@ async def dropped(probe: Probe) -> None:
     await client.terminal()
 
 
-async def drop_of_spoken(probe: Probe) -> None:
+async def drop_after_first_token(probe: Probe) -> None:
     """drop of an attempt that has spoken is refused, and its stream goes on."""
-    live = await probe.live(routing={"worker_id": some_workers(probe)[0]})
+    live = await probe.live(routing={"worker_id": require_workers(probe)[0]})
     key = subjects.request_key(probe.tenant, str(live.request_id))
     reply = await _drop(probe, key, live.messages[-1]["attempt"])
     expect(reply.get("ok") is False, f"the drop is answered {reply}")
     count = live.num_tokens
     await live.tokens(count + 4)
     await probe.cancel(live)
-    stream.check_order(live.messages)
+    stream_checks.check_order(live.messages)
 
 
 async def tokenizer(probe: Probe) -> None:
@@ -69,15 +69,15 @@ async def tokenize(probe: Probe) -> None:
     reply = await probe.call_internal(_service(probe, "tokenize"), {"text": "Once upon a time"})
     ids = reply.get("token_ids")
     is_packed = isinstance(ids, bytes) and len(ids) > 0 and len(ids) % 4 == 0
-    expect(is_packed or shape.list_of(shape.COUNT).holds(ids), f"token_ids is {brief(ids)}")
+    expect(is_packed or field_types.list_of(field_types.COUNT).holds(ids), f"token_ids is {shorten(ids)}")
     wrong = await probe.call_internal(_service(probe, "tokenize"), {"text": 5})
-    stream.check_error(wrong.get("error"))
+    stream_checks.check_error(wrong.get("error"))
 
 
 def check_parts(parts: list[Message], digest: str) -> None:
     """All parts of a tokenizer, which came in any order, against the digest that was announced."""
     for message in parts:
-        shape.check(message, shapes.TOKENIZER, "a part")
+        field_types.check(message, schemas.TOKENIZER, "a part")
         expect(message["digest"] == digest, f"a part with digest {message['digest']} instead of {digest}")
     parts = sorted(parts, key=lambda message: int(message["part"]))
     numbers = [message["part"] for message in parts]
@@ -109,7 +109,7 @@ async def _run(
 
 async def _check_refused(own: Message, client: Exchange) -> None:
     expect(own.get("accepted") is False, f"the run is answered {own}")
-    stream.check_error(own.get("error"))
+    stream_checks.check_error(own.get("error"))
     await asyncio.sleep(_SILENCE_S)
     expect(not client.received, f"its client hears of it: {client.received[:1]}")
 
@@ -119,8 +119,8 @@ async def _drop(probe: Probe, key: str, attempt: int) -> Message:
 
 
 async def _card(probe: Probe) -> Message:
-    worker_id = some_workers(probe)[0]
-    heard = await probe.listen(probe.names.card(probe.served.model, worker_id), msgpack=True)
+    worker_id = require_workers(probe)[0]
+    heard = await probe.listen(probe.names.card(probe.target.model, worker_id), msgpack=True)
     await probe.publish(probe.names.discover, b"")
     card = await heard.first(f"the card of {worker_id}")
     await probe.stop_listening(heard)
@@ -128,7 +128,7 @@ async def _card(probe: Probe) -> Message:
 
 
 def _service(probe: Probe, service: str) -> str:
-    return probe.names.worker(probe.served.model, some_workers(probe)[0], service)
+    return probe.names.worker(probe.target.model, require_workers(probe)[0], service)
 
 
-RULES = (run, foreign_epoch, dropped, drop_of_spoken, tokenizer, tokenize)
+RULES = (run, wrong_epoch, dropped, drop_after_first_token, tokenizer, tokenize)

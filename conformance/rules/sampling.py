@@ -1,9 +1,9 @@
 """Rules of what is generated: lengths, stops, seeds. Each is tried alone, since a seed repeats only what runs alone."""
 
-from tokenbus.conformance import stream
+from tokenbus.conformance import stream_checks
+from tokenbus.conformance.assertions import Message, SkippedError, expect, shorten
 from tokenbus.conformance.exchange import Exchange
-from tokenbus.conformance.probe import Probe, brief_request, check_served
-from tokenbus.conformance.verdict import Message, SkippedError, brief, expect
+from tokenbus.conformance.probe import Probe, short_request, skip_if_unsupported
 
 _STOP_CHARACTERS = 3
 
@@ -27,14 +27,14 @@ async def seeded(probe: Probe) -> None:
     _check_equal(await probe.short(24, **fields), await probe.short(24, **fields))
 
 
-async def streamed_or_not(probe: Probe) -> None:
+async def same_when_not_streamed(probe: Probe) -> None:
     """With stream: false the text is the same as when streamed."""
     _check_equal(await probe.short(), await probe.short(stream=False))
 
 
-async def encoded_either_way(probe: Probe) -> None:
+async def same_in_both_encodings(probe: Probe) -> None:
     """JSON and MessagePack bring the same text."""
-    _check_equal(await probe.short(), await probe.ask(brief_request(), content_type="application/msgpack"))
+    _check_equal(await probe.short(), await probe.ask(short_request(), content_type="application/msgpack"))
 
 
 async def stop_string(probe: Probe) -> None:
@@ -46,9 +46,9 @@ async def stop_string(probe: Probe) -> None:
         terminal = answer.messages[-1]
         seen = (terminal.get("finish_reason"), terminal.get("stop_match"))
         expect(seen == ("stop", stop), f"finish_reason, stop_match {seen} for stop {wanted!r}")
-        expect(answer.text == whole[: whole.index(stop)], f"{brief(answer.text)} with stop {stop!r}")
-        stream.check_numbers(answer.messages)
-        stream.check_usage(answer.messages)
+        expect(answer.text == whole[: whole.index(stop)], f"{shorten(answer.text)} with stop {stop!r}")
+        stream_checks.check_numbers(answer.messages)
+        stream_checks.check_usage(answer.messages)
 
 
 async def stop_token(probe: Probe) -> None:
@@ -74,17 +74,17 @@ async def min_tokens(probe: Probe) -> None:
 async def returned_token_ids(probe: Probe) -> None:
     """return_token_ids gives each message exactly `tokens` ids."""
     answer = await probe.short(return_token_ids=True)
-    check_served(answer.messages[-1])
-    stream.check_token_ids(answer.messages)
+    skip_if_unsupported(answer.messages[-1])
+    stream_checks.check_token_ids(answer.messages)
     whole = await probe.short(return_token_ids=True, stream=False)
-    stream.check_token_ids(whole.messages)
+    stream_checks.check_token_ids(whole.messages)
     streamed = [token_id for message in answer.messages for token_id in message.get("token_ids") or []]
     expect(whole.messages[0].get("token_ids") == streamed, "other ids without a stream than with one")
 
 
 async def _token_ids(probe: Probe) -> list[int]:
     answer = await probe.short(return_token_ids=True)
-    check_served(answer.messages[-1])
+    skip_if_unsupported(answer.messages[-1])
     return [token_id for message in answer.messages for token_id in message.get("token_ids") or []]
 
 
@@ -101,28 +101,28 @@ def _middle(text: str) -> str:
     at = len(text) // 2
     piece = text[at : at + _STOP_CHARACTERS]
     if len(piece) < _STOP_CHARACTERS or "\ufffd" in piece:
-        raise SkippedError(f"the model's text has no middle to stop at: {brief(text)}")
+        raise SkippedError(f"the model's text has no middle to stop at: {shorten(text)}")
     return piece
 
 
 def _pinned(probe: Probe) -> Message:
     """A seed repeats on the same build: two workers might not be of one."""
-    workers = probe.served.worker_ids
+    workers = probe.target.worker_ids
     return {"routing": {"worker_id": workers[0]}} if workers else {}
 
 
 def _check_equal(one: Exchange, other: Exchange) -> None:
     for answer in (one, other):
         expect(answer.messages[-1].get("error") is None, f"it ends with {answer.messages[-1].get('error')}")
-    expect(one.text == other.text, f"{brief(one.text)}, and then {brief(other.text)}")
+    expect(one.text == other.text, f"{shorten(one.text)}, and then {shorten(other.text)}")
 
 
 RULES = (
     max_tokens,
     greedy,
     seeded,
-    streamed_or_not,
-    encoded_either_way,
+    same_when_not_streamed,
+    same_in_both_encodings,
     stop_string,
     stop_token,
     min_tokens,

@@ -4,11 +4,11 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
-from tokenbus.conformance import shape, shapes
+from tokenbus.conformance import field_types, schemas
+from tokenbus.conformance.assertions import Message, SkippedError, expect
 from tokenbus.conformance.exchange import Exchange
 from tokenbus.conformance.link import Received
-from tokenbus.conformance.probe import Probe, brief_request
-from tokenbus.conformance.verdict import Message, SkippedError, expect
+from tokenbus.conformance.probe import Probe, short_request
 from tokenbus.protocol.wire import subjects
 
 _WATCH_S = 2.0
@@ -23,23 +23,23 @@ _WATCHES = 3
 
 async def cards(probe: Probe) -> None:
     """Each worker answers discover with its card, on its own subject."""
-    workers = some_workers(probe)
+    workers = require_workers(probe)
     heard = await probe.listen(probe.names.all_cards, msgpack=True)
     await probe.publish(probe.names.discover, b"")
-    model = probe.served.model
+    model = probe.target.model
     await heard.until(
         lambda: set(workers) <= {m.get("worker_id") for m in heard.messages if m.get("model") == model},
         "every worker's card",
     )
     for received, card in zip(heard.received, heard.messages, strict=True):
-        shape.check(card, shapes.CARD, f"the card on {received.subject}")
+        field_types.check(card, schemas.CARD, f"the card on {received.subject}")
         own = probe.names.card(card["model"], card["worker_id"])
         expect(received.subject == own, f"the card of {card['worker_id']} came on {received.subject}")
 
 
 async def heartbeats(probe: Probe) -> None:
     """Each worker's events come on its own subject at least every 250 ms, numbered without gaps."""
-    workers = some_workers(probe)
+    workers = require_workers(probe)
     heard = await probe.listen(probe.names.all_events, msgpack=True)
     known = 0
     for _ in range(_WATCHES):
@@ -51,21 +51,21 @@ async def heartbeats(probe: Probe) -> None:
         speaker = probe.names.parse_worker(received.subject).worker_id
         expect(message.get("worker_id") == speaker, f"{received.subject} speaks for {message.get('worker_id')}")
     for worker_id in workers:
-        check_log(_of(probe, worker_id, heard, 0), worker_id)
-        check_log(_of(probe, worker_id, heard, known), worker_id)
+        check_event_log(_of(probe, worker_id, heard, 0), worker_id)
+        check_event_log(_of(probe, worker_id, heard, known), worker_id)
 
 
 def _of(probe: Probe, worker_id: str, heard: Exchange, since: int) -> list[Message]:
     """The events that one worker has said on its own subject, from one of all that were heard on."""
-    own = probe.names.events(probe.served.model, worker_id)
+    own = probe.names.events(probe.target.model, worker_id)
     told = list(zip(heard.received, heard.messages, strict=True))[since:]
     return [message for received, message in told if received.subject == own]
 
 
 async def epochs(probe: Probe) -> None:
     """A worker's card, events, snapshot and place in the models reply are of one epoch."""
-    worker_id = some_workers(probe)[0]
-    model = probe.served.model
+    worker_id = require_workers(probe)[0]
+    model = probe.target.model
     told = {
         "card": await probe.listen(probe.names.card(model, worker_id), msgpack=True),
         "events": await probe.listen(probe.names.events(model, worker_id), msgpack=True),
@@ -83,60 +83,60 @@ async def epochs(probe: Probe) -> None:
 
 async def events_of_a_request(probe: Probe) -> None:
     """A request is started, spoken before its first token and finished after its terminal, once each."""
-    some_workers(probe)
+    require_workers(probe)
     events = await probe.listen(probe.names.all_events, msgpack=True)
     await asyncio.sleep(2 * _BEAT_S)
     expect(bool(events.received), "no events at all")
-    answer = await probe.ask(brief_request(16, id=probe.new_id()))
+    answer = await probe.ask(short_request(16, id=probe.new_id()))
     key = subjects.request_key(probe.tenant, str(answer.request_id))
     await events.until(lambda: any(key in (m.get("finished") or []) for m in events.messages), f"finished {key}")
-    check_told(key, list(zip(events.received, events.messages, strict=True)), answer)
+    check_request_events(key, list(zip(events.received, events.messages, strict=True)), answer)
 
 
 async def snapshot(probe: Probe) -> None:
     """A snapshot comes in parts of one instant, in its place among the events, and holds the running request."""
-    worker_id = some_workers(probe)[0]
-    events = await probe.listen(probe.names.events(probe.served.model, worker_id), msgpack=True)
+    worker_id = require_workers(probe)[0]
+    events = await probe.listen(probe.names.events(probe.target.model, worker_id), msgpack=True)
     live = await probe.live(routing={"worker_id": worker_id})
-    subject = probe.names.worker(probe.served.model, worker_id, "snapshot")
+    subject = probe.names.worker(probe.target.model, worker_id, "snapshot")
     exchange = await probe.send_internal(subject)
     check_snapshot(await exchange.parts("a snapshot"), subjects.request_key(probe.tenant, str(live.request_id)))
     await asyncio.sleep(2 * _BEAT_S)
     told = [
         (received.order, message["seq"]) for received, message in zip(events.received, events.messages, strict=True)
     ]
-    check_place(exchange.received[0].order, exchange.messages[0]["seq"], told)
+    check_snapshot_order(exchange.received[0].order, exchange.messages[0]["seq"], told)
 
 
-def some_workers(probe: Probe) -> tuple[str, ...]:
+def require_workers(probe: Probe) -> tuple[str, ...]:
     """The workers' names. Raises SkippedError where the models reply has none."""
-    if not probe.served.worker_ids:
+    if not probe.target.worker_ids:
         raise SkippedError("the models reply names no workers")
-    return probe.served.worker_ids
+    return probe.target.worker_ids
 
 
-def check_log(events: Sequence[Message], worker_id: str) -> None:
+def check_event_log(events: Sequence[Message], worker_id: str) -> None:
     """One worker's events over a watch, or over several."""
     for message in events:
-        shape.check(message, shapes.EVENTS, f"an event of {worker_id}")
+        field_types.check(message, schemas.EVENTS, f"an event of {worker_id}")
     for before, after in itertools.pairwise(events):
         if before["epoch"] == after["epoch"]:
             expect(after["seq"] == before["seq"] + 1, f"{worker_id}: event {after['seq']} follows {before['seq']}")
     expect(len(events) >= _LEAST, f"{worker_id}: {len(events)} events in {_WATCH_S:g} s, fewer than {_LEAST}")
 
 
-def check_told(key: str, events: Sequence[tuple[Received, Message]], answer: Exchange) -> None:
+def check_request_events(key: str, events: Sequence[tuple[Received, Message]], answer: Exchange) -> None:
     """What the events say of one request, and when, against its chunks on the same connection."""
     places: dict[str, int] = {}
-    for what in ("started", "spoken", "finished"):
+    for what in ("started", "first_token_sent", "finished"):
         told = [(received.order, message) for received, message in events if key in _named(message, what)]
         expect(len(told) == 1, f"{what} was said {len(told)} times")
         places[what] = told[0][0]
     chunks = list(zip(answer.received, answer.messages, strict=True))
     first = next(received.order for received, message in chunks if message["tokens"])
     last = chunks[-1][0].order
-    expect(places["started"] <= places["spoken"], "spoken came before started")
-    expect(places["spoken"] < first, "the first token came before spoken")
+    expect(places["started"] <= places["first_token_sent"], "first_token_sent came before started")
+    expect(places["first_token_sent"] < first, "the first token came before first_token_sent")
     expect(last < places["finished"], "finished came before the terminal")
 
 
@@ -148,7 +148,7 @@ def _named(message: Message, what: str) -> list[str]:
 def check_snapshot(parts: Sequence[Message], key: str) -> None:
     """All parts, which came in any order."""
     for message in parts:
-        shape.check(message, shapes.SNAPSHOT, "a part")
+        field_types.check(message, schemas.SNAPSHOT, "a part")
     numbers = sorted(message["part"] for message in parts)
     expect(numbers == list(range(parts[0]["parts"])), f"parts {numbers} of {parts[0]['parts']}")
     instants = {(message["epoch"], message["seq"]) for message in parts}
@@ -156,10 +156,10 @@ def check_snapshot(parts: Sequence[Message], key: str) -> None:
     running = {entry["id"]: entry for message in parts for entry in message.get("running") or []}
     expect(key in running, f"{key} is not among the {len(running)} running")
     entry = running[key]
-    expect(entry["spoken"] is True and entry["attempt"] >= 1, f"a request that has spoken is {entry}")
+    expect(entry["first_token_sent"] is True and entry["attempt"] >= 1, f"a request that has spoken is {entry}")
 
 
-def check_place(order: int, seq: int, events: Sequence[tuple[int, int]]) -> None:
+def check_snapshot_order(order: int, seq: int, events: Sequence[tuple[int, int]]) -> None:
     """A snapshot after event `seq` comes behind that event and before the next one. `events` are orders and seqs."""
     expect(bool(events), "no events at all")
     late = [number for place, number in events if place < order and number > seq]

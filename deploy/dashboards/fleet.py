@@ -1,14 +1,14 @@
 """The fleet at a glance: who serves, how much is asked, how full it is, and what goes wrong."""
 
-from deploy.dashboards.promql import OF_MODELS, OF_WORKERS, highest, increase, quantile, rate, total
+from deploy.dashboards.promql import MODEL_FILTER, WORKER_FILTER, increase, max_of, quantile, rate, sum_of
 from deploy.dashboards.spec import MODEL, WORKER, Dashboard, Panel, Query, Row
 
-_HITS = rate("tokenbus_worker_prefix_cache_hits_tokens_total", OF_WORKERS)
-_LOOKED_UP = rate("tokenbus_worker_prefix_cache_queries_tokens_total", OF_WORKERS)
+_HITS = rate("tokenbus_worker_prefix_cache_hits_tokens_total", WORKER_FILTER)
+_LOOKED_UP = rate("tokenbus_worker_prefix_cache_queries_tokens_total", WORKER_FILTER)
 
 _GATEWAY = "tokenbus_gateway"
-_LOST = f"tokenbus_router_workers_lost_total{{{OF_MODELS}}}"
-_READY = highest("tokenbus_router_workers", f'{OF_MODELS},state="ready"', "model")
+_LOST = f"tokenbus_router_workers_lost_total{{{MODEL_FILTER}}}"
+_READY = max_of("tokenbus_router_workers", f'{MODEL_FILTER},state="ready"', "model")
 
 _NOW = (
     Panel(
@@ -17,28 +17,28 @@ _NOW = (
         "the others do, and `tokenbus models` which they are.",
         "short",
         (Query(f"sum ({_READY})"),),
-        "number",
+        "stat",
     ),
     Panel(
         "Requests that run",
         "Requests that have a lane in a worker. If it stays at the number of lanes, workers are full: see what waits.",
         "short",
-        (Query(total("tokenbus_worker_requests_running", OF_WORKERS)),),
-        "number",
+        (Query(sum_of("tokenbus_worker_requests_running", WORKER_FILTER)),),
+        "stat",
     ),
     Panel(
         "Requests that wait for a worker",
         "In the routers' queues. If it does not fall back to 0 between bursts, add workers.",
         "short",
-        (Query(total("tokenbus_router_queue_depth", OF_MODELS)),),
-        "number",
+        (Query(sum_of("tokenbus_router_queue_depth", MODEL_FILTER)),),
+        "stat",
     ),
     Panel(
         "Tokens that are generated",
         "By all workers together. If it falls while requests wait, look at step times in the worker dashboard.",
         "suffix: tok/s",
-        (Query(rate("tokenbus_worker_generation_tokens_total", OF_WORKERS)),),
-        "number",
+        (Query(rate("tokenbus_worker_generation_tokens_total", WORKER_FILTER)),),
+        "stat",
     ),
     Panel(
         "Prompt tokens that were cached",
@@ -46,14 +46,14 @@ _NOW = (
         "caches, and the worker dashboard for evictions.",
         "percentunit",
         (Query(f"{_HITS} / {_LOOKED_UP}"),),
-        "number",
+        "stat",
     ),
     Panel(
         "Alerts that fire",
         "Of deploy/prometheus/rules.yml. If it is not 0, each alert names its heading in docs/operations.md.",
         "short",
         (Query('count(ALERTS{alertname=~"Tokenbus.*",alertstate="firing"}) or vector(0)'),),
-        "number",
+        "stat",
     ),
 )
 
@@ -63,21 +63,21 @@ _LOAD = (
         "If some stay `loading`, their logs say how far the model is; `silent` ones have been lost, and go within "
         "seconds; none `ready` means that requests are refused.",
         "short",
-        (Query(highest("tokenbus_router_workers", OF_MODELS, "model, state"), "{{model}} {{state}}"),),
+        (Query(max_of("tokenbus_router_workers", MODEL_FILTER, "model, state"), "{{model}} {{state}}"),),
         "stacked",
     ),
     Panel(
         "Requests that come in",
         "By model, before anything is refused. If it stops while clients run, routers or the broker can't be reached.",
         "reqps",
-        (Query(rate("tokenbus_router_requests_total", OF_MODELS, "model"), "{{model}}"),),
+        (Query(rate("tokenbus_router_requests_total", MODEL_FILTER, "model"), "{{model}}"),),
     ),
     Panel(
         "Requests that end, by how",
         "If `error` grows, `request_finished` in the workers' logs has the codes; many `cancelled` mean clients that "
         "give up: see what they wait for.",
         "reqps",
-        (Query(rate("tokenbus_worker_requests_total", OF_WORKERS, "finish_reason"), "{{finish_reason}}"),),
+        (Query(rate("tokenbus_worker_requests_total", WORKER_FILTER, "finish_reason"), "{{finish_reason}}"),),
         "stacked",
     ),
     Panel(
@@ -86,8 +86,8 @@ _LOAD = (
         "the streams: see --step-target-ms.",
         "suffix: tok/s",
         (
-            Query(rate("tokenbus_worker_prompt_tokens_total", OF_WORKERS), "prompts"),
-            Query(rate("tokenbus_worker_generation_tokens_total", OF_WORKERS), "answers"),
+            Query(rate("tokenbus_worker_prompt_tokens_total", WORKER_FILTER), "prompts"),
+            Query(rate("tokenbus_worker_generation_tokens_total", WORKER_FILTER), "answers"),
         ),
     ),
     Panel(
@@ -96,8 +96,8 @@ _LOAD = (
         "routers none, requests are pinned to workers, or several routers fill them at once.",
         "short",
         (
-            Query(total("tokenbus_router_queue_depth", OF_MODELS, "model"), "{{model}} in routers"),
-            Query(total("tokenbus_worker_requests_waiting", OF_WORKERS, "model"), "{{model}} in workers"),
+            Query(sum_of("tokenbus_router_queue_depth", MODEL_FILTER, "model"), "{{model}} in routers"),
+            Query(sum_of("tokenbus_worker_requests_waiting", WORKER_FILTER, "model"), "{{model}} in workers"),
         ),
     ),
     Panel(
@@ -105,7 +105,7 @@ _LOAD = (
         "By worker. If one is full and others are not, see whether requests are pinned; if all are, add workers or "
         "--kv-tokens.",
         "percentunit",
-        (Query(highest("tokenbus_worker_kv_usage_ratio", OF_WORKERS, "worker_id"), "{{worker_id}}"),),
+        (Query(max_of("tokenbus_worker_kv_usage_ratio", WORKER_FILTER, "worker_id"), "{{worker_id}}"),),
     ),
 )
 
@@ -115,7 +115,7 @@ _FAULTS = (
         "If it is `overloaded`, add workers; `no_worker`, see why none is ready; `invalid_request` and the like are "
         "clients' mistakes, which the answers explain.",
         "reqps",
-        (Query(rate("tokenbus_router_refusals_total", "", "code"), "{{code}}"),),
+        (Query(rate("tokenbus_router_request_errors_total", "", "code"), "{{code}}"),),
         "stacked",
     ),
     Panel(
@@ -125,7 +125,7 @@ _FAULTS = (
         "short",
         (
             Query(f"max by (model) (increase({_LOST}[$__rate_interval]))", "{{model}} workers lost"),
-            Query(increase("tokenbus_worker_engine_restarts_total", OF_WORKERS, "model"), "{{model}} engines ended"),
+            Query(increase("tokenbus_worker_engine_restarts_total", WORKER_FILTER, "model"), "{{model}} engines ended"),
         ),
     ),
     Panel(
@@ -138,7 +138,7 @@ _FAULTS = (
         "Workers, and what they run",
         "If two of one model differ in version or source, a release is half done.",
         "none",
-        (Query(highest("tokenbus_worker_info", OF_WORKERS, "model, worker_id, engine, engine_version, source")),),
+        (Query(max_of("tokenbus_worker_info", WORKER_FILTER, "model, worker_id, engine, engine_version, source")),),
         "table",
     ),
 )
@@ -151,14 +151,14 @@ _HTTP = (
         "reqps",
         (
             Query(rate(f"{_GATEWAY}_requests_total", "", "status"), "{{status}}"),
-            Query(rate(f"{_GATEWAY}_clients_gone_total", ""), "client gone"),
+            Query(rate(f"{_GATEWAY}_client_disconnects_total", ""), "client gone"),
         ),
     ),
     Panel(
         "Completions over HTTP that are open",
         "By gateway. If one comes to --max-requests the next are refused: start another gateway.",
         "short",
-        (Query(total(f"{_GATEWAY}_requests_open", "", "instance"), "{{instance}}"),),
+        (Query(sum_of(f"{_GATEWAY}_requests_open", "", "instance"), "{{instance}}"),),
     ),
     Panel(
         "Times that HTTP clients see",
@@ -167,7 +167,7 @@ _HTTP = (
         "s",
         (
             Query(quantile(0.95, f"{_GATEWAY}_time_to_first_token_seconds", ""), "first token"),
-            Query(quantile(0.95, f"{_GATEWAY}_request_seconds", ""), "whole request"),
+            Query(quantile(0.95, f"{_GATEWAY}_e2e_request_latency_seconds", ""), "whole request"),
         ),
     ),
     Panel(
@@ -181,13 +181,13 @@ _HTTP = (
     ),
     Panel(
         "Connections of gateways, and those they have ended",
-        "Connections that work have a request, those that wait have none. If many are ended as `gave_way` or "
-        "`slow_head`, somebody opens connections for nothing: `connections_ended` in the log has an address. If it is "
-        "`too_many_of_address` and that is a proxy of yours, see --max-connections-per-address.",
+        "Connections that work have a request, those that wait have none. If many are ended as `evicted` or "
+        "`slow_head`, somebody opens connections for nothing: `connections_closed` in the log has an address. If it is "
+        "`too_many_per_address` and that is a proxy of yours, see --max-connections-per-address.",
         "short",
         (
-            Query(total(f"{_GATEWAY}_connections", "", "state"), "{{state}}"),
-            Query(increase(f"{_GATEWAY}_connections_ended_total", "", "reason"), "{{reason}}"),
+            Query(sum_of(f"{_GATEWAY}_connections", "", "state"), "{{state}}"),
+            Query(increase(f"{_GATEWAY}_connections_closed_total", "", "reason"), "{{reason}}"),
         ),
     ),
 )

@@ -19,7 +19,7 @@ _HIDDEN = ("Time", "Value", "__name__")
 
 def to_json(of: Dashboard) -> str:
     """The text of a dashboard's file."""
-    made = dashboard.Dashboard(of.title).uid(f"tokenbus-{of.name}").description(of.about).tags(["tokenbus"])
+    made = dashboard.Dashboard(of.title).uid(f"tokenbus-{of.name}").description(of.description).tags(["tokenbus"])
     made.timezone("browser").refresh("10s").time("now-30m", "now").tooltip(parts.DashboardCursorSync.CROSSHAIR)
     made.link(dashboard.DashboardLink("Tokenbus").type(parts.DashboardLinkType.DASHBOARDS).tags(["tokenbus"]))
     made.with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
@@ -47,13 +47,13 @@ def _target(query: Query, number: int) -> Any:
     return made.legend_format(query.legend or "__auto")
 
 
-def _begun(builder: Any, panel: Panel, span: int, height: int) -> Any:
+def _base_panel(builder: Any, panel: Panel, span: int, height: int) -> Any:
     """What all shapes have."""
-    return builder.title(panel.title).description(panel.advice).unit(panel.unit).span(span).height(height)
+    return builder.title(panel.title).description(panel.description).unit(panel.unit).span(span).height(height)
 
 
-def _lines(panel: Panel) -> Any:
-    made = _begun(timeseries.Panel(), panel, 8, 8).min(0).line_width(1.5).show_points(values.VisibilityMode.NEVER)
+def _timeseries(panel: Panel) -> Any:
+    made = _base_panel(timeseries.Panel(), panel, 8, 8).min(0).line_width(1.5).show_points(values.VisibilityMode.NEVER)
     made.tooltip(common.VizTooltipOptions().mode(values.TooltipDisplayMode.MULTI))
     made.legend(common.VizLegendOptions().show_legend(True).calcs(["lastNotNull", "max"]))
     for number, query in enumerate(panel.queries):
@@ -62,18 +62,18 @@ def _lines(panel: Panel) -> Any:
 
 
 def _stacked(panel: Panel) -> Any:
-    return _lines(panel).fill_opacity(30).stacking(common.StackingConfig().mode(values.StackingMode.NORMAL))
+    return _timeseries(panel).fill_opacity(30).stacking(common.StackingConfig().mode(values.StackingMode.NORMAL))
 
 
-def _number(panel: Panel) -> Any:
-    made = _begun(stat.Panel(), panel, 4, 4).graph_mode(values.BigValueGraphMode.AREA)
+def _stat(panel: Panel) -> Any:
+    made = _base_panel(stat.Panel(), panel, 4, 4).graph_mode(values.BigValueGraphMode.AREA)
     made.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
     (query,) = panel.queries
     return made.with_target(_target(query, 0).range())
 
 
 def _heatmap(panel: Panel) -> Any:
-    made = _begun(heatmap.Panel(), panel, 12, 8).calculate(False)
+    made = _base_panel(heatmap.Panel(), panel, 12, 8).calculate(False)
     made.y_axis(heatmap.YAxisConfig().unit(panel.unit))
     made.color(heatmap.HeatmapColorOptions().mode(heat.HeatmapColorMode.SCHEME).scheme("Oranges").steps(64))
     (query,) = panel.queries
@@ -81,11 +81,11 @@ def _heatmap(panel: Panel) -> Any:
 
 
 def _table(panel: Panel) -> Any:
-    made = _begun(table.Panel(), panel, 24, 8)
+    made = _base_panel(table.Panel(), panel, 24, 8)
     options: dict[str, object] = {"excludeByName": dict.fromkeys(_HIDDEN, True)}
     made.with_transformation(parts.DataTransformerConfig(id_val="organize", options=options))
     (query,) = panel.queries
     return made.with_target(_target(query, 0).instant().format(PromQueryFormat.TABLE))
 
 
-_SHAPES = {"lines": _lines, "stacked": _stacked, "number": _number, "heatmap": _heatmap, "table": _table}
+_SHAPES = {"timeseries": _timeseries, "stacked": _stacked, "stat": _stat, "heatmap": _heatmap, "table": _table}

@@ -1,6 +1,6 @@
 """What users wait for: the first token, the next ones, and the whole answer; and where that time goes."""
 
-from deploy.dashboards.promql import OF_MODELS, OF_WORKERS, increase, mean, quantile, rate, within
+from deploy.dashboards.promql import MODEL_FILTER, WORKER_FILTER, increase, mean, quantile, rate, share_below
 from deploy.dashboards.spec import MODEL, WORKER, Dashboard, Panel, Query, Row
 
 _P = "tokenbus_worker"
@@ -12,7 +12,9 @@ _WAIT = "tokenbus_router_queue_wait_seconds"
 
 def _quantiles(metric: str) -> tuple[Query, ...]:
     shares = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
-    return tuple(Query(quantile(share, metric, OF_WORKERS, "model"), f"{{{{model}}}} {name}") for name, share in shares)
+    return tuple(
+        Query(quantile(share, metric, WORKER_FILTER, "model"), f"{{{{model}}}} {name}") for name, share in shares
+    )
 
 
 _FIRST = (
@@ -41,21 +43,21 @@ _FIRST = (
         "Their share. If it falls under what you have promised, add workers, or look for what fills them.",
         "percentunit",
         (
-            Query(within(_TTFT, "1.0", OF_WORKERS, "model"), "{{model}} in 1 s"),
-            Query(within(_TTFT, "5.0", OF_WORKERS, "model"), "{{model}} in 5 s"),
+            Query(share_below(_TTFT, "1.0", WORKER_FILTER, "model"), "{{model}} in 1 s"),
+            Query(share_below(_TTFT, "5.0", WORKER_FILTER, "model"), "{{model}} in 5 s"),
         ),
     ),
     Panel(
         "Tokens that came within 100 ms of the one before",
         "Their share. If it falls, streams are read faster than they come.",
         "percentunit",
-        (Query(within(_ITL, "0.1", OF_WORKERS, "model"), "{{model}}"),),
+        (Query(share_below(_ITL, "0.1", WORKER_FILTER, "model"), "{{model}}"),),
     ),
     Panel(
         "Time to the first token, by worker",
         "The slowest in twenty. If one worker is much slower than the others, see its steps in the worker dashboard.",
         "s",
-        (Query(quantile(0.95, _TTFT, OF_WORKERS, "worker_id"), "{{worker_id}}"),),
+        (Query(quantile(0.95, _TTFT, WORKER_FILTER, "worker_id"), "{{worker_id}}"),),
     ),
 )
 
@@ -64,14 +66,14 @@ _SPREAD = (
         "How many first tokens came how fast",
         "If there are two bands, the upper one is of prompts that found no cache, or of requests that waited.",
         "s",
-        (Query(increase(f"{_TTFT}_bucket", OF_WORKERS, "le"), "{{le}}"),),
+        (Query(increase(f"{_TTFT}_bucket", WORKER_FILTER, "le"), "{{le}}"),),
         "heatmap",
     ),
     Panel(
         "How many tokens came how fast after the one before",
         "If a second band appears above the first, those are steps that carry prompts of others.",
         "s",
-        (Query(increase(f"{_ITL}_bucket", OF_WORKERS, "le"), "{{le}}"),),
+        (Query(increase(f"{_ITL}_bucket", WORKER_FILTER, "le"), "{{le}}"),),
         "heatmap",
     ),
 )
@@ -83,9 +85,9 @@ _WHERE = (
         "workers; if prompts are, look for better cache hits.",
         "s",
         (
-            Query(mean(f"{_P}_queue_time_seconds", OF_WORKERS), "waits"),
-            Query(mean(f"{_P}_prefill_time_seconds", OF_WORKERS), "prompt"),
-            Query(mean(f"{_P}_decode_time_seconds", OF_WORKERS), "answer"),
+            Query(mean(f"{_P}_queue_time_seconds", WORKER_FILTER), "waits"),
+            Query(mean(f"{_P}_prefill_time_seconds", WORKER_FILTER), "prompt"),
+            Query(mean(f"{_P}_decode_time_seconds", WORKER_FILTER), "answer"),
         ),
         "stacked",
     ),
@@ -94,8 +96,8 @@ _WHERE = (
         "Comes on top of the time to the first token. If it is not empty for long, add workers.",
         "s",
         (
-            Query(quantile(0.5, _WAIT, OF_MODELS, "model"), "{{model}} p50"),
-            Query(quantile(0.95, _WAIT, OF_MODELS, "model"), "{{model}} p95"),
+            Query(quantile(0.5, _WAIT, MODEL_FILTER, "model"), "{{model}} p50"),
+            Query(quantile(0.95, _WAIT, MODEL_FILTER, "model"), "{{model}} p95"),
         ),
     ),
     Panel(
@@ -104,8 +106,8 @@ _WHERE = (
         "percentunit",
         (
             Query(
-                f"{rate(f'{_WAIT}_count', OF_MODELS, 'model')}"
-                f" / {rate('tokenbus_router_requests_total', OF_MODELS, 'model')}",
+                f"{rate(f'{_WAIT}_count', MODEL_FILTER, 'model')}"
+                f" / {rate('tokenbus_router_requests_total', MODEL_FILTER, 'model')}",
                 "{{model}}",
             ),
         ),

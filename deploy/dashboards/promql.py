@@ -1,46 +1,46 @@
 """The few forms that the expressions have. Windows are Grafana's `$__rate_interval`: at least four scrapes."""
 
-OF_MODELS = 'model=~"$model"'
-OF_WORKERS = 'model=~"$model",worker_id=~"$worker"'
-OF_ROUTERS = 'instance=~"$router"'
-OF_BOTH = f"{OF_MODELS},{OF_ROUTERS}"
+MODEL_FILTER = 'model=~"$model"'
+WORKER_FILTER = 'model=~"$model",worker_id=~"$worker"'
+ROUTER_FILTER = 'instance=~"$router"'
+MODEL_ROUTER_FILTER = f"{MODEL_FILTER},{ROUTER_FILTER}"
 
 
-def rate(metric: str, where: str, by: str = "") -> str:
+def rate(metric: str, selector: str, by: str = "") -> str:
     """Of a counter, a second."""
-    return f"sum{_by(by)} (rate({metric}{{{where}}}[$__rate_interval]))"
+    return f"sum{_by(by)} (rate({metric}{{{selector}}}[$__rate_interval]))"
 
 
-def increase(metric: str, where: str, by: str = "") -> str:
+def increase(metric: str, selector: str, by: str = "") -> str:
     """Of a counter, within the window."""
-    return f"sum{_by(by)} (increase({metric}{{{where}}}[$__rate_interval]))"
+    return f"sum{_by(by)} (increase({metric}{{{selector}}}[$__rate_interval]))"
 
 
-def total(metric: str, where: str, by: str = "") -> str:
+def sum_of(metric: str, selector: str, by: str = "") -> str:
     """Of a level."""
-    return f"sum{_by(by)} ({metric}{{{where}}})"
+    return f"sum{_by(by)} ({metric}{{{selector}}})"
 
 
-def highest(metric: str, where: str, by: str = "") -> str:
+def max_of(metric: str, selector: str, by: str = "") -> str:
     """Of a level that several say: every router counts all workers."""
-    return f"max{_by(by)} ({metric}{{{where}}})"
+    return f"max{_by(by)} ({metric}{{{selector}}})"
 
 
-def quantile(share: float, metric: str, where: str, by: str = "") -> str:
+def quantile(share: float, metric: str, selector: str, by: str = "") -> str:
     """Of the times of a histogram, without its `_bucket`."""
     labels = f"{by}, le" if by else "le"
-    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', where, labels)})"
+    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', selector, labels)})"
 
 
-def mean(metric: str, where: str, by: str = "") -> str:
+def mean(metric: str, selector: str, by: str = "") -> str:
     """Of the times of a histogram."""
-    return f"{rate(f'{metric}_sum', where, by)} / {rate(f'{metric}_count', where, by)}"
+    return f"{rate(f'{metric}_sum', selector, by)} / {rate(f'{metric}_count', selector, by)}"
 
 
-def within(metric: str, bound: str, where: str, by: str = "") -> str:
+def share_below(metric: str, bound: str, selector: str, by: str = "") -> str:
     """Which share of the times of a histogram was no longer than one of its bounds."""
-    below = f'{where},le="{bound}"'
-    return f"{rate(f'{metric}_bucket', below, by)} / {rate(f'{metric}_count', where, by)}"
+    below = f'{selector},le="{bound}"'
+    return f"{rate(f'{metric}_bucket', below, by)} / {rate(f'{metric}_count', selector, by)}"
 
 
 def _by(labels: str) -> str:

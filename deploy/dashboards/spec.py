@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-Shape = Literal["lines", "stacked", "number", "heatmap", "table"]
+Shape = Literal["timeseries", "stacked", "stat", "heatmap", "table"]
 
 
 class Query(NamedTuple):
@@ -18,12 +18,12 @@ class Panel(NamedTuple):
 
     title: str
     """What one sees: a part of a sentence."""
-    advice: str
+    description: str
     """What it means, and what to do when it looks bad."""
     unit: str
     """One of Grafana's."""
     queries: tuple[Query, ...]
-    shape: Shape = "lines"
+    shape: Shape = "timeseries"
 
 
 class Row(NamedTuple):
@@ -48,7 +48,7 @@ class Dashboard(NamedTuple):
     name: str
     """Of its file."""
     title: str
-    about: str
+    description: str
     variables: tuple[Variable, ...]
     rows: tuple[Row, ...]
 

@@ -1,6 +1,6 @@
 """What a worker does: its requests, its steps, its memory and its cache."""
 
-from deploy.dashboards.promql import OF_WORKERS, highest, increase, quantile, rate, total
+from deploy.dashboards.promql import WORKER_FILTER, increase, max_of, quantile, rate, sum_of
 from deploy.dashboards.spec import MODEL, WORKER, Dashboard, Panel, Query, Row
 
 _P = "tokenbus_worker"
@@ -8,7 +8,7 @@ _NAME = "{{worker_id}}"
 
 
 def _rate(metric: str, by: str = "worker_id") -> str:
-    return rate(f"{_P}_{metric}_total", OF_WORKERS, by)
+    return rate(f"{_P}_{metric}_total", WORKER_FILTER, by)
 
 
 _REQUESTS = (
@@ -18,22 +18,22 @@ _REQUESTS = (
         "memory is what is missing.",
         "short",
         (
-            Query(total(f"{_P}_requests_running", OF_WORKERS, "worker_id"), f"{_NAME} runs"),
-            Query(total(f"{_P}_max_num_seqs", OF_WORKERS, "worker_id"), f"{_NAME} can run"),
+            Query(sum_of(f"{_P}_requests_running", WORKER_FILTER, "worker_id"), f"{_NAME} runs"),
+            Query(sum_of(f"{_P}_max_num_seqs", WORKER_FILTER, "worker_id"), f"{_NAME} can run"),
         ),
     ),
     Panel(
         "Requests that wait for a lane",
         "If a worker always has some, it is full: the routers' queue grows next.",
         "short",
-        (Query(total(f"{_P}_requests_waiting", OF_WORKERS, "worker_id"), _NAME),),
+        (Query(sum_of(f"{_P}_requests_waiting", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
         "Prompt tokens that are still to be computed",
         "If it grows on one worker only, its requests find their prefixes there and nowhere else: see the routers' "
         "policy; if on all, prompts come faster than they are computed.",
         "suffix: tok",
-        (Query(total(f"{_P}_queued_prefill_tokens", OF_WORKERS, "worker_id"), _NAME),),
+        (Query(sum_of(f"{_P}_queued_prefill_tokens", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
         "Requests that end, by how",
@@ -65,8 +65,8 @@ _STEPS = (
         "steps of decodes grow, so do the contexts, or the cores are shared with somebody.",
         "s",
         (
-            Query(quantile(0.5, f"{_P}_step_seconds", OF_WORKERS, "kind"), "{{kind}} p50"),
-            Query(quantile(0.95, f"{_P}_step_seconds", OF_WORKERS, "kind"), "{{kind}} p95"),
+            Query(quantile(0.5, f"{_P}_step_seconds", WORKER_FILTER, "kind"), "{{kind}} p50"),
+            Query(quantile(0.95, f"{_P}_step_seconds", WORKER_FILTER, "kind"), "{{kind}} p95"),
         ),
     ),
     Panel(
@@ -93,20 +93,20 @@ _STEPS = (
         "If it climbs without falling, the step hangs: after --step-timeout-s the engine is ended and its streams go "
         "on in a new one.",
         "s",
-        (Query(highest(f"{_P}_step_age_seconds", OF_WORKERS, "worker_id"), _NAME),),
+        (Query(max_of(f"{_P}_step_age_seconds", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
         "Engines that were restarted",
         "If it grows, `engine_died` in the worker's log says why: a request that ends engines, a device that hangs, or "
         "too little memory.",
         "short",
-        (Query(increase(f"{_P}_engine_restarts_total", OF_WORKERS, "worker_id"), _NAME),),
+        (Query(increase(f"{_P}_engine_restarts_total", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
         "Workers that take requests",
         "1 or 0. If a worker stays at 0, its /readyz and its log say why.",
         "short",
-        (Query(highest(f"{_P}_ready", OF_WORKERS, "worker_id"), _NAME),),
+        (Query(max_of(f"{_P}_ready", WORKER_FILTER, "worker_id"), _NAME),),
     ),
 )
 
@@ -116,14 +116,14 @@ _MEMORY = (
         "Used by running requests, cached for the next ones, or free. If nearly all are used, requests wait: raise "
         "--kv-tokens or halve the size of a token with --cache-type-k q8_0.",
         "short",
-        (Query(total(f"{_P}_kv_blocks", OF_WORKERS, "worker_id, state"), f"{_NAME} {{{{state}}}}"),),
+        (Query(sum_of(f"{_P}_kv_blocks", WORKER_FILTER, "worker_id, state"), f"{_NAME} {{{{state}}}}"),),
         "stacked",
     ),
     Panel(
         "Device memory for keys and values",
         "0 where it is not known. If it differs between workers of one model, so do their settings.",
         "bytes",
-        (Query(total(f"{_P}_kv_bytes", OF_WORKERS, "worker_id"), _NAME),),
+        (Query(sum_of(f"{_P}_kv_bytes", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
         "Prompt tokens that were cached",
@@ -147,7 +147,7 @@ _MEMORY = (
         "Sequences that lost their place",
         "Preempted for want of room, to go on later. If it is more than now and then, lower --kv-overcommit.",
         "short",
-        (Query(increase(f"{_P}_preemptions_total", OF_WORKERS, "worker_id"), _NAME),),
+        (Query(increase(f"{_P}_preemptions_total", WORKER_FILTER, "worker_id"), _NAME),),
     ),
 )
 

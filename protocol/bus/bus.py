@@ -33,7 +33,7 @@ class NoRespondersError(LookupError):
     """Nobody listens on the subject."""
 
 
-class BusyError(RuntimeError):
+class OutboundBufferLimitError(RuntimeError):
     """More is waiting to be written than may wait; nothing was sent."""
 
 
@@ -44,7 +44,7 @@ class Subscription(Protocol):
 class Bus(Protocol):
     """One process's connection to the broker; the guarantees are this module's docstring."""
 
-    on_denied: Callable[[str], None]
+    on_permissions_violation: Callable[[str], None]
     """Called with the broker's words where its permissions forbid a subject."""
     on_reconnect: Callable[[], None]
     """Called after the connection has been made again."""
@@ -55,12 +55,12 @@ class Bus(Protocol):
     def is_connected(self) -> bool: ...
 
     @property
-    def heard_at(self) -> float:
+    def last_received_at(self) -> float:
         """When something last came from the broker, by `time.monotonic`."""
         ...
 
     @property
-    def answered_at(self) -> float:
+    def confirmed_at(self) -> float:
         """When the last ping that the broker has answered was sent, by `protocol.clock`: everything published before
         that has reached the broker."""
         ...
@@ -78,7 +78,7 @@ class Bus(Protocol):
         """Sends a message, at the end of this loop turn, together with everything else published in it.
 
         While the broker is away it waits for it.
-        Raises BadSubjectError, PayloadTooLargeError and BusyError; ConnectionError once closed."""
+        Raises BadSubjectError, PayloadTooLargeError and OutboundBufferLimitError; ConnectionError once closed."""
         ...
 
     async def subscribe(self, subject: str, callback: Callback, queue: str = "") -> Subscription:
@@ -100,7 +100,7 @@ class Bus(Protocol):
         connection by then has been read. Raises TimeoutError, ConnectionError."""
         ...
 
-    async def until_refused(self) -> None:
+    async def wait_closed(self) -> None:
         """Waits for ever, or raises ConnectionError when the broker has closed the connection for good."""
         ...
 

@@ -74,7 +74,7 @@ class Credentials:
         return keys
 
 
-def is_readable_by_all(path: str) -> bool:
+def is_world_readable(path: str) -> bool:
     """Whether a file of secrets is open to everybody on this machine."""
     return os.name == "posix" and os.path.exists(path) and bool(os.stat(path).st_mode & stat.S_IROTH)
 

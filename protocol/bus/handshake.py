@@ -20,19 +20,19 @@ from tokenbus.protocol.bus.credentials import Credentials
 from tokenbus.protocol.bus.tls import Tls
 
 
-class RefusedError(ConnectionError):
+class BrokerRefusedError(ConnectionError):
     """A broker is there and this process may not speak with it: trying again won't help. Begins with a verb whose
     subject is the broker, and says what to do."""
 
 
-class Client(client.Client):
+class HandshakeClient(client.Client):
     """nats-py's, with these edges closed. Files are read at each connect, since they may have been renewed."""
 
     def __init__(self, url: str, credentials: Credentials, tls: Tls) -> None:
         super().__init__()
         self._credentials = credentials
         self._tls = tls
-        self._insists_on_tls = tls.is_wanted or url.startswith("tls://")
+        self._insists_on_tls = tls.is_enabled or url.startswith("tls://")
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
@@ -75,10 +75,12 @@ class Client(client.Client):
     def _agree_on_tls(self, info: dict[str, Any]) -> None:
         if self._insists_on_tls:
             if not info.get("tls_required") and not info.get("tls_available"):
-                raise RefusedError("does not speak TLS: switch it on there, or use a nats:// URL and no --nats-ca")
+                raise BrokerRefusedError(
+                    "does not speak TLS: switch it on there, or use a nats:// URL and no --nats-ca"
+                )
             info["tls_required"] = True  # of a broker that offers it, nats-py would make no use
         if info.get("tls_required") and info.get("tls_verify") and not self._tls.cert_file:
-            raise RefusedError("asks for a certificate: pass --nats-cert FILE and --nats-key FILE")
+            raise BrokerRefusedError("asks for a certificate: pass --nats-cert FILE and --nats-key FILE")
 
     def _connect_command(self) -> bytes:
         try:
@@ -95,17 +97,17 @@ class Client(client.Client):
     def _explained(self, error: Exception) -> Exception:
         """A refusal in place of what says, in whatever way, that the broker has refused."""
         match error:
-            case RefusedError() | ssl.SSLEOFError():
+            case BrokerRefusedError() | ssl.SSLEOFError():
                 return error
             case ssl.SSLCertVerificationError():
                 advice = "pass --nats-ca FILE with the authority that signed it, and call it by a name that is in it"
-                return RefusedError(f"has a certificate that can't be trusted ({error.verify_message}): {advice}")
+                return BrokerRefusedError(f"has a certificate that can't be trusted ({error.verify_message}): {advice}")
             case ssl.SSLError() | ConnectionError() if self._server_info.get("tls_verify"):
-                return RefusedError(f"does not accept the certificate ({error}): see --nats-cert and --nats-key")
+                return BrokerRefusedError(f"does not accept the certificate ({error}): see --nats-cert and --nats-key")
             case ssl.SSLError():
-                return RefusedError(f"and this process find no TLS that both speak ({error.reason})")
+                return BrokerRefusedError(f"and this process find no TLS that both speak ({error.reason})")
             case nats.errors.Error() if _is_refusal(reason := str(error).lower()):
-                return RefusedError(f"refuses the credentials ({reason}): {self._advice}")
+                return BrokerRefusedError(f"refuses the credentials ({reason}): {self._advice}")
         return error
 
     @property

@@ -17,7 +17,7 @@ class Tls:
     """Not needed where the key is in `cert_file`."""
 
     @property
-    def is_wanted(self) -> bool:
+    def is_enabled(self) -> bool:
         return bool(self.ca_file or self.cert_file or self.key_file)
 
     def context(self) -> ssl.SSLContext:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
-from tokenbus.protocol.http.http_connections import Bounds, Connections, Full, address_of
+from tokenbus.protocol.http.connection_table import ConnectionLimits, ConnectionTable, LimitReached, client_address
 from tokenbus.protocol.http.http_parser import Parser
 
 _MAX_REFUSED = 64
@@ -27,14 +27,14 @@ _LEAST_READ_BYTES = 16 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """How long a server waits for its clients."""
 
     head_s: float = 10.0
     """For a whole head, from its first byte; from a connection's beginning where it is the first."""
     keep_alive_s: float = 30.0
     """For the first byte of another request."""
-    reader_s: float = 30.0
+    slow_reader_s: float = 30.0
     """For a reader to take some of an answer that is too large for the buffers."""
     linger_s: float = 2.0
     """For a client to notice that it was refused: it may be sending still, and would else not read why."""
@@ -46,9 +46,9 @@ class Reason(enum.StrEnum):
     MALFORMED = "malformed"
     SLOW_HEAD = "slow_head"
     SLOW_READER = "slow_reader"
-    GAVE_WAY = "gave_way"
+    EVICTED = "evicted"
     """It waited for a request, and another came."""
-    TOO_MANY_OF_ADDRESS = "too_many_of_address"
+    TOO_MANY_PER_ADDRESS = "too_many_per_address"
     TOO_MANY = "too_many"
 
 
@@ -61,35 +61,39 @@ class Refusal:
     code: str
 
 
-_FULL = {
-    Full.ADDRESS: (Reason.TOO_MANY_OF_ADDRESS, Refusal(429, "too many connections from this address", Full.ADDRESS)),
-    Full.ALL: (Reason.TOO_MANY, Refusal(503, "too many connections", Full.ALL)),
+_LIMIT_REFUSALS = {
+    LimitReached.PER_ADDRESS: (
+        Reason.TOO_MANY_PER_ADDRESS,
+        Refusal(429, "too many connections from this address", LimitReached.PER_ADDRESS),
+    ),
+    LimitReached.TOTAL: (Reason.TOO_MANY, Refusal(503, "too many connections", LimitReached.TOTAL)),
 }
 _TOO_SLOW = Refusal(408, "the head of the request did not come in time", "request_timeout")
-_GIVE_WAY = Refusal(408, "there are too many connections, and this one has waited longest", "request_timeout")
+_EVICTED = Refusal(408, "there are too many connections, and this one has waited longest", "request_timeout")
 
 Headers = list[tuple[bytes, bytes]]
 
 
-def in_plain_text(refusal: Refusal) -> tuple[Headers, bytes]:
+def plain_text_response(refusal: Refusal) -> tuple[Headers, bytes]:
     """Headers and body of a refusal for people."""
     return [(b"content-type", b"text/plain; charset=utf-8")], f"{refusal.message}\n".encode()
 
 
-class Config(uvicorn.Config):
+class ServerConfig(uvicorn.Config):
     """What the connections of one server share."""
 
     def __init__(
         self,
         app: ASGIApp,
-        bounds: Bounds,
+        limits: ConnectionLimits,
         *,
-        written: Callable[[Refusal], tuple[Headers, bytes]] = in_plain_text,
-        on_ended: Callable[[Reason, str], None] = lambda reason, address: None,
-        patience: Patience = Patience(),
+        refusal_response: Callable[[Refusal], tuple[Headers, bytes]] = plain_text_response,
+        on_closed: Callable[[Reason, str], None] = lambda reason, address: None,
+        timeouts: Timeouts = Timeouts(),
         grace_s: int = 1,
     ) -> None:
-        """`written` makes headers and body of a refusal; `on_ended` is told of each connection that is ended, with its
+        """`refusal_response` makes headers and body of a refusal; `on_closed` is told of each connection that is
+        ended, with its
         address; `grace_s` is for open connections when the server is left."""
         super().__init__(
             app,
@@ -104,14 +108,14 @@ class Config(uvicorn.Config):
             proxy_headers=False,
             timeout_graceful_shutdown=grace_s,
         )
-        self.open_connections: Connections[Connection] = Connections(bounds)
+        self.open_connections: ConnectionTable[Connection] = ConnectionTable(limits)
         self.refused: set[Connection] = set()
-        self.written = written
-        self.on_ended = on_ended
-        self.patience = patience
+        self.refusal_response = refusal_response
+        self.on_closed = on_closed
+        self.timeouts = timeouts
 
 
-class QuietServer(uvicorn.Server):
+class EmbeddedServer(uvicorn.Server):
     """Leaves the signals to the process: uvicorn's own end it by the signal, before its work is done."""
 
     @contextlib.contextmanager
@@ -122,12 +126,12 @@ class QuietServer(uvicorn.Server):
 class Connection(H11Protocol):
     """One connection, from its accept to its end."""
 
-    config: Config
+    config: ServerConfig
     conn: Parser
 
     def __init__(
         self,
-        config: Config,
+        config: ServerConfig,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
@@ -148,14 +152,14 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._address = address_of(self.client[0] if self.client else "")
-        outcome = self.config.open_connections.come(self, self._address)
-        if isinstance(outcome, Full):
-            self._turn_away(*_FULL[outcome])
+        self._address = client_address(self.client[0] if self.client else "")
+        outcome = self.config.open_connections.add(self, self._address)
+        if isinstance(outcome, LimitReached):
+            self._turn_away(*_LIMIT_REFUSALS[outcome])
             return
         self._set_clock(has_begun=True)
         if outcome is not None:
-            outcome.give_way()
+            outcome.evict()
 
     def data_received(self, data: bytes) -> None:
         if not self._is_refused and not self.transport.is_closing():
@@ -192,7 +196,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.config.open_connections.leave(self)
+        self.config.open_connections.remove(self)
         self.config.refused.discard(self)
         for clock in (self._clock, self._reader_clock):
             if clock is not None:
@@ -200,10 +204,10 @@ class Connection(H11Protocol):
 
     # what it does by itself
 
-    def give_way(self) -> None:
+    def evict(self) -> None:
         """Ends it, while it has no request, for another that has come."""
-        self._say(Reason.GAVE_WAY)
-        self._part(_GIVE_WAY)
+        self._say(Reason.EVICTED)
+        self._part(_EVICTED)
 
     def _note(self) -> None:
         """Sets the clock by what it does now."""
@@ -214,7 +218,7 @@ class Connection(H11Protocol):
             self._is_working = is_working
             self._stop_clock()
             books = self.config.open_connections
-            (books.work if is_working else books.wait)(self)
+            (books.mark_busy if is_working else books.mark_idle)(self)
         if not is_working:
             self._set_clock(has_begun=self.cycle is None or self.conn.has_begun)
 
@@ -223,8 +227,8 @@ class Connection(H11Protocol):
         if self._clock is None or has_begun != self._has_begun:
             self._stop_clock()
             self._has_begun = has_begun
-            patience = self.config.patience
-            self._clock = self.loop.call_later(patience.head_s if has_begun else patience.keep_alive_s, self._expire)
+            timeouts = self.config.timeouts
+            self._clock = self.loop.call_later(timeouts.head_s if has_begun else timeouts.keep_alive_s, self._expire)
 
     def _stop_clock(self) -> None:
         if self._clock is not None:
@@ -265,14 +269,14 @@ class Connection(H11Protocol):
             self.transport.write_eof()
         self.flow.resume_reading()
         self._stop_clock()
-        self._clock = self.loop.call_later(self.config.patience.linger_s, self.transport.abort)
+        self._clock = self.loop.call_later(self.config.timeouts.linger_s, self.transport.abort)
 
     def _write(self, refusal: Refusal) -> None:
         self._is_refused = True
         if self.cycle is not None:  # the application may be waiting for the rest of a body
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        headers, body = self.config.written(refusal)
+        headers, body = self.config.refusal_response(refusal)
         headers = [*self.server_state.default_headers, *headers, (b"content-length", b"%d" % len(body))]
         response = h11.Response(
             status_code=refusal.status, headers=[*headers, (b"connection", b"close")], reason=_phrase(refusal.status)
@@ -285,7 +289,7 @@ class Connection(H11Protocol):
         self._is_refused = True
         self._stop_clock()
         self.transport.close()
-        self._clock = self.loop.call_later(self.config.patience.linger_s, self.transport.abort)
+        self._clock = self.loop.call_later(self.config.timeouts.linger_s, self.transport.abort)
 
     def _watch_reader(self, unread_bytes: int) -> None:
         def look() -> None:
@@ -296,10 +300,10 @@ class Connection(H11Protocol):
             else:
                 self._watch_reader(left)
 
-        self._reader_clock = self.loop.call_later(self.config.patience.reader_s, look)
+        self._reader_clock = self.loop.call_later(self.config.timeouts.slow_reader_s, look)
 
     def _say(self, reason: Reason) -> None:
-        self.config.on_ended(reason, self._address)
+        self.config.on_closed(reason, self._address)
 
 
 def _phrase(status: int) -> bytes:

@@ -9,21 +9,21 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from tokenbus.protocol.http.http_connections import Bounds
-from tokenbus.protocol.http.http_server import Config, QuietServer
-from tokenbus.protocol.telemetry.status import Settings, WhyNotReady
+from tokenbus.protocol.http.connection_table import ConnectionLimits
+from tokenbus.protocol.http.http_server import EmbeddedServer, ServerConfig
+from tokenbus.protocol.telemetry.status import ReadinessCheck, Settings
 
-_BOUNDS = Bounds(total=256, per_address=64)
+_LIMITS = ConnectionLimits(total=256, per_address=64)
 
 
 class StatusServer:
-    """`why_not_ready` says why the process can't do its work now; nothing where it can."""
+    """`unready_reason` says why the process can't do its work now; nothing where it can."""
 
-    def __init__(self, settings: Settings, registry: CollectorRegistry, why_not_ready: WhyNotReady) -> None:
+    def __init__(self, settings: Settings, registry: CollectorRegistry, unready_reason: ReadinessCheck) -> None:
         self._registry = registry
-        self._why_not_ready = why_not_ready
+        self._unready_reason = unready_reason
         routes = [Route("/metrics", self._metrics), Route("/livez", self._livez), Route("/readyz", self._readyz)]
-        self._server = QuietServer(Config(Starlette(routes=routes), _BOUNDS))
+        self._server = EmbeddedServer(ServerConfig(Starlette(routes=routes), _LIMITS))
         self._socket = _bind(settings)
         self.port: int = self._socket.getsockname()[1]
 
@@ -44,7 +44,7 @@ class StatusServer:
         return PlainTextResponse("ok\n")
 
     async def _readyz(self, _: Request) -> Response:
-        reason = self._why_not_ready()
+        reason = self._unready_reason()
         if inspect.isawaitable(reason):
             reason = await reason
         return PlainTextResponse(f"{reason or 'ok'}\n", status_code=503 if reason else 200)

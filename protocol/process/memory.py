@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Has the C library return what it keeps of freed memory, where it can: a few ms, without Python's lock.
 
     To be called after something that has taken much: the library keeps what threads have freed, for each of them."""

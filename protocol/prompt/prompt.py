@@ -8,8 +8,8 @@ import structlog
 import xxhash
 from tokenizers import Tokenizer
 
-from tokenbus.protocol.prompt import fewest, template
-from tokenbus.protocol.prompt.rendering import Renderer, Setup
+from tokenbus.protocol.prompt import template, token_bound
+from tokenbus.protocol.prompt.rendering import Renderer, RendererSetup
 from tokenbus.protocol.wire import errors, internal, limits, messages
 
 
@@ -40,13 +40,13 @@ class PromptBuilder:
     too large or malformed conversations are refused, and texts are as good as any."""
 
     def __init__(
-        self, rules: PromptRules, encode: Callable[[str], list[int]], bound: fewest.TokenBound | None = None
+        self, rules: PromptRules, encode: Callable[[str], list[int]], bound: token_bound.TokenBound | None = None
     ) -> None:
         self.rules = rules
         self._encode = encode
         self._bound = bound
         self._renderer: Renderer | None = None
-        self.why_no_chat = "the model has no chat template"
+        self.chat_unsupported_reason = "the model has no chat template"
         if rules.chat_template:
             try:
                 template.check(rules.chat_template)
@@ -58,33 +58,34 @@ class PromptBuilder:
     def __repr__(self) -> str:
         return f"<PromptBuilder of {self.rules.vocab_size} tokens>"
 
-    def from_text(self, text: str, most_tokens: int | None = None) -> list[int]:
+    def from_text(self, text: str, max_prompt_tokens: int | None = None) -> list[int]:
         """The ids of a text, in which no special token is parsed; begins with BOS where the model wants one.
 
-        Raises RequestError(prompt_too_long) where it certainly has more than `most_tokens`; else it may have more."""
-        self._check_length([text], most_tokens)
-        return self.begun(self._encode(text))
+        Raises RequestError(prompt_too_long) where it certainly has more than `max_prompt_tokens`; else it may have
+        more."""
+        self._check_length([text], max_prompt_tokens)
+        return self.with_bos(self._encode(text))
 
     def from_messages(
         self,
         conversation: list[messages.ChatMessage],
         arguments: dict[str, Any] | None,
-        most_tokens: int | None = None,
+        max_prompt_tokens: int | None = None,
     ) -> list[int]:
         """The ids of a conversation by the model's template. Raises RequestError, as `from_text` does too."""
         if self._renderer is None:
             raise errors.request_error(
-                errors.Code.UNSUPPORTED, f"{self.why_no_chat}: send prompt or token_ids", param="messages"
+                errors.Code.UNSUPPORTED, f"{self.chat_unsupported_reason}: send prompt or token_ids", param="messages"
             )
         ids: list[int] = []
         pieces = self._renderer.render(conversation, arguments)
-        self._check_length([piece for piece in pieces if isinstance(piece, str)], most_tokens)
+        self._check_length([piece for piece in pieces if isinstance(piece, str)], max_prompt_tokens)
         for piece in pieces:
             ids.extend([piece] if isinstance(piece, int) else self._encode(piece))
-        return self.begun(ids)
+        return self.with_bos(ids)
 
     @property
-    def can_chat(self) -> bool:
+    def supports_chat(self) -> bool:
         """Whether conversations are not all refused."""
         return self._renderer is not None
 
@@ -105,20 +106,20 @@ class PromptBuilder:
     def _refuse(self, error: ValueError) -> None:
         """Has conversations refused from now on, which that says why."""
         self._renderer = None
-        self.why_no_chat = str(error)
+        self.chat_unsupported_reason = str(error)
         structlog.get_logger().warning("chat_template_refused", error=str(error))
 
-    def _check_length(self, texts: list[str], most_tokens: int | None) -> None:
-        if self._bound is None or most_tokens is None or sum(map(len, texts)) <= most_tokens:
+    def _check_length(self, texts: list[str], max_prompt_tokens: int | None) -> None:
+        if self._bound is None or max_prompt_tokens is None or sum(map(len, texts)) <= max_prompt_tokens:
             return
-        count = sum(map(self._bound.fewest, texts))
-        if count > most_tokens:
+        count = sum(map(self._bound.min_tokens, texts))
+        if count > max_prompt_tokens:
             raise errors.request_error(
                 errors.Code.PROMPT_TOO_LONG,
-                f"the prompt has at least {count} tokens; with one to generate it must fit {most_tokens + 1}",
+                f"the prompt has at least {count} tokens; with one to generate it must fit {max_prompt_tokens + 1}",
             )
 
-    def begun(self, ids: list[int]) -> list[int]:
+    def with_bos(self, ids: list[int]) -> list[int]:
         """With BOS before them, where the model wants one and they have none."""
         bos = self.rules.bos_token_id
         if self.rules.add_bos and bos is not None and ids[:1] != [bos]:
@@ -128,11 +129,13 @@ class PromptBuilder:
 
 def _renderer_of(source: str, rules: PromptRules) -> Renderer:
     return Renderer(
-        Setup(source=source, special_tokens=rules.special_tokens, bos_token=rules.bos_token, eos_token=rules.eos_token)
+        RendererSetup(
+            source=source, special_tokens=rules.special_tokens, bos_token=rules.bos_token, eos_token=rules.eos_token
+        )
     )
 
 
-def encoder_of(tokenizer_json: str) -> Callable[[str], list[int]]:
+def load_encoder(tokenizer_json: str) -> Callable[[str], list[int]]:
     """The encode function of a tokenizer in the `tokenizers` library's format. Raises ValueError if it is malformed."""
     try:
         tokenizer = Tokenizer.from_str(tokenizer_json)
@@ -147,9 +150,11 @@ def encoder_of(tokenizer_json: str) -> Callable[[str], list[int]]:
     return encode
 
 
-def builder_of(bundle: TokenizerBundle) -> PromptBuilder:
+def load_builder(bundle: TokenizerBundle) -> PromptBuilder:
     """Raises ValueError for a malformed tokenizer."""
-    return PromptBuilder(bundle.rules, encoder_of(bundle.tokenizer_json), fewest.bound_of(bundle.tokenizer_json))
+    return PromptBuilder(
+        bundle.rules, load_encoder(bundle.tokenizer_json), token_bound.from_tokenizer_json(bundle.tokenizer_json)
+    )
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -160,14 +165,14 @@ def pack(bundle: TokenizerBundle) -> bytes:
     return _encoder.encode(bundle)
 
 
-def digest_of(packed: bytes) -> str:
+def bundle_digest(packed: bytes) -> str:
     """What a card says of its bundle, so that routers fetch each bundle once."""
     return xxhash.xxh3_128_hexdigest(packed)
 
 
 def to_parts(packed: bytes) -> list[internal.TokenizerPart]:
     """A packed bundle as messages that fit any broker's limit."""
-    digest = digest_of(packed)
+    digest = bundle_digest(packed)
     starts = range(0, len(packed), limits.PART_BYTES)
     return [
         internal.TokenizerPart(
@@ -180,7 +185,7 @@ def to_parts(packed: bytes) -> list[internal.TokenizerPart]:
 def from_parts(parts: list[internal.TokenizerPart], digest: str) -> TokenizerBundle:
     """The bundle that the parts, in order, make up. Raises ValueError if it is not the one with that digest."""
     packed = b"".join(part.data for part in parts)
-    if digest_of(packed) != digest:
+    if bundle_digest(packed) != digest:
         raise ValueError("the tokenizer bundle does not have the digest that the card announced")
     return unpack(packed)
 

@@ -23,13 +23,13 @@ import structlog
 from tokenbus.protocol.prompt.template import ChatTemplate, SpecialTokens
 from tokenbus.protocol.wire import errors, limits, messages
 
-Pieces = list[str | int]
+PromptPieces = list[str | int]
 """Of a prompt: special token ids, and the plain texts between them."""
 
 _SIZE = struct.Struct("<Q")
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
+class RendererSetup(msgspec.Struct, frozen=True, kw_only=True):
     """A template, and the special tokens that it may write."""
 
     source: str
@@ -40,37 +40,37 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """For one conversation, or to compile it."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class RenderRequest(msgspec.Struct, frozen=True, kw_only=True):
     conversation: list[messages.ChatMessage]
     arguments: dict[str, Any] | None = None
 
 
-class Rendered(msgspec.Struct, frozen=True, kw_only=True):
-    pieces: Pieces = []
+class RenderResult(msgspec.Struct, frozen=True, kw_only=True):
+    pieces: PromptPieces = []
     error: errors.Error | None = None
-    malformed: str = ""
+    template_error: str = ""
     """Why the template can't be used at all."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_setups = msgspec.msgpack.Decoder(Setup)
-_jobs = msgspec.msgpack.Decoder(Job)
-_answers = msgspec.msgpack.Decoder(Rendered)
+_setups = msgspec.msgpack.Decoder(RendererSetup)
+_jobs = msgspec.msgpack.Decoder(RenderRequest)
+_answers = msgspec.msgpack.Decoder(RenderResult)
 
 
-class TooLongError(Exception):
+class RenderTimeoutError(Exception):
     """A template took more time than it has."""
 
 
 class Renderer:
     """Renders one template. Safe to use from several threads, which take turns; blocks for as long as it takes."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: RendererSetup) -> None:
         self._setup = setup
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._end: Callable[[], int | None] = lambda: None
-        self._malformed = ""
+        self._template_error = ""
         """Why the template can never be used; nobody tries again."""
 
     def __repr__(self) -> str:
@@ -82,11 +82,11 @@ class Renderer:
         with self._lock:
             self._open()
 
-    def render(self, conversation: list[messages.ChatMessage], arguments: dict[str, Any] | None) -> Pieces:
+    def render(self, conversation: list[messages.ChatMessage], arguments: dict[str, Any] | None) -> PromptPieces:
         """Raises RequestError: invalid_request where the template refuses the conversation or takes too much of the
         machine for it, unsupported where it is malformed, internal where there can be no process now."""
         try:
-            job = _encode(Job(conversation=conversation, arguments=arguments))
+            job = _encode(RenderRequest(conversation=conversation, arguments=arguments))
         except OverflowError as error:
             raise _refused(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
         with self._lock:
@@ -94,7 +94,7 @@ class Renderer:
                 answer = self._answer(job)
             except ValueError as error:
                 raise errors.request_error(errors.Code.UNSUPPORTED, str(error), param="messages") from error
-            except TooLongError as error:
+            except RenderTimeoutError as error:
                 raise _refused(f"the model's chat template took more than {self._setup.cpu_s:g} s for them") from error
             except OSError as error:
                 raise errors.request_error(errors.Code.INTERNAL, f"the chat template: {error}") from error
@@ -107,8 +107,9 @@ class Renderer:
         with self._lock:
             self._close()
 
-    def _answer(self, job: bytes) -> Rendered:
-        """Raises ValueError, TooLongError and OSError. A process that was killed is no fault of the conversation's."""
+    def _answer(self, job: bytes) -> RenderResult:
+        """Raises ValueError, RenderTimeoutError and OSError. A process that was killed is no fault of the
+        conversation's."""
         try:
             return self._ask(self._open(), job)
         except OSError as error:
@@ -117,37 +118,38 @@ class Renderer:
 
     def _open(self) -> socket.socket:
         """Raises ValueError for a malformed template, and OSError."""
-        if self._malformed:
-            raise ValueError(self._malformed)
+        if self._template_error:
+            raise ValueError(self._template_error)
         if self._socket is not None:
             return self._socket
         ours, theirs = socket.socketpair()
         ours.settimeout(limits.RENDER_WALL_S)
         with theirs:
-            process = _started(theirs)
+            process = _start_process(theirs)
         self._socket = ours
-        self._end = weakref.finalize(self, _ended, process, ours)
+        self._end = weakref.finalize(self, _end_process, process, ours)
         try:
-            self._malformed = self._ask(ours, _encode(self._setup)).malformed
-        except TooLongError:
-            self._malformed = f"the chat template takes more than {self._setup.cpu_s:g} s to be compiled"
-        if self._malformed:
+            self._template_error = self._ask(ours, _encode(self._setup)).template_error
+        except RenderTimeoutError:
+            self._template_error = f"the chat template takes more than {self._setup.cpu_s:g} s to be compiled"
+        if self._template_error:
             self._close()
-            raise ValueError(self._malformed)
+            raise ValueError(self._template_error)
         return ours
 
-    def _ask(self, sock: socket.socket, body: bytes) -> Rendered:
-        """One answer. Raises TooLongError, and OSError where its process came to another end; there is none then."""
+    def _ask(self, sock: socket.socket, body: bytes) -> RenderResult:
+        """One answer. Raises RenderTimeoutError, and OSError where its process came to another end; there is none
+        then."""
         try:
             _send(sock, body)
             return _answers.decode(_receive(sock))
         except TimeoutError as error:  # a machine so busy that the kernel's own limit was not reached
             self._close()
-            raise TooLongError from error
+            raise RenderTimeoutError from error
         except OSError as error:
             status = self._close()
             if status == -signal.SIGPROF:
-                raise TooLongError from error
+                raise RenderTimeoutError from error
             raise OSError(f"the process that renders ended with status {status}") from error
 
     def _close(self) -> int | None:
@@ -156,7 +158,7 @@ class Renderer:
         return self._end()
 
 
-def _started(theirs: socket.socket) -> "subprocess.Popen[bytes]":
+def _start_process(theirs: socket.socket) -> "subprocess.Popen[bytes]":
     """This package, wherever the process was started: its own folder says nothing."""
     root = str(Path(__file__).parents[3])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -169,7 +171,7 @@ def _started(theirs: socket.socket) -> "subprocess.Popen[bytes]":
     )
 
 
-def _ended(process: "subprocess.Popen[bytes]", sock: socket.socket) -> int:
+def _end_process(process: "subprocess.Popen[bytes]", sock: socket.socket) -> int:
     """The status of a process that has ended, or is ended now."""
     sock.close()
     process.kill()
@@ -210,41 +212,41 @@ def _serve(sock: socket.socket) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limits.RENDER_BYTES, limits.RENDER_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     setup = _setups.decode(_receive(sock))
-    with _bounded(setup.cpu_s):
+    with _cpu_limit(setup.cpu_s):
         try:
             special = SpecialTokens(setup.special_tokens)
             template = ChatTemplate(setup.source, special, setup.bos_token, setup.eos_token)
         except ValueError as error:
-            _send(sock, _encode(Rendered(malformed=str(error))))
+            _send(sock, _encode(RenderResult(template_error=str(error))))
             return
-    _send(sock, _encode(Rendered()))
+    _send(sock, _encode(RenderResult()))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what it wrote there would stand in its parent's log
     while True:
         body = _receive(sock)
         most = limits.MAX_TEMPLATE_BYTES + limits.RENDERED_GROWTH * len(body)
-        with _bounded(setup.cpu_s):
+        with _cpu_limit(setup.cpu_s):
             answer = _encode(_rendered(template, _jobs.decode(body), most))
         _send(sock, answer)
 
 
 @contextlib.contextmanager
-def _bounded(cpu_s: float) -> Iterator[None]:
+def _cpu_limit(cpu_s: float) -> Iterator[None]:
     """Ends the process where more CPU time is used: the signal can't be caught by what is being computed."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     yield
     signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _rendered(template: ChatTemplate, job: Job, max_chars: int) -> Rendered:
+def _rendered(template: ChatTemplate, job: RenderRequest, max_chars: int) -> RenderResult:
     try:
         pieces = template.render(job.conversation, job.arguments)
     except errors.RequestError as error:
-        return Rendered(error=error.error)
+        return RenderResult(error=error.error)
     size = sum(len(piece) for piece in pieces if isinstance(piece, str))
     if size > max_chars:
         problem = f"the model's chat template made {size} characters of them; {max_chars} may be"
-        return Rendered(error=_refused(problem).error)
-    return Rendered(pieces=pieces)
+        return RenderResult(error=_refused(problem).error)
+    return RenderResult(pieces=pieces)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import msgspec
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tokenbus.protocol.wire import errors, limits, messages, request
+from tokenbus.protocol.wire import errors, limits, messages, validation
 
 _MARKS = [chr(code) for code in range(0x13000, 0x13400)]
 """Where guard and separator are taken from: Egyptian hieroglyphs, any two that the request does not use.
@@ -63,7 +63,7 @@ class SpecialTokens:
             last = at
         return "".join(parts) + text[last:]
 
-    def close(self, text: str, marks: Marks) -> str:
+    def seal(self, text: str, marks: Marks) -> str:
         """`text` with a separator behind it if what comes next could complete a special token."""
         ends_in_start = any(text[-length:] in self._starts for length in range(1, min(self._longest, len(text) + 1)))
         return text + marks.separator if ends_in_start else text
@@ -109,8 +109,8 @@ class ChatTemplate:
         marks = _unused_marks([self._source, turns, arguments])
         written = {
             "add_generation_prompt": True,
-            **{name: self._marked(value, marks) for name, value in (arguments or {}).items()},
-            "messages": self._marked(turns, marks),
+            **{name: self._escape(value, marks) for name, value in (arguments or {}).items()},
+            "messages": self._escape(turns, marks),
             **self._tokens,
         }
         try:
@@ -120,16 +120,16 @@ class ChatTemplate:
             raise _refused(f"the model's chat template refused the messages: {problem}") from error
         return self._special.split(text, marks)
 
-    def _marked(self, value: Any, marks: Marks) -> Any:
+    def _escape(self, value: Any, marks: Marks) -> Any:
         if isinstance(value, str):
-            return self._special.close(self._special.mark(value, marks), marks)
+            return self._special.seal(self._special.mark(value, marks), marks)
         if isinstance(value, dict):
-            return {self._marked_key(key, marks): self._marked(child, marks) for key, child in value.items()}
+            return {self._escape_key(key, marks): self._escape(child, marks) for key, child in value.items()}
         if isinstance(value, list):
-            return [self._marked(child, marks) for child in value]
+            return [self._escape(child, marks) for child in value]
         return value
 
-    def _marked_key(self, key: Any, marks: Marks) -> Any:
+    def _escape_key(self, key: Any, marks: Marks) -> Any:
         """A key as it was, unless it holds a special token: templates look values up by their keys."""
         return self._special.mark(key, marks) if isinstance(key, str) else key
 
@@ -150,7 +150,7 @@ def _check_size(source: str) -> None:
 
 def _turn(message: messages.ChatMessage) -> dict[str, Any]:
     turn = {name: value for name, value in msgspec.to_builtins(message).items() if value is not None}
-    return turn | {"content": request.text_of(message)}
+    return turn | {"content": validation.message_text(message)}
 
 
 def _unused_marks(written: object) -> Marks:

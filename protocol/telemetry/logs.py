@@ -14,7 +14,7 @@ LEVEL_VARIABLE = "TOKENBUS_LOG"
 FORMAT_VARIABLE = "TOKENBUS_LOG_FORMAT"
 
 
-class Level:
+class LevelFilter:
     """What is logged and what is not; may be changed while a process runs."""
 
     def __init__(self, name: str) -> None:
@@ -51,9 +51,9 @@ class Settings(NamedTuple):
 DEFAULTS = Settings()
 
 
-def configure(process: str, settings: Settings = DEFAULTS) -> Level:
+def configure(process: str, settings: Settings = DEFAULTS) -> LevelFilter:
     """Sends logs to standard error, with `process` bound to every line; gives what changes their level."""
-    level = Level(settings.level or os.environ.get(LEVEL_VARIABLE, "info"))
+    level = LevelFilter(settings.level or os.environ.get(LEVEL_VARIABLE, "info"))
     form = settings.form or os.environ.get(FORMAT_VARIABLE, "console" if sys.stderr.isatty() else "json")
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
@@ -81,7 +81,7 @@ def configure(process: str, settings: Settings = DEFAULTS) -> Level:
     return level
 
 
-def quieten() -> None:
+def log_errors_only() -> None:
     """Of a command that asks others: only errors, on standard error. What its requests end in says what is wrong."""
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns when a broker ends TLS, which nats-py does not mind
     structlog.configure(

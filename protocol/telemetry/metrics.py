@@ -15,29 +15,29 @@ from prometheus_client.registry import Collector
 
 MAX_CHILDREN = 4_096
 """Combinations of label values that a family holds; whatever comes beyond is counted under `OTHER`."""
-MAX_NAMES = 256
+MAX_LABEL_VALUES = 256
 """How many values of a label that others make up have series of their own; a histogram has two dozen lines for each."""
 OTHER = "other"
 
-SECONDS = (
+TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2_560.0,
 )  # fmt: skip
 """Bounds for a time to a first token: vLLM's, so that its dashboards fit."""
-REQUEST_SECONDS = (
+REQUEST_BUCKETS = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1_920.0, 7_680.0,
 )  # fmt: skip
 """Bounds for whole requests and their parts: vLLM's."""
-TOKEN_SECONDS = (
+ITL_BUCKETS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
 """Bounds for the time from one token to the next: vLLM's."""
-SHORT_SECONDS = (0.000_01, 0.000_02, 0.000_05, 0.000_1, 0.000_2, 0.000_5, 0.001, 0.002, 0.005, 0.01, 0.1, 1.0)
+MICROSECOND_BUCKETS = (0.000_01, 0.000_02, 0.000_05, 0.000_1, 0.000_2, 0.000_5, 0.001, 0.002, 0.005, 0.01, 0.1, 1.0)
 """Bounds for what takes microseconds."""
 
 
-class Number:
+class Value:
     """A count, which only grows, or a level."""
 
     __slots__ = ("value",)
@@ -45,14 +45,14 @@ class Number:
     def __init__(self) -> None:
         self.value = 0.0
 
-    def add(self, amount: float = 1.0) -> None:
+    def inc(self, amount: float = 1.0) -> None:
         self.value += amount
 
     def set(self, value: float) -> None:
         self.value = value
 
 
-class Times:
+class Buckets:
     """How many observations fell where."""
 
     __slots__ = ("bounds", "counts", "total")
@@ -72,12 +72,12 @@ class Times:
         return list(zip(names, map(float, accumulate(self.counts)), strict=True))
 
 
-class Names:
+class BoundedLabel:
     """The values of a label that others make up. As many as there is room for are shown; the rest is summed as `OTHER`.
 
     Families that share one of these show the same names."""
 
-    def __init__(self, most: int = MAX_NAMES) -> None:
+    def __init__(self, most: int = MAX_LABEL_VALUES) -> None:
         self._most = most
         self._names: dict[str, None] = {}
         """Those that were there most recently come last."""
@@ -88,7 +88,7 @@ class Names:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
-    def of(self, name: str) -> str:
+    def clamp(self, name: str) -> str:
         """What a name is shown as."""
         if name in self._names:
             return name
@@ -97,7 +97,7 @@ class Names:
         self._names[name] = None
         return name
 
-    def make_room(self, present: Collection[str]) -> list[str]:
+    def evict_stale(self, present: Collection[str]) -> list[str]:
         """Lets names go where none is left for another: those that have been away longest, none of those that are
         there now. Returns them: their families must forget them."""
         for name in present:
@@ -112,19 +112,24 @@ class Names:
         return gone
 
 
-ChildT = TypeVar("ChildT", Number, Times)
+ChildT = TypeVar("ChildT", Value, Buckets)
 
 
 class Family(Generic[ChildT]):
     """Children by their label values."""
 
     def __init__(
-        self, name: str, help_text: str, labels: tuple[str, ...], make: Callable[[], ChildT], names: Names | None
+        self,
+        name: str,
+        help_text: str,
+        label_names: tuple[str, ...],
+        make: Callable[[], ChildT],
+        names: BoundedLabel | None,
     ) -> None:
         """`names` are those of the first label, where its values come from outside."""
         self.name = name
         self.help_text = help_text
-        self.labels = labels
+        self.label_names = label_names
         self._make: Callable[[], ChildT] = make
         self._names = names
         self._children: dict[tuple[str, ...], ChildT] = {}
@@ -132,21 +137,21 @@ class Family(Generic[ChildT]):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}, {len(self._children)} children>"
 
-    def of(self, *values: str) -> ChildT:
+    def labels(self, *values: str) -> ChildT:
         """The child for these label values, in the order of the labels; made when it is first asked for."""
-        assert len(values) == len(self.labels), (self.name, values)
+        assert len(values) == len(self.label_names), (self.name, values)
         child = self._children.get(values)
         if child is None:
             if self._names is not None:
-                values = (self._names.of(values[0]), *values[1:])
+                values = (self._names.clamp(values[0]), *values[1:])
             if values not in self._children and len(self._children) >= MAX_CHILDREN:
-                values = (OTHER,) * len(self.labels)
+                values = (OTHER,) * len(self.label_names)
             child = self._children.setdefault(values, self._make())
         return child
 
-    def forget(self, label: str, value: str) -> None:
+    def remove_by_label(self, label: str, value: str) -> None:
         """Lets the children go of somebody who is no more."""
-        place = self.labels.index(label)
+        place = self.label_names.index(label)
         for values in [values for values in self._children if values[place] == value]:
             del self._children[values]
 
@@ -158,53 +163,57 @@ class Family(Generic[ChildT]):
         return self._children.items()
 
 
-class Counter(Family[Number]):
+class Counter(Family[Value]):
     """Counts that only grow; shown as `NAME_total`."""
 
-    def __init__(self, name: str, help_text: str, labels: tuple[str, ...] = (), names: Names | None = None) -> None:
-        super().__init__(name, help_text, labels, Number, names)
+    def __init__(
+        self, name: str, help_text: str, label_names: tuple[str, ...] = (), names: BoundedLabel | None = None
+    ) -> None:
+        super().__init__(name, help_text, label_names, Value, names)
 
     def collect(self) -> Metric:
-        family = CounterMetricFamily(self.name, self.help_text, labels=self.labels)
+        family = CounterMetricFamily(self.name, self.help_text, labels=self.label_names)
         for values, child in self.children():
             family.add_metric(values, child.value)
         return family
 
 
-class Gauge(Family[Number]):
+class Gauge(Family[Value]):
     """Levels."""
 
-    def __init__(self, name: str, help_text: str, labels: tuple[str, ...] = (), names: Names | None = None) -> None:
-        super().__init__(name, help_text, labels, Number, names)
+    def __init__(
+        self, name: str, help_text: str, label_names: tuple[str, ...] = (), names: BoundedLabel | None = None
+    ) -> None:
+        super().__init__(name, help_text, label_names, Value, names)
 
     def collect(self) -> Metric:
-        family = GaugeMetricFamily(self.name, self.help_text, labels=self.labels)
+        family = GaugeMetricFamily(self.name, self.help_text, labels=self.label_names)
         for values, child in self.children():
             family.add_metric(values, child.value)
         return family
 
 
-class Histogram(Family[Times]):
+class Histogram(Family[Buckets]):
     """Times, in seconds."""
 
     def __init__(
         self,
         name: str,
         help_text: str,
-        labels: tuple[str, ...],
+        label_names: tuple[str, ...],
         bounds: tuple[float, ...],
-        names: Names | None = None,
+        names: BoundedLabel | None = None,
     ) -> None:
-        super().__init__(name, help_text, labels, lambda: Times(bounds), names)
+        super().__init__(name, help_text, label_names, lambda: Buckets(bounds), names)
 
     def collect(self) -> Metric:
-        family = HistogramMetricFamily(self.name, self.help_text, labels=self.labels)
+        family = HistogramMetricFamily(self.name, self.help_text, labels=self.label_names)
         for values, child in self.children():
             family.add_metric(values, child.buckets(), child.total)
         return family
 
 
-class Shown(Protocol):
+class MetricSource(Protocol):
     """What a page has: a family, or another name of one."""
 
     def collect(self) -> Metric:
@@ -212,10 +221,10 @@ class Shown(Protocol):
         ...
 
 
-class Page(Collector):
+class MetricsCollector(Collector):
     """What a process shows. `refresh` is called before each scrape, and sets what is a level."""
 
-    def __init__(self, families: Iterable[Shown], refresh: Callable[[], None]) -> None:
+    def __init__(self, families: Iterable[MetricSource], refresh: Callable[[], None]) -> None:
         self._families = list(families)
         self._refresh = refresh
         self.registry = CollectorRegistry(auto_describe=False)

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from tokenbus.protocol.telemetry import traces
+from tokenbus.protocol.telemetry import tracing
 
 _KINDS = {"server": trace.SpanKind.SERVER, "client": trace.SpanKind.CLIENT, "internal": trace.SpanKind.INTERNAL}
 _CLOSE_S = 1.0
@@ -27,11 +27,11 @@ _SAY_AGAIN_S = 60.0
 _wire = TraceContextTextMapPropagator()
 
 
-class _Recorded(traces.Span):
+class _RecordedSpan(tracing.Span):
     def __init__(self, tracer: trace.Tracer, span: trace.Span) -> None:
         self._tracer = tracer
         self._span = span
-        self.is_recorded = span.is_recording()
+        self.is_recording = span.is_recording()
 
     def __repr__(self) -> str:
         return f"<Span {self._span!r}>"
@@ -41,21 +41,21 @@ class _Recorded(traces.Span):
         _wire.inject(carrier, trace.set_span_in_context(self._span))
         return carrier
 
-    def child(
+    def start_child(
         self,
         name: str,
-        kind: traces.Kind = "internal",
-        attributes: traces.Attributes = traces.NOTHING,
+        kind: tracing.Kind = "internal",
+        attributes: tracing.Attributes = tracing.NO_ATTRIBUTES,
         began_at: float | None = None,
-    ) -> traces.Span:
+    ) -> tracing.Span:
         return _start(self._tracer, name, kind, trace.set_span_in_context(self._span), attributes, began_at)
 
-    def add(self, attributes: traces.Attributes) -> None:
+    def set_attributes(self, attributes: tracing.Attributes) -> None:
         for name, value in attributes.items():
             if value is not None:
                 self._span.set_attribute(name, value)
 
-    def fail(self, error_type: str) -> None:
+    def set_error(self, error_type: str) -> None:
         self._span.set_attribute("error.type", error_type)
         self._span.set_status(trace.StatusCode.ERROR)
 
@@ -63,7 +63,7 @@ class _Recorded(traces.Span):
         self._span.end(_wall_ns(ended_at))
 
 
-class _Traces(abc.ABC):
+class _OtelTracer(abc.ABC):
     """Begins spans with a tracer, below what `_above` finds."""
 
     def __init__(self, tracer: trace.Tracer) -> None:
@@ -73,18 +73,18 @@ class _Traces(abc.ABC):
     def _above(self, found: dict[str, str]) -> context.Context:
         """Of a message, by the headers of it that belong to a trace."""
 
-    def begin(
+    def start_span(
         self,
         name: str,
-        kind: traces.Kind,
-        headers: traces.Headers,
-        attributes: traces.Attributes = traces.NOTHING,
+        kind: tracing.Kind,
+        headers: tracing.Headers,
+        attributes: tracing.Attributes = tracing.NO_ATTRIBUTES,
         began_at: float | None = None,
-    ) -> traces.Span:
-        return _start(self._tracer, name, kind, self._above(traces.context_of(headers)), attributes, began_at)
+    ) -> tracing.Span:
+        return _start(self._tracer, name, kind, self._above(tracing.trace_headers(headers)), attributes, began_at)
 
 
-class Exported(_Traces):
+class ExportingTracer(_OtelTracer):
     """Sends the spans of this process to a collector at that very URL (OTLP over HTTP, from a thread of its own).
 
     At most 2,048 wait to be sent (OTEL_BSP_MAX_QUEUE_SIZE); what is more, or can't be sent, is lost."""
@@ -110,14 +110,14 @@ class Exported(_Traces):
         await asyncio.to_thread(closing.join, _CLOSE_S)
 
 
-class OfApplication(_Traces):
+class ApplicationTracer(_OtelTracer):
     """Hands spans to the tracer that the application has set up, or to one of `provider`'s, below its current span."""
 
     def __init__(self, provider: trace.TracerProvider | None = None) -> None:
         super().__init__(trace.get_tracer("tokenbus", tracer_provider=provider))
 
     def __repr__(self) -> str:
-        return f"<OfApplication {self._tracer!r}>"
+        return f"<ApplicationTracer {self._tracer!r}>"
 
     def _above(self, found: dict[str, str]) -> context.Context:
         return _wire.extract(found, context.get_current())
@@ -128,13 +128,13 @@ class OfApplication(_Traces):
 def _start(
     tracer: trace.Tracer,
     name: str,
-    kind: traces.Kind,
+    kind: tracing.Kind,
     above: context.Context,
-    attributes: traces.Attributes,
+    attributes: tracing.Attributes,
     began_at: float | None,
-) -> traces.Span:
+) -> tracing.Span:
     given = {key: value for key, value in attributes.items() if value is not None}
-    return _Recorded(tracer, tracer.start_span(name, above, _KINDS[kind], given, start_time=_wall_ns(began_at)))
+    return _RecordedSpan(tracer, tracer.start_span(name, above, _KINDS[kind], given, start_time=_wall_ns(began_at)))
 
 
 def _wall_ns(at: float | None) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import structlog
 from prometheus_client import CollectorRegistry
 
-WhyNotReady = Callable[[], str | Awaitable[str]]
+ReadinessCheck = Callable[[], str | Awaitable[str]]
 """Says why a process can't do its work now; nothing where it can."""
 
 
@@ -22,14 +22,16 @@ class Settings:
 
 
 @contextlib.asynccontextmanager
-async def shown(settings: Settings, registry: CollectorRegistry, why_not_ready: WhyNotReady) -> AsyncIterator[None]:
+async def serving(
+    settings: Settings, registry: CollectorRegistry, unready_reason: ReadinessCheck
+) -> AsyncIterator[None]:
     """Serves the page while the block runs. Raises ValueError where the port can't be had."""
     if not settings.ports:
         yield
         return
     from tokenbus.protocol.http.status_server import StatusServer  # a fifth of a second that no other process needs
 
-    server = StatusServer(settings, registry, why_not_ready)
+    server = StatusServer(settings, registry, unready_reason)
     structlog.get_logger().info("status_page", port=server.port)
     task = asyncio.create_task(server.run())
     try:

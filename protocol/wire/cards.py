@@ -58,7 +58,7 @@ class WorkerState(enum.StrEnum):
     """Its last word: it has withdrawn."""
 
 
-class Watched(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerTracking(msgspec.Struct, frozen=True, kw_only=True):
     """What the router that answers knows of a worker beyond what the worker says of itself."""
 
     events: Literal["live", "behind", "silent"]
@@ -78,7 +78,7 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     worker_id: str
     """Stable name of the worker."""
     epoch: str
-    """One life of its front, `<unix ms>-<random>`: new at every start and self-fence."""
+    """One life of its frontend, `<unix ms>-<random>`: new at every start and self-fence."""
     model: str
     """Served name."""
     source: str
@@ -119,7 +119,7 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """`both`: it computes prompts and completions."""
     load: Load | None = None
     """Only in a `models` reply."""
-    watched: Watched | None = None
+    watched: WorkerTracking | None = None
     """Likewise."""
 
     @property
@@ -152,7 +152,7 @@ class RefusedCard(msgspec.Struct, frozen=True, kw_only=True):
     """What contradicts what."""
 
 
-class RouterView(msgspec.Struct, frozen=True, kw_only=True):
+class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     """The router that answers, since it started."""
 
     router_id: str
@@ -191,7 +191,7 @@ class ModelsReply(Message, frozen=True, kw_only=True):
     """Each model that is being served."""
     limits: ServerLimits
     """What clients must keep to."""
-    router: RouterView | UnsetType = UNSET
+    router: RouterStats | UnsetType = UNSET
     """Who answers."""
     truncated: bool | UnsetType = UNSET
     """true where the workers did not fit the message."""

@@ -151,17 +151,17 @@ def _invalid(message: str, param: str | None = None) -> errors.RequestError:
     return errors.request_error(errors.Code.INVALID_REQUEST, message, param=param)
 
 
-def given(value: ValueT | None) -> ValueT | UnsetType:
+def unset_if_none(value: ValueT | None) -> ValueT | UnsetType:
     """A value for a field that is left out of the message when there is none."""
     return UNSET if value is None else value
 
 
 def error_headers(error: errors.Error) -> dict[str, str]:
     """Headers of an error terminal, so that ordinary NATS tools show it."""
-    kind = errors.KINDS[error.code]
-    return {"Nats-Service-Error-Code": str(kind.http), "Nats-Service-Error": f"{error.code}: {error.message}"[:512]}
+    info = errors.CODES[error.code]
+    return {"Nats-Service-Error-Code": str(info.http), "Nats-Service-Error": f"{error.code}: {error.message}"[:512]}
 
 
-def replaced(message: StructT, **changes: Any) -> StructT:
+def replace(message: StructT, **changes: Any) -> StructT:
     """A copy of a frozen message with some fields changed."""
     return msgspec.structs.replace(message, **changes)

@@ -7,7 +7,7 @@ import msgspec
 
 
 class Code(enum.StrEnum):
-    """The closed set of error codes; see `KINDS` for what each one means."""
+    """The closed set of error codes; see `CODES` for what each one means."""
 
     INVALID_REQUEST = "invalid_request"
     PROMPT_TOO_LONG = "prompt_too_long"
@@ -26,7 +26,7 @@ class Code(enum.StrEnum):
     INTERNAL = "internal"
 
 
-class Kind(NamedTuple):
+class CodeInfo(NamedTuple):
     http: int
     """The status that an HTTP gateway answers with."""
     retryable: bool
@@ -35,22 +35,22 @@ class Kind(NamedTuple):
     """What is said when the place that failed has nothing more exact to say."""
 
 
-KINDS: dict[Code, Kind] = {
-    Code.INVALID_REQUEST: Kind(400, False, "the request is malformed"),
-    Code.PROMPT_TOO_LONG: Kind(400, False, "the prompt and one more token do not fit the model's context"),
-    Code.UNSUPPORTED: Kind(400, False, "the model or its engine can't do what was asked"),
-    Code.MODEL_NOT_FOUND: Kind(404, False, "no worker has ever served this model"),
-    Code.DUPLICATE_REQUEST: Kind(409, False, "a request with this id is in flight"),
-    Code.PAYLOAD_TOO_LARGE: Kind(413, False, "the message is larger than the limit"),
-    Code.REQUEST_CRASHES_ENGINE: Kind(422, False, "the request has ended two engines"),
-    Code.OVERLOADED: Kind(429, True, "all queues are full"),
-    Code.NO_WORKER: Kind(503, True, "nothing serves the model now"),
-    Code.INSUFFICIENT_MEMORY: Kind(503, True, "there is no memory to hold the request now"),
-    Code.WORKER_LOST: Kind(502, True, "the worker died and the stream can't go on"),
-    Code.ENGINE_POISONED: Kind(503, True, "the device failed and the engine is being restarted"),
-    Code.DEADLINE_EXCEEDED: Kind(504, False, "timeout_ms passed before the answer was complete"),
-    Code.SHUTTING_DOWN: Kind(503, True, "the worker was drained before the request could start"),
-    Code.INTERNAL: Kind(500, True, "a bug; the request's id is in the log"),
+CODES: dict[Code, CodeInfo] = {
+    Code.INVALID_REQUEST: CodeInfo(400, False, "the request is malformed"),
+    Code.PROMPT_TOO_LONG: CodeInfo(400, False, "the prompt and one more token do not fit the model's context"),
+    Code.UNSUPPORTED: CodeInfo(400, False, "the model or its engine can't do what was asked"),
+    Code.MODEL_NOT_FOUND: CodeInfo(404, False, "no worker has ever served this model"),
+    Code.DUPLICATE_REQUEST: CodeInfo(409, False, "a request with this id is in flight"),
+    Code.PAYLOAD_TOO_LARGE: CodeInfo(413, False, "the message is larger than the limit"),
+    Code.REQUEST_CRASHES_ENGINE: CodeInfo(422, False, "the request has ended two engines"),
+    Code.OVERLOADED: CodeInfo(429, True, "all queues are full"),
+    Code.NO_WORKER: CodeInfo(503, True, "nothing serves the model now"),
+    Code.INSUFFICIENT_MEMORY: CodeInfo(503, True, "there is no memory to hold the request now"),
+    Code.WORKER_LOST: CodeInfo(502, True, "the worker died and the stream can't go on"),
+    Code.ENGINE_POISONED: CodeInfo(503, True, "the device failed and the engine is being restarted"),
+    Code.DEADLINE_EXCEEDED: CodeInfo(504, False, "timeout_ms passed before the answer was complete"),
+    Code.SHUTTING_DOWN: CodeInfo(503, True, "the worker was drained before the request could start"),
+    Code.INTERNAL: CodeInfo(500, True, "a bug; the request's id is in the log"),
 }
 
 
@@ -69,11 +69,11 @@ def make_error(
     code: Code, message: str | None = None, *, param: str | None = None, retry_after_ms: float | None = None
 ) -> Error:
     """An `Error` of that code, with the code's own message and retryability unless a better message is given."""
-    kind = KINDS[code]
+    info = CODES[code]
     return Error(
         code=code,
-        message=message or kind.message,
-        retryable=kind.retryable,
+        message=message or info.message,
+        retryable=info.retryable,
         param=param,
         retry_after_ms=retry_after_ms,
     )

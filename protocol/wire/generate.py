@@ -58,7 +58,7 @@ class ResumeFrom(msgspec.Struct, frozen=True, kw_only=True):
     """UTF-8 bytes of text held."""
 
 
-class RoutingWish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RoutingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Pins a request to a worker, overrides the policy by name, or asks why a worker was chosen."""
 
     worker_id: str | None = None
@@ -70,7 +70,7 @@ class RoutingWish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class GenerateRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Asks for a completion; exactly one of `messages`, `prompt` and `token_ids`. Ranges: protocol/wire/request.py."""
+    """Asks for a completion; exactly one of `messages`, `prompt` and `token_ids`."""
 
     id: str | None = None
     """1 to 128 of `A-Za-z0-9_-`, unique in its tenant while in flight; made by the router where absent."""
@@ -142,5 +142,5 @@ class GenerateRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Asks for `token_ids` in every chunk."""
     return_progress: bool | None = None
     """Asks for `progress` while the prompt is computed."""
-    routing: RoutingWish | None = None
+    routing: RoutingOptions | None = None
     """Wishes about the worker."""

@@ -8,7 +8,7 @@ from tokenbus.protocol.wire import codec, errors
 from tokenbus.protocol.wire import messages as public
 
 
-class Params(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class GenerationParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a client asked of its completion; None means the model's own default, which only the worker knows."""
 
     max_tokens: int | None = None
@@ -87,7 +87,7 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """How chunks are encoded: `json` or `msgpack`."""
     token_ids: bytes
     """Unsigned 32-bit little-endian integers."""
-    params: Params
+    params: GenerationParams
     """How to generate."""
     remaining_ms: float | None = None
     """Of the request's time."""
@@ -171,7 +171,7 @@ class Embed(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Of the request's time."""
 
 
-class Embedded(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+class EmbedResult(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     vectors: bytes = b""
     """A row for each input: 32-bit little-endian floating-point numbers."""
     prompt_tokens: int = 0
@@ -234,7 +234,7 @@ class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Blocks that are new."""
     started: list[Started] = []
     """Requests that were accepted."""
-    spoken: list[str] = []
+    first_token_sent: list[str] = []
     """Requests whose client is about to get text."""
     finished: list[str] = []
     """Requests that have ended, in whatever way, behind their terminal."""
@@ -245,7 +245,7 @@ class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`<tenant token>:<id>`."""
     attempt: int
     """Which attempt runs."""
-    spoken: bool
+    first_token_sent: bool
     """Its client has got text."""
 
 

@@ -39,25 +39,25 @@ MESSAGE_RESERVE_BYTES = 4 * 1024
 
 TICK_S = 0.25
 """How often every process looks at its clock."""
-SILENT_CHUNK_S = 5.0
+STREAM_KEEPALIVE_S = 5.0
 """A stream with nothing to say sends an empty chunk this often."""
 HEARTBEAT_S = 0.25
 """A worker's event log carries at least one message in this time."""
-SUSPECT_S = 1.0
+WORKER_SUSPECT_AFTER_S = 1.0
 """Silence after which a worker gets no new work."""
-LOST_S = 2.0
+WORKER_LOST_AFTER_S = 2.0
 """Silence after which a worker counts as lost."""
-DISCOVERY_S = 0.5
+DISCOVERY_WAIT_S = 0.5
 """How long a router collects cards before it takes requests."""
-ACCEPT_S = 0.5
+ACCEPT_TIMEOUT_S = 0.5
 """How long a router waits for a worker to accept a request."""
-KEEP_ENDED_S = 60.0
+ENDED_STREAM_TTL_S = 60.0
 """How long the end of a stream can be had again."""
-KEEP_ENDED_BYTES = 64 * 1024 * 1024
-REPEAT_EVERY_S = 0.2
+MAX_ENDED_STREAM_BYTES = 64 * 1024 * 1024
+REPLAY_INTERVAL_S = 0.2
 """A stream is published again at most this often."""
-REMEMBER_WITHDRAWN_S = 10.0
+WITHDRAWN_TTL_S = 10.0
 """How long a drop or cancel of an unknown request is remembered."""
-REMEMBER_WITHDRAWN = 10_000
+MAX_WITHDRAWN = 10_000
 MODEL_NOT_FOUND_AFTER_S = 60.0
 """A router younger than this says `no_worker` of a model it has not seen."""

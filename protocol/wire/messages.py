@@ -19,11 +19,11 @@ from tokenbus.protocol.wire.cards import (
     ModelsReply,
     Pids,
     RefusedCard,
-    RouterView,
+    RouterStats,
     ServedModel,
     ServerLimits,
-    Watched,
     WorkerState,
+    WorkerTracking,
 )
 from tokenbus.protocol.wire.generate import (
     ChatMessage,
@@ -32,7 +32,7 @@ from tokenbus.protocol.wire.generate import (
     Lora,
     ResponseFormat,
     ResumeFrom,
-    RoutingWish,
+    RoutingOptions,
 )
 from tokenbus.protocol.wire.message import Message
 
@@ -58,17 +58,17 @@ __all__ = [
     "ResumeFrom",
     "ResyncReply",
     "ResyncRequest",
-    "RouterView",
+    "RouterStats",
+    "RoutingOptions",
     "RoutingReport",
-    "RoutingWish",
     "ServedModel",
     "ServerLimits",
     "Timings",
     "TokenAlternative",
     "TokenLogprob",
     "Usage",
-    "Watched",
     "WorkerState",
+    "WorkerTracking",
 ]
 
 

@@ -8,7 +8,7 @@ from tokenbus.protocol.wire import limits
 DEFAULT_PREFIX = "tokenbus.v1"
 DEFAULT_TENANT = "default"
 DEFAULT_INBOX_PREFIXES = ("_INBOX",)
-TENANT_PLACE = "{tenant}"
+TENANT_PLACEHOLDER = "{tenant}"
 """In an inbox prefix: the tenant's name in subject form."""
 PROBE_SUFFIX = ":again"
 """On a `gone` subject: the notice answers the chunk that was sent to make sure."""
@@ -20,7 +20,7 @@ _ESCAPED = re.compile(r"=([0-9A-F]{2})")
 _SUBJECT = re.compile(r"[^\s.*>]+(?:\.[^\s.*>]+)*")
 
 
-def name_to_token(name: str) -> str:
+def encode_name(name: str) -> str:
     """`qwen2.5-0.5b` to `qwen2=2E5-0=2E5b`: a name as a single subject token.
 
     Raises ValueError for a name that is empty, too long, or not Unicode text."""
@@ -35,33 +35,33 @@ def escape(text: str) -> str:
     return "".join(chr(byte) if byte in _PLAIN else f"={byte:02X}" for byte in text.encode())
 
 
-def token_to_name(token: str) -> str:
-    """The reverse of `name_to_token`. Raises ValueError for what that can't have made."""
+def decode_name(token: str) -> str:
+    """The reverse of `encode_name`. Raises ValueError for what that can't have made."""
     if not _TOKEN.fullmatch(token):
         raise ValueError(f"{token[:150]!r} is not a name in subject form")
     name = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), token).encode("latin-1").decode()
-    if name_to_token(name) != token:
+    if encode_name(name) != token:
         raise ValueError(f"{token!r} is not the subject form of {name!r}")
     return name
 
 
 def request_key(tenant: str, request_id: str) -> str:
     """The one string that names a request inside the system: unique over all tenants."""
-    return f"{name_to_token(tenant)}:{request_id}"
+    return f"{encode_name(tenant)}:{request_id}"
 
 
-def is_key(key: str) -> bool:
+def is_request_key(key: str) -> bool:
     """Whether `request_key` can have made this of a tenant's name and a request id."""
     tenant, _, request_id = key.partition(":")
     try:
-        return bool(_REQUEST_ID.fullmatch(request_id)) and bool(token_to_name(tenant))
+        return bool(_REQUEST_ID.fullmatch(request_id)) and bool(decode_name(tenant))
     except ValueError:
         return False
 
 
 def key_to_tenant(key: str) -> str:
     """The name of the tenant whose request it is."""
-    return token_to_name(key.partition(":")[0])
+    return decode_name(key.partition(":")[0])
 
 
 def key_to_request_id(key: str) -> str:
@@ -69,7 +69,7 @@ def key_to_request_id(key: str) -> str:
     return key.partition(":")[2]
 
 
-def epoch_order(epoch: str) -> tuple[int, str]:
+def epoch_sort_key(epoch: str) -> tuple[int, str]:
     """An epoch `<unix ms>-<random>` in an order in which later lives are larger."""
     born, _, rest = epoch.partition("-")
     return (int(born) if born.isascii() and born.isdigit() and len(born) < 20 else 0, rest)
@@ -86,7 +86,7 @@ def is_inbox(reply: str, prefixes: tuple[str, ...], tenant_token: str = DEFAULT_
     return (
         len(reply.encode()) <= limits.MAX_INBOX_BYTES
         and bool(_SUBJECT.fullmatch(reply))
-        and any(reply.startswith(prefix.replace(TENANT_PLACE, tenant_token) + ".") for prefix in prefixes)
+        and any(reply.startswith(prefix.replace(TENANT_PLACEHOLDER, tenant_token) + ".") for prefix in prefixes)
     )
 
 
@@ -115,15 +115,15 @@ class WorkerAddress(NamedTuple):
     worker_id: str
 
 
-def worker_tokens(address: WorkerAddress) -> str:
+def encode_worker(address: WorkerAddress) -> str:
     """A worker as two tokens, for use in a subject."""
-    return f"{name_to_token(address.model)}.{name_to_token(address.worker_id)}"
+    return f"{encode_name(address.model)}.{encode_name(address.worker_id)}"
 
 
-def parse_worker_tokens(tokens: str) -> WorkerAddress:
+def decode_worker(tokens: str) -> WorkerAddress:
     """The reverse. Raises ValueError for what that can't have made."""
     model, worker_id = tokens.split(".")
-    return WorkerAddress(token_to_name(model), token_to_name(worker_id))
+    return WorkerAddress(decode_name(model), decode_name(worker_id))
 
 
 class Subjects:
@@ -152,7 +152,7 @@ class Subjects:
         return self._with_tenant("embed", model, tenant)
 
     def models_for(self, tenant: str = DEFAULT_TENANT) -> str:
-        return self.models[0] if tenant == DEFAULT_TENANT else f"{self.models[0]}.{name_to_token(tenant)}"
+        return self.models[0] if tenant == DEFAULT_TENANT else f"{self.models[0]}.{encode_name(tenant)}"
 
     def cancel(self, request_id: str, tenant: str = DEFAULT_TENANT) -> str:
         return self._of_request("cancel", request_id, tenant)
@@ -161,11 +161,11 @@ class Subjects:
         return self._of_request("resync", request_id, tenant)
 
     def handover(self, model: str) -> str:
-        return f"{self.prefix}.handover.{name_to_token(model)}"
+        return f"{self.prefix}.handover.{encode_name(model)}"
 
     def worker(self, model: str, worker_id: str, service: str) -> str:
         """One service of one worker: `run`, `control`, `snapshot`, `tokenizer` or `tokenize`."""
-        return f"{self.prefix}.worker.{name_to_token(model)}.{name_to_token(worker_id)}.{service}"
+        return f"{self.prefix}.worker.{encode_name(model)}.{encode_name(worker_id)}.{service}"
 
     def gone(self, model: str, worker_id: str, key: str) -> str:
         return self.worker(model, worker_id, f"gone.{key}")
@@ -176,15 +176,15 @@ class Subjects:
         return key.removesuffix(PROBE_SUFFIX), key.endswith(PROBE_SUFFIX)
 
     def card(self, model: str, worker_id: str) -> str:
-        return f"{self.prefix}.card.{name_to_token(model)}.{name_to_token(worker_id)}"
+        return f"{self.prefix}.card.{encode_name(model)}.{encode_name(worker_id)}"
 
     def events(self, model: str, worker_id: str) -> str:
-        return f"{self.prefix}.events.{name_to_token(model)}.{name_to_token(worker_id)}"
+        return f"{self.prefix}.events.{encode_name(model)}.{encode_name(worker_id)}"
 
     def parse_model(self, subject: str) -> ModelAddress:
         """Model and tenant of a `generate` or `embed` subject. Raises ValueError for a name in no subject form."""
         tokens = self._tail(subject)
-        return ModelAddress(token_to_name(tokens[1]), _tenant(tokens[2:]))
+        return ModelAddress(decode_name(tokens[1]), _tenant(tokens[2:]))
 
     def parse_models(self, subject: str) -> str:
         """The tenant who asks for the models. Raises ValueError for a name in no subject form."""
@@ -208,15 +208,15 @@ class Subjects:
 
     def parse_worker(self, subject: str) -> WorkerAddress:
         """Model and worker of a `card` or `events` subject. Raises ValueError likewise."""
-        return parse_worker_tokens(".".join(self._tail(subject)[1:]))
+        return decode_worker(".".join(self._tail(subject)[1:]))
 
     def _with_tenant(self, verb: str, model: str, tenant: str) -> str:
-        subject = f"{self.prefix}.{verb}.{name_to_token(model)}"
-        return subject if tenant == DEFAULT_TENANT else f"{subject}.{name_to_token(tenant)}"
+        subject = f"{self.prefix}.{verb}.{encode_name(model)}"
+        return subject if tenant == DEFAULT_TENANT else f"{subject}.{encode_name(tenant)}"
 
     def _of_request(self, verb: str, request_id: str, tenant: str) -> str:
-        between = "" if tenant == DEFAULT_TENANT else name_to_token(tenant) + "."
-        return f"{self.prefix}.{verb}.{between}{name_to_token(request_id)}"
+        between = "" if tenant == DEFAULT_TENANT else encode_name(tenant) + "."
+        return f"{self.prefix}.{verb}.{between}{encode_name(request_id)}"
 
     def _tail(self, subject: str) -> list[str]:
         assert subject.startswith(self.prefix + "."), subject
@@ -224,4 +224,4 @@ class Subjects:
 
 
 def _tenant(tokens: list[str]) -> str:
-    return token_to_name(tokens[0]) if tokens else DEFAULT_TENANT
+    return decode_name(tokens[0]) if tokens else DEFAULT_TENANT

@@ -3,8 +3,8 @@
 import random
 from collections.abc import Iterator
 
-from tokenbus.replay.load.points import Kind, Point
-from tokenbus.replay.load.workload import Ask
+from tokenbus.replay.load.points import LoadKind, LoadPoint
+from tokenbus.replay.load.workload import TimedRequest
 
 
 def poisson(rate: float, burst: int, rng: random.Random) -> Iterator[float]:
@@ -16,9 +16,11 @@ def poisson(rate: float, burst: int, rng: random.Random) -> Iterator[float]:
             yield now
 
 
-def timed(asks: Iterator[Ask], point: Point, burst: int, rng: random.Random) -> Iterator[Ask]:
+def schedule(
+    requests: Iterator[TimedRequest], point: LoadPoint, burst: int, rng: random.Random
+) -> Iterator[TimedRequest]:
     """The same requests, at the times that the load gives them."""
-    if point.kind is Kind.SPEEDUP:
-        return (ask._replace(at_s=ask.at_s / point.value) for ask in asks)
+    if point.kind is LoadKind.SPEEDUP:
+        return (request._replace(at_s=request.at_s / point.value) for request in requests)
     times = poisson(point.value, burst, rng)
-    return (ask._replace(at_s=at) for ask, at in zip(asks, times, strict=False))
+    return (request._replace(at_s=at) for request, at in zip(requests, times, strict=False))

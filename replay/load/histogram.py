@@ -12,7 +12,7 @@ _SMALLEST, _LARGEST = 1e-3, 1e9
 _DIGITS = 3
 
 
-class Spread(msgspec.Struct, frozen=True):
+class LatencyStats(msgspec.Struct, frozen=True):
     """Of a time in milliseconds; null where nothing was measured."""
 
     mean: float | None
@@ -43,9 +43,9 @@ class Histogram:
 
     def percentile(self, percent: float) -> float | None:
         """The smallest value that so many per cent of all values do not exceed; None if there are none."""
-        return next((value for value, below in self.shares() if below * 100 >= percent - 1e-9), None)
+        return next((value for value, below in self.cumulative() if below * 100 >= percent - 1e-9), None)
 
-    def shares(self) -> Iterator[tuple[float, float]]:
+    def cumulative(self) -> Iterator[tuple[float, float]]:
         """Values, and what part of all does not exceed each, in rising order: the distribution."""
         below = 0
         for bucket in sorted(self._counts):
@@ -53,8 +53,8 @@ class Histogram:
             middle = _GROWTH ** (bucket + 0.5)
             yield min(max(middle, self._min), self._max), below / self.count
 
-    def spread(self) -> Spread:
+    def summary(self) -> LatencyStats:
         if not self.count:
-            return Spread(None, None, None, None, None)
+            return LatencyStats(None, None, None, None, None)
         numbers = (self._total / self.count, *map(self.percentile, (50, 90, 99)), self._max)
-        return Spread(*(None if number is None else round(number, _DIGITS) for number in numbers))
+        return LatencyStats(*(None if number is None else round(number, _DIGITS) for number in numbers))

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenbus.replay import generators, sources, traces
-from tokenbus.replay.load.points import Kind, Point
-from tokenbus.replay.load.workload import MIN_VOCABULARY, RandomTokens, Text, Traced, Workload
+from tokenbus.replay.load.points import LoadKind, LoadPoint
+from tokenbus.replay.load.workload import MIN_VOCABULARY, RandomTokens, RepeatedText, TraceWorkload, Workload
 
 _REQUESTS = 100
 _REQUESTS_PER_CLIENT = 10
@@ -22,7 +22,7 @@ class Plan(NamedTuple):
     """What is to be measured."""
 
     model: str
-    points: tuple[Point, ...]
+    points: tuple[LoadPoint, ...]
     workload: Workload
     clip: bool
     requests: int | None
@@ -37,13 +37,15 @@ class Plan(NamedTuple):
     json: Path | None
     html: Path | None
 
-    def requests_at(self, point: Point, workload: Workload) -> int | None:
+    def requests_at(self, point: LoadPoint, workload: Workload) -> int | None:
         """How many requests a run sends at most; None: as many as come in its time."""
         if workload.num_requests:
             return min(self.requests or workload.num_requests, workload.num_requests)
         if self.requests or self.duration_s:
             return self.requests
-        return max(_REQUESTS, _REQUESTS_PER_CLIENT * int(point.value)) if point.kind is Kind.CONCURRENCY else _REQUESTS
+        return (
+            max(_REQUESTS, _REQUESTS_PER_CLIENT * int(point.value)) if point.kind is LoadKind.CONCURRENCY else _REQUESTS
+        )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -94,12 +96,12 @@ def _add_workload(group: "argparse._ArgumentGroup") -> None:
 def plan_of(options: argparse.Namespace) -> Plan:
     """What the flags say together. Raises ValueError where they contradict each other."""
     workload, points = _workload(options), _points(options)
-    if points[0].kind is Kind.SPEEDUP and options.trace is None:
+    if points[0].kind is LoadKind.SPEEDUP and options.trace is None:
         raise ValueError("--speedup is about the times of a --trace")
-    if options.burst > 1 and points[0].kind is not Kind.RATE:
+    if options.burst > 1 and points[0].kind is not LoadKind.RATE:
         raise ValueError("--burst goes with --rate")
     most = max(point.value for point in points)
-    if points[0].kind is Kind.CONCURRENCY and options.requests and options.requests < most:
+    if points[0].kind is LoadKind.CONCURRENCY and options.requests and options.requests < most:
         raise ValueError(f"--requests {options.requests} never reach --concurrency {most:g}")
     for path in (options.json, options.html):
         if path is not None and path != TO_STANDARD_OUTPUT:
@@ -108,12 +110,12 @@ def plan_of(options: argparse.Namespace) -> Plan:
     return Plan(points=points, workload=workload, **same)
 
 
-def _points(options: argparse.Namespace) -> tuple[Point, ...]:
-    given = [(kind, values) for kind in Kind if (values := getattr(options, kind))]
+def _points(options: argparse.Namespace) -> tuple[LoadPoint, ...]:
+    given = [(kind, values) for kind in LoadKind if (values := getattr(options, kind))]
     if len(given) > 1:
         raise ValueError(f"--{given[0][0]} and --{given[1][0]} exclude each other")
-    kind, values = given[0] if given else (Kind.SPEEDUP if options.trace else Kind.CONCURRENCY, (1.0,))
-    return tuple(Point(kind, value) for value in values)
+    kind, values = given[0] if given else (LoadKind.SPEEDUP if options.trace else LoadKind.CONCURRENCY, (1.0,))
+    return tuple(LoadPoint(kind, value) for value in values)
 
 
 def _workload(options: argparse.Namespace) -> Workload:
@@ -123,11 +125,11 @@ def _workload(options: argparse.Namespace) -> Workload:
     if options.prompt is not None:
         if not options.prompt:
             raise ValueError("the prompt is empty")
-        return Text(options.prompt, options.output_tokens)
+        return RepeatedText(options.prompt, options.output_tokens)
     if options.trace is not None:
         if options.output_tokens is not None:
             raise ValueError("--trace and --output-tokens exclude each other")
-        return Traced(Path(options.trace).name, _trace(options.trace, options.seed), options.vocabulary)
+        return TraceWorkload(Path(options.trace).name, _trace(options.trace, options.seed), options.vocabulary)
     return RandomTokens(options.input_tokens or 128, options.output_tokens or 64, options.vocabulary)
 
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from tokenbus.replay.load.histogram import Histogram
-from tokenbus.replay.load.points import Kind
-from tokenbus.replay.load.results import Report, Run
+from tokenbus.replay.load.points import LoadKind
+from tokenbus.replay.load.results import Report, RunResult
 from tokenbus.replay.load.table import ROWS, number, run_lines
 from tokenbus.replay.page import document
 from tokenbus.replay.svg import Axis, Series, bar_chart, line_chart
@@ -14,7 +14,11 @@ _PERCENTILES = ("p50", "p90", "p99")
 _PLOTTED = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
 _MOST_RUNS = 8
 """As many as there are colours; of more only the first are drawn where each is a line."""
-_LOADS = {Kind.CONCURRENCY: "clients", Kind.RATE: "requests per second offered", Kind.SPEEDUP: "× the trace's speed"}
+_LOADS = {
+    LoadKind.CONCURRENCY: "clients",
+    LoadKind.RATE: "requests per second offered",
+    LoadKind.SPEEDUP: "× the trace's speed",
+}
 
 
 def page(report: Report, times: Sequence[Mapping[str, Histogram]]) -> str:
@@ -25,7 +29,7 @@ def page(report: Report, times: Sequence[Mapping[str, Histogram]]) -> str:
     return document(f"{report.model}: {report.workload}", parts)
 
 
-def _sweep(runs: Sequence[Run]) -> Iterator[str]:
+def _sweep(runs: Sequence[RunResult]) -> Iterator[str]:
     """Over the load, where there is more than one."""
     runs = sorted(runs, key=lambda run: run.value)
     if len(runs) < 2:
@@ -38,15 +42,15 @@ def _sweep(runs: Sequence[Run]) -> Iterator[str]:
         yield line_chart(f"{ROWS[name].capitalize()} by load", series, load, Axis("ms", is_log=True))
 
 
-def _points(runs: Sequence[Run], name: str, percentile: str) -> list[tuple[float, float]]:
+def _points(runs: Sequence[RunResult], name: str, percentile: str) -> list[tuple[float, float]]:
     values = [(run.value, getattr(getattr(run, name), percentile)) for run in runs]
     return [point for point in values if point[1] is not None]
 
 
-def _distributions(runs: Sequence[Run], times: Sequence[Mapping[str, Histogram]]) -> Iterator[str]:
+def _distributions(runs: Sequence[RunResult], times: Sequence[Mapping[str, Histogram]]) -> Iterator[str]:
     for name in _PLOTTED:
         series = [
-            Series(str(run.point), [(value, 100 * share) for value, share in one[name].shares()])
+            Series(str(run.point), [(value, 100 * share) for value, share in one[name].cumulative()])
             for run, one in zip(runs[:_MOST_RUNS], times, strict=False)
         ]
         yield line_chart(
@@ -54,21 +58,21 @@ def _distributions(runs: Sequence[Run], times: Sequence[Mapping[str, Histogram]]
         )
 
 
-def _by_worker(runs: Sequence[Run]) -> Iterator[str]:
+def _by_worker(runs: Sequence[RunResult]) -> Iterator[str]:
     names = sorted({name for run in runs for name in run.workers})
     if 1 < len(names) <= _MOST_RUNS and len(runs) <= _MOST_RUNS:
         series = [Series(name, [(place, run.workers.get(name, 0)) for place, run in enumerate(runs)]) for name in names]
         yield bar_chart("Requests by worker", [f"{run.value:g}" for run in runs], series, Axis("requests"))
 
 
-def _section(run: Run) -> str:
+def _section(run: RunResult) -> str:
     heads = "".join(f"<th>{head}</th>" for head in ("ms", "mean", *_PERCENTILES, "max"))
     rows = "".join(_row(run, name, title) for name, title in ROWS.items())
     lines = escape("\n".join(run_lines(run)))
     return f"<h2>{escape(str(run.point))}</h2>\n<table><tr>{heads}</tr>{rows}</table>\n<pre>{lines}</pre>"
 
 
-def _row(run: Run, name: str, title: str) -> str:
+def _row(run: RunResult, name: str, title: str) -> str:
     spread = getattr(run, name)
     cells = "".join(f"<td>{number(getattr(spread, field))}</td>" for field in ("mean", *_PERCENTILES, "max"))
     return f"<tr><td>{title}</td>{cells}</tr>"

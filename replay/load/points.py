@@ -4,7 +4,7 @@ import enum
 from typing import NamedTuple
 
 
-class Kind(enum.StrEnum):
+class LoadKind(enum.StrEnum):
     CONCURRENCY = "concurrency"
     """So many clients, each of which asks again once it has its answer."""
     RATE = "rate"
@@ -13,12 +13,16 @@ class Kind(enum.StrEnum):
     """The trace's own times, so many times faster."""
 
 
-_WORDS = {Kind.CONCURRENCY: "{:g} at a time", Kind.RATE: "{:g} requests/s", Kind.SPEEDUP: "{:g} × the trace's speed"}
+_LABELS = {
+    LoadKind.CONCURRENCY: "{:g} at a time",
+    LoadKind.RATE: "{:g} requests/s",
+    LoadKind.SPEEDUP: "{:g} × the trace's speed",
+}
 
 
-class Point(NamedTuple):
-    kind: Kind
+class LoadPoint(NamedTuple):
+    kind: LoadKind
     value: float
 
     def __str__(self) -> str:
-        return _WORDS[self.kind].format(self.value)
+        return _LABELS[self.kind].format(self.value)

@@ -3,15 +3,15 @@
 import msgspec
 
 from tokenbus.protocol.wire import messages
-from tokenbus.replay.load.histogram import Spread
-from tokenbus.replay.load.points import Kind, Point
-from tokenbus.replay.load.tally import Tally
+from tokenbus.replay.load.histogram import LatencyStats
+from tokenbus.replay.load.points import LoadKind, LoadPoint
+from tokenbus.replay.load.stats import RunStats
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """One point of the sweep. Times are those that a client sees, from the moment at which its request was due."""
 
-    load: Kind
+    load: LoadKind
     value: float
     """Clients, requests per second, or times the trace's own speed."""
     interrupted: bool
@@ -34,19 +34,19 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """The first message of each code."""
     workers: dict[str, int]
     """Requests by the worker that ended them."""
-    ttft_ms: Spread
+    ttft_ms: LatencyStats
     """To the first token, of all requests that had one."""
-    itl_ms: Spread
+    itl_ms: LatencyStats
     """From one token to the next, over all such gaps; tokens of one chunk share its gap."""
-    tpot_ms: Spread
+    tpot_ms: LatencyStats
     """The same, but the mean of each finished request: chunks that come in clumps make no difference to it."""
-    e2e_ms: Spread
+    e2e_ms: LatencyStats
     """To the end, of finished requests."""
-    accept_ms: Spread
+    accept_ms: LatencyStats
     """Until a worker has taken it."""
-    queue_ms: Spread
+    queue_ms: LatencyStats
     """From there to its first step, as the worker says."""
-    late_ms: Spread
+    late_ms: LatencyStats
     """By how much the bench itself sent too late; it is part of the other times."""
     requests_per_s: float
     """Finished ones."""
@@ -59,8 +59,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     cached_share: float | None
 
     @property
-    def point(self) -> Point:
-        return Point(self.load, self.value)
+    def point(self) -> LoadPoint:
+        return LoadPoint(self.load, self.value)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,35 +78,35 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of the trace that do not fit the model's context and were left out."""
     clipped: int
     """The same, but cut."""
-    runs: list[Run]
+    runs: list[RunResult]
 
 
-def summarize(point: Point, tally: Tally, *, interrupted: bool) -> Run:
+def summarize(point: LoadPoint, stats: RunStats, *, interrupted: bool) -> RunResult:
     """The numbers of one run."""
-    duration_s = max(tally.last_at - tally.began_at, 1e-9)
-    reasons = dict(sorted(tally.finish_reasons.items()))
-    return Run(
+    duration_s = max(stats.last_at - stats.began_at, 1e-9)
+    reasons = dict(sorted(stats.finish_reasons.items()))
+    return RunResult(
         load=point.kind,
         value=point.value,
         interrupted=interrupted,
         duration_s=round(duration_s, 3),
-        sent=tally.sent,
-        finished=tally.finished,
-        failed=tally.failed,
-        cancelled=tally.in_flight + reasons.get(messages.FinishReason.CANCELLED, 0),
-        not_sent=tally.not_sent,
-        peak_in_flight=tally.peak_in_flight,
+        sent=stats.sent,
+        finished=stats.finished,
+        failed=stats.failed,
+        cancelled=stats.in_flight + reasons.get(messages.FinishReason.CANCELLED, 0),
+        not_sent=stats.not_sent,
+        peak_in_flight=stats.peak_in_flight,
         finish_reasons=reasons,
-        errors=dict(sorted(tally.errors.items())),
-        error_examples=dict(sorted(tally.examples.items())),
-        workers=dict(sorted(tally.workers.items())),
-        **{name: histogram.spread() for name, histogram in tally.times.items()},
-        requests_per_s=round(tally.finished / duration_s, 3),
-        output_tokens_per_s=round(tally.output_tokens / duration_s, 3),
-        output_tokens=tally.output_tokens,
-        prompt_tokens=tally.prompt_tokens,
-        cached_tokens=tally.cached_tokens,
-        cached_share=round(tally.cached_tokens / tally.prompt_tokens, 4) if tally.prompt_tokens else None,
+        errors=dict(sorted(stats.errors.items())),
+        error_examples=dict(sorted(stats.examples.items())),
+        workers=dict(sorted(stats.workers.items())),
+        **{name: histogram.summary() for name, histogram in stats.times.items()},
+        requests_per_s=round(stats.finished / duration_s, 3),
+        output_tokens_per_s=round(stats.output_tokens / duration_s, 3),
+        output_tokens=stats.output_tokens,
+        prompt_tokens=stats.prompt_tokens,
+        cached_tokens=stats.cached_tokens,
+        cached_share=round(stats.cached_tokens / stats.prompt_tokens, 4) if stats.prompt_tokens else None,
     )
 
 

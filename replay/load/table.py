@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from tokenbus.replay.load.histogram import Spread
-from tokenbus.replay.load.results import Run
-from tokenbus.replay.load.tally import Tally
+from tokenbus.replay.load.histogram import LatencyStats
+from tokenbus.replay.load.results import RunResult
+from tokenbus.replay.load.stats import RunStats
 
 ROWS = {
     "ttft_ms": "time to first token",
@@ -22,20 +22,20 @@ _LATE_MS = 20.0
 """From here on the sender's own lateness spoils what it measures."""
 
 
-def run_table(run: Run) -> Table:
+def run_table(run: RunResult) -> Table:
     """Percentiles in milliseconds."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     made.add_column("ms", no_wrap=True)
-    for head in Spread.__struct_fields__:
+    for head in LatencyStats.__struct_fields__:
         made.add_column(head, justify="right", no_wrap=True)
     for name, title in ROWS.items():
-        spread: Spread = getattr(run, name)
+        spread: LatencyStats = getattr(run, name)
         if name != "late_ms" or (spread.p99 or 0.0) >= 1.0:
-            made.add_row(title, *(number(getattr(spread, field)) for field in Spread.__struct_fields__))
+            made.add_row(title, *(number(getattr(spread, field)) for field in LatencyStats.__struct_fields__))
     return made
 
 
-def run_lines(run: Run) -> Iterator[str]:
+def run_lines(run: RunResult) -> Iterator[str]:
     """All that is to be said of a run beside its times."""
     yield (
         f"{run.finished} finished in {run.duration_s:,.1f} s: {number(run.requests_per_s)} requests/s, "
@@ -56,7 +56,7 @@ def run_lines(run: Run) -> Iterator[str]:
         yield "note        the bench itself was late: its machine is too busy to measure well"
 
 
-def sweep_table(runs: Sequence[Run]) -> Table:
+def sweep_table(runs: Sequence[RunResult]) -> Table:
     """One line for each run; times are in milliseconds."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     made.add_column(runs[0].load, justify="right", no_wrap=True)
@@ -69,15 +69,15 @@ def sweep_table(runs: Sequence[Run]) -> Table:
     return made
 
 
-def progress(tally: Tally, total: int | None, duration_s: float | None, now: float) -> str:
+def progress(stats: RunStats, total: int | None, duration_s: float | None, now: float) -> str:
     """How far a run is, in one short line."""
-    passed_s = now - tally.began_at
+    passed_s = now - stats.began_at
     of_all = f"/{total}" if total else ""
     of_time = f"/{duration_s:g}" if duration_s else ""
-    rate = tally.output_tokens / passed_s if passed_s > 0 else 0.0
-    failed = f", {tally.failed} failed" if tally.failed else ""
-    not_sent = f", {tally.not_sent} not sent" if tally.not_sent else ""
-    done = f"{tally.ended + tally.not_sent}{of_all} done, {tally.in_flight} in flight"
+    rate = stats.output_tokens / passed_s if passed_s > 0 else 0.0
+    failed = f", {stats.failed} failed" if stats.failed else ""
+    not_sent = f", {stats.not_sent} not sent" if stats.not_sent else ""
+    done = f"{stats.ended + stats.not_sent}{of_all} done, {stats.in_flight} in flight"
     return f"{done}, {rate:,.0f} tokens/s, {passed_s:.0f}{of_time} s{failed}{not_sent}"
 
 

@@ -12,7 +12,7 @@ from tokenbus.replay.traces import TracedRequest
 MIN_VOCABULARY = 16
 
 
-class Ask(NamedTuple):
+class TimedRequest(NamedTuple):
     """One request, and when it comes by the trace's own times, in seconds from the start."""
 
     at_s: float
@@ -27,18 +27,18 @@ class Workload(Protocol):
         """None: as many as one likes."""
         ...
 
-    def fitted(self, context_length: int, *, clip: bool) -> "Fitted":
+    def fit(self, context_length: int, *, clip: bool) -> "FittedWorkload":
         """Only what fits the model. Raises ValueError where nothing does."""
         ...
 
-    def asks(self, common: messages.GenerateRequest, seed: str) -> Iterator[Ask]:
+    def generate(self, common: messages.GenerateRequest, seed: str) -> Iterator[TimedRequest]:
         """Makes each request when it is taken, of what all have in common."""
         ...
 
     def describe(self) -> str: ...
 
 
-class Fitted(NamedTuple):
+class FittedWorkload(NamedTuple):
     """A workload that fits the model, and how many of its requests did not."""
 
     workload: Workload
@@ -57,26 +57,26 @@ class RandomTokens(NamedTuple):
     def num_requests(self) -> int | None:
         return None
 
-    def fitted(self, context_length: int, *, clip: bool) -> Fitted:
+    def fit(self, context_length: int, *, clip: bool) -> FittedWorkload:
         if self.input_tokens + self.output_tokens > context_length:
             raise ValueError(
                 f"--input-tokens {self.input_tokens} and --output-tokens {self.output_tokens} do not fit "
                 f"the model's context of {context_length} tokens"
             )
-        return Fitted(self)
+        return FittedWorkload(self)
 
-    def asks(self, common: messages.GenerateRequest, seed: str) -> Iterator[Ask]:
+    def generate(self, common: messages.GenerateRequest, seed: str) -> Iterator[TimedRequest]:
         rng = np.random.default_rng(list(seed.encode()))
         while True:
             token_ids = rng.integers(1, self.vocabulary, self.input_tokens).tolist()
-            request = codec.replaced(common, token_ids=token_ids, max_tokens=self.output_tokens, ignore_eos=True)
-            yield Ask(0.0, request)
+            request = codec.replace(common, token_ids=token_ids, max_tokens=self.output_tokens, ignore_eos=True)
+            yield TimedRequest(0.0, request)
 
     def describe(self) -> str:
         return f"{self.input_tokens} random tokens, {self.output_tokens} back"
 
 
-class Text(NamedTuple):
+class RepeatedText(NamedTuple):
     """The same question again and again, through the model's chat template; the answer ends where it ends."""
 
     text: str
@@ -86,18 +86,18 @@ class Text(NamedTuple):
     def num_requests(self) -> int | None:
         return None
 
-    def fitted(self, context_length: int, *, clip: bool) -> Fitted:
-        return Fitted(self)
+    def fit(self, context_length: int, *, clip: bool) -> FittedWorkload:
+        return FittedWorkload(self)
 
-    def asks(self, common: messages.GenerateRequest, seed: str) -> Iterator[Ask]:
+    def generate(self, common: messages.GenerateRequest, seed: str) -> Iterator[TimedRequest]:
         turn = messages.ChatMessage(role="user", content=self.text)
-        return itertools.repeat(Ask(0.0, codec.replaced(common, messages=[turn], max_tokens=self.max_tokens)))
+        return itertools.repeat(TimedRequest(0.0, codec.replace(common, messages=[turn], max_tokens=self.max_tokens)))
 
     def describe(self) -> str:
         return f"the same text of {len(self.text)} characters"
 
 
-class Traced(NamedTuple):
+class TraceWorkload(NamedTuple):
     """The requests of a trace in their order: prompts that begin alike there begin alike here."""
 
     name: str
@@ -108,30 +108,30 @@ class Traced(NamedTuple):
     def num_requests(self) -> int | None:
         return len(self.requests)
 
-    def fitted(self, context_length: int, *, clip: bool) -> Fitted:
+    def fit(self, context_length: int, *, clip: bool) -> FittedWorkload:
         fits = [one.prompt_tokens + one.output_tokens <= context_length for one in self.requests]
         num_long = fits.count(False)
         if clip:
             kept = [one if fit else clipped(one, context_length) for one, fit in zip(self.requests, fits, strict=True)]
-            return Fitted(self._replace(requests=kept), clipped=num_long)
+            return FittedWorkload(self._replace(requests=kept), clipped=num_long)
         if num_long == len(fits):
             raise ValueError(
                 f"none of the {num_long} requests of {self.name} fits the model's context of {context_length} tokens: "
                 f"--clip cuts them"
             )
-        return Fitted(self._replace(requests=list(itertools.compress(self.requests, fits))), skipped=num_long)
+        return FittedWorkload(self._replace(requests=list(itertools.compress(self.requests, fits))), skipped=num_long)
 
-    def asks(self, common: messages.GenerateRequest, seed: str) -> Iterator[Ask]:
+    def generate(self, common: messages.GenerateRequest, seed: str) -> Iterator[TimedRequest]:
         began_at = self.requests[0].at_s
         for one in self.requests:
-            request = codec.replaced(
+            request = codec.replace(
                 common,
                 token_ids=one.token_ids(self.vocabulary).tolist(),
                 max_tokens=one.output_tokens,
                 ignore_eos=True,
                 priority=one.priority or None,
             )
-            yield Ask(one.at_s - began_at, request)
+            yield TimedRequest(one.at_s - began_at, request)
 
     def describe(self) -> str:
         return f"{len(self.requests)} requests of {self.name}"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tokenbus.protocol.wire import messages
 from tokenbus.router.fleet.worker import Worker
-from tokenbus.router.placement.placement import View
+from tokenbus.router.placement.policies import View
 
 
 def explain(
@@ -27,6 +27,6 @@ def _candidate(worker: Worker, view: View, at: int, cost: float) -> messages.Can
         cost=round(cost, 3),
         overlap_blocks=int(view.overlap_tokens[at] / size),
         prefill_blocks=math.ceil(to_compute / size),
-        decode_blocks=int(view.held_blocks[at]),
+        decode_blocks=int(view.used_blocks[at]),
         state=worker.state,
     )

@@ -4,17 +4,17 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tokenbus.router.placement.index import Level
+from tokenbus.router.placement.prefix_index import MatchLevel
 
-PREDICTED_S = 5.0
+PREDICTION_TTL_S = 5.0
 """How long a placed prefix is believed to be there, or on its way, without an event."""
-MOST_BLOCKS = 1 << 18
+MAX_BLOCKS = 1 << 18
 """Blocks of placements that are remembered at the same time; the oldest are forgotten first."""
 
 
 class _Placed(NamedTuple):
     until: float
-    place: int
+    row: int
     start: int
     """Leading blocks that were held there already."""
     hashes: Sequence[int]
@@ -40,24 +40,24 @@ class Predictions:
     def __len__(self) -> int:
         return len(self._placed)
 
-    def put(self, place: int, hashes: Sequence[int], overlap_blocks: int, now: float) -> None:
+    def add(self, row: int, hashes: Sequence[int], overlap_blocks: int, now: float) -> None:
         """A prompt of these blocks has gone to a worker that holds, or will, the first `overlap_blocks`."""
         if overlap_blocks >= len(hashes):
             return
-        placed = _Placed(now + PREDICTED_S, place, overlap_blocks, hashes)
+        placed = _Placed(now + PREDICTION_TTL_S, row, overlap_blocks, hashes)
         self._placed.append(placed)
         self._by_first.setdefault(hashes[overlap_blocks], []).append(placed)
         self._starts[overlap_blocks] = self._starts.get(overlap_blocks, 0) + 1
         self._num_blocks += len(hashes)
-        while self._num_blocks > MOST_BLOCKS:
+        while self._num_blocks > MAX_BLOCKS:
             self._forget(self._placed.popleft())
 
-    def tick(self, now: float) -> None:
+    def expire(self, now: float) -> None:
         """Forgets what has been expected for long enough."""
         while self._placed and self._placed[0].until <= now:
             self._forget(self._placed.popleft())
 
-    def reach(self, hashes: Sequence[int], levels: Sequence[Level]) -> dict[int, int]:
+    def match(self, hashes: Sequence[int], levels: Sequence[MatchLevel]) -> dict[int, int]:
         """How far the leading blocks will reach at each worker that is expected to hold more than it is known to.
 
         `levels` say what is known."""
@@ -67,14 +67,14 @@ class Predictions:
                 continue
             for placed in self._by_first.get(hashes[start], ()):
                 end = _common(placed.hashes, hashes, start)
-                if end > reached.get(placed.place, 0) and end > _known(levels, placed.place):
-                    reached[placed.place] = end
+                if end > reached.get(placed.row, 0) and end > _known(levels, placed.row):
+                    reached[placed.row] = end
         return reached
 
-    def leave(self, place: int) -> None:
+    def remove_worker(self, row: int) -> None:
         """That worker is gone: nothing is expected of it any more."""
-        gone = [one for one in self._placed if one.place == place]
-        self._placed = deque(one for one in self._placed if one.place != place)
+        gone = [one for one in self._placed if one.row == row]
+        self._placed = deque(one for one in self._placed if one.row != row)
         for one in gone:
             self._forget(one)
 
@@ -84,7 +84,7 @@ class Predictions:
         assert all(one.hashes[one.start] == first for first, found in self._by_first.items() for one in found)
         assert sum(self._starts.values()) == len(self._placed)
         assert {one.start for one in self._placed} == self._starts.keys()
-        assert self._num_blocks == sum(len(one.hashes) for one in self._placed) <= MOST_BLOCKS
+        assert self._num_blocks == sum(len(one.hashes) for one in self._placed) <= MAX_BLOCKS
 
     def _forget(self, placed: _Placed) -> None:
         self._num_blocks -= len(placed.hashes)
@@ -113,5 +113,5 @@ def _common(one: Sequence[int], other: Sequence[int], low: int) -> int:
     return low
 
 
-def _known(levels: Sequence[Level], place: int) -> int:
-    return next((level.overlap_blocks for level in levels if level.places >> place & 1), 0)
+def _known(levels: Sequence[MatchLevel], row: int) -> int:
+    return next((level.overlap_blocks for level in levels if level.worker_bits >> row & 1), 0)

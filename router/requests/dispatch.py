@@ -8,16 +8,15 @@ from collections.abc import Collection
 import structlog
 from nats.aio.msg import Msg
 
-from tokenbus.protocol.bus.bus import Bus, BusyError, NoRespondersError, PayloadTooLargeError
-from tokenbus.protocol.telemetry import traces
-from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
-from tokenbus.protocol.wire import request as checks
+from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, PayloadTooLargeError
+from tokenbus.protocol.telemetry import tracing
+from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects, validation
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
-from tokenbus.router.placement.served import NoWorker, Placement
-from tokenbus.router.requests import said
+from tokenbus.router.placement.model_workers import NoWorker, Placement
+from tokenbus.router.requests import worker_replies
 from tokenbus.router.requests.flight import Flight, Flights
-from tokenbus.router.requests.turns import Turns
+from tokenbus.router.requests.placement_queue import PlacementQueue
 
 _run_replies = codec.Decoder(internal.RunReply)
 _control_replies = codec.Decoder(internal.ControlReply)
@@ -32,7 +31,7 @@ _LONGEST_FLUSH_S = 5.0
 """A broker that takes longer to answer a ping is as good as away."""
 
 
-class AlreadyLiveError(Exception):
+class AlreadyStreamingError(Exception):
     """The request is in flight, by a stream that speaks to the same inbox: nothing may be said there."""
 
 
@@ -45,7 +44,7 @@ class Dispatch:
         names: subjects.Subjects,
         fleet: Fleet,
         flights: Flights,
-        turns: Turns,
+        queue: PlacementQueue,
         router_id: str,
         metrics: RouterMetrics,
     ) -> None:
@@ -53,19 +52,19 @@ class Dispatch:
         self._names = names
         self._fleet = fleet
         self._flights = flights
-        self._turns = turns
+        self._queue = queue
         self._router_id = router_id
         self._metrics = metrics
-        self._accepting = self._metrics.phases.of("accept")
+        self._accepting = self._metrics.phases.labels("accept")
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<Dispatch of {self._router_id}, {self._turns!r}>"
+        return f"<Dispatch of {self._router_id}, {self._queue!r}>"
 
     async def bring(self, flight: Flight) -> None:
         """Returns when a worker has accepted the request, or when it was cancelled before one had.
 
-        Raises RequestError when none will accept it, and AlreadyLiveError when one has it already."""
+        Raises RequestError when none will accept it, and AlreadyStreamingError when one has it already."""
         refused: dict[str, errors.Error] = {}
         tries = 0
         while tries < MAX_TRIES:
@@ -76,8 +75,8 @@ class Dispatch:
             remaining_ms = flight.remaining_ms(time.monotonic())
             if remaining_ms is not None and remaining_ms <= 0:
                 raise errors.request_error(errors.Code.DEADLINE_EXCEEDED)
-            with flight.span.child("place"):
-                found = await self._turns.place(flight, refused)
+            with flight.span.start_child("place"):
+                found = await self._queue.place(flight, refused)
             match found:
                 case None:
                     return
@@ -91,7 +90,7 @@ class Dispatch:
                     if refusal is None:
                         return
                     refused[worker.card.worker_id] = refusal
-                    tries += not worker.is_unreached
+                    tries += not worker.has_no_responders
         if not flight.cancelled:
             raise errors.RequestError(self._why_nobody(flight, refused))
 
@@ -106,7 +105,7 @@ class Dispatch:
         self._accepting.observe(time.perf_counter() - began)
         if refusal is None:
             return None
-        self._metrics.retries.of(refusal.code).add()
+        self._metrics.placements_rejected.labels(refusal.code).inc()
         self._fleet.unbook(address, flight.key)
         if flight.spoken or not refusal.retryable:
             raise errors.RequestError(refusal)
@@ -127,16 +126,16 @@ class Dispatch:
     async def _until_dropped(self, flight: Flight, card: messages.Card) -> errors.Error | None:
         subject = self._names.worker(card.model, card.worker_id, "control")
         drop = codec.encode(internal.Control(op="drop", request_id=flight.key, attempt=flight.attempt))
-        patience_s, mute_s = limits.ACCEPT_S, 0.0
+        patience_s, mute_s = limits.ACCEPT_TIMEOUT_S, 0.0
         while mute_s < _MUTE_S:
-            last_event = self._fleet.last_event(card)
+            last_event = self._fleet.last_event_seq(card)
             waits_s = _ASK_AGAIN_S
             if flight.spoken and flight.ended_at == card.worker_id:  # by its terminal: a drop would be refused
                 self._accepted(flight, card)
                 return None
             try:
                 answer = await self._ask(subject, drop, patience_s)
-                reply = said.read(_control_replies, answer.data, card.worker_id)
+                reply = worker_replies.read(_control_replies, answer.data, card.worker_id)
             except ConnectionError:  # this router's own: it says nothing of the worker
                 await asyncio.sleep(_ASK_AGAIN_S)
                 continue
@@ -145,9 +144,9 @@ class Dispatch:
             except TimeoutError:
                 waits_s, patience_s = patience_s, min(2 * patience_s, _LONGEST_PATIENCE_S)  # the way may just be long
             else:
-                self._fleet.hear(card, time.monotonic())
+                self._fleet.renew_lease(card, time.monotonic())
                 if not reply.ok:
-                    self._fleet.doubt_one(card)  # its end may have been said while nobody listened for it
+                    self._fleet.mark_behind(card)  # its end may have been said while nobody listened for it
                     self._accepted(flight, card)
                     return None
                 return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} did not accept in time")
@@ -157,7 +156,7 @@ class Dispatch:
                     self._flights.spoke(flight)
                 self._fleet.remove(card, now)
                 return errors.make_error(errors.Code.WORKER_LOST)
-            if self._fleet.last_event(card) != last_event:
+            if self._fleet.last_event_seq(card) != last_event:
                 mute_s += waits_s
         raise errors.request_error(errors.Code.WORKER_LOST, f"worker {card.worker_id} does not answer any more")
 
@@ -185,14 +184,14 @@ class Dispatch:
             raise ConnectionError("the broker does not answer") from error
 
     async def _try_traced(self, flight: Flight, placement: Placement) -> errors.Error | None:
-        known: traces.Attributes = {
-            traces.WORKER_ID: placement.worker.card.worker_id,
-            traces.ATTEMPT: flight.attempt + 1,
+        known: tracing.Attributes = {
+            tracing.WORKER_ID: placement.worker.card.worker_id,
+            tracing.ATTEMPT: flight.attempt + 1,
         }
-        with flight.span.child("dispatch", "client", known) as span:
+        with flight.span.start_child("dispatch", "client", known) as span:
             refusal = await self._try(flight, placement, span.headers())
             if refusal is not None:
-                span.fail(str(refusal.code))
+                span.set_error(str(refusal.code))
             return refusal
 
     async def _try(self, flight: Flight, placement: Placement, headers: dict[str, str]) -> errors.Error | None:
@@ -204,9 +203,9 @@ class Dispatch:
         subject = self._names.worker(card.model, card.worker_id, "run")
         run = codec.encode(self._run(flight, placement))
         try:
-            answer = await self._ask(subject, run, limits.ACCEPT_S, headers)
+            answer = await self._ask(subject, run, limits.ACCEPT_TIMEOUT_S, headers)
         except NoRespondersError:
-            self._fleet.miss(card)
+            self._fleet.mark_no_responders(card)
             return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} does not answer")
         except PayloadTooLargeError as error:
             return errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))
@@ -218,11 +217,11 @@ class Dispatch:
         if not self._flights.holds(flight):
             return None  # it has ended before its accept was read
         try:
-            reply = said.read(_run_replies, answer.data, card.worker_id)
+            reply = worker_replies.read(_run_replies, answer.data, card.worker_id)
         except errors.RequestError as problem:
             return problem.error if await self.take_back(flight, card) is not None else None
         if reply.same_reply:
-            raise AlreadyLiveError(flight.key)
+            raise AlreadyStreamingError(flight.key)
         if not reply.accepted:
             flight.cancelled = flight.cancelled or reply.cancelled
             return reply.error or errors.make_error(errors.Code.INTERNAL)
@@ -237,7 +236,7 @@ class Dispatch:
         if wish is None or not wish.worker_id or wish.worker_id in refused:
             return False
         worker = self._fleet.find(subjects.WorkerAddress(flight.model, wish.worker_id))
-        return worker is not None and worker.may_return and worker.card.context_length > flight.num_prompt_tokens
+        return worker is not None and worker.may_recover and worker.card.context_length > flight.num_prompt_tokens
 
     def _run(self, flight: Flight, placement: Placement) -> internal.Run:
         assert flight.prompt_ids is not None, flight
@@ -250,7 +249,7 @@ class Dispatch:
             reply=flight.reply,
             encoding=flight.encoding,
             token_ids=flight.prompt_ids,
-            params=checks.params_of(flight.request),
+            params=validation.to_params(flight.request),
             remaining_ms=flight.remaining_ms(time.monotonic()),
             age_ms=(time.monotonic() - flight.received_at) * 1e3,
             routing=placement.report,
@@ -266,7 +265,9 @@ class Dispatch:
             attempt=flight.attempt,
         )
         if flight.cancelled:
-            with contextlib.suppress(BusyError, ConnectionError):  # the client's own cancel may still get through
+            with contextlib.suppress(
+                OutboundBufferLimitError, ConnectionError
+            ):  # the client's own cancel may still get through
                 self._connection.publish(self._names.cancel(flight.request_id, flight.tenant), b"")
 
     def _why_nobody(self, flight: Flight, refused: dict[str, errors.Error]) -> errors.Error:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from tokenbus.protocol.telemetry import slow, traces
+from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.wire import codec, messages, subjects
 
 
@@ -55,10 +55,10 @@ class Flight:
         self.reply = reply
         self.encoding = encoding
         self.received_at = received_at
-        self.span = traces.UNTRACED
+        self.span = tracing.NOOP_SPAN
         """Of its way to a worker, or to this router's own terminal."""
         self.waits_since = received_at
-        self.slow = slow.SlowWait(slow.FIRST_S)
+        self.slow = backoff.BackoffTimer(backoff.FIRST_S)
         """When its journal says again that it waits."""
         self.held_bytes = 0
         """What it counts for among the bytes that a router may hold."""
@@ -155,7 +155,7 @@ class Flights:
         """From now on the prompt is held as token ids, and its text no more."""
         flight.prompt_ids = prompt_ids
         flight.num_prompt_tokens = len(prompt_ids) // 4
-        flight.request = codec.replaced(flight.request, messages=None, prompt=None, token_ids=None)
+        flight.request = codec.replace(flight.request, messages=None, prompt=None, token_ids=None)
         self._hold(flight, len(prompt_ids))
 
     def spoke(self, flight: Flight) -> None:

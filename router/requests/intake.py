@@ -10,14 +10,13 @@ import structlog
 from nats.aio.msg import Msg
 
 from tokenbus.protocol.bus.bus import Bus, Subscription
-from tokenbus.protocol.bus.replies import Replies
-from tokenbus.protocol.wire import codec, embed, errors, messages, subjects
-from tokenbus.protocol.wire import request as checks
+from tokenbus.protocol.bus.reply_sender import ReplySender
+from tokenbus.protocol.wire import codec, embeddings, errors, messages, subjects, validation
 from tokenbus.router.models import Models
-from tokenbus.router.requests.answer import Answers
 from tokenbus.router.requests.embeddings import Asked, Embeddings
 from tokenbus.router.requests.flight import Flight
-from tokenbus.router.requests.journey import Journeys
+from tokenbus.router.requests.lifecycle import RequestLifecycle
+from tokenbus.router.requests.terminals import TerminalPublisher
 
 _requests = codec.Decoder(messages.GenerateRequest)
 _resyncs = codec.Decoder(messages.ResyncRequest)
@@ -35,14 +34,14 @@ class Intake:
     def __init__(
         self,
         connection: Bus,
-        replies: Replies,
+        replies: ReplySender,
         names: subjects.Subjects,
         inbox_prefixes: tuple[str, ...],
         max_request_bytes: int,
         models: Models,
-        journeys: Journeys,
+        lifecycle: RequestLifecycle,
         embeddings: Embeddings,
-        answers: Answers,
+        terminals: TerminalPublisher,
     ) -> None:
         self._connection = connection
         self._replies = replies
@@ -50,9 +49,9 @@ class Intake:
         self._inbox_prefixes = inbox_prefixes
         self._max_request_bytes = max_request_bytes
         self._shown = models
-        self._journeys = journeys
+        self._lifecycle = lifecycle
         self._embeddings = embeddings
-        self._answers = answers
+        self._terminals = terminals
         self._subscriptions: list[Subscription] = []
         self._twins: dict[asyncio.TimerHandle, Callable[[], None]] = {}
         """Requests whose id is in flight, and what tries once more to take them."""
@@ -63,7 +62,7 @@ class Intake:
         """Messages that may not be answered: their reply subject is no inbox."""
 
     def __repr__(self) -> str:
-        return f"<Intake {self._journeys!r}, {self.num_dropped} dropped>"
+        return f"<Intake {self._lifecycle!r}, {self.num_dropped} dropped>"
 
     async def open(self) -> None:
         """Subscribes to everything that clients publish."""
@@ -102,10 +101,10 @@ class Intake:
             address = self._address(message)
             self._check_size(message)
             request = _requests.decode(message.data, encoding)
-            checks.check_id(request.id)
+            validation.check_id(request.id)
             request_id = request.id or ""
-            checks.check(request)
-            self._journeys.check(request.routing)
+            validation.check_request(request)
+            self._lifecycle.check(request.routing)
             self._take(request, address, message, encoding)
         except errors.RequestError as error:
             self._refuse(message, encoding, request_id or _readable_id(message, encoding), error.error)
@@ -119,10 +118,10 @@ class Intake:
     ) -> None:
         """Makes a flight of a checked request. Raises RequestError."""
         if request.id is None:
-            request = codec.replaced(request, id=secrets.token_urlsafe(16))
+            request = codec.replace(request, id=secrets.token_urlsafe(16))
         flight = Flight(request, address, message.reply, encoding, time.monotonic())
         try:
-            self._journeys.begin(flight, len(message.data), message.headers)
+            self._lifecycle.begin(flight, len(message.data), message.headers)
         except errors.RequestError as error:
             if error.error.code is not errors.Code.DUPLICATE_REQUEST or len(self._twins) >= _MAX_TWINS:
                 raise
@@ -134,7 +133,7 @@ class Intake:
         def try_again() -> None:
             del self._twins[timer]
             try:
-                self._journeys.begin(flight, len(message.data), message.headers)
+                self._lifecycle.begin(flight, len(message.data), message.headers)
             except errors.RequestError as error:
                 self._refuse(message, flight.encoding, flight.request_id, error.error)
 
@@ -150,9 +149,9 @@ class Intake:
             encoding = codec.encoding_of(message.headers)
             self._check_size(message)
             request = _embeds.decode(message.data, encoding)
-            checks.check_id(request.id)
+            validation.check_id(request.id)
             request_id = request.id or secrets.token_urlsafe(16)
-            address, work = self._address(message), embed.check(request)
+            address, work = self._address(message), embeddings.check_request(request)
             asked = Asked(request_id, address, request, work, message.reply, encoding, time.monotonic())
             self._embeddings.begin(asked, message.headers)
             return
@@ -181,7 +180,7 @@ class Intake:
             encoding = codec.encoding_of(message.headers)
         except ValueError:
             return
-        if self._journeys.cancel(address.key) and message.reply:
+        if self._lifecycle.cancel(address.key) and message.reply:
             self._replies.send(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
 
     def _resync(self, message: Msg) -> None:
@@ -189,13 +188,13 @@ class Intake:
             return
         try:
             address = self._names.parse_request(message.subject)
-            if not self._journeys.knows(address.key):
+            if not self._lifecycle.knows(address.key):
                 return
             encoding = codec.encoding_of(message.headers)
             _resyncs.decode(message.data, encoding)
         except (ValueError, errors.RequestError):
             return
-        if self._journeys.repeat(address.key):
+        if self._lifecycle.repeat(address.key):
             self._replies.send(message.reply, codec.encode(messages.ResyncReply(found=True), encoding))
 
     def _may_answer(self, message: Msg) -> bool:
@@ -204,7 +203,7 @@ class Intake:
             return True
         self.num_dropped += 1
         if self.num_dropped <= MAX_LOGGED_DROPS:
-            self._log.warning("dropped_no_inbox", subject=message.subject, reply=message.reply[:200])
+            self._log.warning("reply_subject_refused", subject=message.subject, reply=message.reply[:200])
         return False
 
     def _address(self, message: Msg) -> subjects.ModelAddress:
@@ -222,14 +221,14 @@ class Intake:
 
     def _refuse(self, message: Msg, encoding: codec.Encoding, request_id: str, error: errors.Error) -> None:
         key = f"{self._names.tenant_token(message.subject)}:{request_id}"
-        self._answers.refuse(message.reply, encoding, request_id, key, error)
+        self._terminals.refuse(message.reply, encoding, request_id, key, error)
 
 
 def _readable_id(message: Msg, encoding: codec.Encoding) -> str:
     """The id of a request that is wrong in some other way; empty where there is none to be read."""
     try:
         request_id = _ids.decode(message.data, encoding).id
-        checks.check_id(request_id)
+        validation.check_id(request_id)
     except errors.RequestError:
         return ""
     return request_id or ""

@@ -7,7 +7,7 @@ from tokenbus.router.fleet.worker import Worker
 
 def workers_of(fleet: Fleet, model: str, now: float) -> list[Worker]:
     """Some workers of the model, such as can work now if any can. Raises RequestError where there is none."""
-    workers = fleet.some_of(model, now)
+    workers = fleet.sample_workers(model, now)
     if workers:
         return workers
     if fleet.is_unknown(model, now):

@@ -18,8 +18,8 @@ from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf import metadata
 from tokenbus.worker.engine.gguf.runner import GgufRunner
-from tokenbus.worker.engine.kv.moves import Cut
-from tokenbus.worker.engine.scheduling.plan import Part, Sampled, StepPlan
+from tokenbus.worker.engine.kv.ops import Truncate
+from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 TINY = PRESETS["tiny"]
@@ -40,16 +40,16 @@ def greedy(runner: GgufRunner, prompt: list[int], count: int) -> list[int]:
     sampling = contract.Sampling(max_tokens=count, ignore_eos=True)
     sequence = Sequence(0, prompt, sampling, runner.end_token_ids)
     sequence.lane = 0
-    runner.begin(0, sampling)
+    runner.add_sequence(0, sampling)
     told: list[int] = []
     for _ in range(count):
-        (result,) = runner.step(StepPlan((Part(sequence, sequence.num_computed, sequence.num_uncomputed),)))
-        assert isinstance(result, Sampled), result
+        (result,) = runner.step(StepPlan((ScheduledTokens(sequence, sequence.num_computed, sequence.num_uncomputed),)))
+        assert isinstance(result, SampledToken), result
         sequence.num_computed = sequence.num_tokens
-        sequence.append(result.token_id)
+        sequence.append_token(result.token_id)
         told.append(result.token_id)
-    runner.finish(0)
-    runner.apply([Cut(0)])
+    runner.remove_sequence(0)
+    runner.apply([Truncate(0)])
     return told
 
 
@@ -99,9 +99,9 @@ def test_every_text_can_be_tokenized_and_comes_back(tmp_path: Path, vocab: int) 
     random_model.write(path, TINY._replace(vocab=vocab))
     with loaded(path) as runner:
         bos, *prompt = runner.tokenize(internal.Tokenize(text=TEXT))
-        assert runner.pieces[bos] == b""
-        assert b"".join(runner.pieces[token] for token in prompt) == TEXT.encode()
-        assert len(set(runner.pieces)) == vocab - 4, "all but the five control tokens differ"
+        assert runner.token_bytes[bos] == b""
+        assert b"".join(runner.token_bytes[token] for token in prompt) == TEXT.encode()
+        assert len(set(runner.token_bytes)) == vocab - 4, "all but the five control tokens differ"
         assert runner.bundle is not None, "the tokenizers library must agree with llama.cpp"
 
 

@@ -22,26 +22,26 @@ from tokenbus.demo import onnx_graph
 from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf.runner import GgufRunner
-from tokenbus.worker.engine.kv.moves import Cut
-from tokenbus.worker.engine.onnx.graphs.load import load
+from tokenbus.worker.engine.kv.ops import Truncate
+from tokenbus.worker.engine.onnx.load import load
 from tokenbus.worker.engine.onnx.runner import OnnxRunner
-from tokenbus.worker.engine.process.sharing import Models
-from tokenbus.worker.engine.scheduling.plan import Part, Sampled, StepPlan
+from tokenbus.worker.engine.process.loaded_models import LoadedModels
+from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 TINY = PRESETS["tiny"]
 TEXT = "The owl lives in Zürich, 日本 and \x00 10 other places.\n 👍🏽 "
 PROMPT = list(range(10, 26))
-FLAVOURS: tuple[onnx_graph.Flavour, ...] = ("grouped", "plain")
+FLAVOURS: tuple[onnx_graph.Flavour, ...] = ("gqa", "plain")
 
 
-def written(folder: Path, shape: Shape = TINY, flavour: onnx_graph.Flavour = "grouped", **options: int) -> Path:
+def written(folder: Path, shape: Shape = TINY, flavour: onnx_graph.Flavour = "gqa", **options: int) -> Path:
     random_onnx.write(folder, shape, flavour, **options)
     return folder
 
 
 def served(folder: Path) -> OnnxRunner:
-    runner = load(msgspec.structs.replace(engines.ONNX, model=str(folder)), lambda _: None, Models())
+    runner = load(msgspec.structs.replace(engines.ONNX, model=str(folder)), lambda _: None, LoadedModels())
     assert isinstance(runner, OnnxRunner)
     return runner
 
@@ -51,20 +51,20 @@ def greedy(runner: OnnxRunner | GgufRunner, prompt: list[int], count: int) -> li
     sampling = contract.Sampling(max_tokens=count, ignore_eos=True)
     sequence = Sequence(0, prompt, sampling, runner.end_token_ids)
     sequence.lane = 0
-    runner.begin(0, sampling)
+    runner.add_sequence(0, sampling)
     told: list[int] = []
     for _ in range(count):
-        (result,) = runner.step(StepPlan((Part(sequence, sequence.num_computed, sequence.num_uncomputed),)))
-        assert isinstance(result, Sampled), result
+        (result,) = runner.step(StepPlan((ScheduledTokens(sequence, sequence.num_computed, sequence.num_uncomputed),)))
+        assert isinstance(result, SampledToken), result
         sequence.num_computed = sequence.num_tokens
-        sequence.append(result.token_id)
+        sequence.append_token(result.token_id)
         told.append(result.token_id)
-    runner.finish(0)
-    runner.apply([Cut(0)])
+    runner.remove_sequence(0)
+    runner.apply([Truncate(0)])
     return told
 
 
-def logits(folder: Path, flavour: onnx_graph.Flavour = "grouped") -> "np.ndarray[Any, Any]":
+def logits(folder: Path, flavour: onnx_graph.Flavour = "gqa") -> "np.ndarray[Any, Any]":
     """What onnxruntime itself computes behind the prompt."""
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     ids = np.array([PROMPT])
@@ -130,7 +130,7 @@ def test_both_engines_say_the_same(tmp_path: Path, flavour: onnx_graph.Flavour) 
     runner = served(written(tmp_path / "model", flavour=flavour))
     assert greedy(runner, PROMPT, 12) == greedy(other, PROMPT, 12)
     assert runner.tokenize(internal.Tokenize(text=TEXT)) == other.tokenize(internal.Tokenize(text=TEXT))
-    assert (runner.pieces, runner.end_token_ids) == (other.pieces, other.end_token_ids)
+    assert (runner.token_bytes, runner.end_token_ids) == (other.token_bytes, other.end_token_ids)
     runner.close()
     other.close()
 
@@ -174,15 +174,15 @@ def test_the_folder_says_how_onnxruntime_genai_is_to_call_it(tmp_path: Path, fla
     for values, named in ((session.get_inputs(), decoder["inputs"]), (session.get_outputs(), decoder["outputs"])):
         names = {name % layer for name in named.values() if "%d" in name for layer in layers}
         assert names | {name for name in named.values() if "%d" not in name} == {value.name for value in values}
-    assert config["search"]["past_present_share_buffer"] == (flavour == "grouped")
+    assert config["search"]["past_present_share_buffer"] == (flavour == "gqa")
 
 
 @pytest.mark.parametrize("vocab", [random_vocabulary.SMALLEST, 5_000])
 def test_every_text_can_be_tokenized_and_comes_back(tmp_path: Path, vocab: int) -> None:
     runner = served(written(tmp_path / "model", TINY._replace(vocab=vocab)))
     bos, *prompt = runner.tokenize(internal.Tokenize(text=TEXT))
-    assert runner.pieces[bos] == b""
-    assert b"".join(runner.pieces[token] for token in prompt) == TEXT.encode()
+    assert runner.token_bytes[bos] == b""
+    assert b"".join(runner.token_bytes[token] for token in prompt) == TEXT.encode()
     runner.close()
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tokenbus.replay.load.histogram import Histogram, Spread
+from tokenbus.replay.load.histogram import Histogram, LatencyStats
 
 
 def of(*values: float) -> Histogram:
@@ -15,15 +15,15 @@ def of(*values: float) -> Histogram:
 
 
 def test_nothing_has_no_spread() -> None:
-    assert of().spread() == Spread(None, None, None, None, None)
+    assert of().summary() == LatencyStats(None, None, None, None, None)
 
 
 def test_of_one_value_every_number_is_that_value() -> None:
-    assert of(12.345).spread() == Spread(12.345, 12.345, 12.345, 12.345, 12.345)
+    assert of(12.345).summary() == LatencyStats(12.345, 12.345, 12.345, 12.345, 12.345)
 
 
 def test_mean_and_largest_are_exact() -> None:
-    spread = of(1, 2, 3, 1_000).spread()
+    spread = of(1, 2, 3, 1_000).summary()
     assert (spread.mean, spread.max) == (251.5, 1_000)
 
 
@@ -44,7 +44,7 @@ def test_the_99th_percentile_of_100_values_is_the_last_but_one() -> None:
 def test_a_value_can_count_several_times() -> None:
     histogram = of(10)
     histogram.add(2.0, 3)
-    assert (histogram.count, histogram.spread().mean) == (4, 4.0)
+    assert (histogram.count, histogram.summary().mean) == (4, 4.0)
     assert histogram.percentile(75) == pytest.approx(2, rel=0.005)
 
 
@@ -59,11 +59,11 @@ def test_memory_does_not_grow_with_values() -> None:
     for power in range(-20, 20):
         for part in range(100):
             histogram.add((1 + part / 100) * 10.0**power)
-    assert len(list(histogram.shares())) <= 2_778
+    assert len(list(histogram.cumulative())) <= 2_778
 
 
 def test_shares_rise_to_1() -> None:
-    shares = list(of(1, 2, 2, 5).shares())
+    shares = list(of(1, 2, 2, 5).cumulative())
     assert [share for _, share in shares] == [0.25, 0.75, 1.0]
     assert shares[0][0] >= 1
     assert shares[-1][0] <= 5

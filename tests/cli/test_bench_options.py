@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tokenbus.replay.load.options import Plan, add_flags, plan_of
-from tokenbus.replay.load.points import Kind, Point
-from tokenbus.replay.load.workload import RandomTokens, Text, Traced
+from tokenbus.replay.load.points import LoadKind, LoadPoint
+from tokenbus.replay.load.workload import RandomTokens, RepeatedText, TraceWorkload
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -22,7 +22,7 @@ def plan(*arguments: str) -> Plan:
 
 def test_without_flags_one_client_sends_random_tokens() -> None:
     made = plan()
-    assert made.points == (Point(Kind.CONCURRENCY, 1.0),)
+    assert made.points == (LoadPoint(LoadKind.CONCURRENCY, 1.0),)
     assert made.workload == RandomTokens(128, 64, 400)
     assert made.requests_at(made.points[0], made.workload) == 100
 
@@ -30,14 +30,14 @@ def test_without_flags_one_client_sends_random_tokens() -> None:
 @pytest.mark.parametrize(
     ("arguments", "points"),
     [
-        (("--concurrency", "1,2,8"), [(Kind.CONCURRENCY, 1), (Kind.CONCURRENCY, 2), (Kind.CONCURRENCY, 8)]),
-        (("--rate", "0.5,10"), [(Kind.RATE, 0.5), (Kind.RATE, 10)]),
-        (("--trace", "shared"), [(Kind.SPEEDUP, 1)]),
-        (("--trace", "shared", "--speedup", "2"), [(Kind.SPEEDUP, 2)]),
-        (("--trace", "shared", "--rate", "3"), [(Kind.RATE, 3)]),
+        (("--concurrency", "1,2,8"), [(LoadKind.CONCURRENCY, 1), (LoadKind.CONCURRENCY, 2), (LoadKind.CONCURRENCY, 8)]),
+        (("--rate", "0.5,10"), [(LoadKind.RATE, 0.5), (LoadKind.RATE, 10)]),
+        (("--trace", "shared"), [(LoadKind.SPEEDUP, 1)]),
+        (("--trace", "shared", "--speedup", "2"), [(LoadKind.SPEEDUP, 2)]),
+        (("--trace", "shared", "--rate", "3"), [(LoadKind.RATE, 3)]),
     ],
 )
-def test_each_number_is_a_run(arguments: tuple[str, ...], points: list[Point]) -> None:
+def test_each_number_is_a_run(arguments: tuple[str, ...], points: list[LoadPoint]) -> None:
     assert list(plan(*arguments).points) == points
 
 
@@ -60,9 +60,9 @@ def test_a_run_ends_after_so_many_requests(arguments: tuple[str, ...], requests:
 
 
 def test_a_text_or_a_trace_takes_the_place_of_random_tokens() -> None:
-    assert plan("--prompt", "hello", "--output-tokens", "9").workload == Text("hello", 9)
+    assert plan("--prompt", "hello", "--output-tokens", "9").workload == RepeatedText("hello", 9)
     traced = plan("--trace", "shared:requests=5", "--vocabulary", "50").workload
-    assert isinstance(traced, Traced)
+    assert isinstance(traced, TraceWorkload)
     assert (traced.num_requests, traced.vocabulary) == (5, 50)
 
 

@@ -6,9 +6,9 @@ import random
 import pytest
 
 from tokenbus.protocol.wire import messages
-from tokenbus.replay.load.arrivals import poisson, timed
-from tokenbus.replay.load.points import Kind, Point
-from tokenbus.replay.load.workload import RandomTokens, Text, Traced, Workload, clipped
+from tokenbus.replay.load.arrivals import poisson, schedule
+from tokenbus.replay.load.points import LoadKind, LoadPoint
+from tokenbus.replay.load.workload import RandomTokens, RepeatedText, TraceWorkload, Workload, clipped
 from tokenbus.replay.traces import TracedRequest
 
 COMMON = messages.GenerateRequest(temperature=0.0, timeout_ms=5.0, cache_salt="s")
@@ -18,12 +18,12 @@ def traced(at_s: float, prompt_tokens: int, output_tokens: int = 10, ids: tuple[
     return TracedRequest(at_s, prompt_tokens, output_tokens, ids, block_tokens=16)
 
 
-def trace(*requests: TracedRequest) -> Traced:
-    return Traced("t", requests, 400)
+def trace(*requests: TracedRequest) -> TraceWorkload:
+    return TraceWorkload("t", requests, 400)
 
 
 def first(workload: Workload, count: int, seed: str = "0") -> list[messages.GenerateRequest]:
-    return [ask.request for ask in itertools.islice(workload.asks(COMMON, seed), count)]
+    return [ask.request for ask in itertools.islice(workload.generate(COMMON, seed), count)]
 
 
 def test_random_prompts_have_their_length_and_stay_below_the_vocabulary() -> None:
@@ -41,14 +41,14 @@ def test_random_prompts_repeat_with_their_seed_alone() -> None:
     assert len({tuple(request.token_ids or ()) for request in prompts}) == 6
 
 
-@pytest.mark.parametrize("workload", [RandomTokens(2, 1, 400), Text("hello", None), trace(traced(0, 48))])
+@pytest.mark.parametrize("workload", [RandomTokens(2, 1, 400), RepeatedText("hello", None), trace(traced(0, 48))])
 def test_every_request_has_what_all_have_in_common(workload: Workload) -> None:
     (request,) = first(workload, 1)
     assert (request.temperature, request.timeout_ms, request.cache_salt) == (0.0, 5.0, "s")
 
 
 def test_a_text_is_asked_through_the_chat_template_and_ends_where_it_ends() -> None:
-    (request,) = first(Text("hello", None), 1)
+    (request,) = first(RepeatedText("hello", None), 1)
     assert request.messages == [messages.ChatMessage(role="user", content="hello")]
     assert (request.max_tokens, request.ignore_eos) == (None, None)
 
@@ -63,21 +63,21 @@ def test_prompts_of_a_trace_begin_alike_where_the_trace_says_so() -> None:
 
 
 def test_random_tokens_that_do_not_fit_the_context_are_refused() -> None:
-    assert RandomTokens(90, 10, 400).fitted(100, clip=False).skipped == 0
+    assert RandomTokens(90, 10, 400).fit(100, clip=False).skipped == 0
     with pytest.raises(ValueError, match="do not fit the model's context of 99 tokens"):
-        RandomTokens(90, 10, 400).fitted(99, clip=False)
+        RandomTokens(90, 10, 400).fit(99, clip=False)
 
 
 def test_requests_of_a_trace_that_do_not_fit_are_left_out_and_counted() -> None:
-    fitted = trace(traced(0, 38), traced(1, 39), traced(2, 30)).fitted(48, clip=False)
+    fitted = trace(traced(0, 38), traced(1, 39), traced(2, 30)).fit(48, clip=False)
     assert fitted.skipped == 1
     assert fitted.workload.num_requests == 2
     with pytest.raises(ValueError, match=r"none of the 1 requests of t fits .* --clip cuts them"):
-        trace(traced(0, 39)).fitted(48, clip=False)
+        trace(traced(0, 39)).fit(48, clip=False)
 
 
 def test_requests_of_a_trace_are_cut_and_counted_where_that_is_wanted() -> None:
-    fitted = trace(traced(0, 38), traced(1, 39)).fitted(48, clip=True)
+    fitted = trace(traced(0, 38), traced(1, 39)).fit(48, clip=True)
     assert (fitted.skipped, fitted.clipped) == (0, 1)
     assert [len(request.token_ids or ()) for request in first(fitted.workload, 2)] == [38, 38]
 
@@ -109,11 +109,11 @@ def test_bursts_come_together_and_as_seldom_as_the_rate_asks() -> None:
 
 
 def test_a_trace_is_played_from_its_first_request_on_and_faster_if_asked() -> None:
-    asks = trace(traced(100, 48), traced(104, 48)).asks(COMMON, "0")
-    assert [ask.at_s for ask in timed(asks, Point(Kind.SPEEDUP, 2.0), 1, random.Random(0))] == [0.0, 2.0]
+    asks = trace(traced(100, 48), traced(104, 48)).generate(COMMON, "0")
+    assert [ask.at_s for ask in schedule(asks, LoadPoint(LoadKind.SPEEDUP, 2.0), 1, random.Random(0))] == [0.0, 2.0]
 
 
 def test_a_trace_ends_also_when_its_requests_come_at_a_rate() -> None:
-    asks = trace(traced(100, 48), traced(100, 48)).asks(COMMON, "0")
-    times = [ask.at_s for ask in timed(asks, Point(Kind.RATE, 2.0), 1, random.Random(0))]
+    asks = trace(traced(100, 48), traced(100, 48)).generate(COMMON, "0")
+    times = [ask.at_s for ask in schedule(asks, LoadPoint(LoadKind.RATE, 2.0), 1, random.Random(0))]
     assert times == list(itertools.islice(poisson(2.0, 1, random.Random(0)), 2))

@@ -23,7 +23,7 @@ metrics-port = "9100-9110"
 
 [router]
 tenant-limit = "8,600,100000"
-limit-of = ["acme=1,2,3"]
+tenant-limit-for = ["acme=1,2,3"]
 """
 
 
@@ -43,7 +43,7 @@ def test_a_file_sets_what_no_flag_does(file: Path) -> None:
     assert options.metrics_port == range(9100, 9111)
     router = main._options(["router", "--config", str(file)])
     assert router.tenant_limit == (8, 600.0, 100_000.0)
-    assert router.limit_of == [("acme", (1, 2.0, 3.0))]
+    assert router.tenant_limit_for == [("acme", (1, 2.0, 3.0))]
 
 
 def test_a_list_of_flags_takes_the_place_of_the_file_s(file: Path) -> None:
@@ -100,8 +100,8 @@ def test_what_is_shown_can_be_read_again(file: Path, tmp_path: Path) -> None:
     for name in ("worker", "router"):
         asked = vars(main._options([name, "--config", str(again)]))
         expected = vars(main._options([name, "--config", str(file)]))
-        assert {key: value for key, value in asked.items() if key not in ("config", "run", "reread")} == {
-            key: value for key, value in expected.items() if key not in ("config", "run", "reread")
+        assert {key: value for key, value in asked.items() if key not in ("config", "run", "reload")} == {
+            key: value for key, value in expected.items() if key not in ("config", "run", "reload")
         }
 
 

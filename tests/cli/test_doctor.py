@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
-from tests.router.beliefs import card
-from tests.support import broken_models, guards
+from tests.router.builders import card
+from tests.support import auth_brokers, broken_models
 from tokenbus import demo
-from tokenbus.cli import reach
-from tokenbus.cli.looking import doctor
+from tokenbus.cli import connection_flags
+from tokenbus.cli.commands import doctor
 from tokenbus.protocol.wire import messages
 
 
@@ -28,7 +28,7 @@ def test_a_model_that_is_there_is_fine_and_one_that_is_none_is_bad(tmp_path: Pat
 
 
 async def tried(path: Path) -> list[doctor.Finding]:
-    return [finding async for finding in doctor._tried(str(path))]
+    return [finding async for finding in doctor._start_engine(str(path))]
 
 
 async def test_a_model_that_no_engine_can_serve_is_bad_and_one_without_a_template_that_works_is_noted(
@@ -66,11 +66,11 @@ def test_a_fleet_that_is_ready_is_fine_and_tokenizers_that_differ_are_noted() ->
 
 
 async def test_a_secret_that_everybody_can_read_is_noted(tmp_path: Path) -> None:
-    guard = guards.by_nkey(tmp_path)
+    guard = auth_brokers.by_nkey(tmp_path)
     (seed,) = guard.right.files
     parser = argparse.ArgumentParser()
-    reach.add_all(parser)
-    async with guards.guarded(guard, tmp_path) as system:
+    connection_flags.add_client_flags(parser)
+    async with auth_brokers.guarded(guard, tmp_path) as system:
         options = parser.parse_args(["--nats", system.url, *guard.right.flags])
         for mode, noted in ((0o600, False), (0o644, True)):
             seed.chmod(mode)

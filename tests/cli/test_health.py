@@ -12,7 +12,7 @@ import pytest
 import structlog.testing
 from prometheus_client import CollectorRegistry
 
-from tokenbus.cli.looking import health
+from tokenbus.cli.commands import health
 from tokenbus.protocol.telemetry import status
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 async def process(reason: str) -> AsyncIterator[str]:
     """Shows its status page; the block is given its port."""
     with structlog.testing.capture_logs() as logs:
-        async with status.shown(status.Settings(ports=range(1)), CollectorRegistry(), lambda: reason):
+        async with status.serving(status.Settings(ports=range(1)), CollectorRegistry(), lambda: reason):
             yield str(logs[0]["port"])
 
 
@@ -46,7 +46,7 @@ def test_where_nobody_listens_the_address_is_named(capsys: pytest.CaptureFixture
 
 
 def test_it_is_asked_too_often_to_import_the_rest() -> None:
-    command = [sys.executable, "-S", "-c", "import sys; from tokenbus.cli.looking import health; print(*sys.modules)"]
+    command = [sys.executable, "-S", "-c", "import sys; from tokenbus.cli.commands import health; print(*sys.modules)"]
     found = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
-    assert "tokenbus.cli.looking.health" in found
+    assert "tokenbus.cli.commands.health" in found
     assert not {"numpy", "msgspec", "structlog", "http", "urllib"} & set(found)

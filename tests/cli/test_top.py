@@ -3,12 +3,12 @@
 import pytest
 from rich.console import Console
 
-from tokenbus.cli.asking.top import Rates, Row, table_of
+from tokenbus.cli.commands.top import Row, TokenRates, make_table
 
 
 def test_a_rate_is_what_was_generated_between_two_looks() -> None:
-    rates = Rates()
-    assert [rates.of("w", tokens, at) for tokens, at in ((100, 0.0), (150, 1.0), (150, 2.0), (400, 4.5))] == [
+    rates = TokenRates()
+    assert [rates.update("w", tokens, at) for tokens, at in ((100, 0.0), (150, 1.0), (150, 2.0), (400, 4.5))] == [
         0,
         50,
         0,
@@ -18,16 +18,16 @@ def test_a_rate_is_what_was_generated_between_two_looks() -> None:
 
 @pytest.mark.parametrize(("tokens", "at"), [(3, 1.0), (100, 0.0)])
 def test_a_counter_that_began_anew_or_no_time_at_all_gives_no_rate(tokens: int, at: float) -> None:
-    rates = Rates()
-    rates.of("w", 100, 0.0)
-    assert rates.of("w", tokens, at) == 0
+    rates = TokenRates()
+    rates.update("w", 100, 0.0)
+    assert rates.update("w", tokens, at) == 0
 
 
 def test_workers_are_counted_apart() -> None:
-    rates = Rates()
-    rates.of("a", 0, 0.0)
-    rates.of("b", 1_000, 0.0)
-    assert (rates.of("a", 10, 1.0), rates.of("b", 1_030, 1.0)) == (10, 30)
+    rates = TokenRates()
+    rates.update("a", 0, 0.0)
+    rates.update("b", 1_000, 0.0)
+    assert (rates.update("a", 10, 1.0), rates.update("b", 1_030, 1.0)) == (10, 30)
 
 
 def rows() -> list[Row]:
@@ -41,7 +41,7 @@ def rows() -> list[Row]:
 def shown(width: int) -> list[str]:
     console = Console(width=width)
     with console.capture() as captured:
-        console.print(table_of(rows(), None, width))
+        console.print(make_table(rows(), None, width))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 

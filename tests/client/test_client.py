@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.bare import PREFIX, Bare
-from tokenbus.cli.serving import broker
+from tests.support.raw_client import PREFIX, RawClient
+from tokenbus.cli import nats_server
 from tokenbus.client import Client
 
 
 @pytest.fixture
 async def url(tmp_path: Path) -> AsyncIterator[str]:
     """A broker where nobody serves anything."""
-    nats = await broker.start(0, tmp_path / "nats.log")
+    nats = await nats_server.start(0, tmp_path / "nats.log")
     yield nats.url
     nats.stop()
 
@@ -29,7 +29,7 @@ async def test_a_model_that_can_be_no_name_is_refused_and_leaves_nothing_behind(
 
 async def test_another_tenant_speaks_over_the_same_connection_and_ends_with_it(url: str) -> None:
     heard = asyncio.Queue[str]()
-    bare = await Bare.connect(url)
+    bare = await RawClient.connect(url)
     for tail in ("generate.demo", "generate.demo.acme", "cancel.*", "cancel.acme.*"):
 
         async def hear(message: object, tail: str = tail) -> None:

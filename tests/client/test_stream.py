@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tokenbus.cli.serving import broker
+from tokenbus.cli import nats_server
 from tokenbus.client import Client, Stream
-from tokenbus.client.stream import MAX_ANEW, MAX_UNREAD_CHUNKS
+from tokenbus.client.stream import MAX_RESUBMITS, MAX_UNREAD_CHUNKS
 from tokenbus.protocol.wire import codec, errors, messages
 
 LENGTH, STOP, CANCELLED, ERROR = (
@@ -19,7 +19,7 @@ LENGTH, STOP, CANCELLED, ERROR = (
 )
 
 
-class Line:
+class FakeTransport:
     """A stream, and what it asks of its client."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Line:
         self.num_cancels = 0
         self.num_closes = 0
         self.resyncs: list[int] = []
-        self.anew: list[messages.GenerateRequest] = []
+        self.resubmitted: list[messages.GenerateRequest] = []
         self._encoding = encoding
         self._then = cancel
         self.began = self.now = 0.0
@@ -46,8 +46,8 @@ class Line:
     def send_resync(self, stream: Stream, offset: int) -> None:
         self.resyncs.append(offset)
 
-    def ask_anew(self, stream: Stream, request: messages.GenerateRequest) -> None:
-        self.anew.append(request)
+    def resubmit(self, stream: Stream, request: messages.GenerateRequest) -> None:
+        self.resubmitted.append(request)
 
     def forget(self, stream: Stream) -> None:
         self.num_closes += 1
@@ -91,7 +91,7 @@ def code_of(terminal: messages.Chunk) -> errors.Code:
 async def test_chunks_are_handed_out_in_order_and_the_iteration_ends_after_the_terminal(
     encoding: codec.Encoding,
 ) -> None:
-    line = Line(encoding=encoding)
+    line = FakeTransport(encoding=encoding)
     line.feed(*WHOLE)
     assert await line.rest() == list(WHOLE)
     assert await line.rest() == []
@@ -99,7 +99,7 @@ async def test_chunks_are_handed_out_in_order_and_the_iteration_ends_after_the_t
 
 
 async def test_a_reader_that_came_first_is_woken_by_each_chunk() -> None:
-    line = Line()
+    line = FakeTransport()
     reader = asyncio.create_task(line.rest())
     for one in WHOLE:
         await asyncio.sleep(0)
@@ -108,21 +108,21 @@ async def test_a_reader_that_came_first_is_woken_by_each_chunk() -> None:
 
 
 async def test_nothing_is_taken_after_the_terminal() -> None:
-    line = Line()
+    line = FakeTransport()
     line.feed(*WHOLE, chunk(3, "d"), WHOLE[-1])
-    line.stream.end(errors.make_error(errors.Code.NO_WORKER))
+    line.stream.fail(errors.make_error(errors.Code.NO_WORKER))
     assert await line.rest() == list(WHOLE)
     assert line.counts == (0, 1)
 
 
 async def test_chunks_of_an_earlier_attempt_are_not_handed_out() -> None:
-    line = Line()
+    line = FakeTransport()
     line.feed(HEAD, messages.Chunk(id="r", attempt=1), chunk(0, "old"), chunk(0, "a", attempt=1, finish_reason=STOP))
     assert [one.text for one in await line.rest()] == ["", "", "a"]
 
 
 async def test_a_terminal_of_an_earlier_attempt_does_not_end_the_stream() -> None:
-    line = Line()
+    line = FakeTransport()
     line.feed(messages.Chunk(id="r", attempt=1), messages.Chunk(id="r", finish_reason=ERROR))
     assert line.counts == (0, 0)
     line.feed(chunk(0, "a", attempt=1, finish_reason=STOP))
@@ -133,7 +133,7 @@ async def test_a_terminal_of_an_earlier_attempt_does_not_end_the_stream() -> Non
 async def test_what_is_missing_is_asked_for_at_once_and_the_stream_goes_on_when_it_has_come(
     ahead: messages.Chunk,
 ) -> None:
-    line = Line()
+    line = FakeTransport()
     line.feed(HEAD, chunk(0, "a"), ahead)
     assert line.resyncs == [1]
     line.feed(chunk(1, "b"), chunk(2, "c", finish_reason=STOP))
@@ -142,14 +142,14 @@ async def test_what_is_missing_is_asked_for_at_once_and_the_stream_goes_on_when_
 
 
 async def test_a_chunk_that_comes_again_is_handed_out_once() -> None:
-    line = Line()
+    line = FakeTransport()
     line.feed(HEAD, chunk(0, "a"), chunk(0, "a"), chunk(0, "ab", tokens=2), chunk(2, "c", finish_reason=STOP))
     assert [one.text for one in await line.rest()] == ["", "a", "b", "c"]
 
 
 @pytest.mark.parametrize("payload", [b"", b"{", b"[]", b'{"offset": "x"}', b"\xff\xfe", b'{"id": 1}'])
 async def test_a_message_that_is_no_chunk_ends_the_stream_in_worker_lost(payload: bytes) -> None:
-    line = Line()
+    line = FakeTransport()
     line.stream.feed(payload, 0.0)
     (terminal,) = await line.rest()
     assert code_of(terminal) is errors.Code.WORKER_LOST
@@ -157,7 +157,7 @@ async def test_a_message_that_is_no_chunk_ends_the_stream_in_worker_lost(payload
 
 
 async def test_a_stream_that_says_nothing_is_asked_for_and_one_that_nobody_holds_is_lost() -> None:
-    line = Line()
+    line = FakeTransport()
     line.feed(HEAD, chunk(0, "a"))
     line.wait(9.8)
     assert line.resyncs == []
@@ -173,7 +173,7 @@ async def test_a_stream_that_says_nothing_is_asked_for_and_one_that_nobody_holds
 
 
 async def test_a_stream_that_somebody_holds_is_waited_for() -> None:
-    line = Line()
+    line = FakeTransport()
     line.feed(HEAD, chunk(0, "a"))
     line.wait(10.2)
     line.stream.feed_resync(b'{"found": true}', line.now)
@@ -184,33 +184,33 @@ async def test_a_stream_that_somebody_holds_is_waited_for() -> None:
 
 
 async def test_a_request_that_nobody_holds_is_made_again_while_nothing_of_it_has_come_but_not_for_ever() -> None:
-    line = Line(timeout_ms=60_000.0)
-    for number in range(MAX_ANEW):
+    line = FakeTransport(timeout_ms=60_000.0)
+    for number in range(MAX_RESUBMITS):
         line.began = line.now
         line.wait(4.8)
-        assert (line.resyncs, len(line.anew)) == ([0, 0] * (number + 1), number)
+        assert (line.resyncs, len(line.resubmitted)) == ([0, 0] * (number + 1), number)
         line.wait(5.2)
-        assert len(line.anew) == number + 1
+        assert len(line.resubmitted) == number + 1
         assert line.num_cancels == number + 1
-        assert 0 < (line.anew[-1].timeout_ms or 0) < 60_000
+        assert 0 < (line.resubmitted[-1].timeout_ms or 0) < 60_000
     line.began = line.now
     line.wait(5.2)
-    assert len(line.anew) == MAX_ANEW
+    assert len(line.resubmitted) == MAX_RESUBMITS
     assert code_of((await line.rest())[-1]) is errors.Code.WORKER_LOST
 
 
 async def test_a_request_whose_time_has_passed_is_not_made_again() -> None:
-    line = Line(timeout_ms=4_000.0)
+    line = FakeTransport(timeout_ms=4_000.0)
     line.wait(5.2)
-    assert line.anew == []
+    assert line.resubmitted == []
     assert code_of((await line.rest())[-1]) is errors.Code.DEADLINE_EXCEEDED
 
 
 async def test_a_cancelled_request_is_not_made_again() -> None:
-    line = Line()
+    line = FakeTransport()
     line.stream.cancel()
     line.wait(5.2)
-    assert line.anew == []
+    assert line.resubmitted == []
     assert code_of((await line.rest())[-1]) is errors.Code.WORKER_LOST
 
 
@@ -220,20 +220,20 @@ async def test_a_stream_whose_cancel_cannot_be_sent_still_ends() -> None:
     def refuse() -> None:
         raise ConnectionError("the connection to the broker is closed")
 
-    silent = Line(cancel=refuse)
+    silent = FakeTransport(cancel=refuse)
     silent.feed(chunk(0, "a"))
     silent.wait(12.2)
     assert code_of((await silent.rest())[-1]) is errors.Code.WORKER_LOST
-    broken = Line(cancel=refuse)
+    broken = FakeTransport(cancel=refuse)
     broken.stream.feed(b"{", 0.0)
     assert code_of((await broken.rest())[-1]) is errors.Code.WORKER_LOST
-    left = Line(cancel=refuse)
+    left = FakeTransport(cancel=refuse)
     await left.stream.aclose()
     assert left.num_closes == 1
 
 
 async def test_as_many_chunks_as_may_may_wait_unread_and_one_more_ends_the_stream() -> None:
-    full, over = Line(), Line()
+    full, over = FakeTransport(), FakeTransport()
     payload = codec.encode(messages.Chunk(id="r"), codec.Encoding.JSON)
     for line in (full, over):
         for _ in range(MAX_UNREAD_CHUNKS):
@@ -250,9 +250,9 @@ async def test_as_many_chunks_as_may_may_wait_unread_and_one_more_ends_the_strea
 
 
 async def test_a_terminal_of_our_own_stands_where_the_stream_was() -> None:
-    line = Line()
+    line = FakeTransport()
     line.feed(messages.Chunk(id="r", attempt=2), chunk(0, "a", attempt=2))
-    line.stream.end(errors.make_error(errors.Code.NO_WORKER, "nobody listens"))
+    line.stream.fail(errors.make_error(errors.Code.NO_WORKER, "nobody listens"))
     terminal = (await line.rest())[-1]
     assert (terminal.id, terminal.attempt, terminal.offset, terminal.text_offset) == ("r", 2, 1, 1)
     assert terminal.error == errors.make_error(errors.Code.NO_WORKER, "nobody listens")
@@ -260,15 +260,15 @@ async def test_a_terminal_of_our_own_stands_where_the_stream_was() -> None:
 
 
 async def test_only_the_first_end_counts() -> None:
-    line = Line()
-    line.stream.end(errors.make_error(errors.Code.NO_WORKER))
-    line.stream.end(errors.make_error(errors.Code.WORKER_LOST))
+    line = FakeTransport()
+    line.stream.fail(errors.make_error(errors.Code.NO_WORKER))
+    line.stream.fail(errors.make_error(errors.Code.WORKER_LOST))
     assert [code_of(one) for one in await line.rest()] == [errors.Code.NO_WORKER]
     assert line.counts == (0, 1)
 
 
 async def test_closing_cancels_once_and_ends_the_iteration() -> None:
-    line = Line()
+    line = FakeTransport()
     line.feed(HEAD)
     await line.stream.aclose()
     await line.stream.aclose()
@@ -278,7 +278,7 @@ async def test_closing_cancels_once_and_ends_the_iteration() -> None:
 
 
 async def test_closing_wakes_a_reader() -> None:
-    line = Line()
+    line = FakeTransport()
     reader = asyncio.create_task(line.rest())
     await asyncio.sleep(0)
     await line.stream.aclose()
@@ -286,7 +286,7 @@ async def test_closing_wakes_a_reader() -> None:
 
 
 async def test_closing_what_has_ended_cancels_nothing() -> None:
-    line = Line()
+    line = FakeTransport()
     line.feed(*WHOLE)
     await line.stream.aclose()
     line.stream.cancel()
@@ -294,7 +294,7 @@ async def test_closing_what_has_ended_cancels_nothing() -> None:
 
 
 async def test_leaving_the_block_early_cancels_also_where_an_error_leaves_it() -> None:
-    left, failed = Line(), Line()
+    left, failed = FakeTransport(), FakeTransport()
     async with left.stream:
         left.feed(HEAD)
         assert await anext(left.stream) == HEAD
@@ -306,7 +306,7 @@ async def test_leaving_the_block_early_cancels_also_where_an_error_leaves_it() -
 
 
 async def test_a_cancel_asks_for_the_end_and_the_stream_goes_on_until_its_terminal() -> None:
-    line = Line()
+    line = FakeTransport()
     line.feed(HEAD)
     line.stream.cancel()
     assert line.counts == (1, 0)
@@ -316,19 +316,19 @@ async def test_a_cancel_asks_for_the_end_and_the_stream_goes_on_until_its_termin
 
 
 async def test_the_text_is_that_of_all_chunks() -> None:
-    line = Line()
+    line = FakeTransport()
     line.feed(*WHOLE)
     assert await line.stream.text() == "abc"
 
 
 async def test_the_text_of_a_cancelled_stream_is_what_there_was() -> None:
-    line = Line()
+    line = FakeTransport()
     line.feed(HEAD, chunk(0, "a"), chunk(1, "", tokens=0, finish_reason=CANCELLED))
     assert await line.stream.text() == "a"
 
 
 async def test_the_text_of_a_stream_that_ends_in_an_error_is_that_error() -> None:
-    line = Line()
+    line = FakeTransport()
     error = errors.make_error(errors.Code.OVERLOADED, retry_after_ms=20.0)
     line.feed(HEAD, chunk(0, "a"), messages.Chunk(id="r", offset=1, text_offset=1, finish_reason=ERROR, error=error))
     with pytest.raises(errors.RequestError) as caught:
@@ -337,7 +337,7 @@ async def test_the_text_of_a_stream_that_ends_in_an_error_is_that_error() -> Non
 
 
 async def test_where_no_router_listens_a_stream_ends_at_once_in_no_worker(tmp_path: Path) -> None:
-    nats = await broker.start(0, tmp_path / "nats.log")
+    nats = await nats_server.start(0, tmp_path / "nats.log")
     try:
         async with await Client.connect(nats.url) as client, asyncio.timeout(60):
             (terminal,) = [one async for one in client.generate("demo", prompt="hi", id="mine")]
@@ -350,7 +350,7 @@ async def test_where_no_router_listens_a_stream_ends_at_once_in_no_worker(tmp_pa
 
 
 async def test_a_request_too_large_for_the_broker_is_ended_and_never_sent(tmp_path: Path) -> None:
-    nats = await broker.start(0, tmp_path / "nats.log")
+    nats = await nats_server.start(0, tmp_path / "nats.log")
     try:
         async with await Client.connect(nats.url) as client, asyncio.timeout(60):
             (terminal,) = [one async for one in client.generate("demo", prompt="x" * 2_000_000)]
@@ -362,7 +362,7 @@ async def test_a_request_too_large_for_the_broker_is_ended_and_never_sent(tmp_pa
 
 
 async def test_a_field_of_a_wrong_type_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
-    nats = await broker.start(0, tmp_path / "nats.log")
+    nats = await nats_server.start(0, tmp_path / "nats.log")
     try:
         async with await Client.connect(nats.url) as client:
             with pytest.raises(errors.RequestError, match="max_tokens"):

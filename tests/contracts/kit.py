@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from tests.support.engines import Recorder
-from tokenbus.protocol.wire import blocks, errors, internal, messages
+from tokenbus.protocol.wire import block_hash, errors, internal, messages
 from tokenbus.worker import contract
 from tokenbus.worker.validator import StreamValidator
 
@@ -306,19 +306,19 @@ class Held:
         self,
         engine: contract.Engine,
         config: contract.EngineConfig,
-        domain: blocks.PrefixDomain,
-        others: blocks.PrefixDomain,
+        domain: block_hash.PrefixDomain,
+        others: block_hash.PrefixDomain,
     ) -> None:
         self.parents: dict[int, int] = {}
         self._most = config.total_kv_blocks + config.host_kv_blocks
-        self._root = blocks.root_hash(domain)
-        self._other_root = blocks.root_hash(others)
+        self._root = block_hash.root_hash(domain)
+        self._other_root = block_hash.root_hash(others)
         self._block_size = config.kv_block_size
-        engine.on_blocks = self._take
+        engine.on_kv_events = self._take
 
     def has(self, token_ids: list[int]) -> list[bool]:
         """Whether each full block of a prompt of the domain is held."""
-        return [name in self.parents for name in blocks.block_hashes(token_ids, self._block_size, self._root)]
+        return [name in self.parents for name in block_hash.block_hashes(token_ids, self._block_size, self._root)]
 
     def _take(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
         for name in removed:
@@ -403,8 +403,8 @@ async def leaves_nothing_where_it_must_not(engine: contract.Engine, config: cont
 
 
 async def tells_which_blocks_it_holds(engine: contract.Engine, config: contract.EngineConfig) -> None:
-    domain = blocks.PrefixDomain(config.fingerprint, (), "a tenant", "told")
-    held = Held(engine, config, domain, blocks.PrefixDomain(config.fingerprint, cache_salt="others"))
+    domain = block_hash.PrefixDomain(config.fingerprint, (), "a tenant", "told")
+    held = Held(engine, config, domain, block_hash.PrefixDomain(config.fingerprint, cache_salt="others"))
     token_ids = long_prompt(config, 52)
     recorder = await run(engine, request(token_ids, tenant="a tenant", salt="told"))
     await settled(engine)

@@ -11,17 +11,17 @@ import pytest_asyncio
 
 from tests.contracts import kit
 from tests.support.arithmetic import ArithmeticRunner
-from tests.support.engines import DEMO, ONNX, demo_engine, grouped_demo, thread_engine
+from tests.support.engines import DEMO, ONNX, demo_engine, gqa_demo, thread_engine
 from tokenbus.protocol.wire import errors
 from tokenbus.worker import contract
 from tokenbus.worker.engine.runner import ModelError, Runner
-from tokenbus.worker.engine_client.engine import ChildEngine
+from tokenbus.worker.engine_client.client import EngineClient
 
-FACTORIES: dict[str, Callable[[], ChildEngine]] = {
+FACTORIES: dict[str, Callable[[], EngineClient]] = {
     "arithmetic": lambda: thread_engine(lambda _: ArithmeticRunner(step_s=0.002)),
     "gguf": demo_engine,
     "onnx-plain": lambda: demo_engine(ONNX),
-    "onnx-grouped": lambda: demo_engine(msgspec.structs.replace(ONNX, model=str(grouped_demo()))),
+    "onnx-gqa": lambda: demo_engine(msgspec.structs.replace(ONNX, model=str(gqa_demo()))),
     "sim": lambda: demo_engine(msgspec.structs.replace(DEMO, model="dynamo", engine="sim", sim_speedup=20.0)),
 }
 
@@ -43,7 +43,7 @@ async def shared(request: pytest.FixtureRequest) -> AsyncIterator[Started]:
 async def emptied(shared: Started) -> Started:
     """That engine, with nothing cached, once it has said so."""
     engine, config = shared
-    engine.on_blocks = lambda removed, stored: None
+    engine.on_kv_events = lambda removed, stored: None
     engine.clear_cache()
     await kit.run(engine, kit.request(kit.prompt(config), cache=False, max_tokens=1))
     await kit.settled(engine)

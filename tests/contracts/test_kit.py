@@ -20,15 +20,15 @@ class Honest:
     def __init__(self) -> None:
         self.inner = thread_engine(lambda _: ArithmeticRunner(step_s=0.002))
         self.sinks: dict[str, contract.Sink] = {}
-        self.on_blocks = lambda removed, stored: None
-        self.inner.on_blocks = self.blocks
+        self.on_kv_events = lambda removed, stored: None
+        self.inner.on_kv_events = self.blocks
 
     @property
-    def pieces(self) -> Sequence[bytes]:
-        return self.inner.pieces
+    def token_bytes(self) -> Sequence[bytes]:
+        return self.inner.token_bytes
 
     def blocks(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
-        self.on_blocks(removed, stored)
+        self.on_kv_events(removed, stored)
 
     def clear_cache(self) -> None:
         self.inner.clear_cache()
@@ -54,7 +54,7 @@ class Honest:
     async def tokenize(self, request: internal.Tokenize) -> list[int]:
         return await self.inner.tokenize(request)
 
-    async def embed(self, request: internal.Embed) -> internal.Embedded:
+    async def embed(self, request: internal.Embed) -> internal.EmbedResult:
         return await self.inner.embed(request)
 
     def tokenizer_bundle(self) -> bytes | None:
@@ -98,12 +98,12 @@ class ForgetsTheTerminal(Honest):
 
 
 class MixesEmbeddingsUp(Honest):
-    async def embed(self, request: internal.Embed) -> internal.Embedded:
+    async def embed(self, request: internal.Embed) -> internal.EmbedResult:
         return await self.inner.embed(replace(request, inputs=request.inputs[::-1]))
 
 
 class ForgetsAnEmbedding(Honest):
-    async def embed(self, request: internal.Embed) -> internal.Embedded:
+    async def embed(self, request: internal.Embed) -> internal.EmbedResult:
         return await self.inner.embed(replace(request, inputs=request.inputs[:1]))
 
 
@@ -165,12 +165,12 @@ class KeepsNewBlocksToItself(Honest):
 
 class NeverSaysThatBlocksAreGone(Honest):
     def blocks(self, removed, stored):  # type: ignore[no-untyped-def]
-        self.on_blocks([], stored)
+        self.on_kv_events([], stored)
 
 
 class NamesTheWrongParent(Honest):
     def blocks(self, removed, stored):  # type: ignore[no-untyped-def]
-        self.on_blocks(removed, [(name ^ 1, name) for _, name in stored])
+        self.on_kv_events(removed, [(name ^ 1, name) for _, name in stored])
 
 
 class OverlooksStopTokens(Honest):

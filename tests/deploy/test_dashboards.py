@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import rules
+from tests.support import alert_rules
 
-FILES = sorted(rules.DASHBOARDS.glob("*.json"))
+FILES = sorted(alert_rules.DASHBOARDS.glob("*.json"))
 
 
 def panels(text: str) -> list[dict[str, Any]]:
@@ -31,7 +31,7 @@ def test_the_files_are_what_the_code_makes() -> None:
 
     assert {path.stem for path in FILES} == {dashboard.name for dashboard in ALL}
     for dashboard in ALL:
-        written = (rules.DASHBOARDS / f"{dashboard.name}.json").read_text()
+        written = (alert_rules.DASHBOARDS / f"{dashboard.name}.json").read_text()
         assert written == to_json(dashboard), "make dashboards"
 
 
@@ -47,8 +47,8 @@ def test_every_panel_says_what_one_sees_in_which_unit_and_what_to_do(text: str) 
 
 def test_panels_are_about_metrics_that_there_are(text: str) -> None:
     for expression in expressions(text):
-        asked = {name for name in rules.METRIC.findall(expression) if "_" in name}
-        assert asked <= rules.shown(), expression
+        asked = {name for name in alert_rules.METRIC.findall(expression) if "_" in name}
+        assert asked <= alert_rules.shown(), expression
         assert asked or "ALERTS" in expression
 
 
@@ -60,8 +60,10 @@ def test_windows_are_grafanas_and_choices_are_offered_and_used(text: str) -> Non
 
 
 def test_every_metric_is_on_a_dashboard() -> None:
-    asked = {name for path in FILES for text in expressions(path.read_text()) for name in rules.METRIC.findall(text)}
+    asked = {
+        name for path in FILES for text in expressions(path.read_text()) for name in alert_rules.METRIC.findall(text)
+    }
     parts = re.compile(r"_(bucket|sum|count)$")
-    assert {parts.sub("", name) for name in rules.shown()} - {parts.sub("", name) for name in asked} == {
+    assert {parts.sub("", name) for name in alert_rules.shown()} - {parts.sub("", name) for name in asked} == {
         "tokenbus_router_ready",  # the alert and /readyz
     }

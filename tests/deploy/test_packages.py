@@ -21,7 +21,7 @@ def test_a_wheel_has_one_top_level_name_and_is_the_same_when_it_is_built_through
 ) -> None:
     direct = wheel_of(ROOT, tmp_path / "direct")
     assert {name.partition("/")[0] for name in direct if ".dist-info/" not in name} == {"tokenbus"}
-    assert {"tokenbus/py.typed", "tokenbus/worker/engine/process/host.py", "tokenbus/demo/demo.gguf"} <= direct
+    assert {"tokenbus/py.typed", "tokenbus/worker/engine/process/main.py", "tokenbus/demo/demo.gguf"} <= direct
     (sdist,) = SdistBuilder(str(ROOT)).build(directory=str(tmp_path / "sdist"))
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")

@@ -25,7 +25,7 @@ def test_the_reference_is_up_to_date() -> None:
         messages.Load,
         internal.Run,
         internal.RunReply,
-        internal.Params,
+        internal.GenerationParams,
         internal.Events,
         internal.SnapshotPart,
         internal.Control,

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from tests.support.load import ask, until_idle, until_ready
+from tests.support.exact_client import ask, until_idle, until_ready
 from tests.support.system import System
 from tokenbus.client import Client
 
 NUM_TOKENS = 300
-"""3 s of the simulated worker: twice what a front without its broker goes on for."""
+"""3 s of the simulated worker: twice what a frontend without its broker goes on for."""
 
 
 @pytest.mark.parametrize(("away_s", "must_survive"), [(0.0, True), (4.0, False)])

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from tests.support.bare import PREFIX, Bare
-from tests.support.load import Told, until_idle, until_ready
+from tests.support.exact_client import ExactStream, until_idle, until_ready
+from tests.support.raw_client import PREFIX, RawClient
 from tests.support.system import System
 from tokenbus.client import Client
 from tokenbus.protocol.bus import connection
-from tokenbus.protocol.telemetry.traces import Untraced
+from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import codec, internal, messages, subjects
 from tokenbus.router.serve import Router, RouterSettings
 
@@ -67,13 +67,13 @@ class Chaos:
             self.start(name)
 
 
-async def load(client: Client, rng: random.Random, until: float, ends: list[Told]) -> None:
+async def load(client: Client, rng: random.Random, until: float, ends: list[ExactStream]) -> None:
     """One client that asks again and again: conversations that begin alike, now and then cancelled."""
     while time.monotonic() < until:
         beginning = [1 + rng.randrange(4)] * 64
         prompt = beginning + [rng.randrange(1, 200) for _ in range(rng.randrange(200))]
         wanted = rng.randrange(1, 60)
-        told = Told(client.generate("demo", token_ids=prompt, max_tokens=wanted, timeout_ms=20_000.0), wanted)
+        told = ExactStream(client.generate("demo", token_ids=prompt, max_tokens=wanted, timeout_ms=20_000.0), wanted)
         ends.append(told)
         if rng.random() < 0.1:
             await asyncio.sleep(rng.random() * 0.2)
@@ -83,7 +83,7 @@ async def load(client: Client, rng: random.Random, until: float, ends: list[Told
             await asyncio.sleep(0.05)
 
 
-async def held_by(bare: Bare, worker_id: str) -> set[int]:
+async def held_by(bare: RawClient, worker_id: str) -> set[int]:
     """The blocks that a worker says it holds, asked for as any router may, again where it is not there just now."""
     inbox, subject = bare.nats.new_inbox(), f"{PREFIX}.worker.demo.{subjects.escape(worker_id)}.snapshot"
     subscription = await bare.nats.subscribe(inbox)
@@ -110,10 +110,10 @@ async def test_after_any_chaos_every_request_has_ended_and_the_index_is_what_the
     bare = await system.connect()
     await until_ready(bare, len(WORKERS) * REPLICAS)
     bus = await connection.connect(connection.Settings(url=system.url), name="router witness")
-    witness = Router(bus, subjects.Subjects(), "witness", RouterSettings(), random.Random(1), Untraced())
+    witness = Router(bus, subjects.Subjects(), "witness", RouterSettings(), random.Random(1), NoopTracer())
     await witness.open()
     watching = asyncio.create_task(witness.run())
-    ends: list[Told] = []
+    ends: list[ExactStream] = []
     async with await Client.connect(system.url) as client:
         until = time.monotonic() + DURATION_S
         clients = [load(client, random.Random(f"{SEED} {number}"), until, ends) for number in range(16)]
@@ -132,17 +132,17 @@ async def test_after_any_chaos_every_request_has_ended_and_the_index_is_what_the
     await bus.close()
 
 
-async def settled(bare: Bare, witness: Router, timeout_s: float = 60.0) -> None:
+async def settled(bare: RawClient, witness: Router, timeout_s: float = 60.0) -> None:
     """The router that has seen it all believes what the workers say, and nothing is booked any more."""
-    workers = witness.fleet.of_model("demo")
+    workers = witness.fleet.workers_of("demo")
     assert len(workers) == len(WORKERS) * REPLICAS
     async with asyncio.timeout(timeout_s):
         while any(worker.bookings or worker.running or worker.log.is_behind for worker in workers):
             await asyncio.sleep(0.05)
-            workers = witness.fleet.of_model("demo")
+            workers = witness.fleet.workers_of("demo")
     witness.fleet.check_integrity()
     for worker in workers:
-        assert witness.fleet.held_by(worker) == await held_by(bare, worker.card.worker_id), worker
-    assert sum(len(witness.fleet.held_by(worker)) for worker in workers) > 0
+        assert witness.fleet.blocks_of(worker) == await held_by(bare, worker.card.worker_id), worker
+    assert sum(len(witness.fleet.blocks_of(worker)) for worker in workers) > 0
     reply = msgspec.json.decode((await bare.nats.request(f"{PREFIX}.models", b"", timeout=60)).data)
     assert reply["router"]["waiting"] == 0

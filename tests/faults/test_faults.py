@@ -7,16 +7,16 @@ import signal
 import time
 from pathlib import Path
 
-from tests.support.bare import PREFIX, Answer, Bare, check_stream
-from tests.support.load import cards, until_ready
+from tests.support.exact_client import cards, until_ready
+from tests.support.raw_client import PREFIX, Answer, RawClient, check_stream
 from tests.support.system import System
-from tokenbus.client.patience import SILENCE_S
+from tokenbus.client.resync_timer import SILENCE_S
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
 """Twelve of these fill the KV memory of one worker (8,192 tokens), so that all can speak at once."""
 
 
-async def speaking(bare: Bare, count: int, **more: object) -> list[Answer]:
+async def speaking(bare: RawClient, count: int, **more: object) -> list[Answer]:
     """Streams that have all said something."""
     answers = [await bare.generate(LONG | more) for _ in range(count)]
     for answer in answers:

@@ -9,8 +9,8 @@ import sys
 import time
 from asyncio.subprocess import Process
 
-from tests.support.bare import PREFIX, Answer
-from tests.support.load import Told, ask, until_idle, until_ready
+from tests.support.exact_client import ExactStream, ask, until_idle, until_ready
+from tests.support.raw_client import PREFIX, Answer
 from tests.support.system import System
 from tokenbus.client import Client
 
@@ -134,7 +134,7 @@ async def test_a_resync_in_a_loop_is_answered_and_repeats_at_most_five_times_a_s
     took = time.monotonic() - began
     repeated = sum(message["finish_reason"] is not None for message in answer.messages[told:])
     assert 1 <= repeated <= took / 0.2 + 1
-    assert len([line for line in system.log("worker") if line["event"] == "stream_repeated"]) == 1
+    assert len([line for line in system.log("worker") if line["event"] == "stream_replayed"]) == 1
 
 
 async def test_an_id_used_again_and_again_is_answered_each_time_by_a_router_that_has_just_come(system: System) -> None:
@@ -160,7 +160,7 @@ async def test_a_client_that_reconnects_every_second_only_harms_itself(system: S
     await until_ready(bare, 1)
     async with await Client.connect(system.url) as calm_client, await Client.connect(system.url) as restless:
         calm = [ask(calm_client, 500) for _ in range(4)]
-        told: list[Told] = []
+        told: list[ExactStream] = []
         for _ in range(4):
             told.append(ask(restless, 200))
             await asyncio.sleep(1.0)

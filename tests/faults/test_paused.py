@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from tests.hostile.scale import times
-from tests.support.bare import Bare
-from tests.support.load import Told, ask, cards, until_idle, until_ready
+from tests.support.exact_client import ExactStream, ask, cards, until_idle, until_ready
+from tests.support.raw_client import RawClient
 from tests.support.system import System
 from tokenbus.client import Client
 from tokenbus.worker.broker.fence import FENCE_S
 
 VICTIMS = ("engine", "front", "router")
 PAUSES_S = (0.5, 3.0, times(15, 40))
-"""A moment; longer than a front may be silent; longer than any limit of a stream, the longest of which is the silence
-that a client bears, 10 s, with the two resyncs after it."""
+"""A moment; longer than a frontend may be silent; longer than any limit of a stream, the longest of which is the
+silence that a client bears, 10 s, with the two resyncs after it."""
 NUM_TOKENS = 300
 
 
@@ -29,11 +29,11 @@ def frozen(pid: int) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(ProcessLookupError):  # a stuck engine is ended by its front
+        with contextlib.suppress(ProcessLookupError):  # a stuck engine is ended by its frontend
             os.kill(pid, signal.SIGCONT)
 
 
-async def pid_of(system: System, bare: Bare, victim: str) -> int:
+async def pid_of(system: System, bare: RawClient, victim: str) -> int:
     if victim == "router":
         return system.pid("router-a")
     (card,) = [card for card in await cards(bare) if card["worker_id"] == "worker-a"]
@@ -86,7 +86,7 @@ async def freeze_under_load(system: System, victim: str) -> None:
                 one.check(undisturbed)
 
 
-def harmed(told: list[Told]) -> set[object]:
+def harmed(told: list[ExactStream]) -> set[object]:
     """The workers that had accepted the streams which did not come to their end."""
     return {chunk.worker_id for one in told if not one.is_whole for chunk in one.chunks if chunk.worker_id}
 

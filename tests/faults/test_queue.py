@@ -4,11 +4,11 @@ import asyncio
 import random
 from pathlib import Path
 
-from tests.support.bare import PREFIX, Answer, Bare
-from tests.support.load import until_idle, until_ready
+from tests.support.exact_client import until_idle, until_ready
+from tests.support.raw_client import PREFIX, Answer, RawClient
 from tests.support.system import System
 from tokenbus.protocol.bus import connection
-from tokenbus.protocol.telemetry.traces import Untraced
+from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.serve import Router, RouterSettings
 
@@ -21,7 +21,7 @@ ENDLESS = {"prompt": "x", "max_tokens": 10_000}
 """About a minute."""
 
 
-async def started(system: System, *router: str) -> Bare:
+async def started(system: System, *router: str) -> RawClient:
     system.router("router", *router)
     system.worker("worker", "--engine", "sim", "--max-num-seqs", "2", model=SIM)
     bare = await system.connect()
@@ -29,14 +29,14 @@ async def started(system: System, *router: str) -> Bare:
     return bare
 
 
-async def fill(bare: Bare) -> list[Answer]:
+async def fill(bare: RawClient) -> list[Answer]:
     """As many requests as the worker takes, two of which run, none of which ends by itself."""
     answers = [await bare.generate(ENDLESS | {"id": f"fill-{number}"}) for number in range(NUM_TAKEN)]
     await asyncio.gather(*(answer.until(2) for answer in answers[:2]))
     return answers
 
 
-async def cancel(bare: Bare, answers: list[Answer]) -> None:
+async def cancel(bare: RawClient, answers: list[Answer]) -> None:
     """Ends those that fill the worker, none of which has ended before."""
     assert not any(answer.terminals for answer in answers)
     for number in range(NUM_TAKEN):
@@ -95,7 +95,7 @@ async def test_a_tenant_with_one_request_is_not_behind_all_of_another(system: Sy
 async def test_a_router_that_has_left_sends_nothing_more_of_what_waited(system: System) -> None:
     system.worker("worker", "--engine", "sim", "--max-num-seqs", "2", model=SIM)
     bus = await connection.connect(connection.Settings(url=system.url), name="router")
-    router = Router(bus, subjects.Subjects(), "router", RouterSettings(), random.Random(1), Untraced())
+    router = Router(bus, subjects.Subjects(), "router", RouterSettings(), random.Random(1), NoopTracer())
     await router.open()
     watching = asyncio.create_task(router.run())
     bare = await system.connect()
@@ -103,8 +103,8 @@ async def test_a_router_that_has_left_sends_nothing_more_of_what_waited(system: 
     filling = await fill(bare)
     waits = await bare.generate(LONG | {"id": "waits"})
     await waits.until(1)
-    await router.close()
-    await router.leave()
+    await router.stop_intake()
+    await router.shut_down()
     assert (await waits.terminal())["error"]["code"] == "shutting_down"
     await cancel(bare, filling)
     await system.until_logged("worker", "request_finished")

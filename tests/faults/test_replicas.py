@@ -10,15 +10,15 @@ from typing import Any
 
 import msgspec
 
-from tests.support.bare import PREFIX, Bare, check_stream
-from tests.support.load import cards, until_idle, until_ready
+from tests.support.exact_client import cards, until_idle, until_ready
+from tests.support.raw_client import PREFIX, RawClient, check_stream
 from tests.support.system import System
 from tokenbus import demo
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
 
 
-async def control(bare: Bare, card: dict[str, Any], **message: Any) -> list[dict[str, Any]]:
+async def control(bare: RawClient, card: dict[str, Any], **message: Any) -> list[dict[str, Any]]:
     """The replies to a control message, up to the last."""
     replies: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     inbox = bare.nats.new_inbox()
@@ -153,7 +153,7 @@ async def test_sigterm_drains_every_replica(system: System) -> None:
 
 
 def _bytes_per_token() -> int:
-    from tokenbus.worker.engine.gguf import memory, metadata
+    from tokenbus.worker.engine.gguf import kv_memory, metadata
     from tokenbus.worker.engine.process.settings import EngineSettings
 
-    return memory.bytes_per_token(metadata.read(Path(demo.MODEL_PATH)), EngineSettings(model="demo"))
+    return kv_memory.bytes_per_token(metadata.read(Path(demo.MODEL_PATH)), EngineSettings(model="demo"))

@@ -4,7 +4,7 @@ import asyncio
 import random
 import signal
 
-from tests.support.load import ask, cards, until_idle, until_ready
+from tests.support.exact_client import ask, cards, until_idle, until_ready
 from tests.support.system import System, command
 from tokenbus.client import Client
 
@@ -87,7 +87,7 @@ async def test_a_router_that_joins_late_knows_what_runs(system: System) -> None:
         told = [ask(client, 400) for _ in range(12)]
         await asyncio.gather(*(one.speaks() for one in told))
         system.router("router-b")
-        await system.until_logged("router-b", "worker_caught_up")
+        await system.until_logged("router-b", "snapshot_applied")
         system.signal("router-a", signal.SIGKILL)
         (card,) = await until_ready(bare, 1)
         assert card["load"]["running"] or all(one.ended_at for one in told)

@@ -3,15 +3,15 @@
 import asyncio
 from typing import Any
 
-from tests.support.bare import Bare
-from tests.support.load import until_ready
+from tests.support.exact_client import until_ready
+from tests.support.raw_client import RawClient
 from tests.support.system import System
 
 _CONVERSATIONS, _TURNS = 9, 4
 _OPENINGS = ["Tell me about the fox.", "What is 20 + 22?", "Where does the owl live?", "Who is the king of the sea?"]
 
 
-async def _converse(bare: Bare, number: int, policy: str) -> list[dict[str, Any]]:
+async def _converse(bare: RawClient, number: int, policy: str) -> list[dict[str, Any]]:
     """The terminals of one conversation, each turn's prompt being all that was said before."""
     said = [{"role": "user", "content": f"{_OPENINGS[number % 4]} {'Please. ' * (70 + number)}"}]
     terminals = []
@@ -31,7 +31,7 @@ async def _converse(bare: Bare, number: int, policy: str) -> list[dict[str, Any]
     return terminals
 
 
-async def _all(bare: Bare, policy: str) -> list[dict[str, Any]]:
+async def _all(bare: RawClient, policy: str) -> list[dict[str, Any]]:
     conversations = await asyncio.gather(*(_converse(bare, number, policy) for number in range(_CONVERSATIONS)))
     return [terminal for terminals in conversations for terminal in terminals]
 

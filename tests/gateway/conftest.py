@@ -3,13 +3,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.system import Gateway, running_gateway, running_up, up_that_says
+from tests.support.system import Gateway, running_gateway, running_up, up_with_output
 
 
 @pytest.fixture(scope="session")
 def said() -> Iterator[dict[str, Any]]:
     """A whole system with the demo model, as `make up` starts it, with its metrics shown: what it says of itself."""
-    with up_that_says("--workers", "1", "--threads", "1", "--metrics") as said:
+    with up_with_output("--workers", "1", "--threads", "1", "--metrics") as said:
         yield said
 
 

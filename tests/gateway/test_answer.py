@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.streams import Line, stream_over
-from tokenbus.gateway.journal import Journal
+from tests.support.fed_stream import FakeTransport, stream_over
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.gateway.openai import answer, told
-from tokenbus.gateway.openai.reply import Reply
+from tokenbus.gateway.openai import answer, chat_response
+from tokenbus.gateway.openai.response_writer import ResponseWriter
+from tokenbus.gateway.request_log import RequestLog
 from tokenbus.protocol.wire import errors, messages
 
-HEADING = told.Heading("chatcmpl-r", 1_700_000_000, "demo")
+HEADING = chat_response.CompletionHeader("chatcmpl-r", 1_700_000_000, "demo")
 HEAD = messages.Chunk(id="r", worker_id="w", model="demo", created=1)
 LOST = errors.make_error(errors.Code.WORKER_LOST)
 NEVER_S = 1e9
@@ -51,8 +51,10 @@ def failed(offset: int = 0) -> messages.Chunk:
 
 async def events_of(*chunks: messages.Chunk, hold_s: float) -> Peer:
     peer = Peer()
-    stream, events = stream_over(Line(), *chunks), told.Events(HEADING, include_usage=False)
-    await answer.in_events(stream, events, Reply(peer.take, "r"), Journal("r", GatewayMetrics()), hold_s)
+    stream, events = stream_over(FakeTransport(), *chunks), chat_response.ChunkEncoder(HEADING, include_usage=False)
+    await answer.stream_response(
+        stream, events, ResponseWriter(peer.take, "r"), RequestLog("r", GatewayMetrics()), hold_s
+    )
     assert peer.is_complete
     return peer
 
@@ -88,7 +90,12 @@ async def test_a_stream_that_is_silent_for_too_long_is_begun_and_kept_alive_by_c
 async def test_a_whole_answer_has_the_status_of_its_end(reason: messages.FinishReason, status: int) -> None:
     peer = Peer()
     end = chunk("b", 1, reason, **({"error": LOST} if status == 502 else {}))
-    stream = stream_over(Line(), HEAD, chunk("a"), end)
-    await answer.whole(stream, told.Whole(HEADING), Reply(peer.take, "r"), Journal("r", GatewayMetrics()))
+    stream = stream_over(FakeTransport(), HEAD, chunk("a"), end)
+    await answer.respond(
+        stream,
+        chat_response.CompletionBuilder(HEADING),
+        ResponseWriter(peer.take, "r"),
+        RequestLog("r", GatewayMetrics()),
+    )
     assert (peer.status, int(peer.headers["content-length"]), peer.is_complete) == (status, len(peer.body), True)
     assert (b'"content":"ab"' in peer.body) == (status == 200)

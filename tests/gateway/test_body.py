@@ -7,7 +7,7 @@ import pytest
 from starlette.requests import Request
 
 from tokenbus.gateway import body
-from tokenbus.gateway.openai.failures import TOO_SLOW, FailedError, too_large
+from tokenbus.gateway.openai.error_responses import BODY_TIMEOUT, ApiError, too_large
 
 JSON = [(b"content-type", b"application/json")]
 
@@ -25,22 +25,22 @@ def request_of(*parts: bytes, is_whole: bool = True) -> Request:
     return Request({"type": "http", "headers": JSON}, receive)
 
 
-async def failure_of(request: Request, limit_bytes: int) -> object:
-    with pytest.raises(FailedError) as raised:
+async def response_to(request: Request, limit_bytes: int) -> object:
+    with pytest.raises(ApiError) as raised:
         await body.read(request, limit_bytes)
-    return raised.value.failure
+    return raised.value.response
 
 
 async def test_a_body_may_have_as_many_bytes_as_the_limit_and_not_one_more() -> None:
     assert await body.read(request_of(b"1234", b"5"), 5) == b"12345"
-    assert await failure_of(request_of(b"1234", b"56"), 5) == too_large(5)
+    assert await response_to(request_of(b"1234", b"56"), 5) == too_large(5)
 
 
 async def test_a_body_without_an_end_is_refused_before_it_ends() -> None:
     endless = request_of(*[b"x" * 1_000_000] * 20, is_whole=False)
-    assert await failure_of(endless, 5) == too_large(5)
+    assert await response_to(endless, 5) == too_large(5)
 
 
 async def test_a_body_that_comes_too_slowly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "BODY_S", 0.01)
-    assert await failure_of(request_of(b"{", is_whole=False), 100) == TOO_SLOW
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.01)
+    assert await response_to(request_of(b"{", is_whole=False), 100) == BODY_TIMEOUT

@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from tests.support.post import ENDLESS, post
+from tests.support.http_stream import ENDLESS, post
 from tests.support.system import Gateway, command, running_gateway
-from tokenbus.cli.serving import broker
+from tokenbus.cli import nats_server
 
 HELLO: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
 
@@ -89,7 +89,7 @@ async def test_each_request_leaves_two_lines_and_nothing_of_its_text(slow_gatewa
 
 
 async def test_a_gateway_without_a_router_is_live_and_not_ready(tmp_path: Path) -> None:
-    nats = await broker.start(0, tmp_path / "nats.log")
+    nats = await nats_server.start(0, tmp_path / "nats.log")
     try:
         with running_gateway(nats.url, tmp_path, "--metrics-port", "0") as gateway:
             (page,) = gateway.log("status_page")

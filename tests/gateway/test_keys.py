@@ -2,20 +2,20 @@
 
 import pytest
 
-from tokenbus.gateway.keys import Keys
+from tokenbus.gateway.keys import ApiKeys
 
 SECRET = "sk-very-secret"
 
 
 def test_without_keys_everybody_asks_for_one_tenant() -> None:
-    keys = Keys(())
+    keys = ApiKeys(())
     assert keys.tenants == {"default"}
     assert keys.tenant_of("") == keys.tenant_of("Bearer whatever") == "default"
-    assert Keys((), open_to="acme").tenant_of("") == "acme"
+    assert ApiKeys((), anonymous_tenant="acme").tenant_of("") == "acme"
 
 
 def test_a_key_stands_for_its_tenant_and_may_hold_equals_signs() -> None:
-    keys = Keys([f"{SECRET}=acme", " YWJjZA===other "])
+    keys = ApiKeys([f"{SECRET}=acme", " YWJjZA===other "])
     assert keys.tenants == {"acme", "other"}
     assert keys.tenant_of(f"Bearer {SECRET}") == "acme"
     assert keys.tenant_of(f"bearer  {SECRET} ") == "acme"
@@ -26,15 +26,15 @@ def test_a_key_stands_for_its_tenant_and_may_hold_equals_signs() -> None:
     "header", ["", SECRET, f"Basic {SECRET}", "Bearer", "Bearer ", f"Bearer {SECRET}x", "Bearer é"]
 )
 def test_nothing_else_will_do(header: str) -> None:
-    assert Keys([f"{SECRET}=acme"]).tenant_of(header) is None
+    assert ApiKeys([f"{SECRET}=acme"]).tenant_of(header) is None
 
 
 @pytest.mark.parametrize("pair", [SECRET, f"{SECRET}=", "=acme", "", f"{SECRET}={'x' * 129}"])
 def test_what_is_no_pair_is_refused_without_being_shown(pair: str) -> None:
     with pytest.raises(ValueError, match="API key 2: must be key=tenant") as raised:
-        Keys(["a=b", pair])
+        ApiKeys(["a=b", pair])
     assert SECRET not in str(raised.value)
 
 
 def test_a_key_is_not_shown() -> None:
-    assert SECRET not in repr(Keys([f"{SECRET}=acme"]))
+    assert SECRET not in repr(ApiKeys([f"{SECRET}=acme"]))

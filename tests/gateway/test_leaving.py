@@ -10,10 +10,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.support.post import ENDLESS, post
+from tests.support.http_stream import ENDLESS, post
 from tests.support.system import Gateway, running_gateway
 from tokenbus.client import Client
-from tokenbus.worker.streams.presence import PROBE_AFTER_S
+from tokenbus.worker.streams.liveness import PROBE_AFTER_S
 
 
 @pytest.fixture

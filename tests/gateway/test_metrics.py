@@ -36,5 +36,5 @@ def test_completions_are_counted_by_status_with_their_tokens_and_times(slow_url:
     assert found["tokenbus_gateway_requests_total 200"] == found["tokenbus_gateway_requests_total 400"] == 1
     assert found["tokenbus_gateway_completion_tokens_total"] == 3
     assert found["tokenbus_gateway_time_to_first_token_seconds_count"] == 1
-    assert found["tokenbus_gateway_request_seconds_count"] == 2
+    assert found["tokenbus_gateway_e2e_request_latency_seconds_count"] == 2
     assert found["tokenbus_gateway_requests_open"] == 0

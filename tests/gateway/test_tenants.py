@@ -7,8 +7,8 @@ import pytest
 from starlette.requests import Request
 
 from tokenbus.client import Client
-from tokenbus.gateway.keys import Keys
-from tokenbus.gateway.openai.failures import NO_KEY, NOT_YET, FailedError
+from tokenbus.gateway.keys import ApiKeys
+from tokenbus.gateway.openai.error_responses import INVALID_API_KEY, TENANT_STARTING, ApiError
 from tokenbus.gateway.settings import GatewaySettings
 from tokenbus.gateway.tenants import Tenants
 
@@ -32,40 +32,40 @@ class Broker:
         return tenant
 
 
-def tenants_over(broker: Broker, keys: Keys) -> Tenants:
+def tenants_over(broker: Broker, keys: ApiKeys) -> Tenants:
     return Tenants(cast(Client, broker), GatewaySettings(keys=keys))
 
 
 def refusal(tenants: Tenants, key: str) -> object:
-    with pytest.raises(FailedError) as raised:
-        tenants.of(asked_with(key))
-    return raised.value.failure
+    with pytest.raises(ApiError) as raised:
+        tenants.authenticate(asked_with(key))
+    return raised.value.response
 
 
 async def test_a_key_that_is_taken_away_is_gone_before_the_broker_knows_of_a_new_one() -> None:
-    broker, old = Broker(), Keys(["old=acme"])
+    broker, old = Broker(), ApiKeys(["old=acme"])
     tenants = tenants_over(broker, old)
-    await tenants.use(old)
-    assert tenants.of(asked_with("old")).name == "acme"
+    await tenants.set_keys(old)
+    assert tenants.authenticate(asked_with("old")).name == "acme"
     broker.may_answer.clear()
-    using = asyncio.create_task(tenants.use(Keys(["new=other"])))
+    using = asyncio.create_task(tenants.set_keys(ApiKeys(["new=other"])))
     await asyncio.sleep(0)
-    assert refusal(tenants, "old") == NO_KEY
-    assert refusal(tenants, "new") == NOT_YET
+    assert refusal(tenants, "old") == INVALID_API_KEY
+    assert refusal(tenants, "new") == TENANT_STARTING
     broker.may_answer.set()
     await using
-    assert tenants.of(asked_with("new")).name == "other"
+    assert tenants.authenticate(asked_with("new")).name == "other"
 
 
 async def test_a_tenant_that_can_not_be_made_known_leaves_the_others_and_is_tried_again() -> None:
     broker = Broker()
-    tenants = tenants_over(broker, Keys(["old=acme"]))
-    await tenants.use(Keys(["old=acme"]))
+    tenants = tenants_over(broker, ApiKeys(["old=acme"]))
+    await tenants.set_keys(ApiKeys(["old=acme"]))
     broker.is_away = True
     with pytest.raises(ConnectionError):
-        await tenants.use(Keys(["old=acme", "new=other"]))
-    assert tenants.of(asked_with("old")).name == "acme"
-    assert refusal(tenants, "new") == NOT_YET
+        await tenants.set_keys(ApiKeys(["old=acme", "new=other"]))
+    assert tenants.authenticate(asked_with("old")).name == "acme"
+    assert refusal(tenants, "new") == TENANT_STARTING
     broker.is_away = False
-    await tenants.use(Keys(["old=acme", "new=other"]))
-    assert tenants.of(asked_with("new")).name == "other"
+    await tenants.set_keys(ApiKeys(["old=acme", "new=other"]))
+    assert tenants.authenticate(asked_with("new")).name == "other"

@@ -9,9 +9,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from tokenbus.cli.serving import screen
+from tokenbus.cli import screen
 
-PLACE = screen.Place("nats://127.0.0.1:4222", "http://127.0.0.1:8000/v1", "demo", Path("logs"))
+PLACE = screen.SystemAddresses("nats://127.0.0.1:4222", "http://127.0.0.1:8000/v1", "demo", Path("logs"))
 
 
 def pid_of_gateway(nats_url: str) -> int:
@@ -30,7 +30,7 @@ def test_a_gateway_that_dies_is_started_again_and_misses_nobody_who_comes_meanwh
 
 def test_what_up_prints_has_a_command_for_curl_that_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOKENBUS_API_KEYS", raising=False)
-    (line,) = [line for line in screen.how_to_talk(PLACE).splitlines() if "curl" in line]
+    (line,) = [line for line in screen.instructions(PLACE).splitlines() if "curl" in line]
     words = shlex.split(line)
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
     assert words[-1].startswith('{"model": "demo"')
@@ -38,12 +38,12 @@ def test_what_up_prints_has_a_command_for_curl_that_can_be_pasted(monkeypatch: p
 
 def test_where_keys_are_needed_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENBUS_API_KEYS", "sk-secret=acme")
-    assert "Authorization: Bearer KEY" in screen.how_to_talk(PLACE)
-    assert "sk-secret" not in screen.how_to_talk(PLACE)
+    assert "Authorization: Bearer KEY" in screen.instructions(PLACE)
+    assert "sk-secret" not in screen.instructions(PLACE)
 
 
 def test_without_a_gateway_nothing_is_said_of_it() -> None:
-    assert "curl" not in screen.how_to_talk(PLACE._replace(http=""))
+    assert "curl" not in screen.instructions(PLACE._replace(http=""))
 
 
 def test_every_process_shows_its_metrics_where_up_says(said: dict[str, Any]) -> None:
@@ -54,6 +54,6 @@ def test_every_process_shows_its_metrics_where_up_says(said: dict[str, Any]) -> 
 
 
 def test_where_metrics_are_is_said_only_where_they_are() -> None:
-    assert "Metrics" not in screen.how_to_talk(PLACE)
-    shown = screen.how_to_talk(PLACE._replace(metrics={"router": "http://127.0.0.1:9100/metrics"}))
+    assert "Metrics" not in screen.instructions(PLACE)
+    shown = screen.instructions(PLACE._replace(metrics={"router": "http://127.0.0.1:9100/metrics"}))
     assert "  router     http://127.0.0.1:9100/metrics\n" in shown

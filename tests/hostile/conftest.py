@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.hostile import scale
-from tests.hostile.forged import Stage
+from tests.hostile.forged_worker import Stage
 from tests.sim.world import world
 from tests.support.system import System
 

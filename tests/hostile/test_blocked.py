@@ -6,9 +6,9 @@ import contextlib
 from nats.aio.msg import Msg
 
 from tests.hostile.scale import times
-from tests.support.bare import PREFIX
-from tests.support.load import until_ready
-from tests.support.one_way import one_way
+from tests.support.exact_client import until_ready
+from tests.support.one_way_proxy import one_way_proxy
+from tests.support.raw_client import PREFIX
 from tests.support.system import System
 from tokenbus.protocol.wire import codec, messages
 
@@ -20,7 +20,7 @@ async def test_a_worker_whose_way_out_is_blocked_under_others_traffic_says_nothi
 ) -> None:
     system.router("router")
     bare = await system.connect()
-    async with one_way(system.url) as way:
+    async with one_way_proxy(system.url) as way:
         system.worker("worker", "--nats", way.url)
         for _ in range(times(1, 7)):
             await until_ready(bare, 1)

@@ -6,15 +6,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.hostile.scale import times
-from tests.support.sockets import HALF_A_HEAD, LIVEZ, Socket, ask, cut_after, small_server
+from tests.support.raw_http import HALF_A_HEAD, LIVEZ, Socket, ask, cut_after, small_server
 from tests.support.system import running_gateway
-from tokenbus.cli.serving import broker
+from tokenbus.cli import nats_server
 from tokenbus.gateway import listen
-from tokenbus.protocol.http.http_connections import Bounds
-from tokenbus.protocol.http.http_server import Patience, Reason
+from tokenbus.protocol.http.connection_table import ConnectionLimits
+from tokenbus.protocol.http.http_server import Reason, Timeouts
 
-SOON = Patience(head_s=0.05, keep_alive_s=0.05, reader_s=0.05, linger_s=0.05)
-SLOW_HEADS = Patience(head_s=0.05, keep_alive_s=60)
+SOON = Timeouts(head_s=0.05, keep_alive_s=0.05, slow_reader_s=0.05, linger_s=0.05)
+SLOW_HEADS = Timeouts(head_s=0.05, keep_alive_s=60)
 OK = (200, b"ok\n")
 
 
@@ -25,12 +25,12 @@ def code_of(answer: tuple[int, bytes]) -> tuple[int, str]:
 
 
 async def flood(port: int, count: int, said: bytes = HALF_A_HEAD, source: str = "127.0.0.1") -> list[Socket]:
-    listen.allow_connections()
+    listen.raise_open_file_limit()
     return [await Socket.open(port, said, source) for _ in range(count)]
 
 
 async def test_sockets_with_half_a_head_close_the_gateway_to_nobody_nor_keep_it_from_leaving(tmp_path: Path) -> None:
-    nats = await broker.start(0, tmp_path / "nats.log")
+    nats = await nats_server.start(0, tmp_path / "nats.log")
     few = ["--max-requests", "16"] if times(1, 0) else []  # 96 connections
     try:
         arguments = ["--metrics-port", "0", "--grace-s", "60", *few]
@@ -43,15 +43,15 @@ async def test_sockets_with_half_a_head_close_the_gateway_to_nobody_nor_keep_it_
             assert await ask(page["port"]) == OK
             _, text = await ask(page["port"], LIVEZ.replace(b"/livez", b"/metrics"))
         assert gateway.process.returncode == 0
-        assert b'tokenbus_gateway_connections_ended_total{reason="gave_way"}' in text
-        assert b'tokenbus_gateway_connections{state="waiting"}' in text
-        assert [line["reason"] for line in gateway.log("connections_ended")] == ["gave_way"]
+        assert b'tokenbus_gateway_connections_closed_total{reason="evicted"}' in text
+        assert b'tokenbus_gateway_connections{state="idle"}' in text
+        assert [line["reason"] for line in gateway.log("connections_closed")] == ["evicted"]
     finally:
         nats.stop()
 
 
 async def test_the_connections_of_one_address_take_no_room_from_another() -> None:
-    async with small_server(Bounds(total=1_000, per_address=20)) as (small, port):
+    async with small_server(ConnectionLimits(total=1_000, per_address=20)) as (small, port):
         with cut_after(await flood(port, 1, LIVEZ.replace(b"close", b"keep-alive"), source="127.0.0.2")) as others:
             assert await others[0].answer() == OK
             with cut_after(await flood(port, times(100, 2_200))):
@@ -59,21 +59,21 @@ async def test_the_connections_of_one_address_take_no_room_from_another() -> Non
                 assert len(small.config.open_connections) <= 21
                 others[0].say(LIVEZ)
                 assert await others[0].answer() == OK
-        assert set(small.ended) == {Reason.GAVE_WAY}
+        assert set(small.ended) == {Reason.EVICTED}
 
 
 async def test_an_address_with_as_many_requests_as_it_may_have_connections_is_told_to_come_back() -> None:
-    async with small_server(Bounds(total=1_000, per_address=5)) as (small, port):
+    async with small_server(ConnectionLimits(total=1_000, per_address=5)) as (small, port):
         hold = LIVEZ.replace(b"livez", b"hold")
         with cut_after(await flood(port, 5, hold)):
             await small.until_asked(5)
             assert code_of(await ask(port)) == (429, "too_many_connections")
             assert await ask(port, source="127.0.0.2") == OK
-        assert small.ended == [Reason.TOO_MANY_OF_ADDRESS]
+        assert small.ended == [Reason.TOO_MANY_PER_ADDRESS]
 
 
 async def test_where_every_connection_works_another_is_told_to_come_back_and_crowds_of_them_are_cut() -> None:
-    async with small_server(Bounds(total=2)) as (small, port):
+    async with small_server(ConnectionLimits(total=2)) as (small, port):
         with cut_after(await flood(port, 2, LIVEZ.replace(b"livez", b"hold"))):
             await small.until_asked(2)
             crowd = await flood(port, 100)
@@ -86,7 +86,7 @@ async def test_where_every_connection_works_another_is_told_to_come_back_and_cro
 
 
 async def test_a_head_that_does_not_come_in_time_is_answered_and_ended() -> None:
-    async with small_server(patience=SLOW_HEADS) as (small, port):
+    async with small_server(timeouts=SLOW_HEADS) as (small, port):
         with cut_after(await flood(port, times(50, 500))) as sockets:
             for one in sockets:
                 assert code_of(await one.answer()) == (408, "request_timeout")
@@ -96,13 +96,13 @@ async def test_a_head_that_does_not_come_in_time_is_answered_and_ended() -> None
 
 
 async def test_who_connects_and_says_nothing_is_ended_without_a_word() -> None:
-    async with small_server(patience=SLOW_HEADS) as (_, port):
+    async with small_server(timeouts=SLOW_HEADS) as (_, port):
         with cut_after(await flood(port, 1, b"")) as (one,):
             assert await one.rest() == b""
 
 
 async def test_a_second_head_on_a_kept_connection_has_the_same_time() -> None:
-    async with small_server(patience=SLOW_HEADS) as (small, port):
+    async with small_server(timeouts=SLOW_HEADS) as (small, port):
         with cut_after(await flood(port, 1, LIVEZ.replace(b"close", b"keep-alive"))) as (one,):
             assert await one.answer() == OK
             one.say(b"G")
@@ -112,7 +112,7 @@ async def test_a_second_head_on_a_kept_connection_has_the_same_time() -> None:
 
 
 async def test_a_connection_that_is_kept_for_nothing_is_ended() -> None:
-    async with small_server(patience=Patience(head_s=60, keep_alive_s=0.05)) as (small, port):
+    async with small_server(timeouts=Timeouts(head_s=60, keep_alive_s=0.05)) as (small, port):
         with cut_after(await flood(port, 1, LIVEZ.replace(b"close", b"keep-alive"))) as (one,):
             assert await one.answer() == OK
             assert await one.rest() == b""
@@ -120,7 +120,7 @@ async def test_a_connection_that_is_kept_for_nothing_is_ended() -> None:
 
 
 async def test_a_body_that_goes_on_after_its_answer_is_not_heard_for_long() -> None:
-    async with small_server(patience=SLOW_HEADS) as (_, port):
+    async with small_server(timeouts=SLOW_HEADS) as (_, port):
         head = b"POST /livez HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n"
         with cut_after(await flood(port, 1, head + b"x")) as (one,):
             assert await one.answer() == OK
@@ -128,7 +128,7 @@ async def test_a_body_that_goes_on_after_its_answer_is_not_heard_for_long() -> N
 
 
 async def test_a_reader_who_takes_nothing_is_ended_and_its_request_with_it() -> None:
-    async with small_server(patience=SOON) as (small, port):
+    async with small_server(timeouts=SOON) as (small, port):
         with cut_after([await Socket.open(port, LIVEZ.replace(b"livez", b"endless"), limit=1)]):
             await asyncio.wait_for(small.gone.wait(), 10)
         assert small.ended == [Reason.SLOW_READER]
@@ -164,7 +164,7 @@ MALFORMED = {
 
 
 async def test_what_is_no_request_is_an_error_of_the_api_and_the_end_of_its_connection() -> None:
-    async with small_server(patience=SOON) as (small, port):
+    async with small_server(timeouts=SOON) as (small, port):
         for name, (said, status, code) in MALFORMED.items():
             with cut_after([await Socket.open(port, said + LIVEZ)]) as (one,):
                 assert code_of(await one.answer()) == (status, code), name

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.hostile.scale import times
-from tests.support.load import until_ready
+from tests.support.exact_client import until_ready
 from tests.support.system import System
 
 TEXT = ("the fox sat on a hill and looked at the owl that lives in an old tree by the river. " * 5_000)[:360_000]

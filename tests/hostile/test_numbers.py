@@ -5,11 +5,11 @@ import random
 import msgspec
 import pytest
 
-from tests.hostile.forged import NAMES, Stage
+from tests.hostile.forged_worker import NAMES, Stage
 from tests.hostile.scale import times
-from tests.router.beliefs import card, events, stored
+from tests.router.builders import card, events, stored
 from tests.sim.network import SimBus
-from tests.sim.system import MODEL, FrontProcess
+from tests.sim.system import MODEL, FrontendProcess
 from tokenbus.protocol.wire import codec, messages
 
 NUMBERS = (-(2**63), -1, 0, 1, 3, 2**31, 2**53 + 1, 2**63 - 1, 2**64 - 1)
@@ -32,7 +32,7 @@ def any_card(rng: random.Random, worker_id: str, model: str) -> messages.Card:
 @pytest.mark.parametrize("seed", range(times(6, 100)))
 def test_no_number_that_a_worker_says_ends_a_router_or_keeps_others_from_serving(stage: Stage, seed: int) -> None:
     rng = random.Random(seed)
-    FrontProcess(stage.world, stage.broker, "healthy", max_num_seqs=64)
+    FrontendProcess(stage.world, stage.broker, "healthy", max_num_seqs=64)
     forger = stage.world.process("forger")
     bus = SimBus(forger, stage.broker)
     for number in range(times(30, 200)):
@@ -41,7 +41,7 @@ def test_no_number_that_a_worker_says_ends_a_router_or_keeps_others_from_serving
         forger.call(bus.publish, NAMES.card(model, worker_id), codec.encode(said))
         for _ in range(2):
             event = events(worker_id, rng.choice((0, 1, 2**63)), epoch=said.epoch, stored=stored([rng.getrandbits(64)]))
-            event = codec.replaced(event, load=any_load(rng))
+            event = codec.replace(event, load=any_load(rng))
             forger.call(bus.publish, NAMES.events(model, worker_id), codec.encode(event))
         stage.client.ask(3, model=model)
         stage.client.ask(3, worker_id="healthy")

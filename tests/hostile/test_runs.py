@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.hostile.peer import Peer, must_be_calm
+from tests.hostile.raw_router import RawRouter, check_idle
 from tests.hostile.scale import times
-from tests.support.bare import PREFIX
+from tests.support.raw_client import PREFIX
 from tests.support.system import System
 from tokenbus import demo
 
@@ -31,8 +31,8 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 @pytest.fixture
-async def peer(system: System) -> AsyncIterator[Peer]:
-    peer = await Peer.connect(system.url, "demo", WORKER)
+async def peer(system: System) -> AsyncIterator[RawRouter]:
+    peer = await RawRouter.connect(system.url, "demo", WORKER)
     await peer.find()
     yield peer
     await peer.close()
@@ -61,7 +61,7 @@ HOSTILE_PARAMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE_PARAMS)
-async def test_a_run_outside_of_what_a_client_may_ask_is_refused_by_its_field(peer: Peer, name: str) -> None:
+async def test_a_run_outside_of_what_a_client_may_ask_is_refused_by_its_field(peer: RawRouter, name: str) -> None:
     answer = await peer.call("run", peer.run(params={"max_tokens": 2, name: HOSTILE_PARAMS[name]}))
     assert answer["accepted"] is False
     assert answer["error"]["code"] == "invalid_request"
@@ -90,12 +90,12 @@ HOSTILE_FIELDS: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", HOSTILE_FIELDS)
-async def test_a_run_that_no_router_makes_is_refused_with_an_answer(system: System, peer: Peer, what: str) -> None:
+async def test_a_run_that_no_router_makes_is_refused_with_an_answer(system: System, peer: RawRouter, what: str) -> None:
     name, value = HOSTILE_FIELDS[what]
     answer = await peer.call("run", peer.run(**{name: value}))
     assert answer["accepted"] is False
     assert answer["error"]["code"] in ("invalid_request", "unsupported")
-    must_be_calm(system, WORKER)
+    check_idle(system, WORKER)
 
 
 HOSTILE_ASKS: dict[str, tuple[str, Any]] = {
@@ -119,22 +119,24 @@ HOSTILE_ASKS: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", HOSTILE_ASKS)
-async def test_whatever_else_is_asked_wrongly_is_refused_with_an_answer(system: System, peer: Peer, what: str) -> None:
+async def test_whatever_else_is_asked_wrongly_is_refused_with_an_answer(
+    system: System, peer: RawRouter, what: str
+) -> None:
     service, body = HOSTILE_ASKS[what]
     answer = await peer.call(service, body)
     assert answer["error"]["code"] in ("invalid_request", "unsupported"), answer
-    must_be_calm(system, WORKER)
+    check_idle(system, WORKER)
 
 
-async def test_arguments_of_a_template_that_nest_too_deeply_are_refused(system: System, peer: Peer) -> None:
+async def test_arguments_of_a_template_that_nest_too_deeply_are_refused(system: System, peer: RawRouter) -> None:
     deep = msgspec.msgpack.encode({"text": "x"})[:-3] + b""
     deep = b"\x82\xa4text\xa1x\xb4chat_template_kwargs" + b"\x81\xa1a" * 400 + b"\xc0"
     answer = await peer.call("tokenize", deep)
     assert answer["error"]["code"] == "invalid_request"
-    must_be_calm(system, WORKER)
+    check_idle(system, WORKER)
 
 
-async def test_forged_cards_and_runs_do_not_end_a_worker(system: System, peer: Peer) -> None:
+async def test_forged_cards_and_runs_do_not_end_a_worker(system: System, peer: RawRouter) -> None:
     """Cards of another model under its name with a later epoch, and cards on its own subject that speak for others."""
     count = times(10, 50)
     later = f"{int(peer.card['epoch'].partition('-')[0]) + 10**9}-ffffffff"
@@ -148,7 +150,7 @@ async def test_forged_cards_and_runs_do_not_end_a_worker(system: System, peer: P
         answer = await peer.call("run", peer.run(epoch=later))
         assert answer["accepted"] is False
     await peer.must_serve()
-    must_be_calm(system, WORKER)
+    check_idle(system, WORKER)
 
 
 VALUES: tuple[Any, ...] = (
@@ -174,7 +176,7 @@ def mutated(rng: random.Random, body: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def hostile_message(rng: random.Random, peer: Peer) -> tuple[str, bytes]:
+def hostile_message(rng: random.Random, peer: RawRouter) -> tuple[str, bytes]:
     """A service of a worker, and what is sent there: mostly nearly right."""
     params = dict(rng.sample(sorted(HOSTILE_PARAMS.items()), rng.randint(0, 2)))
     right: dict[str, dict[str, Any]] = {
@@ -202,7 +204,7 @@ def is_order(payload: bytes) -> bool:
 
 @pytest.mark.parametrize("seed", range(times(1, 10)))
 async def test_hostile_messages_to_every_subject_of_a_worker_are_answered_and_disturb_nobody(
-    system: System, peer: Peer, seed: int
+    system: System, peer: RawRouter, seed: int
 ) -> None:
     rng = random.Random(seed)
     expected = 0
@@ -220,10 +222,10 @@ async def test_hostile_messages_to_every_subject_of_a_worker_are_answered_and_di
         while sum(subject.split(".")[2] in answered for subject in peer.replies) < expected:
             await asyncio.sleep(0.02)
     await peer.must_serve()
-    must_be_calm(system, WORKER)
+    check_idle(system, WORKER)
 
 
-async def test_an_id_that_is_used_again_while_it_is_refused_is_free(peer: Peer) -> None:
+async def test_an_id_that_is_used_again_while_it_is_refused_is_free(peer: RawRouter) -> None:
     """A refused run leaves nothing behind."""
     again = f"default:{secrets.token_hex(8)}"
     refused = await peer.call("run", peer.run(request_id=again, params={"max_tokens": -5}))

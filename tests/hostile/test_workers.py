@@ -5,9 +5,9 @@ from array import array
 import pytest
 from nats.aio.msg import Msg
 
-from tests.hostile.forged import GARBAGE, NAMES, Answer, Forged, Stage, refuses, says
+from tests.hostile.forged_worker import GARBAGE, NAMES, Answer, ForgedWorker, Stage, refuses, says
 from tests.hostile.scale import times
-from tests.sim.system import MODEL, FrontProcess, kill
+from tests.sim.system import MODEL, FrontendProcess, kill
 from tokenbus.protocol.prompt import prompt
 from tokenbus.protocol.wire import codec, errors, internal, messages
 from tokenbus.worker.engine.gguf.tokenizer import tokenizer_json
@@ -15,7 +15,7 @@ from tokenbus.worker.engine.gguf.tokenizer import tokenizer_json
 RESTARTING = messages.WorkerState.RESTARTING
 READY = messages.WorkerState.READY
 DROPPED = says(internal.ControlReply(ok=True))
-EMBEDDED = internal.Embedded(vectors=array("f", [1.0, 2.0]).tobytes(), prompt_tokens=1)
+EMBEDDED = internal.EmbedResult(vectors=array("f", [1.0, 2.0]).tobytes(), prompt_tokens=1)
 
 
 def ask(stage: Stage, count: int, *, prompt: str | None = None, worker_id: str = "") -> None:
@@ -25,10 +25,10 @@ def ask(stage: Stage, count: int, *, prompt: str | None = None, worker_id: str =
 
 def dead_replicas(stage: Stage, count: int) -> None:
     """Workers of which the router does not know yet that they are gone."""
-    fronts = [FrontProcess(stage.world, stage.broker, f"dead{number}") for number in range(count)]
+    frontends = [FrontendProcess(stage.world, stage.broker, f"dead{number}") for number in range(count)]
     stage.world.run(1.0)
-    for front in fronts:
-        kill(front.process, front.bus, front.incoming)
+    for frontend in frontends:
+        kill(frontend.process, frontend.bus, frontend.incoming)
     stage.world.run(0.1)  # until the broker has noticed
 
 
@@ -39,7 +39,7 @@ def dead_replicas(stage: Stage, count: int) -> None:
 def test_one_healthy_worker_serves_everybody_beside_replicas_that_are_all_dead(
     stage: Stage, prompt: str | None
 ) -> None:
-    FrontProcess(stage.world, stage.broker, "healthy", max_num_seqs=64)
+    FrontendProcess(stage.world, stage.broker, "healthy", max_num_seqs=64)
     dead_replicas(stage, times(30, 50))
     ask(stage, 4, prompt=prompt)
     assert stage.until_ended(2.0) == ["length"] * 4
@@ -47,9 +47,9 @@ def test_one_healthy_worker_serves_everybody_beside_replicas_that_are_all_dead(
 
 @pytest.mark.parametrize("prompt", [None, "a text"])
 def test_forged_cards_that_never_beat_keep_nobody_from_the_healthy_worker(stage: Stage, prompt: str | None) -> None:
-    FrontProcess(stage.world, stage.broker, "healthy", max_num_seqs=64)
+    FrontendProcess(stage.world, stage.broker, "healthy", max_num_seqs=64)
     for number in range(times(29, 50)):
-        Forged(stage.world, stage.broker, f"forged{number}", beats=False)
+        ForgedWorker(stage.world, stage.broker, f"forged{number}", beats=False)
     stage.world.run(0.3)
     for _ in range(times(8, 50)):
         ask(stage, 3, prompt=prompt)
@@ -58,9 +58,9 @@ def test_forged_cards_that_never_beat_keep_nobody_from_the_healthy_worker(stage:
 
 
 def test_a_worker_that_beats_and_does_not_listen_costs_a_request_little(stage: Stage) -> None:
-    FrontProcess(stage.world, stage.broker, "healthy", max_num_seqs=64)
+    FrontendProcess(stage.world, stage.broker, "healthy", max_num_seqs=64)
     for number in range(times(20, 50)):
-        Forged(stage.world, stage.broker, f"forged{number}")
+        ForgedWorker(stage.world, stage.broker, f"forged{number}")
     stage.world.run(0.5)
     ask(stage, 4)
     assert stage.until_ended(2.0) == ["length"] * 4
@@ -68,7 +68,7 @@ def test_a_worker_that_beats_and_does_not_listen_costs_a_request_little(stage: S
 
 @pytest.mark.parametrize("worker_id", ["", "forged"])
 def test_a_worker_that_beats_and_does_not_listen_does_not_hold_a_request(stage: Stage, worker_id: str) -> None:
-    Forged(stage.world, stage.broker, "forged")
+    ForgedWorker(stage.world, stage.broker, "forged")
     stage.world.run(0.5)
     ask(stage, 1, worker_id=worker_id)
     assert stage.until_ended(15.0) == ["no_worker"]
@@ -76,9 +76,9 @@ def test_a_worker_that_beats_and_does_not_listen_does_not_hold_a_request(stage: 
 
 def test_an_embedding_goes_past_workers_that_are_not_there(stage: Stage) -> None:
     for number in range(times(12, 50)):
-        Forged(stage.world, stage.broker, f"forged{number}", beats=False, features=("embed",))
+        ForgedWorker(stage.world, stage.broker, f"forged{number}", beats=False, features=("embed",))
     stage.world.run(0.1)
-    Forged(stage.world, stage.broker, "healthy", features=("embed",), embed=says(EMBEDDED))
+    ForgedWorker(stage.world, stage.broker, "healthy", features=("embed",), embed=says(EMBEDDED))
     stage.world.run(0.3)
     asked = stage.client.embed()
     stage.world.run_until(asked.done, 1.0)
@@ -90,7 +90,7 @@ def test_an_embedding_goes_past_workers_that_are_not_there(stage: Stage) -> None
 
 @pytest.mark.parametrize("answer", [says(GARBAGE), says(b""), says(b"\x91\x01"), says(b"\x81\xa8accepted\xa5maybe")])
 def test_a_run_that_is_answered_with_nonsense_is_taken_back_and_placed_elsewhere(stage: Stage, answer: Answer) -> None:
-    forged = Forged(stage.world, stage.broker, "forged", run=answer, control=DROPPED)
+    forged = ForgedWorker(stage.world, stage.broker, "forged", run=answer, control=DROPPED)
     stage.world.run(0.5)
     ask(stage, 1)
     stage.world.run_until(lambda: "run" in forged.heard)
@@ -100,14 +100,14 @@ def test_a_run_that_is_answered_with_nonsense_is_taken_back_and_placed_elsewhere
     assert terminal is not None
     assert terminal.error
     assert terminal.error.retryable
-    FrontProcess(stage.world, stage.broker, "healthy", max_num_seqs=64)
+    FrontendProcess(stage.world, stage.broker, "healthy", max_num_seqs=64)
     stage.world.run(0.5)
     ask(stage, 6)
     assert stage.until_ended()[1:] == ["length"] * 6
 
 
 def test_a_worker_that_accepts_in_words_that_nobody_knows_and_speaks_keeps_the_request(stage: Stage) -> None:
-    forged = Forged(
+    forged = ForgedWorker(
         stage.world, stage.broker, "forged", run=speaks(stage), control=says(internal.ControlReply(ok=False))
     )
     stage.world.run(0.5)
@@ -138,17 +138,17 @@ def speaks(stage: Stage) -> Answer:
 
 
 @pytest.mark.parametrize(
-    "answer", [says(GARBAGE), says(internal.Embedded()), says(internal.Embedded(vectors=b"123", prompt_tokens=1))]
+    "answer", [says(GARBAGE), says(internal.EmbedResult()), says(internal.EmbedResult(vectors=b"123", prompt_tokens=1))]
 )
 def test_an_embedding_that_can_not_be_read_is_asked_of_another_worker(stage: Stage, answer: Answer) -> None:
-    Forged(stage.world, stage.broker, "forged", features=("embed",), embed=answer)
+    ForgedWorker(stage.world, stage.broker, "forged", features=("embed",), embed=answer)
     stage.world.run(0.5)
     refused = stage.client.embed()
     stage.world.run_until(refused.done)
     error = refused.exception()
     assert isinstance(error, errors.RequestError)
     assert (error.error.code, error.error.retryable) == (errors.Code.INTERNAL, True)
-    Forged(stage.world, stage.broker, "healthy", features=("embed",), embed=says(EMBEDDED))
+    ForgedWorker(stage.world, stage.broker, "healthy", features=("embed",), embed=says(EMBEDDED))
     stage.world.run(0.5)
     for _ in range(4):
         asked = stage.client.embed()
@@ -179,11 +179,11 @@ def test_a_routers_answer_that_can_not_be_read_is_no_fault_of_the_client(stage: 
     "answer", [says(GARBAGE), says(internal.TokenizeReply()), says(internal.TokenizeReply(token_ids=b"123"))]
 )
 def test_token_ids_that_can_not_be_read_are_asked_of_another_worker(stage: Stage, answer: Answer) -> None:
-    Forged(stage.world, stage.broker, "forged", tokenize=answer, run=refuses(errors.Code.OVERLOADED))
+    ForgedWorker(stage.world, stage.broker, "forged", tokenize=answer, run=refuses(errors.Code.OVERLOADED))
     stage.world.run(0.5)
     ask(stage, 1, prompt="a text")
     assert stage.until_ended() == ["internal"]
-    FrontProcess(stage.world, stage.broker, "healthy", max_num_seqs=64)
+    FrontendProcess(stage.world, stage.broker, "healthy", max_num_seqs=64)
     stage.world.run(0.5)
     ask(stage, 4, prompt="a text")
     assert stage.until_ended()[1:] == ["length"] * 4
@@ -192,12 +192,12 @@ def test_token_ids_that_can_not_be_read_are_asked_of_another_worker(stage: Stage
 BUNDLE = prompt.pack(
     prompt.TokenizerBundle(
         tokenizer_json=tokenizer_json.write(
-            tokenizer_json.Design(tokenizer_json.bpe({"a": 0, "b": 1}, [], byte_fallback=True)), {}
+            tokenizer_json.TokenizerSpec(tokenizer_json.bpe({"a": 0, "b": 1}, [], byte_fallback=True)), {}
         ),
         rules=prompt.PromptRules(special_tokens={}, vocab_size=2),
     )
 )
-DIGEST = prompt.digest_of(BUNDLE)
+DIGEST = prompt.bundle_digest(BUNDLE)
 
 
 def bundle(data: bytes) -> Answer:
@@ -205,7 +205,7 @@ def bundle(data: bytes) -> Answer:
 
 
 def test_a_worker_that_beats_and_does_not_tokenize_does_not_hold_a_request(stage: Stage) -> None:
-    Forged(stage.world, stage.broker, "mute")
+    ForgedWorker(stage.world, stage.broker, "mute")
     stage.world.run(0.5)
     ask(stage, 1, prompt="a text")
     assert stage.until_ended(3.0) == ["no_worker"]
@@ -213,12 +213,12 @@ def test_a_worker_that_beats_and_does_not_tokenize_does_not_hold_a_request(stage
 
 @pytest.mark.parametrize("model", [MODEL, "another"])
 def test_a_forged_tokenizer_under_anothers_digest_keeps_nobody_from_the_true_one(stage: Stage, model: str) -> None:
-    Forged(stage.world, stage.broker, "forged", model=model, digest=DIGEST, tokenizer=bundle(b"forged"))
+    ForgedWorker(stage.world, stage.broker, "forged", model=model, digest=DIGEST, tokenizer=bundle(b"forged"))
     stage.world.run(0.5)
     stage.client.ask(3, prompt="ab", model=model)
     stage.until_ended()
     run = refuses(errors.Code.UNSUPPORTED)
-    true = Forged(stage.world, stage.broker, "true", digest=DIGEST, tokenizer=bundle(BUNDLE), run=run)
+    true = ForgedWorker(stage.world, stage.broker, "true", digest=DIGEST, tokenizer=bundle(BUNDLE), run=run)
     stage.world.run(0.5)
     ask(stage, 1, prompt="ab")
     assert stage.until_ended()[1:] == ["unsupported"]
@@ -226,9 +226,11 @@ def test_a_forged_tokenizer_under_anothers_digest_keeps_nobody_from_the_true_one
 
 
 def test_a_tokenizer_that_another_models_worker_sends_for_ever_is_not_waited_for(stage: Stage) -> None:
-    slow = Forged(stage.world, stage.broker, "slow", model="another", digest=DIGEST, tokenizer=lambda message: None)
+    slow = ForgedWorker(
+        stage.world, stage.broker, "slow", model="another", digest=DIGEST, tokenizer=lambda message: None
+    )
     run = refuses(errors.Code.UNSUPPORTED)
-    true = Forged(stage.world, stage.broker, "true", digest=DIGEST, tokenizer=bundle(BUNDLE), run=run)
+    true = ForgedWorker(stage.world, stage.broker, "true", digest=DIGEST, tokenizer=bundle(BUNDLE), run=run)
     stage.world.run(0.5)
     stage.client.ask(3, prompt="ab", model="another")
     stage.world.run_until(lambda: "tokenizer" in slow.heard)
@@ -245,14 +247,14 @@ def test_a_worker_that_beats_and_answers_nothing_holds_a_request_for_some_second
     stage: Stage, control: Answer | None
 ) -> None:
     services: dict[str, Answer] = {"run": lambda message: None, "control": control or (lambda message: None)}
-    Forged(stage.world, stage.broker, "mute", **services)
+    ForgedWorker(stage.world, stage.broker, "mute", **services)
     stage.world.run(0.5)
     ask(stage, 1)
     assert stage.until_ended(20.0) == ["worker_lost"]
 
 
 def test_a_worker_that_beats_and_answers_no_drop_is_not_given_up_while_the_broker_stands_still(stage: Stage) -> None:
-    mute = Forged(stage.world, stage.broker, "mute", run=lambda message: None, control=lambda message: None)
+    mute = ForgedWorker(stage.world, stage.broker, "mute", run=lambda message: None, control=lambda message: None)
     stage.world.run(0.5)
     ask(stage, 1)
     stage.world.run_until(lambda: "control" in mute.heard)
@@ -260,26 +262,26 @@ def test_a_worker_that_beats_and_answers_no_drop_is_not_given_up_while_the_broke
     mute.answer(control=DROPPED)
     stage.world.run(9.0)
     assert stage.client.open()
-    FrontProcess(stage.world, stage.broker, "healthy", max_num_seqs=64)
+    FrontendProcess(stage.world, stage.broker, "healthy", max_num_seqs=64)
     stage.broker.resume()
     assert stage.until_ended() == ["length"]
 
 
 def test_a_worker_that_accepts_and_says_nothing_costs_a_request_some_seconds(stage: Stage) -> None:
-    mute = Forged(stage.world, stage.broker, "mute", run=says(internal.RunReply(accepted=True)))
+    mute = ForgedWorker(stage.world, stage.broker, "mute", run=says(internal.RunReply(accepted=True)))
     stage.world.run(0.5)
     ask(stage, 1)
     stage.world.run_until(lambda: "run" in mute.heard)
-    FrontProcess(stage.world, stage.broker, "healthy", max_num_seqs=64)
+    FrontendProcess(stage.world, stage.broker, "healthy", max_num_seqs=64)
     mute.show(messages.WorkerState.DRAINING)
     assert stage.until_ended(8.0) == ["length"]
 
 
 def test_a_worker_with_other_blocks_shuts_others_of_its_model_out_while_it_is_there(stage: Stage) -> None:
     run = refuses(errors.Code.UNSUPPORTED)
-    first = Forged(stage.world, stage.broker, "first", block_size=7, run=run)
+    first = ForgedWorker(stage.world, stage.broker, "first", block_size=7, run=run)
     stage.world.run(0.5)
-    Forged(stage.world, stage.broker, "second", block_size=16, run=refuses(errors.Code.PROMPT_TOO_LONG))
+    ForgedWorker(stage.world, stage.broker, "second", block_size=16, run=refuses(errors.Code.PROMPT_TOO_LONG))
     stage.world.run(0.5)
     ask(stage, 1)
     assert stage.until_ended() == ["unsupported"]
@@ -297,9 +299,9 @@ def test_a_worker_with_other_blocks_shuts_others_of_its_model_out_while_it_is_th
 def test_a_request_waits_while_the_only_worker_restarts_its_engine(
     stage: Stage, prompt: str | None, worker_id: str
 ) -> None:
-    front = FrontProcess(stage.world, stage.broker, "w1", restart_s=3.0)
+    frontend = FrontendProcess(stage.world, stage.broker, "w1", restart_s=3.0)
     stage.world.run(0.5)
-    front.engine_dies()
+    frontend.engine_dies()
     ask(stage, 2, prompt=prompt, worker_id=worker_id)
     stage.world.run(0.1)
     ask(stage, 2, prompt=prompt, worker_id=worker_id)
@@ -309,9 +311,9 @@ def test_a_request_waits_while_the_only_worker_restarts_its_engine(
 
 
 def test_an_embedding_waits_while_the_only_worker_restarts_its_engine(stage: Stage) -> None:
-    front = FrontProcess(stage.world, stage.broker, "w1", restart_s=3.0)
+    frontend = FrontendProcess(stage.world, stage.broker, "w1", restart_s=3.0)
     stage.world.run(0.5)
-    front.engine_dies()
+    frontend.engine_dies()
     at_once = stage.client.embed()
     stage.world.run(0.1)
     later = stage.client.embed()
@@ -323,7 +325,7 @@ def test_an_embedding_waits_while_the_only_worker_restarts_its_engine(stage: Sta
 
 
 def test_a_request_that_waits_for_a_restart_ends_by_its_own_time_or_with_its_worker(stage: Stage) -> None:
-    restarting = Forged(stage.world, stage.broker, "w1", state=RESTARTING)
+    restarting = ForgedWorker(stage.world, stage.broker, "w1", state=RESTARTING)
     stage.world.run(0.5)
     stage.client.ask(3, timeout_ms=700.0)
     stage.client.ask(3)
@@ -334,7 +336,7 @@ def test_a_request_that_waits_for_a_restart_ends_by_its_own_time_or_with_its_wor
 
 
 def test_a_request_that_waits_for_a_restart_can_be_cancelled(stage: Stage) -> None:
-    Forged(stage.world, stage.broker, "w1", state=RESTARTING)
+    ForgedWorker(stage.world, stage.broker, "w1", state=RESTARTING)
     stage.world.run(0.5)
     for text in (None, "a text"):
         stage.client.ask(3, prompt=text)
@@ -345,14 +347,14 @@ def test_a_request_that_waits_for_a_restart_can_be_cancelled(stage: Stage) -> No
 
 
 def test_a_worker_that_drains_is_not_waited_for(stage: Stage) -> None:
-    Forged(stage.world, stage.broker, "w1", state=messages.WorkerState.DRAINING)
+    ForgedWorker(stage.world, stage.broker, "w1", state=messages.WorkerState.DRAINING)
     stage.world.run(0.5)
     ask(stage, 1)
     assert stage.until_ended(0.5) == ["no_worker"]
 
 
 def test_what_nobody_serves_is_told_in_the_same_words_at_every_entrance(stage: Stage) -> None:
-    served_once = Forged(stage.world, stage.broker, "w1", model="once")
+    served_once = ForgedWorker(stage.world, stage.broker, "w1", model="once")
     stage.world.run(0.5)
     served_once.process.kill()
     stage.world.run(5.0)

@@ -3,14 +3,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.bare import Bare
-from tests.support.system import up_that_says
+from tests.support.raw_client import RawClient
+from tests.support.system import up_with_output
 
 
 @pytest.fixture(scope="session")
 def said_by_up() -> Iterator[dict[str, Any]]:
     """A whole system with two replicas of the demo model, as `make up` starts it: what it says of itself."""
-    with up_that_says("--workers", "2") as said:
+    with up_with_output("--workers", "2") as said:
         yield said
 
 
@@ -21,7 +21,7 @@ def url(said_by_up: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-async def bare(url: str) -> AsyncIterator[Bare]:
-    client = await Bare.connect(url)
+async def bare(url: str) -> AsyncIterator[RawClient]:
+    client = await RawClient.connect(url)
     yield client
     await client.close()

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from tests.support.bare import PREFIX, Answer, Bare, check_stream
+from tests.support.raw_client import PREFIX, Answer, RawClient, check_stream
 
 INVALID, UNSUPPORTED = "invalid_request", "unsupported"
 DEEP = b'{"chat_template_kwargs":' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b',"prompt":"x"}'
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[bytes, str, str | None]] = {
 
 
 @pytest.fixture
-async def neighbour(bare: Bare) -> AsyncIterator[Answer]:
+async def neighbour(bare: RawClient) -> AsyncIterator[Answer]:
     """A stream that runs meanwhile and must end as if nothing had happened."""
     body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
     answer = await bare.generate(body)
@@ -89,20 +89,20 @@ def check_refusal(answer: Answer, code: str, param: str | None) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_refused_with_its_code_and_param(bare: Bare, case: str) -> None:
+async def test_refused_with_its_code_and_param(bare: RawClient, case: str) -> None:
     payload, code, param = CASES[case]
     answer = await bare.ask(payload)
     check_refusal(answer, code, param)
 
 
-async def test_all_of_them_at_once_do_not_disturb_a_running_stream(bare: Bare, neighbour: Answer) -> None:
+async def test_all_of_them_at_once_do_not_disturb_a_running_stream(bare: RawClient, neighbour: Answer) -> None:
     answers = [await bare.generate(payload) for payload, _, _ in CASES.values()]
     for answer, (_, code, param) in zip(answers, CASES.values(), strict=True):
         await answer.terminal()
         check_refusal(answer, code, param)
 
 
-async def test_values_that_change_nothing_are_as_if_absent(bare: Bare) -> None:
+async def test_values_that_change_nothing_are_as_if_absent(bare: RawClient) -> None:
     nothing = {
         "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}, "tools": [],
         "lora": [], "response_format": {"type": "text"}, "grammar": "", "stop": [], "logprobs": None, "seed": None,
@@ -114,7 +114,7 @@ async def test_values_that_change_nothing_are_as_if_absent(bare: Bare) -> None:
     assert answer.text == " 42"
 
 
-async def test_msgpack_that_cannot_be_read_is_answered_in_msgpack(bare: Bare) -> None:
+async def test_msgpack_that_cannot_be_read_is_answered_in_msgpack(bare: RawClient) -> None:
     bodies = [b"\xc1", b"\x81\xa6prompt\xa1\xff", b"\x81\xa1x" * 50_000, b"", msgspec.msgpack.encode({"prompt": 1})]
     bodies.append(msgspec.msgpack.encode({"prompt": "x", "temperature": float("nan")}))
     bodies.append(msgspec.msgpack.encode({"prompt": "x", "max_tokens": 2**64 - 1}))
@@ -123,13 +123,13 @@ async def test_msgpack_that_cannot_be_read_is_answered_in_msgpack(bare: Bare) ->
         assert answer.messages[0]["error"]["code"] == INVALID
 
 
-async def test_another_content_type_is_refused_in_json(bare: Bare) -> None:
+async def test_another_content_type_is_refused_in_json(bare: RawClient) -> None:
     answer = await bare.ask(b"prompt: x", content_type="application/yaml")
     check_refusal(answer, INVALID, None)
     assert "application/json" in answer.messages[0]["error"]["message"]
 
 
-async def test_an_unknown_model_is_refused_within_one_round_trip(bare: Bare) -> None:
+async def test_an_unknown_model_is_refused_within_one_round_trip(bare: RawClient) -> None:
     async with asyncio.timeout(1):
         answer = await bare.ask({"prompt": "x"}, subject=f"{PREFIX}.generate.nobody")
     code = answer.messages[0]["error"]["code"]
@@ -137,13 +137,13 @@ async def test_an_unknown_model_is_refused_within_one_round_trip(bare: Bare) -> 
     check_refusal(answer, code, None)
 
 
-async def test_a_model_name_in_no_subject_form_is_refused(bare: Bare) -> None:
+async def test_a_model_name_in_no_subject_form_is_refused(bare: RawClient) -> None:
     for name in ("=ZZ", "a=2", "=41", "=FF"):
         answer = await bare.ask({"prompt": "x"}, subject=f"{PREFIX}.generate.{name}")
         check_refusal(answer, INVALID, "model")
 
 
-async def test_nothing_is_published_to_a_reply_subject_that_is_no_inbox(bare: Bare) -> None:
+async def test_nothing_is_published_to_a_reply_subject_that_is_no_inbox(bare: RawClient) -> None:
     heard: list[str] = []
 
     async def hear(message: object) -> None:
@@ -168,7 +168,7 @@ async def test_nothing_is_published_to_a_reply_subject_that_is_no_inbox(bare: Ba
     assert heard == []
 
 
-async def test_cancels_of_unknown_requests_are_answered_by_nobody(bare: Bare) -> None:
+async def test_cancels_of_unknown_requests_are_answered_by_nobody(bare: RawClient) -> None:
     for subject in ("cancel.nobody", "cancel.acme.nobody", "cancel.=ZZ", "cancel.a.b"):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):

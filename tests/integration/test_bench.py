@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 import structlog
 
-from tests.support.bare import Bare
-from tests.support.load import cards, until_idle
+from tests.support.exact_client import cards, until_idle
+from tests.support.raw_client import RawClient
 from tests.support.system import command
-from tokenbus.cli import reach
-from tokenbus.cli.looking import bench as run
+from tokenbus.cli import connection_flags
+from tokenbus.cli.commands import bench as run
 from tokenbus.replay.load import options
 
 
@@ -35,7 +35,7 @@ def bench(url: str, capsys: pytest.CaptureFixture[str]) -> Iterator[Bench]:
 
     def run_here(*arguments: str) -> Done:
         parser = argparse.ArgumentParser()
-        reach.add_all(parser)
+        connection_flags.add_client_flags(parser)
         options.add_flags(parser)
         status = run.run(parser.parse_args(["--nats", url, "--model", "demo", *arguments]))
         return Done(status, *capsys.readouterr())
@@ -113,14 +113,14 @@ def test_what_can_not_be_measured_is_said_in_one_line(bench: Bench, arguments: t
     assert len(done.stderr.splitlines()) == 1
 
 
-async def until_busy(bare: Bare) -> None:
+async def until_busy(bare: RawClient) -> None:
     async with asyncio.timeout(60):
         while not any(card["load"]["running"] for card in await cards(bare)):
             await asyncio.sleep(0.02)
 
 
 async def test_ctrl_c_cancels_what_is_in_flight_and_prints_what_was_measured(
-    url: str, bare: Bare, tmp_path: Path
+    url: str, bare: RawClient, tmp_path: Path
 ) -> None:
     arguments = ["--output-tokens", "1500", "--concurrency", "4", "--duration-s", "60", "--warmup", "0"]
     numbers = tmp_path / "numbers.json"

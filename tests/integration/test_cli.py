@@ -178,8 +178,8 @@ def test_chat_with_a_model_that_nobody_serves_says_so(url: str) -> None:
 
 
 def test_top_shows_each_worker_once(url: str) -> None:
-    assert "worker-1" in tokenbus(url, "top", "--once", "--every-s", "0.1").stdout
-    (row, other) = json.loads(tokenbus(url, "top", "--json", "--every-s", "0.1").stdout)
+    assert "worker-1" in tokenbus(url, "top", "--once", "--interval-s", "0.1").stdout
+    (row, other) = json.loads(tokenbus(url, "top", "--json", "--interval-s", "0.1").stdout)
     assert (row["worker_id"], row["model"], row["state"], row["running"]) == ("worker-1", "demo", "ready", 0)
     assert row["total_blocks"] > 0
     assert other["worker_id"] == "worker-2"

@@ -8,12 +8,12 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 import pytest
 
-from tests.support.bare import Answer, Bare, check_stream
+from tests.support.raw_client import Answer, RawClient, check_stream
 from tokenbus import demo
 from tokenbus.demo import corpus
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker.engine.gguf import metadata
-from tokenbus.worker.engine.gguf.tokenizer.vocabulary import Vocabulary
+from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
 
 NEAR_TIE = 1e-3
 
@@ -44,7 +44,7 @@ class Judge:
         params.n_ctx, params.n_batch, params.n_threads = 2048, 2048, 1
         self._context = llama.llama_init_from_model(self._model, params)
         vocab = llama.llama_model_get_vocab(self._model)
-        self._vocabulary = Vocabulary(vocab, metadata.read(demo.MODEL_PATH))
+        self._vocabulary = GgufTokenizer(vocab, metadata.read(demo.MODEL_PATH))
 
     def prompt_ids(self, body: dict[str, Any]) -> list[int]:
         turns = [messages.ChatMessage(**turn) for turn in body["messages"]] if "messages" in body else None
@@ -70,7 +70,7 @@ def judge() -> Iterator[Judge]:
     judge.close()
 
 
-async def test_fifty_at_once_over_two_replicas_are_answered_as_if_alone(bare: Bare, judge: Judge) -> None:
+async def test_fifty_at_once_over_two_replicas_are_answered_as_if_alone(bare: RawClient, judge: Judge) -> None:
     alone = [await bare.ask(body) for body in bodies()]
     together = [await bare.generate(body) for body in bodies()]
     await asyncio.gather(*(answer.terminal(60) for answer in together))
@@ -92,7 +92,7 @@ def gap_where_they_part(judge: Judge, prompt_ids: list[int], one: Answer, other:
     return judge.gap(prompt_ids + left[:parted])
 
 
-async def test_no_more_than_a_queue_full_is_accepted_and_the_rest_are_told_when_to_come_back(bare: Bare) -> None:
+async def test_no_more_than_a_queue_full_is_accepted_and_the_rest_are_told_when_to_come_back(bare: RawClient) -> None:
     body = {"prompt": "Once", "max_tokens": 30, "ignore_eos": True, "routing": {"worker_id": "worker-1"}}
     answers = [await bare.generate(body) for _ in range(140)]
     await asyncio.gather(*(answer.terminal(60) for answer in answers))

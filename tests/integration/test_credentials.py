@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import guards
-from tests.support.guards import GUARDS, Mistake, Way, guarded, secret_file, settings
+from tests.support import auth_brokers
+from tests.support.auth_brokers import GUARDS, ClientAuth, WrongAuth, guarded, secret_file, settings
 from tests.support.system import command, environment
 from tokenbus.client import Client
 from tokenbus.protocol.bus import connection
-from tokenbus.protocol.bus.handshake import RefusedError
+from tokenbus.protocol.bus.handshake import BrokerRefusedError
 from tokenbus.protocol.wire import errors, messages
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
@@ -27,17 +27,17 @@ MISTAKES = [
     ("mapped tls", "another user", ("router",)),
 ]
 FURTHER_MISTAKES = [
-    (guards.by_token, "nothing"),
-    (guards.by_creds, "expired"),
-    (guards.by_tls, "no authority"),
-    (guards.by_tls_of_another_name, "right"),
-    (guards.by_mutual_tls, "a stranger's certificate"),
-    (guards.by_nothing, "TLS"),
+    (auth_brokers.by_token, "nothing"),
+    (auth_brokers.by_creds, "expired"),
+    (auth_brokers.by_tls, "no authority"),
+    (auth_brokers.by_tls_of_another_name, "right"),
+    (auth_brokers.by_mutual_tls, "a stranger's certificate"),
+    (auth_brokers.by_nothing, "TLS"),
 ]
 SIM = ("--engine", "sim", "--sim-speedup", "20")
 
 
-def end_of(way: Way, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def end_of(way: ClientAuth, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         command(*arguments, *way.flags),
         env=environment() | way.variables,
@@ -49,7 +49,7 @@ def end_of(way: Way, *arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def check_says(ended: "subprocess.CompletedProcess[str]", line: str, url: str, mistake: Mistake) -> None:
+def check_says(ended: "subprocess.CompletedProcess[str]", line: str, url: str, mistake: WrongAuth) -> None:
     assert f"the NATS broker at {url} " in line
     assert mistake.said in line
     assert not any(secret in ended.stdout + ended.stderr for secret in mistake.way.secrets())
@@ -95,7 +95,7 @@ async def test_a_process_that_the_broker_refuses_ends_with_status_1_and_one_line
 
 
 async def test_the_doctor_says_what_to_do_about_a_broker_that_refuses(tmp_path: Path) -> None:
-    guard = guards.by_token(tmp_path)
+    guard = auth_brokers.by_token(tmp_path)
     mistake = guard.wrong["another token"]
     async with guarded(guard, tmp_path) as system:
         ended = end_of(mistake.way, "doctor", "--nats", system.url)
@@ -105,12 +105,12 @@ async def test_the_doctor_says_what_to_do_about_a_broker_that_refuses(tmp_path: 
 
 @pytest.mark.parametrize(("make", "mistake"), FURTHER_MISTAKES)
 async def test_a_refusal_is_told_at_once(
-    make: guards.Make, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: auth_brokers.Make, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guard = make(tmp_path)
     way, said = guard.wrong[mistake]
     async with guarded(guard, tmp_path) as system, asyncio.timeout(60):
-        with pytest.raises(RefusedError, match=said) as caught:
+        with pytest.raises(BrokerRefusedError, match=said) as caught:
             await connection.connect(settings(system.url, way, monkeypatch), "test")
     assert not any(secret in str(caught.value) for secret in way.secrets())
 
@@ -119,7 +119,7 @@ async def test_a_refusal_is_told_at_once(
 async def test_the_tls_of_the_configuration_that_comes_with_tokenbus_works_as_it_stands_there(
     verify: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = guards.Authority(tmp_path, "ours")
+    ours = auth_brokers.CertificateAuthority(tmp_path, "ours")
     certificate, key = ours.issue("127.0.0.1")
     text = CONFIG.read_text().replace("# tls {", "tls {").replace("verify: false", f"verify: {verify}")
     for shown, file in (("server.pem", certificate), ("server-key.pem", key), ("ca.pem", ours.file)):
@@ -129,8 +129,8 @@ async def test_the_tls_of_the_configuration_that_comes_with_tokenbus_works_as_it
         monkeypatch.setenv(f"TOKENBUS_{user}_PASSWORD", f"the-{user}")
     monkeypatch.setenv("TOKENBUS_NATS_PASSWORD", "the-ACME")
     shown_too = ours.client_flags("acme.example") if verify == "true" else ()
-    way = Way((*ours.flags, *shown_too, "--nats-user", "acme", "--nats-inbox", "_INBOX_acme"))
-    async with guarded(guards.Guard(text, way, {}), tmp_path) as system:
+    way = ClientAuth((*ours.flags, *shown_too, "--nats-user", "acme", "--nats-inbox", "_INBOX_acme"))
+    async with guarded(auth_brokers.AuthSetup(text, way, {}), tmp_path) as system:
         made = await connection.connect(settings(system.url, way, monkeypatch), "test")
         await made.flush()
         await made.close()
@@ -139,9 +139,9 @@ async def test_the_tls_of_the_configuration_that_comes_with_tokenbus_works_as_it
 async def test_files_that_are_no_good_end_every_process_with_one_line_and_status_2(tmp_path: Path) -> None:
     empty = secret_file(tmp_path / "empty", "")
     ended = await asyncio.gather(
-        asyncio.to_thread(end_of, Way(("--nats-creds", "/missing")), "router"),
-        asyncio.to_thread(end_of, Way(("--nats-nkey", empty)), "worker", "--model", "demo"),
-        asyncio.to_thread(end_of, Way(("--nats-ca", empty)), *GENERATE),
+        asyncio.to_thread(end_of, ClientAuth(("--nats-creds", "/missing")), "router"),
+        asyncio.to_thread(end_of, ClientAuth(("--nats-nkey", empty)), "worker", "--model", "demo"),
+        asyncio.to_thread(end_of, ClientAuth(("--nats-ca", empty)), *GENERATE),
     )
     assert [one.returncode for one in ended] == [2, 2, 2]
     lines = [one.stderr.removeprefix("tokenbus: ") for one in ended]

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.support import rules
-from tests.support.bare import PREFIX, Bare
-from tests.support.load import until_ready
+from tests.support import alert_rules
+from tests.support.exact_client import until_ready
 from tests.support.prometheus import WINDOW, Prometheus
+from tests.support.raw_client import PREFIX, RawClient
 from tests.support.system import System
 
-pytestmark = rules.needs("prometheus")
+pytestmark = alert_rules.needs("prometheus")
 
 SIM = Path("dynamo")
 SHARED = "There was once a fox that lived in a wood. " * 20
@@ -64,7 +64,7 @@ async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
 
 
 @contextlib.asynccontextmanager
-async def load(bare: Bare, clients: int) -> AsyncIterator[None]:
+async def load(bare: RawClient, clients: int) -> AsyncIterator[None]:
     """So many clients that ask again and again."""
 
     async def ask() -> None:
@@ -83,7 +83,7 @@ async def load(bare: Bare, clients: int) -> AsyncIterator[None]:
 def on_dashboards() -> list[str]:
     """Every expression of every panel, with all that can be chosen."""
     found = []
-    for path in sorted(rules.DASHBOARDS.glob("*.json")):
+    for path in sorted(alert_rules.DASHBOARDS.glob("*.json")):
         targets = [target for panel in json.loads(path.read_text())["panels"] for target in panel.get("targets", [])]
         found += [chosen(target["expr"]) for target in targets]
     assert found
@@ -96,7 +96,7 @@ def chosen(expression: str) -> str:
 
 def offers() -> set[tuple[str, str]]:
     """Series and label of every choice of every dashboard."""
-    text = "".join(path.read_text() for path in rules.DASHBOARDS.glob("*.json")).replace('\\"', '"')
+    text = "".join(path.read_text() for path in alert_rules.DASHBOARDS.glob("*.json")).replace('\\"', '"')
     found = re.findall(r'"label_values\((.+), (\w+)\)"', text)
     assert found
     return {(chosen(series), label) for series, label in found}
@@ -123,7 +123,7 @@ async def test_under_load_no_panel_and_no_rule_is_without_data_and_no_alert_fire
         groups = (await prometheus.get("rules"))["groups"]
         ruled: list[dict[str, Any]] = [rule for group in groups for rule in group["rules"]]
         recorded = [rule["name"] for rule in ruled if rule["type"] == "recording"]
-        alerted = {name for rule in ruled for name in rules.METRIC.findall(rule["query"])}
+        alerted = {name for rule in ruled for name in alert_rules.METRIC.findall(rule["query"])}
         await until_data(prometheus, [*on_dashboards(), *recorded, *sorted(alerted)])
         for series, label in offers():
             assert await prometheus.get(f"label/{label}/values", **{"match[]": series}), (series, label)
@@ -144,13 +144,13 @@ async def test_alerts_fire_when_workers_and_routers_are_killed_and_clear_when_th
     await until_data(prometheus, ["model:tokenbus_workers_ready:max == 2"])
 
     watched.kill("one")
-    await prometheus.until_firing("TokenbusWorkerGone", "TokenbusWorkerUnseen")
+    await prometheus.until_firing("TokenbusWorkerLost", "TokenbusWorkerDown")
     watched.kill("two")
     await prometheus.until_firing("TokenbusNoWorkerReady")
     await until_data(prometheus, ['ALERTS{alertname="TokenbusNoWorkerReady",model="demo",alertstate="firing"}'])
     assert await prometheus.values('count(ALERTS{alertname="TokenbusNoWorkerReady",alertstate="firing"})') == [1.0]
     await asyncio.gather(watched.worker("one"), watched.worker("two"))
-    await prometheus.until_clear("TokenbusNoWorkerReady", "TokenbusWorkerGone", "TokenbusWorkerUnseen")
+    await prometheus.until_clear("TokenbusNoWorkerReady", "TokenbusWorkerLost", "TokenbusWorkerDown")
     assert await prometheus.values("model:tokenbus_workers_ready:max") == [2.0]
 
     watched.kill("router")

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from tests.support import encoder
-from tests.support.bare import PREFIX, Bare
-from tests.support.load import until_ready
+from tests.support.exact_client import until_ready
+from tests.support.raw_client import PREFIX, RawClient
 from tests.support.system import System
 from tokenbus import demo
 
@@ -27,7 +27,9 @@ async def system(tmp_path: Path) -> Any:
     await system.stop()
 
 
-async def embed(bare: Bare, payload: dict[str, Any], model: str = "demo", timeout_s: float = 60.0) -> dict[str, Any]:
+async def embed(
+    bare: RawClient, payload: dict[str, Any], model: str = "demo", timeout_s: float = 60.0
+) -> dict[str, Any]:
     answer = await bare.nats.request(f"{PREFIX}.embed.{model}", json.dumps(payload).encode(), timeout=timeout_s)
     reply: dict[str, Any] = json.loads(answer.data)
     return reply

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.load import until_ready
+from tests.support.exact_client import until_ready
 from tests.support.system import System
 from tokenbus.client import Client
 from tokenbus.protocol.wire import subjects
@@ -46,7 +46,7 @@ async def test_a_request_that_waits_long_leaves_lines_where_it_waits(system: Sys
         for stream in (pinned, waiting):
             assert await stream.text()
     for line in said.values():
-        assert line["waits_for"] in ("turn", "first_token")
+        assert line["waits_for"] in ("place", "first_token")
         assert line["waited_s"] >= 0.2
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.load import until_ready
+from tests.support.exact_client import until_ready
 from tests.support.system import System
 from tokenbus.protocol.bus import connection
-from tokenbus.protocol.telemetry.traces import Untraced
+from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.serve import Router, RouterSettings
 
@@ -83,9 +83,9 @@ async def test_what_was_served_is_what_is_counted(system: System) -> None:
     assert seen["tokenbus_worker_time_to_first_token_seconds_count"] == 6
     assert seen["tokenbus_worker_requests_running"] == seen["tokenbus_worker_kv_blocks used"] == 0
     told = await samples(router)
-    assert told["tokenbus_router_decisions_total kv"] == 6
-    assert told["tokenbus_router_refusals_total invalid_request"] == 1
-    assert told["tokenbus_router_refusals_total no_worker"] == 1
+    assert told["tokenbus_router_placements_total kv"] == 6
+    assert told["tokenbus_router_request_errors_total invalid_request"] == 1
+    assert told["tokenbus_router_request_errors_total no_worker"] == 1
     assert told["tokenbus_router_workers ready"] == 2
     assert told["tokenbus_router_prompt_tokens_total"] == seen["tokenbus_worker_prompt_tokens_total"]
 
@@ -119,12 +119,12 @@ async def test_a_router_is_ready_only_while_it_takes_requests(system: System) ->
     system.worker("worker")
     await system.until_logged("worker", "engine_ready")
     bus = await connection.connect(connection.Settings(url=system.url), name="router")
-    router = Router(bus, subjects.Subjects(), "router", RouterSettings(), random.Random(1), Untraced())
-    assert router.why_not_ready == "no worker is known"
+    router = Router(bus, subjects.Subjects(), "router", RouterSettings(), random.Random(1), NoopTracer())
+    assert router.unready_reason == "no worker is known"
     await router.open()
-    assert router.why_not_ready == ""
-    await router.close()
-    assert router.why_not_ready == "it takes no requests"
+    assert router.unready_reason == ""
+    await router.stop_intake()
+    assert router.unready_reason == "it takes no requests"
     await bus.close()
 
 

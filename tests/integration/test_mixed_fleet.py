@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.bare import PREFIX, Bare, check_stream
-from tests.support.load import cards, until_idle, until_ready
+from tests.support.exact_client import cards, until_idle, until_ready
+from tests.support.raw_client import PREFIX, RawClient, check_stream
 from tests.support.system import System
 from tokenbus import demo
 from tokenbus.demo import corpus
@@ -31,7 +31,7 @@ def asked(question: str, *, told: bool) -> dict[str, Any]:
     return {"messages": [*before, {"role": "user", "content": question}], "temperature": 0, "max_tokens": 24}
 
 
-async def answers(bare: Bare, pairs: list[tuple[str, str]], *, told: bool) -> list[tuple[str, dict[str, Any]]]:
+async def answers(bare: RawClient, pairs: list[tuple[str, str]], *, told: bool) -> list[tuple[str, dict[str, Any]]]:
     """Wrong answers are the test's failure; what comes back are the workers and the terminals."""
     streams = [await bare.generate(asked(question, told=told)) for question, _ in pairs]
     found = []

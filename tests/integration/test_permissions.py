@@ -14,7 +14,7 @@ import pytest
 from nats.aio.client import Client as Nats
 from nats.aio.msg import Msg
 
-from tests.support.bare import PREFIX, Bare
+from tests.support.raw_client import PREFIX, RawClient
 from tests.support.system import System, running_gateway
 from tokenbus import demo
 from tokenbus.client import Client
@@ -115,13 +115,13 @@ async def test_everyone_can_do_what_is_their_role(guarded: Guarded) -> None:
     acme = await guarded.connect("acme", "_INBOX_acme")
     await until_served(acme, "acme", 2)
     for model in ("demo", "other"):
-        answer = await Bare(acme).ask(ask(), subject=f"{PREFIX}.generate.{model}.acme")
+        answer = await RawClient(acme).ask(ask(), subject=f"{PREFIX}.generate.{model}.acme")
         assert answer.text == " 42"
     reply = await acme.request(f"{PREFIX}.embed.other.acme", b'{"input": "x"}', timeout=60)
     assert len(json.loads(reply.data)["embeddings"]) == 1
     default = await guarded.connect("default", "_INBOX_default")
-    assert (await Bare(default).ask(ask())).text == " 42"
-    long = await Bare(acme).generate(ask(id="mine", **LONG), subject=f"{PREFIX}.generate.demo.acme")
+    assert (await RawClient(default).ask(ask())).text == " 42"
+    long = await RawClient(acme).generate(ask(id="mine", **LONG), subject=f"{PREFIX}.generate.demo.acme")
     await long.until(3)
     assert json.loads((await acme.request(f"{PREFIX}.cancel.acme.mine", b"", timeout=60)).data) == {"cancelled": True}
     assert (await long.terminal())["finish_reason"] == "cancelled"
@@ -194,13 +194,13 @@ async def test_nothing_is_sent_to_an_inbox_that_is_not_the_tenant_s_own(guarded:
         await acme.publish(f"{PREFIX}.generate.demo.acme", ask(id="sly"), reply=reply)
         await acme.publish(f"{PREFIX}.embed.other.acme", b'{"input": "x"}', reply=reply)
         await acme.publish(f"{PREFIX}.models.acme", b"", reply=reply)
-    own = await Bare(acme).generate(ask(id="own", **LONG), subject=f"{PREFIX}.generate.demo.acme")
+    own = await RawClient(acme).generate(ask(id="own", **LONG), subject=f"{PREFIX}.generate.demo.acme")
     await own.until(3)
     for verb in ("cancel", "resync"):
         await acme.publish(f"{PREFIX}.{verb}.acme.own", b'{"offset": 0}', reply="_INBOX_globex.victim")
     await acme.request(f"{PREFIX}.cancel.acme.own", b"", timeout=60)
     await own.terminal()
-    assert (await Bare(globex).ask(ask(), subject=f"{PREFIX}.generate.demo.globex")).text == " 42"
+    assert (await RawClient(globex).ask(ask(), subject=f"{PREFIX}.generate.demo.globex")).text == " 42"
     assert {message.subject for message in seen if b'"id":"sly"' in message.data or b"victim" in message.data} == set()
     assert not any(message.subject == "_INBOX_globex.victim" for message in seen)
 
@@ -209,7 +209,7 @@ async def test_a_tenant_can_not_cancel_another_s_request_of_the_same_id(guarded:
     acme = await guarded.connect("acme", "_INBOX_acme")
     globex = await guarded.connect("globex", "_INBOX_globex")
     await until_served(acme, "acme", 2)
-    theirs = await Bare(globex).generate(
+    theirs = await RawClient(globex).generate(
         ask(id="same", max_tokens=200, ignore_eos=True), subject=f"{PREFIX}.generate.demo.globex"
     )
     await theirs.until(3)
@@ -233,12 +233,18 @@ async def test_a_worker_s_credentials_can_not_speak_for_a_worker_of_another_mode
     await until_served(acme, "acme", 2)
     hostile = await guarded.connect("worker-other", "_INBOX_worker_other")
     asked = await listen(hostile, f"{PREFIX}.worker.other.w-demo.snapshot")
-    live = await Bare(acme).generate(ask(id="live", **LONG), subject=f"{PREFIX}.generate.demo.acme")
+    live = await RawClient(acme).generate(ask(id="live", **LONG), subject=f"{PREFIX}.generate.demo.acme")
     await live.until(3)
     before = await card_of(acme, "demo")
     epoch = before["epoch"]
     later = f"{int(epoch.partition('-')[0]) + 1_000_000}-zz"
-    said = {"worker_id": "w-demo", "load": {}, "state": "stopped", "spoken": ["acme:live"], "finished": ["acme:live"]}
+    said = {
+        "worker_id": "w-demo",
+        "load": {},
+        "state": "stopped",
+        "first_token_sent": ["acme:live"],
+        "finished": ["acme:live"],
+    }
     for number in range(10):
         for model in ("other", "demo"):
             forged = msgspec.msgpack.encode(before | {"epoch": later, "model": model, "kv_block_size": None})
@@ -263,12 +269,14 @@ async def test_a_worker_s_credentials_can_not_speak_for_a_worker_of_another_mode
         await hostile.publish(subject, msgspec.msgpack.encode(part))
     await hostile.flush()
     assert await card_of(acme, "demo") == before
-    assert (await Bare(acme).ask(ask(), subject=f"{PREFIX}.generate.demo.acme")).text == " 42"
+    assert (await RawClient(acme).ask(ask(), subject=f"{PREFIX}.generate.demo.acme")).text == " 42"
     reply = await acme.request(f"{PREFIX}.cancel.acme.live", b"", timeout=5)
     assert json.loads(reply.data) == {"cancelled": True}
     assert (await live.terminal())["finish_reason"] == "cancelled"
     assert not [line for line in guarded.system.log("w-demo") if line["event"] in ("replaced", "self_fenced")]
-    assert not [line for line in guarded.system.log("router") if line["event"] in ("worker_lost", "worker_silent")]
+    assert not [
+        line for line in guarded.system.log("router") if line["event"] in ("worker_epoch_changed", "worker_lost")
+    ]
 
 
 async def test_whoever_has_no_or_wrong_credentials_is_told_so_and_shown_no_secret(

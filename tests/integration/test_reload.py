@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from tests.support.load import until_ready
+from tests.support.exact_client import until_ready
 from tests.support.system import System, running_gateway
 from tokenbus.client import Client
 
@@ -23,7 +23,7 @@ async def system(tmp_path: Path) -> AsyncIterator[System]:
 
 async def read_again(system: System, name: str) -> dict[str, object]:
     """Sends SIGHUP; gives the line that says what came of it."""
-    events = ("settings_reread", "settings_refused")
+    events = ("settings_reloaded", "settings_refused")
     before = sum(line["event"] in events for line in system.log(name))
     system.signal(name, signal.SIGHUP)
     async with asyncio.timeout(60):
@@ -77,7 +77,7 @@ async def test_keys_of_a_gateway_change_without_a_restart(system: System, tmp_pa
             file.write_text('[gateway]\napi-key = ["new=other"]\n')
             os.kill(gateway.process.pid, signal.SIGHUP)
             async with asyncio.timeout(60):
-                while not gateway.log("settings_reread"):
+                while not gateway.log("settings_reloaded"):
                     await asyncio.sleep(0.02)
             assert [await ask("old"), await ask("new")] == [401, 200]
     assert "new=other" not in gateway.text_log()

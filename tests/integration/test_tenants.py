@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.bare import PREFIX
-from tests.support.load import until_ready
+from tests.support.exact_client import until_ready
+from tests.support.raw_client import PREFIX
 from tests.support.system import System
 
 
@@ -18,7 +18,9 @@ async def system(tmp_path: Path) -> AsyncIterator[System]:
 
 
 async def test_a_tenant_s_limits_hold_for_it_and_for_nobody_else(system: System) -> None:
-    system.router("router", "--tenant-limit", "2,0,0", "--limit-of", "slow=0,1,0", "--limit-of", "wordy=0,0,50")
+    system.router(
+        "router", "--tenant-limit", "2,0,0", "--tenant-limit-for", "slow=0,1,0", "--tenant-limit-for", "wordy=0,0,50"
+    )
     system.worker("worker")
     bare = await system.connect()
     await until_ready(bare, 1)

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.collector import Collector, Span, collecting
-from tests.support.load import until_ready
+from tests.support.exact_client import until_ready
 from tests.support.system import System, running_gateway
 from tokenbus.client import Client
 from tokenbus.protocol.telemetry import otel
@@ -54,11 +54,11 @@ def parents(spans: list[Span]) -> dict[str, str]:
 
 
 async def test_a_request_is_one_trace_from_its_client_to_its_worker(system: System, collector: Collector) -> None:
-    traced = otel.Exported(collector.url, "client", "test")
-    async with await Client.connect(system.url, traced=traced) as client:
+    tracer = otel.ExportingTracer(collector.url, "client", "test")
+    async with await Client.connect(system.url, tracer=tracer) as client:
         stream = client.generate("demo", prompt="Once upon a time", max_tokens=20, ignore_eos=True, id="whole")
         terminal = [chunk async for chunk in stream][-1]
-    await traced.close()
+    await tracer.close()
     spans = collector.trace_of("whole", {("tokenbus-client", "text_completion demo")} | OF_ROUTER | OF_WORKER)
     assert parents(spans) == {
         "text_completion demo": "",

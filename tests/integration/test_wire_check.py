@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.sloppy import MODEL, Sloppy
+from tests.support.rule_breaker import MODEL, RuleBreaker
 from tests.support.system import System, command
-from tokenbus.cli.serving import broker
-from tokenbus.cli.serving.parent import die_with_parent
-from tokenbus.conformance.rules.rules import all_rules
+from tokenbus.cli import nats_server
+from tokenbus.cli.parent_death import end_with_parent
+from tokenbus.conformance.rules.registry import all_rules
 
 NOT_SERVED = {
     "resume_from goes on behind the tokens given, and counts on",
@@ -87,16 +87,16 @@ def test_no_broker_is_one_line_and_status_1_as_of_every_command() -> None:
 
 
 @pytest.fixture
-async def sloppy_url(tmp_path: Path) -> AsyncIterator[str]:
-    nats_server = await broker.start(0, tmp_path / "nats.log")
-    sloppy = await Sloppy.start(nats_server.url)
-    yield nats_server.url
+async def rule_breaker_url(tmp_path: Path) -> AsyncIterator[str]:
+    server = await nats_server.start(0, tmp_path / "nats.log")
+    sloppy = await RuleBreaker.start(server.url)
+    yield server.url
     await sloppy.stop()
-    nats_server.stop()
+    server.stop()
 
 
-async def test_a_sloppy_system_breaks_every_rule(sloppy_url: str) -> None:
-    done = await asyncio.to_thread(wire_check, sloppy_url, "--json", model=MODEL)
+async def test_a_sloppy_system_breaks_every_rule(rule_breaker_url: str) -> None:
+    done = await asyncio.to_thread(wire_check, rule_breaker_url, "--json", model=MODEL)
     seen = verdicts(done)
     assert done.returncode == 1
     assert len(seen) == len(all_rules())
@@ -123,15 +123,15 @@ async def guarded(tmp_path: Path) -> AsyncIterator[str]:
     """A system whose broker gives clients no more than they need; the client's URL."""
     config = tmp_path / "nats.conf"
     config.write_text(PERMISSIONS)
-    nats_server = await broker.start(0, tmp_path / "nats.log")
-    port = nats_server.url.rpartition(":")[2]
-    nats_server.kill()
+    server = await nats_server.start(0, tmp_path / "nats.log")
+    port = server.url.rpartition(":")[2]
+    server.kill()
     process = subprocess.Popen(
-        [broker.find_binary(), "-c", str(config), "-a", "127.0.0.1", "-p", port],
+        [nats_server.find_binary(), "-c", str(config), "-a", "127.0.0.1", "-p", port],
         stderr=subprocess.DEVNULL,
-        preexec_fn=die_with_parent,
+        preexec_fn=end_with_parent,
     )
-    system = System(broker.Broker(process, f"nats://system:a@127.0.0.1:{port}"), tmp_path)
+    system = System(nats_server.NatsServer(process, f"nats://system:a@127.0.0.1:{port}"), tmp_path)
     system.router("router")
     system.worker("worker")
     try:

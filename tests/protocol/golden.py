@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TypedDict
 
-from tokenbus.protocol.wire import blocks, codec, errors, internal, messages
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 
 PATH = Path(__file__).parent / "golden.json"
 
@@ -50,12 +50,12 @@ CARD = messages.Card(
     pids=messages.Pids(front=101, engine=102),
     versions={"tokenbus": "0.1.0"},
 )
-FULL_CARD = codec.replaced(
+FULL_CARD = codec.replace(
     CARD,
     kv_block_size=16,
     total_kv_blocks=4_096,
     host_kv_blocks=65_536,
-    watched=messages.Watched(events="live", indexed_blocks=11, lost_events=2, booked=1),
+    watched=messages.WorkerTracking(events="live", indexed_blocks=11, lost_events=2, booked=1),
     tokenizer_digest="99aa06d3014798d86001c324468d497f",
     adapters=["style"],
     role="decode",
@@ -109,7 +109,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             resume_from=messages.ResumeFrom(token_ids=[1, 2], text_offset=7),
             return_token_ids=True,
             return_progress=True,
-            routing=messages.RoutingWish(worker_id="w1", policy="cost", explain=True),
+            routing=messages.RoutingOptions(worker_id="w1", policy="cost", explain=True),
         ),
     ),
     ("token ids", messages.GenerateRequest(token_ids=[0, 1, 4_294_967_295], stop="x")),
@@ -188,7 +188,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
                 messages.ServedModel(model="n", context_length=0, features=[], workers=[]),
             ],
             limits=messages.ServerLimits(max_request_bytes=524_288),
-            router=messages.RouterView(
+            router=messages.RouterStats(
                 router_id="r1",
                 decisions=7,
                 decisions_per_s=0.5,
@@ -227,8 +227,8 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             router_id="router-1",
             reply="_INBOX.a.b",
             encoding=codec.Encoding.JSON,
-            token_ids=blocks.to_bytes([1, 2, 4_294_967_295]),
-            params=internal.Params(),
+            token_ids=block_hash.pack_token_ids([1, 2, 4_294_967_295]),
+            params=internal.GenerationParams(),
         ),
     ),
     (
@@ -240,8 +240,8 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             router_id="router-1",
             reply="_INBOX_acme.a.b",
             encoding=codec.Encoding.MSGPACK,
-            token_ids=blocks.to_bytes([1]),
-            params=internal.Params(
+            token_ids=block_hash.pack_token_ids([1]),
+            params=internal.GenerationParams(
                 max_tokens=64,
                 min_tokens=1,
                 temperature=0.0,
@@ -263,7 +263,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             remaining_ms=1500.5,
             crashes=1,
             resume_from=internal.RunResume(
-                completion_token_ids=blocks.to_bytes([5, 6]), text_offset=7, sampler=b"\x00\xff"
+                completion_token_ids=block_hash.pack_token_ids([5, 6]), text_offset=7, sampler=b"\x00\xff"
             ),
             routing=ROUTING,
         ),
@@ -287,8 +287,8 @@ INTERNAL: list[tuple[str, messages.Message]] = [
         "texts and token ids to embed",
         internal.Embed(inputs=["Hello", [1, 2]], dimensions=64, normalize=False, remaining_ms=5_000.0),
     ),
-    ("embeddings", internal.Embedded(vectors=b"\x00\x00\x80?", prompt_tokens=3)),
-    ("no embeddings", internal.Embedded(error=ERROR)),
+    ("embeddings", internal.EmbedResult(vectors=b"\x00\x00\x80?", prompt_tokens=3)),
+    ("no embeddings", internal.EmbedResult(error=ERROR)),
     ("a text", internal.Tokenize(text="Hello")),
     (
         "a conversation",
@@ -296,7 +296,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             messages=[messages.ChatMessage(role="user", content="Hello")], chat_template_kwargs={"thinking": True}
         ),
     ),
-    ("token ids", internal.TokenizeReply(token_ids=blocks.to_bytes([1, 2]))),
+    ("token ids", internal.TokenizeReply(token_ids=block_hash.pack_token_ids([1, 2]))),
     ("an error", internal.TokenizeReply(error=ERROR)),
     (
         "the second of three",
@@ -320,7 +320,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             removed=[HASHES[0]],
             stored=[internal.BlockRun(parent=HASHES[2], hashes=HASHES)],
             started=[internal.Started(id="default:r-1", prompt_tokens=100, overlap_blocks=4)],
-            spoken=["default:r-1"],
+            first_token_sent=["default:r-1"],
             finished=["default:r-2"],
         ),
     ),
@@ -333,7 +333,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             part=0,
             parts=2,
             runs=[internal.BlockRun(parent=0, hashes=HASHES)],
-            running=[internal.RunningRequest(id="default:r-1", attempt=1, spoken=True)],
+            running=[internal.RunningRequest(id="default:r-1", attempt=1, first_token_sent=True)],
             load=LOAD,
         ),
     ),

@@ -504,14 +504,14 @@ def test_text_with_a_lone_surrogate_can_not_be_sent(encoding: Encoding) -> None:
 
 
 def test_a_value_that_is_not_there_is_unset() -> None:
-    assert codec.given(None) is msgspec.UNSET
-    assert codec.given(0) == 0
-    assert codec.given("") == ""
+    assert codec.unset_if_none(None) is msgspec.UNSET
+    assert codec.unset_if_none(0) == 0
+    assert codec.unset_if_none("") == ""
 
 
 def test_a_copy_differs_only_in_what_was_changed() -> None:
     chunk = messages.Chunk(id="r", text="a")
-    assert codec.replaced(chunk, text="b") == messages.Chunk(id="r", text="b")
+    assert codec.replace(chunk, text="b") == messages.Chunk(id="r", text="b")
     assert chunk.text == "a"
 
 

@@ -12,11 +12,11 @@ import pytest
 import structlog
 from nats.aio.msg import Msg
 
-from tokenbus.cli.serving import broker
+from tokenbus.cli import nats_server
 from tokenbus.protocol.bus.bus import (
     BadSubjectError,
-    BusyError,
     NoRespondersError,
+    OutboundBufferLimitError,
     PayloadTooLargeError,
     is_no_responders,
 )
@@ -54,12 +54,12 @@ class Server:
     """A broker on one port, through all its lives."""
 
     def __init__(self, log_path: Path) -> None:
-        self.running: broker.Broker | None = None
+        self.running: nats_server.NatsServer | None = None
         self._log_path = log_path
         self._port = 0
 
     async def start(self) -> str:
-        self.running = await broker.start(self._port, self._log_path)
+        self.running = await nats_server.start(self._port, self._log_path)
         self._port = urlsplit(self.running.url).port or 0
         return self.running.url
 
@@ -346,7 +346,7 @@ async def test_more_than_may_wait_is_refused_and_what_waits_is_sent(connected: C
     await connection.flush()
     for _ in range(4):
         connection.publish(SUBJECT, b"x")
-    with pytest.raises(BusyError):
+    with pytest.raises(OutboundBufferLimitError):
         connection.publish(SUBJECT, b"y")
     await connection.flush()
     connection.publish(SUBJECT, b"z")
@@ -450,7 +450,7 @@ async def test_only_so_much_waits_while_the_broker_is_away(server: Server, conne
     await outage(server, connection)
     for _ in range(10):
         connection.publish(SUBJECT, b"x")
-    with pytest.raises(BusyError):
+    with pytest.raises(OutboundBufferLimitError):
         connection.publish(SUBJECT, b"y")
     await back(server, connection)
     await inbox.until(10)

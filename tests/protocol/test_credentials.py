@@ -7,7 +7,7 @@ import nkeys
 import pytest
 import structlog
 
-from tests.support.guards import Authority, Guard, Key, Way, creds, guarded, secret_file
+from tests.support.auth_brokers import AuthSetup, CertificateAuthority, ClientAuth, Key, creds, guarded, secret_file
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.connection import Settings
 from tokenbus.protocol.bus.credentials import Credentials
@@ -72,7 +72,7 @@ def test_half_of_what_is_needed_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_of_tls_that_are_no_good_are_refused_by_name(tmp_path: Path) -> None:
-    ours = Authority(tmp_path, "ours")
+    ours = CertificateAuthority(tmp_path, "ours")
     certificate, key = ours.issue("one.example")
     _, other_key = ours.issue("other.example")
     junk = secret_file(tmp_path / "junk", "junk")
@@ -92,14 +92,14 @@ def test_files_of_tls_that_are_no_good_are_refused_by_name(tmp_path: Path) -> No
 
 async def test_a_secret_that_everybody_can_read_is_told_of(tmp_path: Path) -> None:
     key = Key()
-    guard = Guard(f"authorization {{ users: [ {{ nkey: {key.public} }} ] }}", Way(), {})
+    guard = AuthSetup(f"authorization {{ users: [ {{ nkey: {key.public} }} ] }}", ClientAuth(), {})
     path = tmp_path / "seed"
     path.write_bytes(key.seed)
     async with guarded(guard, tmp_path) as system:
         settings = Settings(url=system.url, credentials=Credentials(nkey_file=str(path)))
         for mode, told in ((0o644, [str(path)]), (0o640, [])):
             path.chmod(mode)
-            assert settings.exposed_files == told
+            assert settings.world_readable_files == told
             with structlog.testing.capture_logs() as logs:
                 made = await connection.connect(settings, "test")
             assert [line["path"] for line in logs if line["event"] == "secret_exposed"] == told

@@ -25,18 +25,18 @@ TABLE = {
 
 
 def test_codes_statuses_and_retryability_are_those_of_the_contract() -> None:
-    assert {code.value: (kind.http, kind.retryable) for code, kind in errors.KINDS.items()} == TABLE
+    assert {code.value: (info.http, info.retryable) for code, info in errors.CODES.items()} == TABLE
 
 
 def test_every_code_has_a_kind_and_every_kind_something_to_say() -> None:
-    assert set(errors.KINDS) == set(Code)
-    assert all(kind.message for kind in errors.KINDS.values())
+    assert set(errors.CODES) == set(Code)
+    assert all(info.message for info in errors.CODES.values())
 
 
 @pytest.mark.parametrize("code", Code)
 def test_an_error_without_more_to_say_says_what_its_code_means(code: Code) -> None:
-    kind = errors.KINDS[code]
-    assert errors.make_error(code) == errors.Error(code=code, message=kind.message, retryable=kind.retryable)
+    info = errors.CODES[code]
+    assert errors.make_error(code) == errors.Error(code=code, message=info.message, retryable=info.retryable)
 
 
 def test_an_error_keeps_what_it_is_given() -> None:

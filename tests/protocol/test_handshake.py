@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import structlog
 
-from tests.support import guards
-from tests.support.guards import GUARDS, Authority, Guard, Way, guarded, settings
+from tests.support import auth_brokers
+from tests.support.auth_brokers import GUARDS, AuthSetup, CertificateAuthority, ClientAuth, guarded, settings
 from tokenbus.protocol.bus import connection
-from tokenbus.protocol.bus.connection import Settings, without_secrets
+from tokenbus.protocol.bus.connection import Settings, redact_url
 from tokenbus.protocol.bus.credentials import Credentials
-from tokenbus.protocol.bus.handshake import RefusedError
+from tokenbus.protocol.bus.handshake import BrokerRefusedError
 
 PATIENCE_S = 15.0
 INFO = b'INFO {"server_id":"x","version":"2.11.0","max_payload":1048576,"headers":true}\r\n'
@@ -43,7 +43,7 @@ class Impostor:
 async def test_a_broker_without_the_tls_that_was_wanted_is_told_nothing() -> None:
     async with Impostor().listening() as impostor, asyncio.timeout(PATIENCE_S):
         url = impostor.url.replace("nats://", "tls://")
-        with pytest.raises(RefusedError, match="does not speak TLS"):
+        with pytest.raises(BrokerRefusedError, match="does not speak TLS"):
             await connection.connect(Settings(url=url, credentials=Credentials(user="a", password="b")), "test")
         assert impostor.heard == b""
 
@@ -58,10 +58,10 @@ async def test_a_broker_that_hangs_up_without_an_answer_is_none() -> None:
 async def test_tls_that_a_broker_offers_without_asking_for_it_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = Authority(tmp_path, "ours")
+    ours = CertificateAuthority(tmp_path, "ours")
     user = "authorization { users: [ { user: worker.example } ] }\nallow_non_tls: true"
-    way = Way(ours.flags + ours.client_flags("worker.example"))
-    async with guarded(Guard(ours.server_config("verify_and_map: true") + user, way, {}), tmp_path) as system:
+    way = ClientAuth(ours.flags + ours.client_flags("worker.example"))
+    async with guarded(AuthSetup(ours.server_config("verify_and_map: true") + user, way, {}), tmp_path) as system:
         made = await connection.connect(settings(system.url, way, monkeypatch), "test")
         await made.flush()
         await made.close()
@@ -95,11 +95,11 @@ async def test_renewed_files_are_read_when_the_connection_is_made_again_and_bad_
 async def test_credentials_that_expire_are_replaced_by_those_that_the_file_holds_by_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guard = guards.by_creds(tmp_path)
+    guard = auth_brokers.by_creds(tmp_path)
     shown, passing, renewed = (tmp_path / name for name in ("shown.creds", "passing.creds", "user.creds"))
     shown.write_text(passing.read_text())
     async with guarded(guard, tmp_path) as system, asyncio.timeout(PATIENCE_S):
-        way = Way(("--nats-creds", str(shown)))
+        way = ClientAuth(("--nats-creds", str(shown)))
         made = await connection.connect(settings(system.url, way, monkeypatch), "test")
         again = asyncio.Event()
         made.on_reconnect = again.set
@@ -119,7 +119,7 @@ async def test_credentials_that_expire_are_replaced_by_those_that_the_file_holds
     ],
 )
 def test_a_url_is_shown_without_its_secrets(url: str, shown: str) -> None:
-    assert without_secrets(url) == shown
+    assert redact_url(url) == shown
     assert "pass" not in repr(Settings(url=url))
 
 

@@ -18,7 +18,7 @@ BOUNDS = (0.1, 1.0, 10.0)
 
 def shown(*families: metrics.Counter | metrics.Gauge | metrics.Histogram) -> dict[tuple[str, ...], float]:
     """Samples by name and label values, as a scraper reads them."""
-    text = generate_latest(metrics.Page(families, lambda: None).registry).decode()
+    text = generate_latest(metrics.MetricsCollector(families, lambda: None).registry).decode()
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -28,15 +28,15 @@ def shown(*families: metrics.Counter | metrics.Gauge | metrics.Histogram) -> dic
 
 def test_a_counter_is_shown_with_its_labels_and_total() -> None:
     counter = metrics.Counter("apples", "Apples.", ("kind",))
-    counter.of("red").add()
-    counter.of("red").add(2)
+    counter.labels("red").inc()
+    counter.labels("red").inc(2)
     assert shown(counter) == {("apples_total", "kind=red"): 3.0}
 
 
 @given(st.lists(st.floats(0, 100)))
 def test_a_histogram_counts_every_value_in_each_bucket_that_is_not_below_it(values: list[float]) -> None:
     histogram = metrics.Histogram("t_seconds", "Times.", (), BOUNDS)
-    child = histogram.of()
+    child = histogram.labels()
     for value in values:
         child.observe(value)
     found = shown(histogram)
@@ -49,42 +49,42 @@ def test_a_histogram_counts_every_value_in_each_bucket_that_is_not_below_it(valu
 
 def test_several_equal_values_are_one_call() -> None:
     histogram = metrics.Histogram("t_seconds", "Times.", (), BOUNDS)
-    histogram.of().observe(0.5, 64)
+    histogram.labels().observe(0.5, 64)
     assert shown(histogram)["t_seconds_count",] == 64
 
 
 def test_label_values_beyond_the_limit_are_counted_together() -> None:
     counter = metrics.Counter("requests", "Requests.", ("model",))
     for number in range(metrics.MAX_CHILDREN + 50):
-        counter.of(f"model-{number}").add()
+        counter.labels(f"model-{number}").inc()
     found = shown(counter)
     assert found["requests_total", f"model={metrics.OTHER}"] == 50
     assert len(found) == metrics.MAX_CHILDREN + 1
 
 
 def test_families_that_share_names_show_the_same_ones_and_the_rest_together() -> None:
-    names = metrics.Names(2)
+    names = metrics.BoundedLabel(2)
     asked = metrics.Counter("asked", "Asked.", ("model", "code"), names)
     times = metrics.Histogram("t_seconds", "Times.", ("model",), BOUNDS, names)
     for model in ("a", "b"):
-        asked.of(model, "ok").add()
+        asked.labels(model, "ok").inc()
     for model in ("c", "d", "a"):
-        times.of(model).observe(0.5)
-        asked.of(model, "bad").add()
+        times.labels(model).observe(0.5)
+        asked.labels(model, "bad").inc()
     counts = {key[1]: value for key, value in shown(times).items() if key[0] == "t_seconds_count"}
     assert counts == {f"model={metrics.OTHER}": 2.0, "model=a": 1.0}
     assert shown(asked)["asked_total", "code=bad", f"model={metrics.OTHER}"] == 2.0
 
 
 def test_names_that_have_been_away_longest_make_room_and_those_that_are_there_stay() -> None:
-    names = metrics.Names(16)
+    names = metrics.BoundedLabel(16)
     for number in range(16):
-        assert names.of(f"m{number}") == f"m{number}"
-    assert names.make_room({"m0"}) == ["m1", "m2"]
-    assert [names.of(name) for name in ("x", "y", "z")] == ["x", "y", metrics.OTHER]
-    assert names.make_room({"m3"}) == ["m4", "m5"]
+        assert names.clamp(f"m{number}") == f"m{number}"
+    assert names.evict_stale({"m0"}) == ["m1", "m2"]
+    assert [names.clamp(name) for name in ("x", "y", "z")] == ["x", "y", metrics.OTHER]
+    assert names.evict_stale({"m3"}) == ["m4", "m5"]
     there = {name for number in range(16) if (name := f"m{number}") in names} | {"x", "y"}
-    assert names.make_room(there) == []
+    assert names.evict_stale(there) == []
 
 
 def lines(families: list[metrics.Counter | metrics.Gauge | metrics.Histogram]) -> int:
@@ -94,27 +94,27 @@ def lines(families: list[metrics.Counter | metrics.Gauge | metrics.Histogram]) -
 def test_a_router_shows_few_of_thousands_of_models_and_those_that_serve_on() -> None:
     router = RouterMetrics()
     router.show_models({"real"}, ["real"])
-    router.received.of("real").add()
+    router.received.labels("real").inc()
     for wave in range(10):
         forged = {f"forged-{wave}-{number}" for number in range(600)}
         router.show_models({"real", *forged}, ["real", *forged])
         for model in forged:
-            router.received.of(model).add()
-            router.queue_wait.of(model).observe(1.0)
+            router.received.labels(model).inc()
+            router.queue_wait.labels(model).observe(1.0)
         assert lines(router.families()) < 12_000
     assert shown(router.received)["tokenbus_router_requests_total", "model=real"] == 1.0
     assert sum(shown(router.received).values()) <= 6_001
     router.show_models({"real"}, ["real"])
     router.show_models({"real", "late"}, ["real", "late"])
-    router.received.of("late").add()
+    router.received.labels("late").inc()
     assert shown(router.received)["tokenbus_router_requests_total", "model=late"] == 1.0
 
 
 def test_somebody_who_is_forgotten_is_shown_no_more() -> None:
     counter = metrics.Counter("requests", "Requests.", ("model", "worker_id"))
-    counter.of("m", "one").add()
-    counter.of("m", "two").add()
-    counter.forget("worker_id", "one")
+    counter.labels("m", "one").inc()
+    counter.labels("m", "two").inc()
+    counter.remove_by_label("worker_id", "one")
     assert shown(counter) == {("requests_total", "model=m", "worker_id=two"): 1.0}
 
 

@@ -15,7 +15,7 @@ class Application:
         self.recorded = InMemorySpanExporter()
         self.provider = TracerProvider(shutdown_on_exit=False)
         self.provider.add_span_processor(SimpleSpanProcessor(self.recorded))
-        self.traces = otel.OfApplication(self.provider)
+        self.traces = otel.ApplicationTracer(self.provider)
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def application() -> Application:
 
 def test_a_span_is_below_the_application_s_current_one(application: Application) -> None:
     tracer = application.provider.get_tracer("application")
-    with tracer.start_as_current_span("page") as page, application.traces.begin("chat m", "client", None) as span:
+    with tracer.start_as_current_span("page") as page, application.traces.start_span("chat m", "client", None) as span:
         headers = span.headers()
     ours, theirs = application.recorded.get_finished_spans()
     assert (ours.name, theirs.name) == ("chat m", "page")
@@ -36,7 +36,7 @@ def test_a_span_is_below_the_application_s_current_one(application: Application)
 
 def test_a_trace_that_the_request_names_goes_before_it(application: Application) -> None:
     with application.provider.get_tracer("application").start_as_current_span("page"):
-        application.traces.begin("chat m", "client", BEGUN).end()
+        application.traces.start_span("chat m", "client", BEGUN).end()
     ours = application.recorded.get_finished_spans()[0]
     assert ours.parent is not None
     assert f"{ours.context.trace_id:032x}" == BEGUN["traceparent"].split("-")[1]
@@ -44,9 +44,9 @@ def test_a_trace_that_the_request_names_goes_before_it(application: Application)
 
 
 def test_an_error_is_the_span_s_and_what_is_not_known_is_left_out(application: Application) -> None:
-    span = application.traces.begin("chat m", "client", None, {"known": 1, "unknown": None})
-    span.add({"later": "x", "never": None})
-    span.fail("overloaded")
+    span = application.traces.start_span("chat m", "client", None, {"known": 1, "unknown": None})
+    span.set_attributes({"later": "x", "never": None})
+    span.set_error("overloaded")
     span.end()
     (ours,) = application.recorded.get_finished_spans()
     assert dict(ours.attributes or {}) == {"known": 1, "later": "x", "error.type": "overloaded"}
@@ -54,8 +54,8 @@ def test_an_error_is_the_span_s_and_what_is_not_known_is_left_out(application: A
 
 
 def test_a_stretch_may_have_been_before(application: Application) -> None:
-    span = application.traces.begin("generate", "server", None, began_at=0.0)
-    span.child("queue", began_at=1.0).end(3.5)
+    span = application.traces.start_span("generate", "server", None, began_at=0.0)
+    span.start_child("queue", began_at=1.0).end(3.5)
     span.end(10.0)
     queue, whole = application.recorded.get_finished_spans()
     assert whole.start_time is not None

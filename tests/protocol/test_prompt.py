@@ -54,7 +54,7 @@ def make_bundle(tokenizer_json: str = JSON, **changes: object) -> TokenizerBundl
 
 
 def make_builder(**changes: object) -> prompt.PromptBuilder:
-    return prompt.builder_of(make_bundle(**changes))
+    return prompt.load_builder(make_bundle(**changes))
 
 
 def said(content: str) -> list[ChatMessage]:
@@ -87,7 +87,7 @@ def test_a_bundle_goes_in_as_few_parts_as_it_fits_and_comes_back(size: int, part
     bundle = bundle_of_size(size)
     packed = prompt.pack(bundle)
     made = prompt.to_parts(packed)
-    digest = prompt.digest_of(packed)
+    digest = prompt.bundle_digest(packed)
     assert [(part.part, part.parts, part.digest) for part in made] == [(n, parts, digest) for n in range(parts)]
     assert all(0 < len(part.data) <= limits.PART_BYTES for part in made)
     assert prompt.from_parts(made, digest) == bundle
@@ -99,23 +99,23 @@ def test_a_part_survives_the_wire() -> None:
     sent = [codec.encode(part) for part in prompt.to_parts(packed)]
     assert all(len(payload) <= limits.PART_BYTES + limits.MESSAGE_RESERVE_BYTES for payload in sent)
     assert (
-        prompt.pack(prompt.from_parts([decoder.decode(payload) for payload in sent], prompt.digest_of(packed)))
+        prompt.pack(prompt.from_parts([decoder.decode(payload) for payload in sent], prompt.bundle_digest(packed)))
         == packed
     )
 
 
 def test_the_digest_is_the_same_for_the_same_bundle_and_no_other() -> None:
-    one = prompt.digest_of(prompt.pack(make_bundle()))
-    assert prompt.digest_of(prompt.pack(make_bundle())) == one
-    assert prompt.digest_of(prompt.pack(make_bundle(add_bos=True))) != one
-    assert prompt.digest_of(prompt.pack(make_bundle(JSON + " "))) != one
+    one = prompt.bundle_digest(prompt.pack(make_bundle()))
+    assert prompt.bundle_digest(prompt.pack(make_bundle())) == one
+    assert prompt.bundle_digest(prompt.pack(make_bundle(add_bos=True))) != one
+    assert prompt.bundle_digest(prompt.pack(make_bundle(JSON + " "))) != one
 
 
 def test_a_bundle_that_is_not_the_announced_one_is_refused() -> None:
     packed = prompt.pack(bundle_of_size(2 * limits.PART_BYTES + 1))
-    digest = prompt.digest_of(packed)
+    digest = prompt.bundle_digest(packed)
     parts = prompt.to_parts(packed)
-    changed = codec.replaced(parts[1], data=b"\x00" + parts[1].data[1:])
+    changed = codec.replace(parts[1], data=b"\x00" + parts[1].data[1:])
     for wrong in ([], parts[:-1], parts[::-1], [*parts, parts[0]], [parts[0], changed, parts[2]]):
         with pytest.raises(ValueError, match="digest"):
             prompt.from_parts(wrong, digest)
@@ -125,7 +125,7 @@ def test_a_bundle_that_is_not_the_announced_one_is_refused() -> None:
 
 @pytest.mark.parametrize("packed", [b"", b"\xc1", b"\x80", b"[]", b"\x81\xaetokenizer_json\xa1\xff"])
 def test_a_bundle_with_the_right_digest_that_is_none_is_refused(packed: bytes) -> None:
-    digest = prompt.digest_of(packed)
+    digest = prompt.bundle_digest(packed)
     with pytest.raises(ValueError):
         prompt.from_parts([internal.TokenizerPart(digest=digest, part=0, parts=1, data=packed)], digest)
 
@@ -133,7 +133,7 @@ def test_a_bundle_with_the_right_digest_that_is_none_is_refused(packed: bytes) -
 @pytest.mark.parametrize("tokenizer_json", ["", "{}", "null", "nonsense", '{"model": {"type": "BPE"}}'])
 def test_a_tokenizer_that_can_not_be_read_is_refused(tokenizer_json: str) -> None:
     with pytest.raises(ValueError, match="tokenizer"):
-        prompt.builder_of(make_bundle(tokenizer_json))
+        prompt.load_builder(make_bundle(tokenizer_json))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_of_a_template_that_can_not_be_read_conversations_are_refused_by_name_an
     template: str, reason: str
 ) -> None:
     builder = make_builder(chat_template=template)
-    assert not builder.can_chat
+    assert not builder.supports_chat
     assert builder.from_text("hello")
     with pytest.raises(errors.RequestError, match=reason) as caught:
         builder.from_messages(said("a"), None)
@@ -155,7 +155,7 @@ def test_of_a_template_that_can_not_be_read_conversations_are_refused_by_name_an
 def test_a_template_that_can_not_be_compiled_is_found_out_when_the_builder_is_started() -> None:
     builder = make_builder(chat_template="{{ bos_token | nonsense }}")
     builder.start()
-    assert not builder.can_chat
+    assert not builder.supports_chat
     with pytest.raises(errors.RequestError, match="No filter named 'nonsense'"):
         builder.from_messages(said("a"), None)
 

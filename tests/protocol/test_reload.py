@@ -30,7 +30,7 @@ class Slow:
         self.number += 1
         return self.number
 
-    async def adopt(self, number: int) -> None:
+    async def apply(self, number: int) -> None:
         self.begun.set()
         if number == 1:
             await self.may_end.wait()
@@ -48,7 +48,7 @@ def hang_up() -> None:
 
 async def test_of_two_signals_in_a_row_the_second_is_adopted_last() -> None:
     slow = Slow()
-    reload.on_hangup(slow.again, slow.adopt)
+    reload.on_hangup(slow.again, slow.apply)
     hang_up()
     await asyncio.wait_for(slow.begun.wait(), 10)
     hang_up()
@@ -67,12 +67,12 @@ async def test_what_can_not_be_adopted_is_said_and_the_next_signal_is_heard() ->
             raise ValueError("it is wrong")
         return settings
 
-    async def adopt(settings: str) -> None:
+    async def apply(settings: str) -> None:
         if settings == "broken":
             raise ConnectionError("the broker is away")
         adopted.append(settings)
 
-    reload.on_hangup(again, adopt)
+    reload.on_hangup(again, apply)
     with capture_logs() as lines:
         for count in (1, 2):
             hang_up()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from tokenbus.protocol.prompt.rendering import Renderer, Setup
+from tokenbus.protocol.prompt.rendering import Renderer, RendererSetup
 from tokenbus.protocol.wire import errors, limits, messages
 
 PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}<|end|>{% endfor %}"
@@ -37,7 +37,7 @@ def said(content: str) -> list[messages.ChatMessage]:
 
 
 def make(renderers: list[Renderer], source: str, cpu_s: float = limits.RENDER_CPU_S) -> Renderer:
-    renderers.append(Renderer(Setup(source=source, special_tokens={"<|end|>": 2}, cpu_s=cpu_s)))
+    renderers.append(Renderer(RendererSetup(source=source, special_tokens={"<|end|>": 2}, cpu_s=cpu_s)))
     return renderers[-1]
 
 
@@ -109,7 +109,7 @@ def test_when_its_process_is_killed_the_conversation_gets_another_and_the_log_sa
 
 
 def test_nothing_is_left_of_one_that_is_closed_or_forgotten() -> None:
-    before, of = children(), Renderer(Setup(source=PLAIN, special_tokens={}))
+    before, of = children(), Renderer(RendererSetup(source=PLAIN, special_tokens={}))
     of.start()
     assert len(children() - before) == 1
     of.close()

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from tests.router.beliefs import at, flight
+from tests.router.builders import at, flight
 from tokenbus.router.requests.flight import Flight, Flights
 
 

@@ -9,14 +9,14 @@ from importlib.metadata import EntryPoint
 import numpy as np
 import pytest
 
-from tests.router.beliefs import at, card, events, stored
+from tests.router.builders import at, card, events, stored
 from tokenbus.protocol.wire import messages
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.placement.columns import Floats
-from tokenbus.router.placement.placement import (
+from tokenbus.router.placement.model_workers import NoWorker, Placement, PlacementOptions, PlacementRequest
+from tokenbus.router.placement.policies import (
     ENTRY_POINTS,
     POLICIES,
-    Kv,
+    KvAware,
     LeastLoaded,
     Policy,
     RoundRobin,
@@ -24,24 +24,29 @@ from tokenbus.router.placement.placement import (
     draw,
     make_policies,
 )
-from tokenbus.router.placement.served import NoWorker, Placement, Prompt, Wish
+from tokenbus.router.placement.worker_table import Floats
 
-ANYONE = Wish()
+ANYONE = PlacementOptions()
 
 
 def fleet_of(*max_num_seqs: int) -> Fleet:
     """Workers w0, w1 and so on, with so many places each."""
     fleet = Fleet(began_at=0.0)
     for number, places in enumerate(max_num_seqs):
-        fleet.take_card(card(f"w{number}", max_num_seqs=places), 0.0)
+        fleet.apply_card(card(f"w{number}", max_num_seqs=places), 0.0)
     return fleet
 
 
 def place(
-    fleet: Fleet, policy: Policy, rng: random.Random, hashes: Sequence[int] = (), now: float = 0.0, wish: Wish = ANYONE
+    fleet: Fleet,
+    policy: Policy,
+    rng: random.Random,
+    hashes: Sequence[int] = (),
+    now: float = 0.0,
+    options: PlacementOptions = ANYONE,
 ) -> Placement | NoWorker:
-    prompt = Prompt(f"r{rng.getrandbits(64)}", num_tokens=16 * len(hashes) + 1, hashes=hashes)
-    return fleet.place("demo", prompt, policy, rng, now, wish)
+    prompt = PlacementRequest(f"r{rng.getrandbits(64)}", num_tokens=16 * len(hashes) + 1, hashes=hashes)
+    return fleet.place("demo", prompt, policy, rng, now, options)
 
 
 def placed(fleet: Fleet, policy: Policy, rng: random.Random) -> str:
@@ -52,7 +57,7 @@ def placed(fleet: Fleet, policy: Policy, rng: random.Random) -> str:
 
 
 def requests_at(fleet: Fleet) -> list[int]:
-    return [worker.num_requests for worker in fleet.of_model("demo")]
+    return [worker.num_requests for worker in fleet.workers_of("demo")]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -64,7 +69,7 @@ def test_where_there_is_nobody_there_is_no_placement(name: str) -> None:
 def test_the_only_worker_is_chosen_and_the_policy_named(name: str) -> None:
     fleet = fleet_of(8)
     placement = place(fleet, make_policies()[name], random.Random(1))
-    assert placement == Placement(fleet.of_model("demo")[0], name)
+    assert placement == Placement(fleet.workers_of("demo")[0], name)
 
 
 def test_there_is_one_policy_of_each_name() -> None:
@@ -82,7 +87,7 @@ def test_an_installed_package_brings_its_own_policy_and_replaces_none(monkeypatc
     found = [EntryPoint(name, f"{__name__}:Favourite", ENTRY_POINTS) for name in ("favourite", "kv")]
     monkeypatch.setattr(metadata, "entry_points", lambda group: found if group == ENTRY_POINTS else [])
     policies = make_policies()
-    assert isinstance(policies["kv"], Kv)
+    assert isinstance(policies["kv"], KvAware)
     assert placed(fleet_of(4, 9, 5), policies["favourite"], random.Random(1)) == "w1"
 
 
@@ -90,14 +95,14 @@ def test_the_worker_with_the_lowest_cost_wins_whatever_is_drawn() -> None:
     for seed in range(20):
         fleet = fleet_of(8, 8, 8)
         for number, running in enumerate((3, 1, 2)):
-            fleet.take_events("demo", events(f"w{number}", load=messages.Load(running=running)), 0.0)
+            fleet.apply_events("demo", events(f"w{number}", load=messages.Load(running=running)), 0.0)
         assert placed(fleet, LeastLoaded(), random.Random(seed)) == "w1"
 
 
 def test_waiting_requests_weigh_as_much_as_running_ones() -> None:
     fleet = fleet_of(8, 8)
-    fleet.take_events("demo", events("w0", load=messages.Load(running=1, waiting=2)), 0.0)
-    fleet.take_events("demo", events("w1", load=messages.Load(running=2)), 0.0)
+    fleet.apply_events("demo", events("w0", load=messages.Load(running=1, waiting=2)), 0.0)
+    fleet.apply_events("demo", events("w1", load=messages.Load(running=2)), 0.0)
     assert placed(fleet, LeastLoaded(), random.Random(1)) == "w1"
 
 
@@ -134,17 +139,17 @@ def test_a_burst_spreads_evenly_before_any_worker_has_reported() -> None:
 
 def test_a_booking_taken_back_makes_its_worker_cheap_again() -> None:
     fleet = fleet_of(8, 8)
-    fleet.book(at("w0"), Prompt("a", 1), 0.0)
-    fleet.book(at("w1"), Prompt("b", 1), 0.0)
+    fleet.book(at("w0"), PlacementRequest("a", 1), 0.0)
+    fleet.book(at("w1"), PlacementRequest("b", 1), 0.0)
     fleet.unbook(at("w1"), "b")
     assert placed(fleet, LeastLoaded(), random.Random(1)) == "w1"
 
 
 def test_a_worker_that_may_take_no_work_is_not_chosen_however_cheap() -> None:
     fleet = fleet_of(8, 8, 8)
-    fleet.take_events("demo", events("w0", load=messages.Load(running=7)), 0.0)
-    fleet.take_events("demo", events("w1", state=messages.WorkerState.DRAINING), 0.0)
-    fleet.take_events("demo", events("w2", load=messages.Load(step_age_ms=2_001.0)), 0.0)
+    fleet.apply_events("demo", events("w0", load=messages.Load(running=7)), 0.0)
+    fleet.apply_events("demo", events("w1", state=messages.WorkerState.DRAINING), 0.0)
+    fleet.apply_events("demo", events("w2", load=messages.Load(step_age_ms=2_001.0)), 0.0)
     assert placed(fleet, LeastLoaded(), random.Random(1)) == "w0"
 
 
@@ -161,7 +166,7 @@ def test_a_round_robin_gives_a_newcomer_its_turn_next() -> None:
     policy, rng = RoundRobin(), random.Random(5)
     for _ in range(5):
         placed(fleet, policy, rng)
-    fleet.take_card(card("new"), 0.0)
+    fleet.apply_card(card("new"), 0.0)
     assert placed(fleet, policy, rng) == "new"
     assert sorted(placed(fleet, policy, rng) for _ in range(3)) == ["new", "w0", "w1"]
 
@@ -171,7 +176,7 @@ def test_a_round_robin_passes_over_those_that_may_take_nothing() -> None:
     policy, rng = RoundRobin(), random.Random(5)
     for _ in range(3):
         placed(fleet, policy, rng)
-    fleet.take_events("demo", events("w1", state=messages.WorkerState.RESTARTING), 0.0)
+    fleet.apply_events("demo", events("w1", state=messages.WorkerState.RESTARTING), 0.0)
     assert {placed(fleet, policy, rng) for _ in range(4)} == {"w0", "w2"}
 
 
@@ -190,13 +195,13 @@ def fleet_with_blocks(*held: int, **more: int) -> Fleet:
     """Workers w0, w1 and so on, of which each holds so many leading blocks of the prompt."""
     fleet = Fleet(began_at=0.0)
     for number, count in enumerate(held):
-        fleet.take_card(card(f"w{number}", **(BLOCKS | more)), 0.0)
-        fleet.take_events("demo", events(f"w{number}", stored=stored(PROMPT[:count])), 0.0)
+        fleet.apply_card(card(f"w{number}", **(BLOCKS | more)), 0.0)
+        fleet.apply_events("demo", events(f"w{number}", stored=stored(PROMPT[:count])), 0.0)
     return fleet
 
 
 def chosen(fleet: Fleet, hashes: Sequence[int] = PROMPT, now: float = 0.0, seed: int = 1) -> Placement:
-    placement = place(fleet, Kv(), random.Random(seed), hashes, now)
+    placement = place(fleet, KvAware(), random.Random(seed), hashes, now)
     assert isinstance(placement, Placement)
     fleet.check_integrity()
     return placement
@@ -215,14 +220,14 @@ def test_what_was_just_placed_counts_as_held_at_once_and_no_longer_than_it_may_t
     again = chosen(fleet, seed=2)
     assert (again.worker, again.overlap_blocks) == (first.worker, 10)
     for number in range(4):
-        fleet.take_events("demo", events(f"w{number}", seq=1), 6.0)
+        fleet.apply_events("demo", events(f"w{number}", seq=1), 6.0)
     assert chosen(fleet, now=6.0).overlap_blocks == 0
 
 
 def test_a_worker_with_too_much_to_do_does_not_get_more_for_what_it_holds() -> None:
     fleet = fleet_with_blocks(10, 0)
     busy = messages.Load(running=1, queued_prefill_tokens=1_000)
-    fleet.take_events("demo", events("w0", seq=1, load=busy), 0.0)
+    fleet.apply_events("demo", events("w0", seq=1, load=busy), 0.0)
     assert chosen(fleet).worker.card.worker_id == "w1"
 
 
@@ -237,7 +242,7 @@ def test_a_prefix_that_all_share_does_not_send_everything_to_one_worker() -> Non
         load = messages.Load(running=at[name], used_blocks=60 + 2 * at[name])
         own = [1_000 + number, 2_000 + number]
         said = events(name, seq=at[name], load=load, started=tuple(worker.bookings), stored=stored([*shared, *own]))
-        fleet.take_events("demo", said, 0.001 * number)
+        fleet.apply_events("demo", said, 0.001 * number)
     assert len(at) == 4
     assert max(at.values()) <= 32, at
 
@@ -255,16 +260,16 @@ def test_requests_that_come_one_by_one_are_spread() -> None:
         fleet.unbook(at(name), next(iter(worker.bookings)))
         for one in range(4):
             load = messages.Load(computed_tokens=done[f"w{one}"])
-            fleet.take_events("demo", events(f"w{one}", seq=number, load=load), float(number))
+            fleet.apply_events("demo", events(f"w{one}", seq=number, load=load), float(number))
     assert max(counts.values()) <= 30, counts
 
 
 def test_blocks_that_were_removed_are_held_no_more_and_those_of_an_engine_that_died_neither() -> None:
     fleet = fleet_with_blocks(10, 4)
-    fleet.take_events("demo", events("w0", seq=1, removed=tuple(PROMPT[2:])), 0.0)
+    fleet.apply_events("demo", events("w0", seq=1, removed=tuple(PROMPT[2:])), 0.0)
     assert chosen(fleet).overlap_blocks == 4
     fleet = fleet_with_blocks(10, 4)
-    fleet.take_events("demo", events("w0", seq=1, cleared=True, stored=stored(PROMPT[:1])), 0.0)
+    fleet.apply_events("demo", events("w0", seq=1, cleared=True, stored=stored(PROMPT[:1])), 0.0)
     worker = fleet.find(at("w0"))
     assert worker is not None
     assert chosen(fleet).overlap_blocks == 4
@@ -273,33 +278,33 @@ def test_blocks_that_were_removed_are_held_no_more_and_those_of_an_engine_that_d
 def test_a_worker_without_blocks_is_chosen_by_its_load() -> None:
     fleet = Fleet(began_at=0.0)
     for name in ("w0", "w1"):
-        fleet.take_card(card(name), 0.0)
-    fleet.take_events("demo", events("w0", load=messages.Load(running=2, queued_prefill_tokens=50)), 0.0)
+        fleet.apply_card(card(name), 0.0)
+    fleet.apply_events("demo", events("w0", load=messages.Load(running=2, queued_prefill_tokens=50)), 0.0)
     assert chosen(fleet).worker.card.worker_id == "w1"
 
 
 def test_a_pin_and_a_refusal_leave_only_the_others() -> None:
     fleet = fleet_with_blocks(9, 5, 0)
     rng = random.Random(1)
-    other = place(fleet, Kv(), rng, PROMPT, wish=Wish(without=("w0",)))
+    other = place(fleet, KvAware(), rng, PROMPT, options=PlacementOptions(exclude=("w0",)))
     assert isinstance(other, Placement)
     assert other.worker.card.worker_id == "w1"
-    pinned = place(fleet, Kv(), rng, PROMPT, wish=Wish(only="w2"))
+    pinned = place(fleet, KvAware(), rng, PROMPT, options=PlacementOptions(only="w2"))
     assert isinstance(pinned, Placement)
     assert pinned.worker.card.worker_id == "w2"
-    assert place(fleet, Kv(), rng, PROMPT, wish=Wish(only="w0", without=("w0",))) == NoWorker()
+    assert place(fleet, KvAware(), rng, PROMPT, options=PlacementOptions(only="w0", exclude=("w0",))) == NoWorker()
 
 
 def test_a_prompt_that_fits_no_context_goes_nowhere() -> None:
-    assert place(fleet_with_blocks(0, context_length=100), Kv(), random.Random(1), PROMPT) == NoWorker()
+    assert place(fleet_with_blocks(0, context_length=100), KvAware(), random.Random(1), PROMPT) == NoWorker()
 
 
 def test_a_report_says_what_was_known_of_every_candidate() -> None:
     fleet = fleet_with_blocks(4, 0)
     load = messages.Load(running=1, used_blocks=7, queued_prefill_tokens=32)
-    fleet.take_events("demo", events("w1", seq=1, load=load), 0.0)
-    policy = Kv(queue_weight=0.5, request_tokens=10.0)
-    placement = place(fleet, policy, random.Random(1), PROMPT, wish=Wish(explain=True))
+    fleet.apply_events("demo", events("w1", seq=1, load=load), 0.0)
+    policy = KvAware(queue_weight=0.5, request_tokens=10.0)
+    placement = place(fleet, policy, random.Random(1), PROMPT, options=PlacementOptions(explain=True))
     assert isinstance(placement, Placement)
     assert placement.report == messages.RoutingReport(
         chosen="w0",
@@ -329,33 +334,33 @@ def test_a_worker_that_never_says_what_it_holds_is_called_silent_and_nothing_is_
     rng = random.Random(1)
     for number in range(3):
         worker = chosen(fleet, [1, 2, 3], now=0.0).worker
-        assert fleet.card_of(worker).watched.events == "live"  # type: ignore[union-attr]
+        assert fleet.card_view(worker).watched.events == "live"  # type: ignore[union-attr]
         (key,) = worker.bookings
-        fleet.take_events("demo", events("w0", seq=2 * number + 1, started=(key,)), 0.0)
-        fleet.take_events("demo", events("w0", seq=2 * number + 2, finished=(key,)), 0.0)
-    fleet.forgive(9.0)
-    assert fleet.card_of(worker).watched.events == "silent"  # type: ignore[union-attr]
+        fleet.apply_events("demo", events("w0", seq=2 * number + 1, started=(key,)), 0.0)
+        fleet.apply_events("demo", events("w0", seq=2 * number + 2, finished=(key,)), 0.0)
+    fleet.renew_all_leases(9.0)
+    assert fleet.card_view(worker).watched.events == "silent"  # type: ignore[union-attr]
     again = [rng.getrandbits(64) for _ in range(9)]
     assert [chosen(fleet, again, now=9.0).overlap_blocks for _ in range(2)] == [0, 0]
-    fleet.take_events("demo", events("w0", seq=7, stored=stored([1])), 9.0)
-    assert fleet.card_of(worker).watched.events == "live"  # type: ignore[union-attr]
+    fleet.apply_events("demo", events("w0", seq=7, stored=stored([1])), 9.0)
+    assert fleet.card_view(worker).watched.events == "live"  # type: ignore[union-attr]
 
 
 def test_a_session_goes_where_it_was_last_unless_that_is_dear() -> None:
     fleet = Fleet(began_at=0.0)
     for name in ("w0", "w1", "w2", "w3"):
-        fleet.take_card(card(name), 0.0)
-    said = Prompt("k", 100, session="t s")
-    first = fleet.place("demo", said, Kv(), random.Random(0), 0.0, Wish())
+        fleet.apply_card(card(name), 0.0)
+    said = PlacementRequest("k", 100, session="t s")
+    first = fleet.place("demo", said, KvAware(), random.Random(0), 0.0, PlacementOptions())
     assert isinstance(first, Placement)
     home = first.worker.card.worker_id
     for seed in range(9):
         fleet.unbook(at(home), "k")
-        again = fleet.place("demo", said, Kv(), random.Random(seed), 0.5, Wish())
+        again = fleet.place("demo", said, KvAware(), random.Random(seed), 0.5, PlacementOptions())
         assert isinstance(again, Placement)
         assert again.worker.card.worker_id == home
-    fleet.take_events("demo", events(home, load=messages.Load(running=8, waiting=9)), 0.5)
-    away = fleet.place("demo", said, Kv(), random.Random(0), 0.5, Wish())
+    fleet.apply_events("demo", events(home, load=messages.Load(running=8, waiting=9)), 0.5)
+    away = fleet.place("demo", said, KvAware(), random.Random(0), 0.5, PlacementOptions())
     assert isinstance(away, Placement)
     assert away.worker.card.worker_id != home
 
@@ -365,16 +370,18 @@ def test_a_worker_that_takes_four_times_as_long_gets_a_fraction() -> None:
     fleet = Fleet(began_at=0.0)
     slow_s = {"w0": 0.1, "w1": 0.4}
     for name, step_s in slow_s.items():
-        fleet.take_card(card(name, context_length=1 << 20, max_num_seqs=64), 0.0)
+        fleet.apply_card(card(name, context_length=1 << 20, max_num_seqs=64), 0.0)
         for seq in range(60):
             load = messages.Load(running=1, queued_prefill_tokens=60_000 - 1_000 * seq, computed_tokens=1_000 * seq)
-            fleet.take_events("demo", events(name, seq=seq, load=load), seq * step_s)
-        fleet.take_events("demo", events(name, seq=60, load=messages.Load()), 40.0)
-    fleet.forgive(40.0)
+            fleet.apply_events("demo", events(name, seq=seq, load=load), seq * step_s)
+        fleet.apply_events("demo", events(name, seq=60, load=messages.Load()), 40.0)
+    fleet.renew_all_leases(40.0)
     fleet.sweep(40.0)
     counts = Counter[str]()
     for number in range(50):
-        placement = fleet.place("demo", Prompt(str(number), 1_000), Kv(), random.Random(number), 40.0, Wish())
+        placement = fleet.place(
+            "demo", PlacementRequest(str(number), 1_000), KvAware(), random.Random(number), 40.0, PlacementOptions()
+        )
         assert isinstance(placement, Placement)
         counts[placement.worker.card.worker_id] += 1
     assert counts["w1"] <= 0.6 * counts["w0"], counts

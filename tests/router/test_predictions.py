@@ -3,53 +3,53 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.router.placement.index import Level
-from tokenbus.router.placement.predictions import PREDICTED_S, Predictions
+from tokenbus.router.placement.predictions import PREDICTION_TTL_S, Predictions
+from tokenbus.router.placement.prefix_index import MatchLevel
 
 PROMPT = range(10)
 
 
 def test_a_placed_prompt_reaches_as_far_as_it_is_long() -> None:
     predictions = Predictions()
-    predictions.put(2, PROMPT[:6], 0, now=0.0)
-    assert predictions.reach(PROMPT, []) == {2: 6}
-    assert predictions.reach(range(50, 60), []) == {}
+    predictions.add(2, PROMPT[:6], 0, now=0.0)
+    assert predictions.match(PROMPT, []) == {2: 6}
+    assert predictions.match(range(50, 60), []) == {}
 
 
 def test_it_reaches_on_from_what_is_held() -> None:
     predictions = Predictions()
-    predictions.put(2, PROMPT, 4, now=0.0)
-    assert predictions.reach(PROMPT, [Level(4, 1 << 2)]) == {2: 10}
-    assert predictions.reach(PROMPT, [Level(7, 1 << 2)]) == {2: 10}, "some of it has come meanwhile"
-    assert predictions.reach(PROMPT, [Level(10, 1 << 2)]) == {}
+    predictions.add(2, PROMPT, 4, now=0.0)
+    assert predictions.match(PROMPT, [MatchLevel(4, 1 << 2)]) == {2: 10}
+    assert predictions.match(PROMPT, [MatchLevel(7, 1 << 2)]) == {2: 10}, "some of it has come meanwhile"
+    assert predictions.match(PROMPT, [MatchLevel(10, 1 << 2)]) == {}
 
 
 def test_another_prompt_reaches_as_far_as_it_goes_along() -> None:
     predictions = Predictions()
-    predictions.put(2, PROMPT, 3, now=0.0)
+    predictions.add(2, PROMPT, 3, now=0.0)
     for common in range(4, 11):
-        assert predictions.reach([*PROMPT[:common], 77, 78], [Level(3, 1 << 2)]) == {2: common}
-        assert predictions.reach(PROMPT[:common], []) == {2: common}
-    assert predictions.reach([*PROMPT[:3], 77], [Level(3, 1 << 2)]) == {}
+        assert predictions.match([*PROMPT[:common], 77, 78], [MatchLevel(3, 1 << 2)]) == {2: common}
+        assert predictions.match(PROMPT[:common], []) == {2: common}
+    assert predictions.match([*PROMPT[:3], 77], [MatchLevel(3, 1 << 2)]) == {}
 
 
 def test_it_is_expected_no_longer_than_it_may_take() -> None:
     predictions = Predictions()
-    predictions.put(1, PROMPT, 0, now=0.0)
-    predictions.put(1, PROMPT, 0, now=3.0)
-    predictions.tick(PREDICTED_S)
-    assert predictions.reach(PROMPT, []) == {1: 10}
-    predictions.tick(3.0 + PREDICTED_S)
-    assert predictions.reach(PROMPT, []) == {}
+    predictions.add(1, PROMPT, 0, now=0.0)
+    predictions.add(1, PROMPT, 0, now=3.0)
+    predictions.expire(PREDICTION_TTL_S)
+    assert predictions.match(PROMPT, []) == {1: 10}
+    predictions.expire(3.0 + PREDICTION_TTL_S)
+    assert predictions.match(PROMPT, []) == {}
     assert len(predictions) == 0
 
 
 def test_nothing_is_expected_of_a_worker_that_has_left() -> None:
     predictions = Predictions()
-    predictions.put(1, PROMPT, 0, now=0.0)
-    predictions.put(2, PROMPT, 0, now=0.0)
-    predictions.leave(1)
-    assert predictions.reach(PROMPT, []) == {2: 10}
+    predictions.add(1, PROMPT, 0, now=0.0)
+    predictions.add(2, PROMPT, 0, now=0.0)
+    predictions.remove_worker(1)
+    assert predictions.match(PROMPT, []) == {2: 10}
     predictions.check_integrity()
 
 
@@ -68,13 +68,13 @@ def test_any_history_keeps_its_counts(history: list[tuple[object, ...]]) -> None
     predictions, now = Predictions(), 0.0
     for kind, *rest in history:
         if kind == "put":
-            place, length, overlap = rest
-            predictions.put(place, PROMPT[:length], min(overlap, length), now)  # type: ignore[call-overload, arg-type]
+            row, length, overlap = rest
+            predictions.add(row, PROMPT[:length], min(overlap, length), now)  # type: ignore[call-overload, arg-type]
         elif kind == "tick":
             now += rest[0]  # type: ignore[operator]
-            predictions.tick(now)
+            predictions.expire(now)
         else:
-            predictions.leave(rest[0])  # type: ignore[arg-type]
+            predictions.remove_worker(rest[0])  # type: ignore[arg-type]
         predictions.check_integrity()
-    predictions.tick(now + PREDICTED_S)
+    predictions.expire(now + PREDICTION_TTL_S)
     assert len(predictions) == 0

@@ -183,7 +183,7 @@ class SimBus:
         self._link: Link | None = None
         self._is_closed = False
         self._flushing = False
-        self.on_denied: Callable[[str], None] = lambda words: None
+        self.on_permissions_violation: Callable[[str], None] = lambda words: None
         self.on_reconnect: Callable[[], None] = lambda: None
         self.guard: Callable[[], bool] = lambda: True
         self.num_reconnects = 0
@@ -191,7 +191,7 @@ class SimBus:
         """Whether more waits for the broker than may wait."""
         self.tap: Callable[[Msg], None] = lambda message: None
         """Told of every message that arrives."""
-        self.heard_at = self.answered_at = process.world.now
+        self.last_received_at = self.confirmed_at = process.world.now
         self._connect()
 
     def __repr__(self) -> str:
@@ -209,7 +209,7 @@ class SimBus:
         if self._is_closed:
             raise ConnectionError("closed")
         if self.is_busy or len(self._pending) > _MAX_PENDING:
-            raise bus.BusyError("too much is waiting")
+            raise bus.OutboundBufferLimitError("too much is waiting")
         self._put(lambda link: self._broker.route(link, subject, payload, reply, headers))
 
     async def subscribe(self, subject: str, callback: bus.Callback, queue: str = "") -> Subscription:
@@ -236,7 +236,7 @@ class SimBus:
             self.publish(subject, payload, reply, headers)
             async with asyncio.timeout(timeout_s):
                 message = await future
-        except bus.BusyError as error:
+        except bus.OutboundBufferLimitError as error:
             raise ConnectionError(str(error)) from error
         finally:
             del self._requests[reply]
@@ -258,7 +258,7 @@ class SimBus:
         if self.is_connected:
             self._ping(None)
 
-    async def until_refused(self) -> None:
+    async def wait_closed(self) -> None:
         await asyncio.Event().wait()
 
     def new_inbox(self) -> str:
@@ -276,7 +276,7 @@ class SimBus:
         """Something has come over a connection."""
         if link is not self._link:
             return
-        self.heard_at = self.process.world.now
+        self.last_received_at = self.process.world.now
         if subscription is None:
             self._answered()
         elif subscription in self._subscriptions and message is not None:
@@ -303,7 +303,7 @@ class SimBus:
             return
         sent_at, waiting = self._pings.popleft()
         if waiting is None:
-            self.answered_at = sent_at
+            self.confirmed_at = sent_at
         elif not waiting.done():
             waiting.set_result(None)
 
@@ -319,7 +319,7 @@ class SimBus:
 
     def _connect(self) -> None:
         self._link = Link(self._broker, self)
-        self.answered_at = self.process.world.now
+        self.confirmed_at = self.process.world.now
         self._broker.links.append(self._link)
         kept, self._pending = [action for action in self._pending if action is not _pong], []
         for subscription in self._subscriptions:

@@ -1,4 +1,4 @@
-"""Fronts, routers and clients as simulated processes, and what the clients saw."""
+"""Frontends, routers and clients as simulated processes, and what the clients saw."""
 
 import asyncio
 import contextlib
@@ -11,13 +11,13 @@ from nats.aio.msg import Msg
 from tests.sim.network import Broker, SimBus
 from tests.sim.world import Process, World
 from tokenbus.client import Client, Stream
-from tokenbus.protocol.telemetry.traces import Untraced
+from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.router.serve import Router, RouterSettings
 from tokenbus.worker import contract
-from tokenbus.worker.frontend.front import Front
+from tokenbus.worker.frontend.frontend import Frontend
 from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
-from tokenbus.worker.frontend.settings import FrontSettings
+from tokenbus.worker.frontend.settings import FrontendSettings
 
 MODEL = "sim"
 _TOKEN = re.compile(r"<(\d+):(\d+)>")
@@ -48,8 +48,8 @@ class TimedEngine:
             versions={},
             pid=0,
         )
-        self.pieces: list[bytes] = []
-        self.on_blocks = lambda removed, stored: None
+        self.token_bytes: list[bytes] = []
+        self.on_kv_events = lambda removed, stored: None
         self._token_s = token_s
         self._open: dict[str, asyncio.TimerHandle] = {}
         self._sinks: dict[str, tuple[contract.EngineRequest, contract.Sink]] = {}
@@ -77,8 +77,8 @@ class TimedEngine:
     async def tokenize(self, request: internal.Tokenize) -> list[int]:
         return [1, 2, 3]
 
-    async def embed(self, request: internal.Embed) -> internal.Embedded:
-        return internal.Embedded(vectors=bytes(8 * len(request.inputs)), prompt_tokens=1)
+    async def embed(self, request: internal.Embed) -> internal.EmbedResult:
+        return internal.EmbedResult(vectors=bytes(8 * len(request.inputs)), prompt_tokens=1)
 
     def clear_cache(self) -> None:
         pass
@@ -140,7 +140,7 @@ class TimedEngine:
         )
 
 
-class FrontProcess:
+class FrontendProcess:
     """A worker whose engine may die and is started again."""
 
     def __init__(
@@ -160,19 +160,19 @@ class FrontProcess:
         self._shape = (max_num_seqs, token_s)
         self.engine: TimedEngine | None = None
         self.process.do(self._begin())
-        self.process.spawn(self.front.run())
+        self.process.spawn(self.frontend.run())
 
     async def _begin(self) -> None:
-        settings = FrontSettings(debug=True)
+        settings = FrontendSettings(debug=True)
         metrics = ReplicaMetrics(WorkerMetrics(), MODEL, self.name)
-        self.front = Front(self.bus, subjects.Subjects(), MODEL, self.name, settings, metrics, Untraced())
-        await self.front.open(self.incoming)
+        self.frontend = Frontend(self.bus, subjects.Subjects(), MODEL, self.name, settings, metrics, NoopTracer())
+        await self.frontend.open(self.incoming)
         self._start_engine()
 
     def _start_engine(self) -> None:
         self.engine = TimedEngine(*self._shape)
-        self.engine.step_done = self.front.step_done
-        self.front.engine_started(self.engine, self.engine.config)
+        self.engine.step_done = self.frontend.step_done
+        self.frontend.engine_started(self.engine, self.engine.config)
 
     def engine_dies(self) -> None:
         self.process.call(self._engine_dies)
@@ -181,9 +181,9 @@ class FrontProcess:
         if self.engine is None:
             return
         engine, self.engine = self.engine, None
-        self.front.engine_died()
+        self.frontend.engine_died()
         engine.die()
-        self.front.step_done()
+        self.frontend.step_done()
         self.process.loop.call_later(self._restart_s, self._start_engine)
 
 
@@ -195,7 +195,7 @@ class RouterProcess:
         self.process.spawn(self._live(world))
 
     async def _live(self, world: World) -> None:
-        self.router = Router(self.bus, subjects.Subjects(), self.name, RouterSettings(), world.rng, Untraced())
+        self.router = Router(self.bus, subjects.Subjects(), self.name, RouterSettings(), world.rng, NoopTracer())
         await self.router.open()
         await self.router.run()
 
@@ -223,14 +223,14 @@ class Asked:
 
     def check(self) -> None:
         """One text, of one generation, without a hole, and one terminal at its end."""
-        pieces = _TOKEN.findall(self.text)
-        assert "".join(f"<{serial}:{number}>" for serial, number in pieces) == self.text, self
-        assert len({serial for serial, _ in pieces}) <= 1, self
-        assert [int(number) for _, number in pieces] == list(range(len(pieces))), self
+        token_bytes = _TOKEN.findall(self.text)
+        assert "".join(f"<{serial}:{number}>" for serial, number in token_bytes) == self.text, self
+        assert len({serial for serial, _ in token_bytes}) <= 1, self
+        assert [int(number) for _, number in token_bytes] == list(range(len(token_bytes))), self
         assert all(chunk.finish_reason is None for chunk in self.chunks[:-1]), self
         terminal = self.terminal
         if terminal is not None and terminal.finish_reason is messages.FinishReason.LENGTH:
-            assert len(pieces) == self.max_tokens, self
+            assert len(token_bytes) == self.max_tokens, self
 
 
 class Heard:
@@ -267,7 +267,7 @@ class ClientProcess:
         self.bus = SimBus(self.process, broker)
         self.heard: dict[str, Heard] = {}
         self.bus.tap = self._tap
-        self.client: Client = self.process.do(Client.over(self.bus))
+        self.client: Client = self.process.do(Client.from_connection(self.bus))
         self.asked: list[Asked] = []
 
     def _tap(self, message: Msg) -> None:
@@ -294,7 +294,7 @@ class ClientProcess:
                 max_tokens=max_tokens,
                 stream=stream,
                 timeout_ms=timeout_ms,
-                routing=messages.RoutingWish(worker_id=worker_id) if worker_id else None,
+                routing=messages.RoutingOptions(worker_id=worker_id) if worker_id else None,
             )
             one = Asked(self.client.generate(model, request), max_tokens, time.monotonic())
             self.asked.append(one)

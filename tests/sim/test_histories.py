@@ -1,4 +1,4 @@
-"""Thousands of histories of clients, routers and fronts over a network that loses, delays, pauses and breaks.
+"""Thousands of histories of clients, routers and frontends over a network that loses, delays, pauses and breaks.
 
 After each one, when everything works again: every request has had exactly one terminal, no client was ever given text
 of two generations or with a hole, and nothing is left in any table. TOKENBUS_HISTORIES sets how many are played."""
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.sim.network import Broker, SimBus
-from tests.sim.system import ClientProcess, FrontProcess, RouterProcess, kill
+from tests.sim.system import ClientProcess, FrontendProcess, RouterProcess, kill
 from tests.sim.world import Process, world
 
 HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "60"))
@@ -23,12 +23,12 @@ THEN_S = st.sampled_from([0.0, 0.05, 0.4, 1.5])
 class History(RuleBasedStateMachine):
     """A few processes, and everything that can happen to them."""
 
-    @initialize(seed=st.integers(0, 2**32), routers=st.integers(1, 2), fronts=st.integers(1, 2))
-    def begin(self, seed: int, routers: int, fronts: int) -> None:
+    @initialize(seed=st.integers(0, 2**32), routers=st.integers(1, 2), frontends=st.integers(1, 2))
+    def begin(self, seed: int, routers: int, frontends: int) -> None:
         self._closing = world(seed)
         self.world = self._closing.__enter__()
         self.broker = Broker(self.world)
-        self.fronts = [FrontProcess(self.world, self.broker, f"w{number}") for number in range(fronts)]
+        self.frontends = [FrontendProcess(self.world, self.broker, f"w{number}") for number in range(frontends)]
         self.routers = [RouterProcess(self.world, self.broker, f"r{number}") for number in range(routers)]
         self.clients = [ClientProcess(self.world, self.broker, f"c{number}") for number in range(2)]
         self.born = 10
@@ -123,8 +123,8 @@ class History(RuleBasedStateMachine):
     # processes
 
     @rule(who=NUMBERS, seconds=st.sampled_from([0.3, 1.7, 3.0, 5.0]), then_s=THEN_S)
-    def front_pauses(self, who: int, seconds: float, then_s: float) -> None:
-        self.pause(self.of(self.fronts, who).process, seconds, then_s)
+    def frontend_pauses(self, who: int, seconds: float, then_s: float) -> None:
+        self.pause(self.of(self.frontends, who).process, seconds, then_s)
 
     @rule(who=NUMBERS, seconds=st.sampled_from([0.3, 1.0, 2.4, 6.0]), then_s=THEN_S)
     def router_pauses(self, who: int, seconds: float, then_s: float) -> None:
@@ -136,7 +136,7 @@ class History(RuleBasedStateMachine):
 
     @rule(who=NUMBERS, then_s=THEN_S)
     def engine_dies(self, who: int, then_s: float) -> None:
-        self.of(self.fronts, who).engine_dies()
+        self.of(self.frontends, who).engine_dies()
         self.world.run(then_s)
 
     @rule(who=NUMBERS, then_s=THEN_S)
@@ -150,12 +150,12 @@ class History(RuleBasedStateMachine):
 
     @precondition(lambda self: self.broker.is_up and not self.broker.is_paused)
     @rule(who=NUMBERS, then_s=THEN_S)
-    def front_is_replaced(self, who: int, then_s: float) -> None:
-        dead = self.of(self.fronts, who)
-        self.fronts.remove(dead)
+    def frontend_is_replaced(self, who: int, then_s: float) -> None:
+        dead = self.of(self.frontends, who)
+        self.frontends.remove(dead)
         kill(dead.process, dead.bus, dead.incoming)
         self.born += 1
-        self.fronts.append(FrontProcess(self.world, self.broker, f"w{self.born}"))
+        self.frontends.append(FrontendProcess(self.world, self.broker, f"w{self.born}"))
         self.world.run(then_s)
 
     # what must hold
@@ -202,13 +202,13 @@ class History(RuleBasedStateMachine):
             assert all(asked.terminal is not None for asked in client.asked)
             assert not client.client._streams
             assert not client.client._places
-        for front in self.fronts:
-            assert front.engine is not None
-            assert front.engine.load().running == 0, front.front
-            assert not front.front._streams.running()
+        for frontend in self.frontends:
+            assert frontend.engine is not None
+            assert frontend.engine.load().running == 0, frontend.frontend
+            assert not frontend.frontend._streams.running_requests()
         for router in self.routers:
-            assert len(router.router._journeys._flights) == 0, router.router
-            router.router._journeys._flights.check_integrity()
+            assert len(router.router._lifecycle._flights) == 0, router.router
+            router.router._lifecycle._flights.check_integrity()
         self.clients[0].ask(3)
         self.world.run(5.0)
         terminal = self.clients[0].asked[-1].terminal
@@ -216,8 +216,8 @@ class History(RuleBasedStateMachine):
         assert terminal.finish_reason == "length", terminal
 
     def buses(self) -> list[SimBus]:
-        ends = [one.bus for one in (*self.clients, *self.routers, *self.fronts)]
-        return ends + [front.incoming for front in self.fronts]
+        ends = [one.bus for one in (*self.clients, *self.routers, *self.frontends)]
+        return ends + [frontend.incoming for frontend in self.frontends]
 
     def pause(self, process: Process, seconds: float, then_s: float) -> None:
         process.is_paused = True

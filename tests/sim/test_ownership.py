@@ -1,4 +1,4 @@
-"""Who owns a stream's end: what a front answers to routers, and a router to clients, message by message."""
+"""Who owns a stream's end: what a frontend answers to routers, and a router to clients, message by message."""
 
 from collections.abc import Iterator
 
@@ -6,9 +6,9 @@ import pytest
 from nats.aio.msg import Msg
 
 from tests.sim.network import Broker, SimBus
-from tests.sim.system import MODEL, FrontProcess, RouterProcess
+from tests.sim.system import MODEL, FrontendProcess, RouterProcess
 from tests.sim.world import World, world
-from tokenbus.protocol.wire import blocks, codec, internal, messages, subjects
+from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
 
 NAMES = subjects.Subjects()
 KEY = "default:r1"
@@ -43,7 +43,7 @@ class Stage:
     def __init__(self, world: World) -> None:
         self.world = world
         self.broker = Broker(world)
-        self.front = FrontProcess(world, self.broker, "w0")
+        self.frontend = FrontendProcess(world, self.broker, "w0")
         self.peer = Peer(world, self.broker)
         world.run(0.5)
 
@@ -55,8 +55,8 @@ class Stage:
             router_id="peer",
             reply=self.peer.inbox,
             encoding=codec.Encoding.JSON,
-            token_ids=blocks.to_bytes([1, 2, 3]),
-            params=internal.Params(max_tokens=20, return_token_ids=True),
+            token_ids=block_hash.pack_token_ids([1, 2, 3]),
+            params=internal.GenerationParams(max_tokens=20, return_token_ids=True),
             **fields,  # type: ignore[arg-type]
         )
         answer = self.peer.ask(NAMES.worker(MODEL, "w0", "run"), run)
@@ -75,7 +75,7 @@ class Stage:
 
     @property
     def epoch(self) -> str:
-        return self.front.front._announcer.epoch
+        return self.frontend.frontend._announcer.epoch
 
 
 @pytest.fixture
@@ -183,12 +183,12 @@ def test_for_an_unknown_id_nobody_answers(stage: Stage) -> None:
 
 def test_a_snapshot_tells_what_runs_and_which_of_it_has_spoken(stage: Stage) -> None:
     stage.run()
-    for spoken in (False, True):
+    for first_token_sent in (False, True):
         answer = stage.peer.ask(NAMES.worker(MODEL, "w0", "snapshot"), b"")
         assert answer is not None
         part = codec.Decoder(internal.SnapshotPart).decode(answer)
         assert (part.worker_id, part.epoch, part.part, part.parts) == ("w0", stage.epoch, 0, 1)
-        assert part.running == [internal.RunningRequest(id=KEY, attempt=1, spoken=spoken)]
+        assert part.running == [internal.RunningRequest(id=KEY, attempt=1, first_token_sent=first_token_sent)]
         stage.world.run(1.0)
 
 
@@ -196,9 +196,9 @@ def test_a_front_that_stood_still_gives_its_streams_up_and_comes_back_under_anot
     stage.run()
     stage.world.run(0.5)
     before, said = stage.epoch, len(stage.peer.chunks)
-    stage.front.process.is_paused = True
+    stage.frontend.process.is_paused = True
     stage.world.run(2.0)
-    stage.front.process.is_paused = False
+    stage.frontend.process.is_paused = False
     stage.world.run(3.0)
     assert stage.epoch != before
     assert len(stage.peer.chunks) == said
@@ -224,7 +224,7 @@ def test_a_router_shows_within_a_second_that_it_holds_a_request(stage: Stage) ->
 def test_while_a_worker_may_have_a_request_its_router_answers_for_it_and_says_nothing(stage: Stage) -> None:
     router = RouterProcess(stage.world, stage.broker, "r0")
     stage.world.run(1.0)
-    stage.front.process.is_paused = True
+    stage.frontend.process.is_paused = True
     stage.peer.publish(NAMES.generate(MODEL), b'{"id": "r1", "token_ids": [1, 2, 3]}', stage.peer.inbox)
     stage.world.run(1.4)
     assert stage.resync(0) == b'{"found":true}'
@@ -237,7 +237,7 @@ def test_while_a_worker_may_have_a_request_its_router_answers_for_it_and_says_no
     assert stage.resync(0) == b'{"found":true}'
     stage.world.run(0.1)
     assert [chunk.finish_reason for chunk in stage.peer.chunks] == ["cancelled"]
-    assert len(router.router._journeys._flights) == 0
+    assert len(router.router._lifecycle._flights) == 0
 
 
 def end_of(stage: Stage) -> str | None:
@@ -267,8 +267,8 @@ def test_a_worker_whose_way_out_is_blocked_while_others_speak_to_it_says_nothing
     request = b'{"id": "r1", "token_ids": [1, 2, 3], "max_tokens": 200}'
     stage.peer.publish(NAMES.generate(MODEL), request, stage.peer.inbox)
     stage.world.run(1.0)
-    assert stage.front.bus._link is not None
-    stage.front.bus._link.stall(4.0)
+    assert stage.frontend.bus._link is not None
+    stage.frontend.bus._link.stall(4.0)
     for number in range(40):
         cancelled_at = stage.world.now + number * 0.2
         stage.world.at(cancelled_at, lambda: stage.peer.publish(NAMES.cancel("somebody-elses"), b""))

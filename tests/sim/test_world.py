@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.sim.network import Broker
-from tests.sim.system import ClientProcess, FrontProcess, RouterProcess, kill
+from tests.sim.system import ClientProcess, FrontendProcess, RouterProcess, kill
 from tests.sim.world import World, world
 from tokenbus.protocol.wire import errors, messages
 
@@ -13,10 +13,10 @@ LENGTH = messages.FinishReason.LENGTH
 
 
 class System:
-    def __init__(self, world: World, routers: int = 1, fronts: int = 1) -> None:
+    def __init__(self, world: World, routers: int = 1, frontends: int = 1) -> None:
         self.world = world
         self.broker = Broker(world)
-        self.fronts = [FrontProcess(world, self.broker, f"w{number}") for number in range(fronts)]
+        self.frontends = [FrontendProcess(world, self.broker, f"w{number}") for number in range(frontends)]
         self.routers = [RouterProcess(world, self.broker, f"r{number}") for number in range(routers)]
         self.client = ClientProcess(world, self.broker, "c0")
         world.run(1.0)
@@ -40,11 +40,11 @@ def test_a_request_is_answered(one: System) -> None:
 def test_a_client_that_is_killed_frees_its_lane_within_three_seconds(one: System) -> None:
     one.client.ask(1_000)
     one.world.run(1.0)
-    assert one.fronts[0].engine is not None
-    assert one.fronts[0].engine.load().running == 1
+    assert one.frontends[0].engine is not None
+    assert one.frontends[0].engine.load().running == 1
     kill(one.client.process, one.client.bus)
     one.world.run(3.0)
-    assert one.fronts[0].engine.load().running == 0
+    assert one.frontends[0].engine.load().running == 0
 
 
 def test_a_client_that_reconnects_in_time_keeps_its_stream_and_misses_nothing(one: System) -> None:
@@ -94,9 +94,9 @@ def test_a_broker_that_stays_away_ends_every_stream_in_an_error(one: System) -> 
 def test_a_front_that_stands_still_is_given_up_in_time_and_serves_again(one: System, seconds: float) -> None:
     one.client.ask(60)
     one.world.run(1.0)
-    one.fronts[0].process.is_paused = True
+    one.frontends[0].process.is_paused = True
     one.world.run(seconds)
-    one.fronts[0].process.is_paused = False
+    one.frontends[0].process.is_paused = False
     one.world.run(20.0)
     (asked,) = one.client.asked
     asked.check()
@@ -114,12 +114,12 @@ def test_a_front_that_stands_still_is_given_up_in_time_and_serves_again(one: Sys
 
 def test_an_unspoken_request_of_a_killed_front_goes_on_at_another() -> None:
     with world(seed=2) as made:
-        system = System(made, fronts=2)
-        for front in system.fronts:
-            front.engine._token_s = 3.0
+        system = System(made, frontends=2)
+        for frontend in system.frontends:
+            frontend.engine._token_s = 3.0
         system.client.ask(3)
         made.run(0.5)
-        (busy,) = [front for front in system.fronts if front.engine.load().running]
+        (busy,) = [frontend for frontend in system.frontends if frontend.engine.load().running]
         kill(busy.process, busy.bus)
         made.run(20.0)
         (asked,) = system.client.asked

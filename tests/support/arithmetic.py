@@ -12,11 +12,11 @@ import numpy as np
 
 from tokenbus.protocol.wire import errors, internal
 from tokenbus.worker import contract
-from tokenbus.worker.engine.kv.moves import Cut, Forget, Move, Restore, Save, Share
+from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
 from tokenbus.worker.engine.runner import Embedder
 from tokenbus.worker.engine.sampler import Matrix
-from tokenbus.worker.engine.scheduling.plan import Sampled, StepPlan
-from tokenbus.worker.engine.scheduling.sequence import End, Sequence
+from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 END_TOKEN = 0
 PIECES = [
@@ -72,9 +72,9 @@ class Sums:
     vocab_size = len(PIECES)
 
     def __init__(self, config: contract.EngineConfig) -> None:
-        self.longest = config.context_length
+        self.max_input_tokens = config.context_length
 
-    def ids_of(self, text: str) -> list[int]:
+    def tokenize(self, text: str) -> list[int]:
         return [1 + byte % (len(PIECES) - 1) for byte in text.encode()]
 
     def embed(self, inputs: Listing[Listing[int]]) -> Matrix:
@@ -89,13 +89,13 @@ class ArithmeticRunner:
         self,
         config: contract.EngineConfig | None = None,
         gate: threading.Event | None = None,
-        failures: dict[int, Exception | End] | None = None,
+        failures: dict[int, Exception | EngineFinishReason] | None = None,
         step_s: float = 0.0,
         num_lanes: int = 24,
     ) -> None:
         self.config = config or make_config()
         self.end_token_ids = frozenset({END_TOKEN})
-        self.pieces = PIECES
+        self.token_bytes = PIECES
         self.bundle: bytes | None = None
         self.embedder: Embedder | None = Sums(self.config)
         self.num_lanes = num_lanes
@@ -111,31 +111,31 @@ class ArithmeticRunner:
         self._lanes: list[dict[int, _Cell]] = [{} for _ in range(num_lanes)]
         self._copies: dict[int, dict[int, int]] = {}
 
-    def begin(self, seq_no: int, sampling: contract.Sampling) -> None:
+    def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
         assert seq_no not in self._samplers, f"sequence {seq_no} has begun"
         self._samplers[seq_no] = sampling
 
-    def finish(self, seq_no: int) -> None:
+    def remove_sequence(self, seq_no: int) -> None:
         self._samplers.pop(seq_no, None)
 
-    def apply(self, moves: Listing[Move]) -> None:
-        for move in moves:
-            match move:
+    def apply(self, kv_ops: Listing[KvOp]) -> None:
+        for op in kv_ops:
+            match op:
                 case Share(lane, to, start, end):
                     held = self._lanes[lane]
                     self._lanes[to] |= {place: held[place] for place in range(start, end)}
-                case Cut(lane, start, last):
+                case Truncate(lane, start, last):
                     held = self._lanes[lane]
                     self._lanes[lane] = {
                         place: cell for place, cell in held.items() if not start <= place < (last or 1 << 30)
                     }
-                case Save(number, lane, start, end):
+                case Offload(number, lane, start, end):
                     held = self._lanes[lane]
                     self._copies[number] = {place: held[place].token_id for place in range(start, end)}
-                case Restore(number, lane, start, end):
+                case Onload(number, lane, start, end):
                     copy = self._copies[number]
                     self._lanes[lane] |= {place: _Cell(copy[place]) for place in range(start, end)}
-                case Forget(number):
+                case Discard(number):
                     del self._copies[number]
         self.check_room()
 
@@ -148,7 +148,7 @@ class ArithmeticRunner:
         assert len(cells) <= self.config.total_kv_blocks * self.config.kv_block_size, "more KV than there is"
         assert len(self._copies) <= self.config.host_kv_blocks, "more copies than there is room for"
 
-    def step(self, plan: StepPlan) -> list[Sampled | End]:
+    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
         if self._gate is not None:
             self._gate.wait()
         time.sleep(self._step_s)
@@ -159,8 +159,8 @@ class ArithmeticRunner:
         assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
         self.step_sizes.append(plan.num_tokens)
         self.num_evaluated += plan.num_tokens
-        results: list[Sampled | End] = []
-        for part in plan.parts:
+        results: list[SampledToken | EngineFinishReason] = []
+        for part in plan.scheduled:
             sampling = self._samplers[part.sequence.seq_no]
             lane = self._lanes[part.lane]
             assert len(lane) == part.start, "a gap or an overlap in what was computed"
@@ -169,14 +169,14 @@ class ArithmeticRunner:
             computed = array("I", (lane[place].token_id for place in range(part.start + part.num_tokens)))
             assert computed == part.sequence.token_ids[: len(computed)], "tokens of another sequence"
             if part.samples:
-                results.append(failure or Sampled(_next(sampling, computed, part.sequence)))
+                results.append(failure or SampledToken(_next(sampling, computed, part.sequence)))
         self.check_room()
         return results
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         if request.text is None:
             raise errors.request_error(errors.Code.UNSUPPORTED, "no chat template", param="messages")
-        return Sums(self.config).ids_of(request.text)
+        return Sums(self.config).tokenize(request.text)
 
     def close(self) -> None:
         self.closed = True

@@ -14,7 +14,7 @@ _PORT = 9_100
 def main() -> int:
     path = Path(os.environ["FAKE_DOCKER"])
     state = json.loads(path.read_text())
-    status = _Docker(state).obey(sys.argv[1:])
+    status = _Docker(state).run(sys.argv[1:])
     path.write_text(json.dumps(state))
     return status
 
@@ -24,7 +24,7 @@ class _Docker:
         self._state = state
         self._containers: dict[str, dict[str, Any]] = state["containers"]
 
-    def obey(self, words: list[str]) -> int:
+    def run(self, words: list[str]) -> int:
         match words:
             case ["compose", "-f", "deploy/compose.yaml", *rest]:
                 return self._compose(rest)

@@ -7,25 +7,25 @@ import numpy as np
 
 from tests.support.arithmetic import ArithmeticRunner, _next
 from tokenbus.worker import contract
-from tokenbus.worker.engine.kv.moves import Move
-from tokenbus.worker.engine.onnx.cache.caches import Cache
-from tokenbus.worker.engine.onnx.cache.grouped import GroupedCache
-from tokenbus.worker.engine.onnx.cache.lanes import Lanes
-from tokenbus.worker.engine.onnx.cache.plain import PlainCache
-from tokenbus.worker.engine.onnx.graphs.device import HostRows
-from tokenbus.worker.engine.onnx.graphs.graph import Graph, Kv
-from tokenbus.worker.engine.scheduling.plan import Part, Sampled, StepPlan
-from tokenbus.worker.engine.scheduling.sequence import End
+from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
+from tokenbus.worker.engine.onnx.cache.kv_cache import KvCache
+from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths
+from tokenbus.worker.engine.onnx.cache.static_cache import StaticCache
+from tokenbus.worker.engine.onnx.graphs.graph import Graph, KvTensor
+from tokenbus.worker.engine.onnx.row_memory import HostRows
+from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
 ROW_TOKENS = 64
 NOTHING = -1
-KV = Kv("past", "present", 1, 1, np.dtype(np.float32))
+KV = KvTensor("past", "present", 1, 1, np.dtype(np.float32))
 
 
-def graph(*, grouped: bool) -> Graph:
+def graph(*, uses_gqa: bool) -> Graph:
     return Graph(
         kv=(KV,),
-        grouped=grouped,
+        uses_gqa=uses_gqa,
         ids_dtype=np.dtype(np.int64),
         mask="attention_mask",
         positions="position_ids",
@@ -45,15 +45,15 @@ class _Bound:
         self.arrays: dict[str, Any] = {}
         self.first_row = 0
 
-    def give(self, name: str, array: Any) -> None:
+    def bind_input(self, name: str, array: Any) -> None:
         self.arrays[name] = array
 
-    take = give
+    bind_output = bind_input
 
-    def give_at(self, name: str, address: int, shape: tuple[int, ...], dtype: Any) -> None:
+    def bind_device_input(self, name: str, address: int, shape: tuple[int, ...], dtype: Any) -> None:
         self.first_row = address
 
-    def take_at(self, name: str, address: int, shape: tuple[int, ...], dtype: Any) -> None:
+    def bind_device_output(self, name: str, address: int, shape: tuple[int, ...], dtype: Any) -> None:
         assert address == self.first_row
 
 
@@ -62,15 +62,15 @@ class _Rows(HostRows):
         return row
 
 
-class EchoCaller:
+class EchoGraphRunner:
     """Its logits are the token ids that a row can see, in the order of their columns."""
 
-    most_tokens = 1 << 30
+    max_row_tokens = 1 << 30
 
-    def __init__(self, *, grouped: bool, num_rows: int = 0, can_gap: bool = True) -> None:
-        self.graph = graph(grouped=grouped)
+    def __init__(self, *, uses_gqa: bool, num_rows: int = 0, allow_gaps: bool = True) -> None:
+        self.graph = graph(uses_gqa=uses_gqa)
         self.rows = _Rows(KV, num_rows + 1, ROW_TOKENS)
-        self._can_gap = can_gap
+        self._allow_gaps = allow_gaps
 
     def bind(self) -> _Bound:
         return _Bound()
@@ -80,20 +80,20 @@ class EchoCaller:
     ) -> Any:
         seen = np.full((len(ids), ROW_TOKENS), NOTHING, np.float32)
         count = ids.shape[1]
-        if not self.graph.grouped:
+        if not self.graph.uses_gqa:
             columns = mask.shape[1] - count
             present = binding.arrays["present"]
             present[:, :, :columns] = binding.arrays["past"]
             present[:, 0, columns:, 0] = ids
         for row, (new, shown, places) in enumerate(zip(ids, np.asarray(mask, bool), positions, strict=True)):
             assert places.tolist() == list(range(int(shown.sum()) - count, int(shown.sum()))), "positions"
-            if self.graph.grouped:
+            if self.graph.uses_gqa:
                 assert shown[: shown.sum()].all(), "a row has to begin at column 0"
                 memory = self.rows._array[binding.first_row + row, 0, :, 0]
                 memory[places] = new
                 visible = memory[: shown.sum()]
             else:
-                assert self._can_gap or shown.all(), "a gap"
+                assert self._allow_gaps or shown.all(), "a gap"
                 visible = present[row, 0, shown, 0]
             seen[row, : len(visible)] = visible
         return seen if wants_logits else seen[:0]
@@ -104,35 +104,39 @@ class EchoRunner(ArithmeticRunner):
 
     def __init__(self, config: contract.EngineConfig, num_lanes: int, *, kind: str) -> None:
         super().__init__(config, num_lanes=num_lanes)
-        self.lengths = Lanes(num_lanes)
-        grouped, can_gap = kind == "grouped", kind != "plain without gaps"
-        caller: Any = EchoCaller(grouped=grouped, num_rows=num_lanes, can_gap=can_gap)
-        self.cache: Cache = (
-            GroupedCache(caller, [caller.rows], self.lengths) if grouped else PlainCache(caller, 9, can_gap=can_gap)
+        self.lengths = LaneLengths(num_lanes)
+        uses_gqa, allow_gaps = kind == "gqa", kind != "plain without gaps"
+        graph_runner: Any = EchoGraphRunner(uses_gqa=uses_gqa, num_rows=num_lanes, allow_gaps=allow_gaps)
+        self.cache: KvCache = (
+            StaticCache(graph_runner, [graph_runner.rows], self.lengths)
+            if uses_gqa
+            else DynamicCache(graph_runner, 9, allow_gaps=allow_gaps)
         )
 
-    def apply(self, moves: Listing[Move]) -> None:
-        self.cache.apply(self.lengths.resolve(moves))
+    def apply(self, kv_ops: Listing[KvOp]) -> None:
+        self.cache.apply(self.lengths.resolve(kv_ops))
 
-    def step(self, plan: StepPlan) -> list[Sampled | End]:
-        decodes = [part for part in plan.parts if part.num_tokens == 1 and part.start and part.samples]
+    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
+        decodes = [part for part in plan.scheduled if part.num_tokens == 1 and part.start and part.samples]
         seen: dict[int, Any] = {}
         if decodes:
             in_rows, logits = self.cache.decode(decodes)
             assert len(in_rows) == len(decodes)
             seen = {part.lane: row for part, row in zip(in_rows, logits, strict=True)}
-        for part in plan.parts:
+        for part in plan.scheduled:
             if part not in decodes:
                 seen[part.lane] = self.cache.prompt(part, wants_logits=True)[0]
             self.lengths.grow(part.lane, part.start, part.start + part.num_tokens)
-        return [Sampled(self._answer(part, seen[part.lane])) for part in plan.parts if self._is_right(part, seen)]
+        return [
+            SampledToken(self._answer(part, seen[part.lane])) for part in plan.scheduled if self._is_right(part, seen)
+        ]
 
-    def _is_right(self, part: Part, seen: dict[int, Any]) -> bool:
+    def _is_right(self, part: ScheduledTokens, seen: dict[int, Any]) -> bool:
         tokens = [int(token) for token in seen[part.lane] if token != NOTHING]
         assert tokens == list(part.sequence.token_ids[: part.start + part.num_tokens]), "tokens of another sequence"
         return part.samples
 
-    def _answer(self, part: Part, seen: Any) -> int:
+    def _answer(self, part: ScheduledTokens, seen: Any) -> int:
         sequence = part.sequence
         return _next(self._samplers[sequence.seq_no], sequence.token_ids[: sequence.num_tokens], sequence)
 

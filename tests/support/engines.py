@@ -1,4 +1,4 @@
-"""Engines for tests: the real child process with the demo model, and the same front over a loop in a thread."""
+"""Engines for tests: the real child process with the demo model, and the same frontend over a loop in a thread."""
 
 import asyncio
 import atexit
@@ -17,9 +17,9 @@ from tokenbus.worker import contract
 from tokenbus.worker.engine.process import replica
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import DeviceError, Runner
-from tokenbus.worker.engine_client import link
-from tokenbus.worker.engine_client.blame import Blame
-from tokenbus.worker.engine_client.engine import ChildEngine
+from tokenbus.worker.engine_client import engine_process
+from tokenbus.worker.engine_client.client import EngineClient
+from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
 
 
 class ThreadLink:
@@ -28,7 +28,7 @@ class ThreadLink:
     def __init__(self, load: Callable[[Callable[[float], None]], Runner]) -> None:
         self.sock, self._theirs = socket.socketpair()
         self.pid = 0
-        self.blame = Blame()
+        self.crash_attribution = CrashAttribution()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(load,), daemon=True)
         self._thread.start()
@@ -52,13 +52,13 @@ class ThreadLink:
             self._theirs.close()
 
 
-def thread_engine(load: Callable[[Callable[[float], None]], Runner], max_waiting: int = 64) -> ChildEngine:
+def thread_engine(load: Callable[[Callable[[float], None]], Runner], max_waiting: int = 64) -> EngineClient:
     """An engine whose loop runs here, on the runner that `load` makes."""
 
-    async def launch() -> link.Link:
+    async def launch() -> engine_process.Link:
         return ThreadLink(load)
 
-    return ChildEngine(launch, max_waiting)
+    return EngineClient(launch, max_waiting)
 
 
 DEMO = EngineSettings(
@@ -81,18 +81,18 @@ ONNX = EngineSettings(
 
 
 @functools.cache
-def grouped_demo() -> Path:
+def gqa_demo() -> Path:
     """The demo model with GroupQueryAttention, written once for all tests."""
-    folder = Path(tempfile.mkdtemp(prefix="tokenbus-grouped-"))
+    folder = Path(tempfile.mkdtemp(prefix="tokenbus-gqa-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    export_onnx.export(folder, "grouped")
+    export_onnx.export(folder, "gqa")
     return folder
 
 
-def demo_engine(settings: EngineSettings = DEMO) -> ChildEngine:
+def demo_engine(settings: EngineSettings = DEMO) -> EngineClient:
     """The real engine in a process of its own, with the demo model."""
-    process = link.EngineProcess()
-    return ChildEngine(lambda: process.open(settings), max_waiting=64)
+    process = engine_process.EngineProcess()
+    return EngineClient(lambda: process.open(settings), max_waiting=64)
 
 
 class Recorder:

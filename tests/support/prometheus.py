@@ -12,8 +12,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.support import rules
-from tokenbus.cli.serving.parent import die_with_parent
+from tests.support import alert_rules
+from tokenbus.cli.parent_death import end_with_parent
 
 _CONFIG = """
 global: {{ scrape_interval: 500ms, scrape_timeout: 500ms, evaluation_interval: 500ms }}
@@ -41,7 +41,7 @@ class Prometheus:
         folder.mkdir()
         self._folder = folder
         self._targets: dict[str, dict[str, int]] = {"tokenbus-router": {}, "tokenbus-worker": {}}
-        (folder / "rules.yml").write_text(hastened(rules.RULES.read_text()))
+        (folder / "rules.yml").write_text(hastened(alert_rules.RULES.read_text()))
         (folder / "prometheus.yml").write_text(_CONFIG.format(folder=folder))
         for job in self._targets:
             self._write(job)
@@ -55,7 +55,7 @@ class Prometheus:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=end_with_parent,
             )
 
     @classmethod

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-from tests.support.bare import Bare
+from tests.support.raw_client import RawClient
 from tokenbus import demo
-from tokenbus.cli.serving import broker
-from tokenbus.cli.serving.parent import die_with_parent
+from tokenbus.cli import nats_server
+from tokenbus.cli.parent_death import end_with_parent
 
 READY_TIMEOUT_S = 120.0
 
@@ -32,13 +32,13 @@ def environment() -> dict[str, str]:
 @contextlib.contextmanager
 def running_up(*arguments: str) -> Iterator[str]:
     """`tokenbus up` without a gateway; gives the broker's URL."""
-    with up_that_says("--no-gateway", *arguments) as said:
+    with up_with_output("--no-gateway", *arguments) as said:
         assert said["http"] is None
         yield said["nats"]
 
 
 @contextlib.contextmanager
-def up_that_says(*arguments: str) -> Iterator[dict[str, Any]]:
+def up_with_output(*arguments: str) -> Iterator[dict[str, Any]]:
     """`tokenbus up` on a free port; gives what it says of itself, ends it afterwards and checks that it ends well."""
     with _saying(command("up", "--port", "0", "--json", *arguments)) as process:
         assert process.stdout is not None
@@ -98,7 +98,7 @@ def _saying(
         text=True,
         env=environment() | dict(variables or {}),
         start_new_session=True,
-        preexec_fn=die_with_parent,
+        preexec_fn=end_with_parent,
     )
     assert process.stdout is not None
     try:
@@ -112,18 +112,18 @@ def _saying(
 class System:
     """Broker, routers and workers as processes of their own, without anyone to restart them."""
 
-    def __init__(self, nats: broker.Broker, folder: Path, config: Path | None = None) -> None:
+    def __init__(self, nats: nats_server.NatsServer, folder: Path, config: Path | None = None) -> None:
         self._broker = nats
         self._config = config
         self._folder = folder
         self.url = nats.url
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._starts: collections.Counter[str] = collections.Counter()
-        self._clients: list[Bare] = []
+        self._clients: list[RawClient] = []
 
     @classmethod
     async def start(cls, folder: Path, config: Path | None = None) -> "System":
-        return cls(await broker.start(0, folder / "nats.log", config), folder, config)
+        return cls(await nats_server.start(0, folder / "nats.log", config), folder, config)
 
     def router(self, name: str, *arguments: str) -> None:
         self._run(name, "router", "--router-id", name, *arguments)
@@ -140,7 +140,7 @@ class System:
         port = urlsplit(self.url).port or 0
         self._broker.kill()
         await asyncio.sleep(pause_s)
-        self._broker = await broker.start(port, self._folder / "nats.log", self._config)
+        self._broker = await nats_server.start(port, self._folder / "nats.log", self._config)
 
     @contextlib.contextmanager
     def broker_frozen(self) -> Iterator[None]:
@@ -184,9 +184,9 @@ class System:
     def text_log(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text()
 
-    async def connect(self) -> Bare:
+    async def connect(self) -> RawClient:
         """A client of this system, closed together with it."""
-        self._clients.append(await Bare.connect(self.url))
+        self._clients.append(await RawClient.connect(self.url))
         return self._clients[-1]
 
     async def stop(self) -> None:
@@ -207,5 +207,5 @@ class System:
                 stderr=log,
                 env=environment(),
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=end_with_parent,
             )

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.worker.engine.gguf import library, metadata
-from tokenbus.worker.engine.gguf.tokenizer.vocabulary import Vocabulary
+from tokenbus.worker.engine.gguf import backend, metadata
+from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
 
 _SCALARS = {str: 8, bool: 7, int: 4, float: 6}
 _ITEMS = _SCALARS | {int: 5}
@@ -20,20 +20,20 @@ Entry = Scalar | list[str] | list[int] | list[float]
 
 
 class Loaded(NamedTuple):
-    facts: metadata.Metadata
-    vocabulary: Vocabulary
+    metadata: metadata.Metadata
+    tokenizer: GgufTokenizer
 
 
 @contextmanager
 def load(path: Path) -> Iterator[Loaded]:
     """A vocabulary as llama.cpp has it, without a model."""
-    library.start()
+    backend.init()
     params = llama.llama_model_default_params()
     params.vocab_only = True
     model = llama.llama_model_load_from_file(str(path).encode(), params)
-    assert model is not None, library.last_error()
-    facts = metadata.read(path)
-    yield Loaded(facts, Vocabulary(llama.llama_model_get_vocab(model), facts))
+    assert model is not None, backend.last_error()
+    found = metadata.read(path)
+    yield Loaded(found, GgufTokenizer(llama.llama_model_get_vocab(model), found))
     llama.llama_model_free(model)
 
 

@@ -3,28 +3,28 @@
 import pytest
 
 from tokenbus.protocol.wire import errors
-from tokenbus.worker.engine_client.admission import Places
+from tokenbus.worker.engine_client.admission import CapacityLimit
 
 
 def test_as_many_are_held_as_run_and_may_wait_and_not_one_more() -> None:
-    places = Places(max_waiting=2)
-    places.check(held=5, max_num_seqs=4)
+    capacity = CapacityLimit(max_waiting=2)
+    capacity.check(held=5, max_num_seqs=4)
     with pytest.raises(errors.RequestError) as caught:
-        places.check(held=6, max_num_seqs=4)
+        capacity.check(held=6, max_num_seqs=4)
     assert caught.value.error.code is errors.Code.OVERLOADED
 
 
 def test_a_bound_that_was_lowered_meanwhile_refuses_the_next() -> None:
-    places = Places(max_waiting=2)
-    places.max_waiting = 0
+    capacity = CapacityLimit(max_waiting=2)
+    capacity.max_waiting = 0
     with pytest.raises(errors.RequestError):
-        places.check(held=4, max_num_seqs=4)
+        capacity.check(held=4, max_num_seqs=4)
 
 
 def test_who_is_refused_is_told_to_wait_as_long_as_requests_take_lately() -> None:
-    places = Places(max_waiting=0)
+    capacity = CapacityLimit(max_waiting=0)
     for _ in range(100):
-        places.ended(8.0)
+        capacity.request_ended(8.0)
     with pytest.raises(errors.RequestError) as caught:
-        places.check(held=4, max_num_seqs=4)
+        capacity.check(held=4, max_num_seqs=4)
     assert caught.value.error.retry_after_ms == pytest.approx(8_000 * 5 / 4, rel=0.01)

@@ -10,18 +10,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
 from tests.support.echo import EchoRunner
-from tokenbus.protocol.wire import blocks
+from tokenbus.protocol.wire import block_hash
 from tokenbus.worker import contract
-from tokenbus.worker.engine.kv.blocks import BlockPool
-from tokenbus.worker.engine.kv.tree import Domain
-from tokenbus.worker.engine.runner import NoRoomError
-from tokenbus.worker.engine.scheduling.plan import Advance
+from tokenbus.worker.engine.kv.pool import BlockPool
+from tokenbus.worker.engine.kv.prefix_tree import Domain
+from tokenbus.worker.engine.runner import InsufficientMemoryError
+from tokenbus.worker.engine.scheduling.plan import StepResult
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
-from tokenbus.worker.engine.scheduling.sequence import End, Sequence
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 BLOCK = 4
 DOMAINS = (Domain("a"), Domain("b"), Domain("a", "salt"), None)
-KINDS = ("shared", "shared", "grouped", "plain", "plain without gaps")
+KINDS = ("shared", "shared", "gqa", "plain", "plain without gaps")
 """What lanes are: cells that several may hold, or memory of their own."""
 HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "60")) * 5
 
@@ -51,9 +51,9 @@ class CacheHistory(RuleBasedStateMachine):
         host=st.sampled_from([0, 1, 3, 40]),
         kind=st.sampled_from(KINDS),
         overcommit=st.sampled_from([1.0, 1.5, 4.0]),
-        most_idle=st.sampled_from([None, 0, 2]),
+        max_cached=st.sampled_from([None, 0, 2]),
     )
-    def begin(self, total: int, lanes: int, host: int, kind: str, overcommit: float, most_idle: int | None) -> None:
+    def begin(self, total: int, lanes: int, host: int, kind: str, overcommit: float, max_cached: int | None) -> None:
         host = host if kind == "shared" else 0
         self.config = make_config(
             max_num_seqs=3, kv_block_size=BLOCK, total_kv_blocks=total, host_kv_blocks=host, max_num_batched_tokens=99
@@ -62,7 +62,7 @@ class CacheHistory(RuleBasedStateMachine):
         if kind != "shared":
             self.runner = EchoRunner(self.config, 3 + lanes, kind=kind)
         self.pool = BlockPool(total, BLOCK, 3 + lanes, host_blocks=host, overcommit=overcommit)
-        self.scheduler = Scheduler(self.pool, 3, priority_s=1.0, max_idle_blocks=most_idle)
+        self.scheduler = Scheduler(self.pool, 3, priority_s=1.0, max_cached_blocks=max_cached)
         self.mirror = Mirror()
         self.roots = {self.root(domain) for domain in DOMAINS if domain is not None}
         self.open: dict[int, Sequence] = {}
@@ -102,10 +102,10 @@ class CacheHistory(RuleBasedStateMachine):
             frozenset({END_TOKEN}),
             domain=domain,
             priority=priority,
-            came_at=self.now,
-            alone=alone,
+            arrived_at=self.now,
+            isolated=alone,
         )
-        if self.pool.can_ever_promise(sequence.max_num_tokens):
+        if self.pool.can_ever_allocate(sequence.max_num_tokens):
             self.open[self.number] = sequence
             self.told[self.number] = []
             self.scheduler.add(sequence)
@@ -126,12 +126,12 @@ class CacheHistory(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.scheduler.clear_cache()
-        assert self.pool.idle_blocks == self.pool.saved_blocks == 0
+        assert self.pool.evictable_blocks == self.pool.offloaded_blocks == 0
 
     @rule()
-    def give_way(self) -> None:
+    def reclaim_memory(self) -> None:
         if self.scheduler.load().running:
-            advance = self.scheduler.give_way()
+            advance = self.scheduler.reclaim_memory()
             self.take([] if advance is None else [advance])
 
     @invariant()
@@ -139,9 +139,9 @@ class CacheHistory(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         self.scheduler.check_integrity()
-        changes = self.scheduler.take_changes()
+        changes = self.scheduler.take_kv_events()
         self.mirror.take(changes.removed, [tuple(new) for new in changes.stored], self.roots)
-        assert set(self.mirror.parents) == {b.hash for b in self.pool._tree.everything() if self.pool._tree.is_full(b)}
+        assert set(self.mirror.parents) == {b.hash for b in self.pool._tree.all_blocks() if self.pool._tree.is_full(b)}
         assert len(self.mirror.parents) <= self.config.total_kv_blocks + self.config.host_kv_blocks
 
     def teardown(self) -> None:
@@ -157,31 +157,31 @@ class CacheHistory(RuleBasedStateMachine):
         self.everything_adds_up()
         assert (self.pool.used_blocks, self.pool.free_blocks) == (0, self.pool.total_blocks)
         assert not self.mirror.parents
-        self.runner.apply(self.pool.take_moves())
+        self.runner.apply(self.pool.take_kv_ops())
         assert self.runner.is_empty()
 
     def one_step(self, budget: int, transfer: int) -> None:
-        plan = self.scheduler.plan(budget, transfer)
+        plan = self.scheduler.schedule(budget, transfer)
         for sequence in plan.started:
-            self.runner.begin(sequence.seq_no, sequence.sampling)
-        self.runner.apply(plan.moves)
-        decodes = [part for part in plan.parts if part.num_tokens == 1]
-        assert sum(part.num_tokens for part in plan.parts) <= budget + len(decodes)
-        assert plan.parts or plan.moves or not self.scheduler.load().running or transfer == 0
-        if plan.parts:
+            self.runner.add_sequence(sequence.seq_no, sequence.sampling)
+        self.runner.apply(plan.kv_ops)
+        decodes = [part for part in plan.scheduled if part.num_tokens == 1]
+        assert sum(part.num_tokens for part in plan.scheduled) <= budget + len(decodes)
+        assert plan.scheduled or plan.kv_ops or not self.scheduler.load().running or transfer == 0
+        if plan.scheduled:
             try:
-                self.take(self.scheduler.commit(plan, self.runner.step(plan)))
-            except NoRoomError:
+                self.take(self.scheduler.update(plan, self.runner.step(plan)))
+            except InsufficientMemoryError:
                 raise AssertionError("no room") from None
 
-    def take(self, advances: list[Advance]) -> None:
+    def take(self, advances: list[StepResult]) -> None:
         for sequence, sampled, end in advances:
             if sampled is not None:
                 self.told[sequence.seq_no].append(sampled.token_id)
             if end is not None:
                 del self.open[sequence.seq_no]
-                self.runner.finish(sequence.seq_no)
-            if end is End.LENGTH:
+                self.runner.remove_sequence(sequence.seq_no)
+            if end is EngineFinishReason.LENGTH:
                 self.check_answer(sequence)
 
     def check_answer(self, sequence: Sequence) -> None:
@@ -191,15 +191,15 @@ class CacheHistory(RuleBasedStateMachine):
         scheduler = Scheduler(pool, 1)
         copy = Sequence(1, sequence.token_ids[: sequence.num_prompt], sequence.sampling, frozenset({END_TOKEN}))
         scheduler.add(copy)
-        alone.begin(1, sequence.sampling)
+        alone.add_sequence(1, sequence.sampling)
         while scheduler.has_work:
-            plan = scheduler.plan(60)
-            alone.apply(plan.moves)
-            scheduler.commit(plan, alone.step(plan))
+            plan = scheduler.schedule(60)
+            alone.apply(plan.kv_ops)
+            scheduler.update(plan, alone.step(plan))
         assert list(copy.token_ids[copy.num_prompt :]) == self.told[sequence.seq_no]
 
     def root(self, domain: Domain) -> int:
-        return blocks.root_hash(blocks.PrefixDomain("", domain.adapters, domain.tenant, domain.cache_salt))
+        return block_hash.root_hash(block_hash.PrefixDomain("", domain.adapters, domain.tenant, domain.cache_salt))
 
 
 TestCacheHistories: Callable[[], None] = CacheHistory.TestCase

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
-from tokenbus.worker.engine.process import frames
-from tokenbus.worker.engine.scheduling.sequence import End
+from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.streams.generation import Generation
 from tokenbus.worker.validator import StreamValidator
 
@@ -25,11 +25,11 @@ LENGTH, STOP, CANCELLED, ERROR = (
 
 def made(
     token_id: int | None,
-    end: End | None = None,
+    end: EngineFinishReason | None = None,
     logprob: contract.Logprob | None = None,
     cached_tokens: int | None = None,
-) -> frames.SequenceOutput:
-    return frames.SequenceOutput(1, token_id, end, logprob, cached_tokens)
+) -> ipc.SequenceOutput:
+    return ipc.SequenceOutput(1, token_id, end, logprob, cached_tokens)
 
 
 class Told:
@@ -42,7 +42,7 @@ class Told:
         sink = StreamValidator(request, self.outputs.append)
         self.generation = Generation(request, sink, PIECES, accepted_at=10.0)
 
-    def take(self, *token_ids: int, end: End | None = None, now: float = 11.0) -> bool:
+    def take(self, *token_ids: int, end: EngineFinishReason | None = None, now: float = 11.0) -> bool:
         """Gives it tokens, the last one with `end`; whether it ended with the last one."""
         for token_id in token_ids[:-1]:
             assert not self.generation.advance(made(token_id), now)
@@ -67,7 +67,7 @@ def test_each_token_is_an_output_with_its_text() -> None:
 
 def test_the_last_token_by_length_is_in_the_terminal_with_all_held_text() -> None:
     told = Told("STOP", max_tokens=3)
-    assert told.take(A, ST, HALF_EURO, end=End.LENGTH)
+    assert told.take(A, ST, HALF_EURO, end=EngineFinishReason.LENGTH)
     terminal = told.terminal
     assert (terminal.token_ids, terminal.text, terminal.finish_reason) == ([HALF_EURO], "ST\ufffd", LENGTH)
     assert told.text == "aST\ufffd"
@@ -76,7 +76,7 @@ def test_the_last_token_by_length_is_in_the_terminal_with_all_held_text() -> Non
 
 def test_a_stop_token_is_counted_and_not_said_and_releases_what_was_held() -> None:
     told = Told("STOP")
-    assert told.take(A, ST, B, ST, C, end=End.STOP_TOKEN)
+    assert told.take(A, ST, B, ST, C, end=EngineFinishReason.STOP_TOKEN)
     terminal = told.terminal
     assert (terminal.token_ids, terminal.finish_reason, terminal.stop_match) == ([C], STOP, C)
     assert told.text == "aSTbST"
@@ -89,12 +89,12 @@ def test_a_stop_string_ends_it_before_the_engine_knows() -> None:
     terminal = told.terminal
     assert (terminal.token_ids, terminal.finish_reason, terminal.stop_match) == ([OP], STOP, "STOP")
     assert told.text == "a"
-    assert told.generation.finished_by is End.STOP_TOKEN
+    assert told.generation.finished_by is EngineFinishReason.STOP_TOKEN
 
 
 def test_a_stop_string_in_the_last_token_is_a_stop_and_no_length() -> None:
     told = Told("STOP", max_tokens=2)
-    assert told.take(ST, OP, end=End.LENGTH)
+    assert told.take(ST, OP, end=EngineFinishReason.LENGTH)
     assert (told.terminal.finish_reason, told.terminal.stop_match, told.text) == (STOP, "STOP", "")
 
 
@@ -125,12 +125,12 @@ def test_a_cancel_releases_what_was_held_and_counts_what_was_sampled() -> None:
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        (End.NO_ROOM, errors.Code.INSUFFICIENT_MEMORY),
-        (End.BAD_LOGITS, errors.Code.INTERNAL),
-        (End.ABORTED, errors.Code.INTERNAL),
+        (EngineFinishReason.INSUFFICIENT_MEMORY, errors.Code.INSUFFICIENT_MEMORY),
+        (EngineFinishReason.BAD_LOGITS, errors.Code.INTERNAL),
+        (EngineFinishReason.ABORTED, errors.Code.INTERNAL),
     ],
 )
-def test_an_end_without_a_token_is_an_error_that_says_why(end: End, code: errors.Code) -> None:
+def test_an_end_without_a_token_is_an_error_that_says_why(end: EngineFinishReason, code: errors.Code) -> None:
     told = Told()
     told.take(A)
     assert told.generation.advance(made(None, end), 12.0)
@@ -179,13 +179,13 @@ def test_all_the_time_of_one_that_never_started_was_spent_in_the_queue() -> None
 def test_the_first_token_says_how_much_was_cached_and_the_terminal_tells_it() -> None:
     told = Told(max_tokens=2)
     told.generation.advance(made(A, cached_tokens=2), 11.0)
-    told.generation.advance(made(B, End.LENGTH), 11.0)
+    told.generation.advance(made(B, EngineFinishReason.LENGTH), 11.0)
     assert told.terminal.usage == messages.Usage(prompt_tokens=3, completion_tokens=2, total_tokens=5, cached_tokens=2)
 
 
 def test_how_likely_a_token_was_comes_with_it_whichever_way_it_ends() -> None:
     first, last = contract.Logprob(A, -0.5, [(A, -0.5)]), contract.Logprob(B, -1.5, [(A, -0.25)])
-    for end in (End.LENGTH, End.STOP_TOKEN):
+    for end in (EngineFinishReason.LENGTH, EngineFinishReason.STOP_TOKEN):
         told = Told(max_tokens=2, logprobs=1)
         told.generation.advance(made(A, logprob=first), 11.0)
         assert told.generation.advance(made(B, end, logprob=last), 11.0)
@@ -237,18 +237,18 @@ def test_a_sink_that_cancels_its_own_generation_ends_it_with_the_token_it_was_gi
 @given(
     token_ids=st.lists(st.sampled_from([A, B, ST, OP, HALF_EURO, REST_OF_EURO, C]), min_size=1, max_size=20),
     stops=st.lists(st.sampled_from(["STOP", "ab", "TO", "€", "c a"]), max_size=3, unique=True),
-    by=st.sampled_from([End.LENGTH, End.STOP_TOKEN, CANCELLED]),
+    by=st.sampled_from([EngineFinishReason.LENGTH, EngineFinishReason.STOP_TOKEN, CANCELLED]),
     min_tokens=st.integers(0, 3),
 )
 @settings(max_examples=200)
 def test_every_sampled_token_is_in_exactly_one_output_and_no_text_is_lost(
-    token_ids: list[int], stops: list[str], by: End | messages.FinishReason, min_tokens: int
+    token_ids: list[int], stops: list[str], by: EngineFinishReason | messages.FinishReason, min_tokens: int
 ) -> None:
     least = min(min_tokens, len(token_ids) - 1)
     told = Told(*stops, max_tokens=len(token_ids), min_tokens=least)
-    whole = b"".join(PIECES[token_id] for token_id in token_ids[: -1 if by is End.STOP_TOKEN else None])
+    whole = b"".join(PIECES[token_id] for token_id in token_ids[: -1 if by is EngineFinishReason.STOP_TOKEN else None])
     for place, token_id in enumerate(token_ids, start=1):
-        end = by if place == len(token_ids) and isinstance(by, End) else None
+        end = by if place == len(token_ids) and isinstance(by, EngineFinishReason) else None
         if told.generation.advance(made(token_id, end), 11.0):
             break
     else:

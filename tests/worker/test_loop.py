@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
-from tokenbus.protocol.wire import blocks
+from tokenbus.protocol.wire import block_hash
 from tokenbus.worker import contract
-from tokenbus.worker.engine.process import frames
+from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.loop import StepLoop
-from tokenbus.worker.engine.runner import DeviceError, NoRoomError
-from tokenbus.worker.engine.scheduling.plan import Sampled, StepPlan
-from tokenbus.worker.engine.scheduling.sequence import End
+from tokenbus.worker.engine.runner import DeviceError, InsufficientMemoryError
+from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
-Command = frames.Add | frames.Abort | frames.ClearCache | None
+Command = ipc.Add | ipc.Abort | ipc.ClearCache | None
 
 
 class Inbox(queue.SimpleQueue[Command]):
@@ -44,35 +44,35 @@ class Inbox(queue.SimpleQueue[Command]):
 class Story(NamedTuple):
     """What a loop reported until it had nothing more to do."""
 
-    reports: list[frames.StepReport]
+    reports: list[ipc.StepReport]
     inbox: Inbox
     alone: list[tuple[int, int]]
     """Whose steps were announced as its own, and behind how many reports."""
 
     @property
-    def outputs(self) -> list[frames.SequenceOutput]:
+    def outputs(self) -> list[ipc.SequenceOutput]:
         return [output for report in self.reports for output in report.outputs]
 
     def tokens(self, seq_no: int) -> list[int]:
         return [o.token_id for o in self.outputs if o.seq_no == seq_no and o.token_id is not None]
 
-    def ends(self) -> dict[int, End]:
+    def ends(self) -> dict[int, EngineFinishReason]:
         """Fails for a sequence that ends twice or goes on after its end."""
-        ends: dict[int, End] = {}
+        ends: dict[int, EngineFinishReason] = {}
         for output in self.outputs:
             assert output.seq_no not in ends, output
-            if output.end is not None:
-                ends[output.seq_no] = output.end
+            if output.finish_reason is not None:
+                ends[output.seq_no] = output.finish_reason
         return ends
 
 
-def add(seq_no: int, num_prompt: int = 3, max_tokens: int = 6, **sampling: object) -> frames.Add:
+def add(seq_no: int, num_prompt: int = 3, max_tokens: int = 6, **sampling: object) -> ipc.Add:
     fields: dict[str, object] = {"max_tokens": max_tokens, "ignore_eos": True} | sampling
     token_ids = [1 + (7 * seq_no + 3 * place) % 90 for place in range(num_prompt)]
-    return frames.Add(seq_no, blocks.to_bytes(token_ids), contract.Sampling(**fields))  # type: ignore[arg-type]
+    return ipc.Add(seq_no, block_hash.pack_token_ids(token_ids), contract.Sampling(**fields))  # type: ignore[arg-type]
 
 
-def shared_add(seq_no: int, num_prompt: int, max_tokens: int = 6) -> frames.Add:
+def shared_add(seq_no: int, num_prompt: int, max_tokens: int = 6) -> ipc.Add:
     """Sequences that begin alike and find what others of them left."""
     return msgspec.structs.replace(add(1, num_prompt, max_tokens), seq_no=seq_no, domain=("acme", ""))
 
@@ -80,13 +80,13 @@ def shared_add(seq_no: int, num_prompt: int, max_tokens: int = 6) -> frames.Add:
 def run(
     *commands: Command,
     runner: ArithmeticRunner | None = None,
-    then: Callable[[frames.StepReport, Inbox], None] = lambda report, inbox: None,
+    then: Callable[[ipc.StepReport, Inbox], None] = lambda report, inbox: None,
 ) -> Story:
     """Runs a loop in this thread until it is idle; `then` is called after each report and may send commands."""
     story = Story([], Inbox(*commands), [])
 
-    def report(said: frames.StepReport | frames.SteppedAlone) -> None:
-        if isinstance(said, frames.SteppedAlone):
+    def report(said: ipc.StepReport | ipc.StepIsolated) -> None:
+        if isinstance(said, ipc.StepIsolated):
             story.alone.append((len(story.reports), said.seq_no))
             return
         story.reports.append(said)
@@ -100,7 +100,7 @@ def test_a_sequence_is_announced_then_hands_out_a_token_a_step_and_ends_once() -
     story = run(add(1, max_tokens=3))
     assert [report.started for report in story.reports] == [[1], [], [], []]
     assert [[output.seq_no for output in report.outputs] for report in story.reports] == [[], [1], [1], [1]]
-    assert [output.end for output in story.outputs] == [None, None, End.LENGTH]
+    assert [output.finish_reason for output in story.outputs] == [None, None, EngineFinishReason.LENGTH]
 
 
 def test_every_report_carries_the_load_after_it() -> None:
@@ -132,21 +132,21 @@ def test_all_commands_there_are_are_taken_before_a_step() -> None:
 
 
 def test_an_abort_of_the_unknown_or_ended_answers_nothing() -> None:
-    assert run(frames.Abort(99)).reports == []
+    assert run(ipc.Abort(99)).reports == []
 
-    def abort_the_ended(report: frames.StepReport, inbox: Inbox) -> None:
-        if any(output.end for output in report.outputs):
-            inbox.put(frames.Abort(1))
+    def abort_the_ended(report: ipc.StepReport, inbox: Inbox) -> None:
+        if any(output.finish_reason for output in report.outputs):
+            inbox.put(ipc.Abort(1))
 
-    story = run(add(1, max_tokens=2), frames.Abort(2), then=abort_the_ended)
-    assert story.ends() == {1: End.LENGTH}
+    story = run(add(1, max_tokens=2), ipc.Abort(2), then=abort_the_ended)
+    assert story.ends() == {1: EngineFinishReason.LENGTH}
     assert len(story.reports) == 3
 
 
 def test_an_abort_before_the_first_step_is_answered_once_and_computes_nothing() -> None:
     runner = ArithmeticRunner()
-    story = run(add(1), frames.Abort(1), frames.Abort(1), runner=runner)
-    assert story.outputs == [frames.SequenceOutput(1, None, End.ABORTED)]
+    story = run(add(1), ipc.Abort(1), ipc.Abort(1), runner=runner)
+    assert story.outputs == [ipc.SequenceOutput(1, None, EngineFinishReason.ABORTED)]
     assert runner.num_steps == 0
     assert story.reports[-1].load.waiting == 0
 
@@ -156,13 +156,13 @@ def test_an_abort_of_a_running_sequence_frees_its_lane_and_blocks_within_the_ste
 
     sampled: list[int] = []
 
-    def abort_after_two(report: frames.StepReport, inbox: Inbox) -> None:
+    def abort_after_two(report: ipc.StepReport, inbox: Inbox) -> None:
         sampled.extend(output.seq_no for output in report.outputs if output.token_id is not None)
         if sampled == [1, 1]:
-            inbox.put(frames.Abort(1))
+            inbox.put(ipc.Abort(1))
 
     story = run(add(1, max_tokens=50), add(2, max_tokens=2), runner=runner, then=abort_after_two)
-    assert story.ends() == {1: End.ABORTED, 2: End.LENGTH}
+    assert story.ends() == {1: EngineFinishReason.ABORTED, 2: EngineFinishReason.LENGTH}
     assert len(story.tokens(1)) == 2
     assert len(story.tokens(2)) == 2
 
@@ -170,22 +170,22 @@ def test_an_abort_of_a_running_sequence_frees_its_lane_and_blocks_within_the_ste
 def test_where_there_is_no_room_the_youngest_waits_and_then_goes_on_as_if_nothing_had_been() -> None:
     commands = [add(number, max_tokens=6) for number in (1, 2, 3)]
     calm = run(*commands)
-    story = run(*commands, runner=ArithmeticRunner(failures={3: NoRoomError()}))
-    assert story.ends() == {1: End.LENGTH, 2: End.LENGTH, 3: End.LENGTH}
+    story = run(*commands, runner=ArithmeticRunner(failures={3: InsufficientMemoryError()}))
+    assert story.ends() == {1: EngineFinishReason.LENGTH, 2: EngineFinishReason.LENGTH, 3: EngineFinishReason.LENGTH}
     assert [story.tokens(number) for number in (1, 2, 3)] == [calm.tokens(number) for number in (1, 2, 3)]
     assert [report.started for report in story.reports if report.started] == [[1, 2, 3]]
 
 
 def test_where_there_is_no_room_idle_blocks_go_before_anybody_waits() -> None:
-    runner = ArithmeticRunner(failures={7: NoRoomError()})
+    runner = ArithmeticRunner(failures={7: InsufficientMemoryError()})
 
-    def go_on(report: frames.StepReport, inbox: Inbox) -> None:
-        if any(output.end and output.seq_no == 1 for output in report.outputs):
+    def go_on(report: ipc.StepReport, inbox: Inbox) -> None:
+        if any(output.finish_reason and output.seq_no == 1 for output in report.outputs):
             inbox.put(add(2))
             inbox.put(add(3))
 
     story = run(shared_add(1, num_prompt=30), runner=runner, then=go_on)
-    assert story.ends() == {1: End.LENGTH, 2: End.LENGTH, 3: End.LENGTH}
+    assert story.ends() == {1: EngineFinishReason.LENGTH, 2: EngineFinishReason.LENGTH, 3: EngineFinishReason.LENGTH}
     loads = [(report.load.running, report.load.waiting, report.load.cached_blocks) for report in story.reports]
     assert loads[6:10] == [(0, 0, 3), (2, 0, 3), (2, 0, 0), (2, 0, 0)]
     assert runner.num_steps == 6 + 1 + 6
@@ -193,9 +193,9 @@ def test_where_there_is_no_room_idle_blocks_go_before_anybody_waits() -> None:
 
 def test_room_that_is_missing_again_and_again_costs_steps_and_nobody_a_token() -> None:
     calm = run(*map(add, (1, 2, 3)))
-    runner = ArithmeticRunner(failures={2: NoRoomError(), 3: NoRoomError()})
+    runner = ArithmeticRunner(failures={2: InsufficientMemoryError(), 3: InsufficientMemoryError()})
     story = run(*map(add, (1, 2, 3)), runner=runner)
-    assert story.ends() == {1: End.LENGTH, 2: End.LENGTH, 3: End.LENGTH}
+    assert story.ends() == {1: EngineFinishReason.LENGTH, 2: EngineFinishReason.LENGTH, 3: EngineFinishReason.LENGTH}
     assert [story.tokens(number) for number in (1, 2, 3)] == [calm.tokens(number) for number in (1, 2, 3)]
     assert [len(report.outputs) for report in story.reports[1:5]] == [3, 0, 0, 1]
 
@@ -210,9 +210,9 @@ def test_room_that_is_missing_again_and_again_costs_steps_and_nobody_a_token() -
         msgspec.structs.replace(add(2), token_ids=b"odd"),
     ],
 )
-def test_a_sequence_that_cannot_be_taken_ends_and_harms_no_other(wrong: frames.Add) -> None:
+def test_a_sequence_that_cannot_be_taken_ends_and_harms_no_other(wrong: ipc.Add) -> None:
     story = run(add(1), wrong, add(3))
-    assert story.ends() == {1: End.LENGTH, 2: End.FAILED, 3: End.LENGTH}
+    assert story.ends() == {1: EngineFinishReason.LENGTH, 2: EngineFinishReason.FAILED, 3: EngineFinishReason.LENGTH}
     assert [story.tokens(number) for number in (1, 3)] == [run(add(number)).tokens(number) for number in (1, 3)]
 
 
@@ -226,7 +226,7 @@ def calls_at_rest(num_cached: int) -> int:
         counted += "/worker/engine/" in frame.f_code.co_filename
 
     def report(said: object) -> None:
-        assert isinstance(said, frames.StepReport)
+        assert isinstance(said, ipc.StepReport)
         if any(output.seq_no == 1 for output in said.outputs):
             inbox.put(add(2, num_prompt=1, max_tokens=1))
             sys.setprofile(count)
@@ -245,16 +245,16 @@ def test_what_a_loop_does_when_it_comes_to_rest_does_not_depend_on_how_much_is_c
 
 
 def test_the_one_that_gave_way_comes_back_when_another_has_ended() -> None:
-    story = run(*map(add, (1, 2, 3)), runner=ArithmeticRunner(failures={2: NoRoomError()}))
+    story = run(*map(add, (1, 2, 3)), runner=ArithmeticRunner(failures={2: InsufficientMemoryError()}))
     running = [report.load.running for report in story.reports]
     assert running[2] == 2
     assert 3 not in running[2:]
-    assert story.ends() == {1: End.LENGTH, 2: End.LENGTH, 3: End.LENGTH}
+    assert story.ends() == {1: EngineFinishReason.LENGTH, 2: EngineFinishReason.LENGTH, 3: EngineFinishReason.LENGTH}
 
 
 def test_a_sequence_alone_without_room_ends_and_the_loop_goes_on() -> None:
-    story = run(add(1), runner=ArithmeticRunner(failures={1: NoRoomError()}))
-    assert story.outputs == [frames.SequenceOutput(1, None, End.NO_ROOM)]
+    story = run(add(1), runner=ArithmeticRunner(failures={1: InsufficientMemoryError()}))
+    assert story.outputs == [ipc.SequenceOutput(1, None, EngineFinishReason.INSUFFICIENT_MEMORY)]
     assert story.reports[-1].load.running == 0
 
 
@@ -266,11 +266,11 @@ class BadLogits(ArithmeticRunner):
         self.victim = victim
         self.length = length
 
-    def step(self, plan: StepPlan) -> list[Sampled | End]:
+    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
         results = super().step(plan)
-        sequences = [part.sequence for part in plan.parts if part.samples]
+        sequences = [part.sequence for part in plan.scheduled if part.samples]
         return [
-            End.BAD_LOGITS if (s.seq_no, s.num_tokens) == (self.victim, self.length) else result
+            EngineFinishReason.BAD_LOGITS if (s.seq_no, s.num_tokens) == (self.victim, self.length) else result
             for s, result in zip(sequences, results, strict=True)
         ]
 
@@ -279,7 +279,11 @@ def test_logits_that_are_no_numbers_end_their_own_sequence_only() -> None:
     commands = [add(number, num_prompt=3, max_tokens=6) for number in (1, 2, 3)]
     calm = run(*commands)
     story = run(*commands, runner=BadLogits(victim=2, length=5))
-    assert story.ends() == {1: End.LENGTH, 2: End.BAD_LOGITS, 3: End.LENGTH}
+    assert story.ends() == {
+        1: EngineFinishReason.LENGTH,
+        2: EngineFinishReason.BAD_LOGITS,
+        3: EngineFinishReason.LENGTH,
+    }
     assert (story.tokens(1), story.tokens(3)) == (calm.tokens(1), calm.tokens(3))
     assert story.tokens(2) == calm.tokens(2)[:2]
 
@@ -287,8 +291,8 @@ def test_logits_that_are_no_numbers_end_their_own_sequence_only() -> None:
 def test_a_prompt_whose_beginning_is_cached_is_computed_from_there_on_and_the_first_token_says_so() -> None:
     runner = ArithmeticRunner()
 
-    def go_on(report: frames.StepReport, inbox: Inbox) -> None:
-        if any(output.end and output.seq_no == 1 for output in report.outputs):
+    def go_on(report: ipc.StepReport, inbox: Inbox) -> None:
+        if any(output.finish_reason and output.seq_no == 1 for output in report.outputs):
             inbox.put(shared_add(2, num_prompt=40, max_tokens=2))
 
     story = run(shared_add(1, num_prompt=30, max_tokens=2), runner=runner, then=go_on)
@@ -297,14 +301,14 @@ def test_a_prompt_whose_beginning_is_cached_is_computed_from_there_on_and_the_fi
 
 
 def test_blocks_come_in_the_report_of_the_step_that_stored_them_and_go_in_that_of_the_command() -> None:
-    def clear_at_the_end(report: frames.StepReport, inbox: Inbox) -> None:
-        if any(output.end for output in report.outputs):
-            inbox.put(frames.ClearCache())
+    def clear_at_the_end(report: ipc.StepReport, inbox: Inbox) -> None:
+        if any(output.finish_reason for output in report.outputs):
+            inbox.put(ipc.ClearCache())
 
     story = run(shared_add(1, num_prompt=32, max_tokens=2), then=clear_at_the_end)
-    root = blocks.root_hash(blocks.PrefixDomain("0" * 16, (), "acme", ""))
-    prompt = blocks.from_bytes(shared_add(1, num_prompt=32).token_ids)
-    one, two = blocks.block_hashes(prompt, 16, root)
+    root = block_hash.root_hash(block_hash.PrefixDomain("0" * 16, (), "acme", ""))
+    prompt = block_hash.unpack_token_ids(shared_add(1, num_prompt=32).token_ids)
+    one, two = block_hash.block_hashes(prompt, 16, root)
     assert [report.stored for report in story.reports] == [[], [(root, one), (one, two)], [], []]
     assert [sorted(report.removed) for report in story.reports] == [[], [], [], sorted([one, two])]
     assert [report.load.cached_blocks for report in story.reports] == [0, 0, 3, 0]
@@ -322,7 +326,7 @@ def test_a_prompt_that_somebody_watches_is_reported_until_its_first_token() -> N
 
 def test_steps_that_one_sequence_must_have_for_itself_are_announced_before_and_end_with_its_token() -> None:
     runner = ArithmeticRunner()
-    suspect = msgspec.structs.replace(add(2, num_prompt=40), alone=True)
+    suspect = msgspec.structs.replace(add(2, num_prompt=40), isolated=True)
     commands = [add(1), suspect, add(3)]
     story = run(*commands, runner=runner)
     assert story.alone == [(0, 2)]
@@ -337,10 +341,10 @@ def test_steps_that_one_sequence_must_have_for_itself_are_announced_before_and_e
 def test_a_sequence_that_another_engine_began_goes_on_where_it_was() -> None:
     whole = run(add(1, num_prompt=5)).tokens(1)
     started = add(1, num_prompt=5)
-    token_ids = blocks.from_bytes(started.token_ids) + whole[:2]
-    story = run(msgspec.structs.replace(started, token_ids=blocks.to_bytes(token_ids), num_sampled=2))
+    token_ids = block_hash.unpack_token_ids(started.token_ids) + whole[:2]
+    story = run(msgspec.structs.replace(started, token_ids=block_hash.pack_token_ids(token_ids), num_sampled=2))
     assert story.tokens(1) == whole[2:]
-    assert story.ends() == {1: End.LENGTH}
+    assert story.ends() == {1: EngineFinishReason.LENGTH}
 
 
 def test_a_failed_device_leaves_the_loop() -> None:
@@ -351,7 +355,7 @@ def test_a_failed_device_leaves_the_loop() -> None:
 def test_a_long_prompt_is_computed_in_steps_that_the_runner_can_carry_while_others_decode() -> None:
     runner = ArithmeticRunner(make_config(max_num_batched_tokens=16))
     story = run(add(1, max_tokens=40), add(2, num_prompt=100, max_tokens=2), runner=runner)
-    assert story.ends() == {1: End.LENGTH, 2: End.LENGTH}
+    assert story.ends() == {1: EngineFinishReason.LENGTH, 2: EngineFinishReason.LENGTH}
     assert max(runner.step_sizes) <= 16
     first_of_2 = next(place for place, output in enumerate(story.outputs) if output.seq_no == 2)
     assert sum(output.seq_no == 1 for output in story.outputs[:first_of_2]) >= 10
@@ -362,7 +366,7 @@ def test_a_stop_token_ends_a_sequence_and_is_handed_out() -> None:
     stop = free[4]
     story = run(add(1, max_tokens=10, stop_token_ids=(stop,)))
     assert story.tokens(1) == free[: free.index(stop) + 1]
-    assert story.ends() == {1: End.STOP_TOKEN}
+    assert story.ends() == {1: EngineFinishReason.STOP_TOKEN}
 
 
 @given(

@@ -5,10 +5,10 @@ import pytest
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
-from tokenbus.protocol.bus.bus import BusyError
+from tokenbus.protocol.bus.bus import OutboundBufferLimitError
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
 from tokenbus.worker import contract
-from tokenbus.worker.broker.announce import Announcer
+from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.outbox import Outbox
 from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
 from tokenbus.worker.streams.stream import Stream
@@ -28,11 +28,11 @@ class Wire:
 
     def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
         if self.is_busy:
-            raise BusyError("too much is waiting")
+            raise OutboundBufferLimitError("too much is waiting")
         self.published.append((subject, payload, headers or {}))
 
 
-class Front:
+class Sender:
     """An outbox and its announcer on one wire, with an engine that serves."""
 
     def __init__(self, max_payload: int = 1_000_000) -> None:
@@ -61,7 +61,7 @@ def stream(name: str = "r1", **params: object) -> Stream:
         reply=f"_INBOX.{name}",
         encoding=codec.Encoding.JSON,
         token_ids=b"",
-        params=internal.Params(**params),  # type: ignore[arg-type]
+        params=internal.GenerationParams(**params),  # type: ignore[arg-type]
     )
     return Stream(run, "demo", "w1", now=0.0)
 
@@ -75,54 +75,54 @@ def output(text: str, token_id: int = 1, *, last: bool = False) -> contract.Outp
 
 
 async def test_that_a_stream_speaks_is_published_before_its_first_chunk_and_once() -> None:
-    front, one, two = Front(), stream("r1"), stream("r2")
-    front.outbox.put_head(one, 1.0)
-    front.outbox.put(one, output("a"), 1.0)
-    front.outbox.put(two, output("b"), 1.0)
-    front.outbox.flush()
-    events, *chunks = front.said()
+    sender, one, two = Sender(), stream("r1"), stream("r2")
+    sender.outbox.put_head(one, 1.0)
+    sender.outbox.put(one, output("a"), 1.0)
+    sender.outbox.put(two, output("b"), 1.0)
+    sender.outbox.flush()
+    events, *chunks = sender.said()
     assert isinstance(events, internal.Events)
-    assert events.spoken == ["default:r1", "default:r2"]
+    assert events.first_token_sent == ["default:r1", "default:r2"]
     assert [chunk.id for chunk in chunks if isinstance(chunk, messages.Chunk)] == ["r1", "r1", "r2"]
-    front.outbox.put(one, output("c"), 2.0)
-    front.outbox.flush()
-    (chunk,) = front.said()
+    sender.outbox.put(one, output("c"), 2.0)
+    sender.outbox.flush()
+    (chunk,) = sender.said()
     assert isinstance(chunk, messages.Chunk)
 
 
 async def test_a_head_is_no_speech() -> None:
-    front, one = Front(), stream()
-    front.outbox.put_head(one, 3.0)
-    front.outbox.flush()
-    (head,) = front.said()
+    sender, one = Sender(), stream()
+    sender.outbox.put_head(one, 3.0)
+    sender.outbox.flush()
+    (head,) = sender.said()
     assert isinstance(head, messages.Chunk)
-    assert (one.has_spoken, one.spoke_at) == (False, 3.0)
+    assert (one.first_token_sent, one.last_chunk_at) == (False, 3.0)
 
 
 async def test_blocks_that_came_and_went_are_published_before_the_chunks_of_their_step() -> None:
-    front, one = Front(), stream()
-    one.has_spoken = True
-    front.announcer.blocks([], [(1, 2), (2, 3), (2, 4)])
-    front.outbox.put(one, output("a"), 1.0)
-    front.outbox.flush()
-    events, chunk = front.said()
+    sender, one = Sender(), stream()
+    one.first_token_sent = True
+    sender.announcer.blocks_changed([], [(1, 2), (2, 3), (2, 4)])
+    sender.outbox.put(one, output("a"), 1.0)
+    sender.outbox.flush()
+    events, chunk = sender.said()
     assert isinstance(events, internal.Events)
     assert isinstance(chunk, messages.Chunk)
     stored = [internal.BlockRun(parent=1, hashes=[2, 3]), internal.BlockRun(parent=2, hashes=[4])]
     assert (events.removed, events.stored) == ([], stored)
-    front.announcer.blocks([4], [])
-    front.outbox.put(one, output("b"), 1.0)
-    front.outbox.flush()
-    events, chunk = front.said()
+    sender.announcer.blocks_changed([4], [])
+    sender.outbox.put(one, output("b"), 1.0)
+    sender.outbox.flush()
+    events, chunk = sender.said()
     assert isinstance(events, internal.Events)
     assert (events.removed, events.stored) == ([4], [])
 
 
 async def test_that_a_stream_has_finished_is_published_after_its_terminal() -> None:
-    front, one = Front(), stream()
-    front.outbox.put(one, output("a", last=True), 1.0)
-    front.outbox.flush()
-    before, terminal, after = front.said()
+    sender, one = Sender(), stream()
+    sender.outbox.put(one, output("a", last=True), 1.0)
+    sender.outbox.flush()
+    before, terminal, after = sender.said()
     assert isinstance(before, internal.Events)
     assert isinstance(terminal, messages.Chunk)
     assert isinstance(after, internal.Events)
@@ -131,13 +131,13 @@ async def test_that_a_stream_has_finished_is_published_after_its_terminal() -> N
 
 
 async def test_nothing_is_published_before_the_flush_or_twice() -> None:
-    front = Front()
-    front.outbox.put(stream(), output("a"), 1.0)
-    assert front.said() == []
-    front.outbox.flush()
-    assert len(front.said()) == 2
-    front.outbox.flush()
-    assert front.said() == []
+    sender = Sender()
+    sender.outbox.put(stream(), output("a"), 1.0)
+    assert sender.said() == []
+    sender.outbox.flush()
+    assert len(sender.said()) == 2
+    sender.outbox.flush()
+    assert sender.said() == []
 
 
 @pytest.mark.parametrize(("spare_bytes", "fits"), [(0, True), (-1, False)])
@@ -146,12 +146,12 @@ async def test_a_terminal_that_just_fits_is_sent_and_one_byte_more_makes_it_an_e
 ) -> None:
     whole = stream(stream=False)
     size = len(codec.encode(_terminal_of(stream(stream=False), "x" * 500), codec.Encoding.JSON))
-    front = Front(max_payload=size + limits.MESSAGE_RESERVE_BYTES + spare_bytes)
+    sender = Sender(max_payload=size + limits.MESSAGE_RESERVE_BYTES + spare_bytes)
     whole.created = 1_000_000_000
-    front.outbox.put(whole, output("x" * 500, last=True), 1.0)
-    front.outbox.flush()
-    headers = front.wire.published[-2][2]
-    terminal = front.said()[-2]
+    sender.outbox.put(whole, output("x" * 500, last=True), 1.0)
+    sender.outbox.flush()
+    headers = sender.wire.published[-2][2]
+    terminal = sender.said()[-2]
     assert isinstance(terminal, messages.Chunk)
     if fits:
         assert (terminal.text, terminal.finish_reason, headers) == ("x" * 500, "length", {})
@@ -170,14 +170,14 @@ def _terminal_of(one: Stream, text: str) -> messages.Chunk:
 
 
 async def test_a_chunk_that_does_not_fit_ends_its_stream_and_nothing_follows() -> None:
-    front, one, other = Front(max_payload=limits.MESSAGE_RESERVE_BYTES + 700), stream("r1"), stream("r2")
+    sender, one, other = Sender(max_payload=limits.MESSAGE_RESERVE_BYTES + 700), stream("r1"), stream("r2")
     cut: list[Stream] = []
-    front.outbox.on_cut = cut.append
+    sender.outbox.on_truncated = cut.append
     for text in ("a", "x" * 800, "c"):
-        front.outbox.put(one, output(text), 1.0)
-        front.outbox.put(other, output("o"), 1.0)
-    front.outbox.flush()
-    said = front.said()
+        sender.outbox.put(one, output(text), 1.0)
+        sender.outbox.put(other, output("o"), 1.0)
+    sender.outbox.flush()
+    said = sender.said()
     mine = [chunk for chunk in said if isinstance(chunk, messages.Chunk) and chunk.id == "r1"]
     assert [(chunk.offset, chunk.tokens, chunk.finish_reason) for chunk in mine] == [(0, 1, None), (1, 1, "error")]
     terminal = mine[-1]
@@ -190,25 +190,25 @@ async def test_a_chunk_that_does_not_fit_ends_its_stream_and_nothing_follows() -
     assert sum(isinstance(chunk, messages.Chunk) and chunk.id == "r2" for chunk in said) == 3
     assert isinstance(said[-1], internal.Events)
     assert said[-1].finished == ["default:r1"]
-    front.outbox.repeat(one, 0, 2.0)
-    again = [chunk for chunk in front.said() if isinstance(chunk, messages.Chunk)]
+    sender.outbox.replay(one, 0, 2.0)
+    again = [chunk for chunk in sender.said() if isinstance(chunk, messages.Chunk)]
     assert [(chunk.offset, chunk.finish_reason) for chunk in again] == [(0, None), (1, "error")]
 
 
 async def test_an_error_terminal_tells_its_error_in_headers_too() -> None:
-    front, one = Front(), stream()
+    sender, one = Sender(), stream()
     error = errors.make_error(errors.Code.WORKER_LOST)
     ended = msgspec.structs.replace(output("", last=True), finish_reason=messages.FinishReason.ERROR, error=error)
-    front.outbox.put(one, ended, 1.0)
-    front.outbox.flush()
-    assert front.wire.published[-2][2] == codec.error_headers(error)
+    sender.outbox.put(one, ended, 1.0)
+    sender.outbox.flush()
+    assert sender.wire.published[-2][2] == codec.error_headers(error)
 
 
 async def test_a_chunk_that_the_connection_has_no_room_for_is_dropped_and_counted() -> None:
-    front, one = Front(), stream()
-    front.outbox.put(one, output("a"), 1.0)
-    front.outbox.flush()
-    front.wire.is_busy = True
-    front.outbox.put(one, output("b"), 1.0)
-    front.outbox.flush()
-    assert front.outbox.dropped_chunks == 1
+    sender, one = Sender(), stream()
+    sender.outbox.put(one, output("a"), 1.0)
+    sender.outbox.flush()
+    sender.wire.is_busy = True
+    sender.outbox.put(one, output("b"), 1.0)
+    sender.outbox.flush()
+    assert sender.outbox.dropped_chunks == 1

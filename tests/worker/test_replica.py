@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.arithmetic import ArithmeticRunner
-from tokenbus.protocol.wire import blocks, errors, internal
+from tokenbus.protocol.wire import block_hash, errors, internal
 from tokenbus.worker import contract
-from tokenbus.worker.engine.process import frames, replica
+from tokenbus.worker.engine.process import ipc, replica
 
-_report = frames.report_decoder.decode
+_report = ipc.report_decoder.decode
 
 
 class Texts(ArithmeticRunner):
@@ -22,7 +22,7 @@ class Texts(ArithmeticRunner):
     def __init__(self) -> None:
         super().__init__()
         assert self.embedder is not None
-        self.embedder.ids_of = self._ids_of  # type: ignore[method-assign]
+        self.embedder.tokenize = self._ids_of  # type: ignore[method-assign]
         self.is_asked = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
@@ -40,23 +40,23 @@ class Texts(ArithmeticRunner):
 
 
 class Replica:
-    """One that runs on a thread, as its front sees it."""
+    """One that runs on a thread, as its frontend sees it."""
 
     def __init__(self, runner: Texts) -> None:
         self.runner = runner
         self.sock, self._theirs = socket.socketpair()
         self.sock.settimeout(10)
-        self._reports = map(_report, frames.received(self.sock))
+        self._reports = map(_report, ipc.receive(self.sock))
         self._end: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        assert isinstance(next(self._reports), frames.Ready)
+        assert isinstance(next(self._reports), ipc.Ready)
 
-    def send(self, *commands: frames.Command) -> None:
+    def send(self, *commands: ipc.Command) -> None:
         for command in commands:
-            self.sock.sendall(frames.encode(command))
+            self.sock.sendall(ipc.encode(command))
 
-    def until(self, is_it: Callable[[frames.Report], bool]) -> frames.Report:
+    def until(self, is_it: Callable[[ipc.Report], bool]) -> ipc.Report:
         return next(report for report in self._reports if is_it(report))
 
     def ended(self) -> BaseException | None:
@@ -87,49 +87,49 @@ def one() -> Iterator[Replica]:
     one.close()
 
 
-def embed(ticket: int, *inputs: str) -> frames.AskEmbeddings:
-    return frames.AskEmbeddings(ticket, internal.Embed(inputs=list(inputs), remaining_ms=9_000))
+def embed(call_id: int, *inputs: str) -> ipc.EmbedCall:
+    return ipc.EmbedCall(call_id, internal.Embed(inputs=list(inputs), remaining_ms=9_000))
 
 
-def add(seq_no: int) -> frames.Add:
-    return frames.Add(seq_no, blocks.to_bytes([1, 2, 3]), contract.Sampling(max_tokens=2, ignore_eos=True))
+def add(seq_no: int) -> ipc.Add:
+    return ipc.Add(seq_no, block_hash.pack_token_ids([1, 2, 3]), contract.Sampling(max_tokens=2, ignore_eos=True))
 
 
-def ends(report: frames.Report) -> bool:
-    return isinstance(report, frames.StepReport) and any(output.end for output in report.outputs)
+def ends(report: ipc.Report) -> bool:
+    return isinstance(report, ipc.StepReport) and any(output.finish_reason for output in report.outputs)
 
 
-def code_of(report: frames.Report) -> errors.Code | None:
-    error = report.error if isinstance(report, frames.Tokens) else None
-    error = report.reply.error if isinstance(report, frames.Embeddings) else error
+def code_of(report: ipc.Report) -> errors.Code | None:
+    error = report.error if isinstance(report, ipc.TokenizeResult) else None
+    error = report.reply.error if isinstance(report, ipc.EmbedResult) else error
     return None if error is None else error.code
 
 
-ASKS = [embed(7, "a", "b"), frames.AskTokens(7, internal.Tokenize(text="a"))]
+ASKS = [embed(7, "a", "b"), ipc.TokenizeCall(7, internal.Tokenize(text="a"))]
 
 
 @pytest.mark.parametrize("ask", ASKS)
-def test_no_command_waits_for_texts_that_are_being_tokenized(one: Replica, ask: frames.Command) -> None:
+def test_no_command_waits_for_texts_that_are_being_tokenized(one: Replica, ask: ipc.Command) -> None:
     one.runner.gate.clear()
     one.send(ask)
     assert one.runner.is_asked.wait(10)
     one.send(add(1))
     one.until(ends)
     one.runner.gate.set()
-    assert code_of(one.until(lambda report: not isinstance(report, frames.StepReport))) is None
+    assert code_of(one.until(lambda report: not isinstance(report, ipc.StepReport))) is None
 
 
 def test_a_prompt_is_tokenized_while_inputs_to_embed_are(one: Replica) -> None:
     one.runner.gate.clear()
-    one.send(embed(1, "a"), frames.AskTokens(2, internal.Tokenize(text="")))
-    assert isinstance(one.until(lambda report: True), frames.Tokens)
+    one.send(embed(1, "a"), ipc.TokenizeCall(2, internal.Tokenize(text="")))
+    assert isinstance(one.until(lambda report: True), ipc.TokenizeResult)
     one.runner.gate.set()
-    assert isinstance(one.until(lambda report: not isinstance(report, frames.StepReport)), frames.Embeddings)
+    assert isinstance(one.until(lambda report: not isinstance(report, ipc.StepReport)), ipc.EmbedResult)
 
 
 @pytest.mark.parametrize("ask", ASKS)
 def test_a_tokenizer_that_fails_in_a_way_that_nobody_expected_costs_one_request_and_no_replica(
-    one: Replica, ask: frames.Command
+    one: Replica, ask: ipc.Command
 ) -> None:
     one.runner.fault = ZeroDivisionError("by a text")
     one.send(ask)
@@ -138,7 +138,7 @@ def test_a_tokenizer_that_fails_in_a_way_that_nobody_expected_costs_one_request_
     one.send(add(1))
     one.until(ends)
     one.send(ask)
-    assert code_of(one.until(lambda report: not isinstance(report, frames.StepReport))) is None
+    assert code_of(one.until(lambda report: not isinstance(report, ipc.StepReport))) is None
 
 
 def test_a_replica_ends_where_the_thread_that_reads_its_commands_ends(one: Replica) -> None:

@@ -11,9 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.sampler import Matrix, Sampler, draw_narrow, draw_sorted, draw_wide, likeliest, uniform
-from tokenbus.worker.engine.scheduling.plan import Sampled
-from tokenbus.worker.engine.scheduling.sequence import End, Sequence
+from tokenbus.worker.engine.sampler import (
+    Matrix,
+    Sampler,
+    draw_from_all,
+    draw_from_top_k,
+    draw_sorted,
+    likeliest,
+    uniform,
+)
+from tokenbus.worker.engine.scheduling.plan import SampledToken
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 EOS, VOCAB = 0, 12
 SEEDS = st.integers(0, 2**32 - 1)
@@ -30,7 +38,7 @@ def sequence(
     one = Sequence(seq_no, array("I", prompt), sampling, frozenset({EOS}))
     for token_id in said:
         one.num_computed = one.num_tokens
-        one.append(token_id)
+        one.append_token(token_id)
     return one
 
 
@@ -40,17 +48,17 @@ def matrix(*rows: Listing[float]) -> Matrix:
 
 def chosen(
     logits: Matrix, sequences: Listing[Sequence], end_token_ids: frozenset[int] = frozenset({EOS})
-) -> list[Sampled | End]:
+) -> list[SampledToken | EngineFinishReason]:
     """By a sampler of its own, of a copy of the logits."""
     one = Sampler(end_token_ids, logits.shape[1])
     for each in sequences:
-        one.begin(each.seq_no, each.sampling)
-    return one.choose(logits.copy(), sequences)
+        one.add_sequence(each.seq_no, each.sampling)
+    return one.sample(logits.copy(), sequences)
 
 
 def token(row: Listing[float], one: Sequence) -> int:
     (result,) = chosen(matrix(row), [one])
-    assert isinstance(result, Sampled)
+    assert isinstance(result, SampledToken)
     return result.token_id
 
 
@@ -127,13 +135,13 @@ def test_the_likeliest_may_all_lie_in_one_group() -> None:
 def test_without_a_temperature_the_likeliest_token_is_chosen_in_every_row() -> None:
     logits = some_logits(5, 20, 333)
     sequences = [sequence(n, asked(top_k=n, top_p=0.5, seed=n)) for n in range(20)]
-    assert chosen(logits, sequences) == [Sampled(int(token_id)) for token_id in logits.argmax(axis=1)]
+    assert chosen(logits, sequences) == [SampledToken(int(token_id)) for token_id in logits.argmax(axis=1)]
 
 
 def test_top_k_of_one_is_greedy_at_any_temperature() -> None:
     logits = some_logits(6, 20, 333)
     sequences = [sequence(n, asked(top_k=1, temperature=5.0, seed=n)) for n in range(20)]
-    assert chosen(logits, sequences) == [Sampled(int(token_id)) for token_id in logits.argmax(axis=1)]
+    assert chosen(logits, sequences) == [SampledToken(int(token_id)) for token_id in logits.argmax(axis=1)]
 
 
 # drawing
@@ -157,9 +165,9 @@ def test_a_draw_is_that_of_the_reference(
     expected, margin = reference(logits[0].tolist(), params, place)
     if margin < 1e-9:  # where the last bits of a sum decide
         return
-    assert draw_wide(logits[0], params, place) == expected
+    assert draw_from_all(logits[0], params, place) == expected
     if 0 < top_k <= width:
-        assert draw_narrow(logits, [params], [place]).tolist() == [expected]
+        assert draw_from_top_k(logits, [params], [place]).tolist() == [expected]
 
 
 @given(
@@ -193,7 +201,7 @@ def test_a_wide_draw_is_that_of_a_full_sort(
     row[rng.random(width) < 1 / 3] += np.float32(ruled_out)
     row[0] = 20.0 if ruled_out and np.isneginf(row.max()) else row[0]
     params = asked(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    assert draw_wide(row, params, place) == draw_sorted(row, params, place)
+    assert draw_from_all(row, params, place) == draw_sorted(row, params, place)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
@@ -208,7 +216,7 @@ def test_a_wide_row_is_drawn_from_without_sorting_it(top_p: float, monkeypatch: 
     monkeypatch.setattr(np, "argsort", noting)
     row = some_logits(1, 150_000)
     for place in range(20):
-        draw_wide(row, asked(temperature=1.0, top_p=top_p), (place + 0.5) / 20)
+        draw_from_all(row, asked(temperature=1.0, top_p=top_p), (place + 0.5) / 20)
     assert max(sorted_sizes) < 4_000
 
 
@@ -220,8 +228,8 @@ def test_rows_drawn_together_get_the_tokens_that_each_gets_alone(
     logits = some_logits(seed, 4, 1_000)
     rows = [asked(temperature=temperature + n, top_k=top_k, top_p=top_p, seed=n) for n in range(4)]
     places = [uniform(seed, n) for n in range(4)]
-    together = draw_narrow(logits, rows, places).tolist()
-    assert together == [draw_wide(row, one, place) for row, one, place in zip(logits, rows, places, strict=True)]
+    together = draw_from_top_k(logits, rows, places).tolist()
+    assert together == [draw_from_all(row, one, place) for row, one, place in zip(logits, rows, places, strict=True)]
 
 
 @pytest.mark.parametrize("top_k", [256, 257])
@@ -238,23 +246,23 @@ def test_top_p_looks_at_the_distribution_before_the_temperature() -> None:
     row = [math.log(share) for share in (0.5, 0.3, 0.2)]
     for top_p, kept in ((0.5, {0}), (0.51, {0, 1}), (0.79, {0, 1}), (0.81, {0, 1, 2})):
         params = asked(temperature=100.0, top_p=top_p)
-        assert {draw_wide(matrix(row)[0], params, place / 50) for place in range(50)} == kept
+        assert {draw_from_all(matrix(row)[0], params, place / 50) for place in range(50)} == kept
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.0, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.51, 3), (0.75, 3), (1.0, 4)])
 def test_top_p_keeps_tokens_until_their_sum_reaches_it_and_always_one(top_p: float, kept: int) -> None:
     params = asked(temperature=1.0, top_p=top_p)
-    assert len({draw_wide(matrix([3.0] * 4)[0], params, place / 50) for place in range(50)}) == kept
+    assert len({draw_from_all(matrix([3.0] * 4)[0], params, place / 50) for place in range(50)}) == kept
 
 
 def test_the_likeliest_is_left_where_top_p_leaves_nothing() -> None:
     params = asked(temperature=9.0, top_p=0.0)
-    assert {draw_wide(matrix([1.0, 3.0, 2.0])[0], params, place / 50) for place in range(50)} == {1}
+    assert {draw_from_all(matrix([1.0, 3.0, 2.0])[0], params, place / 50) for place in range(50)} == {1}
 
 
 def test_a_place_on_the_edge_of_two_tokens_is_the_second_ones() -> None:
     row, params = matrix([3.0, 3.0])[0], asked(temperature=1.0)
-    first, edge, second = (draw_wide(row, params, place) for place in (0.499, 0.5, 0.501))
+    first, edge, second = (draw_from_all(row, params, place) for place in (0.499, 0.5, 0.501))
     assert first != edge == second
 
 
@@ -262,14 +270,14 @@ def test_top_p_shares_what_top_k_has_left() -> None:
     row = [math.log(share) for share in (0.4, 0.3, 0.2, 0.1)]
     for top_k, kept in ((2, {0}), (4, {0, 1})):
         params = asked(temperature=1.0, top_k=top_k, top_p=0.55)
-        assert {draw_wide(matrix(row)[0], params, place / 50) for place in range(50)} == kept
+        assert {draw_from_all(matrix(row)[0], params, place / 50) for place in range(50)} == kept
 
 
 def test_min_p_is_a_share_of_the_likeliest() -> None:
     row = [math.log(share) for share in (0.5, 0.3, 0.2)]
     for min_p, kept in ((0.39, {0, 1, 2}), (0.41, {0, 1}), (0.59, {0, 1}), (0.61, {0}), (1.0, {0})):
         params = asked(temperature=1.0, min_p=min_p)
-        assert {draw_wide(matrix(row)[0], params, place / 50) for place in range(50)} == kept
+        assert {draw_from_all(matrix(row)[0], params, place / 50) for place in range(50)} == kept
 
 
 def test_a_seed_repeats_itself_whoever_runs_beside() -> None:
@@ -281,7 +289,7 @@ def test_a_seed_repeats_itself_whoever_runs_beside() -> None:
         others = [sequence(n, asked(temperature=1.0, seed=n, top_k=10 * n)) for n in (2, 3)]
         rows = np.concatenate([some_logits(place, 1, 200), logits, some_logits(place + 1, 1, 200)])
         results = chosen(rows, [others[0], sequence(1, params, said=[5] * place), others[1]])
-        assert isinstance(results[1], Sampled)
+        assert isinstance(results[1], SampledToken)
         beside.append(results[1].token_id)
     assert alone == beside
     assert len(set(alone)) > 5
@@ -307,9 +315,11 @@ def test_tokens_are_drawn_as_often_as_their_probabilities_say(top_k: int) -> Non
     row = matrix([math.log(share) for share in shares])
     params = asked(temperature=1.0, top_k=top_k)
     if top_k:
-        drawn = draw_narrow(row.repeat(draws, axis=0), [params] * draws, [uniform(7, n) for n in range(draws)]).tolist()
+        drawn = draw_from_top_k(
+            row.repeat(draws, axis=0), [params] * draws, [uniform(7, n) for n in range(draws)]
+        ).tolist()
     else:
-        drawn = [draw_wide(row[0], params, uniform(7, n)) for n in range(draws)]
+        drawn = [draw_from_all(row[0], params, uniform(7, n)) for n in range(draws)]
     for token_id, share in enumerate(shares):
         sigma = math.sqrt(draws * share * (1 - share))
         assert abs(drawn.count(token_id) - draws * share) < 5 * sigma
@@ -318,7 +328,7 @@ def test_tokens_are_drawn_as_often_as_their_probabilities_say(top_k: int) -> Non
 def test_a_temperature_changes_how_often() -> None:
     shares, draws, temperature = [0.6, 0.3, 0.1], 20_000, 2.0
     row = matrix([math.log(share) for share in shares])[0]
-    drawn = [draw_wide(row, asked(temperature=temperature), uniform(8, n)) for n in range(draws)]
+    drawn = [draw_from_all(row, asked(temperature=temperature), uniform(8, n)) for n in range(draws)]
     heated = [share ** (1 / temperature) for share in shares]
     for token_id, weight in enumerate(heated):
         share = weight / sum(heated)
@@ -329,11 +339,11 @@ def test_a_temperature_changes_how_often() -> None:
 
 
 def changed(row: Listing[float], one: Sequence) -> list[float]:
-    """The logits of which the token was chosen: `choose` writes into them."""
+    """The logits of which the token was chosen: `sample` writes into them."""
     logits = matrix(row)
     sampler = Sampler(frozenset({EOS}), len(row))
-    sampler.begin(one.seq_no, one.sampling)
-    sampler.choose(logits, [one])
+    sampler.add_sequence(one.seq_no, one.sampling)
+    sampler.sample(logits, [one])
     return [float(logit) for logit in logits[0]]
 
 
@@ -417,13 +427,13 @@ def test_ids_beyond_the_vocabulary_change_nothing() -> None:
     one = sequence(1, params, prompt=[4, 2**31, 1])
     assert changed([5.0, 1.0, 2.0, 3.0], one) == [-math.inf, 0.0, 2.0, 3.0]
     (result,) = chosen(matrix([5.0, 1.0, 2.0, 3.0]), [one], frozenset({0, 4}))
-    assert isinstance(result, Sampled)
+    assert isinstance(result, SampledToken)
     assert result.token_id == 3
 
 
 def test_what_no_step_could_carry_out_is_refused_before_one() -> None:
     with pytest.raises(AssertionError):
-        Sampler(frozenset({EOS}), VOCAB).begin(1, asked(logprobs=-5))
+        Sampler(frozenset({EOS}), VOCAB).add_sequence(1, asked(logprobs=-5))
 
 
 def test_negative_ids_change_nothing() -> None:
@@ -446,7 +456,7 @@ def test_log_probabilities_are_of_the_logits_as_the_model_gave_them() -> None:
         min_tokens=1,
     )
     (result,) = chosen(matrix(row), [sequence(1, params, prompt=[3])])
-    assert isinstance(result, Sampled)
+    assert isinstance(result, SampledToken)
     whole = math.log(sum(map(math.exp, row)))
     assert result.logprob is not None
     assert (result.token_id, result.logprob.token_id) == (1, 1)
@@ -459,7 +469,7 @@ def test_log_probabilities_are_of_the_logits_as_the_model_gave_them() -> None:
 @settings(max_examples=60)
 def test_the_probabilities_of_the_whole_vocabulary_sum_to_one_and_are_sorted(seed: int, width: int) -> None:
     (result,) = chosen(some_logits(seed, 1, width), [sequence(1, asked(logprobs=width, temperature=1.0))])
-    assert isinstance(result, Sampled)
+    assert isinstance(result, SampledToken)
     assert result.logprob is not None
     likelihoods = [likelihood for _, likelihood in result.logprob.top]
     assert sum(map(math.exp, likelihoods)) == pytest.approx(1.0, abs=1e-5)
@@ -472,13 +482,13 @@ def test_as_many_alternatives_are_reported_as_were_asked_for_and_there_are(
     logprobs: int | None, reported: int | None
 ) -> None:
     (result,) = chosen(some_logits(1, 1, VOCAB), [sequence(1, asked(logprobs=logprobs))])
-    assert isinstance(result, Sampled)
+    assert isinstance(result, SampledToken)
     assert (None if result.logprob is None else len(result.logprob.top)) == reported
 
 
 def test_large_logits_do_not_overflow() -> None:
     (result,) = chosen(matrix([-3e38, 3e38, 2.9e38]), [sequence(1, asked(logprobs=2, temperature=1.0))])
-    assert isinstance(result, Sampled)
+    assert isinstance(result, SampledToken)
     assert result.logprob is not None
     assert (result.token_id, result.logprob.logprob) == (1, 0.0)
 
@@ -506,7 +516,7 @@ def test_a_row_without_a_usable_maximum_ends_its_own_sequence_and_no_other(
     params = asked(temperature=temperature, top_k=top_k, logprobs=logprobs)
     three = [sequence(n, params) for n in (1, 2, 3)]
     first, second, third = chosen(matrix(good, bad, good), three)
-    assert second is End.BAD_LOGITS
+    assert second is EngineFinishReason.BAD_LOGITS
     assert first == third == chosen(matrix(good), [sequence(4, params)])[0]
 
 
@@ -518,7 +528,7 @@ def test_tokens_that_the_model_rules_out_by_itself_are_no_fault() -> None:
 
 def test_a_row_in_which_everything_is_forbidden_ends_its_sequence() -> None:
     one = sequence(1, asked(min_tokens=1, stop_token_ids=(1,)))
-    assert chosen(matrix([1.0, 2.0]), [one]) == [End.BAD_LOGITS]
+    assert chosen(matrix([1.0, 2.0]), [one]) == [EngineFinishReason.BAD_LOGITS]
 
 
 # lives
@@ -526,16 +536,16 @@ def test_a_row_in_which_everything_is_forbidden_ends_its_sequence() -> None:
 
 def test_a_sequence_begins_once_and_may_finish_without_having_begun() -> None:
     one = Sampler(frozenset({EOS}), VOCAB)
-    one.finish(1)
-    one.begin(1, asked())
+    one.remove_sequence(1)
+    one.add_sequence(1, asked())
     with pytest.raises(AssertionError):
-        one.begin(1, asked())
-    one.finish(1)
-    one.begin(1, asked())
+        one.add_sequence(1, asked())
+    one.remove_sequence(1)
+    one.add_sequence(1, asked())
 
 
 def test_a_step_in_which_nobody_samples_gives_nothing() -> None:
-    assert Sampler(frozenset(), VOCAB).choose(np.zeros((0, VOCAB), np.float32), []) == []
+    assert Sampler(frozenset(), VOCAB).sample(np.zeros((0, VOCAB), np.float32), []) == []
 
 
 def test_equally_likely_tokens_are_drawn_alike_whatever_is_beside_them() -> None:
@@ -552,5 +562,5 @@ def test_a_bad_row_of_which_log_probabilities_were_asked_disturbs_nobody(bad: fl
     logits = some_logits(3, 2, 100)
     logits[0] = bad
     results = chosen(logits, [sequence(n, asked(logprobs=2)) for n in (1, 2)])
-    assert results[0] is End.BAD_LOGITS
-    assert isinstance(results[1], Sampled)
+    assert results[0] is EngineFinishReason.BAD_LOGITS
+    assert isinstance(results[1], SampledToken)

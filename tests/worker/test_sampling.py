@@ -19,7 +19,7 @@ def resolved(
     **params: object,
 ) -> contract.Sampling:
     config = make_config(context_length=context_length, defaults=defaults)
-    return resolve(internal.Params(**params), prompt_tokens, config, max_new_tokens)  # type: ignore[arg-type]
+    return resolve(internal.GenerationParams(**params), prompt_tokens, config, max_new_tokens)  # type: ignore[arg-type]
 
 
 def test_a_request_that_says_nothing_gets_the_wires_defaults() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.scheduling.sequence import End, Sequence
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 EOS, OWN_STOP, PLAIN = 2, 3, 7
 
@@ -17,12 +17,12 @@ def sequence(num_prompt: int = 3, **sampling: object) -> Sequence:
     return Sequence(1, array("I", [PLAIN] * num_prompt), contract.Sampling(**fields), frozenset({EOS}))  # type: ignore[arg-type]
 
 
-def sampled(sequence: Sequence, *token_ids: int) -> list[End | None]:
+def sampled(sequence: Sequence, *token_ids: int) -> list[EngineFinishReason | None]:
     """Computes what there is and appends each token in turn."""
     ends = []
     for token_id in token_ids:
         sequence.num_computed = sequence.num_tokens
-        ends.append(sequence.append(token_id))
+        ends.append(sequence.append_token(token_id))
     return ends
 
 
@@ -39,17 +39,17 @@ def test_a_sampled_token_is_one_token_to_compute() -> None:
 
 
 def test_it_ends_by_length_with_the_last_of_max_tokens_and_not_before() -> None:
-    assert sampled(sequence(max_tokens=3), PLAIN, PLAIN, PLAIN) == [None, None, End.LENGTH]
-    assert sampled(sequence(max_tokens=1), PLAIN) == [End.LENGTH]
+    assert sampled(sequence(max_tokens=3), PLAIN, PLAIN, PLAIN) == [None, None, EngineFinishReason.LENGTH]
+    assert sampled(sequence(max_tokens=1), PLAIN) == [EngineFinishReason.LENGTH]
 
 
 @pytest.mark.parametrize("stop", [EOS, OWN_STOP])
 def test_it_ends_at_the_models_end_tokens_and_at_its_own(stop: int) -> None:
-    assert sampled(sequence(), PLAIN, stop) == [None, End.STOP_TOKEN]
+    assert sampled(sequence(), PLAIN, stop) == [None, EngineFinishReason.STOP_TOKEN]
 
 
 def test_a_stop_token_in_the_last_place_is_a_stop_and_no_length() -> None:
-    assert sampled(sequence(max_tokens=2), PLAIN, EOS) == [None, End.STOP_TOKEN]
+    assert sampled(sequence(max_tokens=2), PLAIN, EOS) == [None, EngineFinishReason.STOP_TOKEN]
 
 
 def test_a_stop_token_counts_as_sampled() -> None:
@@ -59,11 +59,11 @@ def test_a_stop_token_counts_as_sampled() -> None:
 
 
 def test_ignore_eos_goes_on_past_the_models_end_tokens_but_not_past_its_own() -> None:
-    assert sampled(sequence(ignore_eos=True), EOS, EOS, OWN_STOP) == [None, None, End.STOP_TOKEN]
+    assert sampled(sequence(ignore_eos=True), EOS, EOS, OWN_STOP) == [None, None, EngineFinishReason.STOP_TOKEN]
 
 
 def test_min_tokens_many_tokens_do_not_stop_and_the_next_one_may() -> None:
-    assert sampled(sequence(min_tokens=2), EOS, OWN_STOP, EOS) == [None, None, End.STOP_TOKEN]
+    assert sampled(sequence(min_tokens=2), EOS, OWN_STOP, EOS) == [None, None, EngineFinishReason.STOP_TOKEN]
 
 
 def test_it_may_stop_once_min_tokens_are_there() -> None:
@@ -77,14 +77,14 @@ def test_it_may_stop_once_min_tokens_are_there() -> None:
 
 
 def test_max_tokens_end_it_even_below_min_tokens() -> None:
-    assert sampled(sequence(max_tokens=2, min_tokens=5), EOS, EOS) == [None, End.LENGTH]
+    assert sampled(sequence(max_tokens=2, min_tokens=5), EOS, EOS) == [None, EngineFinishReason.LENGTH]
 
 
 def test_a_token_is_sampled_only_behind_the_last_one_computed() -> None:
     one = sequence(num_prompt=3)
     one.num_computed = 2
     with pytest.raises(AssertionError):
-        one.append(PLAIN)
+        one.append_token(PLAIN)
     assert one.num_tokens == 3
 
 
@@ -92,7 +92,7 @@ def test_its_prompt_is_its_own_copy() -> None:
     prompt = array("I", [1, 2])
     one = Sequence(1, prompt, contract.Sampling(max_tokens=4), frozenset())
     one.num_computed = 2
-    one.append(5)
+    one.append_token(5)
     assert list(prompt) == [1, 2]
     assert list(one.token_ids) == [1, 2, 5]
 
@@ -101,9 +101,9 @@ def test_one_that_an_earlier_engine_began_has_its_last_tokens_sampled_already_an
     token_ids = array("I", [PLAIN] * 3 + [4, 5])
     one = Sequence(1, token_ids, contract.Sampling(max_tokens=3), frozenset({EOS}), num_sampled=2)
     assert (one.num_prompt, one.num_sampled, one.num_uncomputed, one.max_num_tokens) == (3, 2, 5, 6)
-    one.adopt(4)
+    one.reuse_prefix(4)
     assert (one.num_computed, one.num_cached) == (4, 0)
-    assert sampled(one, PLAIN) == [End.LENGTH]
+    assert sampled(one, PLAIN) == [EngineFinishReason.LENGTH]
 
 
 def test_one_of_which_all_tokens_are_sampled_cannot_be_made() -> None:
@@ -112,10 +112,10 @@ def test_one_of_which_all_tokens_are_sampled_cannot_be_made() -> None:
 
 
 def test_one_that_must_be_alone_need_not_be_after_its_next_token() -> None:
-    one = Sequence(1, array("I", [1]), contract.Sampling(max_tokens=3), frozenset(), alone=True)
-    assert one.alone
+    one = Sequence(1, array("I", [1]), contract.Sampling(max_tokens=3), frozenset(), isolated=True)
+    assert one.isolated
     sampled(one, PLAIN)
-    assert not one.alone
+    assert not one.isolated
 
 
 def test_a_sequence_without_a_prompt_or_without_room_for_a_token_cannot_be_made() -> None:
@@ -135,25 +135,25 @@ def test_integrity_is_broken_by_more_computed_than_there_is_and_by_less_than_not
 
 def test_what_it_adopts_of_its_prompt_counts_as_cached_and_what_it_computed_before_does_not() -> None:
     one = sequence(num_prompt=10)
-    one.adopt(4)
+    one.reuse_prefix(4)
     one.num_computed = 6
-    one.adopt(9)
+    one.reuse_prefix(9)
     assert (one.num_computed, one.num_cached, one.num_uncomputed) == (9, 4 + 3, 1)
 
 
 def test_it_may_adopt_all_but_its_last_token_and_never_less_than_it_has() -> None:
     one = sequence(num_prompt=5)
-    one.adopt(4)
+    one.reuse_prefix(4)
     for num_computed in (3, 5):
         with pytest.raises(AssertionError):
-            one.adopt(num_computed)
+            one.reuse_prefix(num_computed)
     assert (one.num_computed, one.num_cached) == (4, 4)
 
 
 def test_one_that_is_preempted_in_its_prompt_begins_anew_and_nothing_was_cached() -> None:
     one = sequence(num_prompt=10)
     one.lane = 3
-    one.adopt(4)
+    one.reuse_prefix(4)
     one.num_computed = 6
     one.preempt()
     assert (one.num_computed, one.num_cached, one.preemptions) == (0, 0, 1)
@@ -162,11 +162,11 @@ def test_one_that_is_preempted_in_its_prompt_begins_anew_and_nothing_was_cached(
 
 def test_one_that_is_preempted_later_keeps_what_it_sampled_and_what_it_said_of_its_cache() -> None:
     one = sequence(num_prompt=10)
-    one.adopt(4)
+    one.reuse_prefix(4)
     sampled(one, PLAIN, PLAIN)
     one.preempt()
     assert (one.num_computed, one.num_sampled, one.num_uncomputed, one.num_cached) == (0, 2, 12, 4)
-    one.adopt(11)
+    one.reuse_prefix(11)
     assert (one.num_computed, one.num_cached) == (11, 4)
     one.check_integrity()
 
@@ -191,7 +191,11 @@ def test_it_ends_exactly_where_a_search_over_all_tokens_says(
 ) -> None:
     stops = {OWN_STOP} if ignore_eos else {OWN_STOP, EOS}
     stop_at = [place for place, token in enumerate(token_ids) if token in stops and place >= min_tokens]
-    expected = (stop_at[0], End.STOP_TOKEN) if stop_at and stop_at[0] < max_tokens else (max_tokens - 1, End.LENGTH)
+    expected = (
+        (stop_at[0], EngineFinishReason.STOP_TOKEN)
+        if stop_at and stop_at[0] < max_tokens
+        else (max_tokens - 1, EngineFinishReason.LENGTH)
+    )
     one = sequence(max_tokens=max_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos)
     for place, token in enumerate(token_ids):
         (end,) = sampled(one, token)

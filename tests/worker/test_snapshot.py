@@ -13,7 +13,9 @@ LOAD = messages.Load(running=3, used_blocks=7)
 
 
 def requests(count: int) -> list[internal.RunningRequest]:
-    return [internal.RunningRequest(id=f"acme:{number}", attempt=number, spoken=False) for number in range(count)]
+    return [
+        internal.RunningRequest(id=f"acme:{number}", attempt=number, first_token_sent=False) for number in range(count)
+    ]
 
 
 def runs(*lengths: int) -> list[internal.BlockRun]:

@@ -21,10 +21,10 @@ def stream(attempt: int = 0, routing: messages.RoutingReport | None = None, **pa
         reply="_INBOX.a",
         encoding=codec.Encoding.JSON,
         token_ids=b"",
-        params=internal.Params(**params),  # type: ignore[arg-type]
+        params=internal.GenerationParams(**params),  # type: ignore[arg-type]
         routing=routing,
     )
-    return Stream(run, "demo", "worker-1", now=5.0, pieces=PIECES)
+    return Stream(run, "demo", "worker-1", now=5.0, token_bytes=PIECES)
 
 
 def output(text: str = "", *token_ids: int) -> contract.Output:
@@ -125,14 +125,14 @@ def test_a_cancel_by_the_client_is_cancelled_and_one_of_our_own_is_an_error_with
     cancelled = terminal("held", reason=messages.FinishReason.CANCELLED)
     assert made(stream(), cancelled).finish_reason is messages.FinishReason.CANCELLED
     late = stream()
-    late.end_with = errors.make_error(errors.Code.DEADLINE_EXCEEDED)
+    late.cancel_error = errors.make_error(errors.Code.DEADLINE_EXCEEDED)
     chunk = made(late, cancelled)
-    assert (chunk.finish_reason, chunk.error, chunk.text) == (messages.FinishReason.ERROR, late.end_with, "held")
+    assert (chunk.finish_reason, chunk.error, chunk.text) == (messages.FinishReason.ERROR, late.cancel_error, "held")
 
 
 def test_a_stream_that_ended_by_itself_keeps_its_reason_whatever_we_meant_to_end_it_with() -> None:
     late = stream()
-    late.end_with = errors.make_error(errors.Code.DEADLINE_EXCEEDED)
+    late.cancel_error = errors.make_error(errors.Code.DEADLINE_EXCEEDED)
     chunk = made(late, terminal("a", 1, reason=messages.FinishReason.STOP, stop_match="x"))
     assert (chunk.finish_reason, chunk.error) == (messages.FinishReason.STOP, UNSET)
 
@@ -211,7 +211,7 @@ def test_what_is_said_again_is_as_likely_as_it_was() -> None:
     one = stream(logprobs=1)
     for output_ in (spoken("a", likely(1, 1)), spoken("b", likely(3, 1))):
         made(one, output_)
-    (again,) = one.again(1, 10_000)
+    (again,) = one.replay(1, 10_000)
     assert (again.offset, again.text, again.logprobs) == (1, "b", [named(3, 1)])
 
 
@@ -228,7 +228,7 @@ def test_how_far_a_prompt_is_is_said_in_an_empty_chunk_and_only_in_a_stream() ->
 def test_a_terminal_that_is_too_large_becomes_an_error_without_text() -> None:
     whole = stream(attempt=3, stream=False, return_token_ids=True)
     large = made(whole, terminal("x" * 1000, 1, 2, 3))
-    small = whole.too_large(large)
+    small = whole.too_large_terminal(large)
     assert (small.id, small.attempt, small.worker_id, small.model) == ("r-1", 3, "worker-1", "demo")
     assert (small.finish_reason, small.text, small.token_ids) == (messages.FinishReason.ERROR, "", UNSET)
     assert (small.usage, small.timings, small.created) == (USAGE, TIMINGS, large.created)
@@ -238,4 +238,4 @@ def test_a_terminal_that_is_too_large_becomes_an_error_without_text() -> None:
 
 def test_a_new_stream_has_not_spoken() -> None:
     new = stream()
-    assert (new.key, new.has_spoken, new.spoke_at, new.end_with) == ("acme:r-1", False, 5.0, None)
+    assert (new.key, new.first_token_sent, new.last_chunk_at, new.cancel_error) == ("acme:r-1", False, 5.0, None)

@@ -1,8 +1,8 @@
-"""Decides whether a front may still speak: not after it stood still, and not unless the broker answers its pings.
+"""Decides whether a frontend may still speak: not after it stood still, and not unless the broker answers its pings.
 
-What a front publishes reaches the broker in order, so an answered ping shows that everything before it got there. Any
+What a frontend publishes arrives in order, so an answered ping shows that everything before it got there. Any
 other message from the broker shows only that the way in is open: with the way out blocked and others' messages coming
-in, a front that trusted them would go on speaking behind its router's terminal."""
+in, a frontend that trusted them would go on speaking behind its router's terminal."""
 
 FENCE_S = 1.5
 """Shorter than the silence after which routers give a worker up, so that it is silent before they act."""
@@ -12,7 +12,7 @@ class Fence:
     """Once it has fallen it stays down until the broker is reached anew. Times are seconds of `protocol.clock`."""
 
     def __init__(self, now: float) -> None:
-        self._ticked_at = now
+        self._last_tick_at = now
         self._answered_at = now
         self._is_down = False
 
@@ -25,20 +25,20 @@ class Fence:
 
     def tick(self, now: float) -> None:
         """The loop runs: to be called several times in `FENCE_S`."""
-        if self.holds(now):
-            self._ticked_at = now
+        if self.check(now):
+            self._last_tick_at = now
 
-    def answered(self, sent_at: float) -> None:
+    def ping_answered(self, sent_at: float) -> None:
         """The broker has answered a ping that was sent at that time."""
         self._answered_at = max(self._answered_at, sent_at)
 
-    def holds(self, now: float) -> bool:
+    def check(self, now: float) -> bool:
         """Whether anything may be written now."""
-        if now - self._ticked_at >= FENCE_S or now - self._answered_at >= FENCE_S:
+        if now - self._last_tick_at >= FENCE_S or now - self._answered_at >= FENCE_S:
             self._is_down = True
         return not self._is_down
 
-    def raise_again(self, now: float) -> None:
+    def reset(self, now: float) -> None:
         """A new life begins, on a new connection."""
-        self._ticked_at = self._answered_at = now
+        self._last_tick_at = self._answered_at = now
         self._is_down = False

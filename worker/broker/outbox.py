@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import structlog
 
-from tokenbus.protocol.bus.bus import BadSubjectError, Bus, BusyError
+from tokenbus.protocol.bus.bus import BadSubjectError, Bus, OutboundBufferLimitError
 from tokenbus.protocol.wire import codec, limits, messages, subjects
 from tokenbus.worker import contract
-from tokenbus.worker.broker.announce import Announcer
+from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.frontend import spans
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
 from tokenbus.worker.streams.stream import Stream
@@ -24,7 +24,7 @@ class Outbox:
         self._log = structlog.get_logger()
         self.dropped_chunks = 0
         """Chunks that were not sent, mostly because too much was waiting for the broker."""
-        self.on_cut: Callable[[Stream], None] = lambda stream: None
+        self.on_truncated: Callable[[Stream], None] = lambda stream: None
         """Told of a stream that has ended here, since a chunk of it does not fit a message."""
 
     def __repr__(self) -> str:
@@ -32,23 +32,23 @@ class Outbox:
 
     def put_head(self, stream: Stream, now: float) -> None:
         """The chunk that opens a stream or shows that it is alive."""
-        stream.spoke_at = now
+        stream.last_chunk_at = now
         head = stream.head()
         if head is not None:
             self._chunks.append((stream, head, stream.gone_subject))
 
     def put_probe(self, stream: Stream, now: float) -> None:
         """An empty chunk whose notice, if nobody listens, can be told from those of other chunks."""
-        stream.spoke_at = now
+        stream.last_chunk_at = now
         head = stream.head()
         if head is not None:
             self._chunks.append((stream, head, stream.gone_subject + subjects.PROBE_SUFFIX))
 
-    def repeat(self, stream: Stream, offset: int, now: float) -> None:
+    def replay(self, stream: Stream, offset: int, now: float) -> None:
         """Publishes at once, again, what a stream has said from a token on."""
-        stream.spoke_at = now
+        stream.last_chunk_at = now
         room = self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES
-        for chunk in stream.again(offset, room):
+        for chunk in stream.replay(offset, room):
             said = self._publish(stream, chunk, stream.gone_subject)
             if said.finish_reason is not chunk.finish_reason:
                 if stream.terminal is None:
@@ -61,17 +61,17 @@ class Outbox:
         chunk = stream.chunk(output)
         if chunk is None:
             return
-        stream.spoke_at = now
-        if chunk.tokens and not stream.has_spoken:
-            stream.has_spoken = True
-            self._announcer.spoken(stream.key)
+        stream.last_chunk_at = now
+        if chunk.tokens and not stream.first_token_sent:
+            stream.first_token_sent = True
+            self._announcer.first_token_sent(stream.key)
         self._chunks.append((stream, chunk, stream.gone_subject))
 
     def flush(self) -> None:
         """Publishes everything put since the last time."""
         if not self._chunks:
             return
-        if self._announcer.has_to_say_first:
+        if self._announcer.has_events_before_chunks:
             self._announcer.publish_events()
         chunks, self._chunks = self._chunks, []
         has_ended = False
@@ -87,29 +87,29 @@ class Outbox:
 
     def _end(self, stream: Stream, wanted: messages.Chunk, terminal: messages.Chunk) -> None:
         stream.terminal = terminal
-        self._announcer.finished(stream.key)
+        self._announcer.request_finished(stream.key)
         self._log_end(stream, terminal)
         spans.end(stream.span, stream.accepted_at, terminal)
         if wanted.finish_reason is None:
-            self.on_cut(stream)
+            self.on_truncated(stream)
 
     def _publish(self, stream: Stream, chunk: messages.Chunk, gone_subject: str) -> messages.Chunk:
         """Publishes a chunk, or what stands in for one that is too large; returns what was published."""
         payload = codec.encode(chunk, stream.run.encoding)
         if len(payload) + limits.MESSAGE_RESERVE_BYTES > self._connection.max_payload:
-            chunk = stream.too_large(chunk)
+            chunk = stream.too_large_terminal(chunk)
             payload = codec.encode(chunk, stream.run.encoding)
         headers = codec.error_headers(chunk.error) if chunk.error else None
         try:
             self._connection.publish(stream.run.reply, payload, reply=gone_subject, headers=headers)
-        except (BusyError, BadSubjectError):
+        except (OutboundBufferLimitError, BadSubjectError):
             self.dropped_chunks += 1
         return chunk
 
     def _log_end(self, stream: Stream, chunk: messages.Chunk) -> None:
         reason = chunk.error.code if chunk.error else chunk.finish_reason
         usage, timings = chunk.usage or None, chunk.timings or None
-        self._metrics.finished(str(reason), usage, timings)
+        self._metrics.request_finished(str(reason), usage, timings)
         self._log.info(
             "request_finished",
             request_id=stream.key,

@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
-from tokenbus.worker.engine.kv.moves import Move
-from tokenbus.worker.engine.scheduling.plan import Sampled, StepPlan
-from tokenbus.worker.engine.scheduling.sequence import End
+from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
-if TYPE_CHECKING:  # of numpy nothing is needed here that a front would wait a tenth of a second for
+if TYPE_CHECKING:  # of numpy nothing is needed here that a frontend would wait a tenth of a second for
     from tokenbus.worker.engine.sampler import Matrix
 
 
-class NoRoomError(RuntimeError):
+class InsufficientMemoryError(RuntimeError):
     """The KV memory could not take the step; it is as it was before."""
 
 
@@ -26,20 +26,20 @@ class ModelError(RuntimeError):
 
 
 class Embedder(Protocol):
-    """Makes vectors of token ids. `ids_of` may be used from other threads."""
+    """Makes vectors of token ids. `tokenize` may be used from other threads."""
 
     width: int
     """Numbers of a vector."""
-    longest: int
+    max_input_tokens: int
     """Tokens that one input may have."""
     vocab_size: int
 
-    def ids_of(self, text: str) -> list[int]:
+    def tokenize(self, text: str) -> list[int]:
         """The token ids of a text, with what the model wants around it."""
         ...
 
     def embed(self, inputs: Listing[Listing[int]]) -> "Matrix":
-        """A row for each input. Raises NoRoomError and DeviceError."""
+        """A row for each input. Raises InsufficientMemoryError and DeviceError."""
         ...
 
 
@@ -48,7 +48,7 @@ class Runner(Protocol):
 
     config: contract.EngineConfig
     end_token_ids: frozenset[int]
-    pieces: list[bytes]
+    token_bytes: list[bytes]
     """The bytes of each token's text, by token id; empty for control tokens."""
     bundle: bytes | None
     embedder: Embedder | None
@@ -56,22 +56,23 @@ class Runner(Protocol):
     num_lanes: int
     """Lanes that running and cached sequences share."""
 
-    def begin(self, seq_no: int, sampling: contract.Sampling) -> None:
+    def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
         """Prepares to sample for a sequence."""
         ...
 
-    def finish(self, seq_no: int) -> None:
+    def remove_sequence(self, seq_no: int) -> None:
         """Lets go of what was prepared for a sequence; does nothing for one that never began."""
         ...
 
-    def apply(self, moves: Listing[Move]) -> None:
+    def apply(self, kv_ops: Listing[KvOp]) -> None:
         """Has lanes share, give up, save and restore tokens, in order. Raises DeviceError."""
         ...
 
-    def step(self, plan: StepPlan) -> list[Sampled | End]:
-        """Computes every part; a token, or `End.BAD_LOGITS`, for each that samples.
+    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
+        """Computes every part; a token, or `EngineFinishReason.BAD_LOGITS`, for each that samples.
 
-        Raises NoRoomError, after which the plan may be tried without one of its sequences, and DeviceError."""
+        Raises InsufficientMemoryError, after which the plan may be tried without one of its sequences, and
+        DeviceError."""
         ...
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:

@@ -13,8 +13,8 @@ import structlog
 import xxhash
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.scheduling.plan import Sampled
-from tokenbus.worker.engine.scheduling.sequence import End, Sequence
+from tokenbus.worker.engine.scheduling.plan import SampledToken
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 Matrix = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 Row = np.ndarray[tuple[int], np.dtype[np.float32]]
@@ -61,16 +61,17 @@ class Sampler:
     def __repr__(self) -> str:
         return f"<Sampler of {len(self._rules)} sequences>"
 
-    def begin(self, seq_no: int, sampling: contract.Sampling) -> None:
+    def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
         assert seq_no not in self._rules, seq_no
         self._rules[seq_no] = _Rules(sampling, self._end_token_ids, self._vocab_size)
 
-    def finish(self, seq_no: int) -> None:
+    def remove_sequence(self, seq_no: int) -> None:
         """Does nothing for a sequence that never began."""
         self._rules.pop(seq_no, None)
 
-    def choose(self, logits: Matrix, sequences: Listing[Sequence]) -> list[Sampled | End]:
-        """A token for each row, or `End.BAD_LOGITS` where the model computed no numbers. Writes into `logits`."""
+    def sample(self, logits: Matrix, sequences: Listing[Sequence]) -> list[SampledToken | EngineFinishReason]:
+        """A token for each row, or `EngineFinishReason.BAD_LOGITS` where the model computed no numbers. Writes into
+        `logits`."""
         rules = [self._rules[sequence.seq_no] for sequence in sequences]
         reports = [_Report.of(row, rule.sampling.logprobs) for row, rule in zip(logits, rules, strict=True)]
         for row, rule, sequence in zip(logits, rules, sequences, strict=True):
@@ -78,15 +79,15 @@ class Sampler:
         tokens = logits.argmax(axis=1)
         finite = np.isfinite(logits[np.arange(len(logits)), tokens]).tolist()
         self._draw(logits, rules, sequences, finite, tokens)
-        chosen: list[Sampled | End] = []
+        chosen: list[SampledToken | EngineFinishReason] = []
         for row, sequence, token, is_finite, report in zip(
             logits, sequences, tokens.tolist(), finite, reports, strict=True
         ):
             if is_finite:
-                chosen.append(Sampled(token, report.of_token(token) if report is not None else None))
+                chosen.append(SampledToken(token, report.of_token(token) if report is not None else None))
             else:
                 self._log.error("bad_logits", seq_no=sequence.seq_no, row=_summary(row))
-                chosen.append(End.BAD_LOGITS)
+                chosen.append(EngineFinishReason.BAD_LOGITS)
         return chosen
 
     def _draw(
@@ -107,10 +108,10 @@ class Sampler:
             if 0 < top_k <= most:
                 by_top_k.setdefault(top_k, []).append(n)
             else:
-                tokens[n] = draw_wide(logits[n], rules[n].sampling, places[n])
+                tokens[n] = draw_from_all(logits[n], rules[n].sampling, places[n])
         for alike in by_top_k.values():
             samplings = [rules[n].sampling for n in alike]
-            tokens[alike] = draw_narrow(logits[alike], samplings, [places[n] for n in alike])
+            tokens[alike] = draw_from_top_k(logits[alike], samplings, [places[n] for n in alike])
 
 
 def uniform(seed: int, place: int) -> float:
@@ -118,7 +119,7 @@ def uniform(seed: int, place: int) -> float:
     return xxhash.xxh3_64_intdigest(place.to_bytes(8, "little"), seed) / 2.0**64
 
 
-def draw_narrow(
+def draw_from_top_k(
     logits: Matrix, samplings: Listing[contract.Sampling], places: Listing[float]
 ) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
     """A token for each row. All have the same `top_k`, from 1 to the width of a row: which of several equally likely
@@ -129,7 +130,7 @@ def draw_narrow(
     return np.take_along_axis(ids, chosen[:, None], axis=1)[:, 0]
 
 
-def draw_wide(row: Row, sampling: contract.Sampling, place: float) -> int:
+def draw_from_all(row: Row, sampling: contract.Sampling, place: float) -> int:
     """A token of a row in which many may come next: the one that `draw_sorted` finds, mostly without sorting."""
     found = _draw_unsorted(row, sampling, place)
     return draw_sorted(row, sampling, place) if found is None else found

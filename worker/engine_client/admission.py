@@ -4,7 +4,7 @@ from tokenbus.protocol.wire import errors
 from tokenbus.worker import contract
 
 
-class Places:
+class CapacityLimit:
     """How many requests may be held, and about when the next one will fit."""
 
     def __init__(self, max_waiting: int) -> None:
@@ -15,7 +15,7 @@ class Places:
     def __repr__(self) -> str:
         return f"<Places for {self.max_waiting} that wait, {self._duration_s:.2f} s each>"
 
-    def ended(self, duration_s: float) -> None:
+    def request_ended(self, duration_s: float) -> None:
         """A request has run to its end."""
         self._duration_s += 0.2 * (duration_s - self._duration_s)
 

@@ -1,9 +1,9 @@
 """Every metric of a worker process, declared once. Names follow vLLM's where there are such."""
 
-from tokenbus.protocol.telemetry.metrics import REQUEST_SECONDS, SECONDS, TOKEN_SECONDS, Counter, Gauge, Histogram
+from tokenbus.protocol.telemetry.metrics import ITL_BUCKETS, REQUEST_BUCKETS, TTFT_BUCKETS, Counter, Gauge, Histogram
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
-from tokenbus.worker.engine.process import frames
+from tokenbus.worker.engine.process import ipc
 
 _ONE = ("model", "worker_id")
 _P = "tokenbus_worker"
@@ -46,23 +46,25 @@ class WorkerMetrics:
             f"{_P}_step_seconds",
             "Steps: of prompts, of decodes, or of both.",
             (*_ONE, "kind"),
-            TOKEN_SECONDS,
+            ITL_BUCKETS,
         )
         self.inference_seconds = Counter(f"{_P}_inference_seconds", "Time that the device has computed.", _ONE)
         self.idle_seconds = Counter(
             f"{_P}_device_gap_seconds", "Time between two steps in which there was work and the device had none.", _ONE
         )
-        self.ttft = Histogram(f"{_P}_time_to_first_token_seconds", "From the accept to the first token.", _ONE, SECONDS)
+        self.ttft = Histogram(
+            f"{_P}_time_to_first_token_seconds", "From the accept to the first token.", _ONE, TTFT_BUCKETS
+        )
         self.itl = Histogram(
-            f"{_P}_inter_token_latency_seconds", "From one token of a request to its next.", _ONE, TOKEN_SECONDS
+            f"{_P}_inter_token_latency_seconds", "From one token of a request to its next.", _ONE, ITL_BUCKETS
         )
-        self.queue = Histogram(f"{_P}_queue_time_seconds", "From the accept to the first step.", _ONE, REQUEST_SECONDS)
+        self.queue = Histogram(f"{_P}_queue_time_seconds", "From the accept to the first step.", _ONE, REQUEST_BUCKETS)
         self.prefill = Histogram(
-            f"{_P}_prefill_time_seconds", "From the first step to the first token.", _ONE, REQUEST_SECONDS
+            f"{_P}_prefill_time_seconds", "From the first step to the first token.", _ONE, REQUEST_BUCKETS
         )
-        self.decode = Histogram(f"{_P}_decode_time_seconds", "From the first token to the last.", _ONE, REQUEST_SECONDS)
+        self.decode = Histogram(f"{_P}_decode_time_seconds", "From the first token to the last.", _ONE, REQUEST_BUCKETS)
         self.e2e = Histogram(
-            f"{_P}_e2e_request_latency_seconds", "From the accept to the terminal.", _ONE, REQUEST_SECONDS
+            f"{_P}_e2e_request_latency_seconds", "From the accept to the terminal.", _ONE, REQUEST_BUCKETS
         )
 
     def families(self) -> list[Counter | Gauge | Histogram]:
@@ -75,78 +77,82 @@ class ReplicaMetrics:
 
     def __init__(self, metrics: WorkerMetrics, model: str, worker_id: str) -> None:
         self._metrics = metrics
-        self._who = (model, worker_id)
-        own = self._who
-        self._itl, self._ttft, self._queue = metrics.itl.of(*own), metrics.ttft.of(*own), metrics.queue.of(*own)
-        self._prefill, self._decode = metrics.prefill.of(*own), metrics.decode.of(*own)
-        self._e2e = metrics.e2e.of(*own)
-        self._steps = {kind: metrics.steps.of(*own, kind) for kind in frames.StepKind}
-        self._inference, self._gap = metrics.inference_seconds.of(*own), metrics.idle_seconds.of(*own)
-        self._prompt, self._evicted = metrics.prompt_tokens.of(*own), metrics.evicted.of(*own)
-        self._seen = messages.Load()
-        self._counted = [
-            (metrics.generation_tokens.of(*own), "generated_tokens"),
-            (metrics.computed_tokens.of(*own), "computed_tokens"),
-            (metrics.cache_queries.of(*own), "prompt_tokens"),
-            (metrics.cache_hits.of(*own), "cached_tokens"),
+        self._own_labels = (model, worker_id)
+        own = self._own_labels
+        self._itl, self._ttft, self._queue = (
+            metrics.itl.labels(*own),
+            metrics.ttft.labels(*own),
+            metrics.queue.labels(*own),
+        )
+        self._prefill, self._decode = metrics.prefill.labels(*own), metrics.decode.labels(*own)
+        self._e2e = metrics.e2e.labels(*own)
+        self._steps = {kind: metrics.steps.labels(*own, kind) for kind in ipc.StepKind}
+        self._inference, self._gap = metrics.inference_seconds.labels(*own), metrics.idle_seconds.labels(*own)
+        self._prompt, self._evicted = metrics.prompt_tokens.labels(*own), metrics.evicted.labels(*own)
+        self._last_load = messages.Load()
+        self._load_counters = [
+            (metrics.generation_tokens.labels(*own), "generated_tokens"),
+            (metrics.computed_tokens.labels(*own), "computed_tokens"),
+            (metrics.cache_queries.labels(*own), "prompt_tokens"),
+            (metrics.cache_hits.labels(*own), "cached_tokens"),
         ]
         for family in (metrics.restarts, metrics.preemptions, metrics.embeddings):
-            family.of(*own)
+            family.labels(*own)
         for reason in messages.FinishReason:  # from 0 on, or the first of each would not be seen as an increase
-            metrics.finished.of(*own, reason)
+            metrics.finished.labels(*own, reason)
         for code in errors.Code:
-            metrics.refused.of(*own, code)
+            metrics.refused.labels(*own, code)
 
     def __repr__(self) -> str:
-        return f"<ReplicaMetrics of {self._who[1]}>"
+        return f"<ReplicaMetrics of {self._own_labels[1]}>"
 
-    def step(self, note: frames.StepNote) -> None:
-        """A step was computed; `note.evicted_blocks` and `note.preemptions` are since the one before."""
-        self._steps[note.kind].observe(note.seconds)
-        self._inference.add(note.seconds)
-        self._gap.add(note.gap_s)
-        self._evicted.add(note.evicted_blocks)
-        self._metrics.preemptions.of(*self._who).add(note.preemptions)
+    def observe_step(self, stats: ipc.StepStats) -> None:
+        """A step was computed; `stats.evicted_blocks` and `stats.preemptions` are since the one before."""
+        self._steps[stats.kind].observe(stats.seconds)
+        self._inference.inc(stats.seconds)
+        self._gap.inc(stats.gap_s)
+        self._evicted.inc(stats.evicted_blocks)
+        self._metrics.preemptions.labels(*self._own_labels).inc(stats.preemptions)
 
-    def interval(self, seconds: float, count: int) -> None:
+    def observe_token_interval(self, seconds: float, count: int) -> None:
         """So many requests got a token, as long after their last one."""
         self._itl.observe(seconds, count)
 
-    def take_load(self, load: messages.Load) -> None:
+    def count_load(self, load: messages.Load) -> None:
         """Adds what an engine has counted since the last time; a new engine counts from 0."""
-        for child, name in self._counted:
-            now, before = getattr(load, name), getattr(self._seen, name)
-            child.add(now - before if now >= before else now)
-        self._seen = load
+        for child, name in self._load_counters:
+            now, before = getattr(load, name), getattr(self._last_load, name)
+            child.inc(now - before if now >= before else now)
+        self._last_load = load
 
-    def show(self, load: messages.Load, config: contract.EngineConfig, *, is_ready: bool) -> None:
+    def update_gauges(self, load: messages.Load, config: contract.EngineConfig, *, is_ready: bool) -> None:
         """Sets what is a level."""
-        metrics, who = self._metrics, self._who
-        self.take_load(load)
-        metrics.info.of(*who, config.engine, config.engine_version, config.source).set(1)
-        metrics.ready.of(*who).set(is_ready)
-        metrics.running.of(*who).set(load.running)
-        metrics.waiting.of(*who).set(load.waiting)
-        metrics.max_running.of(*who).set(config.max_num_seqs)
-        metrics.queued_prefill.of(*who).set(load.queued_prefill_tokens)
+        metrics, who = self._metrics, self._own_labels
+        self.count_load(load)
+        metrics.info.labels(*who, config.engine, config.engine_version, config.source).set(1)
+        metrics.ready.labels(*who).set(is_ready)
+        metrics.running.labels(*who).set(load.running)
+        metrics.waiting.labels(*who).set(load.waiting)
+        metrics.max_running.labels(*who).set(config.max_num_seqs)
+        metrics.queued_prefill.labels(*who).set(load.queued_prefill_tokens)
         blocks = {"used": load.used_blocks, "cached": load.cached_blocks, "free": load.free_blocks}
         for state, count in blocks.items():
-            metrics.kv_blocks.of(*who, state).set(count)
-        metrics.kv_usage.of(*who).set(load.used_blocks / max(1, config.total_kv_blocks))
-        metrics.kv_bytes.of(*who).set(config.kv_bytes)
-        metrics.step_age.of(*who).set(load.step_age_ms / 1e3)
+            metrics.kv_blocks.labels(*who, state).set(count)
+        metrics.kv_usage.labels(*who).set(load.used_blocks / max(1, config.total_kv_blocks))
+        metrics.kv_bytes.labels(*who).set(config.kv_bytes)
+        metrics.step_age.labels(*who).set(load.step_age_ms / 1e3)
 
     def forget(self) -> None:
         """The replica has left."""
         for family in self._metrics.families():
-            family.forget("worker_id", self._who[1])
+            family.remove_by_label("worker_id", self._own_labels[1])
 
-    def finished(self, reason: str, usage: messages.Usage | None, timings: messages.Timings | None) -> None:
+    def request_finished(self, reason: str, usage: messages.Usage | None, timings: messages.Timings | None) -> None:
         """A request has ended; times only of those that got a token."""
-        self._metrics.finished.of(*self._who, reason).add()
+        self._metrics.finished.labels(*self._own_labels, reason).inc()
         if usage is None or timings is None:
             return
-        self._prompt.add(usage.prompt_tokens)
+        self._prompt.inc(usage.prompt_tokens)
         self._e2e.observe(timings.total_ms / 1e3)
         self._queue.observe(timings.queue_ms / 1e3)
         if usage.completion_tokens:
@@ -154,11 +160,11 @@ class ReplicaMetrics:
             self._prefill.observe(timings.prefill_ms / 1e3)
             self._decode.observe(timings.decode_ms / 1e3)
 
-    def refused(self, code: str) -> None:
-        self._metrics.refused.of(*self._who, code).add()
+    def request_refused(self, code: str) -> None:
+        self._metrics.refused.labels(*self._own_labels, code).inc()
 
-    def restarted(self) -> None:
-        self._metrics.restarts.of(*self._who).add()
+    def engine_restarted(self) -> None:
+        self._metrics.restarts.labels(*self._own_labels).inc()
 
-    def embedded(self, count: int) -> None:
-        self._metrics.embeddings.of(*self._who).add(count)
+    def inputs_embedded(self, count: int) -> None:
+        self._metrics.embeddings.labels(*self._own_labels).inc(count)

@@ -1,4 +1,4 @@
-"""One replica as the front sees it: a worker on the wire, with a connection, a card and a supervised engine."""
+"""One replica as the frontend sees it: a worker on the wire, with a connection, a card and a supervised engine."""
 
 import asyncio
 import contextlib
@@ -10,19 +10,19 @@ import structlog
 
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.bus import Bus
-from tokenbus.protocol.process import stopping
-from tokenbus.protocol.telemetry import traces
+from tokenbus.protocol.process import shutdown
+from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import internal, subjects
 from tokenbus.worker import contract
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine_client.engine import ChildEngine
-from tokenbus.worker.engine_client.link import EngineProcess
-from tokenbus.worker.engine_client.supervise import Supervisor
-from tokenbus.worker.frontend.front import Front
+from tokenbus.worker.engine_client.client import EngineClient
+from tokenbus.worker.engine_client.engine_process import EngineProcess
+from tokenbus.worker.engine_client.supervisor import Supervisor
+from tokenbus.worker.frontend.frontend import Frontend
 from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
-from tokenbus.worker.frontend.settings import Say, WorkerSettings
+from tokenbus.worker.frontend.settings import OnProgress, WorkerSettings
 
-_LOADING_LINE_S = 2.0
+_LOADING_LOG_INTERVAL_S = 2.0
 
 
 class Replica:
@@ -36,44 +36,44 @@ class Replica:
         engine: EngineSettings,
         process: EngineProcess,
         metrics: WorkerMetrics,
-        traced: traces.Traces,
+        tracer: tracing.Tracer,
     ) -> None:
         self.worker_id = worker_id
         self.served_name = served_name
-        self.loaded = 0.0
+        self.load_progress = 0.0
         """How much of its model is loaded, from 0 to 1."""
         self.started: asyncio.Future[contract.EngineConfig] = asyncio.get_running_loop().create_future()
         """Done when it serves for the first time. Never fails: `run` does."""
-        self.front: Front | None = None
-        self.on_load: Callable[[internal.Control, Say], None] | None = None
+        self.frontend: Frontend | None = None
+        self.on_load: Callable[[internal.Control, OnProgress], None] | None = None
         """Who loads more models beside this one."""
-        self._leave = asyncio.Event()
+        self._drain_requested = asyncio.Event()
         self._settings = settings
         self._engine = engine
         self._process = process
         self._metrics = ReplicaMetrics(metrics, served_name, worker_id)
-        self._traces = traced
+        self._tracer = tracer
         self._config: contract.EngineConfig | None = None
         self._supervisor: Supervisor | None = None
-        self._said_at = time.monotonic()
+        self._logged_at = time.monotonic()
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
         return f"<Replica {self.worker_id} of {self.served_name}>"
 
-    def leave(self) -> None:
+    def drain(self) -> None:
         """Has it drained: `run` returns when that is done."""
-        self._leave.set()
-        if self.front is not None:
-            self.front.drain_asked.set()
+        self._drain_requested.set()
+        if self.frontend is not None:
+            self.frontend.drain_requested.set()
 
-    def adopt(self, settings: WorkerSettings) -> None:
+    def apply_settings(self, settings: WorkerSettings) -> None:
         """What of the settings may change while it serves."""
         self._settings = settings
-        if self.front is not None:
-            self.front.adopt(settings.front)
+        if self.frontend is not None:
+            self.frontend.apply_settings(settings.frontend)
         if self._supervisor is not None and self._supervisor.engine is not None:
-            self._supervisor.engine.places.max_waiting = settings.max_waiting
+            self._supervisor.engine.capacity.max_waiting = settings.max_waiting
 
     async def run(self) -> None:
         """Until drained. Raises EngineStartError for a model that can't be served, ReplacedError when another worker
@@ -83,99 +83,101 @@ class Replica:
             try:
                 connection = await self._connect(connections, f"worker {self.worker_id}")
                 incoming = await self._connect(connections, f"worker {self.worker_id} incoming")
-            except stopping.StoppedError:
+            except shutdown.StoppedError:
                 return
             connections.callback(self._metrics.forget)
             names = subjects.Subjects(self._settings.prefix)
-            settings, shown = self._settings.front, self._metrics
-            front = Front(connection, names, self.served_name, self.worker_id, settings, shown, self._traces)
-            self.front = front
-            front.on_load = self.on_load
-            if self._leave.is_set():
+            settings, shown = self._settings.frontend, self._metrics
+            frontend = Frontend(connection, names, self.served_name, self.worker_id, settings, shown, self._tracer)
+            self.frontend = frontend
+            frontend.on_load = self.on_load
+            if self._drain_requested.is_set():
                 return
             supervisor = Supervisor(self._make_engine, self.worker_id, self, self._settings.step_timeout_s)
             self._supervisor = supervisor
-            front.on_pulse = self._pulse
-            await front.open(incoming)
-            await self._live((connection, incoming), supervisor, front)
+            frontend.on_tick = self._tick
+            await frontend.open(incoming)
+            await self._serve((connection, incoming), supervisor, frontend)
 
     async def _connect(self, connections: contextlib.AsyncExitStack, name: str) -> nats.Connection:
-        connection = await stopping.unless(self._leave, nats.connect(self._settings.broker, name=name))
+        connection = await shutdown.unless_stopped(
+            self._drain_requested, nats.connect(self._settings.broker, name=name)
+        )
         connections.push_async_callback(connection.close)
         return connection
 
     @property
-    def why_not_ready(self) -> str:
+    def unready_reason(self) -> str:
         """Empty while it takes requests."""
-        return "" if self.front is not None and self.front.is_ready else f"{self.worker_id} is not ready"
+        return "" if self.frontend is not None and self.frontend.is_ready else f"{self.worker_id} is not ready"
 
-    def show(self) -> None:
+    def update_gauges(self) -> None:
         """Brings its levels up to date, for a scrape."""
         engine = self._supervisor.engine if self._supervisor is not None else None
         if engine is not None and self._config is not None:
-            self._metrics.show(engine.load(), self._config, is_ready=not self.why_not_ready)
+            self._metrics.update_gauges(engine.load(), self._config, is_ready=not self.unready_reason)
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         """A restart finds the same files and takes no more memory than the first."""
         if self._config is not None:
-            self._metrics.restarted()
+            self._metrics.engine_restarted()
         self._config = config
         self._engine = msgspec.structs.replace(self._engine, files=config.files, kv_limit_bytes=config.kv_bytes)
-        assert self.front is not None
-        self.front.engine_started(engine, config)
+        assert self.frontend is not None
+        self.frontend.engine_started(engine, config)
         if not self.started.done():
             self.started.set_result(config)
 
     def engine_died(self) -> None:
-        assert self.front is not None
-        self.front.engine_died()
+        assert self.frontend is not None
+        self.frontend.engine_died()
 
-    def _make_engine(self) -> ChildEngine:
-        assert self.front is not None
+    def _make_engine(self) -> EngineClient:
+        assert self.frontend is not None
         settings = self._engine
-        engine = ChildEngine(lambda: self._process.open(settings), self._settings.max_waiting)
-        engine.on_step = self.front.step_done
-        engine.on_note = self._metrics.step
-        engine.on_interval = self._metrics.interval
-        engine.on_blocks = self.front.blocks_changed
-        engine.on_loading = self._note_loading
+        engine = EngineClient(lambda: self._process.open(settings), self._settings.max_waiting)
+        engine.on_step = self.frontend.step_done
+        engine.on_step_stats = self._metrics.observe_step
+        engine.on_token_interval = self._metrics.observe_token_interval
+        engine.on_kv_events = self.frontend.blocks_changed
+        engine.on_loading = self._loading
         return engine
 
-    def _pulse(self, now: float, gap_s: float) -> None:
+    def _tick(self, now: float, gap_s: float) -> None:
         assert self._supervisor is not None
-        self._supervisor.watch(now, gap_s)
+        self._supervisor.tick(now, gap_s)
         engine = self._supervisor.engine
         if engine is not None and self._config is not None:
-            self._metrics.take_load(engine.load())
+            self._metrics.count_load(engine.load())
 
-    def _note_loading(self, fraction: float) -> None:
+    def _loading(self, fraction: float) -> None:
         """Says how far a model is loaded, every few seconds of a long load."""
-        self.loaded = fraction
+        self.load_progress = fraction
         now = time.monotonic()
-        if now - self._said_at >= _LOADING_LINE_S:
-            self._said_at = now
+        if now - self._logged_at >= _LOADING_LOG_INTERVAL_S:
+            self._logged_at = now
             self._log.info("model_loading", percent=round(100 * fraction))
 
-    async def _live(self, buses: Iterable[Bus], supervisor: Supervisor, front: Front) -> None:
-        lives = (supervisor.run(), front.run(), *(bus.until_refused() for bus in buses))
+    async def _serve(self, buses: Iterable[Bus], supervisor: Supervisor, frontend: Frontend) -> None:
+        lives = (supervisor.run(), frontend.run(), *(bus.wait_closed() for bus in buses))
         tasks: list[asyncio.Task[None]] = [asyncio.create_task(life) for life in lives]
-        left = asyncio.create_task(front.drain_asked.wait())
+        left = asyncio.create_task(frontend.drain_requested.wait())
         try:
             await asyncio.wait([left, *tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
                     task.result()
-            await self._drain(supervisor, front)
+            await self._drain(supervisor, frontend)
         finally:
             left.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(left, *tasks, return_exceptions=True)
-            front.left()
+            frontend.announce_stopped()
 
-    async def _drain(self, supervisor: Supervisor, front: Front) -> None:
+    async def _drain(self, supervisor: Supervisor, frontend: Frontend) -> None:
         """Takes nothing new, lets what runs finish within the grace period, ends the rest."""
-        front.leave()
+        frontend.start_draining()
         self._log.info("draining", grace_s=self._settings.grace_s)
         engine = supervisor.engine
         if engine is not None:

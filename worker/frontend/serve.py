@@ -9,34 +9,34 @@ from typing import Any
 
 import msgspec
 
-from tokenbus.protocol.process import reload, stopping
-from tokenbus.protocol.telemetry import metrics, status, traces
+from tokenbus.protocol.process import reload, shutdown
+from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import errors, internal, subjects
 from tokenbus.worker import contract
-from tokenbus.worker.engine.models import weights
+from tokenbus.worker.engine.models import model_files
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine_client.link import EngineProcess
-from tokenbus.worker.frontend import vllm
+from tokenbus.worker.engine_client.engine_process import EngineProcess
+from tokenbus.worker.frontend import vllm_metric_aliases
 from tokenbus.worker.frontend.metrics import WorkerMetrics
 from tokenbus.worker.frontend.replica import Replica
-from tokenbus.worker.frontend.settings import Say, ServedModel, WorkerSettings
+from tokenbus.worker.frontend.settings import OnProgress, ServedModel, WorkerSettings
 
-_MOST_REPLICAS = 64
-_LONGEST_PATH = 4_096
-_PROGRESS_S = 0.5
-_FIXED = {"model", "files", "engine", "pressure", "onnx", "kv_limit_bytes"}
+_MAX_REPLICAS = 64
+_MAX_MODEL_CHARS = 4_096
+_PROGRESS_INTERVAL_S = 0.5
+_NOT_LOADABLE = {"model", "files", "engine", "scheduler", "onnx", "kv_limit_bytes"}
 """Engine settings that a `load` message does not set by name."""
 
 
-async def serve(settings: WorkerSettings, again: Callable[[], WorkerSettings]) -> None:
-    """Runs a worker process until SIGTERM or SIGINT, or until all of its replicas have been drained; `again` reads its
-    settings anew.
+async def serve(settings: WorkerSettings, read_settings: Callable[[], WorkerSettings]) -> None:
+    """Runs a worker process until SIGTERM or SIGINT, or until all of its replicas have been drained; `read_settings`
+    reads its settings anew.
 
     Raises EngineStartError for a model that can't be served, ReplacedError when another worker has taken a name, and
     ConnectionError when there is no broker."""
     worker = Worker(settings)
-    with stopping.on_stop(worker.leave):
-        reload.on_hangup(again, worker.adopt)
+    with shutdown.on_stop(worker.drain):
+        reload.on_hangup(read_settings, worker.apply_settings)
         await worker.run()
 
 
@@ -48,86 +48,86 @@ class Worker:
         self._process = EngineProcess(settings.log.variables())
         self._metrics = WorkerMetrics()
         self._name = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-        self._traces = traces.make(settings.otlp_traces_endpoint, "worker", self._name)
+        self._tracer = tracing.make_tracer(settings.otlp_traces_endpoint, "worker", self._name)
         self._is_single = sum(model.replicas for model in settings.models) == 1
-        self._lives: dict[Replica, asyncio.Task[None]] = {}
+        self._replicas: dict[Replica, asyncio.Task[None]] = {}
         self._ended: asyncio.Queue[Replica] = asyncio.Queue()
         self._loads: set[asyncio.Task[None]] = set()
         self._starting = asyncio.Lock()
         self._last_number = 0
-        self._is_leaving = False
+        self._is_draining = False
 
     def __repr__(self) -> str:
-        return f"<Worker {list(self._lives)}>"
+        return f"<Worker {list(self._replicas)}>"
 
     async def run(self) -> None:
         """Until every replica has left. Raises what `serve` does."""
-        async with status.shown(self._settings.status_page, self._page().registry, self._why_not_ready):
+        async with status.serving(self._settings.status_page, self._page().registry, self._unready_reason):
             try:
-                await self._live()
+                await self._serve()
             finally:
-                await self._traces.close()
+                await self._tracer.close()
 
-    async def _live(self) -> None:
+    async def _serve(self) -> None:
         try:
             await self._start_first()
-            while self._lives:
-                await self._bury(await self._ended.get())
+            while self._replicas:
+                await self._reap(await self._ended.get())
         finally:
-            tasks = [*self._loads, *self._lives.values()]
+            tasks = [*self._loads, *self._replicas.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _page(self) -> metrics.Page:
+    def _page(self) -> metrics.MetricsCollector:
         def refresh() -> None:
-            for replica in self._lives:
-                replica.show()
+            for replica in self._replicas:
+                replica.update_gauges()
 
-        families: list[metrics.Shown] = [*self._metrics.families()]
+        families: list[metrics.MetricSource] = [*self._metrics.families()]
         if self._settings.vllm_metrics:
-            families += vllm.aliases(self._metrics)
-        return metrics.Page(families, refresh)
+            families += vllm_metric_aliases.aliases(self._metrics)
+        return metrics.MetricsCollector(families, refresh)
 
-    def _why_not_ready(self) -> str:
-        if not self._lives or self._is_leaving:
+    def _unready_reason(self) -> str:
+        if not self._replicas or self._is_draining:
             return "no replica takes requests"
-        return next(filter(None, (replica.why_not_ready for replica in self._lives)), "")
+        return next(filter(None, (replica.unready_reason for replica in self._replicas)), "")
 
-    def leave(self) -> None:
+    def drain(self) -> None:
         """Has every replica drained."""
-        self._is_leaving = True
-        for replica in self._lives:
-            replica.leave()
+        self._is_draining = True
+        for replica in self._replicas:
+            replica.drain()
 
-    def adopt(self, settings: WorkerSettings) -> None:
+    def apply_settings(self, settings: WorkerSettings) -> None:
         """What of its settings may change while it serves, for all replicas, those to come included."""
         self._settings = settings
-        for replica in self._lives:
-            replica.adopt(settings)
+        for replica in self._replicas:
+            replica.apply_settings(settings)
 
-    def load(self, control: internal.Control, say: Say) -> None:
+    def load(self, control: internal.Control, on_progress: OnProgress) -> None:
         """Loads a model beside the others, and says how far it is until it is done."""
         try:
-            model = self._asked_for(control)
+            model = self._requested_model(control)
         except errors.RequestError as error:
-            say(internal.ControlReply(ok=False, error=error.error))
+            on_progress(internal.ControlReply(ok=False, error=error.error))
             return
-        say(internal.ControlReply(ok=True, progress=0.0))
-        task = asyncio.create_task(self._load(model, say))
+        on_progress(internal.ControlReply(ok=True, progress=0.0))
+        task = asyncio.create_task(self._load(model, on_progress))
         self._loads.add(task)
         task.add_done_callback(self._loads.discard)
 
-    def _asked_for(self, control: internal.Control) -> ServedModel:
+    def _requested_model(self, control: internal.Control) -> ServedModel:
         """Raises RequestError saying what is wrong."""
         assert control.model is not None
-        taken = len(self._lives) + len(self._loads)
-        if not 1 <= control.replicas <= _MOST_REPLICAS - taken:
-            allowed = f"replicas must be 1 to {_MOST_REPLICAS - taken} beside the {taken} there are"
+        taken = len(self._replicas) + len(self._loads)
+        if not 1 <= control.replicas <= _MAX_REPLICAS - taken:
+            allowed = f"replicas must be 1 to {_MAX_REPLICAS - taken} beside the {taken} there are"
             raise errors.request_error(errors.Code.INVALID_REQUEST, allowed, param="replicas")
         return ServedModel(
             served_name=_served_name(control.model, control.served_name),
-            engine=_with(self._settings.models[0].engine, control),
+            engine=_engine_settings(self._settings.models[0].engine, control),
             replicas=control.replicas,
         )
 
@@ -136,82 +136,82 @@ class Worker:
         async with self._starting:
             for model in self._settings.models:
                 for _ in range(model.replicas):
-                    await self._until_started(self._add(model, coming))
+                    await self._wait_started(self._add_replica(model, coming))
                     coming -= 1
 
-    async def _load(self, model: ServedModel, say: Say) -> None:
+    async def _load(self, model: ServedModel, on_progress: OnProgress) -> None:
         added: list[Replica] = []
         async with self._starting:
             try:
                 for number in range(model.replicas):
-                    replica = self._add(model, model.replicas - number)
+                    replica = self._add_replica(model, model.replicas - number)
                     added.append(replica)
-                    await self._until_started(replica, _Progress(say, number, model.replicas))
+                    await self._wait_started(replica, _Progress(on_progress, number, model.replicas))
             except (contract.EngineStartError, ConnectionError) as error:
                 for replica in added:
-                    replica.leave()
+                    replica.drain()
                 refusal = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="model")
-                say(internal.ControlReply(ok=False, error=refusal))
+                on_progress(internal.ControlReply(ok=False, error=refusal))
                 return
-        say(internal.ControlReply(ok=True, progress=1.0, worker_ids=[replica.worker_id for replica in added]))
+        on_progress(internal.ControlReply(ok=True, progress=1.0, worker_ids=[replica.worker_id for replica in added]))
 
-    def _add(self, model: ServedModel, coming: int) -> Replica:
+    def _add_replica(self, model: ServedModel, coming: int) -> Replica:
         """One more replica, with its share of what `coming` replicas may still take."""
         self._last_number += 1
         alone = self._is_single and self._last_number == 1
         worker_id = self._name if alone else f"{self._name}-{self._last_number}"
-        engine = msgspec.structs.replace(model.engine, kv_limit_bytes=self._share(coming))
+        engine = msgspec.structs.replace(model.engine, kv_limit_bytes=self._kv_share_bytes(coming))
         replica = Replica(
-            self._settings, model.served_name, worker_id, engine, self._process, self._metrics, self._traces
+            self._settings, model.served_name, worker_id, engine, self._process, self._metrics, self._tracer
         )
         replica.on_load = self.load
-        life = self._lives[replica] = asyncio.create_task(replica.run())
+        life = self._replicas[replica] = asyncio.create_task(replica.run())
         life.add_done_callback(lambda _: self._ended.put_nowait(replica))
-        if self._is_leaving:
-            replica.leave()
+        if self._is_draining:
+            replica.drain()
         return replica
 
-    def _share(self, coming: int) -> int:
+    def _kv_share_bytes(self, coming: int) -> int:
         """Bytes for the next replica's KV memory; 0: no limit."""
         if not self._settings.kv_budget_bytes:
             return 0
-        held = sum(replica.started.result().kv_bytes for replica in self._lives if replica.started.done())
+        held = sum(replica.started.result().kv_bytes for replica in self._replicas if replica.started.done())
         return max(1, (self._settings.kv_budget_bytes - held) // coming)
 
-    async def _until_started(self, replica: Replica, note: Callable[[float], None] = lambda share: None) -> None:
+    async def _wait_started(self, replica: Replica, note: Callable[[float], None] = lambda share: None) -> None:
         """Until it serves or has left. Raises what ended it before."""
-        life = self._lives[replica]
+        life = self._replicas[replica]
         while not life.done() and not replica.started.done():
             either: list[asyncio.Future[Any]] = [life, replica.started]
-            await asyncio.wait(either, timeout=_PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
-            note(replica.loaded)
+            await asyncio.wait(either, timeout=_PROGRESS_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+            note(replica.load_progress)
         if life.done():
             life.result()
 
-    async def _bury(self, replica: Replica) -> None:
+    async def _reap(self, replica: Replica) -> None:
         """Raises what ended a replica that has served: it concerns all of them."""
-        life = self._lives.pop(replica)
+        life = self._replicas.pop(replica)
         if replica.started.done():
             life.result()
 
 
 def _served_name(model: str, asked: str | None) -> str:
     """A loaded model's name on the wire. Raises RequestError where that is no name, or the model no path."""
-    if "\0" in model or not 0 < len(model) <= _LONGEST_PATH:
-        problem = f"model must be a file, a directory or a name on the Hub of at most {_LONGEST_PATH:,} characters"
+    if "\0" in model or not 0 < len(model) <= _MAX_MODEL_CHARS:
+        problem = f"model must be a file, a directory or a name on the Hub of at most {_MAX_MODEL_CHARS:,} characters"
         raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="model")
-    name = weights.served_name(model) if asked is None else asked
+    name = model_files.served_name(model) if asked is None else asked
     try:
-        subjects.name_to_token(name)
+        subjects.encode_name(name)
     except ValueError as error:
         problem = f"served_name: {error}"
         raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="served_name") from error
     return name
 
 
-def _with(own: EngineSettings, control: internal.Control) -> EngineSettings:
+def _engine_settings(own: EngineSettings, control: internal.Control) -> EngineSettings:
     """The worker's own engine settings, for another model and with what a message asks for. Raises RequestError."""
-    allowed = [name for name in EngineSettings.__struct_fields__ if name not in _FIXED]
+    allowed = [name for name in EngineSettings.__struct_fields__ if name not in _NOT_LOADABLE]
     for name in control.settings:
         if name not in allowed:
             raise errors.request_error(
@@ -229,8 +229,8 @@ def _with(own: EngineSettings, control: internal.Control) -> EngineSettings:
 class _Progress:
     """Says how far a load is, of which `done` replicas serve already."""
 
-    def __init__(self, say: Say, done: int, replicas: int) -> None:
-        self._say = say
+    def __init__(self, on_progress: OnProgress, done: int, replicas: int) -> None:
+        self._say = on_progress
         self._done = done
         self._replicas = replicas
 

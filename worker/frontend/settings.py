@@ -4,23 +4,23 @@ import dataclasses
 from collections.abc import Callable
 
 from tokenbus.protocol.bus import connection as nats
-from tokenbus.protocol.telemetry import logs, slow, status
+from tokenbus.protocol.telemetry import backoff, logs, status
 from tokenbus.protocol.wire import internal, subjects
 from tokenbus.worker.engine.process.settings import EngineSettings
 
-Say = Callable[[internal.ControlReply], None]
+OnProgress = Callable[[internal.ControlReply], None]
 """Answers a control message; may be called several times."""
 
 
 @dataclasses.dataclass(frozen=True)
-class FrontSettings:
-    """What a front needs to know beside its model and its name."""
+class FrontendSettings:
+    """What a frontend needs to know beside its model and its name."""
 
     inbox_prefixes: tuple[str, ...] = subjects.DEFAULT_INBOX_PREFIXES
     """What a client's reply subject may begin with."""
     max_new_tokens: int = 1_024
     """Length of a completion that was asked for without `max_tokens`."""
-    slow_wait_s: float = slow.FIRST_S
+    slow_wait_s: float = backoff.FIRST_S
     """A stream that has waited so long for its first token leaves a line in the log, and another each time that has
     doubled."""
     debug: bool = False
@@ -47,7 +47,7 @@ class WorkerSettings:
     worker_id: str = ""
     """Stable name of the only replica, or what the names of several begin with; made up from host name and process id
     where absent."""
-    front: FrontSettings = dataclasses.field(default_factory=FrontSettings)
+    frontend: FrontendSettings = dataclasses.field(default_factory=FrontendSettings)
     status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
     log: logs.Settings = logs.DEFAULTS
     """How its engine process logs."""

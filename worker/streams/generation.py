@@ -1,4 +1,4 @@
-"""One accepted request at the front: makes its outputs of what the engine computes, and exactly one terminal."""
+"""One accepted request at the frontend: makes its outputs of what the engine computes, and exactly one terminal."""
 
 import asyncio
 from array import array
@@ -6,15 +6,17 @@ from collections.abc import Sequence
 
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
-from tokenbus.worker.engine.process.frames import SequenceOutput
-from tokenbus.worker.engine.scheduling.sequence import End
-from tokenbus.worker.streams.completion import Completion
+from tokenbus.worker.engine.process.ipc import SequenceOutput
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+from tokenbus.worker.streams.detokenizer import Detokenizer
 
 _FAILURES = {
-    End.NO_ROOM: errors.make_error(errors.Code.INSUFFICIENT_MEMORY),
-    End.BAD_LOGITS: errors.make_error(errors.Code.INTERNAL, "the model computed logits that are not numbers"),
-    End.ABORTED: errors.make_error(errors.Code.INTERNAL, "the engine gave the request up"),
-    End.FAILED: errors.make_error(errors.Code.INTERNAL, "the engine could not begin with the request"),
+    EngineFinishReason.INSUFFICIENT_MEMORY: errors.make_error(errors.Code.INSUFFICIENT_MEMORY),
+    EngineFinishReason.BAD_LOGITS: errors.make_error(
+        errors.Code.INTERNAL, "the model computed logits that are not numbers"
+    ),
+    EngineFinishReason.ABORTED: errors.make_error(errors.Code.INTERNAL, "the engine gave the request up"),
+    EngineFinishReason.FAILED: errors.make_error(errors.Code.INTERNAL, "the engine could not begin with the request"),
 }
 
 
@@ -22,16 +24,16 @@ class Generation:
     """Turns tokens into outputs. Times are in seconds of one monotonic clock."""
 
     def __init__(
-        self, request: contract.EngineRequest, sink: contract.Sink, pieces: Sequence[bytes], accepted_at: float
+        self, request: contract.EngineRequest, sink: contract.Sink, token_bytes: Sequence[bytes], accepted_at: float
     ) -> None:
         self.request = request
         self._sink = sink
-        self._completion = Completion(pieces, request.stop, request.sampling.min_tokens)
+        self._detokenizer = Detokenizer(token_bytes, request.stop, request.sampling.min_tokens)
         self.accepted_at = accepted_at
         self.started_at: float | None = None
         self._first_token_at: float | None = None
         self.last_token_at: float | None = None
-        self.finished_by: End | None = None
+        self.finished_by: EngineFinishReason | None = None
         self.sampled = array("I")
         """What an engine would have to be given, behind the prompt, to go on."""
         self.crashes = 0
@@ -42,7 +44,7 @@ class Generation:
         self._processed_tokens = -1
 
     def __repr__(self) -> str:
-        return f"<Generation {self.request.key}: {self._completion.num_tokens} tokens>"
+        return f"<Generation {self.request.key}: {self._detokenizer.num_tokens} tokens>"
 
     @property
     def has_ended(self) -> bool:
@@ -67,7 +69,7 @@ class Generation:
 
     def advance(self, output: SequenceOutput, now: float) -> bool:
         """Takes what a step brought; True when that ended the generation, which may be before the engine knows."""
-        token_id, end = output.token_id, output.end
+        token_id, end = output.token_id, output.finish_reason
         logprobs = [] if output.logprob is None else [output.logprob]
         if output.cached_tokens is not None:
             self._cached_tokens = output.cached_tokens
@@ -80,21 +82,21 @@ class Generation:
         if self._first_token_at is None:
             self._first_token_at = now
         self.last_token_at = now
-        if end is End.STOP_TOKEN:
-            self._completion.count_silent()
-            self._end(now, end, token_id, self._completion.release(), logprobs, stop_match=token_id)
+        if end is EngineFinishReason.STOP_TOKEN:
+            self._detokenizer.count_hidden_token()
+            self._end(now, end, token_id, self._detokenizer.flush(), logprobs, stop_match=token_id)
             return True
-        text, stop = self._completion.push(token_id)
+        text, stop = self._detokenizer.push(token_id)
         if stop is not None:
-            self._end(now, End.STOP_TOKEN, token_id, text, logprobs, stop_match=stop)
-        elif end is End.LENGTH:
-            self._end(now, end, token_id, text + self._completion.release(), logprobs)
+            self._end(now, EngineFinishReason.STOP_TOKEN, token_id, text, logprobs, stop_match=stop)
+        elif end is EngineFinishReason.LENGTH:
+            self._end(now, end, token_id, text + self._detokenizer.flush(), logprobs)
         else:
             self._hand_out(contract.Output(token_ids=[token_id], text=text, logprobs=logprobs))
         return self._terminal_sent or self._sink_failed
 
     def cancel(self, now: float) -> None:
-        self._finish(now, text=self._completion.release(), reason=messages.FinishReason.CANCELLED)
+        self._finish(now, text=self._detokenizer.flush(), reason=messages.FinishReason.CANCELLED)
 
     def fail(self, code: errors.Code, now: float) -> None:
         """Ends it because its engine is no more."""
@@ -103,14 +105,14 @@ class Generation:
     def _end(
         self,
         now: float,
-        end: End,
+        end: EngineFinishReason,
         token_id: int,
         text: str,
         logprobs: list[contract.Logprob],
         stop_match: str | int | None = None,
     ) -> None:
         self.finished_by = end
-        reason = messages.FinishReason.LENGTH if end is End.LENGTH else messages.FinishReason.STOP
+        reason = messages.FinishReason.LENGTH if end is EngineFinishReason.LENGTH else messages.FinishReason.STOP
         self._finish(now, token_ids=[token_id], text=text, reason=reason, stop_match=stop_match, logprobs=logprobs)
 
     def _finish(
@@ -148,7 +150,7 @@ class Generation:
             asyncio.get_running_loop().call_exception_handler(context)
 
     def _usage(self) -> messages.Usage:
-        prompt, completion = len(self.request.token_ids), self._completion.num_tokens
+        prompt, completion = len(self.request.token_ids), self._detokenizer.num_tokens
         return messages.Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,

@@ -10,7 +10,7 @@ NumberT = TypeVar("NumberT", int, float)
 
 
 def resolve(
-    params: internal.Params, prompt_tokens: int, config: contract.EngineConfig, max_new_tokens: int
+    params: internal.GenerationParams, prompt_tokens: int, config: contract.EngineConfig, max_new_tokens: int
 ) -> contract.Sampling:
     """How to sample. Raises RequestError(prompt_too_long) when not even one token fits behind the prompt.
 

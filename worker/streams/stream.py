@@ -1,18 +1,18 @@
-"""One stream from a front to a client: makes numbered chunks of an engine's outputs, and one terminal at the end."""
+"""One stream from a frontend to a client: makes numbered chunks of an engine's outputs, and one terminal at the end."""
 
 import time
 from collections.abc import Iterator, Sequence
 
 from msgspec import UNSET, UnsetType
 
-from tokenbus.protocol.telemetry import slow, traces
+from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.worker import contract
-from tokenbus.worker.streams.history import History, Passage
+from tokenbus.worker.streams.replay_buffer import ReplayBuffer, Segment
 
 _NO_TIMINGS = messages.Timings(queue_ms=0.0, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=0.0)
-_NOT_ONE = "the whole answer does not fit one message: stream it"
-_NOT_EVEN_THIS = "what one step brought does not fit one message of this broker: ask for fewer logprobs"
+_ANSWER_SIZE = "the whole answer does not fit one message: stream it"
+_STEP_SIZE = "what one step brought does not fit one message of this broker: ask for fewer logprobs"
 
 
 class Stream:
@@ -25,9 +25,9 @@ class Stream:
         worker_id: str,
         now: float,
         gone_subject: str = "",
-        pieces: Sequence[bytes] = (),
+        token_bytes: Sequence[bytes] = (),
     ) -> None:
-        self.run = codec.replaced(run, token_ids=b"")
+        self.run = codec.replace(run, token_ids=b"")
         self._prompt_tokens = len(run.token_ids) // 4
         self.key = run.request_id
         self.gone_subject = gone_subject
@@ -35,31 +35,31 @@ class Stream:
         self._model = model
         self._worker_id = worker_id
         self._id = subjects.key_to_request_id(run.request_id)
-        self._pieces = pieces
+        self._token_bytes = token_bytes
         asked = run.params.logprobs
-        self._history = History(0 if asked is None else 1 + min(asked, len(pieces)))
+        self._replay_buffer = ReplayBuffer(0 if asked is None else 1 + min(asked, len(token_bytes)))
         self.created = int(time.time())
         self.accepted_at = now
-        self.span = traces.UNTRACED
-        self.slow = slow.SlowWait(slow.FIRST_S)
+        self.span = tracing.NOOP_SPAN
+        self.slow = backoff.BackoffTimer(backoff.FIRST_S)
         """When the log says again that it waits for its first token."""
-        self.spoke_at = now
+        self.last_chunk_at = now
         """When the last chunk was made, on the caller's clock."""
-        self.repeated_at = 0.0
+        self.replayed_at = 0.0
         """When it was last published again."""
-        self.has_spoken = False
+        self.first_token_sent = False
         self.terminal: messages.Chunk | None = None
         """The last chunk, once it has been published."""
-        self.end_with: errors.Error | None = None
+        self.cancel_error: errors.Error | None = None
         """What a cancel by ourselves is called, where it was not the client's wish."""
 
     def __repr__(self) -> str:
-        return f"<Stream {self.key} attempt {self.run.attempt}: {self._history.num_tokens} tokens>"
+        return f"<Stream {self.key} attempt {self.run.attempt}: {self._replay_buffer.num_tokens} tokens>"
 
     @property
-    def held_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Memory that the stream takes after its end, about."""
-        return 2_048 + self._history.held_bytes
+        return 2_048 + self._replay_buffer.memory_bytes
 
     def head(self) -> messages.Chunk | None:
         """The first chunk, which says who has accepted the request; also an empty one later. None where only a
@@ -69,8 +69,8 @@ class Stream:
         return messages.Chunk(
             id=self._id,
             attempt=self.run.attempt,
-            offset=self._history.num_tokens,
-            text_offset=self._history.text_bytes,
+            offset=self._replay_buffer.num_tokens,
+            text_offset=self._replay_buffer.text_bytes,
             worker_id=self._worker_id,
             model=self._model,
             created=self.created,
@@ -80,34 +80,34 @@ class Stream:
         """The chunk that carries an output, or None where it is collected for the terminal."""
         if output.progress is not None:
             return self._progress(output.progress)
-        new = Passage(
-            self._history.num_tokens,
+        new = Segment(
+            self._replay_buffer.num_tokens,
             len(output.token_ids),
-            self._history.text_bytes,
+            self._replay_buffer.text_bytes,
             output.text,
             output.token_ids,
             output.logprobs,
         )
         if output.finish_reason is None:
-            self._history.append(output.token_ids, output.text, output.logprobs)
-            return self._piece(new) if self.run.params.stream else None
+            self._replay_buffer.append(output.token_ids, output.text, output.logprobs)
+            return self._segment_chunk(new) if self.run.params.stream else None
         if self.run.params.stream:
             return self._terminal(output, new)
-        self._history.append(output.token_ids, output.text, output.logprobs)
-        return self._terminal(output, self._history.whole())
+        self._replay_buffer.append(output.token_ids, output.text, output.logprobs)
+        return self._terminal(output, self._replay_buffer.all())
 
-    def failure(self) -> contract.Output:
+    def internal_error(self) -> contract.Output:
         """The terminal of a stream that failed here and not in the engine."""
         return contract.Output(
             token_ids=[],
             text="",
             finish_reason=messages.FinishReason.ERROR,
             error=errors.make_error(errors.Code.INTERNAL),
-            usage=self._usage(self._history.num_tokens),
+            usage=self._usage(self._replay_buffer.num_tokens),
             timings=_NO_TIMINGS,
         )
 
-    def too_large(self, chunk: messages.Chunk) -> messages.Chunk:
+    def too_large_terminal(self, chunk: messages.Chunk) -> messages.Chunk:
         """The terminal to send in place of a chunk that is larger than the broker takes: nothing can follow it."""
         return messages.Chunk(
             id=self._id,
@@ -121,7 +121,7 @@ class Stream:
             created=self.created,
             usage=chunk.usage or self._usage(chunk.offset + chunk.tokens),
             timings=chunk.timings or _NO_TIMINGS,
-            error=errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, _NOT_ONE if chunk.finish_reason else _NOT_EVEN_THIS),
+            error=errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, _ANSWER_SIZE if chunk.finish_reason else _STEP_SIZE),
         )
 
     def _usage(self, completion_tokens: int) -> messages.Usage:
@@ -133,13 +133,13 @@ class Stream:
             cached_tokens=0,
         )
 
-    def again(self, offset: int, max_bytes: int) -> Iterator[messages.Chunk]:
+    def replay(self, offset: int, max_bytes: int) -> Iterator[messages.Chunk]:
         """Everything said from a token on, and the terminal if there is one; an empty chunk if there is nothing."""
         chunks = 0
         if self.run.params.stream:
-            end = self._history.num_tokens if self.terminal is None else self.terminal.offset
-            for passage in self._history.since(offset, max_bytes, end):
-                yield self._piece(passage)
+            end = self._replay_buffer.num_tokens if self.terminal is None else self.terminal.offset
+            for segment in self._replay_buffer.segments(offset, max_bytes, end):
+                yield self._segment_chunk(segment)
                 chunks += 1
         last = self.terminal or (None if chunks else self.head())
         if last is not None:
@@ -147,42 +147,42 @@ class Stream:
 
     def _progress(self, progress: messages.Progress) -> messages.Chunk | None:
         head = self.head()
-        return None if head is None else codec.replaced(head, progress=progress)
+        return None if head is None else codec.replace(head, progress=progress)
 
-    def _piece(self, passage: Passage) -> messages.Chunk:
+    def _segment_chunk(self, segment: Segment) -> messages.Chunk:
         return messages.Chunk(
             id=self._id,
             attempt=self.run.attempt,
-            offset=passage.offset,
-            tokens=passage.num_tokens,
-            text_offset=passage.text_offset,
-            text=passage.text,
-            token_ids=self._wanted_ids(passage.token_ids),
-            logprobs=self._wanted_logprobs(passage.logprobs),
+            offset=segment.offset,
+            tokens=segment.num_tokens,
+            text_offset=segment.text_offset,
+            text=segment.text,
+            token_ids=self._wanted_ids(segment.token_ids),
+            logprobs=self._wanted_logprobs(segment.logprobs),
         )
 
-    def _terminal(self, output: contract.Output, passage: Passage) -> messages.Chunk:
+    def _terminal(self, output: contract.Output, segment: Segment) -> messages.Chunk:
         reason, error = output.finish_reason, output.error
-        if reason is messages.FinishReason.CANCELLED and self.end_with is not None:
-            reason, error = messages.FinishReason.ERROR, self.end_with
+        if reason is messages.FinishReason.CANCELLED and self.cancel_error is not None:
+            reason, error = messages.FinishReason.ERROR, self.cancel_error
         return messages.Chunk(
             id=self._id,
             attempt=self.run.attempt,
-            offset=passage.offset,
-            tokens=passage.num_tokens,
-            text_offset=passage.text_offset,
-            text=passage.text,
+            offset=segment.offset,
+            tokens=segment.num_tokens,
+            text_offset=segment.text_offset,
+            text=segment.text,
             finish_reason=reason,
             worker_id=self._worker_id,
             model=self._model,
             created=self.created,
-            token_ids=self._wanted_ids(passage.token_ids),
-            logprobs=self._wanted_logprobs(passage.logprobs),
-            usage=codec.given(output.usage),
-            timings=codec.given(output.timings),
-            stop_match=codec.given(output.stop_match),
-            error=codec.given(error),
-            routing=codec.given(self.run.routing),
+            token_ids=self._wanted_ids(segment.token_ids),
+            logprobs=self._wanted_logprobs(segment.logprobs),
+            usage=codec.unset_if_none(output.usage),
+            timings=codec.unset_if_none(output.timings),
+            stop_match=codec.unset_if_none(output.stop_match),
+            error=codec.unset_if_none(error),
+            routing=codec.unset_if_none(self.run.routing),
         )
 
     def _wanted_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
@@ -191,16 +191,16 @@ class Stream:
     def _wanted_logprobs(self, logprobs: list[contract.Logprob]) -> list[messages.TokenLogprob] | UnsetType:
         if self.run.params.logprobs is None:
             return UNSET
-        return [self._named(one) for one in logprobs]
+        return [self._token_logprob(one) for one in logprobs]
 
-    def _named(self, one: contract.Logprob) -> messages.TokenLogprob:
-        piece = self._pieces[one.token_id]
+    def _token_logprob(self, one: contract.Logprob) -> messages.TokenLogprob:
+        piece = self._token_bytes[one.token_id]
         top = [self._alternative(token_id, logprob) for token_id, logprob in one.top]
         text = piece.decode(errors="replace")
         return messages.TokenLogprob(id=one.token_id, text=text, bytes=list(piece), logprob=one.logprob, top=top)
 
     def _alternative(self, token_id: int, logprob: float) -> messages.TokenAlternative:
-        piece = self._pieces[token_id]
+        piece = self._token_bytes[token_id]
         return messages.TokenAlternative(
             id=token_id, text=piece.decode(errors="replace"), bytes=list(piece), logprob=logprob
         )

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.worker.engine.gguf import library
-from tokenbus.worker.engine.kv.moves import Cut, Forget, Move, Restore, Save, Share
+from tokenbus.worker.engine.gguf import backend
+from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
 from tokenbus.worker.engine.runner import DeviceError
 
 
@@ -41,25 +41,25 @@ class Lanes:
     def __repr__(self) -> str:
         return f"<Lanes, {len(self._copies)} copies>"
 
-    def apply(self, moves: Listing[Move]) -> None:
+    def apply(self, kv_ops: Listing[KvOp]) -> None:
         """Raises DeviceError when llama.cpp can't take a copy back."""
-        for move in moves:
-            match move:
+        for op in kv_ops:
+            match op:
                 case Share(lane, to, start, end):
                     self.share(lane, to, start, end)
-                case Cut(lane, start, end):
-                    self.cut(lane, start, end)
-                case Save(number, lane, start, end):
+                case Truncate(lane, start, end):
+                    self.truncate(lane, start, end)
+                case Offload(number, lane, start, end):
                     self._copies[number] = self.save(lane, start, end)
-                case Restore(number, lane, start, end):
+                case Onload(number, lane, start, end):
                     self.restore(self._copies[number], lane, start, end)
-                case Forget(number):
+                case Discard(number):
                     del self._copies[number]
 
     def share(self, lane: int, to: int, start: int, end: int) -> None:
         llama.llama_memory_seq_cp(self._memory, self._first + lane, self._first + to, start, end)
 
-    def cut(self, lane: int, start: int, end: int | None = None) -> None:
+    def truncate(self, lane: int, start: int, end: int | None = None) -> None:
         llama.llama_memory_seq_rm(self._memory, self._first + lane, start, -1 if end is None else end)
 
     def save(self, lane: int, start: int, end: int) -> StateBlob:
@@ -70,7 +70,7 @@ class Lanes:
         written = llama.llama_state_seq_get_data(self._context, data, size, SCRATCH)
         self._clear_scratch()
         if written != size:
-            raise DeviceError(f"llama.cpp wrote {written} of {size} bytes of a lane: {library.last_error()}")
+            raise DeviceError(f"llama.cpp wrote {written} of {size} bytes of a lane: {backend.last_error()}")
         return StateBlob(self._fingerprint, data)
 
     def restore(self, blob: StateBlob, lane: int, start: int, end: int) -> None:
@@ -79,7 +79,7 @@ class Lanes:
             raise ForeignStateError(f"the state is of {blob.fingerprint}, this engine's are of {self._fingerprint}")
         size = len(blob.data)
         if llama.llama_state_seq_set_data(self._context, blob.data, size, SCRATCH) != size:
-            raise DeviceError(f"llama.cpp could not take a lane's state back: {library.last_error()}")
+            raise DeviceError(f"llama.cpp could not take a lane's state back: {backend.last_error()}")
         llama.llama_memory_seq_cp(self._memory, SCRATCH, self._first + lane, start, end)
         self._clear_scratch()
 

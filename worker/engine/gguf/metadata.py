@@ -26,7 +26,7 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-_MOST_KEYS = 100_000
+_MAX_KEYS = 100_000
 
 
 class Metadata(NamedTuple):
@@ -108,7 +108,7 @@ class _Reader:
         self._check_version(self._unpack(_U32))
         num_tensors = self._unpack(_U64)
         num_keys = self._unpack(_U64)
-        if num_keys > _MOST_KEYS:
+        if num_keys > _MAX_KEYS:
             raise _CorruptError(f"{num_keys} keys")
         values = {}
         for _ in range(num_keys):

@@ -10,41 +10,45 @@ from typing import NamedTuple
 import llama_cpp
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.worker.engine.gguf import choices, library, metadata
+from tokenbus.worker.engine.gguf import backend, metadata, settings_resolution
 from tokenbus.worker.engine.gguf.tokenizer import bundle
-from tokenbus.worker.engine.gguf.tokenizer.vocabulary import Vocabulary
-from tokenbus.worker.engine.models import advice, published, weights
+from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
+from tokenbus.worker.engine.models import generation_config, model_files, pretrained_tokenizer
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
-_MOST_DEVICES = 128
+_MAX_DEVICES = 128
 """More than llama.cpp can use: it reads as many shares as it has devices."""
 
 
 class GgufModel:
     """A loaded model. `progress` is told how much is loaded, from 0 to 1. Raises ModelError."""
 
-    def __init__(self, found: weights.Found, settings: EngineSettings, progress: Callable[[float], None]) -> None:
-        self.found = found
-        self.facts = metadata.read(found.weights)
-        if not self.facts.num_tensors and self.facts.number("split.count") <= 1:
+    def __init__(
+        self, found: model_files.ModelFiles, settings: EngineSettings, progress: Callable[[float], None]
+    ) -> None:
+        self.files = found
+        self.metadata = metadata.read(found.weights)
+        if not self.metadata.num_tensors and self.metadata.number("split.count") <= 1:
             raise ModelError(f"{found.weights}: holds a vocabulary and no weights; pass --model the whole model")
-        self.advised = advice.read(found.sidecars, self.facts.sampling_defaults())
+        self.generation_config = generation_config.read(found.sidecars, self.metadata.sampling_defaults())
         self.handle = _load(found.weights, settings, progress)
         vocab = llama.llama_model_get_vocab(self.handle)
         assert vocab is not None
-        self.vocabulary = Vocabulary(vocab, self.facts)
-        self.bundle = bundle.build(self.facts, self.vocabulary, published.read(found.sidecars.get("tokenizer.json")))
+        self.tokenizer = GgufTokenizer(vocab, self.metadata)
+        self.bundle = bundle.build(
+            self.metadata, self.tokenizer, pretrained_tokenizer.read(found.sidecars.get("tokenizer.json"))
+        )
 
     def __repr__(self) -> str:
-        return f"<GgufModel {self.found.weights}>"
+        return f"<GgufModel {self.files.weights}>"
 
     def close(self) -> None:
         """Gives its memory back. No context may use it any more."""
         llama.llama_model_free(self.handle)
 
 
-class Key(NamedTuple):
+class ModelKey(NamedTuple):
     """What two replicas must have in common to share a model."""
 
     weights: Path
@@ -54,18 +58,18 @@ class Key(NamedTuple):
     tensor_split: tuple[float, ...]
 
 
-def key_of(found: weights.Found, settings: EngineSettings) -> Key:
+def model_key(found: model_files.ModelFiles, settings: EngineSettings) -> ModelKey:
     path = found.weights.resolve()
-    return Key(path, settings.gpu_layers, settings.split_mode, settings.main_gpu, settings.tensor_split)
+    return ModelKey(path, settings.gpu_layers, settings.split_mode, settings.main_gpu, settings.tensor_split)
 
 
 def _load(path: Path, settings: EngineSettings, progress: Callable[[float], None]) -> llama.llama_model_p:
     params = llama.llama_model_default_params()
     params.n_gpu_layers = 999 if settings.gpu_layers < 0 else settings.gpu_layers
-    params.split_mode = choices.SPLIT_MODES[settings.split_mode]
+    params.split_mode = settings_resolution.SPLIT_MODES[settings.split_mode]
     params.main_gpu = settings.main_gpu
     if settings.tensor_split:
-        params.tensor_split = (ctypes.c_float * _MOST_DEVICES)(*settings.tensor_split)
+        params.tensor_split = (ctypes.c_float * _MAX_DEVICES)(*settings.tensor_split)
 
     def report(fraction: float, _: ctypes.c_void_p) -> bool:
         try:
@@ -77,11 +81,11 @@ def _load(path: Path, settings: EngineSettings, progress: Callable[[float], None
     params.progress_callback = llama.llama_progress_callback(report)
     model: llama.llama_model_p | None = llama.llama_model_load_from_file(str(path).encode(), params)
     if model is None:
-        raise ModelError(f"{path}: {_what_to_do(library.last_error())}")
+        raise ModelError(f"{path}: {_load_error(backend.last_error())}")
     return model
 
 
-def _what_to_do(complaint: str) -> str:
+def _load_error(complaint: str) -> str:
     """llama.cpp's reason for not loading a file, and what may help."""
     reason = complaint.rpartition("error loading model: ")[2]
     if "unknown model architecture" in reason:

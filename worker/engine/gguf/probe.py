@@ -8,8 +8,8 @@ import numpy as np
 import structlog
 from llama_cpp import llama_cpp as llama
 
+from tokenbus.worker.engine.gguf import backend
 from tokenbus.worker.engine.gguf import context as kv
-from tokenbus.worker.engine.gguf import library
 from tokenbus.worker.engine.gguf.lanes import Lanes
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import DeviceError, ModelError
@@ -19,39 +19,39 @@ _CLOSE = 0.05
 """Logits of the same token, computed twice in batches of other shapes, differ by less, against their own spread."""
 
 
-class Abilities(NamedTuple):
+class Capabilities(NamedTuple):
     can_share: bool
     """Lanes may share tokens, give some up, and have them saved and brought back."""
     bytes_per_token: int
     """In host memory; 0 where nothing can be saved."""
 
 
-def run(
+def capabilities(
     model: llama.llama_model_p, context: llama.llama_context_p, lanes: Lanes, settings: EngineSettings
-) -> Abilities:
+) -> Capabilities:
     """Computes a few tokens, which also spares the first request what llama.cpp allocates late.
 
     Raises ModelError when not even that can be done."""
     count = min(_TOKENS, llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)), llama.llama_n_ctx_seq(context))
     tokens = list(range(count))
-    first = kv.first_lane(model, settings)
+    first = kv.first_seq_id(model, settings)
     if _decode(context, tokens, 0, first) is None:
-        raise ModelError(f"llama.cpp can't compute a first step: {library.last_error()}")
-    reason = kv.why_not_share(model, settings)
-    abilities = Abilities(False, 0)
+        raise ModelError(f"llama.cpp can't compute a first step: {backend.last_error()}")
+    reason = kv.no_sharing_reason(model, settings)
+    found = Capabilities(False, 0)
     if reason is None and count == _TOKENS:
-        abilities = _try(context, lanes, tokens)
-        reason = None if abilities.can_share else "its lanes could not be shared or saved exactly"
+        found = _try(context, lanes, tokens)
+        reason = None if found.can_share else "its lanes could not be shared or saved exactly"
     if reason is not None:
         structlog.get_logger().info("no_prefix_cache", reason=reason)
     lanes.clear()
-    return abilities
+    return found
 
 
-def _try(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) -> Abilities:
+def _try(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) -> Capabilities:
     """Has the last token computed again behind a shared prefix, and behind one that was saved and brought back."""
     last = len(tokens) - 1
-    lanes.cut(0, last)
+    lanes.truncate(0, last)
     truth = _decode(context, tokens[last:], last, 1)
     try:
         blob = lanes.save(0, 0, len(tokens))
@@ -60,12 +60,12 @@ def _try(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) -> Abi
         lanes.restore(blob, 2, 0, last)
         restored = _decode(context, tokens[last:], last, 3)
     except DeviceError:
-        return Abilities(False, 0)
+        return Capabilities(False, 0)
     if truth is None or shared is None or restored is None:
-        return Abilities(False, 0)
+        return Capabilities(False, 0)
     spread = float(truth.std()) * _CLOSE
     same = bool(np.abs(truth - shared).max() <= spread and np.abs(truth - restored).max() <= spread)
-    return Abilities(same, -(-len(blob.data) // len(tokens)))
+    return Capabilities(same, -(-len(blob.data) // len(tokens)))
 
 
 def _decode(

@@ -12,23 +12,23 @@ from llama_cpp import llama_cpp as llama
 
 from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
-from tokenbus.worker.engine.gguf import choices, context, library, memory, probe
+from tokenbus.worker.engine.gguf import backend, context, kv_memory, probe, settings_resolution
 from tokenbus.worker.engine.gguf.batch import Batch
 from tokenbus.worker.engine.gguf.lanes import Lanes
-from tokenbus.worker.engine.gguf.model import GgufModel, key_of
-from tokenbus.worker.engine.kv.moves import Move
-from tokenbus.worker.engine.models import features, weights
+from tokenbus.worker.engine.gguf.model import GgufModel, model_key
+from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.models import features, model_files
+from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.process.sharing import Models
-from tokenbus.worker.engine.runner import DeviceError, Embedder, ModelError, NoRoomError
+from tokenbus.worker.engine.runner import DeviceError, Embedder, InsufficientMemoryError, ModelError
 from tokenbus.worker.engine.sampler import Sampler
-from tokenbus.worker.engine.scheduling.plan import Sampled, StepPlan
-from tokenbus.worker.engine.scheduling.sequence import End
+from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
-_MOST_HOST_BLOCKS = 65_536
+_MAX_HOST_BLOCKS = 65_536
 """The tree that finds them takes about 1 kB of memory for each."""
-_CHOSEN_HOST_BYTES = 1 << 30
-_CHOSEN_HOST_SHARE = 8
+_DEFAULT_HOST_BYTES = 1 << 30
+_DEFAULT_HOST_SHARE = 8
 """Of the machine's memory, at most, one in so many bytes unless a setting says otherwise."""
 
 
@@ -38,17 +38,17 @@ class GgufRunner:
     Raises ModelError when the file can't be served, and for settings that the model can't meet."""
 
     def __init__(
-        self, settings: EngineSettings, progress: Callable[[float], None], models: Models[GgufModel] | None = None
+        self, settings: EngineSettings, progress: Callable[[float], None], models: LoadedModels[GgufModel] | None = None
     ) -> None:
-        library.start()
-        choices.check(settings)
-        found = weights.from_files(settings.files) or weights.find(settings.model, progress)
-        self._models: Models[GgufModel] = models or Models()
-        self._model = self._models.use(key_of(found, settings), lambda: GgufModel(found, settings, progress))
+        backend.init()
+        settings_resolution.validate(settings)
+        found = model_files.from_paths(settings.files) or model_files.find(settings.model, progress)
+        self._models: LoadedModels[GgufModel] = models or LoadedModels()
+        self._model = self._models.acquire(model_key(found, settings), lambda: GgufModel(found, settings, progress))
         self._context: llama.llama_context_p | None = None
-        self._vocabulary = self._model.vocabulary
-        self.end_token_ids = self._vocabulary.end_token_ids | self._model.advised.end_token_ids
-        self.pieces = self._vocabulary.pieces
+        self._tokenizer = self._model.tokenizer
+        self.end_token_ids = self._tokenizer.end_token_ids | self._model.generation_config.end_token_ids
+        self.token_bytes = self._tokenizer.token_bytes
         self.bundle = self._model.bundle
         self.embedder: Embedder | None = None
         try:
@@ -62,43 +62,43 @@ class GgufRunner:
 
     def _open(self, settings: EngineSettings) -> None:
         """Makes the context and finds out what it can do."""
-        facts, handle = self._model.facts, self._model.handle
-        settings = choices.choose(settings, self._model.advised)
-        choices.check(settings)
-        settings = memory.limit(settings, facts, llama.llama_model_n_ctx_train(handle))
-        self._context = context.make(handle, settings)
-        first_lane = context.first_lane(handle, settings)
-        self._batch = Batch(settings.max_num_batched_tokens, first_lane)
-        self._sampler = Sampler(self.end_token_ids, self._vocabulary.size)
-        identity = f"{facts.fingerprint}:{settings.cache_type_k}:{settings.cache_type_v}:{llama_cpp.__version__}"
-        self._lanes = Lanes(self._context, identity, first_lane)
-        abilities = probe.run(handle, self._context, self._lanes, settings)
+        metadata, handle = self._model.metadata, self._model.handle
+        settings = settings_resolution.resolve(settings, self._model.generation_config)
+        settings_resolution.validate(settings)
+        settings = kv_memory.fit_to_budget(settings, metadata, llama.llama_model_n_ctx_train(handle))
+        self._context = context.create(handle, settings)
+        first_seq_id = context.first_seq_id(handle, settings)
+        self._batch = Batch(settings.max_num_batched_tokens, first_seq_id)
+        self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
+        identity = f"{metadata.fingerprint}:{settings.cache_type_k}:{settings.cache_type_v}:{llama_cpp.__version__}"
+        self._lanes = Lanes(self._context, identity, first_seq_id)
+        capabilities = probe.capabilities(handle, self._context, self._lanes, settings)
         self.num_lanes = context.num_lanes(handle, settings)
-        self.config = self._describe(settings, abilities)
+        self.config = self._describe(settings, capabilities)
         self._check_room(settings)
 
-    def begin(self, seq_no: int, sampling: contract.Sampling) -> None:
-        self._sampler.begin(seq_no, sampling)
+    def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
+        self._sampler.add_sequence(seq_no, sampling)
 
-    def finish(self, seq_no: int) -> None:
-        self._sampler.finish(seq_no)
+    def remove_sequence(self, seq_no: int) -> None:
+        self._sampler.remove_sequence(seq_no)
 
-    def apply(self, moves: Listing[Move]) -> None:
-        self._lanes.apply(moves)
+    def apply(self, kv_ops: Listing[KvOp]) -> None:
+        self._lanes.apply(kv_ops)
 
-    def step(self, plan: StepPlan) -> list[Sampled | End]:
-        self._batch.fill(plan.parts)
+    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
+        self._batch.fill(plan.scheduled)
         self._decode()
-        sequences = [part.sequence for part in plan.parts if part.samples]
+        sequences = [part.sequence for part in plan.scheduled if part.samples]
         if not sequences:
             return []
         assert self._context is not None
-        size = self._vocabulary.size
+        size = self._tokenizer.size
         logits = np.ctypeslib.as_array(llama.llama_get_logits(self._context), (len(sequences), size))
-        return self._sampler.choose(logits, sequences)
+        return self._sampler.sample(logits, sequences)
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
-        return self._vocabulary.tokenize(request)
+        return self._tokenizer.tokenize(request)
 
     def close(self) -> None:
         if self._context is not None:
@@ -110,36 +110,36 @@ class GgufRunner:
         assert self._context is not None
         status = llama.llama_decode(self._context, self._batch.struct)
         if status == 1:
-            raise NoRoomError
+            raise InsufficientMemoryError
         if status != 0:
-            raise DeviceError(f"llama_decode returned {status}: {library.last_error()}")
+            raise DeviceError(f"llama_decode returned {status}: {backend.last_error()}")
 
-    def _describe(self, settings: EngineSettings, abilities: probe.Abilities) -> contract.EngineConfig:
+    def _describe(self, settings: EngineSettings, capabilities: probe.Capabilities) -> contract.EngineConfig:
         assert self._context is not None
-        facts = self._model.facts
+        metadata = self._model.metadata
         blocks = llama.llama_n_ctx(self._context) // settings.kv_block_size
         longest = context.context_length(settings, llama.llama_model_n_ctx_train(self._model.handle))
         fits = llama.llama_n_ctx_seq(self._context) // settings.kv_block_size * settings.kv_block_size
-        chat = self._vocabulary.can_chat
+        chat = self._tokenizer.supports_chat
         return contract.EngineConfig(
             engine="gguf",
             engine_version=f"llama-cpp-python {llama_cpp.__version__}",
-            source=weights.source_of(settings.model),
-            fingerprint=settings.fingerprint or facts.fingerprint,
+            source=model_files.source_name(settings.model),
+            fingerprint=settings.fingerprint or metadata.fingerprint,
             context_length=min(longest, fits),
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             kv_block_size=settings.kv_block_size,
             total_kv_blocks=blocks,
-            host_kv_blocks=_host_blocks(settings, abilities),
-            prefix_cache=abilities.can_share,
-            vocab_size=self._vocabulary.size,
-            features=features.of_sampler(chat=chat),
-            defaults=self._model.advised.defaults,
+            host_kv_blocks=_host_blocks(settings, capabilities),
+            prefix_cache=capabilities.can_share,
+            vocab_size=self._tokenizer.size,
+            features=features.with_sampler(chat=chat),
+            defaults=self._model.generation_config.defaults,
             versions={"llama_cpp_python": llama_cpp.__version__},
             pid=os.getpid(),
-            files=weights.to_files(self._model.found),
-            kv_bytes=llama.llama_n_ctx(self._context) * memory.bytes_per_token(facts, settings),
+            files=model_files.to_paths(self._model.files),
+            kv_bytes=llama.llama_n_ctx(self._context) * kv_memory.bytes_per_token(metadata, settings),
         )
 
     def _check_room(self, settings: EngineSettings) -> None:
@@ -151,11 +151,11 @@ class GgufRunner:
             )
 
 
-def _host_blocks(settings: EngineSettings, abilities: probe.Abilities) -> int:
-    if not abilities.can_share or not abilities.bytes_per_token:
+def _host_blocks(settings: EngineSettings, capabilities: probe.Capabilities) -> int:
+    if not capabilities.can_share or not capabilities.bytes_per_token:
         return 0
     budget = settings.host_cache_mib << 20
     if settings.host_cache_mib < 0:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        budget = min(_CHOSEN_HOST_BYTES, memory // _CHOSEN_HOST_SHARE)
-    return min(_MOST_HOST_BLOCKS, budget // (abilities.bytes_per_token * settings.kv_block_size))
+        budget = min(_DEFAULT_HOST_BYTES, memory // _DEFAULT_HOST_SHARE)
+    return min(_MAX_HOST_BLOCKS, budget // (capabilities.bytes_per_token * settings.kv_block_size))

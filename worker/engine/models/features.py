@@ -13,6 +13,6 @@ _FEATURES = (
 )
 
 
-def of_sampler(*, chat: bool) -> tuple[str, ...]:
+def with_sampler(*, chat: bool) -> tuple[str, ...]:
     """`chat`: the model has a template."""
     return tuple(feature for feature in _FEATURES if chat or feature != "chat")

@@ -8,18 +8,19 @@ import onnx
 import structlog
 import xxhash
 
-from tokenbus.worker.engine.models import advice, weights
-from tokenbus.worker.engine.onnx.caller import Caller
-from tokenbus.worker.engine.onnx.graphs import facts, graph, surgery
+from tokenbus.worker.engine.models import generation_config, model_files
+from tokenbus.worker.engine.onnx import model_config
+from tokenbus.worker.engine.onnx.graphs import graph, graph_edits
+from tokenbus.worker.engine.onnx.graphs.graph_runner import GraphRunner
 from tokenbus.worker.engine.onnx.graphs.session import Device, Session
-from tokenbus.worker.engine.onnx.tokenizer.vocabulary import Vocabulary
+from tokenbus.worker.engine.onnx.tokenizer.onnx_tokenizer import OnnxTokenizer
 from tokenbus.worker.engine.process.settings import EngineSettings
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4_096
 
 
-class Key(NamedTuple):
+class ModelKey(NamedTuple):
     """What two replicas must have in common to share a model."""
 
     weights: Path
@@ -30,41 +31,43 @@ class Key(NamedTuple):
 class OnnxModel:
     """A loaded model. Raises ModelError for what can't be served, saying why and what would work."""
 
-    def __init__(self, found: weights.Found, settings: EngineSettings, device: Device) -> None:
+    def __init__(self, found: model_files.ModelFiles, settings: EngineSettings, device: Device) -> None:
         where = str(found.weights)
-        self.found = found
-        self.facts = facts.read(found.sidecars)
-        self.advised = advice.read(found.sidecars, {})
+        self.files = found
+        self.model_config = model_config.read(found.sidecars)
+        self.generation_config = generation_config.read(found.sidecars, {})
         model = graph.load(found.weights)
-        self.graph = graph.read(model, where, self.facts.sizes)
-        self.vocabulary = Vocabulary(found.sidecars, self.graph.vocab_size, where)
+        self.graph = graph.read(model, where, self.model_config.head_sizes)
+        self.tokenizer = OnnxTokenizer(found.sidecars, self.graph.vocab_size, where)
         self.fingerprint = _fingerprint(found.weights, model)
-        only_last = self._change(model)
+        last_logits_only = self._change(model)
         self.session = Session(model, found.weights, settings, device)
-        self.caller = Caller(self.graph, self.session, self.vocabulary.size, only_last=only_last)
+        self.graph_runner = GraphRunner(
+            self.graph, self.session, self.tokenizer.size, last_logits_only=last_logits_only
+        )
         structlog.get_logger().info(
-            "onnx_loaded", provider=device.kind, grouped=self.graph.grouped, only_last=only_last
+            "onnx_loaded", provider=device.kind, gqa=self.graph.uses_gqa, last_logits_only=last_logits_only
         )
 
     def __repr__(self) -> str:
-        return f"<OnnxModel {self.found.weights}>"
+        return f"<OnnxModel {self.files.weights}>"
 
     def _change(self, model: onnx.ModelProto) -> bool:
         """Has the graph show its hidden states where it can; says whether it makes logits of the last token only."""
         logits = self.graph.logits
         if logits is None:
             return False
-        if self.graph.hidden is None and surgery.show_hidden(model, logits):
-            self.graph = self.graph._replace(hidden=surgery.HIDDEN)
-        return self.graph.keep_logits is None and surgery.trim(model, logits)
+        if self.graph.hidden is None and graph_edits.expose_hidden_states(model, logits):
+            self.graph = self.graph._replace(hidden=graph_edits.HIDDEN)
+        return self.graph.keep_logits is None and graph_edits.keep_last_logits(model, logits)
 
     def close(self) -> None:
         """The session gives its memory back when the last reference to it goes."""
-        del self.session, self.caller
+        del self.session, self.graph_runner
 
 
-def key_of(found: weights.Found, settings: EngineSettings, device: Device) -> Key:
-    return Key(found.weights.resolve(), device, settings.onnx.device_memory_mib)
+def model_key(found: model_files.ModelFiles, settings: EngineSettings, device: Device) -> ModelKey:
+    return ModelKey(found.weights.resolve(), device, settings.onnx.device_memory_mib)
 
 
 def _fingerprint(path: Path, model: onnx.ModelProto) -> str:

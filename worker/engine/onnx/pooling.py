@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from tokenbus.worker.engine.models import advice
+from tokenbus.worker.engine.models import generation_config
 from tokenbus.worker.engine.onnx.arrays import Array
 
 MODES = ("auto", "mean", "cls", "last")
@@ -23,7 +23,7 @@ def choose(asked: str, sidecars: dict[str, Path], *, generates: bool) -> str:
     """A mode that is not `auto`. Raises ModelError naming a file that is wrong."""
     if asked != "auto":
         return asked
-    said = advice.decode(sidecars.get(SIDECAR), _Pooling)
+    said = generation_config.read_json(sidecars.get(SIDECAR), _Pooling)
     if said.pooling_mode_cls_token:
         return "cls"
     if said.pooling_mode_mean_tokens:

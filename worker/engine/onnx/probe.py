@@ -5,12 +5,12 @@ from array import array
 import numpy as np
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.kv.moves import Share
+from tokenbus.worker.engine.kv.ops import Share
 from tokenbus.worker.engine.onnx.arrays import Array
-from tokenbus.worker.engine.onnx.cache.caches import Cache
-from tokenbus.worker.engine.onnx.cache.lanes import Lanes
-from tokenbus.worker.engine.runner import DeviceError, ModelError, NoRoomError
-from tokenbus.worker.engine.scheduling.plan import Part
+from tokenbus.worker.engine.onnx.cache.kv_cache import KvCache
+from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths
+from tokenbus.worker.engine.runner import DeviceError, InsufficientMemoryError, ModelError
+from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
 from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 LANES = 4
@@ -28,7 +28,7 @@ their own. With 4-bit weights it was up to 0.02, since activations are rounded t
 mask, 0.14. The largest difference says less: it grows with the vocabulary."""
 
 
-def agrees(cache: Cache, lanes: Lanes, vocab_size: int, where: str) -> bool:
+def batches_agree(cache: KvCache, lanes: LaneLengths, vocab_size: int, where: str) -> bool:
     """Whether tokens behind a shared prefix come to what they are alone, in a batch with a longer row and an equal one.
 
     The longer one gives them columns without a token, the equal one shares their batch where there are no such columns.
@@ -41,20 +41,22 @@ def agrees(cache: Cache, lanes: Lanes, vocab_size: int, where: str) -> bool:
         _prompt(cache, lanes, equal, _SHARED)
         cache.apply(lanes.resolve([Share(whole.seq_no, shared.seq_no, 0, _SHARED)]))
         for _ in range(_STEPS):
-            parts = [Part(sequence, lanes.lengths[sequence.seq_no], 1) for sequence in (shared, longer, equal)]
+            parts = [
+                ScheduledTokens(sequence, lanes.lengths[sequence.seq_no], 1) for sequence in (shared, longer, equal)
+            ]
             in_rows, logits = cache.decode(parts)
             found = logits[[part.sequence is shared for part in in_rows]]
             for part in parts:
                 lanes.grow(part.lane, part.start, part.start + 1)
-    except (DeviceError, NoRoomError) as error:
+    except (DeviceError, InsufficientMemoryError) as error:
         raise ModelError(f"{where}: can't compute a first step: {error}") from error
     if truth.shape != (1, vocab_size) or not np.isfinite(truth).all():
         raise ModelError(f"{where}: its first step gives no logits for a vocabulary of {vocab_size}, or no numbers")
     return bool((found[0] - truth[0]).std() <= truth.std() * _CLOSE)
 
 
-def _prompt(cache: Cache, lanes: Lanes, sequence: Sequence, count: int) -> Array:
-    part = Part(sequence, 0, count)
+def _prompt(cache: KvCache, lanes: LaneLengths, sequence: Sequence, count: int) -> Array:
+    part = ScheduledTokens(sequence, 0, count)
     logits = cache.prompt(part, wants_logits=True)
     lanes.grow(part.lane, 0, count)
     return logits

@@ -10,12 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import structlog
 
-from tokenbus.protocol.wire import blocks, errors, internal
+from tokenbus.protocol.wire import block_hash, errors, internal
 from tokenbus.worker.engine import embedding
-from tokenbus.worker.engine.process import frames
+from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.loop import Inbox, StepLoop
-from tokenbus.worker.engine.process.settings import Pressure
-from tokenbus.worker.engine.process.turnstile import Turnstile
+from tokenbus.worker.engine.process.settings import SchedulerSettings
+from tokenbus.worker.engine.process.step_gate import StepGate
 from tokenbus.worker.engine.runner import ModelError, Runner
 
 _LAST_TEXT_S = 5.0
@@ -26,27 +26,27 @@ def serve(
     sock: socket.socket,
     load: Callable[[Callable[[float], None]], Runner],
     step_target_s: float,
-    pressure: Pressure | None = None,
-    turnstile: Turnstile | None = None,
+    scheduler_settings: SchedulerSettings | None = None,
+    step_gate: StepGate | None = None,
     *,
     debug: bool = False,
 ) -> None:
     """Loads a runner, says so, and steps until the socket's other end closes.
 
     Raises DeviceError when the device fails, and what nobody expected of any of its threads; a model that can't be
-    loaded is told to the front."""
+    loaded is told to the frontend."""
     send = _locked_sender(sock)
     try:
-        runner = load(lambda fraction: send(frames.Loading(fraction)))
+        runner = load(lambda fraction: send(ipc.Loading(fraction)))
     except ModelError as error:
-        send(frames.LoadFailed(str(error)))
+        send(ipc.LoadFailed(str(error)))
         return
     inbox: Inbox = queue.SimpleQueue()
     reader = threading.Thread(target=_read, args=(sock, runner, inbox, send), name="commands", daemon=True)
     reader.start()
-    send(frames.Ready(runner.config, runner.pieces, runner.bundle))
+    send(ipc.Ready(runner.config, runner.token_bytes, runner.bundle))
     try:
-        StepLoop(runner, inbox, send, step_target_s, pressure, turnstile, debug=debug).run()
+        StepLoop(runner, inbox, send, step_target_s, scheduler_settings, step_gate, debug=debug).run()
     finally:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
@@ -55,20 +55,20 @@ def serve(
             runner.close()
 
 
-def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Callable[[frames.Report], None]) -> None:
+def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Callable[[ipc.Report], None]) -> None:
     """Passes commands on to the loop, and texts to the threads that tokenize them, so that no command waits for these.
 
     Whatever goes wrong ends the loop: a replica that hears nothing any more must not seem to live."""
     texts, inputs = ThreadPoolExecutor(1, "tokenize"), ThreadPoolExecutor(1, "embed")
     end: Exception | None = None
     try:
-        for body in frames.received(sock):
-            command = frames.command_decoder.decode(body)
+        for body in ipc.receive(sock):
+            command = ipc.command_decoder.decode(body)
             match command:
-                case frames.AskTokens():
-                    _watch(texts.submit(_tokenize, runner, command, send), inbox)
-                case frames.AskEmbeddings():
-                    _watch(inputs.submit(_prepare, runner, command, time.monotonic(), inbox, send), inbox)
+                case ipc.TokenizeCall():
+                    _end_loop_on_error(texts.submit(_tokenize, runner, command, send), inbox)
+                case ipc.EmbedCall():
+                    _end_loop_on_error(inputs.submit(_prepare, runner, command, time.monotonic(), inbox, send), inbox)
                 case _:
                     inbox.put(command)
     except Exception as error:  # outermost frame
@@ -78,7 +78,7 @@ def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Callable[[fra
         pool.shutdown(cancel_futures=True)
 
 
-def _watch(work: "Future[None]", inbox: Inbox) -> None:
+def _end_loop_on_error(work: "Future[None]", inbox: Inbox) -> None:
     """Ends the loop if work raises that was to answer somebody, come what may."""
 
     def look(done: "Future[None]") -> None:
@@ -88,27 +88,27 @@ def _watch(work: "Future[None]", inbox: Inbox) -> None:
     work.add_done_callback(look)
 
 
-def _tokenize(runner: Runner, ask: frames.AskTokens, send: Callable[[frames.Report], None]) -> None:
+def _tokenize(runner: Runner, ask: ipc.TokenizeCall, send: Callable[[ipc.Report], None]) -> None:
     try:
-        answer = frames.Tokens(ask.ticket, blocks.to_bytes(runner.tokenize(ask.request)), None)
+        answer = ipc.TokenizeResult(ask.call_id, block_hash.pack_token_ids(runner.tokenize(ask.request)), None)
     except Exception as error:  # outermost frame: who asked must be answered
-        answer = frames.Tokens(ask.ticket, b"", _told(error))
-    with contextlib.suppress(OSError):  # the front has gone
+        answer = ipc.TokenizeResult(ask.call_id, b"", _error_for(error))
+    with contextlib.suppress(OSError):  # the frontend has gone
         send(answer)
 
 
 def _prepare(
-    runner: Runner, ask: frames.AskEmbeddings, came_at: float, inbox: Inbox, send: Callable[[frames.Report], None]
+    runner: Runner, ask: ipc.EmbedCall, arrived_at: float, inbox: Inbox, send: Callable[[ipc.Report], None]
 ) -> None:
     """Gives the loop the tokens of inputs to embed, or says why there are none."""
     try:
-        inbox.put(embedding.job_of(ask.ticket, ask.request, runner.embedder, came_at))
+        inbox.put(embedding.make_job(ask.call_id, ask.request, runner.embedder, arrived_at))
     except Exception as error:  # outermost frame: who asked must be answered
-        with contextlib.suppress(OSError):  # the front has gone
-            send(frames.Embeddings(ask.ticket, internal.Embedded(error=_told(error))))
+        with contextlib.suppress(OSError):  # the frontend has gone
+            send(ipc.EmbedResult(ask.call_id, internal.EmbedResult(error=_error_for(error))))
 
 
-def _told(error: Exception) -> errors.Error:
+def _error_for(error: Exception) -> errors.Error:
     """What the asker is told of an exception; one that nobody expected is logged."""
     if isinstance(error, errors.RequestError):
         return error.error
@@ -116,11 +116,11 @@ def _told(error: Exception) -> errors.Error:
     return errors.make_error(errors.Code.INTERNAL)
 
 
-def _locked_sender(sock: socket.socket) -> Callable[[frames.Report], None]:
+def _locked_sender(sock: socket.socket) -> Callable[[ipc.Report], None]:
     lock = threading.Lock()
 
-    def send(report: frames.Report) -> None:
+    def send(report: ipc.Report) -> None:
         with lock:
-            sock.sendall(frames.encode(report))
+            sock.sendall(ipc.encode(report))
 
     return send

@@ -1,9 +1,9 @@
-"""Settings of an engine process, as its front passes them on."""
+"""Settings of an engine process, as its frontend passes them on."""
 
 import msgspec
 
 
-class Pressure(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine shares its KV memory out when many want it."""
 
     overcommit: float = 1.0
@@ -11,7 +11,7 @@ class Pressure(msgspec.Struct, frozen=True, kw_only=True):
     it goes on later, by computing again what it had."""
     priority_s: float = 1.0
     """Seconds of waiting that one step of priority is worth."""
-    max_idle_blocks: int | None = None
+    max_cached_blocks: int | None = None
     """Cached blocks that nobody uses and that may stay on the device; None for those of 256 tokens where there is
     host memory for the others, else for all."""
 
@@ -68,7 +68,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts are computed in chunks that take about this long."""
     threads: int = 0
     """CPU threads; chosen: all cores that this process may use."""
-    pressure: Pressure = Pressure()
+    scheduler: SchedulerSettings = SchedulerSettings()
     onnx: OnnxSettings = OnnxSettings()
     gpu_layers: int = -1
     """Layers to put on a GPU where there is one; -1 is all."""

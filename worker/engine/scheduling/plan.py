@@ -4,11 +4,11 @@ from array import array
 from typing import NamedTuple
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.kv.moves import Move
-from tokenbus.worker.engine.scheduling.sequence import End, Sequence
+from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 
-class Part(NamedTuple):
+class ScheduledTokens(NamedTuple):
     """The share of one sequence in a step: `num_tokens` of its tokens from `start` on."""
 
     sequence: Sequence
@@ -33,28 +33,28 @@ class Part(NamedTuple):
 class StepPlan(NamedTuple):
     """The shares of one step, in the order in which the runner computes them."""
 
-    parts: tuple[Part, ...]
+    scheduled: tuple[ScheduledTokens, ...]
     started: tuple[Sequence, ...] = ()
     """Sequences that have just been given their first lane."""
-    moves: tuple[Move, ...] = ()
+    kv_ops: tuple[KvOp, ...] = ()
     """What the lanes have to do first."""
 
     @property
     def num_tokens(self) -> int:
-        return sum(part.num_tokens for part in self.parts)
+        return sum(part.num_tokens for part in self.scheduled)
 
 
-class Sampled(NamedTuple):
+class SampledToken(NamedTuple):
     """A token that was chosen, and how likely it was where that was asked for."""
 
     token_id: int
     logprob: contract.Logprob | None = None
 
 
-class Advance(NamedTuple):
+class StepResult(NamedTuple):
     """What a step did for one sequence."""
 
     sequence: Sequence
-    sampled: Sampled | None
+    sampled: SampledToken | None
     """None where the sequence ended without a token."""
-    end: End | None
+    finish_reason: EngineFinishReason | None

@@ -4,34 +4,35 @@ import bisect
 from collections.abc import Sequence as Listing
 
 from tokenbus.protocol.wire import messages
-from tokenbus.worker.engine.kv.blocks import BlockPool, Changes
-from tokenbus.worker.engine.scheduling.plan import Advance, Part, Sampled, StepPlan
-from tokenbus.worker.engine.scheduling.sequence import End, Sequence
-from tokenbus.worker.engine.scheduling.waiting import WaitingLine, turn_of
+from tokenbus.worker.engine.kv.pool import BlockPool, KvEvents
+from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan, StepResult
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
+from tokenbus.worker.engine.scheduling.waiting_queue import WaitingQueue, priority_key
 
 
 class Scheduler:
     """Holds every sequence of one engine: waiting ones, and running ones with a lane and a promise, both in turn.
 
-    `priority_s` is how many seconds of waiting one step of priority is worth; `max_idle_blocks` how many cached blocks
+    `priority_s` is how many seconds of waiting one step of priority is worth; `max_cached_blocks` how many cached
+    blocks
     that nobody uses may stay on the device."""
 
     def __init__(
-        self, pool: BlockPool, max_num_seqs: int, *, priority_s: float = 1.0, max_idle_blocks: int | None = None
+        self, pool: BlockPool, max_num_seqs: int, *, priority_s: float = 1.0, max_cached_blocks: int | None = None
     ) -> None:
         assert max_num_seqs > 0, max_num_seqs
         self._pool = pool
         self._max_num_seqs = max_num_seqs
         self._priority_s = priority_s
-        self._max_idle_blocks = pool.total_blocks if max_idle_blocks is None else max_idle_blocks
-        self._waiting = WaitingLine(priority_s)
+        self._max_cached_blocks = pool.total_blocks if max_cached_blocks is None else max_cached_blocks
+        self._waiting = WaitingQueue(priority_s)
         self._running: list[Sequence] = []
         self._num_generated = 0
         self._num_computed = 0
         self._num_prompt = 0
         self._num_cached = 0
         self.preemptions = 0
-        self._is_tight = False
+        self._under_pressure = False
         """The device had less room than was promised: none is started before one has ended."""
 
     def __repr__(self) -> str:
@@ -57,105 +58,105 @@ class Scheduler:
         return sum(sequence.num_uncomputed == 1 for sequence in self._running)
 
     @property
-    def suspect(self) -> Sequence | None:
+    def isolated(self) -> Sequence | None:
         """The one that takes no step with others now, since an engine died in a step with it."""
-        return next((sequence for sequence in self._running if sequence.alone), None)
+        return next((sequence for sequence in self._running if sequence.isolated), None)
 
     def add(self, sequence: Sequence) -> None:
         """Takes a sequence that fits the pool when it is empty."""
-        assert self._pool.can_ever_promise(sequence.max_num_tokens), sequence
+        assert self._pool.can_ever_allocate(sequence.max_num_tokens), sequence
         self._waiting.add(sequence)
 
-    def abort(self, seq_no: int) -> Advance | None:
+    def abort(self, seq_no: int) -> StepResult | None:
         """Removes a sequence; None if there is no such one."""
         for sequence in self._running:
             if sequence.seq_no == seq_no:
-                return self.end(sequence, End.ABORTED)
+                return self.finish(sequence, EngineFinishReason.ABORTED)
         for sequence in self._waiting:
             if sequence.seq_no == seq_no:
                 self._waiting.remove(sequence)
-                return Advance(sequence, None, End.ABORTED)
+                return StepResult(sequence, None, EngineFinishReason.ABORTED)
         return None
 
-    def end(self, sequence: Sequence, end: End) -> Advance:
+    def finish(self, sequence: Sequence, finish_reason: EngineFinishReason) -> StepResult:
         """Takes a running sequence out; what it has computed stays cached."""
-        self._leave(sequence)
-        self._is_tight = False
-        return Advance(sequence, None, end)
+        self._free(sequence)
+        self._under_pressure = False
+        return StepResult(sequence, None, finish_reason)
 
-    def plan(self, prefill_budget: int, transfer_blocks: int = 0) -> StepPlan:
+    def schedule(self, prefill_budget: int, transfer_blocks: int = 0) -> StepPlan:
         """The next step: one token for each sequence that decodes, and at most `prefill_budget` tokens of prompts.
 
         At most `transfer_blocks` go to host memory before it, and as many come back."""
-        self._pool.allow(saves=transfer_blocks, restores=transfer_blocks)
+        self._pool.set_transfer_limits(offloads=transfer_blocks, onloads=transfer_blocks)
         started = self._admit()
-        self._adopt()
+        self._reuse_prefixes()
         stepping = self._stepping()
         decodes = self._decodes(stepping)
         parts = decodes + self._chunks(stepping, prefill_budget, {part.sequence.seq_no for part in decodes})
-        self._pool.keep_idle(self._max_idle_blocks)
-        return StepPlan(tuple(parts), tuple(started), tuple(self._pool.take_moves()))
+        self._pool.trim_cached(self._max_cached_blocks)
+        return StepPlan(tuple(parts), tuple(started), tuple(self._pool.take_kv_ops()))
 
-    def commit(self, plan: StepPlan, sampled: Listing[Sampled | End]) -> list[Advance]:
+    def update(self, plan: StepPlan, sampled: Listing[SampledToken | EngineFinishReason]) -> list[StepResult]:
         """Notes that a plan was computed. `sampled` holds a token, or why there is none, for each part that samples."""
         advances = []
         results = iter(sampled)
-        for part in plan.parts:
+        for part in plan.scheduled:
             sequence, samples = part.sequence, part.samples
             sequence.num_computed += part.num_tokens
             self._num_computed += part.num_tokens
-            self._pool.commit(sequence.seq_no, sequence.token_ids, sequence.num_computed)
+            self._pool.cache_blocks(sequence.seq_no, sequence.token_ids, sequence.num_computed)
             if samples:
                 advances.append(self._advance(sequence, next(results)))
         assert next(results, None) is None, "more results than parts that sample"
         return advances
 
-    def steps_ahead(self) -> int:
+    def skippable_steps(self) -> int:
         """How many steps from now on will be one token for each running sequence and nothing else, if nobody comes.
 
         The last of them may end sequences; 0 where prompts, a wait for room or a preemption come into it."""
-        if not self._running or self._waiting or self.suspect is not None:
+        if not self._running or self._waiting or self.isolated is not None:
             return 0
         if not all(sequence.num_uncomputed == 1 and sequence.num_sampled for sequence in self._running):
             return 0
         steps = min(sequence.max_num_tokens - sequence.num_tokens for sequence in self._running)
-        room = self._pool.free_blocks + self._pool.idle_blocks
+        room = self._pool.free_blocks + self._pool.evictable_blocks
         return min(steps, max(0, room // len(self._running) - 1) * self._pool.block_size)
 
-    def skip(self, steps: int, token_ids: Listing[int]) -> None:
+    def skip_steps(self, steps: int, token_ids: Listing[int]) -> None:
         """Takes `steps` such steps at once, which sampled the same of `token_ids` for a sequence each time, and ended
         none."""
-        assert 0 < steps < self.steps_ahead(), (self, steps)
+        assert 0 < steps < self.skippable_steps(), (self, steps)
         for sequence, token_id in zip(self._running, token_ids, strict=True):
-            sequence.skip(steps, token_id)
-            has_room = self._pool.append(sequence.seq_no, sequence.num_computed)
+            sequence.skip_steps(steps, token_id)
+            has_room = self._pool.allocate_blocks(sequence.seq_no, sequence.num_computed)
             assert has_room, sequence
-            self._pool.commit(sequence.seq_no, sequence.token_ids, sequence.num_computed)
+            self._pool.cache_blocks(sequence.seq_no, sequence.token_ids, sequence.num_computed)
         count = steps * len(self._running)
         self._num_computed += count
         self._num_generated += count
 
-    def give_way(self) -> Advance | None:
+    def reclaim_memory(self) -> StepResult | None:
         """Makes room where the device has none although it was promised: cached blocks go, then the last in turn.
 
         What a lone sequence can't have ends it."""
-        if self._pool.idle_blocks:
+        if self._pool.evictable_blocks:
             self._pool.clear()
             return None
         last = self._running[-1]
         if len(self._running) == 1:
-            return self.end(last, End.NO_ROOM)
+            return self.finish(last, EngineFinishReason.INSUFFICIENT_MEMORY)
         self._preempt(last)
-        self._is_tight = True
+        self._under_pressure = True
         return None
 
     def clear_cache(self) -> None:
         """Forgets every cached block that no sequence uses."""
         self._pool.clear()
 
-    def take_changes(self) -> Changes:
+    def take_kv_events(self) -> KvEvents:
         """Which cached blocks came and went since the last time."""
-        return self._pool.take_changes()
+        return self._pool.take_kv_events()
 
     def load(self) -> messages.Load:
         waiting_tokens = sum(sequence.num_uncomputed for sequence in self._waiting)
@@ -165,7 +166,7 @@ class Scheduler:
             waiting=len(self._waiting),
             queued_prefill_tokens=waiting_tokens + prefill_tokens,
             used_blocks=self._pool.used_blocks,
-            cached_blocks=self._pool.idle_blocks,
+            cached_blocks=self._pool.evictable_blocks,
             free_blocks=self._pool.free_blocks,
             generated_tokens=self._num_generated,
             computed_tokens=self._num_computed,
@@ -181,7 +182,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Asserts what must hold between any two calls."""
         assert len(self._running) <= self._max_num_seqs
-        assert self._running == sorted(self._running, key=self._turn)
+        assert self._running == sorted(self._running, key=self._priority_key)
         assert all(sequence.lane is None and not sequence.num_computed for sequence in self._waiting)
         for sequence in self._running:
             assert sequence.lane == self._pool.lane_of(sequence.seq_no)
@@ -190,76 +191,78 @@ class Scheduler:
         numbers = [sequence.seq_no for sequence in (*self._running, *self._waiting)]
         assert len(numbers) == len(set(numbers)), numbers
 
-    def _turn(self, sequence: Sequence) -> tuple[float, int]:
-        return turn_of(sequence, self._priority_s)
+    def _priority_key(self, sequence: Sequence) -> tuple[float, int]:
+        return priority_key(sequence, self._priority_s)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _free(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
-        self._pool.release(sequence.seq_no, sequence.token_ids, sequence.num_computed)
+        self._pool.free(sequence.seq_no, sequence.token_ids, sequence.num_computed)
 
     def _preempt(self, sequence: Sequence) -> None:
         """A sequence gives up its place; it goes on in its turn, by computing again what is not cached by then."""
-        self._leave(sequence)
+        self._free(sequence)
         sequence.preempt()
         self.preemptions += 1
         self._waiting.add(sequence)
 
-    def _advance(self, sequence: Sequence, result: Sampled | End) -> Advance:
-        if isinstance(result, End):
-            return self.end(sequence, result)
-        end = sequence.append(result.token_id)
+    def _advance(self, sequence: Sequence, result: SampledToken | EngineFinishReason) -> StepResult:
+        if isinstance(result, EngineFinishReason):
+            return self.finish(sequence, result)
+        end = sequence.append_token(result.token_id)
         self._num_generated += 1
         if sequence.num_sampled == 1:
             self._num_prompt += sequence.num_prompt
             self._num_cached += sequence.num_cached
         if end is not None:
-            self.end(sequence, end)
-        return Advance(sequence, result, end)
+            self.finish(sequence, end)
+        return StepResult(sequence, result, end)
 
     def _admit(self) -> list[Sequence]:
         """Starts waiting sequences in turn while there is a lane and room; a large one is not overtaken for ever."""
         started: list[Sequence] = []
-        if self._is_tight and self._running:
+        if self._under_pressure and self._running:
             return started
         while self._waiting and len(self._running) < self._max_num_seqs and self._fits(self._waiting.first):
             sequence = self._waiting.pop()
-            sequence.lane = self._pool.begin(sequence.seq_no, sequence.domain, sequence.max_num_tokens)
-            bisect.insort(self._running, sequence, key=self._turn)
+            sequence.lane = self._pool.allocate(sequence.seq_no, sequence.domain, sequence.max_num_tokens)
+            bisect.insort(self._running, sequence, key=self._priority_key)
             if not sequence.preemptions:
                 started.append(sequence)
         return started
 
     def _fits(self, sequence: Sequence) -> bool:
         """One that was preempted has paid for over-commitment once: it comes back to a whole promise."""
-        return self._pool.can_promise(
+        return self._pool.can_allocate(
             sequence.domain, sequence.token_ids, sequence.max_num_tokens, fully=sequence.preemptions > 0
         )
 
-    def _adopt(self) -> None:
+    def _reuse_prefixes(self) -> None:
         for sequence in self._running:
             if sequence.num_uncomputed > 1:
-                sequence.adopt(self._pool.adopt(sequence.seq_no, sequence.token_ids, sequence.num_computed))
+                sequence.reuse_prefix(
+                    self._pool.reuse_prefix(sequence.seq_no, sequence.token_ids, sequence.num_computed)
+                )
 
     def _stepping(self) -> list[Sequence]:
         """Those that take part in the next step: all, or the first of those that must be alone."""
-        suspect = self.suspect
-        return list(self._running) if suspect is None else [suspect]
+        isolated = self.isolated
+        return list(self._running) if isolated is None else [isolated]
 
-    def _decodes(self, stepping: list[Sequence]) -> list[Part]:
-        parts: list[Part] = []
+    def _decodes(self, stepping: list[Sequence]) -> list[ScheduledTokens]:
+        parts: list[ScheduledTokens] = []
         planned: set[int] = set()
         for sequence in stepping:
             if sequence.lane is None or sequence.num_uncomputed > 1:
                 continue
             if self._make_room(sequence, sequence.num_tokens, planned):
                 planned.add(sequence.seq_no)
-                parts.append(Part(sequence, sequence.num_computed, 1))
+                parts.append(ScheduledTokens(sequence, sequence.num_computed, 1))
         return parts
 
-    def _chunks(self, stepping: list[Sequence], budget: int, planned: set[int]) -> list[Part]:
+    def _chunks(self, stepping: list[Sequence], budget: int, planned: set[int]) -> list[ScheduledTokens]:
         """Shares the budget out in turn: a prompt that can be finished is, of a longer one half of what is left is
         computed while others wait."""
-        parts: list[Part] = []
+        parts: list[ScheduledTokens] = []
         prompts = self._distinct_prompts(stepping)
         for behind, sequence in zip(range(len(prompts) - 1, -1, -1), prompts, strict=True):
             if budget <= 0:
@@ -271,7 +274,7 @@ class Scheduler:
                 count = -(-budget // 2) if behind else budget
             if self._make_room(sequence, sequence.num_computed + count, planned):
                 planned.add(sequence.seq_no)
-                parts.append(Part(sequence, sequence.num_computed, count))
+                parts.append(ScheduledTokens(sequence, sequence.num_computed, count))
                 budget -= count
         return parts
 
@@ -281,7 +284,7 @@ class Scheduler:
         for sequence in stepping:
             if sequence.lane is None or sequence.num_uncomputed <= 1:
                 continue
-            if self._pool.awaits_copy(sequence.seq_no, sequence.token_ids):
+            if self._pool.awaits_onload(sequence.seq_no, sequence.token_ids):
                 continue
             block = self._pool.next_block(sequence.seq_no, sequence.token_ids)
             if block is None or block not in nexts:
@@ -293,8 +296,8 @@ class Scheduler:
         """Sees to it that a sequence can hold `num_tokens`, at the cost of those that come after it if need be.
 
         One that must be alone takes room from all others, since none of them gets on before it has a token."""
-        while not self._pool.append(sequence.seq_no, num_tokens):
-            others = [one for one in self._running if one is not sequence] if sequence.alone else self._running
+        while not self._pool.allocate_blocks(sequence.seq_no, num_tokens):
+            others = [one for one in self._running if one is not sequence] if sequence.isolated else self._running
             last = others[-1]
             if last is sequence or last.seq_no in planned:
                 return False

@@ -4,16 +4,16 @@ import enum
 from array import array
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.kv.tree import Domain
+from tokenbus.worker.engine.kv.prefix_tree import Domain
 
 
-class End(enum.StrEnum):
+class EngineFinishReason(enum.StrEnum):
     """Why the engine stopped computing a sequence."""
 
     STOP_TOKEN = "stop_token"
     LENGTH = "length"
     ABORTED = "aborted"
-    NO_ROOM = "no_room"
+    INSUFFICIENT_MEMORY = "insufficient_memory"
     """The KV memory had no room although it was promised."""
     BAD_LOGITS = "bad_logits"
     """The model computed NaN or infinite logits."""
@@ -32,9 +32,9 @@ class Sequence:
 
     __slots__ = (
         "_stop_token_ids",
-        "alone",
-        "came_at",
+        "arrived_at",
         "domain",
+        "isolated",
         "lane",
         "num_cached",
         "num_computed",
@@ -55,9 +55,9 @@ class Sequence:
         *,
         domain: Domain | None = None,
         priority: int = 0,
-        came_at: float = 0.0,
+        arrived_at: float = 0.0,
         num_sampled: int = 0,
-        alone: bool = False,
+        isolated: bool = False,
     ) -> None:
         assert len(token_ids) > num_sampled, "a prompt has at least one token"
         assert sampling.max_tokens >= 1, sampling.max_tokens
@@ -66,10 +66,10 @@ class Sequence:
         self.domain = domain
         """Whose cache it uses and leaves its own to; None for nobody's."""
         self.priority = priority
-        self.came_at = came_at
+        self.arrived_at = arrived_at
         self.token_ids = array("I", token_ids)
         self.num_prompt = len(token_ids) - num_sampled
-        self.alone = alone
+        self.isolated = isolated
         """No other may share its steps until it has a new token: one that did may have ended an engine."""
         self.num_computed = 0
         self.num_cached = 0
@@ -105,7 +105,7 @@ class Sequence:
         """Whether the next token may be one that ends the sequence."""
         return self.num_sampled >= self.sampling.min_tokens
 
-    def adopt(self, num_computed: int) -> None:
+    def reuse_prefix(self, num_computed: int) -> None:
         """Notes that tokens are there which it did not compute."""
         assert self.num_computed <= num_computed < self.num_tokens, (self, num_computed)
         if not self.num_sampled:
@@ -119,16 +119,16 @@ class Sequence:
         self.num_cached = self.num_cached if self.num_sampled else 0
         self.lane = None
 
-    def append(self, token_id: int) -> End | None:
+    def append_token(self, token_id: int) -> EngineFinishReason | None:
         """Takes a sampled token; says why the sequence ends with it, if it does."""
         assert self.num_computed == self.num_tokens, self
         self.token_ids.append(token_id)
-        self.alone = False
+        self.isolated = False
         if token_id in self._stop_token_ids and self.num_sampled > self.sampling.min_tokens:
-            return End.STOP_TOKEN
-        return End.LENGTH if self.num_sampled >= self.sampling.max_tokens else None
+            return EngineFinishReason.STOP_TOKEN
+        return EngineFinishReason.LENGTH if self.num_sampled >= self.sampling.max_tokens else None
 
-    def skip(self, steps: int, token_id: int) -> None:
+    def skip_steps(self, steps: int, token_id: int) -> None:
         """Takes the results of that many steps, in each of which this token was sampled and ended nothing."""
         assert self.num_uncomputed == 1, self
         assert token_id not in self._stop_token_ids, token_id

@@ -7,27 +7,26 @@ from collections.abc import Sequence as Listing
 
 import xxhash
 
-from tokenbus.protocol.wire import errors, internal
-from tokenbus.protocol.wire import request as checks
+from tokenbus.protocol.wire import errors, internal, validation
 from tokenbus.worker import contract
-from tokenbus.worker.engine.kv.moves import Move
+from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import Embedder, ModelError
-from tokenbus.worker.engine.scheduling.plan import Part, Sampled, StepPlan
-from tokenbus.worker.engine.scheduling.sequence import End
+from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine.sim import faults, timing
 
-VOCABULARY = 1_024
+VOCAB_SIZE = 1_024
 """Small: a process may have hundreds of replicas, each with its own list."""
 _END = 0
 _FIRST_WORD = 257
 """Ids below it are the end and the 256 bytes that prompts are made of; ids from it on are what is generated."""
-_NUM_WORDS = VOCABULARY - _FIRST_WORD
+_NUM_WORDS = VOCAB_SIZE - _FIRST_WORD
 _FEATURES = ("generate", "chat", "stop", "seed", "return_token_ids", "progress")
-_CHOSEN_CONTEXT = 32_768
-_CHOSEN_KV_TOKENS = 131_072
-_CHOSEN_NUM_SEQS = 64
-_CHOSEN_BLOCK_SIZE = 16
+_DEFAULT_CONTEXT = 32_768
+_DEFAULT_KV_TOKENS = 131_072
+_DEFAULT_NUM_SEQS = 64
+_DEFAULT_BLOCK_SIZE = 16
 
 
 class SimRunner:
@@ -43,12 +42,12 @@ class SimRunner:
             self._faults = faults.parse(settings.sim_faults)
         except ValueError as error:
             raise ModelError(f"--sim-faults: {error}") from error
-        self._num_sampled = 0
+        self._sampled_tokens = 0
         self._timing = timing.PRESETS[preset]
         self._speedup = settings.sim_speedup
         self.end_token_ids = frozenset({_END})
-        self.pieces = [b"", *(bytes([byte]) for byte in range(256))]
-        self.pieces += [b" simulated-%d" % number for number in range(_NUM_WORDS)]
+        self.token_bytes = [b"", *(bytes([byte]) for byte in range(256))]
+        self.token_bytes += [b" simulated-%d" % number for number in range(_NUM_WORDS)]
         self.bundle: bytes | None = None
         self.embedder: Embedder | None = None
         self.config = _config(preset, settings, self._faults.lose)
@@ -58,27 +57,29 @@ class SimRunner:
     def __repr__(self) -> str:
         return f"<SimRunner {self.config.source}, {len(self._samplings)} sequences>"
 
-    def begin(self, seq_no: int, sampling: contract.Sampling) -> None:
+    def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
         self._samplings[seq_no] = sampling
 
-    def finish(self, seq_no: int) -> None:
+    def remove_sequence(self, seq_no: int) -> None:
         self._samplings.pop(seq_no, None)
 
-    def apply(self, moves: Listing[Move]) -> None:
+    def apply(self, kv_ops: Listing[KvOp]) -> None:
         """Lanes are real, what lies in them is not."""
 
-    def step(self, plan: StepPlan) -> list[Sampled | End]:
+    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
         capacity = self.config.total_kv_blocks * self.config.kv_block_size
-        time.sleep(timing.of_plan(plan, self._timing, capacity) / 1e3 / self._speedup)
-        sampled: list[Sampled | End] = [self._sample(part) for part in plan.parts if part.samples]
-        self._fail(self._num_sampled, self._num_sampled + len(sampled))
-        self._num_sampled += len(sampled)
+        time.sleep(timing.plan_ms(plan, self._timing, capacity) / 1e3 / self._speedup)
+        sampled: list[SampledToken | EngineFinishReason] = [
+            self._sample(part) for part in plan.scheduled if part.samples
+        ]
+        self._inject_faults(self._sampled_tokens, self._sampled_tokens + len(sampled))
+        self._sampled_tokens += len(sampled)
         return sampled
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         """A token for each byte."""
         if request.messages is not None:
-            said = "".join(f"{message.role}: {checks.text_of(message)}\n" for message in request.messages)
+            said = "".join(f"{message.role}: {validation.message_text(message)}\n" for message in request.messages)
             return [1 + byte for byte in said.encode()]
         if request.text is None:
             raise errors.request_error(errors.Code.INVALID_REQUEST, "there is nothing to tokenize", param="prompt")
@@ -87,7 +88,7 @@ class SimRunner:
     def close(self) -> None:
         """There is nothing to give back."""
 
-    def _fail(self, before: int, now: int) -> None:
+    def _inject_faults(self, before: int, now: int) -> None:
         """Does what the script says of the tokens after `before`, up to `now`."""
         script = self._faults
         if before < script.slow <= now:
@@ -97,7 +98,7 @@ class SimRunner:
         if before < script.crash <= now:
             os.abort()
 
-    def _sample(self, part: Part) -> Sampled:
+    def _sample(self, part: ScheduledTokens) -> SampledToken:
         """A word that follows from the seed, the last token and its place; it ends nothing that may not end yet."""
         sequence, sampling = part.sequence, self._samplings[part.sequence.seq_no]
         seed = sampling.seed if sampling.temperature > 0 else 0
@@ -105,14 +106,14 @@ class SimRunner:
         word = xxhash.xxh3_64_intdigest(place)
         while not sequence.may_stop and _FIRST_WORD + word % _NUM_WORDS in sampling.stop_token_ids:
             word += 1
-        return Sampled(_FIRST_WORD + word % _NUM_WORDS, None)
+        return SampledToken(_FIRST_WORD + word % _NUM_WORDS, None)
 
 
 def _config(preset: str, settings: EngineSettings, lose_events: int) -> contract.EngineConfig:
-    block_size = settings.kv_block_size if settings.kv_block_size > 0 else _CHOSEN_BLOCK_SIZE
-    context = settings.context_length or _CHOSEN_CONTEXT
-    kv_tokens = settings.kv_tokens or max(context, _CHOSEN_KV_TOKENS)
-    num_seqs = settings.max_num_seqs if settings.max_num_seqs > 0 else _CHOSEN_NUM_SEQS
+    block_size = settings.kv_block_size if settings.kv_block_size > 0 else _DEFAULT_BLOCK_SIZE
+    context = settings.context_length or _DEFAULT_CONTEXT
+    kv_tokens = settings.kv_tokens or max(context, _DEFAULT_KV_TOKENS)
+    num_seqs = settings.max_num_seqs if settings.max_num_seqs > 0 else _DEFAULT_NUM_SEQS
     if kv_tokens < block_size:
         raise ModelError(f"--kv-tokens must be at least a block ({block_size}), got {kv_tokens}")
     if settings.max_num_batched_tokens <= num_seqs:
@@ -129,7 +130,7 @@ def _config(preset: str, settings: EngineSettings, lose_events: int) -> contract
         total_kv_blocks=kv_tokens // block_size,
         host_kv_blocks=0,
         prefix_cache=True,
-        vocab_size=VOCABULARY,
+        vocab_size=VOCAB_SIZE,
         features=_FEATURES,
         defaults=contract.SamplingDefaults(),
         versions={},

@@ -16,7 +16,7 @@ class Polynomial(NamedTuple):
         return (self.squared * x + self.linear) * x + self.constant
 
 
-class Timing(NamedTuple):
+class TimingModel(NamedTuple):
     """A step takes the time of its prompt tokens, if it has any, and that of its decodes, if it has any."""
 
     prefill: Polynomial
@@ -28,32 +28,32 @@ class Timing(NamedTuple):
     least_ms: float = 0.0
     """No step is shorter."""
 
-    def step_ms(self, prompt_tokens: int, decodes: int, held_share: float) -> float:
+    def step_ms(self, prompt_tokens: int, decodes: int, kv_usage: float) -> float:
         prefill_ms = self.prefill(prompt_tokens) if prompt_tokens else 0.0
-        decode_ms = self.decode(held_share) + self.per_decode_ms * decodes if decodes else 0.0
+        decode_ms = self.decode(kv_usage) + self.per_decode_ms * decodes if decodes else 0.0
         return max(self.least_ms, prefill_ms + decode_ms)
 
 
 PRESETS = {
-    "dynamo": Timing(
+    "dynamo": TimingModel(
         prefill=Polynomial(4.209989e-07, 1.518344e-02, 1.650142e01),
         decode=Polynomial(-25.74, 54.01, 5.74),
     ),
-    "cpu-0.5b-q8_0": Timing(
+    "cpu-0.5b-q8_0": TimingModel(
         prefill=Polynomial(0.0, 8.3, 0.0),
         decode=Polynomial(0.0, 20.0, 16.0),
         per_decode_ms=14.5,
     ),
-    "steps-of-50ms": Timing(Polynomial(0.0, 0.0, 0.0), Polynomial(0.0, 0.0, 0.0), least_ms=50.0),
+    "steps-of-50ms": TimingModel(Polynomial(0.0, 0.0, 0.0), Polynomial(0.0, 0.0, 0.0), least_ms=50.0),
 }
 """`dynamo`: the polynomials of NVIDIA Dynamo's simulated engine. `cpu-0.5b-q8_0`: a 0.5B shape in Q8_0 on 2 threads of
 an x86-64 server, as bench/README.md has it. `steps-of-50ms`: steps whose length does not depend on anything."""
 
 
-def of_plan(plan: StepPlan, timing: Timing, capacity_tokens: int) -> float:
+def plan_ms(plan: StepPlan, timing: TimingModel, capacity_tokens: int) -> float:
     """Milliseconds of a step."""
     prompt_tokens = decodes = held = 0
-    for part in plan.parts:
+    for part in plan.scheduled:
         held += part.start + part.num_tokens
         if part.num_tokens > 1 or not part.samples:
             prompt_tokens += part.num_tokens

@@ -6,23 +6,22 @@ from typing import Protocol
 import structlog
 
 from tokenbus.protocol.prompt import prompt
-from tokenbus.worker.engine.gguf import probes
 from tokenbus.worker.engine.gguf.metadata import Metadata
-from tokenbus.worker.engine.gguf.tokenizer import bpe, sentencepiece, tokenizer_json
-from tokenbus.worker.engine.models import published as publishing
+from tokenbus.worker.engine.gguf.tokenizer import bpe, probe_texts, sentencepiece, tokenizer_json
+from tokenbus.worker.engine.models import pretrained_tokenizer as publishing
 
-_DESIGNS: dict[str, Callable[[Metadata, dict[str, int]], tokenizer_json.Design | None]] = {
-    "gpt2": bpe.design,
-    "gemma4": bpe.design,
-    "llama": sentencepiece.design,
+_SPECS: dict[str, Callable[[Metadata, dict[str, int]], tokenizer_json.TokenizerSpec | None]] = {
+    "gpt2": bpe.tokenizer_spec,
+    "gemma4": bpe.tokenizer_spec,
+    "llama": sentencepiece.tokenizer_spec,
 }
 
 
-class Reference(Protocol):
+class ReferenceTokenizer(Protocol):
     """The vocabulary as llama.cpp has it."""
 
     rules: prompt.PromptRules
-    pieces: list[bytes]
+    token_bytes: list[bytes]
     user_defined: dict[str, int]
     """Tokens that are found in every text, before anything else."""
 
@@ -31,7 +30,7 @@ class Reference(Protocol):
         ...
 
 
-def build(metadata: Metadata, reference: Reference, published: bytes | None = None) -> bytes | None:
+def build(metadata: Metadata, reference: ReferenceTokenizer, published: bytes | None = None) -> bytes | None:
     """The packed bundle, or None where there is no exact one.
 
     It is made of the vocabulary in the file; where that can't be, `published` is tried, the tokenizer.json that lies
@@ -42,23 +41,23 @@ def build(metadata: Metadata, reference: Reference, published: bytes | None = No
     return None
 
 
-def _candidates(metadata: Metadata, reference: Reference, published: bytes | None) -> Iterator[str]:
+def _candidates(metadata: Metadata, reference: ReferenceTokenizer, published: bytes | None) -> Iterator[str]:
     model = metadata.text("tokenizer.ggml.model")
-    design = _DESIGNS[model](metadata, reference.user_defined) if model in _DESIGNS else None
-    if design is not None:
-        yield tokenizer_json.write(design, reference.user_defined)
+    tokenizer_spec = _SPECS[model](metadata, reference.user_defined) if model in _SPECS else None
+    if tokenizer_spec is not None:
+        yield tokenizer_json.write(tokenizer_spec, reference.user_defined)
     if published is not None and (text := publishing.without_special_tokens(published)) is not None:
         yield text
 
 
-def _agrees(text: str, reference: Reference) -> bool:
+def _agrees(text: str, reference: ReferenceTokenizer) -> bool:
     try:
-        encode = prompt.encoder_of(text)
+        encode = prompt.load_encoder(text)
     except ValueError as error:
         structlog.get_logger().warning("tokenizer_not_built", error=str(error))
         return False
-    own = probes.of_vocabulary(reference.pieces, reference.rules.special_tokens, reference.user_defined)
-    for probe in (*probes.PROBES, *own):
+    own = probe_texts.vocabulary_texts(reference.token_bytes, reference.rules.special_tokens, reference.user_defined)
+    for probe in (*probe_texts.PROBE_TEXTS, *own):
         if encode(probe) != reference.encode(probe):
             structlog.get_logger().warning("tokenizer_differs", probe=probe[:40])
             return False

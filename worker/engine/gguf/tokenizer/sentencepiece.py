@@ -2,20 +2,20 @@
 
 from tokenbus.worker.engine.gguf.metadata import Metadata
 from tokenbus.worker.engine.gguf.tokenizer import tokenizer_json
-from tokenbus.worker.engine.gguf.tokenizer.tokenizer_json import Design
+from tokenbus.worker.engine.gguf.tokenizer.tokenizer_json import TokenizerSpec
 
 _LONGEST_TOKEN = 512
 """Characters beyond which a token is refused: to look for its parts takes the square of its length."""
 
 
-def design(metadata: Metadata, _whole: dict[str, int]) -> Design | None:
+def tokenizer_spec(metadata: Metadata, _added_tokens: dict[str, int]) -> TokenizerSpec | None:
     """None where there are no scores to merge by."""
     vocabulary, scores = metadata.vocabulary(), metadata.numbers("tokenizer.ggml.scores")
     if len(scores) < len(vocabulary) or max(map(len, vocabulary)) > _LONGEST_TOKEN:
         return None
     model = tokenizer_json.bpe(vocabulary, merges_of(vocabulary, scores), byte_fallback=True)
-    prefix = () if metadata.values.get("tokenizer.ggml.add_space_prefix") is False else (tokenizer_json.SPACE_BEFORE,)
-    return Design(model, rewrites=(*prefix, tokenizer_json.ESCAPED_SPACES))
+    prefix = () if metadata.values.get("tokenizer.ggml.add_space_prefix") is False else (tokenizer_json.PREPEND_SPACE,)
+    return TokenizerSpec(model, normalizers=(*prefix, tokenizer_json.REPLACE_SPACES))
 
 
 def merges_of(vocabulary: dict[str, int], scores: list[float]) -> list[str]:

@@ -7,12 +7,12 @@ import msgspec
 Json = dict[str, object]
 
 
-class Design(NamedTuple):
+class TokenizerSpec(NamedTuple):
     """What becomes of a text: it is rewritten, then cut, then each piece is made into tokens."""
 
     model: Json
-    cuts: tuple[Json, ...] = ()
-    rewrites: tuple[Json, ...] = ()
+    pre_tokenizers: tuple[Json, ...] = ()
+    normalizers: tuple[Json, ...] = ()
 
 
 def bpe(vocabulary: dict[str, int], merges: list[str], **options: bool) -> Json:
@@ -20,34 +20,34 @@ def bpe(vocabulary: dict[str, int], merges: list[str], **options: bool) -> Json:
     return {"type": "BPE", "vocab": vocabulary, "merges": merges, **options}
 
 
-def cut(pattern: str) -> Json:
+def split(pattern: str) -> Json:
     """Each match is a piece, and so is what lies between two matches."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-BYTES_AS_LETTERS: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-ESCAPED_SPACES: Json = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-SPACE_BEFORE: Json = {"type": "Prepend", "prepend": "▁"}
+BYTE_LEVEL: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+REPLACE_SPACES: Json = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+PREPEND_SPACE: Json = {"type": "Prepend", "prepend": "▁"}
 
 
-def write(design: Design, whole: dict[str, int]) -> str:
-    """`whole` are tokens that are found in a text before anything else."""
-    added = [{"id": token_id, "content": text} | _AS_IT_IS for text, token_id in whole.items()]
+def write(tokenizer_spec: TokenizerSpec, added_tokens: dict[str, int]) -> str:
+    """`added_tokens` are tokens that are found in a text before anything else."""
+    added = [{"id": token_id, "content": text} | _VERBATIM for text, token_id in added_tokens.items()]
     document = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": added,
-        "normalizer": _sequence("normalizers", design.rewrites),
-        "pre_tokenizer": _sequence("pretokenizers", design.cuts),
+        "normalizer": _sequence("normalizers", tokenizer_spec.normalizers),
+        "pre_tokenizer": _sequence("pretokenizers", tokenizer_spec.pre_tokenizers),
         "post_processor": None,
         "decoder": None,
-        "model": design.model,
+        "model": tokenizer_spec.model,
     }
     return msgspec.json.encode(document).decode()
 
 
-_AS_IT_IS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+_VERBATIM = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
 
 
 def _sequence(name: str, steps: tuple[Json, ...]) -> Json | None:

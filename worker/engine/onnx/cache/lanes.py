@@ -7,7 +7,7 @@ never copied onto it."""
 from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
-from tokenbus.worker.engine.kv.moves import Cut, Move, Share
+from tokenbus.worker.engine.kv.ops import KvOp, Share, Truncate
 
 
 class Copy(NamedTuple):
@@ -19,7 +19,7 @@ class Copy(NamedTuple):
     end: int
 
 
-class Take(NamedTuple):
+class Transfer(NamedTuple):
     """Lane `to`, which is empty, gets the memory of lane `lane` and its first `end` tokens; that one is empty then."""
 
     lane: int
@@ -34,7 +34,7 @@ class Shrink(NamedTuple):
     end: int
 
 
-class Lanes:
+class LaneLengths:
     """The lengths of all lanes, in tokens."""
 
     def __init__(self, num_lanes: int) -> None:
@@ -48,35 +48,35 @@ class Lanes:
         assert start <= self.lengths[lane], (self.lengths[lane], start)
         self.lengths[lane] = end
 
-    def resolve(self, moves: Listing[Move]) -> list[Copy | Take | Shrink]:
+    def resolve(self, kv_ops: Listing[KvOp]) -> list[Copy | Transfer | Shrink]:
         """What the moves come to, in order; lengths are then as they will be when all is done."""
-        found: list[Copy | Take | Shrink] = []
-        for place, move in enumerate(moves):
-            match move:
+        found: list[Copy | Transfer | Shrink] = []
+        for place, op in enumerate(kv_ops):
+            match op:
                 case Share(lane, to, start, end) if end > self.lengths[to]:
-                    assert start == self.lengths[to], (move, self.lengths)
-                    assert end <= self.lengths[lane], (move, self.lengths)
+                    assert start == self.lengths[to], (op, self.lengths)
+                    assert end <= self.lengths[lane], (op, self.lengths)
                     self.lengths[to] = end
-                    if start == 0 and _gives_up(moves[place + 1 :], lane):
+                    if start == 0 and _empties_next(kv_ops[place + 1 :], lane):
                         self.lengths[lane] = 0
-                        found.append(Take(lane, to, end))
+                        found.append(Transfer(lane, to, end))
                     else:
                         found.append(Copy(lane, to, start, end))
-                case Cut(lane, start, None) if start < self.lengths[lane]:
+                case Truncate(lane, start, None) if start < self.lengths[lane]:
                     self.lengths[lane] = start
                     found.append(Shrink(lane, start))
-                case Share() | Cut():
+                case Share() | Truncate():
                     pass  # it has the tokens, or what replaces them is what it has
                 case _:
-                    raise AssertionError(f"there is no other memory to move to: {move}")
+                    raise AssertionError(f"there is no other memory to move to: {op}")
         return found
 
 
-def _gives_up(moves: Listing[Move], lane: int) -> bool:
+def _empties_next(kv_ops: Listing[KvOp], lane: int) -> bool:
     """Whether the next that is asked of a lane is to be empty."""
-    for move in moves:
-        match move:
-            case Cut(cut, start, None) if cut == lane:
+    for op in kv_ops:
+        match op:
+            case Truncate(cut, start, None) if cut == lane:
                 return start == 0
             case Share(source, to, _, _) if lane in (source, to):
                 return False

@@ -18,7 +18,7 @@ class RowCopy(NamedTuple):
     num_tokens: int
 
 
-class Rows:
+class RowTable:
     """`num_lanes` rows, and behind them one that is for exchanges alone. Lengths are those of the lanes, in tokens."""
 
     def __init__(self, num_lanes: int, lengths: Listing[int]) -> None:
@@ -33,7 +33,7 @@ class Rows:
     def row_of(self, lane: int) -> int:
         return self._row_of[lane]
 
-    def settle(self, lane: int) -> None:
+    def claim_first_free_row(self, lane: int) -> None:
         """Gives an empty lane the first row that nobody needs, since it will decode there."""
         assert not self._lengths[lane], lane
         first = next(row for row, other in enumerate(self._lane_at) if not self._lengths[other])

@@ -28,12 +28,12 @@ DType = np.dtype[Any]
 _INTEGERS: dict[int, DType] = {TensorProto.INT64: np.dtype(np.int64), TensorProto.INT32: np.dtype(np.int32)}
 _FLOATS: dict[int, DType] = {TensorProto.FLOAT: np.dtype(np.float32), TensorProto.FLOAT16: np.dtype(np.float16)}
 
-_FOREIGN_NODES = {
+_UNSUPPORTED_NODES = {
     "PagedAttention": "its paged attention runs in CUDA engines only; a GroupQueryAttention export would work",
     "DecoderMaskedMultiHeadAttention": "its attention is for beam search on CUDA; a plain export would work",
     "SparseAttention": "sparse attention is not supported; a dense export would work",
 }
-_FOREIGN_INPUTS = (
+_UNSUPPORTED_INPUTS = (
     (r"encoder_|decoder_input_ids", "is of an encoder-decoder model; a decoder-only model would work"),
     (r"inputs_embeds|pixel_values|audio|image", "is of a multimodal model; a text-only export would work"),
     (
@@ -49,7 +49,7 @@ _FOREIGN_INPUTS = (
 )
 
 
-class Kv(NamedTuple):
+class KvTensor(NamedTuple):
     """One tensor of the cache, of (batch, heads, tokens, width): its input and the output that goes on from it."""
 
     past: str
@@ -66,9 +66,9 @@ class Kv(NamedTuple):
 class Graph(NamedTuple):
     """How to call a graph. Names are None where it has no such input or output."""
 
-    kv: tuple[Kv, ...]
+    kv: tuple[KvTensor, ...]
     """Keys and values of every layer; none for an encoder."""
-    grouped: bool
+    uses_gqa: bool
     """Attention is GroupQueryAttention: rows begin at their first column, and cache may be written in place."""
     ids_dtype: DType
     mask: str | None
@@ -89,14 +89,14 @@ class Graph(NamedTuple):
         return sum(kv.bytes_per_token for kv in self.kv)
 
 
-class Sizes(NamedTuple):
+class HeadSizes(NamedTuple):
     """What the files beside a graph say of its cache, for exports that leave it open."""
 
     kv_heads: int | None = None
     head_width: int | None = None
 
 
-_UNKNOWN = Sizes()
+_UNKNOWN = HeadSizes()
 
 
 def load(path: Path) -> onnx.ModelProto:
@@ -121,7 +121,7 @@ def external_files(model: onnx.ModelProto) -> Iterator[str]:
             yield next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
 
 
-def follow_links(model: onnx.ModelProto, folder: Path) -> Path:
+def resolve_external_data(model: onnx.ModelProto, folder: Path) -> Path:
     """Has the graph name the files of its weights as they lie where links lead; returns the folder that they are in.
 
     onnxruntime follows no link out of a folder, and the Hub's cache is made of such links."""
@@ -136,13 +136,13 @@ def follow_links(model: onnx.ModelProto, folder: Path) -> Path:
     return Path(common)
 
 
-def read(model: onnx.ModelProto, where: str, sizes: Sizes = _UNKNOWN) -> Graph:
+def read(model: onnx.ModelProto, where: str, sizes: HeadSizes = _UNKNOWN) -> Graph:
     """Raises ModelError saying what of the graph can't be served, and what would work instead."""
     weights = {tensor.name for tensor in model.graph.initializer}
     inputs = {value.name: value for value in model.graph.input if value.name not in weights}
     outputs = {value.name: value for value in model.graph.output}
     kinds = {node.op_type for node in _nodes(model.graph)}
-    for kind, reason in _FOREIGN_NODES.items():
+    for kind, reason in _UNSUPPORTED_NODES.items():
         if kind in kinds:
             raise ModelError(f"{where}: {reason}")
     kv = tuple(_cache(inputs, outputs, where, sizes))
@@ -152,13 +152,13 @@ def read(model: onnx.ModelProto, where: str, sizes: Sizes = _UNKNOWN) -> Graph:
     keep = inputs.get(_KEEP_LOGITS)
     return Graph(
         kv=kv,
-        grouped="GroupQueryAttention" in kinds,
+        uses_gqa="GroupQueryAttention" in kinds,
         ids_dtype=_type(inputs[_IDS], _INTEGERS, where),
-        mask=_if_there(inputs, _MASK),
-        positions=_if_there(inputs, _POSITIONS),
+        mask=_name_if_present(inputs, _MASK),
+        positions=_name_if_present(inputs, _POSITIONS),
         keep_logits=keep.name if keep is not None else None,
-        cache_branch=_if_there(inputs, _CACHE_BRANCH),
-        token_types=_if_there(inputs, _TOKEN_TYPES),
+        cache_branch=_name_if_present(inputs, _CACHE_BRANCH),
+        token_types=_name_if_present(inputs, _TOKEN_TYPES),
         logits=logits.name if logits is not None else None,
         logits_dtype=_type(logits, _FLOATS, where) if logits is not None else np.dtype(np.float32),
         vocab_size=next(reversed(_dimensions(logits)), None) if logits is not None else None,
@@ -181,7 +181,7 @@ def _check_inputs(inputs: dict[str, onnx.ValueInfoProto], cache: set[str], where
     for name in inputs:
         if name in _KNOWN or name in cache:
             continue
-        for pattern, reason in _FOREIGN_INPUTS:
+        for pattern, reason in _UNSUPPORTED_INPUTS:
             if re.search(pattern, name):
                 raise ModelError(f"{where}: its input {name} {reason}")
         known = ", ".join(sorted(_KNOWN))
@@ -191,8 +191,8 @@ def _check_inputs(inputs: dict[str, onnx.ValueInfoProto], cache: set[str], where
 
 
 def _cache(
-    inputs: dict[str, onnx.ValueInfoProto], outputs: dict[str, onnx.ValueInfoProto], where: str, sizes: Sizes
-) -> Iterator[Kv]:
+    inputs: dict[str, onnx.ValueInfoProto], outputs: dict[str, onnx.ValueInfoProto], where: str, sizes: HeadSizes
+) -> Iterator[KvTensor]:
     for name, value in inputs.items():
         found = _PAST.fullmatch(name)
         if found is None:
@@ -208,7 +208,7 @@ def _cache(
         heads, width = dimensions[1] or sizes.kv_heads, dimensions[3] or sizes.head_width
         if heads is None or width is None:
             raise ModelError(f"{where}: says nowhere how large {name} is; its config.json would, put it beside")
-        yield Kv(name, present, heads, width, _type(value, _FLOATS, where))
+        yield KvTensor(name, present, heads, width, _type(value, _FLOATS, where))
 
 
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
@@ -253,7 +253,7 @@ def _type(value: onnx.ValueInfoProto, known: Mapping[int, DType], where: str) ->
     return known[kind]
 
 
-def _if_there(inputs: dict[str, onnx.ValueInfoProto], name: str) -> str | None:
+def _name_if_present(inputs: dict[str, onnx.ValueInfoProto], name: str) -> str | None:
     return name if name in inputs else None
 
 

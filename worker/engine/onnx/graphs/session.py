@@ -12,7 +12,7 @@ import structlog
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.graphs import graph
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import DeviceError, ModelError, NoRoomError
+from tokenbus.worker.engine.runner import DeviceError, InsufficientMemoryError, ModelError
 
 PROVIDERS = ("auto", "cpu", "cuda")
 _NAMES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -58,7 +58,7 @@ class Session:
         try:
             self._session = _open(model, path, settings, device)
         except Exception as error:  # onnxruntime raises a class of its own for each kind of failure
-            raise ModelError(f"{path}: {_what_to_do(_reason(error), device)}") from error
+            raise ModelError(f"{path}: {_load_error(_reason(error), device)}") from error
         if _NAMES[device.kind] not in self._session.get_providers():
             raise ModelError(
                 f"{path}: onnxruntime could not start its CUDA provider, which needs the CUDA and cuDNN libraries that "
@@ -72,52 +72,52 @@ class Session:
         return Binding(self._session.io_binding(), self.device)
 
     def run(self, binding: "Binding") -> None:
-        """Raises NoRoomError where memory was wanting, and DeviceError."""
+        """Raises InsufficientMemoryError where memory was wanting, and DeviceError."""
         try:
-            self._session.run_with_iobinding(binding.bound)
+            self._session.run_with_iobinding(binding.io_binding)
         except Exception as error:  # as above
             reason = _reason(error)
             if any(sign in str(error) for sign in _OUT_OF_MEMORY):
-                raise NoRoomError(reason) from error
+                raise InsufficientMemoryError(reason) from error
             raise DeviceError(f"onnxruntime failed: {reason}") from error
 
     def fetch(self, binding: "Binding", name: str) -> Array:
         """Runs, and returns an output of whatever shape. Raises as `run` does."""
-        binding.bound.bind_output(name, "cpu")
+        binding.io_binding.bind_output(name, "cpu")
         self.run(binding)
-        found: Array = binding.bound.get_outputs()[0].numpy()
+        found: Array = binding.io_binding.get_outputs()[0].numpy()
         return found
 
 
 class Binding:
     """Inputs and outputs of a run by name; it keeps the arrays that it was given for as long as they are bound."""
 
-    def __init__(self, bound: Any, device: Device) -> None:
-        self.bound = bound
+    def __init__(self, io_binding: Any, device: Device) -> None:
+        self.io_binding = io_binding
         self._device = device
         self._kept: dict[str, Array] = {}
 
     def __repr__(self) -> str:
         return f"<Binding of {', '.join(self._kept)}>"
 
-    def give(self, name: str, array: Array) -> None:
+    def bind_input(self, name: str, array: Array) -> None:
         """An input from host memory."""
         self._kept[name] = array
-        self.bound.bind_cpu_input(name, array)
+        self.io_binding.bind_cpu_input(name, array)
 
-    def take(self, name: str, array: Array) -> None:
+    def bind_output(self, name: str, array: Array) -> None:
         """An output into host memory."""
         assert array.flags.c_contiguous, name
         self._kept[name] = array
-        self.bound.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        self.io_binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
-    def give_at(self, name: str, address: int, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> None:
+    def bind_device_input(self, name: str, address: int, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> None:
         """An input from the device's memory."""
-        self.bound.bind_input(name, self._device.kind, self._device.number, dtype.type, shape, address)
+        self.io_binding.bind_input(name, self._device.kind, self._device.number, dtype.type, shape, address)
 
-    def take_at(self, name: str, address: int, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> None:
+    def bind_device_output(self, name: str, address: int, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> None:
         """An output into the device's memory."""
-        self.bound.bind_output(name, self._device.kind, self._device.number, dtype.type, shape, address)
+        self.io_binding.bind_output(name, self._device.kind, self._device.number, dtype.type, shape, address)
 
 
 def _open(model: onnx.ModelProto, path: Path, settings: EngineSettings, device: Device) -> Any:
@@ -129,7 +129,7 @@ def _open(model: onnx.ModelProto, path: Path, settings: EngineSettings, device: 
     options.inter_op_num_threads = 1
     options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
     # The graph comes from memory, where it was changed: it has no folder of its own in which to look for its weights.
-    folder = graph.follow_links(model, path.parent)
+    folder = graph.resolve_external_data(model, path.parent)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     if not settings.onnx.spin:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -153,7 +153,7 @@ def _reason(error: Exception) -> str:
     return line.removeprefix("[ONNXRuntimeError] : ")[:400]
 
 
-def _what_to_do(reason: str, device: Device) -> str:
+def _load_error(reason: str, device: Device) -> str:
     if "NOT_IMPLEMENTED" in reason:
         return (
             f"the {device.kind} provider can't run a node of it ({reason}); take another export, in fp32 or q4, or "

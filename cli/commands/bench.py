@@ -1,0 +1,133 @@
+"""`tokenbus bench`: makes the plan, measures point by point, prints, and writes what was asked for."""
+
+import argparse
+import asyncio
+import datetime
+import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+
+from rich.console import Console
+
+from tokenbus.cli.commands import generate
+from tokenbus.client import Client
+from tokenbus.protocol.process import shutdown
+from tokenbus.protocol.telemetry import logs
+from tokenbus.replay.load.measure import measure, warm_up
+from tokenbus.replay.load.options import TO_STANDARD_OUTPUT, Plan, plan_of
+from tokenbus.replay.load.page import page
+from tokenbus.replay.load.results import Report, RunResult, as_json, summarize
+from tokenbus.replay.load.stats import RunStats
+from tokenbus.replay.load.table import run_lines, run_table, sweep_table
+from tokenbus.replay.load.workload import FittedWorkload
+
+
+def run(options: argparse.Namespace) -> int:
+    """Returns the exit status: 0 only if in every run at least one request finished without an error."""
+    try:
+        plan = plan_of(options)
+    except ValueError as error:
+        return generate.print_error(str(error))
+    logs.log_errors_only()
+    return generate.with_client(options, lambda _, client: Bench(plan, client).run())
+
+
+class Bench:
+    """A sweep over the points of a plan."""
+
+    def __init__(self, plan: Plan, client: Client) -> None:
+        self._plan = plan
+        self._client = client
+        self._runs: list[RunResult] = []
+        self._stats: list[RunStats] = []
+        to_stderr = plan.json == TO_STANDARD_OUTPUT
+        self._console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
+
+    def __repr__(self) -> str:
+        return f"<Bench of {self._plan.model}, {len(self._runs)} of {len(self._plan.points)} runs done>"
+
+    async def run(self) -> int:
+        began_at = datetime.datetime.now(datetime.UTC)
+        fitted = await self._fit()
+        is_interrupted = await _interrupted(self._measure_all(fitted))
+        if not self._runs:
+            return generate.EXIT_INTERRUPTED
+        self._finish(self._report(fitted, began_at))
+        if is_interrupted:
+            return generate.EXIT_INTERRUPTED
+        return 0 if all(run.finished for run in self._runs) else 1
+
+    async def _fit(self) -> FittedWorkload:
+        """Raises ValueError where nobody serves the model, or nothing fits it."""
+        plan = self._plan
+        served = {one.model: one for one in (await self._client.models()).models}
+        if plan.model not in served:
+            known = ", ".join(served) or "nothing"
+            raise ValueError(f"nobody serves {plan.model!r}; what is served: {known}")
+        fitted = plan.workload.fit(served[plan.model].context_length, clip=plan.clip)
+        for count, what in ((fitted.skipped, "left out"), (fitted.clipped, "cut")):
+            if count:
+                print(f"{count} requests are longer than the model's context and are {what}", file=sys.stderr)
+        return fitted
+
+    async def _measure_all(self, fitted: FittedWorkload) -> None:
+        for number, point in enumerate(self._plan.points):
+            await warm_up(self._client, self._plan, fitted.workload, point)
+            stats = RunStats(time.monotonic())
+            is_done = False
+            try:
+                await measure(self._client, self._plan, fitted.workload, point, number, stats)
+                is_done = True
+            finally:
+                self._stats.append(stats)
+                self._runs.append(summarize(point, stats, interrupted=not is_done))
+                self._print(self._runs[-1])
+
+    def _print(self, run: RunResult) -> None:
+        self._console.print(f"[bold]{run.point}[/bold]")
+        self._console.print(run_table(run))
+        for line in run_lines(run):
+            self._console.print(line, markup=False)
+        self._console.print()
+
+    def _report(self, fitted: FittedWorkload, began_at: datetime.datetime) -> Report:
+        return Report(
+            model=self._plan.model,
+            workload=fitted.workload.describe(),
+            began_at=began_at.isoformat(timespec="seconds"),
+            seed=self._plan.seed,
+            temperature=self._plan.temperature,
+            skipped=fitted.skipped,
+            clipped=fitted.clipped,
+            runs=self._runs,
+        )
+
+    def _finish(self, report: Report) -> None:
+        """Raises ValueError where a file can't be written."""
+        if len(self._runs) > 1:
+            self._console.print(sweep_table(self._runs))
+        if self._plan.json == TO_STANDARD_OUTPUT:
+            print(as_json(report).decode(), end="")
+        elif self._plan.json:
+            _write(self._plan.json, as_json(report))
+        if self._plan.html:
+            _write(self._plan.html, page(report, [stats.times for stats in self._stats]).encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ValueError(f"{path} can't be written: {error.strerror}") from error
+
+
+async def _interrupted(work: Coroutine[None, None, None]) -> bool:
+    """Whether Ctrl-C or SIGTERM has ended it."""
+    task = asyncio.ensure_future(work)
+    with shutdown.on_stop(task.cancel):
+        try:
+            await task
+        except asyncio.CancelledError:
+            return True
+    return False

@@ -1,0 +1,189 @@
+"""`tokenbus top`: the fleet as it is now, again every second."""
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from tokenbus.cli.commands import generate
+from tokenbus.client import Client
+from tokenbus.protocol.process import shutdown
+from tokenbus.protocol.wire import errors, messages, subjects
+
+_COLUMNS_BY_PRIORITY = (
+    *("worker", "state", "run", "tok/s", "wait", "KV used", "hits", "model", "cached", "prefill"),
+    *("step ms", "events", "indexed"),
+)
+"""Where there is no room for all columns the first of these stay."""
+_GAP = 2
+_WIDTH = 120
+
+
+class Row(NamedTuple):
+    """One worker at one moment. Blocks are those of its KV memory."""
+
+    worker_id: str
+    model: str
+    state: str
+    running: int
+    max_num_seqs: int
+    waiting: int
+    queued_prefill_tokens: int
+    tokens_per_s: float
+    used_blocks: int
+    cached_blocks: int
+    total_blocks: int
+    step_age_ms: float
+    hit_rate: float
+    """Prompt tokens that were cached, of all since its engine started."""
+    indexed_blocks: int
+    """What the router that answered knows to be held there."""
+    events: str
+    lost_events: int
+
+
+class TokenRates:
+    """Tokens per second of each worker, from one look to the next."""
+
+    def __init__(self) -> None:
+        self._seen: dict[subjects.WorkerAddress, tuple[int, float]] = {}
+
+    def update(self, worker: subjects.WorkerAddress, tokens: int, now: float) -> float:
+        """A counter that went back began anew: its engine was started again."""
+        before, at = self._seen.get(worker, (tokens, now))
+        self._seen[worker] = (tokens, now)
+        return max(0, tokens - before) / (now - at) if now > at else 0.0
+
+
+def rows_of(reply: messages.ModelsReply, rates: TokenRates, now: float) -> list[Row]:
+    """The workers in order of model and name."""
+    rows = []
+    for served in reply.models:
+        for card in sorted(served.workers or [], key=lambda card: card.worker_id):
+            load, watched = card.load or messages.Load(), card.watched
+            rows.append(
+                Row(
+                    worker_id=card.worker_id,
+                    model=served.model,
+                    state=card.state,
+                    running=load.running,
+                    max_num_seqs=card.max_num_seqs,
+                    waiting=load.waiting,
+                    queued_prefill_tokens=load.queued_prefill_tokens,
+                    tokens_per_s=rates.update(card.address, load.generated_tokens, now),
+                    used_blocks=load.used_blocks,
+                    cached_blocks=load.cached_blocks,
+                    total_blocks=load.used_blocks + load.cached_blocks + load.free_blocks,
+                    step_age_ms=load.step_age_ms,
+                    hit_rate=load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0,
+                    indexed_blocks=watched.indexed_blocks if watched else 0,
+                    events=watched.events if watched else "",
+                    lost_events=watched.lost_events if watched else 0,
+                )
+            )
+    return rows
+
+
+def make_table(rows: list[Row], router: messages.RouterStats | None = None, width: int = _WIDTH) -> Table:
+    """The workers, in as many columns as fit that width."""
+    cells = [_cells(row) for row in rows]
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+    shown = _columns_that_fit(cells, width)
+    for name in shown:
+        table.add_column(name, no_wrap=True)
+    for row in cells:
+        table.add_row(*(row[name] for name in shown))
+    table.caption = "\n".join(_caption(rows, router))
+    return table
+
+
+def _cells(row: Row) -> dict[str, str]:
+    """By column, from left to right."""
+    return {
+        "worker": row.worker_id,
+        "model": row.model,
+        "state": row.state,
+        "run": f"{row.running}/{row.max_num_seqs}",
+        "wait": str(row.waiting),
+        "prefill": str(row.queued_prefill_tokens),
+        "tok/s": f"{row.tokens_per_s:.0f}",
+        "KV used": f"{row.used_blocks}/{row.total_blocks}",
+        "cached": str(row.cached_blocks),
+        "indexed": str(row.indexed_blocks),
+        "hits": f"{row.hit_rate:.0%}",
+        "events": f"{row.events} -{row.lost_events}" if row.lost_events else row.events,
+        "step ms": f"{row.step_age_ms:.0f}",
+    }
+
+
+def _columns_that_fit(cells: list[dict[str, str]], width: int) -> list[str]:
+    """The columns that have room, from left to right; the workers' names are always shown."""
+    chosen: set[str] = set()
+    left = width + _GAP
+    for name in _COLUMNS_BY_PRIORITY:
+        needed = max(len(text) for text in (name, *(row[name] for row in cells))) + _GAP
+        if needed <= left or not chosen:
+            chosen.add(name)
+            left -= needed
+    return [name for name in cells[0] if name in chosen] if cells else ["worker"]
+
+
+def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[str]:
+    yield (
+        f"{sum(row.running for row in rows)} running, {sum(row.waiting for row in rows)} waiting, "
+        f"{sum(row.tokens_per_s for row in rows):.0f} tokens/s"
+    )
+    if router is None:
+        return
+    yield (
+        f"router {router.router_id}: {router.decisions} placed, {router.decisions_per_s:.1f} a second "
+        f"in {router.decision_p50_us:.0f} µs (p99 {router.decision_p99_us:.0f}), "
+        f"{router.waiting} wait here; {router.indexed_blocks} blocks indexed; "
+        f"cached {router.predicted_hit_rate:.0%} expected, {router.hit_rate:.0%} real"
+    )
+    for refused in router.refused_cards:
+        yield f"refused: {refused.worker_id} of {refused.model}: {refused.reason}"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Shows the fleet until Ctrl-C, or once; returns the exit status."""
+    return generate.with_client(options, _top)
+
+
+async def _top(options: argparse.Namespace, client: Client) -> int:
+    rates = TokenRates()
+    rows_of(await client.models(), rates, time.monotonic())
+    await asyncio.sleep(options.interval_s)
+    if options.once or options.json:
+        return _show_once(await client.models(), rates, as_json=options.json)
+    task = asyncio.current_task()
+    assert task is not None
+    with Live(auto_refresh=False, screen=True) as live, shutdown.on_stop(task.cancel, live.stop):
+        while True:
+            live.update(await _look(client, rates, live.console.width), refresh=True)
+            await asyncio.sleep(options.interval_s)
+
+
+async def _look(client: Client, rates: TokenRates, width: int) -> Table | str:
+    try:
+        reply = await client.models(timeout_s=2.0)
+        return make_table(rows_of(reply, rates, time.monotonic()), reply.router or None, width)
+    except errors.RequestError as error:
+        return f"no router answers: {error.error.message}"
+
+
+def _show_once(reply: messages.ModelsReply, rates: TokenRates, *, as_json: bool) -> int:
+    rows = rows_of(reply, rates, time.monotonic())
+    if as_json:
+        print(json.dumps([row._asdict() for row in rows]))
+    else:
+        width = max(_WIDTH, Console().width)
+        shown = make_table(rows, reply.router or None, width) if rows else "no model is being served"
+        Console(width=width).print(shown)
+    return 0

@@ -1,0 +1,73 @@
+"""Tries rules: some alone, the others a few at a time, each for a bounded time and with a client of its own."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import nats.errors
+
+from tokenbus.conformance.assertions import BrokenError, SkippedError
+from tokenbus.conformance.probe import Probe
+from tokenbus.conformance.report import Outcome, Verdict
+from tokenbus.conformance.rules.registry import Rule
+
+_CONCURRENCY = 6
+"""Rules that are tried together, of those that may be."""
+
+
+async def run_all(rules: Sequence[Rule], make_probe: Callable[[], Probe], timeout_s: float) -> AsyncIterator[Outcome]:
+    """The outcomes in the order of the rules, each as soon as it and those before it are known."""
+    exclusive: dict[str, Outcome] = {}
+    for rule in rules:
+        if rule.exclusive:
+            exclusive[rule.name] = await run_one(rule, make_probe(), timeout_s)
+    room = asyncio.Semaphore(_CONCURRENCY)
+
+    async def in_turn(rule: Rule) -> Outcome:
+        async with room:
+            return await run_one(rule, make_probe(), timeout_s)
+
+    tasks = {rule.name: asyncio.create_task(in_turn(rule)) for rule in rules if not rule.exclusive}
+    try:
+        for rule in rules:
+            yield exclusive[rule.name] if rule.exclusive else await tasks[rule.name]
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+async def run_one(rule: Rule, probe: Probe, timeout_s: float) -> Outcome:
+    """Never raises: a rule that can't be tried to its end is broken, and says why."""
+    began = time.monotonic()
+    judging = asyncio.create_task(_judge(rule, probe, timeout_s))
+    refusal = asyncio.create_task(probe.link.wait_denied(probe.used_subjects))
+    try:
+        await asyncio.wait((judging, refusal), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        judging.cancel()
+        refusal.cancel()
+        await asyncio.wait((judging, refusal))
+    if forbidden := probe.link.denied_reason(probe.used_subjects):  # what seems to hold may only not have been heard
+        verdict, reason = Verdict.SKIPPED, f"the broker says {forbidden}"
+    else:
+        verdict, reason = judging.result()
+    with contextlib.suppress(nats.errors.Error):  # the connection may be what has failed
+        await probe.close()
+    return Outcome(rule.name, verdict, reason, (time.monotonic() - began) * 1e3)
+
+
+async def _judge(rule: Rule, probe: Probe, timeout_s: float) -> tuple[Verdict, str]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await rule.check(probe)
+    except BrokenError as error:
+        return Verdict.BROKEN, str(error)
+    except SkippedError as error:
+        return Verdict.SKIPPED, str(error)
+    except TimeoutError:
+        return Verdict.BROKEN, f"not decided within {timeout_s:g} s"
+    except Exception as error:  # outermost frame of a rule: messages that it could not even read break it
+        return Verdict.BROKEN, f"{type(error).__name__}: {error}"
+    return Verdict.OK, ""

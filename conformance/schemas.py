@@ -1,0 +1,153 @@
+"""The wire's messages as tables of their fields, written from its text and not from this project's structs."""
+
+from tokenbus.conformance import field_types
+from tokenbus.conformance.field_types import (
+    COUNT,
+    DURATION,
+    FLAG,
+    NAME,
+    NUMBER,
+    POSITIVE,
+    TEXT,
+    Schema,
+    list_of,
+    map_of,
+    optional,
+)
+
+FINISH_REASONS = ("stop", "length", "tool_calls", "cancelled", "error")
+ERRORS: dict[str, tuple[int, bool]] = {
+    "invalid_request": (400, False),
+    "prompt_too_long": (400, False),
+    "unsupported": (400, False),
+    "model_not_found": (404, False),
+    "duplicate_request": (409, False),
+    "payload_too_large": (413, False),
+    "request_crashes_engine": (422, False),
+    "overloaded": (429, True),
+    "no_worker": (503, True),
+    "insufficient_memory": (503, True),
+    "worker_lost": (502, True),
+    "engine_poisoned": (503, True),
+    "deadline_exceeded": (504, False),
+    "shutting_down": (503, True),
+    "internal": (500, True),
+}
+"""HTTP status and whether the same request may be tried again. Of its own: it checks the project's table too."""
+
+REQUEST_ID = field_types.matching("[A-Za-z0-9_-]{1,128}")
+
+CHUNK: Schema = {
+    "id": TEXT,
+    "attempt": COUNT,
+    "offset": COUNT,
+    "tokens": COUNT,
+    "text_offset": COUNT,
+    "text": TEXT,
+    "finish_reason": optional(field_types.one_of(*FINISH_REASONS)),
+}
+"""In every message of a stream."""
+
+ORIGIN: Schema = {"worker_id": optional(NAME), "model": NAME, "created": POSITIVE}
+"""In the head of each attempt, in empty chunks and in the terminal; a router's own have no worker."""
+
+USAGE: Schema = {
+    "prompt_tokens": COUNT,
+    "completion_tokens": COUNT,
+    "total_tokens": COUNT,
+    "cached_tokens": COUNT,
+}
+TIMINGS: Schema = {
+    "queue_ms": DURATION,
+    "prefill_ms": DURATION,
+    "ttft_ms": DURATION,
+    "decode_ms": DURATION,
+    "total_ms": DURATION,
+}
+ERROR: Schema = {
+    "code": field_types.one_of(*ERRORS),
+    "message": NAME,
+    "param": optional(NAME),
+    "retryable": FLAG,
+    "retry_after_ms": optional(DURATION),
+}
+_ALTERNATIVE: Schema = {"id": COUNT, "text": TEXT, "bytes": list_of(COUNT), "logprob": NUMBER}
+LOGPROB: Schema = {**_ALTERNATIVE, "top": list_of(map_of(_ALTERNATIVE))}
+PROGRESS: Schema = {"prompt_tokens": COUNT, "processed_tokens": COUNT, "cached_tokens": COUNT}
+CANDIDATE: Schema = {
+    "worker_id": NAME,
+    "cost": NUMBER,
+    "overlap_blocks": COUNT,
+    "prefill_blocks": COUNT,
+    "decode_blocks": COUNT,
+    "state": NAME,
+}
+ROUTING: Schema = {"chosen": NAME, "policy": NAME, "candidates": list_of(map_of(CANDIDATE))}
+
+LOAD: Schema = {
+    "running": COUNT,
+    "waiting": COUNT,
+    "queued_prefill_tokens": COUNT,
+    "used_blocks": COUNT,
+    "cached_blocks": COUNT,
+    "free_blocks": COUNT,
+    "step_age_ms": DURATION,
+}
+_EPOCH = field_types.matching("[0-9]+-.+")
+_PIDS: Schema = {"front": COUNT, "engine": COUNT}
+CARD: Schema = {
+    "worker_id": NAME,
+    "epoch": _EPOCH,
+    "model": NAME,
+    "source": TEXT,
+    "engine": NAME,
+    "engine_version": TEXT,
+    "context_length": POSITIVE,
+    "kv_block_size": optional(POSITIVE),
+    "total_kv_blocks": optional(COUNT),
+    "max_num_seqs": POSITIVE,
+    "max_num_batched_tokens": POSITIVE,
+    "hash_scheme": NAME,
+    "tokenizer_digest": optional(NAME),
+    "features": list_of(NAME),
+    "adapters": optional(field_types.LIST),
+    "role": optional(NAME),
+    "state": NAME,
+    "host": TEXT,
+    "pids": map_of(_PIDS),
+    "versions": field_types.MAP,
+}
+SERVED: Schema = {
+    "model": NAME,
+    "context_length": POSITIVE,
+    "features": list_of(NAME),
+}
+LIMITS: Schema = {"max_request_bytes": POSITIVE}
+
+_RUN_OF_BLOCKS = field_types.MAP
+_STARTED: Schema = {"id": NAME, "prompt_tokens": COUNT, "overlap_blocks": COUNT}
+EVENTS: Schema = {
+    "worker_id": NAME,
+    "epoch": _EPOCH,
+    "seq": COUNT,
+    "cleared": optional(FLAG),
+    "removed": optional(list_of(COUNT)),
+    "stored": optional(list_of(_RUN_OF_BLOCKS)),
+    "started": optional(list_of(map_of(_STARTED))),
+    "first_token_sent": optional(list_of(NAME)),
+    "finished": optional(list_of(NAME)),
+    "load": map_of(LOAD),
+    "state": NAME,
+}
+_RUNNING: Schema = {"id": NAME, "attempt": COUNT, "first_token_sent": FLAG}
+SNAPSHOT: Schema = {
+    "worker_id": NAME,
+    "epoch": _EPOCH,
+    "seq": COUNT,
+    "part": COUNT,
+    "parts": POSITIVE,
+    "runs": optional(list_of(_RUN_OF_BLOCKS)),
+    "running": optional(list_of(map_of(_RUNNING))),
+    "load": map_of(LOAD),
+}
+TOKENIZER: Schema = {"digest": NAME, "part": COUNT, "parts": POSITIVE, "data": field_types.BYTES}

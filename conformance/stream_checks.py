@@ -1,0 +1,174 @@
+"""What holds for the messages of one stream, in the order in which they came; pure."""
+
+from collections.abc import Sequence
+
+from tokenbus.conformance import field_types, schemas
+from tokenbus.conformance.assertions import BrokenError, Message, expect, shorten
+
+
+def current(messages: Sequence[Message]) -> list[Message]:
+    """The messages that a client heeds: none of a lower attempt than one already seen."""
+    kept: list[Message] = []
+    highest = 0
+    for message in messages:
+        attempt = message.get("attempt", 0)
+        if attempt >= highest:
+            highest = attempt
+            kept.append(message)
+    return kept
+
+
+def check_order(messages: Sequence[Message]) -> None:
+    """A head, then chunks, then one terminal, and nothing behind it."""
+    ends = [number for number, message in enumerate(messages, 1) if message.get("finish_reason") is not None]
+    expect(bool(ends), f"no terminal among {len(messages)} messages")
+    expect(len(ends) == 1, f"{len(ends)} terminals: messages {ends} of {len(messages)}")
+    behind = len(messages) - ends[0]
+    expect(behind == 0, f"{behind} messages behind the terminal: {shorten(messages[-1])}")
+    _check_head(messages)
+
+
+def _check_head(messages: Sequence[Message]) -> None:
+    """A router's empty chunks may come before it."""
+    spoken = (message for message in messages if message.get("worker_id") is not None or message.get("tokens"))
+    head = next(spoken, messages[-1])
+    is_empty = head.get("text") == "" and head.get("tokens") == 0 and head.get("finish_reason") is None
+    expect(is_empty and head.get("worker_id") is not None, f"no head before {shorten(head)}")
+
+
+def check_fields(messages: Sequence[Message]) -> None:
+    """Every message has the fields of its kind."""
+    for number, message in enumerate(messages, 1):
+        where = f"message {number}"
+        field_types.check(message, schemas.CHUNK, where)
+        is_end = message["finish_reason"] is not None if "finish_reason" in message else False
+        if is_end or (message["tokens"] == 0 and message["text"] == "" and message.get("progress") is None):
+            is_refusal = message.get("error") is not None and message.get("usage") is None
+            if not is_refusal:
+                field_types.check(message, schemas.ORIGIN, where)
+        if is_end:
+            _check_end_fields(message)
+        else:
+            for name in ("usage", "timings", "error", "stop_match"):
+                expect(message.get(name) is None, f"{where} is no terminal but has {name}")
+
+
+def _check_end_fields(terminal: Message) -> None:
+    reason = terminal["finish_reason"]
+    error = terminal.get("error")
+    expect((reason == "error") == (error is not None), f"finish_reason {reason} with error {shorten(error)}")
+    if error is not None:
+        check_error(error)
+    if terminal.get("usage") is not None or error is None:
+        field_types.check(terminal.get("usage"), schemas.USAGE, "the terminal's usage")
+        field_types.check(terminal.get("timings"), schemas.TIMINGS, "the terminal's timings")
+    match = terminal.get("stop_match")
+    expect((reason == "stop") == (match is not None), f"finish_reason {reason} with stop_match {shorten(match)}")
+    expect(
+        match is None or field_types.TEXT.holds(match) or field_types.COUNT.holds(match),
+        f"stop_match is {shorten(match)}",
+    )
+
+
+def check_error(error: object) -> None:
+    """An error's own fields; what its code says of `retryable` is fixed."""
+    field_types.check(error, schemas.ERROR, "the error")
+    assert isinstance(error, dict)
+    _, retryable = schemas.ERRORS[error["code"]]
+    expect(error["retryable"] is retryable, f"{error['code']} says retryable: {error['retryable']}")
+
+
+def check_numbers(messages: Sequence[Message]) -> None:
+    """Offsets in tokens and in UTF-8 bytes go on without gaps."""
+    offset = text_offset = 0
+    for number, message in enumerate(current(messages), 1):
+        seen = (message.get("offset"), message.get("text_offset"))
+        if seen != (offset, text_offset):
+            raise BrokenError(f"message {number} has offset, text_offset {seen} instead of {(offset, text_offset)}")
+        offset += message["tokens"]
+        text_offset += len(message["text"].encode())
+
+
+def check_usage(messages: Sequence[Message]) -> None:
+    """The terminal counts what the chunks counted."""
+    terminal = messages[-1]
+    usage = terminal.get("usage")
+    field_types.check(usage, schemas.USAGE, "the terminal's usage")
+    assert isinstance(usage, dict)
+    counted = terminal["offset"] + terminal["tokens"]
+    expect(usage["completion_tokens"] == counted, f"completion_tokens {usage['completion_tokens']}, chunks {counted}")
+    total = usage["prompt_tokens"] + usage["completion_tokens"]
+    expect(usage["total_tokens"] == total, f"total_tokens {usage['total_tokens']} instead of {total}")
+    expect(
+        usage["cached_tokens"] <= usage["prompt_tokens"], f"more tokens cached than the prompt has: {shorten(usage)}"
+    )
+
+
+def check_timings(terminal: Message) -> None:
+    """All five, and none longer than the whole."""
+    timings = terminal.get("timings")
+    field_types.check(timings, schemas.TIMINGS, "the terminal's timings")
+    assert isinstance(timings, dict)
+    for name, value in timings.items():
+        if name in schemas.TIMINGS:
+            expect(value <= timings["total_ms"] + 1, f"{name} {value} is longer than total_ms {timings['total_ms']}")
+
+
+def check_attempts(messages: Sequence[Message]) -> None:
+    """A worker's messages are of attempt 1 or a later one, and a stream never falls back."""
+    highest = 0
+    for number, message in enumerate(messages, 1):
+        attempt = message["attempt"]
+        expect(attempt >= highest, f"message {number} has attempt {attempt} after {highest}")
+        expect(attempt >= 1 or message.get("worker_id") is None, f"message {number} of a worker has attempt {attempt}")
+        expect(attempt >= 1 or not message["tokens"], f"message {number} speaks in attempt {attempt}")
+        highest = attempt
+
+
+def check_ids(messages: Sequence[Message], request_id: str) -> None:
+    for number, message in enumerate(messages, 1):
+        seen = message.get("id")
+        expect(seen == request_id, f"message {number} has id {shorten(seen)} instead of {request_id!r}")
+
+
+def check_token_ids(messages: Sequence[Message]) -> None:
+    """Exactly `tokens` entries in each."""
+    for number, message in enumerate(messages, 1):
+        ids = message.get("token_ids") or []
+        expect(field_types.list_of(field_types.COUNT).holds(ids), f"message {number} has token_ids {shorten(ids)}")
+        expect(len(ids) == message["tokens"], f"message {number}: {len(ids)} token_ids for {message['tokens']} tokens")
+
+
+def check_refusal(messages: Sequence[Message], *codes: str, param: str | None = None) -> Message:
+    """A terminal alone, with zeros and one of those codes; returns its error.
+
+    `param` is the field at fault; its path may go on below that field."""
+    expect(len(messages) == 1, f"{len(messages)} messages instead of a refusal: {shorten(messages[0])}")
+    (refusal,) = messages
+    field_types.check(refusal, schemas.CHUNK, "the refusal")
+    error = refusal.get("error")
+    expect(refusal["finish_reason"] == "error", f"finish_reason {refusal['finish_reason']} instead of error")
+    check_error(error)
+    assert isinstance(error, dict)
+    seen = error["code"]
+    expect(seen in codes, f"{seen} ({shorten(error['message'])}) instead of {' or '.join(codes)}")
+    numbers = [refusal[name] for name in ("offset", "tokens", "text_offset", "text")]
+    expect(numbers == [0, 0, 0, ""], f"a refusal with offset, tokens, text_offset, text {numbers}")
+    if param is not None:
+        check_param(error, param)
+    return error
+
+
+def check_param(error: Message, param: str) -> None:
+    seen = error.get("param")
+    is_below = isinstance(seen, str) and seen.startswith((f"{param}[", f"{param}."))
+    expect(seen == param or is_below, f"param is {seen!r} instead of {param!r}")
+
+
+def check_alone(messages: Sequence[Message]) -> None:
+    """The one message of a request that was not to be streamed."""
+    expect(len(messages) == 1, f"{len(messages)} messages instead of a terminal alone")
+    terminal = messages[0]
+    seen = (terminal.get("offset"), terminal.get("text_offset"))
+    expect(seen == (0, 0), f"offset, text_offset {seen} in a terminal that holds everything")
+    check_usage(messages)

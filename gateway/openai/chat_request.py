@@ -1,0 +1,140 @@
+"""What OpenAI's clients ask for, and the request of the wire that it becomes; pure."""
+
+from typing import Any
+
+import msgspec
+
+from tokenbus.protocol.wire import codec, errors, subjects, validation
+from tokenbus.protocol.wire import messages as wire
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    include_usage: bool | None = None
+    """One more event with the usage before the end."""
+
+
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a chat completion. Fields that are not named here are ignored, as OpenAI's clients expect."""
+
+    model: str | None = None
+    messages: list[wire.ChatMessage] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    """The newer name; it wins."""
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str | int, float] | None = None
+    response_format: wire.ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    top_k: int | None = None
+    """From here on: not OpenAI's. As on the wire."""
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    timeout_ms: float | None = None
+
+
+_decoder = codec.Decoder(ChatRequest)
+
+
+class ParsedChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A chat completion that may be asked for."""
+
+    model: str
+    request: wire.GenerateRequest
+    stream: bool
+    """The HTTP answer is a stream of events."""
+    include_usage: bool
+
+
+def parse(body: bytes, request_id: str) -> ParsedChatRequest:
+    """What a body asks for, checked as a router would. Raises RequestError naming the field as it is called here."""
+    chat = _decoder.decode(body, codec.Encoding.JSON)
+    model = _checked_model(chat)
+    _check(chat)
+    request = _to_wire(chat, request_id)
+    try:
+        validation.check_request(request)
+    except errors.RequestError as refused:
+        raise errors.RequestError(with_openai_names(refused.error, chat)) from refused
+    usage = chat.stream_options is not None and bool(chat.stream_options.include_usage)
+    return ParsedChatRequest(model=model, request=request, stream=bool(chat.stream), include_usage=usage)
+
+
+def with_openai_names(error: errors.Error, chat: ChatRequest) -> errors.Error:
+    """An error with the name that its field has in this API."""
+    theirs = _openai_name(error.param, chat)
+    if error.param is None or theirs == error.param:
+        return error
+    problem = error.message.removeprefix(error.param)
+    message = error.message if problem == error.message else f"{theirs}{problem}"
+    return errors.make_error(error.code, message, param=theirs, retry_after_ms=error.retry_after_ms)
+
+
+def _openai_name(param: str | None, chat: ChatRequest) -> str | None:
+    if param == "max_tokens" and chat.max_completion_tokens is not None:
+        return "max_completion_tokens"
+    if param == "logprobs" and chat.top_logprobs is not None:
+        return "top_logprobs"
+    return param
+
+
+def _checked_model(chat: ChatRequest) -> str:
+    if chat.model is None:
+        raise _invalid("model", "is required")
+    try:
+        subjects.encode_name(chat.model)
+    except ValueError as error:
+        raise _invalid("model", str(error)) from error
+    return chat.model
+
+
+def _check(chat: ChatRequest) -> None:
+    """What the wire can't know of this API."""
+    if chat.messages is None:
+        raise _invalid("messages", "is required")
+    if chat.n not in (None, 1):
+        raise errors.request_error(errors.Code.UNSUPPORTED, "n: only one choice is made", param="n")
+    if chat.top_logprobs is not None and not chat.logprobs:
+        raise _invalid("top_logprobs", "needs logprobs: true")
+
+
+def _to_wire(chat: ChatRequest, request_id: str) -> wire.GenerateRequest:
+    """Streamed on the wire in any case: so a worker notices when this process is gone."""
+    return wire.GenerateRequest(
+        id=request_id,
+        messages=chat.messages,
+        max_tokens=chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens,
+        temperature=chat.temperature,
+        top_p=chat.top_p,
+        top_k=chat.top_k,
+        min_p=chat.min_p,
+        repetition_penalty=chat.repetition_penalty,
+        presence_penalty=chat.presence_penalty,
+        frequency_penalty=chat.frequency_penalty,
+        seed=chat.seed,
+        stop=chat.stop,
+        logit_bias=chat.logit_bias,
+        logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+        response_format=chat.response_format,
+        tools=chat.tools,
+        tool_choice=chat.tool_choice,
+        cache_salt=chat.cache_salt,
+        session_id=chat.session_id,
+        timeout_ms=chat.timeout_ms,
+    )
+
+
+def _invalid(param: str, problem: str) -> errors.RequestError:
+    return errors.request_error(errors.Code.INVALID_REQUEST, f"{param}: {problem}", param=param)

@@ -1,0 +1,130 @@
+"""Makes OpenAI's answers of the chunks of a stream: event by event, or one whole; pure."""
+
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET
+
+from tokenbus.gateway.openai import error_responses, schemas
+from tokenbus.protocol.wire import messages
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": still here\n\n"
+"""A comment, which clients of event streams skip: it keeps proxies from giving up."""
+_encoder = msgspec.json.Encoder()
+
+
+class CompletionHeader(NamedTuple):
+    """What all parts of one answer begin with."""
+
+    id: str
+    created: int
+    """Unix seconds."""
+    model: str
+
+
+class ChunkEncoder:
+    """One answer as a stream of events."""
+
+    def __init__(self, header: CompletionHeader, *, include_usage: bool) -> None:
+        self._header = header
+        self._include_usage = include_usage
+        self._has_begun = False
+
+    def __repr__(self) -> str:
+        return f"<Events of {self._header.id}>"
+
+    def encode(self, chunk: messages.Chunk) -> list[bytes]:
+        """What a chunk becomes: nothing where it says nothing, and everything up to `[DONE]` for the terminal."""
+        events = self._piece(chunk)
+        if chunk.finish_reason is None:
+            return events
+        response = error_responses.from_terminal(chunk)
+        if response is not None:
+            events.append(b"data: %b\n\n" % response.body)
+        elif self._include_usage:
+            events.append(_event(self._part([], usage=_usage(chunk))))
+        return [*events, DONE]
+
+    def _piece(self, chunk: messages.Chunk) -> list[bytes]:
+        reason = _finish_reason(chunk)
+        if not (chunk.text or chunk.logprobs or chunk.tool_calls or reason):
+            return []
+        delta = schemas.ChoiceDelta(content=chunk.text or UNSET, tool_calls=chunk.tool_calls or UNSET)
+        choice = schemas.ChunkChoice(delta=delta, logprobs=_logprobs(chunk.logprobs or []), finish_reason=reason)
+        events = [_event(self._part([choice]))]
+        if not self._has_begun:
+            self._has_begun = True
+            opening = schemas.ChunkChoice(delta=schemas.ChoiceDelta(role="assistant", content=""))
+            events.insert(0, _event(self._part([opening])))
+        return events
+
+    def _part(
+        self, choices: list[schemas.ChunkChoice], usage: schemas.CompletionUsage | None = None
+    ) -> schemas.ChatCompletionChunk:
+        return schemas.ChatCompletionChunk(
+            **self._header._asdict(), choices=choices, usage=usage if self._include_usage else UNSET
+        )
+
+
+class CompletionBuilder:
+    """One answer that is given at its end."""
+
+    def __init__(self, header: CompletionHeader) -> None:
+        self._header = header
+        self._texts: list[str] = []
+        self._logprobs: list[messages.TokenLogprob] = []
+        self._calls: list[dict[str, Any]] = []
+
+    def __repr__(self) -> str:
+        return f"<Whole {self._header.id}: {len(self._texts)} texts>"
+
+    def add(self, chunk: messages.Chunk) -> None:
+        self._texts.append(chunk.text)
+        self._logprobs += chunk.logprobs or []
+        self._calls += chunk.tool_calls or []
+
+    def build(self, terminal: messages.Chunk) -> bytes:
+        """The body, after all chunks have been taken; the last of them ended well."""
+        text = "".join(self._texts)
+        said = schemas.ChatCompletionMessage(
+            content=None if self._calls and not text else text, tool_calls=self._calls or UNSET
+        )
+        reason = _finish_reason(terminal)
+        assert reason is not None, terminal
+        choice = schemas.Choice(message=said, logprobs=_logprobs(self._logprobs), finish_reason=reason)
+        return _encoder.encode(
+            schemas.ChatCompletion(**self._header._asdict(), choices=[choice], usage=_usage(terminal))
+        )
+
+
+def _event(piece: schemas.ChatCompletionChunk) -> bytes:
+    return b"data: %b\n\n" % _encoder.encode(piece)
+
+
+def _finish_reason(chunk: messages.Chunk) -> str | None:
+    """Of an answer that ended well: the wire's names are OpenAI's."""
+    return None if chunk.finish_reason is None or error_responses.from_terminal(chunk) else str(chunk.finish_reason)
+
+
+def _usage(terminal: messages.Chunk) -> schemas.CompletionUsage | None:
+    if not terminal.usage:
+        return None
+    usage = terminal.usage
+    return schemas.CompletionUsage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.total_tokens,
+        prompt_tokens_details=schemas.PromptTokensDetails(cached_tokens=usage.cached_tokens),
+    )
+
+
+def _logprobs(tokens: list[messages.TokenLogprob]) -> schemas.ChoiceLogprobs | None:
+    return schemas.ChoiceLogprobs(content=[_logprob(token) for token in tokens]) if tokens else None
+
+
+def _logprob(token: messages.TokenLogprob) -> schemas.ChatCompletionTokenLogprob:
+    top = [schemas.TopLogprob(token=one.text, logprob=one.logprob, bytes=one.bytes) for one in token.top]
+    return schemas.ChatCompletionTokenLogprob(
+        token=token.text, logprob=token.logprob, bytes=token.bytes, top_logprobs=top
+    )

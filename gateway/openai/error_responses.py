@@ -1,0 +1,98 @@
+"""What went wrong, in OpenAI's words: status, body and headers of an answer that is an error; pure."""
+
+import math
+from typing import NamedTuple
+
+import msgspec
+
+from tokenbus.gateway.openai import schemas
+from tokenbus.protocol.wire import errors, messages
+
+_OPENAI_CODES = {errors.Code.PROMPT_TOO_LONG: "context_length_exceeded"}
+"""Codes of which clients make decisions under OpenAI's name."""
+_encoder = msgspec.json.Encoder()
+
+
+class ErrorResponse(NamedTuple):
+    """An answer that is an error."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    retryable: bool = False
+    """Whether the same request may succeed later: clients of OpenAI's try by themselves, unless told not to."""
+    retry_after_ms: float | None = None
+
+    @property
+    def type(self) -> str:
+        """One of OpenAI's coarse names."""
+        if self.status == 429:
+            return "rate_limit_error"
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
+    @property
+    def body(self) -> bytes:
+        detail = schemas.ErrorDetail(message=self.message, type=self.type, param=self.param, code=self.code)
+        return _encoder.encode(schemas.ErrorBody(error=detail))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {"x-should-retry": "true" if self.retryable else "false"}
+        if self.retry_after_ms is not None:
+            headers["retry-after"] = str(math.ceil(self.retry_after_ms / 1e3))
+            headers["retry-after-ms"] = str(math.ceil(self.retry_after_ms))
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+
+class ApiError(Exception):
+    """Ends one HTTP request with `response`."""
+
+    def __init__(self, response: ErrorResponse) -> None:
+        super().__init__(f"{response.code}: {response.message}")
+        self.response = response
+
+
+def from_error(error: errors.Error) -> ErrorResponse:
+    """An error of the wire."""
+    return ErrorResponse(
+        errors.CODES[error.code].http,
+        _OPENAI_CODES.get(error.code, str(error.code)),
+        error.message,
+        error.param,
+        error.retryable,
+        error.retry_after_ms,
+    )
+
+
+def from_terminal(chunk: messages.Chunk) -> ErrorResponse | None:
+    """Why a stream failed; None for a chunk that is no terminal, or the end of a whole answer."""
+    if chunk.finish_reason is messages.FinishReason.ERROR:
+        return from_error(chunk.error or errors.make_error(errors.Code.INTERNAL))
+    return CANCELLED if chunk.finish_reason is messages.FinishReason.CANCELLED else None
+
+
+CANCELLED = ErrorResponse(499, "cancelled", "the request was cancelled")
+"""By somebody else: `tokenbus cancel`. OpenAI's API knows nothing like it, and its clients don't try a 499 again."""
+INVALID_API_KEY = ErrorResponse(401, "invalid_api_key", "a valid API key is needed: Authorization: Bearer KEY")
+OVERLOADED = ErrorResponse(503, "overloaded", "this gateway has as many open requests as it may", None, True, 1_000.0)
+SHUTTING_DOWN = ErrorResponse(503, str(errors.Code.SHUTTING_DOWN), "this gateway is shutting down", None, True, 1_000.0)
+TENANT_STARTING = ErrorResponse(
+    503, "overloaded", "this key is new here: its tenant is being made known", None, True, 1_000.0
+)
+BODY_TIMEOUT = ErrorResponse(408, "request_timeout", "the body did not come in time", None, True)
+UNSUPPORTED_MEDIA_TYPE = ErrorResponse(
+    415, "unsupported_media_type", "the request must be sent with Content-Type: application/json"
+)
+INTERNAL_ERROR = from_error(errors.make_error(errors.Code.INTERNAL))
+
+
+def too_large(limit_bytes: int) -> ErrorResponse:
+    return ErrorResponse(413, str(errors.Code.PAYLOAD_TOO_LARGE), f"the body may have at most {limit_bytes} bytes")
+
+
+def unknown_path(status: int, method: str, path: str) -> ErrorResponse:
+    """A path that is not there, or not with that method."""
+    return ErrorResponse(status, "unknown_url", f"there is no {method} {path[:200]} here")

@@ -1,0 +1,55 @@
+"""Writes the answer to one HTTP request: whole, or as a stream of events."""
+
+from collections.abc import Mapping
+
+from starlette.types import Send
+
+from tokenbus.gateway.openai.error_responses import ErrorResponse
+
+_EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+"""The last tells nginx to pass on what comes."""
+
+
+class ResponseWriter:
+    """To one request. Writing waits for a reader who is slow."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = request_id
+        self.status: int | None = None
+        """None until something has been written."""
+        self.is_complete = False
+
+    def __repr__(self) -> str:
+        return f"<Reply {self.status or 'not begun'}{' complete' if self.is_complete else ''}>"
+
+    @property
+    def has_started(self) -> bool:
+        return self.status is not None
+
+    async def send_json(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """The only answer."""
+        length = {"content-type": "application/json", "content-length": str(len(body))}
+        await self._start(status, length | dict(headers or {}))
+        await self._write(body, more=False)
+
+    async def send_error(self, response: ErrorResponse) -> None:
+        """The only answer, and an error."""
+        await self.send_json(response.status, response.body, response.headers)
+
+    async def send_events(self, *events: bytes, last: bool = False) -> None:
+        """Some of a stream of events."""
+        if not self.has_started:
+            await self._start(200, _EVENTS)
+        await self._write(b"".join(events), more=not last)
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        assert not self.has_started, self
+        self.status = status
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        pairs.append((b"x-request-id", self._request_id.encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def _write(self, body: bytes, *, more: bool) -> None:
+        self.is_complete = not more
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})

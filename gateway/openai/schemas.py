@@ -1,0 +1,119 @@
+"""The JSON that OpenAI's clients expect to receive. Names and nulls are theirs."""
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every answer that is an error, and the last event but one of a stream that fails."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    cached_tokens: int
+
+
+class CompletionUsage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatCompletionTokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    content: list[ChatCompletionTokenLogprob]
+    refusal: None = None
+
+
+class ChatCompletionMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The message of a whole answer."""
+
+    role: str = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int = 0
+    message: ChatCompletionMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: str
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    """Unix seconds."""
+    model: str
+    choices: list[Choice]
+    usage: CompletionUsage | None
+
+
+class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int = 0
+    delta: ChoiceDelta
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a streamed answer."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    """Unix seconds."""
+    model: str
+    choices: list[ChunkChoice]
+    usage: CompletionUsage | UnsetType | None = UNSET
+    """Only when asked for: null, and the numbers in an event of their own at the end."""
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    """Unix seconds: since when a worker has served it."""
+    owned_by: str = "tokenbus"
+    context_length: int
+    """Ours: tokens of a prompt and its completion together."""
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    object: str = "list"
+    data: list[Model]

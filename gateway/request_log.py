@@ -1,0 +1,104 @@
+"""The two lines that a request leaves in the log: one when it has come, one when it has ended. Nothing of its texts."""
+
+import time
+
+import structlog
+
+from tokenbus.gateway.metrics import GatewayMetrics
+from tokenbus.gateway.openai.chat_request import ParsedChatRequest
+from tokenbus.protocol.wire import messages, subjects
+
+_MAX_MODEL = 128
+
+
+class RequestLog:
+    """Of one request."""
+
+    def __init__(self, request_id: str, metrics: GatewayMetrics) -> None:
+        self._request_id = request_id
+        self._metrics = metrics
+        self._began = time.monotonic()
+        self._tenant: str | None = None
+        self._has_come = False
+        self._first_s: float | None = None
+        self._terminal: messages.Chunk | None = None
+        self._code: str | None = None
+        self._is_gone = False
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Journal of {self._key}>"
+
+    @property
+    def age_s(self) -> float:
+        """Since the request came."""
+        return time.monotonic() - self._began
+
+    @property
+    def _key(self) -> str:
+        """As routers and workers call it."""
+        return subjects.request_key(self._tenant, self._request_id) if self._tenant else self._request_id
+
+    def set_tenant(self, tenant: str) -> None:
+        self._tenant = tenant
+
+    def received(self, asked: ParsedChatRequest | None = None, body_bytes: int = 0) -> None:
+        """Writes the first line; `asked` where the request could be read."""
+        self._has_come = True
+        self._log.info(
+            "request_received",
+            request_id=self._key,
+            model=asked.model[:_MAX_MODEL] if asked else None,
+            stream=asked.stream if asked else None,
+            body_bytes=body_bytes,
+        )
+
+    def on_chunk(self, chunk: messages.Chunk) -> None:
+        """Takes note of what came of its stream."""
+        if chunk.tokens and self._first_s is None:
+            self._first_s = self.age_s
+        if chunk.finish_reason is not None:
+            self._terminal = chunk
+
+    def set_code(self, code: str) -> None:
+        """Takes note of why it was refused."""
+        self._code = code
+
+    def disconnected(self, *, is_answered: bool) -> None:
+        """Takes note that its client has gone away; that means nothing where it has its answer."""
+        self._is_gone = not is_answered
+
+    def finished(self, status: int | None) -> None:
+        """Writes the last line. `status` is None where nothing could be answered."""
+        if not self._has_come:
+            self.received()
+        terminal = self._terminal
+        usage = terminal.usage if terminal and terminal.usage else None
+        error = terminal.error if terminal and terminal.error else None
+        self._count(status, usage)
+        self._log.info(
+            "request_finished",
+            request_id=self._key,
+            resubmitted_as=terminal.id if terminal and terminal.id != self._request_id else None,
+            status=status,
+            finish_reason=str(terminal.finish_reason) if terminal else None,
+            code=str(error.code) if error else self._code,
+            client_gone=self._is_gone,
+            worker_id=terminal.worker_id or None if terminal else None,
+            prompt_tokens=usage.prompt_tokens if usage else 0,
+            completion_tokens=usage.completion_tokens if usage else 0,
+            cached_tokens=usage.cached_tokens if usage else 0,
+            ttft_ms=None if self._first_s is None else round(self._first_s * 1e3, 3),
+            total_ms=round(self.age_s * 1e3, 3),
+        )
+
+    def _count(self, status: int | None, usage: messages.Usage | None) -> None:
+        metrics = self._metrics
+        metrics.finished.labels(str(status or "none")).inc()
+        metrics.disconnects.labels().inc(self._is_gone)
+        metrics.e2e.labels().observe(self.age_s)
+        if self._first_s is not None:
+            metrics.ttft.labels().observe(self._first_s)
+        if usage is not None:
+            metrics.prompt_tokens.labels().inc(usage.prompt_tokens)
+            metrics.completion_tokens.labels().inc(usage.completion_tokens)

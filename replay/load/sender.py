@@ -1,0 +1,68 @@
+"""Sends requests in closed or in open loop and reads what comes back."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+from tokenbus.client import Client, Stream
+from tokenbus.protocol.wire import errors, messages
+from tokenbus.replay.load.stats import RequestTimer, RunStats, retry_delay_s
+from tokenbus.replay.load.workload import TimedRequest
+
+
+class Sender:
+    """Sends to one model, and has what comes back counted."""
+
+    def __init__(self, client: Client, model: str, stats: RunStats) -> None:
+        self._client = client
+        self._model = model
+        self.stats = stats
+
+    def __repr__(self) -> str:
+        return f"<Sender to {self._model}: {self.stats!r}>"
+
+    def send(self, request: messages.GenerateRequest, due_at: float) -> tuple[Stream, RequestTimer]:
+        """Publishes at once."""
+        timer = self.stats.start_request(due_at, time.monotonic())
+        return self._client.generate(self._model, request), timer
+
+    async def read(self, stream: Stream, timer: RequestTimer) -> errors.Error | None:
+        """Reads a stream to its end; the error in which it ended. Cancels the request when it is cancelled itself."""
+        async with stream:
+            async for chunk in stream:
+                timer.receive(chunk, time.monotonic())
+                if chunk.error:
+                    return chunk.error
+        return None
+
+
+async def closed_loop(sender: Sender, requests: Iterator[TimedRequest], clients: int, until: float) -> None:
+    """Each client sends its next request when it has its answer, and rests a little after an error."""
+
+    async def run_client() -> None:
+        for request in requests:
+            now = time.monotonic()
+            if now >= until:
+                return
+            error = await sender.read(*sender.send(request.request, now))
+            if error:
+                await asyncio.sleep(max(0.0, min(retry_delay_s(error), until - time.monotonic())))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(clients):
+            group.create_task(run_client())
+
+
+async def open_loop(sender: Sender, requests: Iterator[TimedRequest], max_in_flight: int, until: float) -> None:
+    """Sends each request at its time, however many are in flight, up to a limit."""
+    stats = sender.stats
+    async with asyncio.TaskGroup() as group:
+        for request in requests:
+            due_at = stats.began_at + request.at_s
+            if due_at >= until:
+                break
+            await asyncio.sleep(max(0.0, due_at - time.monotonic()))
+            if stats.in_flight >= max_in_flight:
+                stats.not_sent += 1
+            else:
+                group.create_task(sender.read(*sender.send(request.request, due_at)))

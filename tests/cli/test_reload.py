@@ -1,0 +1,115 @@
+"""On SIGHUP a server takes what may change of its settings, and says what has to wait."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from tokenbus.cli import main
+from tokenbus.cli.reload import CHANGEABLE, Reloader
+from tokenbus.cli.serving import servers
+from tokenbus.protocol.telemetry import logs
+from tokenbus.router.serve import RouterSettings
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tokenbus.toml"
+    path.write_text('[router]\ntenant-limit = "1,0,0"\n')
+    return path
+
+
+def reloader(file: Path, *flags: str) -> Reloader[RouterSettings]:
+    options = main._options(["router", "--config", str(file), *flags])
+    return Reloader("router", options, servers._router_settings, logs.LevelFilter("info"))
+
+
+def test_what_may_change_changes(file: Path) -> None:
+    again = reloader(file)
+    file.write_text('[router]\ntenant-limit = "2,0,0"\ntenant-limit-for = ["acme=9,0,0"]\nslow-wait-s = 1\n')
+    settings = again()
+    assert settings.tenant_limits.concurrency == 2
+    assert settings.tenant_limit_overrides["acme"].concurrency == 9
+    assert settings.request_log.slow_wait_s == 1
+
+
+def test_what_may_not_change_stays_and_is_named(file: Path) -> None:
+    again = reloader(file)
+    file.write_text('[router]\nrouter-id = "r2"\ntemperature = 0.5\n[nats]\nurl = "nats://elsewhere:4222"\n')
+    with capture_logs() as lines:
+        settings = again()
+    assert (settings.router_id, settings.broker.url) == ("", "nats://127.0.0.1:4222")
+    assert settings.temperature == 0.5
+    assert lines[0]["changed"] == ["temperature", "tenant-limit"]
+    assert lines[0]["need_restart"] == ["nats", "router-id"]
+
+
+def test_what_has_to_wait_is_named_each_time(file: Path) -> None:
+    again = reloader(file)
+    file.write_text('[router]\nrouter-id = "r2"\n')
+    again()
+    with capture_logs() as lines:
+        again()
+    assert (lines[0]["changed"], lines[0]["need_restart"]) == ([], ["router-id"])
+
+
+def test_a_flag_still_goes_before_the_file(file: Path) -> None:
+    again = reloader(file, "--tenant-limit", "5,0,0")
+    file.write_text('[router]\ntenant-limit = "2,0,0"\n')
+    assert again().tenant_limits.concurrency == 5
+
+
+@pytest.mark.parametrize("text", ["[router]\nno-such = 1\n", "[router]\nslow-wait-s = 0\n", "[router\n", "[nobody]\n"])
+def test_a_file_that_is_wrong_changes_nothing(file: Path, text: str) -> None:
+    again = reloader(file)
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"tokenbus\.toml"):
+        again()
+    file.write_text('[router]\ntenant-limit = "1,0,0"\n')
+    with capture_logs() as lines:
+        again()
+    assert lines[0]["changed"] == []
+
+
+def test_the_level_of_the_log_changes_at_once(file: Path) -> None:
+    level = logs.LevelFilter("info")
+    again = Reloader("router", main._options(["router", "--config", str(file)]), servers._router_settings, level)
+    file.write_text('[router]\nlog-level = "error"\n')
+    again()
+    assert repr(level) == repr(logs.LevelFilter("error"))
+    assert level._least == logging.ERROR
+
+
+@pytest.mark.parametrize("command", CHANGEABLE)
+def test_all_that_may_change_are_settings_and_on_the_page(command: str) -> None:
+    needed = ["--model", "demo"] if command == "worker" else []
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    row = page.partition("Settings that change while serving")[2].partition(f"\n| {command} | ")[2].partition("\n")[0]
+    assert set(re.findall(r"`([a-z-]+)`", row)) == {name.replace("_", "-") for name in CHANGEABLE[command]}
+    assert CHANGEABLE[command] <= vars(main._options([command, *needed])).keys()
+
+
+def test_a_level_that_is_taken_out_of_the_file_is_the_usual_one_again(file: Path) -> None:
+    file.write_text('[router]\nlog-level = "error"\n')
+    level = logs.LevelFilter("error")
+    again = Reloader("router", main._options(["router", "--config", str(file)]), servers._router_settings, level)
+    file.write_text("[router]\n")
+    again()
+    assert level._least == logging.INFO
+
+
+def test_a_setting_that_is_needed_and_has_gone_from_the_file_ends_nobody(file: Path) -> None:
+    file.write_text('[worker]\nmodel = ["demo"]\n')
+    options = main._options(["worker", "--config", str(file)])
+    file.write_text("[worker]\n")
+    with pytest.raises(ValueError, match="--model"):
+        options.reload()
+
+
+def test_a_secret_that_is_written_wrongly_is_not_shown(file: Path) -> None:
+    file.write_text('[gateway]\napi-key = [["sk-secret=acme"]]\n')
+    with pytest.raises(ValueError, match="api-key") as caught:
+        main._options(["gateway", "--config", str(file)])
+    assert "acme" not in str(caught.value)

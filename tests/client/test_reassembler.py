@@ -1,0 +1,160 @@
+"""The order takes what continues a stream, once, whatever is repeated or cut anew, and notices what is missing."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenbus.client.reassembler import BrokenStreamError, Duplicate, Gap, Ready, Reassembler
+from tokenbus.protocol.wire import messages
+
+ERROR, STOP = messages.FinishReason.ERROR, messages.FinishReason.STOP
+
+
+def chunk(offset: int = 0, tokens: int = 0, text_offset: int = 0, text: str = "", **fields: object) -> messages.Chunk:
+    return messages.Chunk(
+        id="r",
+        offset=offset,
+        tokens=tokens,
+        text_offset=text_offset,
+        text=text,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def begun() -> Reassembler:
+    """At token 2, byte 2 of attempt 1."""
+    reassembler = Reassembler()
+    reassembler.add(chunk(0, 2, 0, "ab", attempt=1))
+    return reassembler
+
+
+def test_chunks_that_continue_each_other_are_taken_and_counted() -> None:
+    reassembler = Reassembler()
+    for one in (chunk(), chunk(0, 1, 0, "né"), chunk(1, 1, 3), chunk(2, 3, 3, "😀"), chunk(5, 0, 7, "!")):
+        assert reassembler.add(one) == Ready(one)
+    assert (reassembler.attempt, reassembler.num_tokens, reassembler.text_bytes) == (0, 5, 8)
+
+
+@pytest.mark.parametrize(
+    "ahead",
+    [
+        chunk(3, 1, 2, "x", attempt=1),
+        chunk(3, 1, 2, attempt=1),
+        chunk(3, 1, 2, "x", attempt=1, finish_reason=STOP),
+        chunk(5, 1, 5, "x", attempt=2),
+        chunk(3, 0, 2, worker_id="w1", attempt=1),
+        chunk(3, 0, 2, worker_id="w1", attempt=1, finish_reason=STOP),
+    ],
+)
+def test_what_is_ahead_shows_a_gap_and_is_not_taken(ahead: messages.Chunk) -> None:
+    reassembler = begun()
+    assert reassembler.add(ahead) == Gap()
+    assert (reassembler.num_tokens, reassembler.text_bytes) == (2, 2)
+    assert reassembler.add(chunk(2, 1, 2, "c", attempt=ahead.attempt)) == Ready(
+        chunk(2, 1, 2, "c", attempt=ahead.attempt)
+    )
+
+
+def test_a_first_chunk_that_is_missing_is_a_gap() -> None:
+    assert Reassembler().add(chunk(1, 1, 1, "b")) == Gap()
+
+
+def test_what_is_known_is_not_taken_again() -> None:
+    reassembler = begun()
+    for known in (chunk(0, 2, 0, "ab", attempt=1), chunk(1, 1, 1, "b", attempt=1), chunk(0, 1, 0, "a", attempt=1)):
+        assert reassembler.add(known) == Duplicate()
+    assert (reassembler.num_tokens, reassembler.text_bytes) == (2, 2)
+
+
+def test_a_chunk_cut_anew_is_taken_from_what_is_known_on() -> None:
+    reassembler = begun()
+    taken = reassembler.add(chunk(0, 4, 0, "abçd", attempt=1, token_ids=[7, 8, 9, 10]))
+    assert taken == Ready(chunk(2, 2, 2, "çd", attempt=1, token_ids=[9, 10]))
+    assert (reassembler.num_tokens, reassembler.text_bytes) == (4, 5)
+
+
+def test_a_terminal_that_repeats_all_that_is_known_ends_the_stream_all_the_same() -> None:
+    reassembler = begun()
+    assert reassembler.add(chunk(1, 1, 1, "b", attempt=1, finish_reason=STOP)) == Ready(
+        chunk(2, 0, 2, "", attempt=1, finish_reason=STOP)
+    )
+
+
+@pytest.mark.parametrize("wrong", [chunk(2, 1, 3, "x"), chunk(2, 1, 1, ""), chunk(1, 2, 5, "x")])
+def test_offsets_that_contradict_each_other_break_the_stream(wrong: messages.Chunk) -> None:
+    reassembler = Reassembler()
+    reassembler.add(chunk(0, 2, 0, "ab"))
+    with pytest.raises(BrokenStreamError):
+        reassembler.add(wrong)
+    assert (reassembler.num_tokens, reassembler.text_bytes) == (2, 2)
+
+
+def test_what_a_router_says_carries_nothing_and_its_offsets_mean_nothing() -> None:
+    reassembler = begun()
+    for one in (chunk(attempt=1, worker_id=None), chunk(attempt=1, worker_id=None, finish_reason=ERROR)):
+        assert reassembler.add(one) == Ready(one)
+    assert (reassembler.num_tokens, reassembler.text_bytes) == (2, 2)
+
+
+def test_an_error_ends_the_stream_wherever_it_was() -> None:
+    reassembler = begun()
+    terminal = chunk(9, 0, 9, attempt=1, worker_id="w1", finish_reason=ERROR)
+    assert reassembler.add(terminal) == Ready(terminal)
+
+
+def test_chunks_of_an_earlier_attempt_are_ignored_whatever_they_carry() -> None:
+    reassembler = Reassembler()
+    reassembler.add(chunk(attempt=2))
+    assert reassembler.add(chunk(0, 1, 0, "old", attempt=1)) == Duplicate()
+    assert reassembler.add(chunk(7, 1, 9, "old", attempt=0, finish_reason=STOP)) == Duplicate()
+    assert (reassembler.attempt, reassembler.num_tokens, reassembler.text_bytes) == (2, 0, 0)
+
+
+def test_a_later_attempt_goes_on_where_the_stream_is() -> None:
+    reassembler = begun()
+    later = chunk(2, 1, 2, "c", attempt=3)
+    assert reassembler.add(later) == Ready(later)
+    assert (reassembler.attempt, reassembler.num_tokens, reassembler.text_bytes) == (3, 3, 3)
+
+
+def test_a_later_attempt_that_begins_again_after_something_was_said_breaks_the_stream() -> None:
+    reassembler = begun()
+    with pytest.raises(BrokenStreamError):
+        reassembler.add(chunk(0, 3, 0, "abc", attempt=2))
+
+
+def cut(text: str, ends: list[int], start: int, stop: int, last: bool) -> messages.Chunk:
+    """Tokens `start` to `stop` of a completion whose tokens end at `ends`."""
+    begin = ends[start - 1] if start else 0
+    piece = text[begin : ends[stop - 1]] if stop > start else ""
+    fields = {"finish_reason": STOP} if last else {}
+    return chunk(start, stop - start, len(text[:begin].encode()), piece, **fields)
+
+
+@given(data=st.data(), text=st.text(max_size=30))
+@settings(max_examples=300)
+def test_a_stream_with_losses_repeats_and_new_cuts_is_exact_once_everything_has_come(
+    data: st.DataObject, text: str
+) -> None:
+    num_tokens = data.draw(st.integers(1, 12))
+    ends = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=num_tokens, max_size=num_tokens)))
+    ends[-1] = len(text)
+    reassembler, said = Reassembler(), ""
+    for _ in range(100):
+        gapped = False
+        at = data.draw(st.integers(0, reassembler.num_tokens))
+        while at < num_tokens:
+            stop = data.draw(st.integers(at + 1, num_tokens))
+            one = cut(text, ends, at, stop, last=stop == num_tokens)
+            if data.draw(st.integers(0, 3)):
+                match reassembler.add(one):
+                    case Ready(new):
+                        assert not gapped
+                        said += new.text
+                        assert text.startswith(said)
+                        if new.finish_reason is STOP:
+                            assert said == text
+                            return
+                    case Gap():
+                        gapped = True
+            at = stop

@@ -1,0 +1,456 @@
+"""Each check of wire-check lets right messages pass and says what is wrong with the others."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import xxhash
+
+from tokenbus.conformance import field_types, ranges, replayed, stream_checks
+from tokenbus.conformance.assertions import BrokenError
+from tokenbus.conformance.exchange import Exchange, any_tokens, decode
+from tokenbus.conformance.link import Received
+from tokenbus.conformance.report import Outcome, Verdict, json_line, line, summary
+from tokenbus.conformance.rules.models import check_embeddings, check_models
+from tokenbus.conformance.rules.registry import all_rules
+from tokenbus.conformance.rules.runs import check_parts
+from tokenbus.conformance.rules.workers import (
+    check_event_log,
+    check_request_events,
+    check_snapshot,
+    check_snapshot_order,
+)
+
+Message = dict[str, Any]
+Change = Callable[[list[Message]], object]
+
+ORIGIN = {"worker_id": "w", "model": "m", "created": 1_800_000_000}
+USAGE = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6, "cached_tokens": 0}
+TIMINGS = {"queue_ms": 0.0, "prefill_ms": 1.5, "ttft_ms": 1.5, "decode_ms": 3, "total_ms": 5.0}
+LOAD = {
+    "running": 0, "waiting": 0, "queued_prefill_tokens": 0, "used_blocks": 0, "cached_blocks": 0, "free_blocks": 1,
+    "step_age_ms": 0.0,
+}  # fmt: skip
+CARD = {
+    **ORIGIN, "epoch": "1-a", "source": "m.gguf", "engine": "sim", "engine_version": "1", "context_length": 10,
+    "max_num_seqs": 1, "max_num_batched_tokens": 1, "hash_scheme": "x", "features": ["generate"], "state": "ready",
+    "host": "h", "pids": {"front": 1, "engine": 2}, "versions": {}, "load": LOAD,
+}  # fmt: skip
+
+
+def chunk(offset: int, text_offset: int, text: str, tokens: int = 1, **more: object) -> Message:
+    same: Message = {"id": "r", "attempt": 1, "finish_reason": None}
+    return {**same, "offset": offset, "tokens": tokens, "text_offset": text_offset, "text": text, **more}
+
+
+def right() -> list[Message]:
+    """A head, two chunks and a terminal; `ü` has two bytes."""
+    return [
+        chunk(0, 0, "", 0, **ORIGIN),
+        chunk(0, 0, "ü"),
+        chunk(1, 2, "b", token_ids=[2]),
+        chunk(2, 3, "c", finish_reason="length", usage=dict(USAGE), timings=dict(TIMINGS), **ORIGIN),
+    ]
+
+
+def refusal(**changes: object) -> Message:
+    error = {"code": "invalid_request", "message": "no", "retryable": False, "param": "stop[1]"}
+    return {**chunk(0, 0, "", 0, finish_reason="error", error=error), "attempt": 0, **changes}
+
+
+def test_a_right_stream_passes_every_check() -> None:
+    messages = right()
+    stream_checks.check_order(messages)
+    stream_checks.check_fields(messages)
+    stream_checks.check_numbers(messages)
+    stream_checks.check_usage(messages)
+    stream_checks.check_timings(messages[-1])
+    stream_checks.check_attempts(messages)
+    stream_checks.check_ids(messages, "r")
+
+
+def test_a_routers_empty_chunks_may_come_before_the_head() -> None:
+    waiting = chunk(0, 0, "", 0, worker_id=None, model="m", created=1) | {"attempt": 0}
+    stream_checks.check_order([waiting, *right()])
+    stream_checks.check_fields([waiting, *right()])
+    stream_checks.check_attempts([waiting, *right()])
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        (lambda m: m.pop(), "no terminal among 3"),
+        (lambda m: m.append(dict(m[-1])), "2 terminals"),
+        (lambda m: m.append(chunk(3, 4, "d")), "1 messages behind the terminal"),
+        (lambda m: m.pop(0), "no head before"),
+        (lambda m: m[0].pop("worker_id"), "no head before"),
+        (lambda m: m[0].update(text="x"), "no head before"),
+    ],
+)
+def test_a_wrong_order_is_seen(change: Change, seen: str) -> None:
+    messages = right()
+    change(messages)
+    with pytest.raises(BrokenError, match=seen):
+        stream_checks.check_order(messages)
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        (lambda m: m[1].pop("id"), "message 2: id is None"),
+        (lambda m: m[1].update(attempt=-1), "attempt is -1"),
+        (lambda m: m[1].update(offset="0"), "offset is '0'"),
+        (lambda m: m[1].update(tokens=True), "tokens is True"),
+        (lambda m: m[1].update(text=b"x"), "text is b'x'"),
+        (lambda m: m[1].update(finish_reason="done"), "finish_reason is 'done'"),
+        (lambda m: m[0].pop("created"), "message 1: created is None"),
+        (lambda m: m[3].pop("model"), "message 4: model is None"),
+        (lambda m: m[2].update(usage=USAGE), "message 3 is no terminal but has usage"),
+        (lambda m: m[3].pop("usage"), "the terminal's usage is None"),
+        (lambda m: m[3]["timings"].pop("ttft_ms"), "ttft_ms is None"),
+        (lambda m: m[3].update(finish_reason="stop"), "finish_reason stop with stop_match None"),
+        (lambda m: m[3].update(stop_match="x"), "finish_reason length with stop_match 'x'"),
+        (lambda m: m[3].update(finish_reason="error"), "finish_reason error with error None"),
+        (lambda m: m[3].update(error={"code": "internal"}), "finish_reason length with error"),
+    ],
+)
+def test_a_wrong_field_is_seen(change: Change, seen: str) -> None:
+    messages = right()
+    change(messages)
+    with pytest.raises(BrokenError, match=seen):
+        stream_checks.check_fields(messages)
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        (lambda m: m[2].update(offset=2), r"message 3 has offset, text_offset \(2, 2\) instead of \(1, 2\)"),
+        (lambda m: m[2].update(text_offset=1), r"\(1, 1\) instead of \(1, 2\)"),
+        (lambda m: m[0].update(tokens=1), "message 2"),
+        (lambda m: m.pop(2), "message 3"),
+    ],
+)
+def test_a_gap_in_the_numbers_is_seen(change: Change, seen: str) -> None:
+    messages = right()
+    change(messages)
+    with pytest.raises(BrokenError, match=seen):
+        stream_checks.check_numbers(messages)
+
+
+def test_chunks_of_a_lower_attempt_are_not_heeded() -> None:
+    late = chunk(5, 5, "late")
+    later = [message | {"attempt": 2} for message in right()]
+    stream_checks.check_numbers([*later[:2], late, *later[2:]])
+    with pytest.raises(BrokenError, match="attempt 1 after 2"):
+        stream_checks.check_attempts([*later[:2], late, *later[2:]])
+
+
+@pytest.mark.parametrize(
+    ("check", "change", "seen"),
+    [
+        (
+            stream_checks.check_usage,
+            lambda m: m[-1]["usage"].update(completion_tokens=2),
+            "completion_tokens 2, chunks 3",
+        ),
+        (stream_checks.check_usage, lambda m: m[-1]["usage"].update(total_tokens=7), "total_tokens 7 instead of 6"),
+        (stream_checks.check_usage, lambda m: m[-1]["usage"].update(cached_tokens=4), "more tokens cached"),
+        (stream_checks.check_attempts, lambda m: m[0].update(attempt=0), "message 1 of a worker has attempt 0"),
+        (stream_checks.check_token_ids, lambda m: None, "0 token_ids for 1 tokens"),
+        (stream_checks.check_token_ids, lambda m: m[1].update(token_ids=["a"]), "message 2 has token_ids"),
+        (stream_checks.check_alone, lambda m: None, "4 messages instead of a terminal alone"),
+        (stream_checks.check_alone, lambda m: m.__delitem__(slice(3)), r"\(2, 3\) in a terminal"),
+    ],
+)
+def test_wrong_counts_are_seen(check: Callable[[list[Message]], None], change: Change, seen: str) -> None:
+    messages = right()
+    change(messages)
+    with pytest.raises(BrokenError, match=seen):
+        check(messages)
+
+
+def test_wrong_timings_and_ids_are_seen() -> None:
+    messages = right()
+    messages[-1]["timings"]["decode_ms"] = 100
+    with pytest.raises(BrokenError, match="decode_ms 100 is longer"):
+        stream_checks.check_timings(messages[-1])
+    with pytest.raises(BrokenError, match="message 1 has id 'r' instead of 's'"):
+        stream_checks.check_ids(messages, "s")
+
+
+def test_a_right_refusal_passes() -> None:
+    error = stream_checks.check_refusal([refusal()], "overloaded", "invalid_request", param="stop")
+    assert error["code"] == "invalid_request"
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        ({"tokens": 1}, "a refusal with offset"),
+        ({"text": "x"}, "a refusal with offset"),
+        ({"finish_reason": "stop"}, "finish_reason stop instead of error"),
+        ({"error": {"code": "wrong", "message": "x", "retryable": False}}, "code is 'wrong'"),
+        ({"error": {"code": "invalid_request", "message": "", "retryable": False}}, "message is ''"),
+        ({"error": {"code": "invalid_request", "message": "x", "retryable": True}}, "says retryable: True"),
+        ({"error": {"code": "internal", "message": "x", "retryable": True}}, "internal .* instead of invalid_request"),
+        ({"error": {"code": "invalid_request", "message": "x", "retryable": False}}, "param is None"),
+        ({"error": {"code": "invalid_request", "message": "x", "retryable": False, "param": "stops"}}, "'stops'"),
+    ],
+)
+def test_a_wrong_refusal_is_seen(change: Message, seen: str) -> None:
+    with pytest.raises(BrokenError, match=seen):
+        stream_checks.check_refusal([refusal(**change)], "invalid_request", param="stop")
+
+
+def test_a_refusal_is_alone() -> None:
+    with pytest.raises(BrokenError, match="2 messages instead of a refusal"):
+        stream_checks.check_refusal([right()[0], refusal()], "invalid_request")
+
+
+def test_what_is_said_again_is_told_from_what_is_new() -> None:
+    first = right()
+    replayed.check_replayed(replayed.split_replayed([*first, *first[2:]]), 1, 3, ended=True)
+    replayed.check_replayed(replayed.split_replayed([*first[:3], first[2], first[3]]), 1, 2, ended=False)
+    joined = chunk(0, 0, "üb", 2)
+    replayed.check_replayed(replayed.split_replayed([*first, joined, first[3]]), 0, 3, ended=True)
+
+
+@pytest.mark.parametrize(
+    ("again", "seen"),
+    [
+        ([], "nothing was published again"),
+        ([1, 2, 3], "token 0 was published again instead of 1"),
+        ([2], "only up to token 2, not 3"),
+        ([2, 3, 3], "token 2 was published again instead of 3"),
+        ([3], "token 2 was published again instead of 1"),
+    ],
+)
+def test_a_wrong_repeat_is_seen(again: list[int], seen: str) -> None:
+    first = right()
+    with pytest.raises(BrokenError, match=seen):
+        replayed.check_replayed(replayed.split_replayed(first + [first[number] for number in again]), 1, 3, ended=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        ({"text": "d"}, "other text"),
+        ({"text_offset": 2}, "the terminal is another one|other text"),
+        ({"usage": None}, "the terminal is another one"),
+        ({"finish_reason": None}, "0 terminals were published again"),
+    ],
+)
+def test_a_repeat_that_says_something_else_is_seen(change: Message, seen: str) -> None:
+    first = right()
+    with pytest.raises(BrokenError, match=seen):
+        replayed.check_replayed(replayed.split_replayed([*first, first[2], first[3] | change]), 1, 3, ended=True)
+
+
+def event(seq: int, **more: object) -> Message:
+    return {"worker_id": "w", "epoch": "1-a", "seq": seq, "load": LOAD, "state": "ready", **more}
+
+
+def test_a_log_has_no_gaps_and_is_never_silent() -> None:
+    check_event_log([event(seq) for seq in range(8)], "w")
+    with pytest.raises(BrokenError, match="event 9 follows 7"):
+        check_event_log([event(seq) for seq in (5, 6, 7, 9, 10)], "w")
+    with pytest.raises(BrokenError, match="2 events in 2 s"):
+        check_event_log([event(0), event(1)], "w")
+    with pytest.raises(BrokenError, match="seq is None"):
+        check_event_log([{**event(0), "seq": None}], "w")
+
+
+def told(orders: dict[str, int]) -> list[tuple[Received, Message]]:
+    started = {"id": "t:r", "prompt_tokens": 3, "overlap_blocks": 0}
+    said = {"started": [started], "first_token_sent": ["t:r"], "finished": ["t:r"]}
+    return [(Received(order, 0.0, "", b"", {}), event(order, **{what: said[what]})) for what, order in orders.items()]
+
+
+@pytest.mark.parametrize(
+    ("orders", "seen"),
+    [
+        ({"started": 11, "first_token_sent": 15, "finished": 50}, None),
+        ({"started": 11, "finished": 50}, "first_token_sent was said 0 times"),
+        ({"started": 15, "first_token_sent": 11, "finished": 50}, "first_token_sent came before started"),
+        ({"started": 11, "first_token_sent": 25, "finished": 50}, "the first token came before first_token_sent"),
+        ({"started": 11, "first_token_sent": 15, "finished": 35}, "finished came before the terminal"),
+    ],
+)
+def test_events_come_in_order_with_the_chunks(orders: dict[str, int], seen: str | None) -> None:
+    answer = Exchange("inbox", msgpack=False)
+    for number, message in enumerate(right(), 1):
+        answer.received.append(Received(10 * number, 0.0, "", b"", {}))
+        answer.messages.append(message)
+    if seen is None:
+        check_request_events("t:r", told(orders), answer)
+        return
+    with pytest.raises(BrokenError, match=seen):
+        check_request_events("t:r", told(orders), answer)
+
+
+def snapshot(**changes: object) -> Message:
+    running = [{"id": "t:r", "attempt": 1, "first_token_sent": True}]
+    return {**event(4), "part": 0, "parts": 1, "runs": [], "running": running, **changes}
+
+
+@pytest.mark.parametrize(
+    ("parts", "seen"),
+    [
+        ([snapshot()], None),
+        ([snapshot(part=1, parts=2, running=[]), snapshot(parts=2)], None),
+        ([snapshot(parts=2)], r"parts \[0\] of 2"),
+        ([snapshot(parts=2), snapshot(part=1, parts=2, seq=5)], "parts of 2 instants"),
+        ([snapshot(running=[])], "is not among the 0 running"),
+        ([snapshot(running=[{"id": "t:r", "attempt": 1, "first_token_sent": False}])], "a request that has spoken is"),
+        ([snapshot(load=None)], "load is None"),
+    ],
+)
+def test_a_snapshots_parts_are_of_one_instant(parts: list[Message], seen: str | None) -> None:
+    if seen is None:
+        check_snapshot(parts, "t:r")
+        return
+    with pytest.raises(BrokenError, match=seen):
+        check_snapshot(parts, "t:r")
+
+
+def test_a_snapshot_stands_between_the_events() -> None:
+    check_snapshot_order(15, 4, [(5, 3), (10, 4), (20, 5)])
+    with pytest.raises(BrokenError, match=r"after event 3 came behind event \[4\]"):
+        check_snapshot_order(15, 3, [(5, 3), (10, 4), (20, 5)])
+    with pytest.raises(BrokenError, match=r"after event 5 came before event \[5\]"):
+        check_snapshot_order(15, 5, [(5, 3), (10, 4), (20, 5)])
+    with pytest.raises(BrokenError, match="no events"):
+        check_snapshot_order(15, 5, [])
+
+
+def test_a_tokenizers_parts_must_fit_the_digest() -> None:
+    digest = xxhash.xxh3_128_hexdigest(b"onetwo")
+    parts: list[Message] = [
+        {"digest": digest, "part": number, "parts": 2, "data": data} for number, data in enumerate((b"one", b"two"))
+    ]
+    check_parts(parts[::-1], digest)
+    for wrong, seen in (
+        ([parts[0]], "parts"),
+        ([parts[0], parts[1] | {"data": b"x"}], "the parts together have digest"),
+        ([parts[0], parts[1] | {"digest": "other"}], "a part with digest other"),
+        ([parts[0], parts[1] | {"data": "two"}], "data is 'two', not bytes"),
+    ):
+        with pytest.raises(BrokenError, match=seen):
+            check_parts(wrong, digest)
+
+
+def models(**changes: object) -> Message:
+    served = {"model": "m", "context_length": 10, "features": ["chat"], "workers": [CARD]}
+    return {"models": [served | changes], "limits": {"max_request_bytes": 5}}
+
+
+def test_a_models_reply_has_the_fields_of_models_cards_loads_and_limits() -> None:
+    check_models(models())
+    check_models(models(workers=None) | {"truncated": True})
+    for wrong, seen in (
+        (models(workers=None), "workers is None"),
+        (models(features="chat"), "features is 'chat'"),
+        (models(workers=[CARD | {"load": None}]), "a card's load is None"),
+        (models(workers=[CARD | {"model": "n"}]), "a card of n below m"),
+        (models(workers=[CARD | {"pids": {"front": 1}}]), "pids is"),
+        (models(workers=[CARD | {"epoch": "x"}]), "epoch is 'x'"),
+        (models() | {"limits": {}}, "max_request_bytes is None"),
+    ):
+        with pytest.raises(BrokenError, match=seen):
+            check_models(wrong)
+
+
+def test_an_embeddings_reply_has_one_for_each_input_or_an_error() -> None:
+    good: Message = {"id": "e", "model": "m", "embeddings": [[0.5], [1]], "usage": {}}
+    check_embeddings(good, "e", 2)
+    check_embeddings({"id": "e", "error": refusal()["error"]}, "e", 2)
+    for wrong, seen in (
+        (good | {"id": "f"}, "the id is 'f'"),
+        (good | {"embeddings": [[1]]}, "1 embeddings for 2 inputs"),
+        (good | {"embeddings": ["x"]}, "embeddings is"),
+        ({"id": "e", "error": {"code": "x"}}, "code is 'x'"),
+    ):
+        with pytest.raises(BrokenError, match=seen):
+            check_embeddings(wrong, "e", 2)
+
+
+@pytest.mark.parametrize(
+    ("payload", "msgpack"), [(b'{"a": NaN}', False), (b"[]", False), (b"\x80", False), (b"{}", True), (b"\xc1", True)]
+)
+def test_a_message_in_another_encoding_is_seen(payload: bytes, msgpack: bool) -> None:
+    with pytest.raises(BrokenError):
+        decode(payload, msgpack=msgpack)
+
+
+def test_an_exchange_takes_whatever_comes() -> None:
+    strange = [b"", b"\xff", b"[" * 100_000, b'{"tokens": "many", "finish_reason": {}}', b'{"tokens": [1e999]}']
+    exchange = Exchange("inbox", msgpack=False)
+    for number, payload in enumerate(strange):
+        exchange.take(Received(number, 0.0, "", payload, {}))
+    assert (exchange.num_tokens, exchange.is_ended) == (0, True)
+    with pytest.raises(BrokenError):
+        assert exchange.messages
+
+
+async def test_of_several_requests_whichever_speaks_first_is_enough() -> None:
+    """Which of them a worker has room for is decided by the order in which the routers pass them on."""
+    first, second, third = exchanges = [Exchange("inbox", msgpack=False) for _ in range(3)]
+    waiting = asyncio.create_task(any_tokens(exchanges, 2))
+    for exchange, offsets in ((first, []), (second, [0]), (third, [0, 1])):
+        assert not waiting.done()
+        for offset in offsets:
+            exchange.take(Received(offset, 0.0, "", json.dumps(chunk(offset, offset, "a")).encode(), {}))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    await waiting
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (field_types.COUNT, [0, 5, 5.0, 10**400], [-1, True, 0.5, "1", None, float("nan"), float("inf")]),
+        (field_types.POSITIVE, [1], [0, None]),
+        (field_types.DURATION, [0, 0.5], [-0.1, False, None, float("nan")]),
+        (field_types.NAME, ["a"], ["", None, b"a"]),
+        (field_types.optional(field_types.FLAG), [None, False], [0, "no"]),
+        (field_types.list_of(field_types.TEXT), [[], ["", "a"]], [None, "a", [1], ("a",)]),
+        (field_types.map_of({"a": field_types.COUNT}), [{"a": 1, "b": 2}], [{}, None, {"a": "1"}]),
+        (field_types.matching("[0-9]+-.+"), ["1-a"], ["a-1", 1, None, "1-"]),
+    ],
+)
+def test_a_kind_holds_what_it_names_and_nothing_else(
+    kind: field_types.FieldType, good: list[object], bad: list[object]
+) -> None:
+    assert [value for value in good if not kind.holds(value)] == []
+    assert [value for value in bad if kind.holds(value)] == []
+
+
+def test_every_rule_has_a_sentence_of_its_own() -> None:
+    names = [rule.name for rule in all_rules()]
+    assert len(set(names)) == len(names) > 60
+    assert all("\n" not in name and not name.endswith(".") for name in names)
+
+
+def test_every_range_is_tried_at_its_limit_and_beyond() -> None:
+    for limits in ranges.LIMITS:
+        assert limits.accepted, limits
+        assert limits.rejected, limits
+    longest = [value for limits in ranges.LIMITS if limits.field == "id" for value in limits.accepted][-1]
+    assert len(str(longest)) == 128
+
+
+def test_an_outcome_is_one_line_or_one_object() -> None:
+    outcomes = [
+        Outcome("A holds", Verdict.OK, "", 1.0),
+        Outcome("B holds", Verdict.BROKEN, "it was C", 2.04),
+        Outcome("D holds", Verdict.SKIPPED, "no E", 3.0),
+    ]
+    assert [line(outcome) for outcome in outcomes] == [
+        "ok       A holds",
+        "BROKEN   B holds: it was C",
+        "skipped  D holds: no E",
+    ]
+    assert json_line(outcomes[1]) == '{"rule": "B holds", "verdict": "broken", "reason": "it was C", "took_ms": 2.0}'
+    assert summary(outcomes) == "1 rules hold, 1 broken, 1 skipped"

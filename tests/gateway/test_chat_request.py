@@ -1,0 +1,151 @@
+"""What a body of OpenAI's API asks of the wire, and how what is wrong with it is named."""
+
+import json
+
+import pytest
+
+from tokenbus.gateway.openai import chat_request
+from tokenbus.protocol.wire import errors, messages
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def read(**fields: object) -> chat_request.ParsedChatRequest:
+    return chat_request.parse(json.dumps({"model": "demo", "messages": HELLO, **fields}).encode(), "r-1")
+
+
+def refusal(**fields: object) -> errors.Error:
+    with pytest.raises(errors.RequestError) as raised:
+        read(**fields)
+    return raised.value.error
+
+
+def test_every_field_becomes_that_of_the_wire() -> None:
+    same = {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "seed": 7,
+        "stop": ["a", "b"],
+        "presence_penalty": 1.0,
+        "frequency_penalty": -1.0,
+        "logit_bias": {"5": 2.0},
+        "tools": [{"type": "function"}],
+        "tool_choice": "auto",
+        "top_k": 3,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "cache_salt": "salt",
+        "session_id": "session",
+        "timeout_ms": 500.0,
+    }
+    wanted = read(max_tokens=9, response_format={"type": "json_object"}, **same)
+    assert wanted.model == "demo"
+    assert wanted.request == messages.GenerateRequest(
+        id="r-1",
+        messages=[messages.ChatMessage(role="user", content="hello")],
+        max_tokens=9,
+        response_format=messages.ResponseFormat(type="json_object"),
+        **same,  # type: ignore[arg-type]
+    )
+
+
+def test_a_whole_answer_is_streamed_on_the_wire_too_so_that_a_worker_misses_a_dead_gateway() -> None:
+    wanted = read(stream=False)
+    assert wanted.stream is False
+    assert wanted.request.stream is None
+
+
+def test_usage_in_a_stream_is_an_option_of_the_stream() -> None:
+    assert read(stream=True).include_usage is False
+    assert read(stream=True, stream_options={"include_usage": True}).include_usage is True
+
+
+def test_fields_that_nobody_knows_are_ignored() -> None:
+    extra = {"user": "me", "store": True, "metadata": {"a": "b"}, "parallel_tool_calls": False, "nonsense": [[]]}
+    assert read(**extra) == read()
+
+
+def test_null_is_absent_and_an_integral_number_is_an_integer() -> None:
+    assert read(stop=None, n=None, stream=None, max_tokens=5.0, seed=None) == read(max_tokens=5)
+
+
+def test_the_newer_name_of_max_tokens_wins() -> None:
+    assert read(max_tokens=5, max_completion_tokens=6).request.max_tokens == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "logprobs"),
+    [({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 4}, 4)],
+)
+def test_logprobs_are_a_switch_and_their_number_a_field_of_its_own(
+    fields: dict[str, object], logprobs: int | None
+) -> None:
+    assert read(**fields).request.logprobs == logprobs
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "problem"),
+    [
+        ({"model": None}, "model", "is required"),
+        ({"model": ""}, "model", "1 to 128 bytes"),
+        ({"model": "x" * 129}, "model", "1 to 128 bytes"),
+        ({"model": 5}, "model", "Expected `str"),
+        ({"messages": None}, "messages", "is required"),
+        ({"messages": []}, "messages", "must not be empty"),
+        ({"messages": "hello"}, "messages", "Expected `array"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
+        ({"messages": [{"content": "x"}]}, "messages[0]", "missing required field `role`"),
+        ({"temperature": "hot"}, "temperature", "Expected `float"),
+        ({"temperature": -1}, "temperature", "at least 0"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": True}, "max_tokens", "Expected `int"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens: must be at least 1"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs: must be at least 0 and at most 20"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16"),
+        ({"logit_bias": {"word": 1}}, "logit_bias", "token ids"),
+        ({"response_format": {"type": "poem"}}, "response_format.type", "poem"),
+        ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage", "Expected `bool"),
+    ],
+)
+def test_what_is_wrong_names_the_field_as_the_client_called_it(
+    fields: dict[str, object], param: str, problem: str
+) -> None:
+    error = refusal(**fields)
+    assert (error.code, error.param) == (errors.Code.INVALID_REQUEST, param)
+    assert problem in error.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 2}, "n"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+        ),
+    ],
+)
+def test_what_is_not_served_is_unsupported(fields: dict[str, object], param: str) -> None:
+    error = refusal(**fields)
+    assert (error.code, error.param) == (errors.Code.UNSUPPORTED, param)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"null", b'{"model": "demo"', b"\xff\xfe", b"[" * 100_000])
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(errors.RequestError) as raised:
+        chat_request.parse(body, "r-1")
+    assert raised.value.error.code is errors.Code.INVALID_REQUEST
+
+
+def nested(depth: int) -> list[object]:
+    value: list[object] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+def test_tools_may_nest_up_to_the_limit_of_the_wire_and_no_deeper() -> None:
+    assert read(tools=[{"deep": nested(61)}]).request.tools
+    assert refusal(tools=[{"deep": nested(63)}]).param == "tools"
+    assert refusal(tools=[{"deep": nested(900)}]).code is errors.Code.INVALID_REQUEST

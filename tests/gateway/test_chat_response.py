@@ -1,0 +1,135 @@
+"""The answers that OpenAI's clients receive, made of chunks."""
+
+import json
+from typing import Any
+
+from tokenbus.gateway.openai import chat_response
+from tokenbus.protocol.wire import errors, messages
+
+HEADING = chat_response.CompletionHeader("chatcmpl-r", 1_700_000_000, "demo")
+HEAD = messages.Chunk(id="r", worker_id="w", model="demo", created=1)
+USAGE = messages.Usage(prompt_tokens=5, completion_tokens=3, total_tokens=8, cached_tokens=4)
+STOP, LENGTH, CANCELLED, ERROR = (
+    messages.FinishReason.STOP,
+    messages.FinishReason.LENGTH,
+    messages.FinishReason.CANCELLED,
+    messages.FinishReason.ERROR,
+)
+
+
+def chunk(text: str = "", reason: messages.FinishReason | None = None, **fields: Any) -> messages.Chunk:
+    return messages.Chunk(id="r", tokens=1, text=text, finish_reason=reason, **fields)
+
+
+def events_of(*chunks: messages.Chunk, include_usage: bool = False) -> list[Any]:
+    """The data of all events, as a client reads them."""
+    events = chat_response.ChunkEncoder(HEADING, include_usage=include_usage)
+    lines = b"".join(event for one in chunks for event in events.encode(one)).decode().split("\n\n")
+    assert lines.pop() == ""
+    assert all(line.startswith("data: ") for line in lines)
+    return [line if line == "data: [DONE]" else json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def whole_of(*chunks: messages.Chunk) -> Any:
+    whole = chat_response.CompletionBuilder(HEADING)
+    for one in chunks:
+        whole.add(one)
+    return json.loads(whole.build(chunks[-1]))
+
+
+def test_a_stream_opens_with_the_role_goes_on_with_text_and_ends_with_the_reason_and_done() -> None:
+    *events, done = events_of(HEAD, chunk("a"), chunk("b"), chunk(reason=STOP, usage=USAGE))
+    assert done == "data: [DONE]"
+    choices = [event["choices"][0] for event in events]
+    assert [choice["delta"] for choice in choices] == [
+        {"role": "assistant", "content": ""},
+        {"content": "a"},
+        {"content": "b"},
+        {},
+    ]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, None, "stop"]
+    assert {(event["id"], event["object"], event["created"], event["model"]) for event in events} == {
+        ("chatcmpl-r", "chat.completion.chunk", 1_700_000_000, "demo")
+    }
+    assert not any("usage" in event for event in events)
+
+
+def test_a_chunk_that_says_nothing_is_no_event() -> None:
+    assert events_of(HEAD, chunk(), HEAD) == []
+
+
+def test_a_terminal_alone_opens_and_ends_the_stream() -> None:
+    first, last, done = events_of(chunk("a", LENGTH))
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert last["choices"][0] == {"index": 0, "delta": {"content": "a"}, "logprobs": None, "finish_reason": "length"}
+    assert done == "data: [DONE]"
+
+
+def test_usage_that_was_asked_for_is_null_until_an_event_of_its_own_before_done() -> None:
+    *events, usage, _ = events_of(chunk("a"), chunk(reason=STOP, usage=USAGE), include_usage=True)
+    assert [event["usage"] for event in events] == [None, None, None]
+    assert usage["choices"] == []
+    assert usage["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+
+
+def test_a_stream_that_fails_ends_with_the_error_and_done() -> None:
+    failed = chunk(reason=ERROR, error=errors.make_error(errors.Code.WORKER_LOST, "it is gone"))
+    *_, error, done = events_of(chunk("a"), failed, include_usage=True)
+    assert error == {"error": {"message": "it is gone", "type": "server_error", "param": None, "code": "worker_lost"}}
+    assert done == "data: [DONE]"
+
+
+def test_a_stream_that_somebody_cancelled_ends_with_what_was_held_back_and_an_error() -> None:
+    *_, text, error, _ = events_of(chunk("a"), chunk("b", CANCELLED))
+    assert (text["choices"][0]["delta"], text["choices"][0]["finish_reason"]) == ({"content": "b"}, None)
+    assert error["error"]["code"] == "cancelled"
+
+
+def logprob(text: str) -> messages.TokenLogprob:
+    data = list(text.encode())
+    other = messages.TokenAlternative(id=2, text="z", bytes=[122], logprob=-3.0)
+    return messages.TokenLogprob(id=1, text=text, bytes=data, logprob=-0.5, top=[other])
+
+
+LOGPROB = {
+    "token": "a",
+    "logprob": -0.5,
+    "bytes": [97],
+    "top_logprobs": [{"token": "z", "logprob": -3.0, "bytes": [122]}],
+}
+
+
+def test_logprobs_come_with_their_tokens_also_where_the_text_is_held_back() -> None:
+    _, event, *_ = events_of(chunk("", logprobs=[logprob("a")]))
+    assert event["choices"][0]["logprobs"] == {"content": [LOGPROB], "refusal": None}
+    whole = whole_of(chunk("", logprobs=[logprob("a")]), chunk("ab", STOP, logprobs=[logprob("b")], usage=USAGE))
+    assert [one["token"] for one in whole["choices"][0]["logprobs"]["content"]] == ["a", "b"]
+
+
+def test_a_whole_answer_has_all_text_the_reason_and_the_usage() -> None:
+    whole = whole_of(HEAD, chunk("a"), chunk("b"), chunk("c", LENGTH, usage=USAGE))
+    assert whole["object"] == "chat.completion"
+    assert whole["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "abc", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "length",
+        }
+    ]
+    assert whole["usage"]["total_tokens"] == 8
+
+
+def test_calls_of_tools_are_passed_on_as_they_come() -> None:
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    terminal = chunk(reason=messages.FinishReason.TOOL_CALLS, usage=USAGE)
+    _, event, last, _ = events_of(chunk(tool_calls=[call]), terminal)
+    assert event["choices"][0]["delta"] == {"tool_calls": [call]}
+    assert last["choices"][0]["finish_reason"] == "tool_calls"
+    message = whole_of(chunk(tool_calls=[call]), terminal)["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}

@@ -1,0 +1,93 @@
+"""Builders for what a router hears of its workers."""
+
+from collections.abc import Sequence
+
+from tokenbus.protocol.wire import codec, internal, messages, subjects
+from tokenbus.router.requests.flight import Flight
+
+READY = messages.WorkerState.READY
+
+
+def at(worker_id: str, model: str = "demo") -> subjects.WorkerAddress:
+    """A worker of the model `demo`, unless another is named."""
+    return subjects.WorkerAddress(model, worker_id)
+
+
+def card(worker_id: str = "w1", *, epoch: str = "100-a", model: str = "demo", **changes: object) -> messages.Card:
+    fields: dict[str, object] = {
+        "source": "demo.gguf",
+        "engine": "gguf",
+        "engine_version": "1",
+        "context_length": 512,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "hash_scheme": "xxh3-64:0",
+        "features": ["generate"],
+        "state": READY,
+        "host": "here",
+        "pids": messages.Pids(front=1, engine=2),
+        "versions": {},
+    }
+    return messages.Card(worker_id=worker_id, epoch=epoch, model=model, **(fields | changes))  # type: ignore[arg-type]
+
+
+def events(
+    worker_id: str = "w1",
+    seq: int = 0,
+    *,
+    epoch: str = "100-a",
+    load: messages.Load = messages.Load(),  # noqa: B008
+    state: messages.WorkerState = READY,
+    started: tuple[str, ...] = (),
+    first_token_sent: tuple[str, ...] = (),
+    finished: tuple[str, ...] = (),
+    stored: tuple[internal.BlockRun, ...] = (),
+    removed: tuple[int, ...] = (),
+    cleared: bool = False,
+) -> internal.Events:
+    return internal.Events(
+        worker_id=worker_id,
+        epoch=epoch,
+        seq=seq,
+        load=load,
+        state=state,
+        started=[internal.Started(id=key, prompt_tokens=1, overlap_blocks=0) for key in started],
+        first_token_sent=list(first_token_sent),
+        finished=list(finished),
+        stored=list(stored),
+        removed=list(removed),
+        cleared=cleared,
+    )
+
+
+def stored(hashes: Sequence[int]) -> tuple[internal.BlockRun, ...]:
+    """One run of blocks from the beginning of a chain."""
+    return (internal.BlockRun(parent=0, hashes=list(hashes)),) if hashes else ()
+
+
+def flight(request_id: str = "r1", *, tenant: str = "default", received_at: float = 0.0, **fields: object) -> Flight:
+    request = messages.GenerateRequest(id=request_id, prompt="hi", **fields)  # type: ignore[arg-type]
+    return Flight(request, subjects.ModelAddress("demo", tenant), "_INBOX.a", codec.Encoding.JSON, received_at)
+
+
+def part(
+    worker_id: str = "w1",
+    seq: int = 0,
+    *,
+    epoch: str = "100-a",
+    number: int = 0,
+    parts: int = 1,
+    running: tuple[str, ...] = (),
+    first_token_sent: bool = False,
+    runs: tuple[internal.BlockRun, ...] = (),
+) -> internal.SnapshotPart:
+    return internal.SnapshotPart(
+        worker_id=worker_id,
+        epoch=epoch,
+        seq=seq,
+        part=number,
+        parts=parts,
+        runs=list(runs),
+        running=[internal.RunningRequest(id=key, attempt=1, first_token_sent=first_token_sent) for key in running],
+        load=messages.Load(),
+    )

@@ -1,0 +1,149 @@
+"""An event log is applied in order and without gaps; what is missing comes from a snapshot and the events behind it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.router.builders import events, part
+from tokenbus.protocol.wire import internal
+from tokenbus.router.fleet.event_log import MAX_BUFFERED, EventLog
+
+
+def seqs(ready: tuple[internal.Events, ...]) -> list[int]:
+    return [one.seq for one in ready]
+
+
+def live_at(seq: int) -> EventLog:
+    log = EventLog()
+    for number in range(seq + 1):
+        log.receive(events(seq=number))
+    return log
+
+
+def test_a_log_heard_from_its_first_event_on_needs_no_snapshot() -> None:
+    log = EventLog()
+    assert log.is_behind
+    assert [seqs(log.receive(events(seq=number))) for number in range(3)] == [[0], [1], [2]]
+    assert not log.is_behind
+    assert not log.request_snapshot(0.0, 1.0)
+
+
+def test_one_who_joins_late_waits_for_a_snapshot() -> None:
+    log = EventLog()
+    assert seqs(log.receive(events(seq=5))) == []
+    assert log.request_snapshot(0.0, 1.0)
+    assert seqs(log.receive(events(seq=6))) == []
+    caught = log.receive_part(part(seq=5, running=("a",)))
+    assert caught is not None
+    assert (set(caught.running), seqs(caught.events)) == ({"a"}, [6])
+    assert seqs(log.receive(events(seq=7))) == [7]
+
+
+@pytest.mark.parametrize("missing", [1, 5])
+def test_a_gap_stops_everything_until_a_snapshot_has_closed_it(missing: int) -> None:
+    log = live_at(2)
+    assert seqs(log.receive(events(seq=3 + missing))) == []
+    assert (log.is_behind, log.num_lost) == (True, missing)
+    assert seqs(log.receive(events(seq=4 + missing))) == []
+    assert log.request_snapshot(0.0, 1.0)
+    caught = log.receive_part(part(seq=3 + missing))
+    assert caught is not None
+    assert seqs(caught.events) == [4 + missing]
+
+
+def test_events_heard_again_or_out_of_order_are_not_applied() -> None:
+    log = live_at(3)
+    assert [seqs(log.receive(events(seq=number))) for number in (3, 0, 1)] == [[], [], []]
+    assert not log.is_behind
+
+
+def test_a_snapshot_is_asked_for_again_only_after_a_while_and_counts_from_the_first_time() -> None:
+    log = EventLog()
+    log.receive(events(seq=5))
+    assert [log.request_snapshot(at, 1.0) for at in (10.0, 10.9, 11.0, 11.5)] == [True, False, True, False]
+    caught = log.receive_part(part(seq=5))
+    assert caught is not None
+    assert caught.requested_at == 10.0
+
+
+def test_parts_come_in_any_order_and_count_only_all_together() -> None:
+    log = EventLog()
+    log.request_snapshot(0.0, 1.0)
+    assert log.receive_part(part(seq=4, number=2, parts=3, running=("c",))) is None
+    assert log.receive_part(part(seq=4, number=0, parts=3, running=("a",))) is None
+    assert log.receive_part(part(seq=4, number=0, parts=3, running=("a",))) is None
+    caught = log.receive_part(part(seq=4, number=1, parts=3, running=("b",)))
+    assert caught is not None
+    assert set(caught.running) == {"a", "b", "c"}
+
+
+def test_parts_of_two_snapshots_are_never_mixed() -> None:
+    log = EventLog()
+    log.request_snapshot(0.0, 1.0)
+    assert log.receive_part(part(seq=4, number=0, parts=2, running=("old",))) is None
+    assert log.receive_part(part(seq=6, number=1, parts=2, running=("new",))) is None
+    caught = log.receive_part(part(seq=6, number=0, parts=2))
+    assert caught is not None
+    assert set(caught.running) == {"new"}
+
+
+@pytest.mark.parametrize(("number", "parts"), [(1, 1), (-1, 1), (0, 0), (5, 3)])
+def test_a_part_that_can_not_be_is_ignored(number: int, parts: int) -> None:
+    log = EventLog()
+    log.request_snapshot(0.0, 1.0)
+    assert log.receive_part(part(seq=4, number=number, parts=parts)) is None
+    assert log.is_behind
+
+
+def test_a_snapshot_that_nobody_asked_for_is_ignored() -> None:
+    assert EventLog().receive_part(part(seq=4)) is None
+    assert live_at(3).receive_part(part(seq=4)) is None
+
+
+def test_a_snapshot_with_a_gap_behind_it_is_asked_for_again_at_once() -> None:
+    log = EventLog()
+    log.receive(events(seq=5))
+    log.request_snapshot(0.0, 1.0)
+    log.receive(events(seq=7))
+    assert log.receive_part(part(seq=5)) is None
+    assert log.request_snapshot(0.1, 1.0)
+    caught = log.receive_part(part(seq=7))
+    assert caught is not None
+    assert seqs(log.receive(events(seq=8))) == [8]
+
+
+def test_more_events_than_may_wait_ask_for_a_new_snapshot() -> None:
+    log = EventLog()
+    log.receive(events(seq=1))
+    log.request_snapshot(0.0, 1.0)
+    for seq in range(2, MAX_BUFFERED + 1):
+        log.receive(events(seq=seq))
+    assert not log.request_snapshot(0.1, 1.0)
+    log.receive(events(seq=MAX_BUFFERED + 1))
+    assert log.request_snapshot(0.1, 1.0)
+    caught = log.receive_part(part(seq=MAX_BUFFERED))
+    assert caught is not None
+    assert seqs(caught.events) == [MAX_BUFFERED + 1]
+
+
+@given(data=st.data())
+def test_whatever_is_lost_the_log_and_its_snapshots_say_together_all_that_happened(data: st.DataObject) -> None:
+    """A worker whose state is the set of its running requests, seen through a wire that loses events and parts."""
+    log, truth, belief = EventLog(), set[str](), set[str]()
+    for seq in range(data.draw(st.integers(1, 30))):
+        started = data.draw(st.sets(st.sampled_from("abcdef"), max_size=2)) - truth
+        finished = data.draw(st.sets(st.sampled_from(sorted(truth)), max_size=2)) if truth else set()
+        truth = (truth | started) - finished
+        if data.draw(st.integers(0, 4)):
+            for one in log.receive(events(seq=seq, started=tuple(started), finished=tuple(finished))):
+                belief = (belief | {begun.id for begun in one.started}) - set(one.finished)
+        if data.draw(st.booleans()) and log.request_snapshot(float(seq), 1.0):
+            halves = sorted(truth)[::2], sorted(truth)[1::2]
+            for number, half in enumerate(halves):
+                if data.draw(st.integers(0, 3)):
+                    caught = log.receive_part(part(seq=seq, number=number, parts=2, running=tuple(half)))
+                    if caught is not None:
+                        belief = set(caught.running)
+                        assert caught.events == ()
+        if not log.is_behind and log.seq == seq:
+            assert belief == truth

@@ -1,0 +1,159 @@
+"""The prefix index says what a table of every worker's blocks would say, and stays within what they advertised."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tokenbus.router.placement.prefix_index import MatchLevel, PrefixIndex
+
+A, B, C = 1, 2, 4
+
+
+def chains(*depths: int) -> PrefixIndex:
+    """An index of workers that hold so many leading blocks of the prompt 0, 1, 2, ..."""
+    index = PrefixIndex()
+    for depth in depths:
+        row = index.add_worker(1_000)
+        index.store(row, range(depth))
+    return index
+
+
+def test_levels_come_with_the_most_overlap_first() -> None:
+    assert chains(3, 7, 3).match(range(10), A | B | C) == [MatchLevel(7, B), MatchLevel(3, A | C)]
+
+
+def test_workers_that_are_not_asked_for_are_not_found() -> None:
+    assert chains(3, 7, 3).match(range(10), A) == [MatchLevel(3, A)]
+    assert chains(3, 7).match(range(10), C) == []
+
+
+def test_a_prompt_without_a_full_block_is_held_by_nobody() -> None:
+    assert chains(3).match([], A) == []
+
+
+def test_a_block_after_a_gap_is_no_overlap() -> None:
+    index = PrefixIndex()
+    index.store(index.add_worker(10), [0, 1, 3, 4])
+    assert index.match(range(2, 6), A) == []
+    assert index.match([0, 1], A) == [MatchLevel(2, A)]
+
+
+def test_blocks_beyond_what_was_advertised_are_not_believed() -> None:
+    index = PrefixIndex()
+    row = index.add_worker(3)
+    index.store(row, range(5))
+    assert (index.num_blocks_of(row), index.num_refused) == (3, 2)
+    index.remove(row, [0])
+    index.store(row, [9])
+    assert (index.num_blocks_of(row), index.num_refused) == (3, 2)
+
+
+def test_what_is_stored_twice_counts_once_and_what_is_not_there_is_not_removed() -> None:
+    index = chains(3)
+    index.store(0, range(3))
+    index.remove(0, [7, 8])
+    assert index.num_blocks_of(0) == 3
+    index.check_integrity()
+
+
+def test_a_worker_that_has_left_is_not_found_and_its_place_not_given_away_before_it_is_swept() -> None:
+    index = chains(5, 5)
+    index.remove_worker(0)
+    assert index.add_worker(10) == 2
+    assert index.match(range(5), B | C) == [MatchLevel(5, B)]
+    while index.sweep():
+        pass
+    index.check_integrity()
+    assert index.add_worker(10) == 0
+    assert index.match(range(5), A | B | C) == [MatchLevel(5, B)]
+    index.remove_worker(1)
+    while index.sweep():
+        pass
+    assert len(index) == 0
+
+
+def test_one_that_leaves_during_a_sweep_is_swept_out_by_the_next() -> None:
+    index = PrefixIndex()
+    for _ in range(2):
+        index.store(index.add_worker(20_000), range(10_000))
+    index.remove_worker(0)
+    assert index.sweep()
+    index.remove_worker(1)
+    while index.sweep():
+        index.check_integrity()
+    assert len(index) == 0
+
+
+@settings(max_examples=300)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(0, 40), st.data())
+def test_depths_are_found_exactly_where_everyone_holds_leading_blocks(
+    depths: list[int], length: int, data: st.DataObject
+) -> None:
+    asked = data.draw(st.integers(0, (1 << len(depths)) - 1))
+    found = {
+        row: level.overlap_blocks
+        for level in chains(*depths).match(range(length), asked)
+        for row in range(len(depths))
+        if level.worker_bits >> row & 1
+    }
+    expected = {row: min(depth, length) for row, depth in enumerate(depths) if asked >> row & 1}
+    assert found == {row: depth for row, depth in expected.items() if depth}
+
+
+NAMES = st.lists(st.integers(0, 30), max_size=12)
+
+
+class AgainstATable(RuleBasedStateMachine):
+    """Any history of workers, against a set of blocks for each."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.index = PrefixIndex()
+        self.table: dict[int, set[int]] = {}
+        self.most: dict[int, int] = {}
+
+    @precondition(lambda self: len(self.table) < 5)
+    @rule(most=st.integers(0, 20))
+    def add_worker(self, most: int) -> None:
+        row = self.index.add_worker(most)
+        assert row not in self.table
+        self.table[row], self.most[row] = set(), most
+
+    @precondition(lambda self: self.table)
+    @rule(data=st.data(), names=NAMES)
+    def store(self, data: st.DataObject, names: list[int]) -> None:
+        row = data.draw(st.sampled_from(sorted(self.table)))
+        self.index.store(row, names)
+        for name in names:
+            if len(self.table[row]) < self.most[row]:
+                self.table[row].add(name)
+
+    @precondition(lambda self: self.table)
+    @rule(data=st.data(), names=NAMES)
+    def remove(self, data: st.DataObject, names: list[int]) -> None:
+        row = data.draw(st.sampled_from(sorted(self.table)))
+        self.index.remove(row, names)
+        self.table[row] -= set(names)
+
+    @precondition(lambda self: self.table)
+    @rule(data=st.data())
+    def remove_worker(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(sorted(self.table)))
+        self.index.remove_worker(row)
+        del self.table[row], self.most[row]
+
+    @rule()
+    def sweep(self) -> None:
+        self.index.sweep()
+
+    @invariant()
+    def says_the_same(self) -> None:
+        self.index.check_integrity()
+        for row, names in self.table.items():
+            assert set(self.index.blocks_of(row)) == names
+            assert self.index.num_blocks_of(row) == len(names)
+            assert self.index.match([30], 1 << row) == ([MatchLevel(1, 1 << row)] if 30 in names else [])
+
+
+TestAgainstATable = AgainstATable.TestCase
+TestAgainstATable.settings = settings(max_examples=100, stateful_step_count=40)

@@ -1,0 +1,120 @@
+"""Load on a real system by exact clients, and what must hold when it is over."""
+
+import asyncio
+import json
+import math
+import time
+from typing import Any
+
+from tests.support.raw_client import PREFIX, RawClient
+from tokenbus.client import Client, Stream
+from tokenbus.protocol.wire import messages
+
+PROMPT = "Once upon a time"
+
+NEAR_TIE = 0.02
+"""Of the logarithms of two probabilities: closer ones are decided by how a step's numbers are rounded."""
+
+
+class ExactStream:
+    """What the reader of one stream was given."""
+
+    def __init__(self, stream: Stream, max_tokens: int) -> None:
+        self.stream = stream
+        self.max_tokens = max_tokens
+        self.chunks: list[messages.Chunk] = []
+        self.ended_at: float | None = None
+        self._spoken = asyncio.Event()
+        self.task = asyncio.create_task(self._read())
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk.text for chunk in self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.tokens for chunk in self.chunks)
+
+    @property
+    def terminal(self) -> messages.Chunk:
+        return self.chunks[-1]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.terminal.finish_reason is messages.FinishReason.LENGTH
+
+    async def speaks(self) -> None:
+        await self._spoken.wait()
+
+    async def end(self, timeout_s: float = 90.0) -> "ExactStream":
+        async with asyncio.timeout(timeout_s):
+            await self.task
+        return self
+
+    def check(self, whole: "ExactStream | None" = None) -> None:
+        """One terminal, at the end; nothing missing before it; of a whole one all tokens.
+
+        `whole`, asked for with `logprobs`, is what it must begin like, up to where the model itself could not decide:
+        steps that carry other sequences round otherwise."""
+        assert [chunk.finish_reason is None for chunk in self.chunks] == [True] * (len(self.chunks) - 1) + [False]
+        if self.is_whole:
+            assert self.num_tokens == self.max_tokens
+            assert self.terminal.usage
+            assert self.terminal.usage.completion_tokens == self.num_tokens
+        else:
+            assert self.terminal.error, self.terminal
+        if whole is not None and not whole.text.startswith(self.text):
+            parted = next(at for at, pair in enumerate(zip(whole.text, self.text, strict=False)) if len({*pair}) > 1)
+            assert whole.doubt_at(parted) < NEAR_TIE, (whole.text[parted - 40 :], self.text[parted - 40 :])
+
+    def doubt_at(self, place: int) -> float:
+        """By how much the token at that place of the text was likelier than the next one, as logarithms.
+
+        The end of the text, which has none, is not to be had. Two tokens may begin alike, so that of the token before
+        it counts too if that ends there."""
+        end, before = 0, math.inf
+        for chunk in self.chunks:
+            for logprob in chunk.logprobs or []:
+                end += len(logprob.text)
+                first, second, *_ = [one.logprob for one in logprob.top if one.text]
+                if end > place:
+                    return min(first - second, before)
+                before = first - second if end == place else math.inf
+        raise AssertionError(f"the text ends before {place}")
+
+    async def _read(self) -> None:
+        async for chunk in self.stream:
+            self.chunks.append(chunk)
+            if chunk.text or chunk.finish_reason is not None:
+                self._spoken.set()
+        self.ended_at = time.monotonic()
+
+
+def ask(client: Client, max_tokens: int, **fields: Any) -> ExactStream:
+    body = {"prompt": PROMPT, "ignore_eos": True, "temperature": 0} | fields
+    return ExactStream(client.generate("demo", max_tokens=max_tokens, **body), max_tokens)
+
+
+async def cards(bare: RawClient) -> list[dict[str, Any]]:
+    """The workers that a router knows; none while no router answers."""
+    try:
+        reply = await bare.nats.request(f"{PREFIX}.models", b"", timeout=1)
+    except Exception:  # no router yet, or no broker
+        return []
+    return [card for served in json.loads(reply.data)["models"] for card in served["workers"]]
+
+
+async def until_ready(bare: RawClient, count: int, timeout_s: float = 60.0) -> list[dict[str, Any]]:
+    async with asyncio.timeout(timeout_s):
+        while True:
+            found = await cards(bare)
+            if sum(card["state"] == "ready" for card in found) >= count:
+                return found
+            await asyncio.sleep(0.02)
+
+
+async def until_idle(bare: RawClient, timeout_s: float = 60.0) -> None:
+    """Every worker says that it holds nothing."""
+    async with asyncio.timeout(timeout_s):
+        while any(card["load"]["running"] + card["load"]["waiting"] for card in await until_ready(bare, 1)):
+            await asyncio.sleep(0.05)

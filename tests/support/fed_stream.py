@@ -1,0 +1,28 @@
+"""A client's stream that a test feeds by hand."""
+
+from tokenbus.client import Stream
+from tokenbus.protocol.wire import codec, messages
+
+
+class FakeTransport:
+    """Counts what a stream asks of its client."""
+
+    def __init__(self) -> None:
+        self.num_cancels = 0
+
+    def send_cancel(self, stream: Stream) -> None:
+        self.num_cancels += 1
+
+    def send_resync(self, stream: Stream, offset: int) -> None: ...
+
+    def resubmit(self, stream: Stream, request: messages.GenerateRequest) -> None: ...
+
+    def forget(self, stream: Stream) -> None: ...
+
+
+def stream_over(line: FakeTransport, *chunks: messages.Chunk) -> Stream:
+    """A stream that has heard these chunks."""
+    stream = Stream(messages.GenerateRequest(id="r", prompt="hi"), codec.Encoding.JSON, line, 0.0)
+    for chunk in chunks:
+        stream.feed(codec.encode(chunk, codec.Encoding.JSON), 0.0)
+    return stream

@@ -1,0 +1,108 @@
+"""A client that knows nothing but NATS and JSON (or MessagePack): what anyone could write from the wire's text."""
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import nats
+from nats.aio.client import Client as Nats
+from nats.aio.msg import Msg
+
+PREFIX = "tokenbus.v1"
+Message = dict[str, Any]
+
+
+class Answer:
+    """The messages of one stream so far."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.raw: list[Msg] = []
+        self._changed = asyncio.Event()
+
+    @property
+    def text(self) -> str:
+        return "".join(message["text"] for message in self.messages)
+
+    @property
+    def terminals(self) -> list[Message]:
+        return [message for message in self.messages if message["finish_reason"] is not None]
+
+    def take(self, message: Msg, *, msgpack: bool) -> None:
+        self.raw.append(message)
+        self.messages.append(msgspec.msgpack.decode(message.data) if msgpack else json.loads(message.data))
+        self._changed.set()
+
+    async def until(self, count: int, timeout_s: float = 60.0) -> None:
+        """At least so many messages have come, or the terminal."""
+        async with asyncio.timeout(timeout_s):
+            while len(self.messages) < count and not self.terminals:
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def terminal(self, timeout_s: float = 60.0) -> Message:
+        await self.until(1 << 30, timeout_s)
+        return self.terminals[0]
+
+
+class RawClient:
+    """Speaks to a system as the wire's text says."""
+
+    def __init__(self, connection: Nats) -> None:
+        self.nats = connection
+
+    @classmethod
+    async def connect(cls, url: str) -> "RawClient":
+        return cls(await nats.connect(url, allow_reconnect=False))
+
+    async def close(self) -> None:
+        await self.nats.close()
+
+    async def generate(
+        self,
+        payload: bytes | Message,
+        *,
+        subject: str = f"{PREFIX}.generate.demo",
+        content_type: str | None = None,
+        reply: str | None = None,
+    ) -> Answer:
+        answer = Answer()
+        msgpack = (content_type or "").lower().startswith("application/msgpack")
+
+        async def take(message: Msg) -> None:
+            answer.take(message, msgpack=msgpack)
+
+        inbox = reply or self.nats.new_inbox()
+        await self.nats.subscribe(inbox, cb=take)
+        if isinstance(payload, dict):
+            payload = msgspec.msgpack.encode(payload) if msgpack else json.dumps(payload).encode()
+        headers = {"Content-Type": content_type} if content_type else None
+        await self.nats.publish(subject, payload, reply=inbox, headers=headers)
+        return answer
+
+    async def ask(self, payload: bytes | Message, **options: Any) -> Answer:
+        """The whole answer."""
+        answer = await self.generate(payload, **options)
+        await answer.terminal()
+        return answer
+
+
+def check_stream(answer: Answer, request_id: str | None = None) -> None:
+    """What holds for every stream of the wire, whatever its end."""
+    offset = text_offset = 0
+    for number, message in enumerate(answer.messages):
+        assert (message["finish_reason"] is None) == (number < len(answer.messages) - 1), "one terminal, and last"
+        assert message["offset"] == offset
+        assert message["text_offset"] == text_offset
+        offset += message["tokens"]
+        text_offset += len(message["text"].encode())
+        if request_id is not None:
+            assert message["id"] == request_id
+        if message["tokens"] == 0 or message["finish_reason"]:
+            assert {"worker_id", "model", "created"} <= message.keys()
+    terminal = answer.messages[-1]
+    assert terminal["usage"]["completion_tokens"] == offset
+    usage = terminal["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert terminal["timings"].keys() == {"queue_ms", "prefill_ms", "ttft_ms", "decode_ms", "total_ms"}

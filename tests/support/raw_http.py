@@ -1,0 +1,147 @@
+"""HTTP over bare sockets, for what no HTTP library would send; and a small server to send it to."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+from starlette.types import Receive, Scope, Send
+
+from tokenbus.gateway.openai.closed_connections import refusal_response
+from tokenbus.protocol.http.connection_table import ConnectionLimits
+from tokenbus.protocol.http.http_server import EmbeddedServer, Reason, ServerConfig, Timeouts
+
+LIVEZ = b"GET /livez HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+WIDE, USUAL = ConnectionLimits(1_000), Timeouts()
+HALF_A_HEAD = b"GET /livez HTTP/1.1\r\nHo"
+
+
+class Socket:
+    """A client's side of one connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, port: int, said: bytes = b"", source: str = "127.0.0.1", limit: int = 1 << 16) -> "Socket":
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0), limit=limit)
+        writer.write(said)
+        return cls(reader, writer)
+
+    def say(self, said: bytes) -> None:
+        self._writer.write(said)
+
+    async def answer(self) -> tuple[int, bytes]:
+        """Status and body of the next answer, which says how long it is."""
+        async with asyncio.timeout(10):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+            (length,) = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+            return int(head.split()[1]), await self.reader.readexactly(int(length.split(b":")[1]))
+
+    async def rest(self) -> bytes:
+        """All that comes until the server ends the connection, which it must."""
+        async with asyncio.timeout(10):
+            try:
+                return await self.reader.read()
+            except ConnectionResetError:
+                return b""
+
+    def cut(self) -> None:
+        self._writer.transport.abort()
+
+
+async def ask(port: int, said: bytes = LIVEZ, source: str = "127.0.0.1") -> tuple[int, bytes]:
+    """The first answer to what is said on a connection of its own."""
+    with cut_after([await Socket.open(port, said, source)]) as (one,):
+        return await one.answer()
+
+
+@contextlib.contextmanager
+def cut_after(sockets: list[Socket]) -> Iterator[list[Socket]]:
+    """Cuts those that are in the list at the end."""
+    try:
+        yield sockets
+    finally:
+        for one in sockets:
+            one.cut()
+
+
+class SmallServer:
+    """A server with four paths: it says that it lives, reads a body, holds a request, or answers without an end."""
+
+    def __init__(self, limits: ConnectionLimits, timeouts: Timeouts) -> None:
+        self.ended: list[Reason] = []
+        self.paths: list[str] = []
+        self.bodies: list[bytes] = []
+        self.gone = asyncio.Event()
+        """Set when the client of an answer without an end, or of a body that does not end, is gone."""
+        self.config = ServerConfig(
+            self._serve,
+            limits,
+            refusal_response=refusal_response,
+            on_closed=lambda reason, _: self.ended.append(reason),
+            timeouts=timeouts,
+        )
+
+    async def until_asked(self, count: int) -> None:
+        """Returns when so many requests have come."""
+        async with asyncio.timeout(10):
+            while len(self.paths) < count:
+                await asyncio.sleep(0.001)
+
+    def _ended(self, reason: Reason, address: str) -> None:
+        assert address.startswith("127.0.0.")
+        self.ended.append(reason)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.paths.append(scope["path"])
+        if scope["path"] == "/read":
+            await self._read(receive)
+        elif scope["path"] == "/hold":
+            await self._until_gone(receive)
+            return
+        elif scope["path"] == "/endless":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            watching = asyncio.create_task(self._until_gone(receive))
+            while not self.gone.is_set():
+                await send({"type": "http.response.body", "body": b"x" * 65_536, "more_body": True})
+                await asyncio.sleep(0)
+            await watching
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3")]})
+        await send({"type": "http.response.body", "body": b"ok\n"})
+
+    async def _read(self, receive: Receive) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.gone.set()
+                return
+            body += message["body"]
+            more = message["more_body"]
+        self.bodies.append(body)
+
+    async def _until_gone(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.gone.set()
+
+
+@contextlib.asynccontextmanager
+async def small_server(
+    limits: ConnectionLimits = WIDE, timeouts: Timeouts = USUAL
+) -> AsyncIterator[tuple[SmallServer, int]]:
+    """A server and its port."""
+    small = SmallServer(limits, timeouts)
+    server = EmbeddedServer(small.config)
+    with socket.create_server(("127.0.0.1", 0), backlog=2_048) as listening:
+        serving = asyncio.create_task(server.serve([listening]))
+        try:
+            yield small, listening.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await serving
+    small.config.open_connections.check_integrity()
+    assert len(small.config.open_connections) == 0

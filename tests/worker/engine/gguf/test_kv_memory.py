@@ -1,0 +1,76 @@
+"""KV memory is known before it is taken, and kept within its limit."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.support.engines import DEMO
+from tokenbus import demo
+from tokenbus.worker.engine.gguf import kv_memory, metadata
+from tokenbus.worker.engine.gguf.runner import GgufRunner
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.runner import ModelError
+
+LLAMA: dict[str, metadata.Value] = {
+    "general.architecture": "llama",
+    "llama.block_count": 4,
+    "llama.embedding_length": 256,
+    "llama.attention.head_count": 8,
+}
+
+
+def facts(**more: metadata.Value) -> metadata.Metadata:
+    named = {f"llama.{key.replace('__', '.')}": value for key, value in more.items()}
+    return metadata.Metadata(LLAMA | named, "f")
+
+
+def settings(**fields: object) -> EngineSettings:
+    return msgspec.structs.replace(EngineSettings(model="m", kv_block_size=16), **fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "kinds", "expected"),
+    [
+        ({}, {}, 4 * 8 * (32 + 32) * 2),
+        ({"attention__head_count_kv": 2}, {}, 4 * 2 * (32 + 32) * 2),
+        ({"attention__head_count_kv": [2, 0, 1, 0]}, {}, 3 * (32 + 32) * 2),
+        ({"attention__key_length": 64, "attention__value_length": 96}, {}, 4 * 8 * (64 + 96) * 2),
+        ({}, {"cache_type_k": "q8_0", "cache_type_v": "f32"}, 4 * 8 * (34 + 32 * 4)),
+    ],
+)
+def test_a_tokens_bytes_follow_from_heads_and_types(
+    given: dict[str, metadata.Value], kinds: dict[str, object], expected: int
+) -> None:
+    assert kv_memory.bytes_per_token(facts(**given), settings(**kinds)) == expected
+
+
+def test_the_demo_models_cells_are_as_large_as_llama_cpp_saves_them() -> None:
+    runner = GgufRunner(DEMO, lambda _: None)
+    try:
+        each = kv_memory.bytes_per_token(metadata.read(Path(demo.MODEL_PATH)), DEMO)
+        assert runner.config.kv_bytes == DEMO.kv_tokens * each
+    finally:
+        runner.close()
+
+
+def test_without_a_limit_settings_stay_as_they_are() -> None:
+    asked = settings(kv_tokens=4_096)
+    assert kv_memory.fit_to_budget(asked, facts(), 1_024) is asked
+
+
+def test_a_limit_lowers_what_is_asked_for_to_whole_blocks() -> None:
+    each = kv_memory.bytes_per_token(facts(), settings())
+    limited = kv_memory.fit_to_budget(settings(kv_tokens=4_096, kv_limit_bytes=1_000 * each + 5), facts(), 512)
+    assert (limited.kv_tokens, limited.context_length) == (992, 512)
+    limited = kv_memory.fit_to_budget(settings(kv_tokens=512, kv_limit_bytes=1_000 * each), facts(), 512)
+    assert limited.kv_tokens == 512
+
+
+def test_a_chosen_context_becomes_shorter_and_one_that_was_asked_for_does_not() -> None:
+    each = kv_memory.bytes_per_token(facts(), settings())
+    assert kv_memory.fit_to_budget(settings(kv_limit_bytes=100 * each), facts(), 512).context_length == 96
+    with pytest.raises(ModelError, match=r"--kv-budget leaves .* 96 tokens .* may need 512"):
+        kv_memory.fit_to_budget(settings(kv_limit_bytes=100 * each, context_length=512), facts(), 512)
+    with pytest.raises(ModelError, match="--kv-budget"):
+        kv_memory.fit_to_budget(settings(kv_limit_bytes=1), facts(), 512)

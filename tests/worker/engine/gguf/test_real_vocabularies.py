@@ -1,0 +1,85 @@
+"""The vocabularies that llama.cpp tests itself with: which of them routers can have, and that those agree on its texts.
+
+The files come with the source of llama-cpp-python, and lie beside its wheel in the cache.
+"""
+
+import subprocess
+from pathlib import Path
+
+import llama_cpp
+import pytest
+
+from deploy import llama_cpp_wheel
+from tests.support import vocabularies
+from tokenbus.protocol.prompt import prompt
+from tokenbus.worker.engine.gguf.tokenizer import bundle
+
+OFFERED = {
+    "aquila": True,
+    "baichuan": True,
+    "bert-bge": False,
+    "command-r": True,
+    "deepseek-coder": True,
+    "deepseek-llm": True,
+    "falcon": True,
+    "gemma-4": True,
+    "gpt-2": True,
+    "gpt-neox": True,
+    "llama-bpe": True,
+    "llama-spm": True,
+    "mpt": True,
+    "nomic-bert-moe": False,
+    "phi-3": True,
+    "qwen2": True,
+    "qwen35": True,
+    "refact": True,
+    "starcoder": True,
+}
+"""Not offered are WordPiece and Unigram, which only models that embed texts use."""
+NO_NETWORK = ("NewConnectionError", "NameResolutionError", "name resolution", "Network is unreachable")
+
+_BETWEEN = "\n__ggml_vocab_test__\n"
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    try:
+        return llama_cpp_wheel.vocabularies(llama_cpp.__version__)
+    except subprocess.CalledProcessError as error:
+        if any(sign in error.stderr for sign in NO_NETWORK):
+            pytest.skip(f"offline, and {llama_cpp_wheel.vocabularies_folder(llama_cpp.__version__)} is not there")
+        pytest.fail(f"the source of llama-cpp-python, which has the vocabularies, can't be had: {error.stderr}")
+
+
+def texts_of(path: Path) -> list[str]:
+    """llama.cpp's own test texts, where it has some for this vocabulary."""
+    source = path.with_name(path.name + ".inp")
+    return source.read_text().removesuffix(_BETWEEN).split(_BETWEEN) if source.exists() else []
+
+
+def ids_of(path: Path) -> list[list[int]]:
+    """What llama.cpp's tests expect of those texts."""
+    source = path.with_name(path.name + ".out")
+    return [[int(number) for number in line.split()] for line in source.read_text().splitlines()]
+
+
+def test_the_table_names_every_vocabulary_that_there_is(folder: Path) -> None:
+    assert {path.stem.removeprefix("ggml-vocab-") for path in folder.glob("*.gguf")} == set(OFFERED)
+
+
+@pytest.mark.parametrize(
+    ("name", "offered"), OFFERED.items(), ids=[f"{name}-{'offered' if OFFERED[name] else 'asked'}" for name in OFFERED]
+)
+def test_a_vocabulary_is_offered_where_it_can_be_rebuilt(folder: Path, name: str, offered: bool) -> None:
+    path = folder / f"ggml-vocab-{name}.gguf"
+    with vocabularies.load(path) as loaded:
+        packed = bundle.build(*loaded)
+        assert (packed is not None) == offered
+        if packed is None:
+            return
+        encode = prompt.load_encoder(
+            prompt.from_parts(prompt.to_parts(packed), prompt.bundle_digest(packed)).tokenizer_json
+        )
+        texts = texts_of(path)
+        assert [encode(text) for text in texts] == [loaded.tokenizer.encode(text) for text in texts]
+        assert not texts or [encode(text) for text in texts] == ids_of(path)

@@ -1,0 +1,291 @@
+"""An ONNX engine meets the settings it is given, or says which one it can't."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenbus.worker.engine.models.generation_config import GenerationConfig
+from tokenbus.worker.engine.onnx import settings_resolution
+from tokenbus.worker.engine.onnx.settings_resolution import CacheLimits
+from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings, SchedulerSettings
+from tokenbus.worker.engine.runner import ModelError
+
+ROOMY = CacheLimits(trained=4_096, bytes_per_token=1_000, free_bytes=1 << 40)
+
+
+def settings(**changes: Any) -> EngineSettings:
+    return EngineSettings(model="m.onnx", **changes)
+
+
+def shape(
+    limits: CacheLimits = ROOMY, generation_config: GenerationConfig | None = None, **changes: Any
+) -> settings_resolution.CacheSize:
+    return settings_resolution.size_cache(settings(**changes), generation_config or GenerationConfig(), limits)
+
+
+# limits
+
+
+@pytest.mark.parametrize(
+    "met",
+    [
+        {},
+        {"onnx": OnnxSettings(provider="cuda")},
+        {"onnx": OnnxSettings(device_id=0, device_memory_mib=0, min_free_mib=0, max_paddings=-1)},
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 256},
+        {"max_num_seqs": -1, "kv_block_size": -1},
+        {"kv_block_size": 1},
+        {"context_length": 0, "kv_tokens": 0, "threads": 0},
+        {"max_num_seqs": 8, "max_num_batched_tokens": 9},
+        {"max_num_batched_tokens": 2},
+        {"scheduler": SchedulerSettings(overcommit=1, priority_s=0, max_cached_blocks=0)},
+        {"scheduler": SchedulerSettings(overcommit=100, priority_s=3_600)},
+    ],
+)
+def test_settings_at_their_limits_are_met(met: dict[str, Any]) -> None:
+    settings_resolution.validate(settings(**met))
+
+
+@pytest.mark.parametrize(
+    ("message", "wrong"),
+    [
+        ("--provider must be one of auto, cpu, cuda, got rocm", {"onnx": OnnxSettings(provider="rocm")}),
+        ("--device-id must be 0 or more, got -1", {"onnx": OnnxSettings(device_id=-1)}),
+        ("--device-memory-mib must be 0 or more, got -1", {"onnx": OnnxSettings(device_memory_mib=-1)}),
+        ("--min-free-mib must be 0 or more, got -1", {"onnx": OnnxSettings(min_free_mib=-1)}),
+        ("--max-paddings must be 0 or more, got -2", {"onnx": OnnxSettings(max_paddings=-2)}),
+        ("--max-num-seqs must be 1 to 256, got 0", {"max_num_seqs": 0}),
+        ("--max-num-seqs must be 1 to 256, got 257", {"max_num_seqs": 257}),
+        ("--max-num-seqs must be 1 to 256, got -2", {"max_num_seqs": -2}),
+        ("--kv-block-size must be at least 1, got 0", {"kv_block_size": 0}),
+        ("--context-length must be at least 1, or 0 to have it chosen, got -1", {"context_length": -1}),
+        ("--kv-tokens must be at least one context, or 0 to have it chosen, got -1", {"kv_tokens": -1}),
+        (
+            r"--max-num-batched-tokens must be above --max-num-seqs \(8\), got 8",
+            {"max_num_seqs": 8, "max_num_batched_tokens": 8},
+        ),
+        (r"--max-num-batched-tokens must be above --max-num-seqs \(1\), got 1", {"max_num_batched_tokens": 1}),
+        ("--threads must be 0 or more, got -1", {"threads": -1}),
+        ("--kv-overcommit must be 1 to 100, got 0.9", {"scheduler": SchedulerSettings(overcommit=0.9)}),
+        ("--kv-overcommit must be 1 to 100, got 101", {"scheduler": SchedulerSettings(overcommit=101)}),
+        ("--priority-s must be 0 to 3,600, got -1", {"scheduler": SchedulerSettings(priority_s=-1)}),
+        ("--priority-s must be 0 to 3,600, got 3601", {"scheduler": SchedulerSettings(priority_s=3_601)}),
+        ("--max-cached-blocks must be 0 or more, got -1", {"scheduler": SchedulerSettings(max_cached_blocks=-1)}),
+    ],
+)
+def test_a_setting_one_past_its_limit_is_refused_by_its_flag(message: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=f"^{message}$"):
+        settings_resolution.validate(settings(**wrong))
+
+
+@pytest.mark.parametrize(
+    ("flag", "given_value"),
+    [
+        ("--kv-layout", "unified"),
+        ("--cache-type-k", "q8_0"),
+        ("--cache-type-v", "f32"),
+        ("--flash-attention", "on"),
+        ("--gpu-layers", 3),
+        ("--main-gpu", 1),
+        ("--split-mode", "row"),
+        ("--tensor-split", (1.0, 2.0)),
+        ("--ubatch-tokens", 128),
+        ("--host-cache-mib", 0),
+    ],
+)
+def test_a_setting_that_only_the_other_engine_has_is_refused_by_its_flag(flag: str, given_value: object) -> None:
+    with pytest.raises(ModelError, match=f"^{flag} is for --engine gguf; take it away$"):
+        settings_resolution.validate(settings(**{flag.removeprefix("--").replace("-", "_"): given_value}))
+
+
+# what is chosen
+
+
+def test_without_settings_or_advice_sixteen_sequences_of_4096_tokens_run_beside_eight_idle_rows() -> None:
+    assert shape() == settings_resolution.CacheSize(block_size=16, context_length=4_096, max_num_seqs=16, num_rows=24)
+    assert shape().total_blocks == 24 * 256
+
+
+def test_a_model_made_for_less_has_a_shorter_context_and_one_that_does_not_say_the_usual_one() -> None:
+    assert shape(ROOMY._replace(trained=1_000)).context_length == 992
+    assert shape(ROOMY._replace(trained=None)).context_length == 4_096
+    assert shape(ROOMY._replace(trained=131_072)).context_length == 4_096
+
+
+def test_settings_come_before_advice_and_advice_before_the_defaults() -> None:
+    generation_config = GenerationConfig(
+        context_length=1_024, max_num_seqs=3, kv_block_size=32, total_kv_blocks=400, max_paddings=7
+    )
+    assert shape(generation_config=generation_config) == settings_resolution.CacheSize(32, 1_024, 3, 7)
+    asked = shape(
+        generation_config=generation_config, context_length=512, max_num_seqs=2, kv_block_size=8, kv_tokens=2_048
+    )
+    assert asked == settings_resolution.CacheSize(8, 512, 2, 4)
+    assert settings_resolution.max_paddings(settings(), generation_config) == 7
+    assert settings_resolution.max_paddings(settings(onnx=OnnxSettings(max_paddings=0)), generation_config) == 0
+    assert settings_resolution.max_paddings(settings(), GenerationConfig()) == 4_096
+
+
+def test_advised_blocks_are_counted_in_the_advised_size() -> None:
+    generation_config = GenerationConfig(kv_block_size=64, total_kv_blocks=32, context_length=1_024)
+    assert shape(generation_config=generation_config).num_rows == 2
+
+
+@pytest.mark.parametrize(
+    ("message", "wrong"),
+    [
+        ("--kv-block-size must be at least 1, got -16", {"kv_block_size": -16}),
+        ("--max-num-seqs must be 1 to 256, got -4", {"max_num_seqs": -4}),
+        ("--context-length must be at least 1", {"context_length": -512}),
+        ("--kv-tokens must be at least one context", {"total_kv_blocks": -1}),
+    ],
+)
+def test_advice_that_makes_no_sense_is_refused_as_the_setting_would_be(message: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=message):
+        shape(generation_config=GenerationConfig(**wrong))
+
+
+def test_advice_for_more_sequences_than_an_engine_can_have_means_as_many_as_it_can() -> None:
+    assert shape(generation_config=GenerationConfig(max_num_seqs=1_000)).max_num_seqs == 256
+
+
+def test_sequences_that_were_chosen_leave_a_step_room_for_a_prompt() -> None:
+    with pytest.raises(ModelError, match=r"--max-num-batched-tokens must be above --max-num-seqs \(16\), got 16"):
+        shape(max_num_batched_tokens=16)
+    assert shape(max_num_batched_tokens=17).max_num_seqs == 16
+
+
+# room
+
+
+def test_memory_that_is_free_is_used_by_a_quarter() -> None:
+    row = 4_096 * 1_000
+    assert shape(ROOMY._replace(free_bytes=4 * 3 * row)).num_rows == 3
+    assert shape(ROOMY._replace(free_bytes=4 * 3 * row - 1)).num_rows == 2
+    assert shape(ROOMY._replace(free_bytes=row)) == settings_resolution.CacheSize(16, 4_096, 1, 1)
+    assert shape(ROOMY._replace(free_bytes=None)).num_rows == 24
+
+
+def test_memory_that_is_too_little_for_one_context_is_refused_with_both_sizes() -> None:
+    message = (
+        r"^the 4095999 bytes free are too few for one context of 4096 tokens, which takes 4096000 bytes: pass a sm"
+    )
+    with pytest.raises(ModelError, match=message):
+        shape(ROOMY._replace(free_bytes=4_096_000 - 1))
+
+
+def test_kv_tokens_are_whole_contexts_at_most() -> None:
+    assert shape(context_length=512, kv_tokens=512 * 5 + 511).num_rows == 5
+    assert shape(context_length=512, kv_tokens=512).num_rows == 1
+    message = (
+        "^--kv-tokens 511 are too few for one context of 512 tokens, which takes 512000 bytes: pass a smaller --cont"
+    )
+    with pytest.raises(ModelError, match=message):
+        shape(context_length=512, kv_tokens=511)
+
+
+def test_kv_tokens_that_were_asked_for_are_taken_whatever_is_free() -> None:
+    assert shape(ROOMY._replace(free_bytes=1), context_length=512, kv_tokens=1_024).num_rows == 2
+
+
+def test_a_budget_in_bytes_is_kept() -> None:
+    assert shape(context_length=512, kv_limit_bytes=512_000 * 3).num_rows == 3
+    assert shape(context_length=512, kv_limit_bytes=512_000 * 3 - 1).num_rows == 2
+    assert shape(context_length=512, kv_limit_bytes=512_000 * 9, kv_tokens=1_024).num_rows == 2
+    with pytest.raises(ModelError, match=r"^the 511999 bytes of --kv-budget are too few for one context of 512 tokens"):
+        shape(context_length=512, kv_limit_bytes=511_999)
+
+
+def test_sequences_that_were_asked_for_and_do_not_fit_are_refused() -> None:
+    assert shape(context_length=512, kv_tokens=1_536, max_num_seqs=3).max_num_seqs == 3
+    with pytest.raises(
+        ModelError, match=r"^--max-num-seqs 4 needs room for as many contexts of 512 tokens, there is room"
+    ):
+        shape(context_length=512, kv_tokens=1_536, max_num_seqs=4)
+
+
+def test_sequences_that_were_chosen_and_do_not_fit_are_fewer() -> None:
+    assert shape(context_length=512, kv_tokens=1_536).max_num_seqs == 3
+    assert (
+        shape(context_length=512, kv_tokens=1_536, generation_config=GenerationConfig(max_num_seqs=9)).max_num_seqs == 3
+    )
+
+
+def test_a_context_above_what_the_model_was_made_for_is_refused() -> None:
+    assert shape(context_length=4_096).context_length == 4_096
+    with pytest.raises(ModelError, match=r"^--context-length 4097 is above what the model was made for, 4096$"):
+        shape(context_length=4_097)
+    assert shape(ROOMY._replace(trained=None), context_length=8_192).context_length == 8_192
+
+
+def test_a_block_larger_than_the_context_is_refused() -> None:
+    assert shape(context_length=512, kv_block_size=512).row_blocks == 1
+    with pytest.raises(ModelError, match=r"^--kv-block-size 513 is above the context, 512$"):
+        shape(context_length=512, kv_block_size=513)
+    with pytest.raises(ModelError, match=r"^--kv-block-size 5000 is above the context, 4096$"):
+        shape(ROOMY._replace(trained=None), kv_block_size=5_000)
+
+
+numbers = st.integers(1, 10_000)
+
+
+@given(
+    context=st.just(0) | numbers,
+    block_size=st.just(-1) | st.integers(1, 300),
+    num_seqs=st.just(-1) | st.integers(1, 256),
+    kv_tokens=st.just(0) | st.integers(1, 10**6),
+    kv_limit_bytes=st.just(0) | st.integers(1, 10**9),
+    trained=st.none() | numbers,
+    bytes_per_token=st.integers(1, 10**6),
+    free_bytes=st.none() | st.integers(0, 10**11),
+)
+def test_a_shape_keeps_every_limit_or_there_is_none(
+    context: int,
+    block_size: int,
+    num_seqs: int,
+    kv_tokens: int,
+    kv_limit_bytes: int,
+    trained: int | None,
+    bytes_per_token: int,
+    free_bytes: int | None,
+) -> None:
+    asked = settings(
+        context_length=context,
+        kv_block_size=block_size,
+        max_num_seqs=num_seqs,
+        kv_tokens=kv_tokens,
+        kv_limit_bytes=kv_limit_bytes,
+    )
+    limits = CacheLimits(trained, bytes_per_token, free_bytes)
+    try:
+        found = settings_resolution.size_cache(asked, GenerationConfig(), limits)
+    except ModelError:
+        return
+    assert 1 <= found.max_num_seqs <= found.num_rows <= 256
+    assert num_seqs in (-1, found.max_num_seqs)
+    assert found.context_length % found.block_size == 0
+    assert 0 < found.context_length <= min(context or 4_096, trained or 10_000)
+    assert block_size in (-1, found.block_size)
+    size = found.num_rows * found.context_length
+    assert not kv_tokens or size <= kv_tokens
+    assert not kv_limit_bytes or size * bytes_per_token <= kv_limit_bytes
+    assert kv_tokens or kv_limit_bytes or free_bytes is None or size * bytes_per_token <= free_bytes
+    again = msgspec.structs.replace(asked, kv_limit_bytes=size * bytes_per_token)
+    assert settings_resolution.size_cache(again, GenerationConfig(), limits._replace(free_bytes=0)) == found, (
+        "a restart has what there was"
+    )
+
+
+def test_a_chosen_context_is_as_long_as_the_budget_allows_and_one_that_was_asked_for_is_refused() -> None:
+    limits = settings_resolution.CacheLimits(trained=4_096, bytes_per_token=10, free_bytes=None)
+    budget = 10 * 1_000
+    found = settings_resolution.size_cache(EngineSettings(model="m", kv_limit_bytes=budget), GenerationConfig(), limits)
+    assert (found.context_length, found.num_rows) == (992, 1)
+    with pytest.raises(ModelError, match="--kv-budget"):
+        settings_resolution.size_cache(
+            EngineSettings(model="m", kv_limit_bytes=budget, context_length=1_024), GenerationConfig(), limits
+        )

@@ -1,0 +1,39 @@
+"""A frontend that leaves says so where it still can, and hides nothing where it can't."""
+
+from tests.support.arithmetic import ArithmeticRunner, make_config
+from tests.support.engines import thread_engine
+from tokenbus.protocol.telemetry import tracing
+from tokenbus.protocol.wire import subjects
+from tokenbus.worker.frontend.frontend import Frontend
+from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
+from tokenbus.worker.frontend.settings import FrontendSettings
+
+
+class Line:
+    """A bus that is closed at some time."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self.last_received_at = 0.0
+        self.max_payload = 1_000_000
+        self.published: list[str] = []
+
+    def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
+        if self.is_closed:
+            raise ConnectionError("closed")
+        self.published.append(subject)
+
+
+async def test_the_last_word_of_a_front_whose_connection_is_closed_does_not_hide_why_it_ended() -> None:
+    line = Line()
+    metrics = ReplicaMetrics(WorkerMetrics(), "demo", "w1")
+    names = subjects.Subjects()
+    frontend = Frontend(line, names, "demo", "w1", FrontendSettings(), metrics, tracing.make_tracer("", "worker", "w1"))  # type: ignore[arg-type]
+    frontend.engine_started(thread_engine(lambda _: ArithmeticRunner()), make_config())
+    line.published.clear()
+    line.is_closed = True
+    frontend.announce_stopped()
+    assert not line.published
+    line.is_closed = False
+    frontend.announce_stopped()
+    assert line.published[0] == names.card("demo", "w1")

@@ -1,0 +1,120 @@
+"""A buffer says again, from any token on, exactly what was said."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenbus.worker import contract
+from tokenbus.worker.streams.replay_buffer import ReplayBuffer
+
+PIECES = st.lists(st.tuples(st.integers(0, 3), st.text(max_size=6)), max_size=30)
+
+
+def buffer_of(pieces: list[tuple[int, str]]) -> ReplayBuffer:
+    buffer = ReplayBuffer()
+    for count, text in pieces:
+        start = buffer.num_tokens
+        buffer.append(list(range(start, start + count)), text)
+    return buffer
+
+
+def test_nothing_was_said_at_first() -> None:
+    buffer = ReplayBuffer()
+    assert (buffer.num_tokens, buffer.text_bytes, list(buffer.segments(0, 100))) == (0, 0, [])
+    assert buffer.all() == (0, 0, 0, "", [], [])
+
+
+def test_a_passage_begins_at_the_byte_where_its_first_token_does() -> None:
+    buffer = buffer_of([(1, "né"), (1, ""), (1, "😀"), (1, "!")])
+    (segment,) = buffer.segments(2, 1_000)
+    assert segment == (2, 2, 3, "😀!", [2, 3], [])
+
+
+def test_text_of_several_tokens_comes_with_the_last_of_them() -> None:
+    buffer = buffer_of([(3, "abc")])
+    assert next(buffer.segments(2, 1_000)).text == "abc"
+    assert next(buffer.segments(0, 1_000)).num_tokens == 3
+
+
+def test_text_without_a_token_belongs_to_the_last_one() -> None:
+    buffer = buffer_of([(1, "a"), (0, "b"), (1, "c")])
+    assert [(p.text_offset, p.text) for p in (next(buffer.segments(0, 99)), next(buffer.segments(1, 99)))] == [
+        (0, "abc"),
+        (2, "c"),
+    ]
+
+
+@pytest.mark.parametrize("offset", [2, 7])
+def test_behind_the_last_token_there_is_nothing(offset: int) -> None:
+    assert list(buffer_of([(2, "ab")]).segments(offset, 100)) == []
+
+
+def likely(token_id: int, *alternatives: int) -> contract.Logprob:
+    """With numbers that tell all of them apart."""
+    return contract.Logprob(token_id, -token_id / 8, [(other, -other / 16) for other in alternatives])
+
+
+def test_each_token_keeps_how_likely_it_and_its_alternatives_were() -> None:
+    buffer = ReplayBuffer(num_logprobs=3)
+    said = [likely(5, 5, 6), likely(7, 8, 9), likely(1, 2, 3)]
+    buffer.append([5], "a", said[:1])
+    buffer.append([7, 1], "b", said[1:])
+    assert buffer.all().logprobs == said
+    assert [one for segment in buffer.segments(1, 1) for one in segment.logprobs] == said[1:]
+
+
+def test_alternatives_beyond_what_is_kept_are_dropped_and_too_few_are_a_fault() -> None:
+    buffer = ReplayBuffer(num_logprobs=2)
+    buffer.append([5], "a", [likely(5, 6, 7)])
+    assert buffer.all().logprobs == [likely(5, 6)]
+    with pytest.raises(AssertionError):
+        buffer.append([5], "a", [likely(5)])
+
+
+def test_a_token_without_its_likelihood_is_a_fault_where_that_is_kept() -> None:
+    with pytest.raises(AssertionError):
+        ReplayBuffer(num_logprobs=1).append([5], "a")
+
+
+def test_likelihoods_that_nobody_asked_for_are_not_kept() -> None:
+    buffer = ReplayBuffer()
+    buffer.append([5], "a", [likely(5, 6)])
+    assert buffer.all().logprobs == []
+
+
+def test_memory_held_is_of_text_tokens_and_likelihoods() -> None:
+    assert buffer_of([(1, "né"), (1, "")]).memory_bytes == 3 + 2 * 8
+    buffer = ReplayBuffer(num_logprobs=2)
+    buffer.append([5], "a", [likely(5, 6)])
+    assert buffer.memory_bytes == 1 + 8 + 2 * 12
+
+
+def test_likelihoods_count_for_the_size_of_a_passage() -> None:
+    buffer = ReplayBuffer(num_logprobs=1)
+    for token_id in range(4):
+        buffer.append([token_id], "a", [likely(token_id)])
+    two = 2 * (6 + 11 + 2_700)
+    assert [segment.num_tokens for segment in buffer.segments(0, two)] == [2, 2]
+    assert [segment.num_tokens for segment in buffer.segments(0, two - 1)] == [1, 1, 1, 1]
+
+
+@given(pieces=PIECES, max_bytes=st.integers(1, 200), data=st.data())
+def test_all_passages_from_any_token_on_are_what_was_said_from_there_on(
+    pieces: list[tuple[int, str]], max_bytes: int, data: st.DataObject
+) -> None:
+    buffer = buffer_of(pieces)
+    offset = data.draw(st.integers(0, buffer.num_tokens))
+    segments = list(buffer.segments(offset, max_bytes))
+    whole = buffer.all()
+    at, text_at = offset, None
+    for segment in segments:
+        assert segment.offset == at
+        assert text_at is None or segment.text_offset == text_at
+        assert segment.num_tokens == len(segment.token_ids) > 0
+        size = 6 * len(segment.text.encode()) + 11 * segment.num_tokens
+        assert size <= max_bytes or segment.num_tokens == 1
+        at, text_at = segment.offset + segment.num_tokens, segment.text_offset + len(segment.text.encode())
+    assert at == buffer.num_tokens
+    assert [one for segment in segments for one in segment.token_ids] == whole.token_ids[offset:]
+    if segments:
+        assert whole.text.encode()[segments[0].text_offset :].decode() == "".join(p.text for p in segments)

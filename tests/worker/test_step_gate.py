@@ -1,0 +1,75 @@
+"""Loops step side by side, and one that has the device for itself shares no moment with another."""
+
+import threading
+
+from tokenbus.worker.engine.process.step_gate import StepGate
+
+_PATIENCE_S = 20.0
+
+
+def test_two_loops_step_at_the_same_time() -> None:
+    step_gate, both = StepGate(), threading.Barrier(2)
+
+    def live() -> None:
+        with step_gate.step():
+            both.wait(_PATIENCE_S)
+
+    threads = [threading.Thread(target=live) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_PATIENCE_S)
+    assert not both.broken
+
+
+def test_closing_waits_for_the_steps_that_have_begun() -> None:
+    step_gate = StepGate()
+    story: list[str] = []
+    closed = threading.Event()
+
+    def close() -> None:
+        step_gate.close()
+        story.append("closed")
+        closed.set()
+
+    with step_gate.step():
+        thread = threading.Thread(target=close)
+        thread.start()
+        assert not closed.wait(0.05)
+        story.append("stepped")
+    assert closed.wait(_PATIENCE_S)
+    assert story == ["stepped", "closed"]
+
+
+def test_nobody_steps_and_nobody_else_closes_while_one_is_alone() -> None:
+    step_gate = StepGate()
+    entered: list[str] = []
+    step_gate.close()
+
+    def step() -> None:
+        with step_gate.step():
+            entered.append("step")
+
+    def close() -> None:
+        step_gate.close()
+        entered.append("close")
+        step_gate.open()
+
+    threads = [threading.Thread(target=life) for life in (step, close)]
+    for thread in threads:
+        thread.start()
+        thread.join(0.05)
+    assert entered == []
+    step_gate.open()
+    for thread in threads:
+        thread.join(_PATIENCE_S)
+    assert sorted(entered) == ["close", "step"]
+
+
+def test_a_step_that_fails_is_over_too() -> None:
+    step_gate = StepGate()
+    try:
+        with step_gate.step():
+            raise ValueError
+    except ValueError:
+        step_gate.close()

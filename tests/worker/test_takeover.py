@@ -1,0 +1,206 @@
+"""When an engine dies its streams go on in the next one, exactly; a request that ends two engines is refused."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from tests.support.arithmetic import ArithmeticRunner, make_config
+from tests.support.engines import Recorder, ThreadLink
+from tokenbus.protocol.wire import errors, messages
+from tokenbus.worker import contract
+from tokenbus.worker.engine.runner import DeviceError
+from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+from tokenbus.worker.engine_client import engine_process
+from tokenbus.worker.engine_client.client import EngineClient
+from tokenbus.worker.engine_client.supervisor import Supervisor
+
+POISON = 66
+
+
+class Fragile(ArithmeticRunner):
+    """Dies in every step that holds the poisonous prompt, and once in its step number `fatal_step`."""
+
+    def __init__(self, fatal_step: int = 0) -> None:
+        super().__init__(make_config(max_num_seqs=4), step_s=0.002)
+        self.fatal_step = fatal_step
+
+    def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
+        if POISON in sampling.stop_token_ids:
+            raise ValueError("no such sampling")
+        super().add_sequence(seq_no, sampling)
+
+    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
+        poisoned = any(POISON in part.sequence.token_ids[: part.sequence.num_prompt] for part in plan.scheduled)
+        if poisoned or self.num_steps + 1 == self.fatal_step:
+            raise DeviceError("gone")
+        return super().step(plan)
+
+
+class Deadly(Fragile):
+    """Dies of the first request, before anything is begun."""
+
+    @property  # type: ignore[misc]
+    def end_token_ids(self) -> frozenset[int]:  # type: ignore[override]
+        raise SystemExit
+
+    @end_token_ids.setter
+    def end_token_ids(self, value: frozenset[int]) -> None:
+        pass
+
+
+class Life:
+    """A supervisor over engines that run on the runners given, one after another."""
+
+    def __init__(self, runners: list[Fragile]) -> None:
+        self.engine: contract.Engine | None = None
+        self.serves = asyncio.Event()
+        self.runners = iter(runners)
+        self.supervisor = Supervisor(self._make, "w", self, step_timeout_s=30.0)
+
+    def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
+        self.engine = engine
+        self.serves.set()
+
+    def engine_died(self) -> None:
+        self.serves.clear()
+
+    def _make(self) -> EngineClient:
+        runner = next(self.runners)
+
+        async def launch() -> engine_process.Link:
+            return ThreadLink(lambda _: runner)
+
+        return EngineClient(launch, max_waiting=64)
+
+    async def ask(self, token_ids: list[int], max_tokens: int = 20, stops: tuple[int, ...] = ()) -> Recorder:
+        async with asyncio.timeout(60):
+            await self.serves.wait()
+        assert self.engine is not None
+        recorder = Recorder()
+        sampling = contract.Sampling(
+            max_tokens=max_tokens, ignore_eos=True, temperature=1.0, seed=5, stop_token_ids=stops
+        )
+        self.engine.generate(
+            contract.EngineRequest(key=f"r{token_ids}", token_ids=token_ids, sampling=sampling), recorder
+        )
+        return recorder
+
+
+@pytest.fixture
+async def life() -> AsyncIterator[Callable[[list[Fragile]], Life]]:
+    begun: list[tuple[Life, asyncio.Task[None]]] = []
+
+    def begin(runners: list[Fragile]) -> Life:
+        one = Life(runners)
+        begun.append((one, asyncio.create_task(one.supervisor.run())))
+        return one
+
+    yield begin
+    for one, task in begun:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await one.supervisor.cleanup()
+
+
+async def answers(one: Life, prompts: list[list[int]]) -> list[Recorder]:
+    recorders = [await one.ask(prompt) for prompt in prompts]
+    for recorder in recorders:
+        await recorder.terminal()
+    return recorders
+
+
+PROMPTS = [[1, 2, 3, number] for number in range(10, 14)]
+
+
+async def test_streams_go_on_where_they_were_when_their_engine_dies(life: Callable[[list[Fragile]], Life]) -> None:
+    calm = await answers(life([Fragile()]), PROMPTS)
+    torn = await answers(life([Fragile(fatal_step=7), Fragile(fatal_step=9), Fragile()]), PROMPTS)
+    assert [one.token_ids for one in torn] == [one.token_ids for one in calm]
+    assert [one.text for one in torn] == [one.text for one in calm]
+    assert [one.outputs[-1].finish_reason for one in torn] == [messages.FinishReason.LENGTH] * 4
+    for one in torn:
+        timings = one.outputs[-1].timings
+        assert timings is not None
+        assert min(timings.queue_ms, timings.prefill_ms, timings.decode_ms) >= 0
+    assert [one.outputs[-1].usage for one in torn] == [
+        messages.Usage(prompt_tokens=4, completion_tokens=20, total_tokens=24, cached_tokens=0)
+    ] * 4
+
+
+async def test_a_request_that_ends_two_engines_is_refused_and_its_neighbours_never_notice(
+    life: Callable[[list[Fragile]], Life],
+) -> None:
+    calm = await answers(life([Fragile()]), PROMPTS[:3])
+    one = life([Fragile(), Fragile(), Fragile()])
+    neighbours = [await one.ask(prompt) for prompt in PROMPTS[:3]]
+    await neighbours[0].until(lambda seen: len(seen.token_ids) >= 3)
+    poisonous = await one.ask([1, POISON, 2])
+    terminal = await poisonous.terminal()
+    assert terminal.error is not None
+    assert terminal.error.code is errors.Code.REQUEST_CRASHES_ENGINE
+    for recorder in neighbours:
+        await recorder.terminal()
+    assert [seen.token_ids for seen in neighbours] == [seen.token_ids for seen in calm]
+    assert one.supervisor.restarts == 2
+
+
+async def test_a_stream_can_be_cancelled_while_there_is_no_engine(life: Callable[[list[Fragile]], Life]) -> None:
+    one = life([Fragile(fatal_step=4), Fragile()])
+    recorder = await one.ask([1, 2, 3])
+    engine = one.engine
+    assert engine is not None
+    async with asyncio.timeout(60):
+        while one.serves.is_set():
+            await asyncio.sleep(0)
+    engine.abort("r[1, 2, 3]")
+    assert recorder.outputs[-1].finish_reason is messages.FinishReason.CANCELLED
+    again = await one.ask([4, 5])
+    assert (await again.terminal()).finish_reason is messages.FinishReason.LENGTH
+    assert len(recorder.terminals) == 1
+
+
+async def test_a_request_that_the_engine_can_not_even_take_ends_alone(life: Callable[[list[Fragile]], Life]) -> None:
+    one = life([Fragile()])
+    neighbour = await one.ask(PROMPTS[0], max_tokens=60)
+    await neighbour.until(lambda seen: len(seen.token_ids) >= 3)
+    terminal = await (await one.ask([1, 2], max_tokens=-5)).terminal()
+    assert terminal.error is not None
+    assert terminal.error.code is errors.Code.INTERNAL
+    assert (await neighbour.terminal()).finish_reason is messages.FinishReason.LENGTH
+    assert one.supervisor.restarts == 0
+
+
+async def test_a_request_that_the_engine_can_not_begin_with_ends_alone(life: Callable[[list[Fragile]], Life]) -> None:
+    one = life([Fragile()])
+    neighbour = await one.ask(PROMPTS[0], max_tokens=60)
+    await neighbour.until(lambda seen: len(seen.token_ids) >= 3)
+    terminal = await (await one.ask([1, 2], stops=(POISON,))).terminal()
+    assert terminal.error is not None
+    assert terminal.error.code is errors.Code.INTERNAL
+    assert (await neighbour.terminal()).finish_reason is messages.FinishReason.LENGTH
+    assert one.supervisor.restarts == 0
+    assert one.engine is not None
+    async with asyncio.timeout(10):
+        await one.engine.drain()
+    assert one.engine.load().used_blocks == 0
+
+
+async def test_a_request_of_which_engines_die_before_they_have_begun_with_any_is_found_out(
+    life: Callable[[list[Fragile]], Life],
+) -> None:
+    one = life([Deadly(), Deadly(), Fragile()])
+    terminal = await (await one.ask([1, 2])).terminal()
+    assert terminal.error is not None
+    assert terminal.error.code is errors.Code.REQUEST_CRASHES_ENGINE
+    assert (await (await one.ask([3, 4])).terminal()).finish_reason is messages.FinishReason.LENGTH
+
+
+async def test_a_stream_that_runs_is_not_to_blame_for_an_engine_that_dies_before_it_has_begun_with_any(
+    life: Callable[[list[Fragile]], Life],
+) -> None:
+    one = life([Fragile(fatal_step=7), Deadly(), Fragile()])
+    recorder = await one.ask([1, 2, 3])
+    assert (await recorder.terminal()).finish_reason is messages.FinishReason.LENGTH
+    assert one.supervisor.restarts == 2

@@ -1,0 +1,210 @@
+"""What a worker says of itself: its card, and its numbered event log, which is its heartbeat too."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import secrets
+import socket
+import time
+
+from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
+from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
+from tokenbus.worker import contract
+from tokenbus.worker.broker.published_blocks import PublishedBlocks, to_runs
+from tokenbus.worker.broker.snapshot import split
+
+_FRONTEND_FEATURES = ("explain",)
+"""What a frontend does beside its engine."""
+_HASHES_PER_EVENT = 4_096
+"""A stored block that no other follows takes about 50 bytes, so that an event stays far below what a broker takes."""
+_HEARTBEAT_INTERVAL_S = 0.8 * limits.HEARTBEAT_S
+"""A little before it is late: a loop may be busy."""
+
+
+def new_epoch() -> str:
+    """`<unix ms>-<random>`: larger for a later life."""
+    return f"{time.time_ns() // 1_000_000}-{secrets.token_hex(4)}"
+
+
+class Announcer:
+    """Publishes card and events. Everything that happened goes out in one message, numbered without gaps."""
+
+    def __init__(self, connection: Bus, names: subjects.Subjects, model: str, worker_id: str) -> None:
+        self._connection = connection
+        self._names = names
+        self._card_subject = names.card(model, worker_id)
+        self._events_subject = names.events(model, worker_id)
+        self.model = model
+        self.worker_id = worker_id
+        self.epoch = new_epoch()
+        self.state = messages.WorkerState.STARTING
+        self._config: contract.EngineConfig | None = None
+        self._digest: str | None = None
+        self._engine_pid = 0
+        self._engine: contract.Engine | None = None
+        self._seq = 0
+        self._published_at = 0.0
+        self.is_muted = False
+        """Nothing may be said: the old life is over and the new one has no connection yet."""
+        self._cleared = False
+        self._published_blocks = PublishedBlocks()
+        self._removed: list[int] = []
+        self._stored: dict[int, int] = {}
+        self._started: list[internal.Started] = []
+        self._first_token_sent: list[str] = []
+        self._finished: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"<Announcer {self.worker_id} {self.state} event {self._seq}>"
+
+    def gone_subject(self, key: str) -> str:
+        """Where the broker says that nobody has listened to a chunk of that request."""
+        return self._names.gone(self.model, self.worker_id, key)
+
+    def start_epoch(self) -> None:
+        """Begins a new life, with a log of its own; it is not announced before `announce_epoch`."""
+        self.is_muted = True
+        self.epoch = new_epoch()
+
+    def announce_epoch(self) -> None:
+        """Announces the new life, in which nothing of the earlier one goes on."""
+        self._seq = 0
+        self._started, self._first_token_sent, self._finished = [], [], []
+        self._removed, self._stored = [], {name: parent for parent, name in self._published_blocks.pairs()}
+        self.is_muted = False
+        self.publish_card()
+        self.publish_events()
+
+    def snapshot(self, running: list[internal.RunningRequest]) -> list[internal.SnapshotPart]:
+        """All that the worker holds, of one instant, after the last event published; nothing before an engine."""
+        if self._config is None or self.is_muted:
+            return []
+        self.publish_events()
+        return split(self.worker_id, self.epoch, self._seq - 1, running, self._published_blocks.runs(), self._load())
+
+    def engine_started(self, engine: contract.Engine, config: contract.EngineConfig, digest: str | None) -> None:
+        """A new engine serves: says so, and that nothing of an earlier one's cache is left."""
+        self._engine, self._config, self._digest, self._engine_pid = engine, config, digest, config.pid
+        self.set_state(messages.WorkerState.READY)
+
+    def engine_died(self) -> None:
+        self._engine, self._engine_pid = None, 0
+        self._published_blocks.clear()
+        self._removed, self._stored, self._cleared = [], {}, True
+        self.set_state(messages.WorkerState.RESTARTING)
+
+    def set_state(self, state: messages.WorkerState) -> None:
+        """Says at once what the worker can do now."""
+        self.state = state
+        self.publish_card()
+        self.publish_events()
+
+    def publish_card(self) -> None:
+        """Nothing before the first engine has started: there is nothing to say yet."""
+        if self._config is not None and not self.is_muted:
+            with contextlib.suppress(OutboundBufferLimitError):  # the broker is away: the card comes with the reconnect
+                self._connection.publish(self._card_subject, codec.encode(self._card(self._config)))
+
+    def blocks_changed(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
+        """Which cached blocks are gone and which are new; said in the next event."""
+        self._published_blocks.apply(removed, stored)
+        for name in removed:
+            if self._stored.pop(name, None) is None:
+                self._removed.append(name)
+        self._stored |= {name: parent for parent, name in stored}
+
+    def request_started(self, key: str, prompt_tokens: int) -> None:
+        """The caller sees to it that `publish_events` comes at once, and before the head."""
+        self._started.append(internal.Started(id=key, prompt_tokens=prompt_tokens, overlap_blocks=0))
+
+    def first_token_sent(self, key: str) -> None:
+        """The caller sees to it that `publish_events` comes before the chunk that speaks."""
+        self._first_token_sent.append(key)
+
+    def request_finished(self, key: str) -> None:
+        """The caller sees to it that `publish_events` comes after the terminal."""
+        self._finished.append(key)
+
+    @property
+    def has_events_before_chunks(self) -> bool:
+        """Whether there is something that must be known before the chunks of the same step."""
+        return bool(self._first_token_sent or self._removed or self._stored)
+
+    def publish_events(self) -> None:
+        """Publishes what has happened since the last time; with nothing new it is a heartbeat."""
+        if self._config is None or self.is_muted:
+            return
+        while True:
+            removed = self._removed[:_HASHES_PER_EVENT]
+            stored = list(itertools.islice(self._stored.items(), _HASHES_PER_EVENT - len(removed)))
+            try:
+                if not self._is_to_be_lost(self._config):
+                    self._connection.publish(self._events_subject, codec.encode(self._events(removed, stored)))
+            except OutboundBufferLimitError:
+                return  # the broker is away: all of it is said in the next one
+            self._mark_published(removed, stored)
+            if not self._removed and not self._stored:
+                return
+
+    def _is_to_be_lost(self, config: contract.EngineConfig) -> bool:
+        return config.lose_events > 0 and self._seq % config.lose_events == config.lose_events - 1
+
+    async def run_heartbeat(self) -> None:
+        """Keeps the event log alive; runs until cancelled."""
+        while True:
+            due_in_s = self._published_at + _HEARTBEAT_INTERVAL_S - time.monotonic()
+            if due_in_s <= 0:
+                self.publish_events()
+                due_in_s = _HEARTBEAT_INTERVAL_S
+            await asyncio.sleep(due_in_s)
+
+    def _mark_published(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
+        self._seq += 1
+        self._published_at = time.monotonic()
+        self._cleared = False
+        del self._removed[: len(removed)]
+        for name, _ in stored:
+            del self._stored[name]
+        self._started, self._first_token_sent, self._finished = [], [], []
+
+    def _events(self, removed: list[int], stored: list[tuple[int, int]]) -> internal.Events:
+        return internal.Events(
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            seq=self._seq,
+            load=self._load(),
+            state=self.state,
+            cleared=self._cleared,
+            removed=removed,
+            stored=list(to_runs((parent, name) for name, parent in stored)),
+            started=self._started,
+            first_token_sent=self._first_token_sent,
+            finished=self._finished,
+        )
+
+    def _load(self) -> messages.Load:
+        return self._engine.load() if self._engine is not None else messages.Load()
+
+    def _card(self, config: contract.EngineConfig) -> messages.Card:
+        return messages.Card(
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            model=self.model,
+            source=config.source,
+            engine=config.engine,
+            engine_version=config.engine_version,
+            context_length=config.context_length,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            hash_scheme=f"xxh3-64:{config.fingerprint}",
+            features=[*config.features, *_FRONTEND_FEATURES],
+            state=self.state,
+            host=socket.gethostname(),
+            pids=messages.Pids(front=os.getpid(), engine=self._engine_pid),
+            versions=config.versions,
+            kv_block_size=config.kv_block_size if config.prefix_cache else None,
+            total_kv_blocks=config.total_kv_blocks if config.prefix_cache else None,
+            host_kv_blocks=config.host_kv_blocks if config.prefix_cache else None,
+            tokenizer_digest=self._digest,
+        )

@@ -1,0 +1,286 @@
+"""The subjects that a frontend serves: decodes what comes, has it carried out, answers."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+from nats.aio.msg import Msg
+
+from tokenbus.protocol.bus.bus import Bus, Callback, PayloadTooLargeError, is_no_responders
+from tokenbus.protocol.bus.reply_sender import ReplySender
+from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.wire import (
+    block_hash,
+    codec,
+    embeddings,
+    errors,
+    internal,
+    limits,
+    messages,
+    subjects,
+    validation,
+)
+from tokenbus.worker import contract
+from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.frontend.metrics import ReplicaMetrics
+from tokenbus.worker.frontend.settings import OnProgress
+from tokenbus.worker.streams.streams import Streams
+
+_runs = codec.Decoder(internal.Run)
+_controls = codec.Decoder(internal.Control)
+_tokenizes = codec.Decoder(internal.Tokenize)
+_embeds = codec.Decoder(internal.Embed)
+_resyncs = codec.Decoder(messages.ResyncRequest)
+_cards = codec.Decoder(messages.Card)
+
+MAX_PENDING_TOKENIZE = 256
+"""Texts that may wait to be tokenized for routers."""
+
+_MAX_LOGGED_CHARS = 256
+
+
+class WorkerControl(Protocol):
+    """Who is told of what concerns the whole worker."""
+
+    drain_requested: asyncio.Event
+    on_load: Callable[[internal.Control, OnProgress], None] | None
+
+    def replaced(self, reason: str) -> None:
+        """Another frontend, begun later, has this one's name."""
+        ...
+
+
+class Endpoints:
+    """Everything that routers and clients may ask of one worker."""
+
+    def __init__(
+        self,
+        connection: Bus,
+        names: subjects.Subjects,
+        announcer: Announcer,
+        streams: Streams,
+        inbox_prefixes: tuple[str, ...],
+        worker: WorkerControl,
+        metrics: ReplicaMetrics,
+    ) -> None:
+        self._connection = connection
+        self._replies = ReplySender(connection)
+        self._names = names
+        self._announcer = announcer
+        self._streams = streams
+        self._inbox_prefixes = inbox_prefixes
+        self._worker = worker
+        self._metrics = metrics
+        self._engine: contract.Engine | None = None
+        self._tokenizes: set[asyncio.Task[None]] = set()
+        self._embeds: set[asyncio.Task[None]] = set()
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Inbox {len(self._tokenizes)} tokenizing>"
+
+    async def open(self, incoming: Bus) -> None:
+        """Subscribes to everything; from now on the worker can be reached.
+
+        What others send comes over `incoming`, in order. Only the broker's notices come over the connection that chunks
+        go out on, so that answers to the frontend's pings never wait behind what any client may send."""
+        model, worker_id = self._announcer.model, self._announcer.worker_id
+        services: dict[str, Callback] = {
+            "run": self._run,
+            "control": self._control,
+            "tokenizer": self._send_tokenizer,
+            "tokenize": self._start_tokenize,
+            "embed": self._start_embed,
+            "snapshot": self._send_snapshot,
+        }
+        for service, callback in services.items():
+            await incoming.subscribe(self._names.worker(model, worker_id, service), callback)
+        for subject in self._names.all_resyncs:
+            await incoming.subscribe(subject, self._resync)
+        for subject in self._names.all_cancels:
+            await incoming.subscribe(subject, self._cancel)
+        await incoming.subscribe(self._names.discover, lambda _: self._announcer.publish_card())
+        await incoming.subscribe(self._names.card(model, worker_id), self._own_card)
+        await self._connection.subscribe(self._names.worker(model, worker_id, "gone.*"), self._no_responders)
+        with contextlib.suppress(TimeoutError, ConnectionError):  # a broker that is away finds all this when it is back
+            await incoming.flush()  # before a card says that the worker is there
+
+    def set_engine(self, engine: contract.Engine | None) -> None:
+        """The engine for requests from now on; None while there is none."""
+        self._engine = engine
+
+    def _run(self, message: Msg) -> None:
+        try:
+            run = _runs.decode(message.data)
+            validation.check_run(run)
+        except errors.RequestError as error:
+            self._reply(message, internal.RunReply(accepted=False, error=error.error))
+        else:
+            self._reply(message, self._streams.accept(run, message.headers))
+
+    def _control(self, message: Msg) -> None:
+        try:
+            control = _controls.decode(message.data)
+            if control.op == "drop":
+                validation.check_attempt(control)
+        except errors.RequestError as error:
+            self._answer_operator(message, None, internal.ControlReply(ok=False, error=error.error))
+            return
+        match control:
+            case internal.Control(op="drop", request_id=str(key), attempt=int(attempt)):
+                self._reply(message, internal.ControlReply(ok=self._streams.drop(key, attempt)))
+            case _:
+                self._run_operator_command(message, control)
+
+    def _run_operator_command(self, message: Msg, control: internal.Control) -> None:
+        """What an operator asks of the whole worker."""
+        match control:
+            case internal.Control(op="clear_cache"):
+                if self._engine is not None:
+                    self._engine.clear_cache()
+                self._answer_operator(message, control, internal.ControlReply(ok=True))
+            case internal.Control(op="load", model=str()) if self._worker.on_load is not None:
+                self._worker.on_load(control, lambda reply: self._answer_operator(message, control, reply))
+            case internal.Control(op="drain" | "unload"):
+                self._answer_operator(message, control, internal.ControlReply(ok=True))
+                self._worker.drain_requested.set()
+            case _:
+                refusal = errors.make_error(errors.Code.UNSUPPORTED, f"op {control.op!r} with these fields", param="op")
+                self._answer_operator(message, control, internal.ControlReply(ok=False, error=refusal))
+
+    def _answer_operator(self, message: Msg, control: internal.Control | None, reply: internal.ControlReply) -> None:
+        """Answers, and says in the log what was asked for, and what came of it.
+
+        Who asked can't be seen; with permissions on the inbox says which user it was (deploy/nats.conf)."""
+        if reply.progress in (None, 0.0, 1.0):
+            self._log.warning(
+                "control",
+                worker_id=self._announcer.worker_id,
+                inbox=message.reply.partition(".")[0][:_MAX_LOGGED_CHARS],
+                op=control.op if control else None,
+                model=(control.model or "")[:_MAX_LOGGED_CHARS] or None if control else None,
+                replicas=control.replicas if control and control.op == "load" else None,
+                ok=reply.ok,
+                progress=reply.progress,
+                worker_ids=reply.worker_ids or None,
+                error=reply.error.message[:_MAX_LOGGED_CHARS] if reply.error else None,
+            )
+        self._reply(message, reply)
+
+    def _cancel(self, message: Msg) -> None:
+        if message.reply and not self._is_inbox(message):
+            return  # the routers count and log it
+        try:
+            address = self._names.parse_request(message.subject)
+            encoding = codec.encoding_of(message.headers)
+        except ValueError:
+            return
+        if self._streams.cancel(address.key) and message.reply:
+            self._replies.send(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
+
+    def _resync(self, message: Msg) -> None:
+        if not self._is_inbox(message):
+            return  # the routers count and log it
+        try:
+            address = self._names.parse_request(message.subject)
+            if not self._streams.holds(address.key):
+                return
+            encoding = codec.encoding_of(message.headers)
+            offset = _resyncs.decode(message.data, encoding).offset
+        except (ValueError, errors.RequestError):
+            return
+        if offset >= 0 and self._streams.replay(address.key, offset):
+            self._replies.send(message.reply, codec.encode(messages.ResyncReply(found=True), encoding))
+
+    def _is_inbox(self, message: Msg) -> bool:
+        tenant = self._names.tenant_token(message.subject)
+        return subjects.is_inbox(message.reply, self._inbox_prefixes, tenant)
+
+    def _no_responders(self, message: Msg) -> None:
+        if is_no_responders(message):
+            key, is_probe = self._names.parse_gone(message.subject)
+            self._streams.no_responders(key, is_probe=is_probe)
+
+    def _own_card(self, message: Msg) -> None:
+        """Another frontend that serves this one's model under its name, and began later, is the one to stay."""
+        try:
+            card = _cards.decode(message.data)
+        except errors.RequestError:
+            return
+        if card.address != (self._announcer.model, self._announcer.worker_id):
+            return  # the routers log it
+        if subjects.epoch_sort_key(card.epoch) > subjects.epoch_sort_key(self._announcer.epoch):
+            self._worker.replaced(
+                f"another worker {card.worker_id} has started on {card.host}: give each its own --worker-id"
+            )
+
+    def _send_snapshot(self, message: Msg) -> None:
+        if message.reply:
+            self._reply(message, *self._announcer.snapshot(self._streams.running_requests()))
+
+    def _send_tokenizer(self, message: Msg) -> None:
+        packed = self._engine.tokenizer_bundle() if self._engine is not None else None
+        if packed is not None:
+            self._reply(message, *prompt.to_parts(packed))
+
+    def _start_tokenize(self, message: Msg) -> None:
+        if len(self._tokenizes) >= MAX_PENDING_TOKENIZE:
+            self._reply(message, internal.TokenizeReply(error=errors.make_error(errors.Code.OVERLOADED)))
+            return
+        task = asyncio.get_running_loop().create_task(self._tokenize(message))
+        self._tokenizes.add(task)
+        task.add_done_callback(self._tokenizes.discard)
+
+    async def _tokenize(self, message: Msg) -> None:
+        try:
+            request = _tokenizes.decode(message.data)
+            validation.check_tokenize(request)
+            if self._engine is None:
+                raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
+            token_ids = await self._engine.tokenize(request)
+        except errors.RequestError as error:
+            self._reply(message, internal.TokenizeReply(error=error.error))
+        except Exception:  # outermost frame: who asked must be answered
+            self._log.exception("request_failed", subject=message.subject)
+            self._reply(message, internal.TokenizeReply(error=errors.make_error(errors.Code.INTERNAL)))
+        else:
+            self._reply_with_tokens(message, block_hash.pack_token_ids(token_ids))
+
+    def _start_embed(self, message: Msg) -> None:
+        task = asyncio.get_running_loop().create_task(self._embed(message))
+        self._embeds.add(task)
+        task.add_done_callback(self._embeds.discard)
+
+    async def _embed(self, message: Msg) -> None:
+        """The engine bounds how many there are."""
+        try:
+            request = _embeds.decode(message.data)
+            embeddings.check_embed(request)
+            if self._engine is None:
+                raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
+            reply = await self._engine.embed(request)
+            if len(reply.vectors) > self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES:
+                problem = f"{len(request.inputs)} embeddings take {len(reply.vectors)} bytes: ask for fewer at a time"
+                raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, problem, param="input")
+        except errors.RequestError as error:
+            self._reply(message, internal.EmbedResult(error=error.error))
+        except Exception:  # outermost frame: who asked must be answered
+            self._log.exception("request_failed", subject=message.subject)
+            self._reply(message, internal.EmbedResult(error=errors.make_error(errors.Code.INTERNAL)))
+        else:
+            self._metrics.inputs_embedded(len(request.inputs))
+            self._reply(message, reply)
+
+    def _reply_with_tokens(self, message: Msg, token_ids: bytes) -> None:
+        try:
+            self._reply(message, internal.TokenizeReply(token_ids=token_ids))
+        except PayloadTooLargeError as error:
+            refusal = errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))
+            self._reply(message, internal.TokenizeReply(error=refusal))
+
+    def _reply(self, message: Msg, *replies: messages.Message) -> None:
+        """Answers, in one message or several."""
+        for reply in replies if message.reply else ():
+            self._replies.send(message.reply, codec.encode(reply))

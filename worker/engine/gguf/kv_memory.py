@@ -1,0 +1,58 @@
+"""How much device memory keys and values take, from what the file says of its layers."""
+
+import msgspec
+
+from tokenbus.worker.engine.gguf import context
+from tokenbus.worker.engine.gguf.metadata import Metadata
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.runner import ModelError
+
+_BLOCK_BYTES = {
+    "f32": (1, 4),
+    "f16": (1, 2),
+    "bf16": (1, 2),
+    "q8_0": (32, 34),
+    "q5_1": (32, 24),
+    "q5_0": (32, 22),
+    "q4_1": (32, 20),
+    "q4_0": (32, 18),
+}
+"""For each type: so many values take so many bytes."""
+
+
+def bytes_per_token(metadata: Metadata, settings: EngineSettings) -> int:
+    """Of a model whose layers all attend; others take less."""
+    arch = metadata.text("general.architecture") or ""
+    layers = metadata.number(f"{arch}.block_count")
+    heads = metadata.number(f"{arch}.attention.head_count") or max(
+        metadata.ints(f"{arch}.attention.head_count"), default=1
+    )
+    width = metadata.number(f"{arch}.embedding_length") // heads
+    keys = metadata.number(f"{arch}.attention.key_length") or width
+    values = metadata.number(f"{arch}.attention.value_length") or width
+    of_layers = metadata.ints(f"{arch}.attention.head_count_kv")
+    kv_heads = sum(of_layers) or layers * (metadata.number(f"{arch}.attention.head_count_kv") or heads)
+    return kv_heads * (_size(keys, settings.cache_type_k) + _size(values, settings.cache_type_v))
+
+
+def fit_to_budget(settings: EngineSettings, metadata: Metadata, trained: int) -> EngineSettings:
+    """Settings with as much KV memory as they ask for, or as their limit allows if that is less.
+
+    Raises ModelError where not even one request of the context length would fit."""
+    each = bytes_per_token(metadata, settings)
+    if not settings.kv_limit_bytes or not each:
+        return settings
+    fits = settings.kv_limit_bytes // each // settings.kv_block_size * settings.kv_block_size
+    length = context.context_length(settings, trained)
+    if fits < (length if settings.context_length else settings.kv_block_size):
+        raise ModelError(
+            f"--kv-budget leaves {settings.kv_limit_bytes} bytes for this replica, which is {fits} tokens of {each} "
+            f"bytes, and one request may need {length}: raise it, or lower --context-length"
+        )
+    wanted = settings.kv_tokens or context.default_kv_tokens(length)
+    return msgspec.structs.replace(settings, kv_tokens=min(wanted, fits), context_length=min(length, fits))
+
+
+def _size(count: int, kind: str) -> int:
+    per_block, size = _BLOCK_BYTES[kind]
+    return count * size // per_block

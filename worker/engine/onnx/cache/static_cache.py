@@ -1,0 +1,85 @@
+"""The cache of a graph with GroupQueryAttention: rows of fixed length, read and written where they lie.
+
+Past and present are bound to the same memory, a row for each lane. One run computes a token for a run of rows from
+row 0 on, each of its own length; a prompt's tokens are computed by runs over its row alone, because such a graph takes
+more than one token behind a past for one row only."""
+
+from collections.abc import Sequence as Listing
+
+import numpy as np
+
+from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeResult
+from tokenbus.worker.engine.onnx.cache.lanes import Copy, LaneLengths, Shrink, Transfer
+from tokenbus.worker.engine.onnx.cache.rows import RowTable
+from tokenbus.worker.engine.onnx.graphs.graph_runner import GraphRunner
+from tokenbus.worker.engine.onnx.graphs.session import Binding
+from tokenbus.worker.engine.onnx.row_memory import RowMemory
+from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
+
+
+class StaticCache:
+    """`memory` is one for each tensor of the cache, of as many rows as there are lanes, and one more."""
+
+    def __init__(self, graph_runner: GraphRunner, memory: Listing[RowMemory], lanes: LaneLengths) -> None:
+        self._graph_runner = graph_runner
+        self._memory = memory
+        self._lanes = lanes
+        self._rows = RowTable(len(lanes.lengths), lanes.lengths)
+        self._bindings: dict[tuple[int, int], Binding] = {}
+
+    def __repr__(self) -> str:
+        return f"<StaticCache {self._lanes!r} {self._rows!r}>"
+
+    def apply(self, changes: Listing[Copy | Transfer | Shrink]) -> None:
+        for change in changes:
+            match change:
+                case Copy(lane, to, start, end):
+                    self._copy(self._rows.row_of(lane), self._rows.row_of(to), start, end)
+                case Transfer(lane, to):
+                    self._rows.swap(lane, to)
+                case Shrink():
+                    pass  # nothing looks at what lies behind a lane's length
+
+    def decode(self, parts: Listing[ScheduledTokens]) -> DecodeResult:
+        """Raises InsufficientMemoryError and DeviceError."""
+        for copy in self._rows.gather([part.lane for part in parts]):
+            self._copy(copy.source, copy.target, 0, copy.num_tokens)
+        in_rows = sorted(parts, key=lambda part: self._rows.row_of(part.lane))
+        ids = np.array([[part.token_ids[0]] for part in in_rows])
+        starts = np.array([[part.start] for part in in_rows])
+        mask = np.arange(starts.max() + 1) <= starts
+        logits = self._graph_runner.run(self._binding(0, len(parts)), ids, mask, starts, has_past=True)
+        return DecodeResult(in_rows, logits)
+
+    def prompt(self, part: ScheduledTokens, *, wants_logits: bool) -> Array:
+        """The logits behind a part of any length, (1, vocabulary), or none. Raises InsufficientMemoryError and
+        DeviceError."""
+        if not part.start:
+            self._rows.claim_first_free_row(part.lane)
+        end = part.start + part.num_tokens
+        columns = np.arange(end)[None]
+        ids = np.array(part.token_ids, np.int64)[None]
+        return self._graph_runner.run(
+            self._binding(self._rows.row_of(part.lane), 1),
+            ids,
+            np.ones_like(columns),
+            columns[:, part.start :],
+            has_past=part.start > 0,
+            wants_logits=wants_logits,
+        )
+
+    def _copy(self, source: int, target: int, start: int, end: int) -> None:
+        for memory in self._memory:
+            memory.copy(source, target, start, end)
+
+    def _binding(self, first: int, count: int) -> Binding:
+        """With the cache of these rows bound, once for all steps."""
+        binding = self._bindings.get((first, count))
+        if binding is None:
+            binding = self._bindings[first, count] = self._graph_runner.bind()
+            for kv, memory in zip(self._graph_runner.graph.kv, self._memory, strict=True):
+                address, shape = memory.address(first), (count, *memory.row_shape)
+                binding.bind_device_input(kv.past, address, shape, kv.dtype)
+                binding.bind_device_output(kv.present, address, shape, kv.dtype)
+        return binding

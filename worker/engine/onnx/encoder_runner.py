@@ -1,0 +1,77 @@
+"""Serves an encoder: embeddings and nothing else."""
+
+import os
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+
+import onnxruntime
+
+from tokenbus.protocol.wire import internal
+from tokenbus.worker import contract
+from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.models import model_files
+from tokenbus.worker.engine.onnx.embedder import make_embedder
+from tokenbus.worker.engine.onnx.graphs.session import Device
+from tokenbus.worker.engine.onnx.model import OnnxModel
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.runner import Embedder
+from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+
+_DEFAULT_LENGTH = 512
+
+
+class EncoderRunner:
+    """One replica of a loaded encoder. It has no lanes for sequences: the frontend refuses generations."""
+
+    def __init__(self, model: OnnxModel, settings: EngineSettings, device: Device, release: Callable[[], None]) -> None:
+        self._release = release
+        self._tokenizer = model.tokenizer
+        self.end_token_ids: frozenset[int] = frozenset()
+        self.token_bytes = model.tokenizer.token_bytes
+        self.bundle: bytes | None = model.tokenizer.bundle
+        self.num_lanes = 1
+        trained = model.model_config.context_length or _DEFAULT_LENGTH
+        longest = min(settings.context_length or trained, trained)
+        self.embedder: Embedder | None = make_embedder(model, settings, max_input_tokens=longest)
+        assert self.embedder is not None
+        self.config = contract.EngineConfig(
+            engine="onnx",
+            engine_version=f"onnxruntime {onnxruntime.__version__} on {device.kind}",
+            source=model_files.source_name(settings.model),
+            fingerprint=settings.fingerprint or model.fingerprint,
+            context_length=longest,
+            max_num_seqs=1,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            kv_block_size=longest,
+            total_kv_blocks=1,
+            prefix_cache=False,
+            vocab_size=model.tokenizer.size,
+            features=("embed",),
+            defaults=model.generation_config.defaults,
+            versions={"onnxruntime": onnxruntime.__version__},
+            pid=os.getpid(),
+            files=model_files.to_paths(model.files),
+            embedding_width=self.embedder.width,
+        )
+
+    def __repr__(self) -> str:
+        return f"<EncoderRunner {self.config.source}>"
+
+    def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
+        raise AssertionError("an encoder generates nothing")
+
+    def remove_sequence(self, seq_no: int) -> None:
+        """Nothing was prepared."""
+
+    def apply(self, kv_ops: Listing[KvOp]) -> None:
+        assert not kv_ops, kv_ops
+
+    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
+        raise AssertionError("an encoder generates nothing")
+
+    def tokenize(self, request: internal.Tokenize) -> list[int]:
+        return self._tokenizer.tokenize(request)
+
+    def close(self) -> None:
+        self._release()

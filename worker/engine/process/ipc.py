@@ -1,0 +1,249 @@
+"""What frontend and engine process say to each other over their socket: length-prefixed MessagePack."""
+
+import enum
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterator
+
+import msgspec
+
+from tokenbus.protocol.wire import errors, internal, messages
+from tokenbus.worker import contract
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+
+_LENGTH = struct.Struct("<I")
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+"""Far above the largest real frame, a vocabulary; a larger length means that the stream is corrupt."""
+
+_MOST_SOCKETS_AT_ONCE = 64
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all frames."""
+
+
+class Add(Message, frozen=True):
+    """Frontend to engine: a sequence that fits."""
+
+    seq_no: int
+    token_ids: bytes
+    sampling: contract.Sampling
+    domain: tuple[str, str] | None = None
+    """Tenant and cache salt; None for a sequence that neither uses nor leaves cache."""
+    priority: int = 0
+    return_progress: bool = False
+    num_sampled: int = 0
+    """How many of the token ids, the last ones, an earlier engine has sampled already."""
+    isolated: bool = False
+    """An engine died in a step with this sequence: no other shares its steps until it has a new token."""
+
+
+class Abort(Message, frozen=True):
+    """Frontend to engine: end a sequence; it answers with the sequence's end."""
+
+    seq_no: int
+
+
+class TokenizeCall(Message, frozen=True):
+    """Frontend to engine: tokenize; answered by `TokenizeResult` with the same ticket."""
+
+    call_id: int
+    request: internal.Tokenize
+
+
+class EmbedCall(Message, frozen=True):
+    """Frontend to engine: compute embeddings; answered by `EmbedResult` with the same ticket."""
+
+    call_id: int
+    request: internal.Embed
+
+
+class ClearCache(Message, frozen=True):
+    """Frontend to engine: forget every block that no sequence uses."""
+
+
+class OpenReplica(Message, frozen=True):
+    """Frontend to engine process, with a socket beside it: serve a replica over that."""
+
+    number: int
+    settings: EngineSettings
+
+
+class ReplicaClosed(Message, frozen=True):
+    """Engine process to frontend: a replica has ended and given its memory back."""
+
+    number: int
+
+
+class ExitReason(Message, frozen=True):
+    """Engine process to frontend: why the process is about to end."""
+
+    text: str
+
+
+Command = Add | Abort | TokenizeCall | EmbedCall | ClearCache
+
+
+class Loading(Message, frozen=True):
+    """Engine to frontend: how much of the model is loaded, from 0 to 1."""
+
+    fraction: float
+
+
+class LoadFailed(Message, frozen=True):
+    """Engine to frontend: the model can't be loaded, and what to do."""
+
+    message: str
+
+
+class Ready(Message, frozen=True):
+    """Engine to frontend: it serves now."""
+
+    config: contract.EngineConfig
+    token_bytes: list[bytes]
+    bundle: bytes | None
+
+
+class StepIsolated(Message, frozen=True):
+    """Engine to frontend: the steps from now on hold nothing but this sequence, until it has a token."""
+
+    seq_no: int
+
+
+class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What a step did for one sequence."""
+
+    seq_no: int
+    token_id: int | None
+    finish_reason: EngineFinishReason | None
+    logprob: contract.Logprob | None = None
+    cached_tokens: int | None = None
+    """With the first token: how many of the prompt's did not have to be computed."""
+
+
+class PromptProgress(msgspec.Struct, frozen=True, array_like=True):
+    """How far a prompt is computed."""
+
+    seq_no: int
+    computed_tokens: int
+    cached_tokens: int
+
+
+class StepKind(enum.StrEnum):
+    """What a step computed."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class StepStats(msgspec.Struct, frozen=True, array_like=True):
+    """How a step went, for the metrics."""
+
+    kind: StepKind
+    seconds: float
+    gap_s: float
+    """Since the step before, if there was work all the while; else 0."""
+    preemptions: int = 0
+    """Since the step before."""
+    evicted_blocks: int = 0
+    """Likewise."""
+
+
+class StepReport(Message, frozen=True):
+    """Engine to frontend: what a step did. `started` are sequences that got a lane."""
+
+    started: list[int]
+    outputs: list[SequenceOutput]
+    load: messages.Load
+    progress: list[PromptProgress] = []
+    """Of sequences that want to know."""
+    removed: list[int] = []
+    """Hashes of cached blocks that are gone."""
+    stored: list[tuple[int, int]] = []
+    """Cached blocks that are new: the hash of the block before, and its own."""
+    stats: StepStats | None = None
+    """Where something was computed."""
+
+
+class TokenizeResult(Message, frozen=True):
+    """Engine to frontend: the answer to `TokenizeCall`."""
+
+    call_id: int
+    token_ids: bytes
+    error: errors.Error | None
+
+
+class EmbedResult(Message, frozen=True):
+    """Engine to frontend: the answer to `EmbedCall`."""
+
+    call_id: int
+    reply: internal.EmbedResult
+
+
+Report = Loading | LoadFailed | Ready | StepIsolated | StepReport | TokenizeResult | EmbedResult
+
+_encoder = msgspec.msgpack.Encoder()
+command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+open_decoder: msgspec.msgpack.Decoder[OpenReplica] = msgspec.msgpack.Decoder(OpenReplica)
+process_message_decoder: msgspec.msgpack.Decoder[ReplicaClosed | ExitReason] = msgspec.msgpack.Decoder(
+    ReplicaClosed | ExitReason
+)
+
+
+def encode(frame: Command | Report | OpenReplica | ReplicaClosed | ExitReason) -> bytes:
+    body = _encoder.encode(frame)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameDecoder:
+    """Cuts a stream of bytes into the bodies of frames, however the bytes arrive."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The bodies that are complete now. Raises ValueError when the stream is corrupt."""
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {length} bytes")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[_LENGTH.size : end])
+            del self._buffer[:end]
+            yield body
+
+
+def receive(sock: socket.socket) -> Iterator[bytes]:
+    """Bodies of frames from a blocking socket until its other end closes."""
+    decoder = FrameDecoder()
+    while data := _receive(sock):
+        yield from decoder.feed(data)
+
+
+def receive_with_sockets(sock: socket.socket) -> Iterator[tuple[OpenReplica, socket.socket]]:
+    """`OpenReplica` frames and the sockets that came beside them, from a blocking socket until its other end closes."""
+    decoder = FrameDecoder()
+    sockets: deque[socket.socket] = deque()
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, _MOST_SOCKETS_AT_ONCE)
+        if not data:
+            return
+        sockets += [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        for body in decoder.feed(data):
+            yield open_decoder.decode(body), sockets.popleft()
+
+
+def _receive(sock: socket.socket) -> bytes:
+    try:
+        return sock.recv(1 << 16)
+    except OSError:  # it was closed, there or here
+        return b""

@@ -1,0 +1,161 @@
+"""The engine process: `python -m worker.engine.host FD`, started by a frontend and bound to its life.
+
+It hosts replicas of models, each with a socket and a step loop of its own, and each model's weights only once."""
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+import structlog
+
+from tokenbus.protocol.telemetry import logs
+from tokenbus.worker.engine.process import ipc, replica
+from tokenbus.worker.engine.process.loaded_models import LoadedModels
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.process.step_gate import StepGate
+from tokenbus.worker.engine.runner import DeviceError, ModelError, Runner
+
+EXIT_DEVICE_FAILED = 3
+"""The exit status that tells the frontend that the device is at fault, and not a model."""
+EXIT_BUG = 1
+_MAX_EXIT_REASON_CHARS = 1_000
+_FINGERPRINT = re.compile(r"[\w.-]{1,64}", re.ASCII)
+
+Load = Callable[[EngineSettings, Callable[[float], None]], Runner]
+"""Makes a replica's runner, telling how much is loaded. Raises ModelError."""
+OnExit = Callable[[str], None]
+"""Is told why the process is about to end."""
+
+
+class ReplicaServer:
+    """Replicas of one process. It ends with the last of them, and when the device fails."""
+
+    def __init__(self, control: socket.socket, make_load: Callable[[OnExit], Load]) -> None:
+        self._control = control
+        self._load = make_load(self._report_exit)
+        self._loading = threading.Lock()
+        self._step_gate = StepGate()
+        self._lock = threading.Lock()
+        self._num_replicas = 0
+
+    def __repr__(self) -> str:
+        return f"<Host of {self._num_replicas} replicas>"
+
+    def run(self) -> None:
+        """Opens replicas as the frontend asks, until it closes the control socket."""
+        for opened, sock in ipc.receive_with_sockets(self._control):
+            with self._lock:
+                self._num_replicas += 1
+            name = f"replica {opened.number}"
+            threading.Thread(target=self._serve, args=(opened, sock), name=name, daemon=True).start()
+
+    def _serve(self, opened: ipc.OpenReplica, sock: socket.socket) -> None:
+        """The outermost frame of a replica's thread."""
+        try:
+            with contextlib.suppress(ConnectionError):  # the frontend has closed this replica's socket
+                self._step(opened.settings, sock)
+            sock.close()
+            self._replica_closed(opened.number)
+        except DeviceError as error:
+            structlog.get_logger().error("device_failed", error=str(error))
+            self._report_exit(str(error))
+            os._exit(EXIT_DEVICE_FAILED)
+        except BaseException as error:  # a thread's end would go unnoticed: the frontend starts the process anew
+            traceback.print_exc()
+            self._report_exit("".join(traceback.format_exception_only(error)))
+            os._exit(EXIT_BUG)
+
+    def _step(self, settings: EngineSettings, sock: socket.socket) -> None:
+        replica.serve(
+            sock,
+            lambda progress: self._load_one(settings, progress),
+            settings.step_target_ms / 1e3,
+            settings.scheduler,
+            self._step_gate,
+            debug=settings.debug,
+        )
+
+    def _load_one(self, settings: EngineSettings, progress: Callable[[float], None]) -> Runner:
+        """One at a time: so weights that several want are read once, and a complaint is the right model's."""
+        with self._loading:
+            return self._load(settings, progress)
+
+    def _report_exit(self, words: str) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._control.sendall(ipc.encode(ipc.ExitReason(words.strip()[:_MAX_EXIT_REASON_CHARS])))
+
+    def _replica_closed(self, number: int) -> None:
+        with self._lock:
+            self._num_replicas -= 1
+            self._control.sendall(ipc.encode(ipc.ReplicaClosed(number)))
+            if not self._num_replicas:
+                os._exit(0)
+
+
+class _Loader:
+    """Makes runners of every kind of engine; each kind's library is imported when the first of it is asked for."""
+
+    def __init__(self, on_exit: OnExit) -> None:
+        self._tell = on_exit
+        self._known: dict[str, Load] = {}
+
+    def __call__(self, settings: EngineSettings, progress: Callable[[float], None]) -> Runner:
+        if settings.fingerprint and not _FINGERPRINT.fullmatch(settings.fingerprint):
+            raise ModelError(f"--fingerprint must be 1 to 64 of A-Z a-z 0-9 . _ -, got {settings.fingerprint!r}")
+        kind = _kind(settings)
+        if kind not in self._known:
+            self._known[kind] = _LOADERS[kind](self._tell)
+        return self._known[kind](settings, progress)
+
+
+def _kind(settings: EngineSettings) -> str:
+    """The engine for a model, where `auto` looks at its files."""
+    if settings.engine != "auto":
+        if settings.engine not in _LOADERS:
+            raise ModelError(f"--engine must be one of auto, {', '.join(_LOADERS)}, got {settings.engine}")
+        return settings.engine
+    from tokenbus.worker.engine.onnx import layout
+
+    return "onnx" if layout.is_onnx_model(settings.model) else "gguf"
+
+
+def _sim_loader(on_exit: OnExit) -> Load:
+    from tokenbus.worker.engine.sim.runner import SimRunner
+
+    return lambda settings, _: SimRunner(settings)
+
+
+def _gguf_loader(on_exit: OnExit) -> Load:
+    from tokenbus.worker.engine.gguf import backend
+    from tokenbus.worker.engine.gguf.model import GgufModel
+    from tokenbus.worker.engine.gguf.runner import GgufRunner
+
+    backend.on_abort(on_exit)
+    models: LoadedModels[GgufModel] = LoadedModels()
+    return lambda settings, progress: GgufRunner(settings, progress, models)
+
+
+def _onnx_loader(on_exit: OnExit) -> Load:
+    from tokenbus.worker.engine.onnx.load import load
+    from tokenbus.worker.engine.onnx.model import OnnxModel
+
+    models: LoadedModels[OnnxModel] = LoadedModels()
+    return lambda settings, progress: load(settings, progress, models)
+
+
+_LOADERS: dict[str, Callable[[OnExit], Load]] = {"gguf": _gguf_loader, "onnx": _onnx_loader, "sim": _sim_loader}
+
+
+def main() -> None:
+    logs.configure("engine")
+    ReplicaServer(socket.socket(fileno=int(sys.argv[1])), _Loader).run()
+    os._exit(0)  # at once, in the midst of a step: nobody listens any more
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Lets the step loops of one process step side by side, or one of them alone."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class StepGate:
+    """Steps of loops that share a process and its device. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_stepping = 0
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<Turnstile {self._num_stepping} stepping{', for one alone' if self._is_closed else ''}>"
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One step beside those of others; waits while one of them has the device for itself."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_closed)
+            self._num_stepping += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_stepping -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Has the device for the caller alone from now on: all others wait at their next step."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_closed)
+            self._is_closed = True
+            self._changed.wait_for(lambda: not self._num_stepping)
+
+    def open(self) -> None:
+        """Lets the others in again."""
+        with self._changed:
+            self._is_closed = False
+            self._changed.notify_all()

@@ -1,0 +1,39 @@
+"""Times the steps of a loop, for the metrics."""
+
+from tokenbus.worker.engine.process.ipc import StepKind, StepStats
+from tokenbus.worker.engine.scheduling.plan import StepPlan
+from tokenbus.worker.engine.scheduling.scheduler import Scheduler
+
+
+class StepTimer:
+    """Times are in seconds of one monotonic clock."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._ended_at: float | None = None
+        self._preemptions = 0
+        self._evicted_blocks = 0
+
+    def __repr__(self) -> str:
+        return f"<StepTimer, last step until {self._ended_at}>"
+
+    def reset(self) -> None:
+        """There is nothing to do: what follows is no gap."""
+        self._ended_at = None
+
+    def record(self, plan: StepPlan, began: float, ended: float) -> StepStats:
+        """What a step that was computed comes to."""
+        gap_s = 0.0 if self._ended_at is None else began - self._ended_at
+        preemptions, evicted_blocks = self._scheduler.preemptions, self._scheduler.evicted_blocks
+        note = StepStats(
+            _kind(plan), ended - began, gap_s, preemptions - self._preemptions, evicted_blocks - self._evicted_blocks
+        )
+        self._ended_at, self._preemptions, self._evicted_blocks = ended, preemptions, evicted_blocks
+        return note
+
+
+def _kind(plan: StepPlan) -> StepKind:
+    decodes = sum(part.num_tokens == 1 and part.samples for part in plan.scheduled)
+    if decodes == len(plan.scheduled):
+        return StepKind.DECODE
+    return StepKind.MIXED if decodes else StepKind.PREFILL

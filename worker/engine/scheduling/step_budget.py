@@ -1,0 +1,78 @@
+"""How much a step may carry, so that it stays short: a stream never waits long behind somebody's prompt."""
+
+from collections.abc import Sequence as Listing
+
+from tokenbus.worker.engine.kv.ops import KvOp, Offload, Onload
+
+_WEIGHT = 0.3
+"""Of the newest step in the running estimate: a handful of steps follow a change of speed."""
+_ALONE_FACTOR = 3
+"""A router takes a step of 2 s for one that has hung."""
+_EFFICIENT_TOKENS = 64
+"""llama.cpp's attention on CPUs handles 64 rows or more in tiles: in the midst of a prompt of 1,200 a step of 64 tokens
+takes 0.52 s where two of 36 take 0.75 (0.5B shape, 2 cores)."""
+_WORTH_FACTOR = 2
+"""A step may take so many times its target for that."""
+_FEWEST_TO_LEARN_FROM = 8
+"""Below this a step's time says more about its fixed cost than about its tokens."""
+
+
+class StepBudget:
+    """Learns how fast prompts are computed and bounds a step's tokens by `target_s` seconds."""
+
+    def __init__(self, target_s: float, min_tokens: int, max_tokens: int) -> None:
+        assert 0 < min_tokens <= max_tokens, (min_tokens, max_tokens)
+        self._target_s = target_s
+        self._min_tokens = min_tokens
+        self._max_tokens = max_tokens
+        self._tokens_per_s: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Pace {self._tokens_per_s or 0:.0f} tokens/s, {self.prefill_tokens(1)} a step>"
+
+    def prefill_tokens(self, num_decoding: int) -> int:
+        """Prompt tokens for a step in which that many sequences decode: few until the first steps have been timed.
+
+        While nobody waits for a next token a step may take longer: large ones compute more tokens a second."""
+        if self._tokens_per_s is None:
+            return self._min_tokens
+        target_s = self._target_s if num_decoding else _ALONE_FACTOR * self._target_s
+        wanted = int(self._tokens_per_s * target_s) - num_decoding
+        if wanted + num_decoding < _EFFICIENT_TOKENS <= _WORTH_FACTOR * target_s * self._tokens_per_s:
+            wanted = _EFFICIENT_TOKENS - num_decoding
+        return max(self._min_tokens, min(self._max_tokens, wanted))
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learns from a step of `num_tokens` that took `seconds`."""
+        if num_tokens < _FEWEST_TO_LEARN_FROM or seconds <= 0:
+            return
+        rate = num_tokens / seconds
+        known = self._tokens_per_s
+        self._tokens_per_s = rate if known is None else known + _WEIGHT * (rate - known)
+
+
+class TransferBudget:
+    """Learns how fast blocks go to host memory and back, and bounds how many do between two steps."""
+
+    def __init__(self, target_s: float) -> None:
+        self._target_s = target_s
+        self._s_per_block: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<TransferBudget {self.blocks} blocks a step>"
+
+    @property
+    def blocks(self) -> int:
+        """Blocks for the next step, in each direction; at least one, so that whatever waits for one gets on."""
+        return _FIRST_BLOCKS if self._s_per_block is None else max(1, int(self._target_s / self._s_per_block))
+
+    def observe(self, kv_ops: Listing[KvOp], seconds: float) -> None:
+        """Learns from moves that took that long together."""
+        count = sum(isinstance(op, Offload | Onload) for op in kv_ops)
+        if count:
+            seen = seconds / count
+            known = self._s_per_block
+            self._s_per_block = seen if known is None else known + _WEIGHT * (seen - known)
+
+
+_FIRST_BLOCKS = 16

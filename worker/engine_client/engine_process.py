@@ -1,0 +1,172 @@
+"""Starts the engine process, and opens replicas in it: a socket to each, and the process that they share."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
+
+_MALLOC = "GLIBC_TUNABLES"
+"""Weights that an engine allocates lie in huge pages with `hugetlb=1`, where the system leaves that to the process: a
+step of a 0.5B shape in F32 takes 83 ms of CPU instead of 87 to 99. A variable of the user's own stays as it is."""
+
+
+class EngineDiedError(RuntimeError):
+    """The engine process ended while a replica was starting; another start may help."""
+
+
+class Link(Protocol):
+    """A replica's step loop at the other end of a socket."""
+
+    sock: socket.socket
+    pid: int
+    crash_attribution: CrashAttribution
+    """Shared with the other replicas of the process."""
+
+    def kill(self) -> None:
+        """Ends the other side at once, and all that shares its process. Safe to call again."""
+        ...
+
+    async def wait(self) -> str:
+        """Returns how the other side ended, once it has. It does when the socket is closed."""
+        ...
+
+
+class EngineProcess:
+    """The engine process of a frontend: there is one while there are replicas. It can't outlive its frontend."""
+
+    def __init__(self, variables: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`variables` of its environment beside the frontend's own."""
+        self._variables = variables
+        self._running: _Running | None = None
+        self._starting = asyncio.Lock()
+        self._last_number = 0
+
+    def __repr__(self) -> str:
+        return f"<EngineProcess {self._running!r}>"
+
+    async def open(self, settings: EngineSettings) -> "ReplicaLink":
+        """Has a replica loaded, in a new process if there is none. Raises EngineDiedError."""
+        async with self._starting:
+            if self._running is None or self._running.is_ending:
+                self._running = await _start(self._variables)
+            self._last_number += 1
+            return self._running.open(self._last_number, settings)
+
+
+class ReplicaLink:
+    """One replica in the engine process."""
+
+    def __init__(self, running: "_Running", sock: socket.socket, closed: "asyncio.Future[str]") -> None:
+        self._running = running
+        self._closed = closed
+        self.sock = sock
+        self.pid = running.pid
+        self.crash_attribution = running.crash_attribution
+
+    def __repr__(self) -> str:
+        return f"<ReplicaLink to {self.pid}>"
+
+    def kill(self) -> None:
+        self._running.kill()
+
+    async def wait(self) -> str:
+        return await self._running.wait_closed(self._closed)
+
+
+class _Running:
+    """One life of the process."""
+
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
+        self._process = process
+        self._control = control
+        self._frame_decoder = ipc.FrameDecoder()
+        self._closed: dict[int, asyncio.Future[str]] = {}
+        self._exit_message = ""
+        self._end = asyncio.create_task(self._until_ended())
+        self.pid = process.pid
+        self.crash_attribution = CrashAttribution()
+        control.setblocking(False)
+        asyncio.get_running_loop().add_reader(control.fileno(), self._read_control)
+
+    def __repr__(self) -> str:
+        return f"<process {self.pid} with {len(self._closed)} replicas>"
+
+    @property
+    def is_ending(self) -> bool:
+        """It has ended, or will at once, since it has no replica left."""
+        return self._end.done() or not self._closed
+
+    def open(self, number: int, settings: EngineSettings) -> ReplicaLink:
+        ours, theirs = socket.socketpair()
+        try:
+            socket.send_fds(self._control, [ipc.encode(ipc.OpenReplica(number, settings))], [theirs.fileno()])
+        except OSError as error:
+            ours.close()
+            raise EngineDiedError(f"the engine process {self.pid} takes no replica: {error}") from error
+        finally:
+            theirs.close()
+        closed = self._closed[number] = asyncio.get_running_loop().create_future()
+        return ReplicaLink(self, ours, closed)
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGKILL)
+
+    async def wait_closed(self, closed: "asyncio.Future[str]") -> str:
+        """Until a replica is closed; with the last one the process ends."""
+        await asyncio.wait([closed, self._end], return_when=asyncio.FIRST_COMPLETED)
+        return await self._end if not self._closed or not closed.done() else closed.result()
+
+    def _read_control(self) -> None:
+        try:
+            data = self._control.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+        for body in self._frame_decoder.feed(data):
+            match ipc.process_message_decoder.decode(body):
+                case ipc.ReplicaClosed(number):
+                    self._closed.pop(number).set_result("the replica was closed")
+                case ipc.ExitReason(text):
+                    self._exit_message = f": {text}"
+
+    async def _until_ended(self) -> str:
+        status = await self._process.wait()
+        self._read_control()  # its last words may lie there unread
+        asyncio.get_running_loop().remove_reader(self._control.fileno())
+        self._control.close()
+        if status < 0:
+            return f"engine process {self.pid} was killed by {signal.Signals(-status).name}{self._exit_message}"
+        return f"engine process {self.pid} exited with status {status}{self._exit_message}"
+
+
+async def _start(variables: Mapping[str, str]) -> _Running:
+    ours, theirs = socket.socketpair()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "tokenbus.worker.engine.process.main",
+            str(theirs.fileno()),
+            pass_fds=(theirs.fileno(),),
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            env={_MALLOC: "glibc.malloc.hugetlb=1"} | os.environ | dict(variables),
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return _Running(process, ours)

@@ -1,0 +1,127 @@
+"""Keeps an engine running: starts it, notices its end, starts the next one with growing pauses."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+
+from tokenbus.worker import contract
+from tokenbus.worker.engine_client.client import EngineClient
+from tokenbus.worker.engine_client.engine_process import EngineDiedError
+
+INITIAL_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 15.0
+HEALTHY_AFTER_S = 30.0
+"""An engine that has lived this long has earned a quick restart."""
+TAKEOVER_TIMEOUT_S = 60.0
+"""How long streams wait for an engine to go on with them."""
+
+MAX_START_FAILURES = 3
+"""Engines that may die before one has ever served; then another start won't help."""
+
+_STALL_S = 1.0
+"""A frontend that was away for longer has not heard of the engine's steps meanwhile."""
+
+
+class Listener(Protocol):
+    """Who must know which engine serves."""
+
+    def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None: ...
+
+    def engine_died(self) -> None: ...
+
+
+def next_backoff(backoff_s: float, uptime_s: float) -> float:
+    """How long to wait before the next start, after an engine that lived for `uptime_s`."""
+    return INITIAL_BACKOFF_S if uptime_s >= HEALTHY_AFTER_S else min(2 * backoff_s, MAX_BACKOFF_S)
+
+
+class Supervisor:
+    """Runs one engine after another made by `make_engine`."""
+
+    def __init__(
+        self, make_engine: Callable[[], EngineClient], worker_id: str, listener: Listener, step_timeout_s: float
+    ) -> None:
+        self._make_engine = make_engine
+        self._worker_id = worker_id
+        self._listener = listener
+        self._step_timeout_s = step_timeout_s
+        self._engine: EngineClient | None = None
+        self._dead: EngineClient | None = None
+        """The last one that served: it holds the open streams until the next one serves."""
+        self._died_at = 0.0
+        self._is_closed = False
+        self._has_served = False
+        self.restarts = 0
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Supervisor of {self._engine!r}, {self.restarts} restarts>"
+
+    @property
+    def engine(self) -> EngineClient | None:
+        return self._engine
+
+    async def run(self) -> None:
+        """Until cancelled or cleaned up. Raises EngineStartError when no engine has ever served, and one says that
+        another won't help or `MAX_START_FAILURES` have died."""
+        backoff_s = INITIAL_BACKOFF_S
+        while True:
+            began = time.monotonic()
+            reason = await self._run_engine()
+            if self._is_closed:
+                return
+            backoff_s = next_backoff(backoff_s, time.monotonic() - began) if self.restarts else INITIAL_BACKOFF_S
+            self.restarts += 1
+            if not self._has_served and self.restarts >= MAX_START_FAILURES:
+                raise contract.EngineStartError(
+                    f"the engine died {self.restarts} times before it could serve, the last time like this: {reason}"
+                )
+            self._log.error("engine_died", worker_id=self._worker_id, reason=reason, restart_in_s=backoff_s)
+            await asyncio.sleep(backoff_s)
+
+    def tick(self, now: float, gap_s: float) -> None:
+        """To be called a few times a second; `gap_s` is the time since the last call."""
+        if self._engine is None:
+            return
+        if self._dead is not None and self._dead.has_died:
+            self._died_at = self._died_at or now
+            if now - self._died_at > TAKEOVER_TIMEOUT_S:
+                self._dead.fail_streams()
+        if gap_s > _STALL_S:
+            self._engine.restart_step_timer(now)
+        else:
+            self._engine.kill_if_stuck(now, self._step_timeout_s)
+
+    async def cleanup(self) -> None:
+        """Ends the engine, and starts no other."""
+        self._is_closed = True
+        for engine in (self._engine, self._dead):
+            if engine is not None:
+                await engine.cleanup()
+
+    async def _run_engine(self) -> str:
+        """One engine's life; returns why it ended. It begins with the streams that the last one left."""
+        engine = self._engine = self._make_engine()
+        engine.on_disconnect = self._listener.engine_died
+        reason = ""
+        try:
+            config = await engine.start(self._worker_id)
+            self._has_served = True
+            self._listener.engine_started(engine, config)
+            if self._dead is not None:
+                engine.take_over(self._dead)
+            self._dead, self._died_at = engine, 0.0
+            await engine.died()
+        except EngineDiedError:
+            pass
+        except contract.EngineStartError as error:
+            if not self._has_served:
+                raise
+            reason = str(error)
+        finally:
+            self._listener.engine_died()
+            how = await engine.close()
+        return reason or how

@@ -1,0 +1,124 @@
+"""What a stream has said so far, kept so that it can be said again from any token on."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tokenbus.worker import contract
+
+_JSON_GROWTH = 6
+"""A control character of one byte becomes six in JSON."""
+_TOKEN_ID_BYTES = 11
+"""A token id in JSON, with its comma."""
+_LOGPROB_BYTES = 2_700
+"""A log probability in JSON, with the text and the bytes of a token of 256 bytes."""
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of a completion, with the text that came with them."""
+
+    offset: int
+    num_tokens: int
+    text_offset: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[contract.Logprob]
+    """One for each token where they were asked for, else none."""
+
+
+class ReplayBuffer:
+    """Text and token ids of one completion. Offsets are in tokens, text offsets in UTF-8 bytes.
+
+    A token's text is what could be said when it was sampled: nothing where it was held back, and together with the
+    next one's where a character spans the two. `num_logprobs` are kept for each token: its own and the likeliest."""
+
+    def __init__(self, num_logprobs: int = 0) -> None:
+        self._text = bytearray()
+        self._text_ends = array("I")
+        self._token_ids = array("I")
+        self._num_logprobs = num_logprobs
+        self._logprob_ids = array("I")
+        self._logprobs = array("d")
+
+    def __repr__(self) -> str:
+        return f"<History of {self.num_tokens} tokens, {len(self._text)} bytes>"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._text_ends)
+
+    @property
+    def text_bytes(self) -> int:
+        return len(self._text)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that this history takes."""
+        return len(self._text) + 8 * len(self._text_ends) + 12 * len(self._logprobs)
+
+    def append(self, token_ids: Sequence[int], text: str, logprobs: Sequence[contract.Logprob] = ()) -> None:
+        """Takes what was sampled and said next; text without a token belongs to the last one."""
+        if self._num_logprobs:
+            assert len(logprobs) == len(token_ids), (logprobs, token_ids)
+            for one in logprobs:
+                self._append_logprob(one)
+        self._text += text.encode()
+        end = len(self._text)
+        for _ in token_ids[1:]:
+            self._text_ends.append(end - len(text.encode()))
+        if token_ids:
+            self._text_ends.append(end)
+        elif self._text_ends:
+            self._text_ends[-1] = end
+        self._token_ids.extend(token_ids)
+
+    def all(self) -> Segment:
+        """All of it."""
+        text = self._text.decode()
+        return Segment(0, self.num_tokens, 0, text, list(self._token_ids), self._logprobs_between(0, self.num_tokens))
+
+    def segments(self, offset: int, max_bytes: int, end: int | None = None) -> Iterator[Segment]:
+        """Everything from a token on, up to `end` of them in all, in passages that take at most `max_bytes` as JSON, or
+        hold a single token."""
+        start, end = offset, self.num_tokens if end is None else min(end, self.num_tokens)
+        while start < end:
+            stop = self._last_that_fits(start, end, max_bytes)
+            yield self._segment(start, stop)
+            start = stop
+
+    def _last_that_fits(self, start: int, end: int, max_bytes: int) -> int:
+        """Behind the last token that still fits a passage from `start` on: found by halving."""
+        low, high = start + 1, end
+        text_start = self._text_offset(start)
+        while low < high:
+            middle = (low + high + 1) // 2
+            token_bytes = _TOKEN_ID_BYTES + _LOGPROB_BYTES * self._num_logprobs
+            size = _JSON_GROWTH * (self._text_ends[middle - 1] - text_start) + token_bytes * (middle - start)
+            low, high = (middle, high) if size <= max_bytes else (low, middle - 1)
+        return low
+
+    def _segment(self, start: int, stop: int) -> Segment:
+        text_start, text_end = self._text_offset(start), self._text_ends[stop - 1]
+        text = self._text[text_start:text_end].decode()
+        ids = list(self._token_ids[start:stop])
+        return Segment(start, stop - start, text_start, text, ids, self._logprobs_between(start, stop))
+
+    def _append_logprob(self, one: contract.Logprob) -> None:
+        alternatives = one.top[: self._num_logprobs - 1]
+        assert len(alternatives) == self._num_logprobs - 1, one
+        self._logprob_ids.append(one.token_id)
+        self._logprobs.append(one.logprob)
+        for token_id, logprob in alternatives:
+            self._logprob_ids.append(token_id)
+            self._logprobs.append(logprob)
+
+    def _logprobs_between(self, start: int, stop: int) -> list[contract.Logprob]:
+        width = self._num_logprobs
+        found = []
+        for at in range(start * width, stop * width, width) if width else ():
+            pairs = list(zip(self._logprob_ids[at : at + width], self._logprobs[at : at + width], strict=True))
+            found.append(contract.Logprob(*pairs[0], top=pairs[1:]))
+        return found
+
+    def _text_offset(self, offset: int) -> int:
+        return self._text_ends[offset - 1] if offset else 0
