@@ -8,7 +8,7 @@ from tokenbus.protocol.wire import internal
 from tokenbus.replay.traces import TracedRequest
 from tokenbus.replay.virtual_worker import MODEL, DecodeSteps, RequestProgress, VirtualWorker, VirtualWorkerSettings
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.placement.model_workers import Capacity, NoWorker, PlacementOptions, PlacementRequest
+from tokenbus.router.placement.placement import Capacity, NoWorker, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import Policy
 from tokenbus.router.requests.fair_queue import FairQueue, QueuedRequest
 from tokenbus.worker.engine.kv.prefix_tree import Domain
