@@ -1,4 +1,4 @@
-"""What a worker's message changed for requests that were placed earlier."""
+"""The effects that a worker's message has on requests that were placed earlier."""
 
 from typing import NamedTuple
 

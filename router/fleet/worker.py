@@ -66,7 +66,7 @@ class Worker:
 
     @property
     def event_state(self) -> Literal["live", "behind", "silent"]:
-        """How far its cached blocks are known, as clients see it."""
+        """Whether its cached blocks are known, as clients see it."""
         if self.reports_no_blocks:
             return "silent"
         return "behind" if self.log.is_behind else "live"

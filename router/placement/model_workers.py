@@ -87,7 +87,7 @@ class ModelWorkers:
 
     @property
     def hash_scheme(self) -> HashScheme | None:
-        """How the workers hash their blocks; None if none of them has any."""
+        """The hash scheme of the workers' blocks; None if none of them has any."""
         return self._hash_scheme_without(None)
 
     def refresh(self, worker: Worker) -> None:

@@ -1,4 +1,4 @@
-"""What placement is asked for, what it answers, and how it explains its choice; pure."""
+"""The requests to placement, its answers, and the explanation of a choice; pure."""
 
 import enum
 import math
@@ -11,7 +11,7 @@ from tokenbus.router.placement.policies import View
 
 
 class PlacementRequest(NamedTuple):
-    """What placement has to know about a request."""
+    """The properties of a request that placement needs."""
 
     key: str
     num_tokens: int

@@ -34,7 +34,7 @@ class View(NamedTuple):
     free_tokens: Floats
     """Tokens that still fit its KV cache; infinite if it has no blocks."""
     prefill_slowdown: Floats
-    """How many times longer than the fastest worker it takes for prompts: a power of 2."""
+    """Its time per prompt token compared with the fastest worker's: a power of 2."""
     decode_slowdown: Floats
     """The same for the tokens of streams."""
     utilization: Floats

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tokenbus.router.placement.prefix_index import MatchLevel
 
 PREDICTION_TTL_S = 5.0
-"""How long a prediction lasts."""
+"""A prediction lasts this long."""
 MAX_BLOCKS = 1 << 18
 """Blocks of all predictions together; beyond that the oldest prediction is forgotten."""
 
@@ -33,7 +33,7 @@ class Predictions:
     def __init__(self) -> None:
         self._by_first: dict[int, list[_Prediction]] = {}
         self._starts: dict[int, int] = {}
-        """How many predictions start at each depth."""
+        """The number of predictions that start at each depth."""
         self._queue: deque[_Prediction] = deque()
         self._num_blocks = 0
 

@@ -26,7 +26,7 @@ _HALF_UTILIZED_SHARE = 0.05
 _LATE_EVENT_S = 0.5
 """After this silence a worker may have been ineligible, so that eligibility is computed again."""
 _UTILIZATION_TTL_S = 0.05
-"""How long a computed utilization is used."""
+"""A computed utilization is used for this long."""
 _MAX_SLOWDOWN_LOG2 = 4.0
 
 
@@ -55,7 +55,7 @@ class WorkerRow(NamedTuple):
     free_tokens: float
     """Tokens that still fit its KV cache; infinite if it has no blocks."""
     prefill_slowdown: float = 1.0
-    """How many times longer than the fastest worker it takes for prompts: a power of 2."""
+    """Its time per prompt token compared with the fastest worker's: a power of 2."""
     decode_slowdown: float = 1.0
     """The same for the tokens of streams."""
     utilization: float = 0.0
