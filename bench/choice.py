@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from bench import cached_blocks
-from tokenbus.router.placement.model_workers import Placement, PlacementOptions, PlacementRequest
+from tokenbus.router.placement.placement import Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import KvAware
 
 _ANYONE = PlacementOptions()

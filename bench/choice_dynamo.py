@@ -23,7 +23,7 @@ import uvloop
 
 from bench import cached_blocks, dynamo_wheel, paired
 from tokenbus.protocol.wire import block_hash
-from tokenbus.router.placement.model_workers import Placement, PlacementOptions, PlacementRequest
+from tokenbus.router.placement.placement import Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import KvAware
 from tokenbus.router.placement.predictions import PREDICTION_TTL_S
 

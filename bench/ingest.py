@@ -22,7 +22,7 @@ import numpy as np
 
 from bench import cached_blocks, dynamo_wheel, paired
 from tokenbus.protocol.wire import block_hash, codec, internal, messages
-from tokenbus.router.placement.model_workers import Placement, PlacementOptions, PlacementRequest
+from tokenbus.router.placement.placement import Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import KvAware
 
 _SEED = 1

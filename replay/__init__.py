@@ -1,4 +1,4 @@
-"""Fleets in virtual time: the real router core, scheduler and block pool over a trace, without a broker or a clock."""
+"""Replays traces on fleets in virtual time: the real router core, scheduler and block pool, without broker or clock."""
 
 if __name__ != "tokenbus.replay":
     raise ImportError("import tokenbus.replay: it is no package of its own")

@@ -1,40 +1,45 @@
-"""Workloads made up by rule: shared system prompts, conversations, agents, paced sessions; Poisson or in bursts."""
+"""Generated workloads: shared system prompts, conversations, agents, paced sessions; Poisson arrivals or bursts.
+
+A workload is a trace that is drawn at random by a few settings, so that policies are not fitted to one recorded
+trace."""
 
 import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from tokenbus.replay import traces
 from tokenbus.replay.traces import TracedRequest
 
 BLOCK_TOKENS = 16
-"""Prompts of these workloads begin alike in multiples of this."""
+"""Common prefixes of generated prompts are multiples of this."""
 
 
 class WorkloadError(ValueError):
-    """A workload that there is not, or a setting of one that is wrong; the message says what is allowed."""
+    """Raised for an unknown workload or a wrong setting. The message says what is allowed."""
 
 
 class WorkloadSettings(NamedTuple):
-    """How many requests, how fast, and how large. Lengths are means; those of prompts and answers vary widely."""
+    """The number, rate and size of requests. Lengths are means; those of prompts and answers vary widely."""
 
     requests: int = 2_000
     rate: float = 4.0
-    """Requests that come in a second, on average."""
+    """Mean requests per second."""
     burst: float = 1.0
-    """Requests come in bursts of so many on average; 1: one by one, as chance has it."""
+    """Mean requests of a burst; 1 for independent arrivals."""
     shared_tokens: int = 2_048
-    """What prompts of one group begin with."""
+    """Tokens that all prompts of a group begin with."""
     groups: int = 16
-    """Different beginnings; the first is the most frequent, the n-th as frequent as 1/n."""
+    """Different beginnings. The n-th is drawn with a weight of 1/n."""
     prompt_tokens: int = 256
-    """New in each prompt."""
+    """Tokens that are new in each prompt."""
     output_tokens: int = 128
     turns: int = 8
-    """Of a conversation or an agent, on average."""
+    """Mean turns of a conversation or an agent."""
     think_s: float = 15.0
-    """From one turn's arrival to the next, on average."""
+    """Mean time from one turn's arrival to the next."""
     fan_out: int = 4
     """Requests that an agent sends at the same time."""
 
@@ -48,12 +53,21 @@ DEFAULTS = {
     ),
     "unrelated": WorkloadSettings(shared_tokens=0, prompt_tokens=1_024, output_tokens=256),
 }
-"""`shared`: system prompts. `conversations`: turns, each with all before it. `agents`: conversations whose turns are
-several requests at once. `paced`: conversations whose turns come evenly, one by one. `unrelated`: nothing in common."""
+"""`shared`: one-off requests with common system prompts. `conversations`: each turn's prompt contains all turns before
+it. `agents`: conversations whose turns are several requests at once. `paced`: conversations whose turns arrive at even
+intervals. `unrelated`: prompts that have nothing in common."""
+
+
+def load(text: str, seed: int) -> list[TracedRequest]:
+    """Returns the requests of a trace file, if `text` is the path of one, or else of a workload, by time.
+
+    Raises TraceError, WorkloadError and OSError."""
+    path = Path(text)
+    return traces.read(path) if path.exists() else generate(*parse(text), seed)
 
 
 def parse(text: str) -> tuple[str, WorkloadSettings]:
-    """A workload as on the command line: its name, and then settings, as `agents:rate=2,fan_out=8`.
+    """Parses a workload as it is given on the command line: `agents`, or with settings `agents:rate=2,fan_out=8`.
 
     Raises WorkloadError."""
     name, _, settings = text.partition(":")
@@ -69,7 +83,7 @@ def parse(text: str) -> tuple[str, WorkloadSettings]:
 
 
 def generate(name: str, workload: WorkloadSettings, seed: int) -> list[TracedRequest]:
-    """The requests of a workload, by time; the same for the same seed."""
+    """Returns the requests of a workload, by time. They are the same for the same seed."""
     rng = random.Random(f"{name} {seed}")
     made = _MAKERS[name](workload, rng)
     return sorted(itertools.islice(made, workload.requests), key=lambda request: request.at_s)
@@ -88,7 +102,7 @@ def _number(key: str, value: str) -> float:
 
 
 class _Ids:
-    """New block ids, and beginnings that are shared."""
+    """Hands out new block ids, and draws from the beginnings that groups of prompts share."""
 
     def __init__(self, workload: WorkloadSettings, rng: random.Random) -> None:
         self._count = itertools.count()
@@ -109,7 +123,7 @@ def _blocks(tokens: int) -> int:
 
 
 def _arrivals(rate: float, burst: float, rng: random.Random) -> Iterator[float]:
-    """Times of independent arrivals, or of bursts of them whose sizes are drawn too."""
+    """Yields the times of independent arrivals, or of bursts whose sizes are drawn too."""
     now = 0.0
     while True:
         now += rng.expovariate(rate / burst)
@@ -118,7 +132,7 @@ def _arrivals(rate: float, burst: float, rng: random.Random) -> Iterator[float]:
 
 
 def _length(mean: int, rng: random.Random) -> int:
-    """A length of that mean: most are shorter, a few much longer."""
+    """Draws a length with that mean: most are shorter, a few much longer."""
     return max(1, min(32 * mean, round(mean * rng.lognormvariate(-0.32, 0.8))))
 
 
@@ -137,7 +151,7 @@ def _shared(workload: WorkloadSettings, rng: random.Random) -> Iterator[TracedRe
 
 
 def _turns(workload: WorkloadSettings, rng: random.Random, *, at_once: int = 1) -> Iterator[TracedRequest]:
-    """Conversations that overlap in time; each turn's prompt goes on where that of the turn before ended."""
+    """Yields the turns of conversations that overlap in time. Each turn's prompt continues that of the turn before."""
     ids = _Ids(workload, rng)
     sessions = workload.rate / (workload.turns * at_once)
     made: list[TracedRequest] = []
@@ -161,10 +175,6 @@ def _session(
         now += rng.expovariate(1 / workload.think_s) if workload.think_s else 0.0
 
 
-def _agents(workload: WorkloadSettings, rng: random.Random) -> Iterator[TracedRequest]:
-    return _turns(workload, rng, at_once=workload.fan_out)
-
-
 def _paced(workload: WorkloadSettings, rng: random.Random) -> Iterator[TracedRequest]:
     ids = _Ids(workload, rng)
     histories = [ids.shared() for _ in range(2 * workload.turns)]
@@ -179,7 +189,7 @@ def _paced(workload: WorkloadSettings, rng: random.Random) -> Iterator[TracedReq
 _MAKERS: dict[str, Callable[[WorkloadSettings, random.Random], Iterator[TracedRequest]]] = {
     "shared": _shared,
     "conversations": _turns,
-    "agents": _agents,
+    "agents": lambda workload, rng: _turns(workload, rng, at_once=workload.fan_out),
     "paced": _paced,
     "unrelated": _shared,
 }

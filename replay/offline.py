@@ -1,4 +1,4 @@
-"""Plays one trace under several policies, each in a world of its own."""
+"""Replays one trace under several policies, each in a simulation of its own."""
 
 import concurrent.futures
 import multiprocessing
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tokenbus.protocol.process import shutdown
-from tokenbus.replay import sources, traces
+from tokenbus.replay import generators, traces
 from tokenbus.replay.results import PolicyResult, summarize
 from tokenbus.replay.simulation import Simulation, SimulationSettings
 from tokenbus.replay.virtual_worker import VirtualWorkerSettings
@@ -16,36 +16,37 @@ from tokenbus.worker.engine.sim.timing import PRESETS
 
 
 class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What is replayed, and on what."""
+    """A trace, and the fleet that it is replayed on."""
 
     trace: str
-    """A file in Mooncake's format, or a workload (replay/generators.py)."""
+    """A trace file, or a workload as `generators.parse` takes it."""
     workers: int = 8
     kv_blocks: int = 3_000
-    """Of each worker."""
+    """KV blocks of each worker."""
     block_size: int = 512
-    """Tokens of an engine's block."""
+    """Tokens of a KV block."""
     speedup: float = 1.0
-    """How many times faster than in the trace requests come."""
+    """The factor by which requests arrive faster than in the trace."""
     timing: str = "dynamo"
     seed: int = 0
     max_requests: int = 0
-    """Only so many of the trace, from its beginning; 0: all."""
+    """Replays only the first requests of the trace; 0 replays all."""
     routers: int = 1
     temperature: float = 0.0
     delay_ms: float = 1.0
-    """How old events are when a router hears them."""
+    """The time that events take to reach a router."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8_192
     step_target_ms: float = 0.0
-    """Prompts are computed in chunks of about this long; 0: of as many tokens as a step may carry."""
+    """The duration that chunks of prompts are sized for; with 0 they are as large as `max_num_batched_tokens`
+    allows."""
     speeds: tuple[float, ...] = (1.0,)
-    """How many times faster than the timing the workers are, in turn."""
+    """The factors by which the workers, in turn, are faster than the timing model."""
 
 
 def load_requests(settings: ReplaySettings) -> list[traces.TracedRequest]:
-    """The requests to be played, by time. Raises TraceError, WorkloadError and OSError."""
-    found = sources.requests(settings.trace, settings.seed)
+    """Returns the requests to be replayed, by time. Raises TraceError, WorkloadError and OSError."""
+    found = generators.load(settings.trace, settings.seed)
     found = found[: settings.max_requests] if settings.max_requests else found
     longest = max(one.prompt_tokens + one.output_tokens for one in found)
     room = settings.kv_blocks * settings.block_size
@@ -55,7 +56,7 @@ def load_requests(settings: ReplaySettings) -> list[traces.TracedRequest]:
 
 
 def play(settings: ReplaySettings, policy: str) -> PolicyResult:
-    """One policy over the whole trace."""
+    """Replays the whole trace under one policy."""
     simulation = Simulation(_simulation_settings(settings, policy))
     steps = simulation.play(load_requests(settings))
     simulation.check_integrity()
@@ -65,8 +66,8 @@ def play(settings: ReplaySettings, policy: str) -> PolicyResult:
 def play_all(
     settings: ReplaySettings, policies: Sequence[str], jobs: int, prepare: Callable[[], None] | None = None
 ) -> list[PolicyResult]:
-    """All of them, `jobs` at the same time; what comes out does not depend on that. `prepare` is called first in each
-    process that plays."""
+    """Replays the trace under each policy, `jobs` at the same time, which does not change the results. Each process
+    that replays calls `prepare` first."""
     if jobs == 1 or len(policies) == 1:
         return [play(settings, policy) for policy in policies]
     context = multiprocessing.get_context("spawn")
@@ -74,12 +75,12 @@ def play_all(
         try:
             with (
                 shutdown.interrupt_deferred()
-            ):  # the pool's processes inherit that, so that Ctrl-C is for this one alone
+            ):  # the pool's processes inherit this, so that Ctrl-C reaches only this process
                 runs = pool.map(play, [settings] * len(policies), policies)
             return list(runs)
         except KeyboardInterrupt:
             for process in multiprocessing.active_children():
-                process.kill()  # else the pool would wait until they are done
+                process.kill()  # or the pool would wait until they are done
             raise
 
 

@@ -1,4 +1,4 @@
-"""A page of plots: one HTML file that needs nothing else; pure."""
+"""Self-contained HTML pages of plots; pure."""
 
 from collections.abc import Iterable
 from html import escape
@@ -13,7 +13,7 @@ pre { white-space: pre-wrap } .plots { display: grid; grid-template-columns: rep
 
 
 def document(title: str, parts: Iterable[str]) -> str:
-    """A page with that title around what stands in it, which is HTML already."""
+    """Returns a page with that title around parts that are HTML already."""
     name = escape(title)
     head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
     return "\n".join([head, f"<h1>{name}</h1>", *parts, "</html>\n"])

@@ -1,4 +1,4 @@
-"""What a replay has shown, in numbers: pure, and the same for the same run."""
+"""The numbers that a replay yields, which are the same for the same trace, settings and seed; pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +12,7 @@ _DIGITS = 3
 
 
 class LatencyStats(msgspec.Struct, frozen=True):
-    """Of a time in milliseconds."""
+    """A distribution of times, in milliseconds."""
 
     mean: float
     p50: float
@@ -21,34 +21,34 @@ class LatencyStats(msgspec.Struct, frozen=True):
 
 
 class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy over one trace."""
+    """The results of one policy on one trace."""
 
     policy: str
     requests: int
     hit_rate: float
-    """Prompt tokens that did not have to be computed, of all prompt tokens."""
+    """The share of all prompt tokens that did not have to be computed."""
     predicted_rate: float
-    """The same as the router expected it when it placed them."""
+    """The same share as the router predicted it."""
     ttft_ms: LatencyStats
     """From a request's arrival to its first token."""
     itl_ms: LatencyStats
-    """From one token to the next, over all such gaps."""
+    """From one token of a request to the next, over all such gaps."""
     e2e_ms: LatencyStats
     """From a request's arrival to its last token."""
     queue_ms: LatencyStats
-    """From a request's arrival to its placement on a worker."""
+    """From a request's arrival to its placement."""
     output_tokens_per_s: float
     duration_s: float
     """From the first arrival to the last token."""
     requests_per_worker: list[int]
     busiest_share: float
-    """Requests of the worker that got the most, of all."""
+    """The share of all requests that the busiest worker got."""
 
 
 def summarize(
     policy: str, outcomes: Sequence[RequestOutcome], steps: Iterable[DecodeSteps], num_workers: int
 ) -> PolicyResult:
-    """The numbers of one run, in which at least one request came to its end."""
+    """Returns the results of one replay, in which at least one request ended."""
     prompt_tokens = sum(one.request.prompt_tokens for one in outcomes)
     began, ended = min(one.arrived_at for one in outcomes), max(one.ended_at for one in outcomes)
     counts = [0] * num_workers
@@ -81,7 +81,7 @@ def _latency_stats(seconds: Iterable[float]) -> LatencyStats:
 
 
 def _itl_stats(steps: Iterable[DecodeSteps]) -> LatencyStats:
-    """Over the gaps of all sequences: one step is a gap of each sequence in it."""
+    """Weighs each step by its sequences, since it is a gap for each of them."""
     gaps: list[float] = []
     weights: list[int] = []
     for several in steps:

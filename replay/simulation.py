@@ -1,4 +1,8 @@
-"""A fleet over a trace, in virtual time: arrivals are placed by the router's core, workers step, events travel."""
+"""Replays a trace on a fleet in virtual time: routers place requests, workers take steps, events travel; pure.
+
+Time jumps from one arrival to the next. In between the workers take all steps that end by then, and their events reach
+the routers `delay_s` later. Only while requests wait in a router does time go from step to step, since the end of each
+step may make room for one. Nothing but the trace, the settings and the seed decides what happens."""
 
 import random
 from collections import deque
@@ -8,33 +12,32 @@ from tokenbus.protocol.wire import internal
 from tokenbus.replay.traces import TracedRequest
 from tokenbus.replay.virtual_worker import MODEL, DecodeSteps, RequestProgress, VirtualWorker, VirtualWorkerSettings
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.placement.model_workers import Capacity, NoWorker, PlacementOptions, PlacementRequest
+from tokenbus.router.placement.placement import Capacity, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import Policy
 from tokenbus.router.requests.fair_queue import FairQueue, QueuedRequest
-from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.sim.runner import VOCAB_SIZE
 
 _NEVER = float("inf")
 
 
 class SimulationSettings(NamedTuple):
-    """The fleet and its routers."""
+    """A fleet and its routers."""
 
     workers: tuple[VirtualWorkerSettings, ...]
     policy: Policy
     seed: int = 0
     speedup: float = 1.0
-    """How many times faster than in the trace requests come."""
+    """The factor by which requests arrive faster than in the trace."""
     num_routers: int = 1
     delay_s: float = 0.001
-    """How old an event is when a router hears it."""
+    """The time that an event takes to reach a router."""
     temperature: float = 0.0
     max_queued: int = 1 << 20
-    """Requests that may wait in one router, and a four-thousandfold of tokens."""
+    """Requests that may wait in one router; their tokens may be 4,096 times as many."""
 
 
 class RequestOutcome(NamedTuple):
-    """What became of a request; times in seconds of the replay."""
+    """When and where a request was served. Times are in seconds of the replay."""
 
     request: TracedRequest
     worker: int
@@ -44,7 +47,7 @@ class RequestOutcome(NamedTuple):
     ended_at: float
     cached_tokens: int
     predicted_tokens: int
-    """What the router expected to be held."""
+    """Prompt tokens that the router predicted to be cached."""
 
 
 class _Placed(NamedTuple):
@@ -53,26 +56,19 @@ class _Placed(NamedTuple):
     predicted_tokens: int
 
 
-class _Arrived(NamedTuple):
-    """A request on its way to a worker."""
-
-    number: int
-    request: TracedRequest
-    prompt: PlacementRequest
-
-
 class _Router:
-    """One router's beliefs, and the events on their way to it."""
+    """The core of one router, its queue, and the events on their way to it."""
 
     def __init__(self, settings: SimulationSettings, number: int, workers: list[VirtualWorker]) -> None:
         self._settings = settings
         self._rng = random.Random(f"{settings.seed} {number}")
         self.fleet = Fleet(0.0)
-        for machine in workers:
-            self.fleet.apply_card(machine.card(), 0.0)
+        for worker in workers:
+            self.fleet.apply_card(worker.card(), 0.0)
         self.pending_events: deque[tuple[float, internal.Events]] = deque()
         self.queue = FairQueue(settings.max_queued, settings.max_queued << 12)
-        self.waiting: dict[str, _Arrived] = {}
+        self.waiting: dict[str, tuple[int, PlacementRequest]] = {}
+        """The numbers of queued requests in the trace."""
 
     def receive_events(self, now: float) -> None:
         while self.pending_events and self.pending_events[0][0] <= now:
@@ -81,39 +77,37 @@ class _Router:
         self.fleet.renew_all_leases(now)
         self.fleet.sweep(now)
 
-    def submit(self, arrived: _Arrived, now: float) -> None:
-        """Has a request wait for its turn, which may be at once."""
-        request, prompt = arrived.request, arrived.prompt
-        waiting = QueuedRequest(
-            prompt.key, request.tenant, now, request.prompt_tokens + request.output_tokens, priority=request.priority
-        )
-        refused = self.queue.put(waiting)
+    def submit(self, number: int, request: TracedRequest, now: float) -> None:
+        """Queues a request."""
+        scheme = self.fleet.hash_scheme_of(MODEL)
+        assert scheme is not None
+        hashes = scheme.hashes(request.token_ids(VOCAB_SIZE).tobytes(), request.tenant)
+        key, tokens = request.key(number), request.prompt_tokens + request.output_tokens
+        refused = self.queue.put(QueuedRequest(key, request.tenant, now, tokens, priority=request.priority))
         assert not refused, "the trace is longer than the queue"
-        self.waiting[prompt.key] = arrived
+        self.waiting[key] = number, PlacementRequest(key, request.prompt_tokens, hashes)
 
-    def next(self, now: float) -> _Arrived | None:
-        """The request whose turn it is, if there is room for it somewhere."""
+    def place_next(self, now: float) -> tuple[int, Placement] | None:
+        """Places the next request of the queue, if there is one and some worker can take it."""
         if not self.waiting or self.fleet.capacity(MODEL, now) is not Capacity.AVAILABLE:
             return None
-        return self.waiting.pop(self.queue.pop(now).key)
-
-    def place(self, prompt: PlacementRequest, now: float) -> tuple[str, int]:
+        number, request = self.waiting.pop(self.queue.pop(now).key)
         options = PlacementOptions(temperature=self._settings.temperature)
-        placement = self.fleet.place(MODEL, prompt, self._settings.policy, self._rng, now, options)
-        assert not isinstance(placement, NoWorker), prompt
-        return placement.worker.card.worker_id, placement.overlap_blocks
+        placement = self.fleet.place(MODEL, request, self._settings.policy, self._rng, now, options)
+        assert isinstance(placement, Placement), request
+        return number, placement
 
 
 class Simulation:
-    """Plays one trace once. `steps` and the outcomes are what there is to know of it."""
+    """Replays one trace once."""
 
     def __init__(self, settings: SimulationSettings) -> None:
         self._settings = settings
         self._workers = [VirtualWorker(f"w{number:04}", one) for number, one in enumerate(settings.workers)]
-        self._by_name = {machine.worker_id: number for number, machine in enumerate(self._workers)}
+        self._numbers = {worker.worker_id: number for number, worker in enumerate(self._workers)}
         self._routers = [_Router(settings, number, self._workers) for number in range(settings.num_routers)]
         self._placed: dict[int, _Placed] = {}
-        self._first: dict[int, RequestProgress] = {}
+        self._first_tokens: dict[int, RequestProgress] = {}
         self._requests: list[TracedRequest] = []
         self.outcomes: list[RequestOutcome] = []
 
@@ -121,30 +115,32 @@ class Simulation:
         return f"<Simulation of {len(self._workers)} workers, {len(self.outcomes)} requests done>"
 
     def play(self, trace: list[TracedRequest]) -> list[DecodeSteps]:
-        """All requests of a trace to their end; returns the steps in which more than first tokens came."""
+        """Serves all requests of a trace to their end; returns the steps in which sequences got further tokens."""
         self._requests = trace
         for number, request in enumerate(trace):
             now = request.at_s / self._settings.speedup
             self._drain_queues(now)
             self._advance(now)
-            self._arrive(number, request, now)
+            router = self._routers[number % len(self._routers)]
+            router.submit(number, request, now)
+            self._place_all(router, now)
         self._drain_queues(_NEVER)
         self._advance(_NEVER)
-        return [steps for machine in self._workers for steps in machine.steps]
+        return [steps for worker in self._workers for steps in worker.steps]
 
     def check_integrity(self) -> None:
-        for machine in self._workers:
-            machine.check_integrity()
+        for worker in self._workers:
+            worker.check_integrity()
         for router in self._routers:
             router.fleet.check_integrity()
 
     def _drain_queues(self, until: float) -> None:
-        """While requests wait every step may make room for one: goes from step to step."""
+        """Goes from step to step until `until`, as long as requests wait in a router."""
         delay_s = self._settings.delay_s
         while any(router.waiting for router in self._routers):
-            ends = [machine.step_ends_at for machine in self._workers if machine.step_ends_at is not None]
-            heard = [router.pending_events[0][0] for router in self._routers if router.pending_events]
-            now = min(min(ends, default=_NEVER) + delay_s, min(heard, default=_NEVER))
+            ends = [worker.step_ends_at for worker in self._workers if worker.step_ends_at is not None]
+            arrivals = [router.pending_events[0][0] for router in self._routers if router.pending_events]
+            now = min(min(ends, default=_NEVER) + delay_s, min(arrivals, default=_NEVER))
             if now >= until:
                 return
             self._advance(now)
@@ -152,49 +148,36 @@ class Simulation:
                 self._place_all(router, now)
 
     def _advance(self, now: float) -> None:
-        for machine in self._workers:
-            machine.advance(now, now - self._settings.delay_s)
-        said = [entry for machine in self._workers for entry in machine.events]
-        said.sort(key=lambda entry: entry[0])
-        for machine in self._workers:
-            for progress in machine.progress:
-                self._progress(progress)
-            machine.progress.clear()
-            machine.events.clear()
+        """Has the workers take all steps that end by `now`, and the routers receive the events that arrive by then."""
+        delay_s = self._settings.delay_s
+        for worker in self._workers:
+            worker.advance(now, now - delay_s)  # no router sees later events yet
+        events = [entry for worker in self._workers for entry in worker.events]
+        events.sort(key=lambda entry: entry[0])
+        for worker in self._workers:
+            for progress in worker.progress:
+                self._record(progress)
+            worker.progress.clear()
+            worker.events.clear()
         for router in self._routers:
-            router.pending_events.extend((at + self._settings.delay_s, entry) for at, entry in said)
+            router.pending_events.extend((at + delay_s, entry) for at, entry in events)
             router.receive_events(now)
 
-    def _arrive(self, number: int, request: TracedRequest, now: float) -> None:
-        router = self._routers[number % len(self._routers)]
-        scheme = router.fleet.hash_scheme_of(MODEL)
-        assert scheme is not None
-        hashes = scheme.hashes(request.token_ids(VOCAB_SIZE).tobytes(), request.tenant)
-        key = f"{request.tenant}:{number}"
-        router.submit(_Arrived(number, request, PlacementRequest(key, request.prompt_tokens, hashes)), now)
-        self._place_all(router, now)
-
     def _place_all(self, router: _Router, now: float) -> None:
-        while (arrived := router.next(now)) is not None:
-            self._place(router, arrived, now)
+        while (placed := router.place_next(now)) is not None:
+            number, placement = placed
+            at = self._numbers[placement.worker.card.worker_id]
+            predicted_tokens = placement.overlap_blocks * self._settings.workers[at].block_size
+            self._placed[number] = _Placed(at, now, predicted_tokens)
+            self._workers[at].submit(number, self._requests[number], now)
 
-    def _place(self, router: _Router, arrived: _Arrived, now: float) -> None:
-        number, request, prompt = arrived
-        name, overlap = router.place(prompt, now)
-        at = self._by_name[name]
-        self._placed[number] = _Placed(at, now, overlap * self._settings.workers[at].block_size)
-        machine = self._workers[at]
-        token_ids = request.token_ids(VOCAB_SIZE)
-        key = prompt.key
-        machine.submit(number, key, token_ids, request.output_tokens, Domain(request.tenant), request.priority, now)
-
-    def _progress(self, progress: RequestProgress) -> None:
+    def _record(self, progress: RequestProgress) -> None:
         number = progress.number
         if progress.cached_tokens is not None:
-            self._first[number] = progress
-        if progress.end is None:
+            self._first_tokens[number] = progress
+        if progress.finish_reason is None:
             return
-        first, placed = self._first.pop(number), self._placed.pop(number)
+        first, placed = self._first_tokens.pop(number), self._placed.pop(number)
         assert first.cached_tokens is not None
         self.outcomes.append(
             RequestOutcome(

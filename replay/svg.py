@@ -1,4 +1,4 @@
-"""Plots as SVG text that needs nothing else: lines and grouped bars, on linear or logarithmic axes; pure."""
+"""Plots as self-contained SVG text: lines and grouped bars, on linear or logarithmic axes; pure."""
 
 import math
 from collections.abc import Sequence
@@ -9,25 +9,25 @@ _WIDTH, _HEIGHT = 640, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 620, 34, 260
 _LEGEND_COLUMNS = 4
 _COLOURS = ("#3b6fb6", "#d1603d", "#3f9b6c", "#8c5fb3", "#b8892b", "#4aa3b5", "#c2557f", "#7a7a7a")
-"""Told apart by most eyes, also on a dark page."""
+"""Colours that most people can tell apart, on dark pages too."""
 
 
 class Axis(NamedTuple):
-    """What an axis shows. A logarithmic one leaves out what is not above 0; a linear one begins at 0."""
+    """An axis. A logarithmic one leaves out values that are not above 0; a linear one begins at 0."""
 
     label: str
     is_log: bool = False
 
 
 class Series(NamedTuple):
-    """One line of a plot, or one bar of each group (then `x` is the group's place)."""
+    """One line of a plot, or one bar in each group; then `x` is the number of the group."""
 
     name: str
     points: Sequence[tuple[float, float]]
 
 
 class _Scale(NamedTuple):
-    """From values to pixels, with the values that are written beside the axis."""
+    """Maps values to pixels, and lists the values that label the axis."""
 
     is_log: bool
     low: float
@@ -42,7 +42,7 @@ class _Scale(NamedTuple):
 
 
 def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
-    """Lines through the points of each series, in the order given."""
+    """Draws a line through the points of each series, in the given order."""
     kept = [Series(name, [point for point in points if _shows(point, x, y)]) for name, points in series]
     points = [point for one in kept for point in one.points]
     if not points:
@@ -54,7 +54,7 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
 
 
 def bar_chart(title: str, groups: Sequence[str], series: Sequence[Series], y: Axis) -> str:
-    """For each group one bar of each series; a point's `x` is the number of its group."""
+    """Draws one bar of each series for each group."""
     heights = [point[1] for one in series for point in one.points if point[1] > 0 or not y.is_log]
     if not heights:
         return _svg(title, ['<text x="320" y="150" text-anchor="middle">nothing was measured</text>'])
@@ -82,7 +82,7 @@ def _scale(values: Sequence[float], is_log: bool, begin: float, end: float) -> _
 
 
 def _steps(high: float) -> tuple[float, ...]:
-    """From 0 to at least `high` in 4 to 10 round steps."""
+    """Returns round steps, 4 to 10 of them, from 0 to at least `high`."""
     if high <= 0:
         return (0.0, 1.0)
     size = 10.0 ** math.floor(math.log10(high))
@@ -91,7 +91,8 @@ def _steps(high: float) -> tuple[float, ...]:
 
 
 def _decades(low: float, high: float) -> tuple[float, ...]:
-    """Powers of ten, and 2 and 5 times these where there are few, from at most `low` to at least `high`."""
+    """Returns powers of ten, with their multiples by 2 and 5 if there are few, from at most `low` to at least
+    `high`."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     parts = (1.0, 2.0, 5.0) if last - first <= 3 else (1.0,)
     ticks = [part * 10.0**power for power in range(first, last + 1) for part in parts]
@@ -104,7 +105,7 @@ def _line(one: Series, across: _Scale, up: _Scale, colour: str) -> list[str]:
     places = [(across.at(x), up.at(y)) for x, y in one.points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     parts = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
-    if len(places) <= 40:  # beyond it dots hide the line
+    if len(places) <= 40:  # more dots would hide the line
         for (x, y), value in zip(places, one.points, strict=True):
             name = escape(f"{one.name}: {_text(value[1])} at {_text(value[0])}")
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"><title>{name}</title></circle>')

@@ -1,4 +1,4 @@
-"""Requests with their times: from a file in Mooncake's format, or from a generator."""
+"""Traces: requests with their arrival times, from a file in Mooncake's format or from a generator."""
 
 import gzip
 from array import array
@@ -11,13 +11,13 @@ import msgspec
 from tokenbus.protocol.wire import subjects
 
 TRACE_BLOCK_TOKENS = 512
-"""Tokens that one id of a Mooncake trace stands for."""
+"""Tokens of the prompt block that one id of a Mooncake trace stands for."""
 MAX_REQUESTS = 1_000_000
 _ID_SPAN = 1 << 31
 
 
 class TraceError(ValueError):
-    """A trace that can't be read; the message names the line and what is wrong with it."""
+    """Raised for a trace that can't be read. The message names the line and what is wrong with it."""
 
 
 class TracedRequest(NamedTuple):
@@ -27,14 +27,20 @@ class TracedRequest(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...]
-    """One for each block of the prompt, the last of which may be cut off."""
+    """One id for each block of the prompt. The last block may be cut off."""
     block_tokens: int = TRACE_BLOCK_TOKENS
-    """Tokens of such a block; an engine's own blocks may have another size."""
+    """Tokens of such a block; independent of the size of an engine's KV blocks."""
     tenant: str = subjects.DEFAULT_TENANT
     priority: int = 0
 
+    def key(self, number: int) -> str:
+        """Returns what the request at that place of the trace is called by routers and workers."""
+        return f"{self.tenant}:{number}"
+
     def token_ids(self, vocabulary: int) -> "array[int]":
-        """Token ids below `vocabulary`: a block is its own id, written in two tokens, and then filled up."""
+        """Returns the prompt's token ids, all below `vocabulary`.
+
+        Each block is made of its id, written in two tokens, and filled up with ones."""
         ids = array("I")
         for hash_id in self.hash_ids:
             low, high = hash_id % (vocabulary - 1), hash_id // (vocabulary - 1)
@@ -58,7 +64,7 @@ _lines = msgspec.json.Decoder(_Line)
 
 
 def read(path: Path) -> list[TracedRequest]:
-    """All requests of a trace in Mooncake's format, one JSON object a line, gzipped or not, by time.
+    """Reads a trace in Mooncake's format: one JSON object per line, gzipped or not. Returns its requests by time.
 
     Raises TraceError, and OSError for a file that can't be read."""
     requests = []
@@ -84,17 +90,17 @@ def _text_lines(path: Path) -> Iterator[bytes]:
 
 def _request(path: Path, number: int, line: bytes) -> TracedRequest:
     try:
-        said = _lines.decode(line)
+        fields = _lines.decode(line)
     except msgspec.MsgspecError as error:
         raise TraceError(f"{path}, line {number}: {error}") from error
-    full = -(-said.input_length // TRACE_BLOCK_TOKENS)
-    if said.input_length < 1 or said.output_length < 1 or said.timestamp < 0:
+    full = -(-fields.input_length // TRACE_BLOCK_TOKENS)
+    if fields.input_length < 1 or fields.output_length < 1 or fields.timestamp < 0:
         raise TraceError(f"{path}, line {number}: lengths must be at least 1, timestamps at least 0")
-    if len(said.hash_ids) != full:
+    if len(fields.hash_ids) != full:
         raise TraceError(
-            f"{path}, line {number}: {said.input_length} tokens are {full} blocks of {TRACE_BLOCK_TOKENS}, "
-            f"got {len(said.hash_ids)} hash_ids"
+            f"{path}, line {number}: {fields.input_length} tokens are {full} blocks of {TRACE_BLOCK_TOKENS}, "
+            f"got {len(fields.hash_ids)} hash_ids"
         )
-    if not all(0 <= hash_id < _ID_SPAN for hash_id in said.hash_ids):
+    if not all(0 <= hash_id < _ID_SPAN for hash_id in fields.hash_ids):
         raise TraceError(f"{path}, line {number}: hash_ids must be 0 to 2^31 - 1")
-    return TracedRequest(said.timestamp / 1e3, said.input_length, said.output_length, tuple(said.hash_ids))
+    return TracedRequest(fields.timestamp / 1e3, fields.input_length, fields.output_length, tuple(fields.hash_ids))

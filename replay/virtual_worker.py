@@ -1,10 +1,12 @@
-"""One worker in virtual time: the scheduler and the block pool of the live engine, steps that only take their time."""
+"""A worker in virtual time: the real scheduler and block pool, with steps that compute nothing and only take time;
+pure."""
 
-from array import array
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from tokenbus.protocol.wire import internal, messages
+from tokenbus.replay.traces import TracedRequest
 from tokenbus.worker import contract
 from tokenbus.worker.broker.published_blocks import to_runs
 from tokenbus.worker.engine.kv.pool import BlockPool
@@ -18,43 +20,48 @@ from tokenbus.worker.engine.sim.timing import TimingModel, plan_ms
 
 MODEL = "replayed"
 FINGERPRINT = "replay"
-_FEWEST_PREFILL_TOKENS = 32
+_EPOCH = "1-replay"
+_MIN_PREFILL_TOKENS = 32
 _LANES_PER_SEQUENCE = 64
 
 
 class VirtualWorkerSettings(NamedTuple):
-    """What a simulated worker is like."""
+    """The size and speed of a virtual worker."""
 
     kv_blocks: int
     block_size: int
     timing: TimingModel
     speed: float = 1.0
-    """How many times faster than its timing it is."""
+    """The factor by which it is faster than its timing model says."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8_192
     step_target_ms: float = 0.0
-    """Prompts are computed in chunks of about this long; 0: of as many tokens as a step may carry."""
+    """The duration that chunks of prompts are sized for; with 0 they are as large as `max_num_batched_tokens`
+    allows."""
 
 
 class RequestProgress(NamedTuple):
-    """What a step did for one request."""
+    """A request's first token, its end, or both."""
 
     number: int
     at_s: float
     cached_tokens: int | None = None
-    """With the first token: how much of the prompt it did not have to compute."""
-    end: EngineFinishReason | None = None
+    """Prompt tokens that did not have to be computed; set with the first token."""
+    finish_reason: EngineFinishReason | None = None
 
 
 class DecodeSteps(NamedTuple):
-    """Several steps in which each of `sequences` got a token, `gap_s` after the one before."""
+    """Consecutive steps in which each of `sequences` got a further token."""
 
     sequences: int
     gaps_s: tuple[float, ...]
+    """The time from the token before, for each step."""
 
 
 class VirtualWorker:
-    """Computes nothing and takes as long as its timing says. `say` gets its event log, `report` what its steps did."""
+    """Takes steps that last as long as its timing model says.
+
+    The simulation reads its `events` and `progress` and clears them."""
 
     def __init__(self, worker_id: str, settings: VirtualWorkerSettings) -> None:
         self.worker_id = worker_id
@@ -66,9 +73,9 @@ class VirtualWorker:
             fingerprint=FINGERPRINT,
         )
         self._scheduler = Scheduler(pool, settings.max_num_seqs)
-        self._most_prefill = settings.max_num_batched_tokens
+        self._max_prefill_tokens = settings.max_num_batched_tokens
         target_s = settings.step_target_ms / 1e3
-        self._step_budget = StepBudget(target_s, _FEWEST_PREFILL_TOKENS, self._most_prefill) if target_s else None
+        self._step_budget = StepBudget(target_s, _MIN_PREFILL_TOKENS, self._max_prefill_tokens) if target_s else None
         self._capacity_tokens = settings.kv_blocks * settings.block_size
         self._plan: StepPlan | None = None
         self._step_began_at = 0.0
@@ -76,11 +83,12 @@ class VirtualWorker:
         self._keys: dict[int, str] = {}
         self._last_token_at: dict[int, float] = {}
         self.step_ends_at: float | None = None
-        """When the step in progress ends; None while there is none."""
+        """When the step in progress ends; None while the worker is idle."""
         self.events: list[tuple[float, internal.Events]] = []
-        """Its event log with times; the world takes them out."""
+        """The new entries of its event log with their times."""
         self.progress: list[RequestProgress] = []
         self.steps: list[DecodeSteps] = []
+        """All steps so far in which sequences got further tokens."""
 
     def __repr__(self) -> str:
         return f"<VirtualWorker {self.worker_id} {self._scheduler!r}>"
@@ -89,7 +97,7 @@ class VirtualWorker:
         settings = self._settings
         return messages.Card(
             worker_id=self.worker_id,
-            epoch="1-replay",
+            epoch=_EPOCH,
             model=MODEL,
             source="replay",
             engine="sim",
@@ -107,46 +115,40 @@ class VirtualWorker:
             total_kv_blocks=settings.kv_blocks,
         )
 
-    def submit(
-        self,
-        number: int,
-        key: str,
-        token_ids: "array[int]",
-        output_tokens: int,
-        domain: Domain,
-        priority: int,
-        now: float,
-    ) -> None:
-        """Accepts a request, and begins with it at once if there is nothing else to do."""
-        sampling = contract.Sampling(max_tokens=output_tokens)
-        sequence = Sequence(number, token_ids, sampling, frozenset(), domain=domain, priority=priority, arrived_at=now)
-        self._keys[number] = key
+    def submit(self, number: int, request: TracedRequest, now: float) -> None:
+        """Accepts a request of the trace, and starts a step at once if it was idle."""
+        sequence = Sequence(
+            number,
+            request.token_ids(VOCAB_SIZE),
+            contract.Sampling(max_tokens=request.output_tokens),
+            frozenset(),
+            domain=Domain(request.tenant),
+            priority=request.priority,
+            arrived_at=now,
+        )
         self._scheduler.add(sequence)
-        self._publish(now, started=[internal.Started(id=key, prompt_tokens=len(token_ids), overlap_blocks=0)])
+        key = self._keys[number] = request.key(number)
+        self._publish(now, started=[internal.Started(id=key, prompt_tokens=request.prompt_tokens, overlap_blocks=0)])
         if self._plan is None:
-            self._begin(now)
+            self._start_step(now)
 
     def advance(self, now: float, coalesce_until: float) -> None:
-        """Takes all steps that end by `now`; those that end by `coalesce_until` several at a time
-        where they are alike."""
+        """Takes all steps that end by `now`. Steps that end by `coalesce_until` are taken several at a time where they
+        are alike, with one event at the end of them."""
         while self.step_ends_at is not None and self.step_ends_at <= now:
             ended_at = self.step_ends_at
-            self._commit(ended_at)
-            self._begin(self._skip(ended_at, coalesce_until))
-
-    @property
-    def load(self) -> messages.Load:
-        return self._scheduler.load()
+            self._finish_step(ended_at)
+            self._start_step(self._skip_steps(ended_at, coalesce_until))
 
     def check_integrity(self) -> None:
         self._scheduler.check_integrity()
 
-    def _begin(self, now: float) -> None:
+    def _start_step(self, now: float) -> None:
         if not self._scheduler.has_work:
             self._plan, self.step_ends_at = None, None
             return
         decoding = self._scheduler.num_decoding
-        budget = self._most_prefill - decoding
+        budget = self._max_prefill_tokens - decoding
         if self._step_budget is not None:
             budget = min(budget, self._step_budget.prefill_tokens(decoding))
         self._plan = self._scheduler.schedule(budget)
@@ -155,36 +157,36 @@ class VirtualWorker:
         step_ms = plan_ms(self._plan, self._settings.timing, self._capacity_tokens)
         self.step_ends_at = now + step_ms / 1e3 / self._settings.speed
 
-    def _commit(self, now: float) -> None:
+    def _finish_step(self, now: float) -> None:
         plan = self._plan
         assert plan is not None
         if self._step_budget is not None:
             self._step_budget.observe(plan.num_tokens, now - self._step_began_at)
         sampled = [SampledToken(_sampled(part.sequence)) for part in plan.scheduled if part.samples]
-        advances = self._scheduler.update(plan, sampled)
-        self._note(advances, now)
-        self._publish(
-            now, finished=[self._keys.pop(one.sequence.seq_no) for one in advances if one.finish_reason is not None]
-        )
+        results = self._scheduler.update(plan, sampled)
+        self._record(results, now)
+        ended = [result.sequence.seq_no for result in results if result.finish_reason is not None]
+        self._publish(now, finished=[self._keys.pop(number) for number in ended])
 
-    def _note(self, advances: Iterable[StepResult], now: float) -> None:
-        gaps: dict[float, int] = {}
-        for sequence, _, end in advances:
+    def _record(self, results: Iterable[StepResult], now: float) -> None:
+        gaps: Counter[float] = Counter()
+        for sequence, _, finish_reason in results:
             number = sequence.seq_no
             before = self._last_token_at.get(number)
             if before is None:
-                self.progress.append(RequestProgress(number, now, sequence.num_cached, end))
+                self.progress.append(RequestProgress(number, now, sequence.num_cached, finish_reason))
             else:
-                gaps[now - before] = gaps.get(now - before, 0) + 1
-                if end is not None:
-                    self.progress.append(RequestProgress(number, now, None, end))
+                gaps[now - before] += 1
+                if finish_reason is not None:
+                    self.progress.append(RequestProgress(number, now, None, finish_reason))
             self._last_token_at[number] = now
-            if end is not None:
+            if finish_reason is not None:
                 del self._last_token_at[number]
         self.steps += [DecodeSteps(count, (gap,)) for gap, count in gaps.items()]
 
-    def _skip(self, now: float, until: float) -> float:
-        """Takes steps that are all alike at once, if they end by `until`; returns when the last of them ends."""
+    def _skip_steps(self, now: float, until: float) -> float:
+        """Takes the next steps at once, as long as they are alike and end by `until`. Returns when the last one
+        ends."""
         most = self._scheduler.skippable_steps() - 1
         if most < 1 or now >= until:
             return now
@@ -213,7 +215,7 @@ class VirtualWorker:
         removed, stored = self._scheduler.take_kv_events()
         entry = internal.Events(
             worker_id=self.worker_id,
-            epoch="1-replay",
+            epoch=_EPOCH,
             seq=self._seq,
             load=self._scheduler.load(),
             state=messages.WorkerState.READY,
@@ -227,5 +229,5 @@ class VirtualWorker:
 
 
 def _sampled(sequence: Sequence) -> int:
-    """A token that is in no prompt and no other completion."""
+    """Returns a token that occurs in no prompt and in no other sequence's output."""
     return VOCAB_SIZE + sequence.seq_no

@@ -1,1 +1,1 @@
-"""Puts load on a running system and measures what its clients see; docs/bench.md says what the numbers mean."""
+"""Puts load on a running system and measures what its clients see. docs/bench.md explains the numbers."""

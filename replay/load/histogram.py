@@ -1,4 +1,4 @@
-"""How a number is spread, in bounded memory however many values there are; pure."""
+"""Histograms in bounded memory, however many values they count; pure."""
 
 import math
 from collections.abc import Iterator
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import msgspec
 
 _GROWTH = 1.01
-"""From one bucket to the next: percentiles are right within 0.5 %."""
+"""The ratio of neighbouring buckets, so that percentiles are right within 0.5 %."""
 _SMALLEST, _LARGEST = 1e-3, 1e9
-"""What lies outside is counted at the edge, so that there are at most 2,778 buckets."""
+"""Values outside are counted in the outermost buckets, so that there are at most 2,778."""
 _DIGITS = 3
 
 
 class LatencyStats(msgspec.Struct, frozen=True):
-    """Of a time in milliseconds; null where nothing was measured."""
+    """A distribution of times, in milliseconds; null if nothing was measured."""
 
     mean: float | None
     p50: float | None
@@ -23,7 +23,7 @@ class LatencyStats(msgspec.Struct, frozen=True):
 
 
 class Histogram:
-    """Counts by size. The mean and the extremes are exact, percentiles are by nearest rank."""
+    """Counts values by size. Mean and extremes are exact; percentiles are by nearest rank."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
@@ -42,11 +42,12 @@ class Histogram:
         self.count += times
 
     def percentile(self, percent: float) -> float | None:
-        """The smallest value that so many per cent of all values do not exceed; None if there are none."""
+        """Returns the smallest value that at least this many per cent of all values do not exceed; None without
+        values."""
         return next((value for value, below in self.cumulative() if below * 100 >= percent - 1e-9), None)
 
     def cumulative(self) -> Iterator[tuple[float, float]]:
-        """Values, and what part of all does not exceed each, in rising order: the distribution."""
+        """Yields the distribution: rising values, each with the share of all values that do not exceed it."""
         below = 0
         for bucket in sorted(self._counts):
             below += self._counts[bucket]

@@ -1,4 +1,4 @@
-"""One run: warms up, puts the load of one point on the system, and shows how far it is."""
+"""Measures one point of a sweep: warms up, sends the load, and shows progress."""
 
 import asyncio
 import contextlib
@@ -13,9 +13,8 @@ from collections.abc import AsyncIterator
 from tokenbus.client import Client
 from tokenbus.protocol.wire import messages
 from tokenbus.protocol.wire.errors import Code
-from tokenbus.replay.load.arrivals import schedule
 from tokenbus.replay.load.options import Plan
-from tokenbus.replay.load.points import LoadKind, LoadPoint
+from tokenbus.replay.load.points import LoadKind, LoadPoint, schedule
 from tokenbus.replay.load.sender import Sender, closed_loop, open_loop
 from tokenbus.replay.load.stats import RunStats
 from tokenbus.replay.load.table import progress
@@ -28,19 +27,19 @@ _REQUEST_ERRORS = {
     Code.MODEL_NOT_FOUND,
     Code.PAYLOAD_TOO_LARGE,
 }
-"""Errors of the requests themselves: more of them would tell no more."""
+"""Errors that every further request would end in as well."""
 _SHOW_EVERY_S = 0.5
 
 
 async def warm_up(client: Client, plan: Plan, workload: Workload, point: LoadPoint) -> None:
-    """Asks without counting. Raises ValueError where every request is refused for what it asks."""
+    """Sends requests that are not counted. Raises ValueError if they are all refused because of what they ask."""
     if not plan.warmup:
         return
     clients = int(point.value) if point.kind is LoadKind.CONCURRENCY else 1
     sender = Sender(client, plan.model, RunStats(time.monotonic()))
-    asks = itertools.islice(workload.generate(_common(plan), f"{plan.seed} warm-up"), plan.warmup)
+    requests = itertools.islice(workload.generate(_common(plan), f"{plan.seed} warm-up"), plan.warmup)
     async with _show_progress("warm-up", sender.stats, plan.warmup, None):
-        await closed_loop(sender, asks, min(clients, plan.warmup), math.inf)
+        await closed_loop(sender, requests, min(clients, plan.warmup), math.inf)
     refused = [code for code in sender.stats.errors if code in _REQUEST_ERRORS]
     if refused and not sender.stats.finished:
         raise ValueError(f"the first request was refused: {refused[0]}: {sender.stats.examples[refused[0]]}")
@@ -49,21 +48,24 @@ async def warm_up(client: Client, plan: Plan, workload: Workload, point: LoadPoi
 async def measure(
     client: Client, plan: Plan, workload: Workload, point: LoadPoint, number: int, stats: RunStats
 ) -> None:
-    """The `number`-th run; fills the tally."""
+    """Measures the `number`-th point of the sweep; fills `stats`."""
     total = plan.requests_at(point, workload)
     until = stats.began_at + plan.duration_s if plan.duration_s else math.inf
     seed = f"{plan.seed} {number}"
-    asks = itertools.islice(workload.generate(_common(plan), seed), total)
+    requests = itertools.islice(workload.generate(_common(plan), seed), total)
     sender = Sender(client, plan.model, stats)
     async with _show_progress(str(point), stats, total, plan.duration_s):
         if point.kind is LoadKind.CONCURRENCY:
-            await closed_loop(sender, asks, int(point.value), until)
+            await closed_loop(sender, requests, int(point.value), until)
         else:
-            await open_loop(sender, schedule(asks, point, plan.burst, random.Random(seed)), plan.max_in_flight, until)
+            await open_loop(
+                sender, schedule(requests, point, plan.burst, random.Random(seed)), plan.max_in_flight, until
+            )
 
 
 def _common(plan: Plan) -> messages.GenerateRequest:
-    """A salt of its own keeps a run from finding what an earlier one has left in the caches."""
+    """Returns what all requests have in common. A cache salt keeps a run from hitting the prefix cache of earlier
+    ones."""
     salt = None if plan.reuse_cache else f"bench-{secrets.token_hex(8)}"
     return messages.GenerateRequest(temperature=plan.temperature, timeout_ms=plan.timeout_ms, cache_salt=salt)
 
@@ -72,7 +74,7 @@ def _common(plan: Plan) -> messages.GenerateRequest:
 async def _show_progress(
     name: str, stats: RunStats, total: int | None, duration_s: float | None
 ) -> AsyncIterator[None]:
-    """A line on standard error that is written again and again, where somebody sees it."""
+    """Rewrites a line on standard error while the body runs, if that is a terminal."""
 
     async def show() -> None:
         while True:

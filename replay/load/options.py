@@ -1,4 +1,4 @@
-"""The flags of `tokenbus bench`, and the plan that they make."""
+"""The flags of `tokenbus bench`, and the plan that they describe."""
 
 import argparse
 import math
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenbus.replay import generators, sources, traces
+from tokenbus.replay import generators, traces
 from tokenbus.replay.load.points import LoadKind, LoadPoint
 from tokenbus.replay.load.workload import MIN_VOCABULARY, RandomTokens, RepeatedText, TraceWorkload, Workload
 
@@ -19,7 +19,7 @@ TO_STANDARD_OUTPUT = Path("-")
 
 
 class Plan(NamedTuple):
-    """What is to be measured."""
+    """A sweep to be measured."""
 
     model: str
     points: tuple[LoadPoint, ...]
@@ -38,7 +38,7 @@ class Plan(NamedTuple):
     html: Path | None
 
     def requests_at(self, point: LoadPoint, workload: Workload) -> int | None:
-        """How many requests a run sends at most; None: as many as come in its time."""
+        """Returns how many requests a run sends at most; None if only its duration limits them."""
         if workload.num_requests:
             return min(self.requests or workload.num_requests, workload.num_requests)
         if self.requests or self.duration_s:
@@ -49,28 +49,24 @@ class Plan(NamedTuple):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Everything but the broker's flags and the command itself."""
+    """Adds all flags but those of the connection to the broker."""
     flag = parser.add_argument
     flag("--model", metavar="NAME", required=True, help="the served model")
-    load = parser.add_argument_group("load", "one run for each number")
-    load.add_argument("--concurrency", metavar="N,N", type=_counts, help="clients that each wait for their answer (1)")
-    load.add_argument("--rate", metavar="R,R", type=_numbers, help="requests per second, whatever comes back")
-    load.add_argument("--speedup", metavar="X,X", type=_numbers, help="the trace's own times, so many times faster (1)")
-    load.add_argument("--burst", type=_whole(1, 10_000), default=1, help="with --rate: so many at once (%(default)s)")
-    load.add_argument(
-        "--max-in-flight",
-        type=_whole(1, _MAX_CLIENTS),
-        default=1_024,
-        help="with --rate or --speedup: what comes beyond is counted as not sent (%(default)s)",
-    )
-    load.add_argument("--requests", metavar="N", type=_whole(1, 10**9), help="of each run (100, or the whole trace)")
-    load.add_argument("--duration-s", metavar="S", type=_real(0.1, 1e6), help="of each run; then nothing more is sent")
-    load.add_argument(
-        "--warmup", metavar="N", type=_whole(0, 10_000), default=1, help="requests before each run (%(default)s)"
-    )
-    _add_workload(parser.add_argument_group("requests", "random tokens, unless a trace or a text is given"))
-    flag("--json", metavar="FILE", type=Path, help="write the numbers; - for standard output")
-    flag("--html", metavar="FILE", type=Path, help="write tables and plots")
+    group = parser.add_argument_group("load", "one run for each number")
+    load = group.add_argument
+    clients, factors = _several(_whole(1, _MAX_CLIENTS)), _several(_real(0.001, 100_000))
+    load("--concurrency", metavar="N,N", type=clients, help="clients that each wait for their answer (1)")
+    load("--rate", metavar="R,R", type=factors, help="requests per second, however many are in flight")
+    load("--speedup", metavar="X,X", type=factors, help="how many times faster than in the trace (1)")
+    load("--burst", type=_whole(1, 10_000), default=1, help="with --rate: requests sent at once (%(default)s)")
+    in_flight = "with --rate or --speedup: requests beyond this many are counted as not sent (%(default)s)"
+    load("--max-in-flight", type=_whole(1, _MAX_CLIENTS), default=1_024, help=in_flight)
+    load("--requests", metavar="N", type=_whole(1, 10**9), help="requests of each run (100, or the whole trace)")
+    load("--duration-s", metavar="S", type=_real(0.1, 1e6), help="how long each run sends requests")
+    load("--warmup", metavar="N", type=_whole(0, 10_000), default=1, help="requests before each run (%(default)s)")
+    _add_workload(parser.add_argument_group("requests", "random tokens, unless a trace or a prompt is given"))
+    flag("--json", metavar="FILE", type=Path, help="write the results as JSON; - writes to standard output")
+    flag("--html", metavar="FILE", type=Path, help="write a page of tables and plots")
 
 
 def _add_workload(group: "argparse._ArgumentGroup") -> None:
@@ -78,31 +74,30 @@ def _add_workload(group: "argparse._ArgumentGroup") -> None:
     flag("--input-tokens", metavar="N", type=_whole(1, 10**7), help="tokens of a prompt (128)")
     flag("--output-tokens", metavar="N", type=_whole(1, 10**7), help="tokens of an answer (64)")
     flag("--trace", help=f"a file in Mooncake's format, or one of {', '.join(generators.DEFAULTS)}[:SETTING=VALUE,...]")
-    flag("--clip", action="store_true", help="cut what exceeds the model's context instead of leaving it out")
-    flag("--prompt", metavar="TEXT", help="ask this instead, through the chat template")
     flag(
-        "--vocabulary",
-        metavar="N",
-        type=_whole(MIN_VOCABULARY, 1 << 24),
-        default=400,
-        help="token ids stay below it (%(default)s)",
+        "--clip", action="store_true", help="clip requests that exceed the model's context instead of skipping them"
     )
-    flag("--temperature", type=_real(0, 100), default=0.0, help="%(default)s")
-    flag("--timeout-ms", type=_real(1, 1e9), help="of each request")
-    flag("--seed", type=_whole(0, (1 << 32) - 1), default=0, help="of prompts, arrivals and workloads (%(default)s)")
-    flag("--reuse-cache", action="store_true", help="let a run find what earlier ones have left in the caches")
+    flag("--prompt", metavar="TEXT", help="send this text instead, through the chat template")
+    vocabulary = _whole(MIN_VOCABULARY, 1 << 24)
+    flag("--vocabulary", metavar="N", type=vocabulary, default=400, help="token ids stay below this (%(default)s)")
+    flag("--temperature", type=_real(0, 100), default=0.0, help="sampling temperature (%(default)s)")
+    flag("--timeout-ms", type=_real(1, 1e9), help="timeout of each request")
+    flag(
+        "--seed", type=_whole(0, (1 << 32) - 1), default=0, help="seed of prompts, times and workloads (%(default)s)"
+    )
+    flag("--reuse-cache", action="store_true", help="let a run hit what earlier runs have left in the prefix cache")
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """What the flags say together. Raises ValueError where they contradict each other."""
+    """Returns the plan that the flags describe. Raises ValueError if they contradict each other."""
     workload, points = _workload(options), _points(options)
     if points[0].kind is LoadKind.SPEEDUP and options.trace is None:
-        raise ValueError("--speedup is about the times of a --trace")
+        raise ValueError("--speedup needs a --trace")
     if options.burst > 1 and points[0].kind is not LoadKind.RATE:
-        raise ValueError("--burst goes with --rate")
+        raise ValueError("--burst needs --rate")
     most = max(point.value for point in points)
     if points[0].kind is LoadKind.CONCURRENCY and options.requests and options.requests < most:
-        raise ValueError(f"--requests {options.requests} never reach --concurrency {most:g}")
+        raise ValueError(f"--requests {options.requests} is less than --concurrency {most:g}")
     for path in (options.json, options.html):
         if path is not None and path != TO_STANDARD_OUTPUT:
             _check_writable(path)
@@ -135,13 +130,13 @@ def _workload(options: argparse.Namespace) -> Workload:
 
 def _trace(text: str, seed: int) -> list[traces.TracedRequest]:
     try:
-        return sources.requests(text, seed)
+        return generators.load(text, seed)
     except OSError as error:
         raise ValueError(f"{text} can't be read: {error.strerror}") from error
 
 
 def _check_writable(path: Path) -> None:
-    """Before anything is measured, so that nothing is measured in vain."""
+    """Checks an output file in advance, so that nothing is measured in vain."""
     target = path if path.exists() else path.parent
     if path.is_dir() or not path.parent.is_dir() or not os.access(target, os.W_OK):
         raise ValueError(f"{path} can't be written")
@@ -167,19 +162,14 @@ def _real(low: float, high: float) -> Callable[[str], float]:
     return number
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    return _several(text, _real(0.001, 100_000))
+def _several(number: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
+    def numbers(text: str) -> tuple[float, ...]:
+        try:
+            values = tuple(float(number(part)) for part in text.split(","))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"must be comma-separated numbers, got {text}") from error
+        if len(values) > _MAX_POINTS:
+            raise argparse.ArgumentTypeError(f"must be at most {_MAX_POINTS} numbers, got {len(values)}")
+        return values
 
-
-def _counts(text: str) -> tuple[float, ...]:
-    return _several(text, _whole(1, _MAX_CLIENTS))
-
-
-def _several(text: str, number: Callable[[str], float]) -> tuple[float, ...]:
-    try:
-        values = tuple(float(number(part)) for part in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be numbers with commas, got {text}") from error
-    if len(values) > _MAX_POINTS:
-        raise argparse.ArgumentTypeError(f"must be at most {_MAX_POINTS} numbers, got {len(values)}")
-    return values
+    return numbers

@@ -1,4 +1,4 @@
-"""The page of a bench: one HTML file with tables and plots that needs nothing else; pure."""
+"""The HTML page of a benchmark, with tables and plots; pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -13,7 +13,7 @@ from tokenbus.replay.svg import Axis, Series, bar_chart, line_chart
 _PERCENTILES = ("p50", "p90", "p99")
 _PLOTTED = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
 _MOST_RUNS = 8
-"""As many as there are colours; of more only the first are drawn where each is a line."""
+"""Runs that are drawn as lines of their own, as many as there are colours."""
 _LOADS = {
     LoadKind.CONCURRENCY: "clients",
     LoadKind.RATE: "requests per second offered",
@@ -22,7 +22,7 @@ _LOADS = {
 
 
 def page(report: Report, times: Sequence[Mapping[str, Histogram]]) -> str:
-    """`times` are the histograms of the runs."""
+    """Returns the page; `times` are the histograms of the report's runs."""
     parts = [f"<p>{escape(report.began_at)}, seed {report.seed}</p>"]
     parts += ['<div class="plots">', *_sweep(report.runs), *_distributions(report.runs, times)]
     parts += [*_by_worker(report.runs), "</div>", *map(_section, report.runs)]
@@ -30,7 +30,7 @@ def page(report: Report, times: Sequence[Mapping[str, Histogram]]) -> str:
 
 
 def _sweep(runs: Sequence[RunResult]) -> Iterator[str]:
-    """Over the load, where there is more than one."""
+    """Plots the runs over their load, if there are several."""
     runs = sorted(runs, key=lambda run: run.value)
     if len(runs) < 2:
         return

@@ -1,16 +1,24 @@
-"""The points of a sweep: how load is offered in one run; pure."""
+"""The points of a sweep, and when requests are due at each of them; pure.
+
+In a closed loop, which a concurrency makes, a client sends its next request when it has the answer to the last one. In
+an open loop, which a rate or a speedup makes, requests are sent at their times, whether or not earlier ones are
+answered."""
 
 import enum
+import random
+from collections.abc import Iterator
 from typing import NamedTuple
+
+from tokenbus.replay.load.workload import TimedRequest
 
 
 class LoadKind(enum.StrEnum):
     CONCURRENCY = "concurrency"
-    """So many clients, each of which asks again once it has its answer."""
+    """Clients, each of which sends again once it has its answer."""
     RATE = "rate"
-    """So many requests a second, whatever comes back."""
+    """Requests per second."""
     SPEEDUP = "speedup"
-    """The trace's own times, so many times faster."""
+    """The factor by which requests are sent faster than in the trace."""
 
 
 _LABELS = {
@@ -26,3 +34,22 @@ class LoadPoint(NamedTuple):
 
     def __str__(self) -> str:
         return _LABELS[self.kind].format(self.value)
+
+
+def poisson(rate: float, burst: int, rng: random.Random) -> Iterator[float]:
+    """Yields seconds from the start, without end: `rate` requests per second on average, always `burst` at once."""
+    now = 0.0
+    while True:
+        now += rng.expovariate(rate / burst)
+        for _ in range(burst):
+            yield now
+
+
+def schedule(
+    requests: Iterator[TimedRequest], point: LoadPoint, burst: int, rng: random.Random
+) -> Iterator[TimedRequest]:
+    """Returns the same requests with the times that an open loop sends them at."""
+    if point.kind is LoadKind.SPEEDUP:
+        return (request._replace(at_s=request.at_s / point.value) for request in requests)
+    times = poisson(point.value, burst, rng)
+    return (request._replace(at_s=at) for request, at in zip(requests, times, strict=False))

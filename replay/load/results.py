@@ -1,4 +1,4 @@
-"""What a bench has shown, in numbers: the fields of its JSON file (docs/bench.md); pure."""
+"""The results of a benchmark, which are the fields of its JSON file (docs/bench.md); pure."""
 
 import msgspec
 
@@ -9,50 +9,50 @@ from tokenbus.replay.load.stats import RunStats
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One point of the sweep. Times are those that a client sees, from the moment at which its request was due."""
+    """The results of one load point. Times are those that a client sees, from when its request was due."""
 
     load: LoadKind
     value: float
-    """Clients, requests per second, or times the trace's own speed."""
+    """Clients, requests per second, or the speedup of the trace."""
     interrupted: bool
-    """Ctrl-C has ended it."""
+    """Whether Ctrl-C ended the run."""
     duration_s: float
-    """From the start to the last chunk."""
+    """From the start of the run to the last chunk."""
     sent: int
     finished: int
-    """Answered without an error."""
+    """Requests that were answered without an error."""
     failed: int
     cancelled: int
-    """By somebody else, or by Ctrl-C."""
+    """Requests that were cancelled, by somebody else or by Ctrl-C."""
     not_sent: int
-    """Due when `--max-in-flight` were in flight."""
+    """Requests that were due while `--max-in-flight` others were in flight."""
     peak_in_flight: int
     finish_reasons: dict[str, int]
     errors: dict[str, int]
-    """By code."""
+    """Failed requests by error code."""
     error_examples: dict[str, str]
-    """The first message of each code."""
+    """The first message of each error code."""
     workers: dict[str, int]
-    """Requests by the worker that ended them."""
+    """Ended requests by worker."""
     ttft_ms: LatencyStats
-    """To the first token, of all requests that had one."""
+    """Until the first token, of all requests that had one."""
     itl_ms: LatencyStats
-    """From one token to the next, over all such gaps; tokens of one chunk share its gap."""
+    """From one token to the next, over all such gaps. Tokens of one chunk share its gap."""
     tpot_ms: LatencyStats
-    """The same, but the mean of each finished request: chunks that come in clumps make no difference to it."""
+    """The mean gap of each finished request, which does not depend on how tokens are grouped into chunks."""
     e2e_ms: LatencyStats
-    """To the end, of finished requests."""
+    """Until the end, of finished requests."""
     accept_ms: LatencyStats
-    """Until a worker has taken it."""
+    """Until a worker accepted the request."""
     queue_ms: LatencyStats
-    """From there to its first step, as the worker says."""
+    """From the accept to the first step, as the worker says."""
     late_ms: LatencyStats
-    """By how much the bench itself sent too late; it is part of the other times."""
+    """The delay with which the benchmark itself sent the request. All other times include it."""
     requests_per_s: float
-    """Finished ones."""
+    """Finished requests per second."""
     output_tokens_per_s: float
     output_tokens: int
-    """All that came, also of requests that failed later."""
+    """All received tokens, including those of requests that failed later."""
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens that did not have to be computed."""
@@ -64,10 +64,10 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole sweep."""
+    """The results of a sweep."""
 
     version: int = 1
-    """Higher where a field changes its meaning; new fields may come at any time."""
+    """Raised when a field changes its meaning. New fields may be added at any time."""
     model: str
     workload: str
     began_at: str
@@ -75,14 +75,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     temperature: float
     skipped: int
-    """Requests of the trace that do not fit the model's context and were left out."""
+    """Requests of the trace that were left out because they do not fit the model's context."""
     clipped: int
-    """The same, but cut."""
+    """Requests of the trace that were clipped for the same reason."""
     runs: list[RunResult]
 
 
 def summarize(point: LoadPoint, stats: RunStats, *, interrupted: bool) -> RunResult:
-    """The numbers of one run."""
+    """Returns the results of one run."""
     duration_s = max(stats.last_at - stats.began_at, 1e-9)
     reasons = dict(sorted(stats.finish_reasons.items()))
     return RunResult(

@@ -1,4 +1,4 @@
-"""Sends requests in closed or in open loop and reads what comes back."""
+"""Sends requests in a closed or an open loop, and reads their streams."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from tokenbus.replay.load.workload import TimedRequest
 
 
 class Sender:
-    """Sends to one model, and has what comes back counted."""
+    """Sends requests to one model, and counts what comes back."""
 
     def __init__(self, client: Client, model: str, stats: RunStats) -> None:
         self._client = client
@@ -22,12 +22,12 @@ class Sender:
         return f"<Sender to {self._model}: {self.stats!r}>"
 
     def send(self, request: messages.GenerateRequest, due_at: float) -> tuple[Stream, RequestTimer]:
-        """Publishes at once."""
+        """Publishes a request at once."""
         timer = self.stats.start_request(due_at, time.monotonic())
         return self._client.generate(self._model, request), timer
 
     async def read(self, stream: Stream, timer: RequestTimer) -> errors.Error | None:
-        """Reads a stream to its end; the error in which it ended. Cancels the request when it is cancelled itself."""
+        """Reads a stream to its end and returns the error that it ended in. Being cancelled cancels the request."""
         async with stream:
             async for chunk in stream:
                 timer.receive(chunk, time.monotonic())
@@ -37,7 +37,7 @@ class Sender:
 
 
 async def closed_loop(sender: Sender, requests: Iterator[TimedRequest], clients: int, until: float) -> None:
-    """Each client sends its next request when it has its answer, and rests a little after an error."""
+    """Runs clients that each send the next request when they have their answer, and pause after an error."""
 
     async def run_client() -> None:
         for request in requests:
@@ -54,7 +54,7 @@ async def closed_loop(sender: Sender, requests: Iterator[TimedRequest], clients:
 
 
 async def open_loop(sender: Sender, requests: Iterator[TimedRequest], max_in_flight: int, until: float) -> None:
-    """Sends each request at its time, however many are in flight, up to a limit."""
+    """Sends each request at its time. While `max_in_flight` are in flight, requests are counted as not sent."""
     stats = sender.stats
     async with asyncio.TaskGroup() as group:
         for request in requests:

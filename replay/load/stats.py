@@ -1,7 +1,7 @@
-"""What came of the requests of one run, as it is being counted; pure: chunks and times in, numbers out.
+"""Counts what becomes of the requests of one run; pure: chunks and times in, numbers out.
 
-Times are seconds of one monotonic clock. A request is due when the load says so, and its times count from then on:
-where the sender is late, for it was busy, whoever waits for the answer waits for the sender too.
+Times are seconds of one monotonic clock. They count from when a request was due, not from when it was sent: if a busy
+sender is late, its users wait for the sender too. Without this, an overloaded sender would hide the system's latency.
 """
 
 from collections import Counter
@@ -11,17 +11,17 @@ from tokenbus.replay.load.histogram import Histogram
 
 TIMES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "accept_ms", "queue_ms", "late_ms")
 _MAX_WORKERS = 1_024
-"""Workers that are told apart; what more there are is counted together."""
+"""Workers that are counted apart; requests of all others are counted together."""
 OTHERS = "others"
 
 
 class RunStats:
-    """Begin a request with `start_request`, and give its chunks to the watch that it returns."""
+    """Counters and histograms of one run. `start_request` returns a timer, which is given the request's chunks."""
 
     def __init__(self, began_at: float) -> None:
         self.began_at = began_at
         self.last_at = began_at
-        """When something last happened to a request."""
+        """When the last chunk arrived."""
         self.times = {name: Histogram() for name in TIMES}
         self.finish_reasons: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
@@ -52,18 +52,18 @@ class RunStats:
 
     @property
     def finished(self) -> int:
-        """Requests that were answered, neither failed nor cancelled."""
+        """Requests that ended neither in an error nor cancelled."""
         return self.ended - self.failed - self.finish_reasons[messages.FinishReason.CANCELLED]
 
     def start_request(self, due_at: float, now: float) -> "RequestTimer":
-        """A request is being sent."""
+        """Counts a request that is being sent."""
         self.sent += 1
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
         self.times["late_ms"].add((now - due_at) * 1e3)
         return RequestTimer(self, due_at)
 
     def record_terminal(self, terminal: messages.Chunk) -> None:
-        """A request has ended."""
+        """Counts a request that has ended."""
         assert terminal.finish_reason is not None
         self.finish_reasons[terminal.finish_reason] += 1
         if terminal.error:
@@ -80,7 +80,7 @@ class RunStats:
 
 
 class RequestTimer:
-    """One request as whoever sent it sees it."""
+    """Times one request as its sender sees it."""
 
     def __init__(self, stats: RunStats, due_at: float) -> None:
         self._stats = stats
@@ -89,10 +89,10 @@ class RequestTimer:
         self._first_at: float | None = None
         self._last_token_at = due_at
         self._num_later_tokens = 0
-        """Tokens behind the first chunk's."""
+        """Tokens that came after the first chunk's."""
 
     def receive(self, chunk: messages.Chunk, now: float) -> None:
-        """A chunk has come."""
+        """Takes in a chunk."""
         self._stats.last_at = now
         if not self._is_accepted and isinstance(chunk.worker_id, str):
             self._is_accepted = True
@@ -103,7 +103,7 @@ class RequestTimer:
             self._end(chunk, now)
 
     def _receive_tokens(self, tokens: int, now: float) -> None:
-        """The tokens of one chunk share the time since the last one."""
+        """Times tokens. Those of one chunk share the time since the chunk before."""
         stats = self._stats
         stats.output_tokens += tokens
         if self._first_at is None:
@@ -126,5 +126,5 @@ class RequestTimer:
 
 
 def retry_delay_s(error: errors.Error) -> float:
-    """How long a closed loop's client waits after an error: as long as it was told, within bounds."""
+    """Returns how long a closed loop's client pauses after an error: as long as it says, within bounds."""
     return min(max((error.retry_after_ms or 0.0) / 1e3, 0.1), 1.0)

@@ -1,4 +1,4 @@
-"""What a bench prints: a table for each run, one for the whole sweep, and a line of progress; pure."""
+"""The tables that `tokenbus bench` prints: one for each run, one for the sweep, and a progress line; pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -19,11 +19,11 @@ ROWS = {
 }
 _MANY_WORKERS = 16
 _LATE_MS = 20.0
-"""From here on the sender's own lateness spoils what it measures."""
+"""A sender that is later than this spoils its own measurements."""
 
 
 def run_table(run: RunResult) -> Table:
-    """Percentiles in milliseconds."""
+    """Returns a run's times: means and percentiles in milliseconds."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     made.add_column("ms", no_wrap=True)
     for head in LatencyStats.__struct_fields__:
@@ -36,7 +36,7 @@ def run_table(run: RunResult) -> Table:
 
 
 def run_lines(run: RunResult) -> Iterator[str]:
-    """All that is to be said of a run beside its times."""
+    """Yields everything about a run that is not in its table."""
     yield (
         f"{run.finished} finished in {run.duration_s:,.1f} s: {number(run.requests_per_s)} requests/s, "
         f"{number(run.output_tokens_per_s)} output tokens/s, at most {run.peak_in_flight} in flight"
@@ -57,7 +57,7 @@ def run_lines(run: RunResult) -> Iterator[str]:
 
 
 def sweep_table(runs: Sequence[RunResult]) -> Table:
-    """One line for each run; times are in milliseconds."""
+    """Returns one row for each run; times are in milliseconds."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     made.add_column(runs[0].load, justify="right", no_wrap=True)
     for head in ("req/s", "tok/s", "TTFT p50/p99", "TPOT p50/p99", "e2e p50/p99", "failed"):
@@ -70,7 +70,7 @@ def sweep_table(runs: Sequence[RunResult]) -> Table:
 
 
 def progress(stats: RunStats, total: int | None, duration_s: float | None, now: float) -> str:
-    """How far a run is, in one short line."""
+    """Returns the progress of a run in one short line."""
     passed_s = now - stats.began_at
     of_all = f"/{total}" if total else ""
     of_time = f"/{duration_s:g}" if duration_s else ""
@@ -82,7 +82,7 @@ def progress(stats: RunStats, total: int | None, duration_s: float | None, now: 
 
 
 def number(value: float | None) -> str:
-    """To about three digits."""
+    """Formats a number to about three digits."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 1_000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

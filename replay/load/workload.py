@@ -1,4 +1,4 @@
-"""What is asked: random tokens, one text, or the requests of a trace; pure, and the same for the same seed."""
+"""The requests of a benchmark: random tokens, one text, or a trace; pure, and the same for the same seed."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,33 +13,34 @@ MIN_VOCABULARY = 16
 
 
 class TimedRequest(NamedTuple):
-    """One request, and when it comes by the trace's own times, in seconds from the start."""
+    """A request, and when it is due, in seconds from the start."""
 
     at_s: float
     request: messages.GenerateRequest
 
 
 class Workload(Protocol):
-    """Where requests come from."""
+    """Generates requests."""
 
     @property
     def num_requests(self) -> int | None:
-        """None: as many as one likes."""
+        """The number of requests; None without a limit."""
         ...
 
     def fit(self, context_length: int, *, clip: bool) -> "FittedWorkload":
-        """Only what fits the model. Raises ValueError where nothing does."""
+        """Returns the part that fits the model's context, clipping long requests if `clip`. Raises ValueError if
+        nothing fits."""
         ...
 
     def generate(self, common: messages.GenerateRequest, seed: str) -> Iterator[TimedRequest]:
-        """Makes each request when it is taken, of what all have in common."""
+        """Yields requests that extend `common`, the fields that all of them share."""
         ...
 
     def describe(self) -> str: ...
 
 
 class FittedWorkload(NamedTuple):
-    """A workload that fits the model, and how many of its requests did not."""
+    """A workload that fits the model, and how many of its requests did not fit."""
 
     workload: Workload
     skipped: int = 0
@@ -47,7 +48,7 @@ class FittedWorkload(NamedTuple):
 
 
 class RandomTokens(NamedTuple):
-    """Prompts of one length that have nothing in common, answers of one length."""
+    """Unrelated prompts of one length, and answers of one length."""
 
     input_tokens: int
     output_tokens: int
@@ -77,7 +78,7 @@ class RandomTokens(NamedTuple):
 
 
 class RepeatedText(NamedTuple):
-    """The same question again and again, through the model's chat template; the answer ends where it ends."""
+    """The same message again and again, through the model's chat template. The model decides where its answer ends."""
 
     text: str
     max_tokens: int | None
@@ -98,7 +99,7 @@ class RepeatedText(NamedTuple):
 
 
 class TraceWorkload(NamedTuple):
-    """The requests of a trace in their order: prompts that begin alike there begin alike here."""
+    """The requests of a trace in order. Prompts with a common prefix in the trace have one here."""
 
     name: str
     requests: Sequence[TracedRequest]
@@ -138,7 +139,7 @@ class TraceWorkload(NamedTuple):
 
 
 def clipped(one: TracedRequest, context_length: int) -> TracedRequest:
-    """Cuts the prompt, and an answer that would take more than half of the context."""
+    """Clips a prompt, and an answer that would take more than half of the context."""
     output_tokens = min(one.output_tokens, context_length // 2)
     prompt_tokens = min(one.prompt_tokens, context_length - output_tokens)
     blocks = -(-prompt_tokens // one.block_tokens)

@@ -1,1 +1,1 @@
-"""What a router believes of its workers, and where it hears it."""
+"""Everything a router knows about its workers, and where it learns it. Pure."""

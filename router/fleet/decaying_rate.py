@@ -1,29 +1,29 @@
-"""How often something has happened of late; pure."""
+"""Measures how often something has happened lately; pure."""
 
 import math
 
 _DECAY_S = 10.0
-"""After so long a third of what happened still counts."""
+"""After this time an event still counts about a third."""
 
 
 class DecayingRate:
-    """A count of events that forgets the old ones gradually."""
+    """Events per second, in which each event counts less the longer ago it was."""
 
     def __init__(self) -> None:
-        self._recent = 0.0
-        self._recent_at = 0.0
+        self._count = 0.0
+        self._counted_at = 0.0
 
     def __repr__(self) -> str:
-        return f"<DecayingRate {self._recent:.1f} at {self._recent_at:.1f} s>"
+        return f"<DecayingRate {self._count:.1f} at {self._counted_at:.1f} s>"
 
     def add(self, now: float) -> None:
-        """It has happened once more."""
-        self._recent = self._at(now) + 1.0
-        self._recent_at = now
+        """Counts one event."""
+        self._count = self._count_at(now) + 1.0
+        self._counted_at = now
 
     def per_s(self, now: float) -> float:
-        """Times in a second."""
-        return self._at(now) / _DECAY_S
+        """Returns events per second."""
+        return self._count_at(now) / _DECAY_S
 
-    def _at(self, now: float) -> float:
-        return self._recent * math.exp((self._recent_at - now) / _DECAY_S)
+    def _count_at(self, now: float) -> float:
+        return self._count * math.exp((self._counted_at - now) / _DECAY_S)

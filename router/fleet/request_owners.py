@@ -1,4 +1,4 @@
-"""Who runs which request, by the workers' own word; pure."""
+"""Knows which worker runs which request, from the workers' own events; pure."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,25 +6,26 @@ from tokenbus.protocol.wire.subjects import WorkerAddress
 from tokenbus.router.fleet.worker import Worker
 
 MAX_RUNNING = 65_536
-"""Requests of one worker that are remembered by their ids."""
+"""Keys that are kept of one worker; beyond that its requests have no known owner."""
 
 
 class RequestOwners:
-    """The requests that workers run, whoever has placed them there. Keeps the workers' own sets of them as well."""
+    """The running requests of all workers, whichever router placed them. Also maintains each worker's own sets of
+    keys."""
 
     def __init__(self) -> None:
         self._by_key: dict[tuple[str, str], Worker] = {}
-        """By model and key, by the last word of any worker of the model."""
+        """By model and key: the worker of that model that claimed the key last."""
 
     def __repr__(self) -> str:
         return f"<RequestOwners of {len(self._by_key)} requests>"
 
     def find(self, model: str, key: str) -> Worker | None:
-        """The worker of that model that says it holds a request."""
+        """Returns the worker of that model that says it runs a request."""
         return self._by_key.get((model, key))
 
     def start(self, worker: Worker, key: str) -> None:
-        """A worker has a request: it is no longer merely booked."""
+        """Notes that a worker has started a request, which is no longer merely booked."""
         booking = worker.bookings.pop(key, None)
         if booking is not None and booking.will_cache_blocks and len(worker.expected_to_cache) < MAX_RUNNING:
             worker.expected_to_cache.add(key)
@@ -33,7 +34,7 @@ class RequestOwners:
             self._by_key[worker.card.model, key] = worker
 
     def finish(self, worker: Worker, key: str) -> None:
-        """A worker has ended a request, which may have left blocks."""
+        """Notes that a worker has ended a request."""
         worker.bookings.pop(key, None)
         self._release(worker, key)
         worker.running.discard(key)
@@ -42,7 +43,7 @@ class RequestOwners:
             worker.num_unreported += 1
 
     def replace(self, worker: Worker, keys: Iterable[str]) -> None:
-        """A snapshot says all that a worker runs."""
+        """Replaces everything that is known to run on a worker by a snapshot's keys."""
         keys = list(keys)
         for key in keys:
             worker.bookings.pop(key, None)
@@ -52,12 +53,12 @@ class RequestOwners:
         worker.expected_to_cache &= worker.running
 
     def remove_worker(self, worker: Worker) -> None:
-        """Nothing that a worker ran is with it any more."""
+        """Forgets all requests of a worker that is gone."""
         for key in worker.running:
             self._release(worker, key)
 
     def check_integrity(self, workers: Mapping[WorkerAddress, Worker]) -> None:
-        """Asserts that everyone here is one of these, and says so itself."""
+        """Asserts that every owner is one of these workers and has the request in its own set."""
         for (model, key), worker in self._by_key.items():
             assert key in worker.running, key
             assert workers[WorkerAddress(model, worker.card.worker_id)] is worker

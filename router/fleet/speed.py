@@ -1,18 +1,20 @@
-"""How fast a worker is, as its events show; pure."""
+"""Estimates how fast a worker computes prompts and generates tokens, from the loads in its events; pure.
+
+Only its best counts, since at other times it has other things to do as well: a mean that follows faster samples
+quickly and slower ones hardly. A busy worker must not be mistaken for a slow one."""
 
 from tokenbus.protocol.wire import messages
 
 _WEIGHT_OF_FASTER = 0.1
 _WEIGHT_OF_SLOWER = 0.001
-"""What a worker does at its best says how fast it is; at other times it has other things to do as well."""
 _MIN_SAMPLES = 10
-"""Signs before there is an estimate."""
+"""Samples that are needed before there is an estimate."""
 _WINDOW_S = 0.2
-"""Of work that a sign is made of: single events come late, and then two at once."""
+"""The work that one sample spans. Single events would not do: now and then one is late and two come at once."""
 
 
 class _BestTime:
-    """About the shortest time that is seen more than by chance."""
+    """Approximates the shortest time that is not just an outlier."""
 
     def __init__(self) -> None:
         self._value = 0.0
@@ -27,12 +29,12 @@ class _BestTime:
 
     @property
     def value(self) -> float:
-        """0 while too little is known."""
+        """The estimate; 0 while there are too few samples."""
         return self._value if self._count >= _MIN_SAMPLES else 0.0
 
 
 class _Window:
-    """Time and work of events that followed each other, until there is enough of it for a sign."""
+    """Collects the time and the tokens of consecutive events until they are enough for one sample."""
 
     def __init__(self) -> None:
         self.best = _BestTime()
@@ -50,7 +52,7 @@ class _Window:
 
 
 class Speed:
-    """How long a worker takes for a token of a prompt, and from one token of a stream to the next."""
+    """A worker's time per prompt token and its inter-token latency."""
 
     def __init__(self) -> None:
         self._prefill = _Window()
@@ -61,16 +63,19 @@ class Speed:
 
     @property
     def prefill_s_per_token(self) -> float:
-        """Seconds for a token of a prompt; 0 while it is not known."""
+        """Seconds per prompt token; 0 while unknown."""
         return self._prefill.best.value
 
     @property
     def itl_s(self) -> float:
-        """Seconds between two tokens of a stream; likewise."""
+        """Seconds from one token of a stream to the next; 0 while unknown."""
         return self._itl.best.value
 
     def observe(self, before: messages.Load, after: messages.Load, seconds: float) -> None:
-        """Learns from two events that followed each other, between which there was work all the time."""
+        """Learns from the loads of two consecutive events, `seconds` apart.
+
+        They say something only if the worker was busy all the time between them: with prompts still queued at the first
+        event, or with streams alone."""
         computed = after.computed_tokens - before.computed_tokens
         generated = after.generated_tokens - before.generated_tokens
         if before.queued_prefill_tokens > after.queued_prefill_tokens and computed > 0:

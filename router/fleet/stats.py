@@ -1,48 +1,78 @@
-"""What a router counts of its own work; pure."""
+"""Counts a router's placement decisions, and reports them to clients that ask; pure."""
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 
+from tokenbus.protocol.wire import messages
 from tokenbus.router.fleet.decaying_rate import DecayingRate
+from tokenbus.router.fleet.worker import Worker
 
-_KEPT = 1_024
-"""Choices whose times are remembered."""
+_MAX_SAMPLES = 1_024
+"""Decisions whose durations are kept."""
 
 
 class DecisionStats:
-    """Since the router started."""
+    """Totals since the router started, and the durations of its latest decisions."""
 
     def __init__(self) -> None:
         self.decisions = 0
         self.prompt_tokens = 0
         self.predicted_tokens = 0
         self.refused_messages = 0
-        self._took_s: deque[float] = deque(maxlen=_KEPT)
-        self._recent = DecayingRate()
+        self._durations_s: deque[float] = deque(maxlen=_MAX_SAMPLES)
+        self._rate = DecayingRate()
 
     def __repr__(self) -> str:
-        return f"<RouterStats of {self.decisions} decisions, {self.predicted_hit_rate:.3f} expected to be cached>"
+        return f"<DecisionStats {self.decisions} decisions, predicted hit rate {self.predicted_hit_rate:.3f}>"
 
     def record_placement(self, prompt_tokens: int, predicted_tokens: int, now: float) -> None:
-        """A request was placed where so many tokens of its prompt are expected to be cached."""
+        """Counts a placed request, and how many tokens of its prompt are predicted to be cached."""
         self.decisions += 1
         self.prompt_tokens += prompt_tokens
         self.predicted_tokens += predicted_tokens
-        self._recent.add(now)
+        self._rate.add(now)
 
     def record_decision_time(self, seconds: float) -> None:
-        """A choice has taken so long, from a prompt's token ids to its booking."""
-        self._took_s.append(seconds)
+        """Records how long one decision took, from a prompt's token ids to its booking."""
+        self._durations_s.append(seconds)
 
     def decision_percentiles_us(self) -> tuple[float, float]:
-        """Median and 99th percentile of the last choices, in microseconds."""
-        times = sorted(self._took_s) or [0.0]
+        """Returns the median and the 99th percentile of the latest decisions, in microseconds."""
+        times = sorted(self._durations_s) or [0.0]
         return times[len(times) // 2] * 1e6, times[len(times) * 99 // 100] * 1e6
 
     def decisions_per_s(self, now: float) -> float:
-        """Placements in a second, of late."""
-        return self._recent.per_s(now)
+        """Returns the recent rate of placements."""
+        return self._rate.per_s(now)
 
     @property
     def predicted_hit_rate(self) -> float:
-        """Of all prompt tokens, those that were expected to be cached."""
+        """The share of all prompt tokens that were predicted to be cached."""
         return self.predicted_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def report(
+        self,
+        router_id: str,
+        workers: Iterable[Worker],
+        refused_cards: Sequence[messages.RefusedCard],
+        indexed_blocks: int,
+        waiting: int,
+        now: float,
+    ) -> messages.RouterStats:
+        """Returns what clients see of this router in the reply to `models`."""
+        loads = [worker.load for worker in workers]
+        prompts = sum(load.prompt_tokens for load in loads)
+        p50_us, p99_us = self.decision_percentiles_us()
+        return messages.RouterStats(
+            router_id=router_id,
+            decisions=self.decisions,
+            decisions_per_s=round(self.decisions_per_s(now), 3),
+            decision_p50_us=round(p50_us, 1),
+            decision_p99_us=round(p99_us, 1),
+            waiting=waiting,
+            indexed_blocks=indexed_blocks,
+            predicted_hit_rate=round(self.predicted_hit_rate, 4),
+            hit_rate=round(sum(load.cached_tokens for load in loads) / prompts, 4) if prompts else 0.0,
+            refused_cards=list(refused_cards),
+            refused_messages=self.refused_messages,
+        )

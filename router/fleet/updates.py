@@ -1,4 +1,4 @@
-"""What a router learns from a message of a worker, for requests that it placed earlier."""
+"""The effects that a worker's message has on requests that were placed earlier."""
 
 from typing import NamedTuple
 
@@ -7,23 +7,25 @@ from tokenbus.router.fleet.event_log import AppliedSnapshot
 
 
 class LostWorker(NamedTuple):
-    """One life of a worker that is over, or seems to be."""
+    """An incarnation of a worker that is over, or seems to be."""
 
     card: messages.Card
     was_behind: bool
-    """What its streams had said is not known for certain."""
+    """Its event log had a gap, so its streams may have published more than this router knows."""
 
 
 class FleetUpdate(NamedTuple):
-    """What a message of a worker changed for requests placed earlier."""
+    """The effects of one message; those of most messages are empty."""
 
     first_token_sent: tuple[str, ...] = ()
+    """Keys of requests that have published tokens."""
     finished: tuple[str, ...] = ()
+    """Keys of requests that have ended."""
     lost: LostWorker | None = None
-    """A new life has begun: the streams of this one were given up."""
+    """The incarnation that a newer one has replaced: it gave up its streams."""
     left: bool = False
-    """The worker has withdrawn, and has ended all its streams itself."""
+    """The worker has stopped, and has ended all its streams itself."""
     snapshot: AppliedSnapshot | None = None
-    """What the worker holds, after a gap in what was known."""
+    """The snapshot that has just closed a gap."""
     refused: str | None = None
-    """Why a card was not believed."""
+    """Why the card was refused; None if the same incarnation was refused before."""

@@ -1,34 +1,34 @@
-"""One worker as its card, its events, and what was placed there since describe it."""
+"""One incarnation of a worker, as its card, its events and the requests placed there since describe it."""
 
 import math
 from typing import Literal, NamedTuple
 
-from tokenbus.protocol.wire import messages
+from tokenbus.protocol.wire import codec, limits, messages
 from tokenbus.router.fleet.event_log import EventLog
 from tokenbus.router.fleet.speed import Speed
 from tokenbus.router.placement.worker_table import WorkerRow
 
 _QUEUE_SHARE = 8
-"""A worker has an eighth more requests than it can run, so that a place that becomes free is taken at once."""
-_SERVING = (messages.WorkerState.STARTING, messages.WorkerState.READY, messages.WorkerState.RESTARTING)
+"""A worker is given an eighth more requests than it can run, so that it always has a next one to start."""
+_RECOVERABLE = (messages.WorkerState.STARTING, messages.WorkerState.READY, messages.WorkerState.RESTARTING)
 _MAX_UNREPORTED = 3
-"""So many prompts that should have left blocks, and left none, are no chance."""
+"""After this many prompts whose blocks were never reported as stored, the worker's events are not relied on."""
 
 
 class Booking(NamedTuple):
-    """A request that was placed, until the worker's own events count it."""
+    """The load of a placed request, counted until the worker's own events count it."""
 
     at: float
     prefill_tokens: int = 0
-    """Prompt tokens that it adds to what the worker has to compute."""
+    """Prompt tokens that the worker has to compute for it."""
     blocks: int = 0
-    """Blocks of its prompt."""
+    """KV blocks of its prompt."""
     will_cache_blocks: bool = False
-    """Whether it will be said to be held there."""
+    """Whether the worker should report blocks of its prompt as stored."""
 
 
 class Worker:
-    """One life of a worker. Only its fields change; `fleet` and `served` change them."""
+    """Plain state; `Fleet`, `RequestOwners` and `ModelWorkers` change it."""
 
     def __init__(self, card: messages.Card, now: float) -> None:
         self.card = card
@@ -36,53 +36,71 @@ class Worker:
         self.load = messages.Load()
         self.last_seen_at = now
         self.lease_expired = False
-        """Its lease has lapsed; what was placed there is being cleared up."""
+        """It was silent for too long: it gets nothing more, and its requests are being recovered."""
         self.has_no_responders = False
-        """Nobody listened when it was last given a request, and it has published no event since."""
+        """Nobody listened on its subject when it was last sent a request, and it has published no event since."""
         self.log = EventLog()
         self.bookings: dict[str, Booking] = {}
         self.running: set[str] = set()
-        """Requests that it holds, by its own word, whoever has placed them."""
+        """Keys of the requests that it says it has, whichever router placed them."""
         self.row = -1
-        """Its place in its model's index and columns."""
+        """Its row in its model's worker table and its bit in the prefix index."""
         self.processed_tokens = 0
-        """Tokens that it has computed and generated, by its last event."""
+        """Tokens that it has computed and generated until its last applied event."""
         self.applied_load = messages.Load()
         self.applied_at = 0.0
-        """What its last event that was applied said, and when that was."""
+        """Load and time of its last applied event."""
         self.speed = Speed()
         self.expected_to_cache: set[str] = set()
-        """Requests of which blocks will be held when they have ended."""
+        """Keys of running requests whose blocks it should report as stored before they end."""
         self.num_unreported = 0
-        """How many of those have ended since it last said that it holds anything."""
+        """Those of them that have ended since it last reported any stored block."""
 
     def __repr__(self) -> str:
         return f"<Worker {self.card.worker_id} {self.state} {self.num_requests} requests>"
 
     @property
     def reports_no_blocks(self) -> bool:
-        """It computes prompts and never says that it holds their blocks: its events can't be relied on."""
+        """Whether it computes prompts without ever reporting their blocks, so that its events can't be relied on."""
         return self.num_unreported >= _MAX_UNREPORTED
 
     @property
     def event_state(self) -> Literal["live", "behind", "silent"]:
-        """Whether the blocks that it holds are known."""
+        """Whether its cached blocks are known, as clients see it."""
         if self.reports_no_blocks:
             return "silent"
         return "behind" if self.log.is_behind else "live"
 
     @property
     def may_recover(self) -> bool:
-        """Whether it is to be expected that it takes requests, now or soon: its engine may be starting again."""
-        return self.state in _SERVING and not self.lease_expired and self.card.max_num_seqs > 0
+        """Whether it takes requests now or may do so soon, for instance when its engine has restarted."""
+        return self.state in _RECOVERABLE and not self.lease_expired and self.card.max_num_seqs > 0
 
     @property
     def num_requests(self) -> int:
-        """Requests there: those it reports, and those placed that its reports can't know of yet."""
+        """The requests that it reports, and those placed there that its reports don't count yet."""
         return self.load.running + self.load.waiting + len(self.bookings)
 
+    def renew_lease(self, now: float) -> None:
+        """Notes a sign of life."""
+        self.last_seen_at, self.lease_expired = now, False
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether it has been silent for too long and its lease has not been ended yet."""
+        return not self.lease_expired and now - self.last_seen_at >= limits.WORKER_LOST_AFTER_S
+
+    def tracked_card(self, indexed_blocks: int) -> messages.Card:
+        """Returns its card with its load and with how well this router can follow it, as clients see it."""
+        watched = messages.WorkerTracking(
+            events=self.event_state,
+            indexed_blocks=indexed_blocks,
+            lost_events=self.log.num_lost,
+            booked=len(self.bookings),
+        )
+        return codec.replace(self.card, state=self.state, load=self.load, watched=watched)
+
     def row_values(self) -> WorkerRow:
-        """Its row of the columns, as far as its own word and the bookings set it."""
+        """Returns its row of the worker table, as far as its own messages and its bookings determine it."""
         card, load, bookings = self.card, self.load, self.bookings
         prefill_tokens, used_blocks = load.queued_prefill_tokens, load.used_blocks
         if bookings:

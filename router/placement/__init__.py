@@ -1,1 +1,3 @@
-"""Choosing a worker: what is known of those of a model, which prefixes they hold, and what each would cost. Pure."""
+"""Chooses a worker for each request: which prefixes the workers of a model hold, what each would cost, and policies.
+
+Pure."""

@@ -1,4 +1,4 @@
-"""How the blocks of a model are named; pure."""
+"""Computes the hashes that name the KV blocks of a prompt, as the model's workers do; pure."""
 
 from typing import NamedTuple
 
@@ -8,19 +8,19 @@ _HASH = "xxh3-64"
 
 
 class HashScheme(NamedTuple):
-    """How the blocks of a model are named: the same for all of its workers that have blocks."""
+    """Determines a model's block hashes; the same for all of its workers that have blocks."""
 
     fingerprint: str
     block_size: int
 
     def hashes(self, token_ids: bytes, tenant: str, cache_salt: str = "") -> list[int]:
-        """Of the full blocks of a prompt, its token ids in the form in which they are sent."""
+        """Returns the hashes of a prompt's full blocks. The token ids are packed as on the wire."""
         root = block_hash.root_hash(block_hash.PrefixDomain(self.fingerprint, tenant=tenant, cache_salt=cache_salt))
         return block_hash.block_hashes_of_bytes(token_ids, self.block_size, root)
 
 
 def hash_scheme_of(card: messages.Card) -> HashScheme | None:
-    """How a worker names its blocks; None where it has none, or names them in a way that is not known here."""
+    """Returns a worker's hash scheme; None if it has no blocks or hashes them in a way that is unknown here."""
     kind, _, fingerprint = card.hash_scheme.partition(":")
     if kind != _HASH or not card.kv_block_size:
         return None

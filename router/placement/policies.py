@@ -1,4 +1,4 @@
-"""Chooses a worker for a request: a pure function of what is known, with a policy for the costs."""
+"""Policies: each gives every candidate worker a cost, and the lowest cost wins; pure."""
 
 import random
 from importlib import metadata
@@ -10,61 +10,65 @@ from tokenbus.router.placement.worker_table import Floats
 
 
 class View(NamedTuple):
-    """What a policy may look at, and not change: of each candidate one entry in every column."""
+    """The candidates as a policy sees them: in each array one entry per candidate. A policy must not change them."""
 
     prompt_tokens: int
     overlap_tokens: Floats
-    """Leading tokens of the prompt that it holds, or will soon."""
+    """Leading tokens of the prompt whose KV cache it holds, or is predicted to hold soon."""
     session: Floats | None
-    """1 where the last request of the same session went, else 0; None where that is nowhere."""
+    """1 for the worker that got the session's last request, else 0; None if there is no such worker."""
     block_size: Floats
-    """Tokens of a block; 0 where it has none."""
+    """Tokens of a KV block; 0 if it has no blocks."""
     prefill_tokens: Floats
-    """Prompt tokens that it has to compute before this one's."""
+    """Prompt tokens that it has to compute before this prompt's."""
     used_blocks: Floats
-    """Blocks of its running sequences."""
+    """KV blocks of its running sequences."""
     total_blocks: Floats
     requests: Floats
-    """Running and waiting there."""
+    """Requests that are running, waiting or just placed there."""
     max_num_seqs: Floats
     max_requests: Floats
-    """With so many there another one would only wait."""
+    """With this many requests it gets no more: another one would only wait there."""
     waiting_requests: Floats
-    """Requests that would wait for a place there, this one among them."""
+    """Requests that would wait there with this one, this one included."""
     free_tokens: Floats
-    """Tokens that its memory has room for."""
+    """Tokens that still fit its KV cache; infinite if it has no blocks."""
     prefill_slowdown: Floats
-    """How many times longer than the fastest it takes for prompts: a power of 2."""
+    """Its time per prompt token compared with the fastest worker's: a power of 2."""
     decode_slowdown: Floats
-    """Likewise for streams."""
+    """The same for the tokens of streams."""
     utilization: Floats
-    """Near 1 where it has computed much of late, beside the most that it ever had; 0 where it has been idle."""
+    """Its recent work compared with the most it has ever done: 0 when idle, near 1 at its most."""
     last_chosen: Floats
-    """A number that is larger the later it was chosen last; 0 for never."""
+    """Larger the later it was chosen last; 0 if never."""
 
 
 class Policy(Protocol):
-    """Orders workers: the lowest cost wins, and a tie is drawn. Keeps nothing between two calls."""
+    """Orders candidates by cost. The lowest wins, and ties are drawn. A policy keeps nothing between two calls."""
 
     name: str
 
     def costs(self, view: View) -> Floats:
-        """One for each candidate."""
+        """Returns one finite cost for each candidate, in a new array or a column of the view."""
         ...
 
 
 _MAX_REQUEST_SHARE = 0.2
-"""A neighbour counts for no more than this share of the prompt, or short prompts would never stay where they began."""
+"""Another request counts for at most this share of the prompt; else short prompts would never return to their
+prefix."""
 
 
 class KvAware:
-    """What a request costs there, in prompt tokens to be computed.
+    """The cost is the work that a request causes at a worker, in prompt tokens to be computed:
 
-    That is what is not held of its own prompt; a part of what is queued before it, since to wait a little is better
-    than to compute and to keep a prefix twice; each request there, since it slows every step; each that would have to
-    wait for a place or for memory; and a trace of recent work, which spreads requests that come one by one, whose load
-    is gone before the next comes. All of it is more where a worker is slower than others, and a little less where the
-    session's last request went. The defaults are those of docs/decisions/0027."""
+    - its own uncached tokens, and a part of the prompt tokens queued before it: waiting a little is better than
+      computing and keeping the same prefix twice;
+    - for each request there a fixed number, since each slows every step;
+    - a larger number for each request that would have to wait, and if the KV cache has no room;
+    - the worker's utilization, which spreads requests that arrive one by one.
+
+    Slower workers cost more, and the worker of the session's last request a little less. docs/decisions/0027 says where
+    the default weights come from."""
 
     name = "kv"
 
@@ -97,7 +101,7 @@ class KvAware:
 
 
 class LeastLoaded:
-    """The worker with the fewest requests, as a share of what it can run at once."""
+    """Prefers the worker with the fewest requests, as a share of what it can run at once."""
 
     name = "least_loaded"
 
@@ -107,7 +111,7 @@ class LeastLoaded:
 
 
 class RoundRobin:
-    """The worker whose last turn is longest ago."""
+    """Prefers the worker that was chosen the longest time ago."""
 
     name = "round_robin"
 
@@ -116,7 +120,7 @@ class RoundRobin:
 
 
 class Random:
-    """Any."""
+    """Prefers none: every choice is a tie."""
 
     name = "random"
 
@@ -126,13 +130,12 @@ class Random:
 
 POLICIES = ("kv", "least_loaded", "round_robin", "random")
 
-
 ENTRY_POINTS = "tokenbus.policies"
-"""The group in which an installed package names classes of its own policies."""
+"""The entry point group in which installed packages name classes of their own policies."""
 
 
 def make_policies() -> dict[str, Policy]:
-    """One of each, by name: those from here, and those that installed packages have."""
+    """Returns one instance of each policy by name: the built-in ones, and those of installed packages."""
     policies: list[Policy] = [KvAware(), LeastLoaded(), RoundRobin(), Random()]
     own = {policy.name: policy for policy in policies}
     foreign = {point.name: point.load()() for point in metadata.entry_points(group=ENTRY_POINTS)}
@@ -140,10 +143,10 @@ def make_policies() -> dict[str, Policy]:
 
 
 def draw(costs: Floats, rng: random.Random, temperature: float = 0.0) -> int:
-    """The place of the lowest cost; equal ones are drawn from, so that no order of a table favours anyone.
+    """Returns the index of the lowest cost. Ties are drawn, so that no candidate is favoured by its position.
 
-    With a temperature above 0 any is drawn, the likelier the lower its cost: by exp(-cost / temperature), costs
-    measured against their own spread."""
+    With a temperature above 0 every candidate may be drawn, with a probability proportional to exp(-cost /
+    temperature), where costs are measured in units of the difference between the highest and the lowest."""
     first = costs.argmin()
     lowest = costs[first]
     if temperature > 0.0 and (spread := float(costs.max() - lowest)) > 0.0:

@@ -1,41 +1,59 @@
-"""The prefix index: which workers of a model hold which blocks, by their hashes; pure.
+"""The prefix index: knows which workers of a model hold which KV blocks, by the blocks' hashes; pure.
 
-Each block has one integer, in which every worker has a bit: so whoever holds the first n blocks of a prompt is found
-with a few looks, however many workers there are. Whoever holds a block holds all before it, since workers evict leaves
-first; what breaks that rule is only found less often."""
+One dictionary maps each block hash to an integer in which every worker has a bit. A worker that holds a block holds all
+blocks before it, since hashes are chained and workers evict leaves first. So the holders only become fewer along a
+prompt, and the depth at which each of them stops is found with a few lookups, however many workers there are:
+
+    block      1     2     3     4     5     6
+    holders   ABC   ABC   AC    AC    A     -       A holds 5 blocks, C 4, B 2
+
+Where a worker breaks that rule it is only found less often."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from tokenbus.router.placement.worker_table import Floats
+
 _SWEEP_BLOCKS = 4_096
-"""Blocks that one call of `sweep` looks at: about a millisecond."""
+"""Blocks that one call of `sweep` checks, which takes about a millisecond."""
 
 
 class MatchLevel(NamedTuple):
-    """Workers that hold so many of the leading blocks, and no more."""
+    """The workers that hold exactly this many of a prompt's leading blocks."""
 
     overlap_blocks: int
     worker_bits: int
-    """Their bits."""
+
+    def write_to(self, overlap: Floats) -> None:
+        """Writes the overlap into the rows of these workers."""
+        bits = self.worker_bits
+        if bits & (bits - 1) == 0:  # a single worker, as most often
+            overlap[bits.bit_length() - 1] = self.overlap_blocks
+            return
+        data = np.frombuffer(bits.to_bytes(-(-bits.bit_length() // 8), "little"), np.uint8)
+        overlap[np.flatnonzero(np.unpackbits(data, bitorder="little"))] = self.overlap_blocks
 
 
 class PrefixIndex:
-    """Blocks of the workers of one model. A worker is known by its place, a small number that it has for one life."""
+    """The blocks of one model's workers. A worker is named by its row, the number of its bit."""
 
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}
         self._single_bits: dict[int, int] = {}
-        """Each bit as one object, however many blocks only that worker holds: an integer of its own takes 32 bytes."""
+        """Each worker's bit as one shared object: most blocks have a single holder, and an integer takes 32 bytes."""
         self._num_blocks: dict[int, int] = {}
         self._max_blocks: dict[int, int] = {}
         self._removed_bits = 0
-        """Bits of workers that have left and whose blocks wait to be swept out."""
+        """Bits of removed workers whose blocks the next sweep will forget."""
         self._sweeping_bits = 0
-        """Bits that are being swept out, of these blocks."""
+        """Bits that the sweep in progress forgets."""
         self._unswept: Iterator[int] = iter(())
+        """Blocks that it has not checked yet."""
         self.num_refused = 0
-        """Blocks that a worker said it holds beyond what it has advertised."""
+        """Blocks that were ignored because a worker reported more than its card advertises."""
 
     def __repr__(self) -> str:
         return f"<PrefixIndex {len(self._holders)} blocks of {len(self._num_blocks)} workers>"
@@ -44,26 +62,26 @@ class PrefixIndex:
         return len(self._holders)
 
     def add_worker(self, max_blocks: int) -> int:
-        """A place for a worker that can hold so many blocks, and holds none."""
+        """Returns a free row for a worker that can hold up to `max_blocks` blocks."""
         taken = self._removed_bits | self._sweeping_bits
         for row in self._num_blocks:
             taken |= 1 << row
-        row = (~taken & (taken + 1)).bit_length() - 1
+        row = (~taken & (taken + 1)).bit_length() - 1  # the lowest zero bit
         self._num_blocks[row], self._max_blocks[row] = 0, max_blocks
         self._single_bits[1 << row] = 1 << row
         return row
 
     def set_max_blocks(self, row: int, max_blocks: int) -> None:
-        """A worker has said anew how many blocks it can hold."""
+        """Changes how many blocks a worker can hold; those that it holds already stay."""
         self._max_blocks[row] = max(max_blocks, self._num_blocks[row])
 
     def remove_worker(self, row: int) -> None:
-        """That worker holds nothing any more. What it held is found by nobody, and forgotten by and by in `sweep`."""
+        """Removes a worker. Its blocks are not found from now on, and `sweep` forgets them step by step."""
         del self._num_blocks[row], self._max_blocks[row], self._single_bits[1 << row]
         self._removed_bits |= 1 << row
 
     def store(self, row: int, hashes: Iterable[int]) -> None:
-        """A worker holds these blocks now; beyond what it has advertised they are not believed."""
+        """Notes blocks that a worker holds now. Those beyond what its card advertises are ignored."""
         holders, bit = self._holders, self._single_bits[1 << row]
         room = before = self._max_blocks[row] - self._num_blocks[row]
         for name in hashes:
@@ -84,7 +102,7 @@ class PrefixIndex:
         self._num_blocks[row] += before - room
 
     def remove(self, row: int, hashes: Iterable[int]) -> None:
-        """A worker holds these blocks no more."""
+        """Notes blocks that a worker no longer holds."""
         holders, bit = self._holders, 1 << row
         count = 0
         for name in hashes:
@@ -95,19 +113,19 @@ class PrefixIndex:
             self._set(name, known ^ bit)
         self._num_blocks[row] -= count
 
-    def match(self, hashes: Sequence[int], worker_bits: int) -> list[MatchLevel]:
-        """How many leading blocks each of `worker_bits` holds, the most first; those that hold none are left out.
+    def match(self, hashes: Sequence[int]) -> list[MatchLevel]:
+        """Returns how many leading blocks of a prompt each worker holds, the most first, without those that hold none.
 
-        Looks at few blocks: from where the holders are known it looks twice as far each time they are still the same,
-        and halves its way back to where they are fewer."""
+        Gallops: from where the holders are known it looks twice as far each time they are still the same, then finds by
+        bisection where they become fewer."""
         get = self._holders.get
         levels: list[MatchLevel] = []
         end = len(hashes)
-        now = worker_bits & get(hashes[0], 0) if end else 0
+        now = get(hashes[0], 0) & ~(self._removed_bits | self._sweeping_bits) if end else 0
         reached = 1
         while now:
             low, stride = reached, 1
-            high = end + 1
+            high = end + 1  # all of `now` hold `low` blocks, and not all of them `high`
             while low < end:
                 probe = min(low + stride, end)
                 if now & ~get(hashes[probe - 1], 0):
@@ -127,18 +145,19 @@ class PrefixIndex:
         return levels
 
     def num_blocks_of(self, row: int) -> int:
-        """How many blocks a worker holds."""
+        """Returns how many blocks a worker holds."""
         return self._num_blocks[row]
 
     def blocks_of(self, row: int) -> Iterator[int]:
-        """The blocks of one worker, by a look at every block there is."""
+        """Yields the hashes of a worker's blocks; slow, since it scans the whole index."""
         bit = 1 << row
         return (name for name, worker_bits in self._holders.items() if worker_bits & bit)
 
     def sweep(self) -> bool:
-        """Forgets some of what workers held that have left; whether there is more to forget."""
+        """Forgets some blocks of removed workers; returns whether there are more to forget."""
         if not self._sweeping_bits:
             self._sweeping_bits, self._removed_bits = self._removed_bits, 0
+            # a list, since the dictionary changes under the iteration
             self._unswept = iter(list(self._holders)) if self._sweeping_bits else iter(())
         batch = list(itertools.islice(self._unswept, _SWEEP_BLOCKS))
         if not batch:
@@ -150,7 +169,7 @@ class PrefixIndex:
         return bool(self._sweeping_bits or self._removed_bits)
 
     def check_integrity(self) -> None:
-        """Asserts what must hold between any two calls."""
+        """Asserts that every worker's count is right and within its limit, and that every block has a holder."""
         gone = self._removed_bits | self._sweeping_bits
         counted = dict.fromkeys(self._num_blocks, 0)
         for worker_bits in self._holders.values():

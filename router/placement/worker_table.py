@@ -1,6 +1,11 @@
-"""What placement looks at, a column for each kind of number and a row for each worker of one model; pure.
+"""The numbers that placement compares: a column for each kind of number, a row for each worker of one model; pure.
 
-Choosing among a thousand workers costs little more than among ten: a few operations on whole columns."""
+Choosing among a thousand workers costs little more than among ten: a few numpy operations on whole columns.
+
+Most numbers come from a worker itself. Three are derived here. *Utilization* is a worker's recent work as a share of
+the most it has ever done: 0 when idle, near 1 at its usual most. It spreads requests that arrive one by one, whose load
+is gone before the next one comes. *Slowdown* compares its speed with the fastest worker's, in powers of two, so that
+small differences don't decide. *Last chosen* orders the workers by their last request."""
 
 import math
 from typing import NamedTuple
@@ -13,54 +18,54 @@ Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
 _FIRST_ROWS = 16
 WORK_DECAY_S = 10.0
-"""After so long a third of a worker's recent work still counts."""
+"""After this time a third of a worker's recent work still counts."""
 _PEAK_DECAY_S = 600.0
-"""And after so long a third of the most that it has ever done."""
+"""After this time a third of the most that it has ever done still counts."""
 _HALF_UTILIZED_SHARE = 0.05
-"""Of its most work: what has done less lately is idle more than half."""
+"""The share of its most work at which a worker counts as half utilized."""
 _LATE_EVENT_S = 0.5
-"""A worker that is heard of after so long may have been out of sight."""
+"""After this silence a worker may have been ineligible, so that eligibility is computed again."""
 _UTILIZATION_TTL_S = 0.05
-"""So long it is not computed anew."""
+"""A computed utilization is used for this long."""
 _MAX_SLOWDOWN_LOG2 = 4.0
 
 
 class WorkerRow(NamedTuple):
-    """One worker's row, as its card, its events and its bookings say."""
+    """One worker's numbers, from its card, its events and its bookings, and then those that are derived."""
 
     is_open: bool
-    """It may be given work, if it has been heard of lately."""
+    """Whether it may be given work if it is heard from."""
     last_seen_at: float
     step_age_ms: float
     context_length: int
     block_size: int
-    """Tokens; 0 where it has no blocks."""
+    """Tokens of a KV block; 0 if it has no blocks."""
     prefill_tokens: int
-    """Prompt tokens that it has still to compute, with those that were just sent there."""
+    """Prompt tokens that it still has to compute, bookings included."""
     used_blocks: int
-    """Blocks that its running sequences hold, with those that were just sent there."""
+    """KV blocks of its running sequences, bookings included."""
     total_blocks: int
     requests: int
-    """Running, waiting and just sent there."""
+    """Requests that are running, waiting or booked."""
     max_num_seqs: int
     max_requests: int
-    """With so many there another one would only wait."""
+    """With this many requests it gets no more: another one would only wait there."""
     waiting_requests: int
-    """Requests that would wait for a place there if one more came, with that one."""
+    """Requests that would wait there if one more came, that one included."""
     free_tokens: float
-    """Tokens that its memory has room for; without end where it has no blocks."""
+    """Tokens that still fit its KV cache; infinite if it has no blocks."""
     prefill_slowdown: float = 1.0
-    """How many times longer than the fastest it takes for prompts: a power of 2, so that chance decides little."""
+    """Its time per prompt token compared with the fastest worker's: a power of 2."""
     decode_slowdown: float = 1.0
-    """Likewise for streams."""
+    """The same for the tokens of streams."""
     utilization: float = 0.0
-    """Near 1 where it has computed much of late, beside the most that it ever had; 0 where it has been idle."""
+    """Its recent work compared with the most it has ever done: 0 when idle, near 1 at its most."""
     last_chosen: int = 0
-    """A number that is larger the later it was chosen last; 0 for never."""
+    """Larger the later it was chosen last; 0 if never."""
 
 
 class _Eligible(NamedTuple):
-    """Which rows were eligible when that was last looked at, and how long and for what they must still be."""
+    """The rows that were eligible when that was last computed. They still are until `until`, for shorter prompts."""
 
     rows: Rows
     until: float
@@ -68,14 +73,15 @@ class _Eligible(NamedTuple):
 
 
 _FIRST_DERIVED = WorkerRow._fields.index("prefill_slowdown")
-"""The first of those that its own word does not set."""
+"""The first number that `update` does not set."""
 _COLUMN = {name: at for at, name in enumerate(WorkerRow._fields)}
 
 
 class WorkerTable:
-    """The rows of one model's workers. A row is a worker's place in the prefix index.
+    """The numbers of one model's workers.
 
-    Who has been silent for `silent_s`, or is at a step older than `max_step_age_ms`, gets no new work."""
+    A worker that has been silent for `silent_s`, or whose engine's step is older than `max_step_age_ms`, is not
+    eligible."""
 
     def __init__(self, silent_s: float, max_step_age_ms: float) -> None:
         self._silent_s = silent_s
@@ -91,14 +97,15 @@ class WorkerTable:
         return f"<WorkerTable of {self._values.shape[1]} rows>"
 
     def add_worker(self, row: int) -> None:
-        """A worker has that row from now on."""
+        """Makes room for a worker in that row."""
         while row >= self._values.shape[1]:
             self._grow()
         self.clear(row)
 
     def update(self, row: int, values: WorkerRow) -> None:
-        """Notes what is known of a worker now."""
+        """Sets a worker's own numbers."""
         column = self._values[:, row]
+        # only these changes can make another row eligible, or this one no longer
         was_late, is_late = column[2] > self._max_step_age_ms, values.step_age_ms > self._max_step_age_ms
         is_back = values.last_seen_at - column[1] > _LATE_EVENT_S
         if is_back or was_late != is_late or (values.is_open, values.context_length) != (column[0], column[3]):
@@ -106,29 +113,29 @@ class WorkerTable:
         column[:_FIRST_DERIVED] = values[:_FIRST_DERIVED]
 
     def matches(self, row: int, values: WorkerRow) -> bool:
-        """Whether that is what was noted of a worker last."""
+        """Whether a worker's own numbers are these."""
         return np.array_equal(self._values[:_FIRST_DERIVED, row], values[:_FIRST_DERIVED])
 
     def clear(self, row: int) -> None:
-        """The worker is gone."""
+        """Clears the row of a worker that is gone."""
         self._eligible = self._eligible._replace(until=-math.inf)
         self._values[:, row] = 0.0
         self._values[_COLUMN["prefill_slowdown"], row] = self._values[_COLUMN["decode_slowdown"], row] = 1.0
         self._work[row] = self._peak[row] = 0.0
 
     def mark_chosen(self, row: int, turn: int) -> None:
-        """It was that worker's turn."""
+        """Notes that a worker was chosen; `turn` counts up."""
         self._values[_COLUMN["last_chosen"], row] = turn
 
     def record_work(self, row: int, tokens: float, now: float) -> None:
-        """A worker has computed that many tokens lately."""
+        """Notes that a worker has just computed that many tokens."""
         since = now - self._worked_at[row]
         self._work[row] = self._work[row] * math.exp(-since / WORK_DECAY_S) + tokens
         self._peak[row] = max(self._peak[row] * math.exp(-since / _PEAK_DECAY_S), self._work[row])
         self._worked_at[row] = now
 
     def eligible(self, now: float, num_tokens: int = 0) -> Rows:
-        """The workers that may be given a prompt of so many tokens now."""
+        """Returns the rows of the workers that may be given a prompt of that length now."""
         if now < self._eligible.until and num_tokens < self._eligible.min_context:
             return self._eligible.rows
         is_open, last_seen_at, step_age_ms, context_length = self._values[:4]
@@ -143,7 +150,7 @@ class WorkerTable:
         return long_enough
 
     def columns_of(self, rows: Rows, now: float) -> Table:
-        """All that is known of some rows, a column for each number; not to be written to."""
+        """Returns all numbers of some rows, one array for each number; often a view that must not be written to."""
         if now - self._utilization_at > _UTILIZATION_TTL_S:
             self._update_utilization(now)
         if is_contiguous(rows):
@@ -151,23 +158,24 @@ class WorkerTable:
         return self._values.take(rows, axis=1)
 
     def has_capacity(self, rows: Rows) -> bool:
-        """Whether one of them would begin with another request at once, or nearly so."""
+        """Whether one of these rows may take another request."""
         return bool((self.column("requests")[rows] < self.column("max_requests")[rows]).any())
 
     def column(self, name: str) -> Floats:
-        """All rows of one column, those of no worker among them."""
+        """Returns one column with all rows, also those that belong to no worker."""
         found: Floats = self._values[_COLUMN[name]]
         return found
 
     def update_slowdowns(self, prefill_s_per_token: Floats, itl_s: Floats) -> None:
-        """Notes how long each row takes for a token of a prompt and of a stream; 0 where it is not known."""
+        """Compares the speeds of all rows, given in seconds per prompt token and per token of a stream; 0 is
+        unknown."""
         for name, seconds in (("prefill_slowdown", prefill_s_per_token), ("decode_slowdown", itl_s)):
             known = (seconds > 0).nonzero()[0]
             slowdown = self.column(name)
             slowdown[:] = 1.0
             if len(known):
-                octaves = np.floor(np.log2(seconds[known] / seconds[known].min()))
-                slowdown[known] = 2.0 ** np.minimum(octaves, _MAX_SLOWDOWN_LOG2)
+                exponents = np.floor(np.log2(seconds[known] / seconds[known].min()))
+                slowdown[known] = 2.0 ** np.minimum(exponents, _MAX_SLOWDOWN_LOG2)
 
     def _update_utilization(self, now: float) -> None:
         self._utilization_at = now
@@ -182,5 +190,5 @@ class WorkerTable:
 
 
 def is_contiguous(rows: Rows) -> bool:
-    """Whether these are the first rows, without a gap: what is known of them needs no copy."""
+    """Whether these are the first rows without a gap, so that their numbers need no copy."""
     return bool(rows[-1] + 1 == len(rows))

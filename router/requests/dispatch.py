@@ -13,7 +13,7 @@ from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects, validation
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
-from tokenbus.router.placement.model_workers import NoWorker, Placement
+from tokenbus.router.placement.placement import NoWorker, Placement
 from tokenbus.router.requests import worker_replies
 from tokenbus.router.requests.flight import Flight, Flights
 from tokenbus.router.requests.placement_queue import PlacementQueue

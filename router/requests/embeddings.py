@@ -15,7 +15,7 @@ from tokenbus.protocol.wire import codec, embeddings, errors, internal, limits, 
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.metrics import RouterMetrics
-from tokenbus.router.placement.model_workers import Capacity
+from tokenbus.router.placement.placement import Capacity
 from tokenbus.router.requests import present, worker_replies
 
 _replies = codec.Decoder(internal.EmbedResult)

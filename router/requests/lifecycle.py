@@ -11,7 +11,7 @@ from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import block_hash, errors, limits, messages, validation
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
-from tokenbus.router.placement.model_workers import Capacity
+from tokenbus.router.placement.placement import Capacity
 from tokenbus.router.requests import present
 from tokenbus.router.requests.dispatch import AlreadyStreamingError, Dispatch
 from tokenbus.router.requests.flight import Flight, Flights

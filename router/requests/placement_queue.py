@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
-from tokenbus.router.placement.model_workers import Capacity, NoWorker, Placement, PlacementOptions, PlacementRequest
+from tokenbus.router.placement.placement import Capacity, NoWorker, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import Policy
 from tokenbus.router.requests.fair_queue import FairQueue, QueuedRequest
 from tokenbus.router.requests.flight import Flight

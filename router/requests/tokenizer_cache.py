@@ -15,7 +15,8 @@ from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimi
 from tokenbus.protocol.prompt import prompt
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects
-from tokenbus.router.fleet.fleet import MAX_WORKERS, Fleet, incarnation_key
+from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.fleet.registry import MAX_WORKERS, incarnation_key
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.requests import worker_replies
 from tokenbus.router.requests.fair_executor import FairExecutor

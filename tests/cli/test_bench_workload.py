@@ -6,8 +6,7 @@ import random
 import pytest
 
 from tokenbus.protocol.wire import messages
-from tokenbus.replay.load.arrivals import poisson, schedule
-from tokenbus.replay.load.points import LoadKind, LoadPoint
+from tokenbus.replay.load.points import LoadKind, LoadPoint, poisson, schedule
 from tokenbus.replay.load.workload import RandomTokens, RepeatedText, TraceWorkload, Workload, clipped
 from tokenbus.replay.traces import TracedRequest
 

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from tokenbus.replay.traces import TracedRequest
 from tokenbus.replay.virtual_worker import RequestProgress, VirtualWorker, VirtualWorkerSettings
-from tokenbus.worker.engine.kv.prefix_tree import Domain
-from tokenbus.worker.engine.sim.runner import VOCAB_SIZE
 from tokenbus.worker.engine.sim.timing import PRESETS
 
 SMALL = VirtualWorkerSettings(
@@ -19,7 +17,7 @@ SMALL = VirtualWorkerSettings(
 
 
 class Seen(NamedTuple):
-    """Everything that a machine has shown."""
+    """Everything that a worker has shown."""
 
     progress: list[RequestProgress]
     tokens: int
@@ -28,21 +26,20 @@ class Seen(NamedTuple):
     step_ends_at: float | None
 
 
-def play(requests: list[tuple[float, TracedRequest]], machine: VirtualWorker, *, hurry: bool) -> Seen:
+def play(requests: list[tuple[float, TracedRequest]], worker: VirtualWorker, *, coalesce: bool) -> Seen:
     for number, (at_s, request) in enumerate(requests):
-        machine.advance(at_s, at_s if hurry else -1.0)
-        ids = request.token_ids(VOCAB_SIZE)
-        machine.submit(number, f"r{number}", ids, request.output_tokens, Domain("t"), 0, at_s)
-        machine.check_integrity()
-    machine.advance(1e9, 1e9 if hurry else -1.0)
-    machine.check_integrity()
+        worker.advance(at_s, at_s if coalesce else -1.0)
+        worker.submit(number, request, at_s)
+        worker.check_integrity()
+    worker.advance(1e9, 1e9 if coalesce else -1.0)
+    worker.check_integrity()
     held: set[int] = set()
-    for _, entry in machine.events:
+    for _, entry in worker.events:
         held -= set(entry.removed)
         held |= {name for run in entry.stored for name in run.hashes}
-    count = sum(len(steps.gaps_s) * steps.sequences for steps in machine.steps)
-    gaps_s = sum(sum(steps.gaps_s) * steps.sequences for steps in machine.steps)
-    return Seen(machine.progress, count, gaps_s, held, machine.step_ends_at)
+    count = sum(len(steps.gaps_s) * steps.sequences for steps in worker.steps)
+    gaps_s = sum(sum(steps.gaps_s) * steps.sequences for steps in worker.steps)
+    return Seen(worker.progress, count, gaps_s, held, worker.step_ends_at)
 
 
 @given(
@@ -56,8 +53,8 @@ def test_steps_taken_several_at_a_time_are_those_taken_one_by_one(asked: list[tu
         now += after_s
         blocks = -(-prompt // 4)
         requests.append((now, TracedRequest(now, prompt, output, tuple(range(100 * group, 100 * group + blocks)), 4)))
-    one_by_one = play(requests, VirtualWorker("w", SMALL), hurry=False)
-    hurried = play(requests, VirtualWorker("w", SMALL), hurry=True)
+    one_by_one = play(requests, VirtualWorker("w", SMALL), coalesce=False)
+    hurried = play(requests, VirtualWorker("w", SMALL), coalesce=True)
     assert hurried.progress == [done._replace(at_s=pytest.approx(done.at_s)) for done in one_by_one.progress]
     assert hurried.tokens == one_by_one.tokens == sum(output - 1 for _, _, output, _ in asked)
     assert hurried.gaps_s == pytest.approx(one_by_one.gaps_s)
@@ -66,9 +63,9 @@ def test_steps_taken_several_at_a_time_are_those_taken_one_by_one(asked: list[tu
 
 
 def test_an_idle_worker_takes_the_time_of_its_prompt_and_then_of_each_token() -> None:
-    machine = VirtualWorker("w", SMALL)
+    worker = VirtualWorker("w", SMALL)
     request = TracedRequest(0.0, 20, 3, tuple(range(5)), 4)
-    seen = play([(1.0, request)], machine, hurry=True)
+    seen = play([(1.0, request)], worker, coalesce=True)
     timing = SMALL.timing
     first_s = 1.0 + timing.step_ms(20, 0, 0.0) / 1e3
     gaps_s = [timing.step_ms(0, 1, held / 160) / 1e3 for held in (21, 22)]
@@ -78,7 +75,7 @@ def test_an_idle_worker_takes_the_time_of_its_prompt_and_then_of_each_token() ->
 
 def test_a_prompt_that_comes_again_is_cached_but_for_its_last_token() -> None:
     request = TracedRequest(0.0, 20, 3, tuple(range(5)), 4)
-    seen = play([(0.0, request), (9.0, request)], VirtualWorker("w", SMALL), hurry=True)
+    seen = play([(0.0, request), (9.0, request)], VirtualWorker("w", SMALL), coalesce=True)
     assert [one.cached_tokens for one in seen.progress if one.cached_tokens is not None] == [0, 19]
 
 
@@ -87,6 +84,8 @@ def test_a_worker_that_is_twice_as_fast_takes_half_the_time() -> None:
     requests = [
         (0.01 * number, TracedRequest(0.0, 30, rng.randrange(1, 30), tuple(range(8)), 4)) for number in range(3)
     ]
-    slow = play([(0.0, request) for _, request in requests], VirtualWorker("w", SMALL), hurry=True)
-    fast = play([(0.0, request) for _, request in requests], VirtualWorker("w", SMALL._replace(speed=2.0)), hurry=True)
+    slow = play([(0.0, request) for _, request in requests], VirtualWorker("w", SMALL), coalesce=True)
+    fast = play(
+        [(0.0, request) for _, request in requests], VirtualWorker("w", SMALL._replace(speed=2.0)), coalesce=True
+    )
     assert fast.progress[-1].at_s == pytest.approx(slow.progress[-1].at_s / 2)

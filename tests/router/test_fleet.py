@@ -7,10 +7,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.router.builders import READY, at, card, events, part
 from tokenbus.protocol.wire import messages
-from tokenbus.router.fleet.fleet import MAX_WORKERS, Fleet
+from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.fleet.registry import MAX_WORKERS
 from tokenbus.router.fleet.updates import FleetUpdate, LostWorker
 from tokenbus.router.fleet.worker import Worker
-from tokenbus.router.placement.model_workers import Capacity, PlacementRequest
+from tokenbus.router.placement.placement import Capacity, PlacementRequest
 
 DRAINING, RESTARTING, STARTING, STOPPED = (
     messages.WorkerState.DRAINING,

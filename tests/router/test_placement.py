@@ -12,7 +12,7 @@ import pytest
 from tests.router.builders import at, card, events, stored
 from tokenbus.protocol.wire import messages
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.placement.model_workers import NoWorker, Placement, PlacementOptions, PlacementRequest
+from tokenbus.router.placement.placement import NoWorker, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import (
     ENTRY_POINTS,
     POLICIES,

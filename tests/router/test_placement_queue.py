@@ -9,7 +9,7 @@ from tests.router.builders import card, events, flight
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
-from tokenbus.router.placement.model_workers import NoWorker, Placement
+from tokenbus.router.placement.placement import NoWorker, Placement
 from tokenbus.router.placement.policies import View, make_policies
 from tokenbus.router.placement.worker_table import Floats
 from tokenbus.router.requests.flight import Flight

@@ -1,0 +1,213 @@
+"""Knows which workers there are, in which incarnation, and which models they serve; pure.
+
+A worker is named by its model and its id. When it restarts it comes back with a later epoch: a new incarnation, which
+replaces the earlier one. An earlier epoch is believed only once the known incarnation has been silent long enough to be
+lost. A card that can't be true, or contradicts the model's other workers, is refused, and so are its events."""
+
+from collections.abc import Iterator
+
+from tokenbus.protocol.ttl_cache import TTLCache
+from tokenbus.protocol.wire import codec, limits, messages
+from tokenbus.protocol.wire.subjects import WorkerAddress, epoch_sort_key
+from tokenbus.router.fleet.request_owners import RequestOwners
+from tokenbus.router.fleet.updates import FleetUpdate, LostWorker
+from tokenbus.router.fleet.worker import Worker
+from tokenbus.router.placement.hash_scheme import HashScheme
+from tokenbus.router.placement.model_workers import ModelWorkers
+from tokenbus.router.placement.placement import Capacity
+
+MAX_WORKERS = 4_096
+"""Workers and model names that are kept, so that a router's memory stays bounded whatever is published."""
+_REFUSAL_TTL_S = 30.0
+"""A refused card is checked again after this time: the workers that it contradicts may be gone."""
+_MIN_VALUES = {
+    "context_length": 1,
+    "max_num_seqs": 0,
+    "max_num_batched_tokens": 0,
+    "kv_block_size": 1,
+    "total_kv_blocks": 0,
+    "host_kv_blocks": 0,
+}
+"""The numbers of a card that placement computes with, each with the least value it may have."""
+_MAX_VALUE = 2**31 - 1
+_MAX_CARD_BYTES = 65_536
+"""A usual card has one or two thousand. A router keeps all of them and shows them in its reply to `models`."""
+
+
+class WorkerRegistry:
+    """The workers of all models, and lookups among them."""
+
+    def __init__(self, began_at: float) -> None:
+        self._began_at = began_at
+        self._workers: dict[WorkerAddress, Worker] = {}
+        self._models: dict[str, ModelWorkers] = {}
+        """The workers of each model that has any."""
+        self._unserved = ModelWorkers()
+        """Stands for every other model."""
+        self._known_models: dict[str, None] = {}
+        """Models that some worker has served since `began_at`, in order of their first card."""
+        self._owners = RequestOwners()
+        self._refused: TTLCache[messages.RefusedCard] = TTLCache(_REFUSAL_TTL_S, MAX_WORKERS)
+        """Refused cards by incarnation."""
+        self._lost_behind: TTLCache[bool] = TTLCache(limits.ENDED_STREAM_TTL_S, MAX_WORKERS)
+        """Incarnations that ended while their event log had a gap."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {len(self._workers)} workers, {len(self._known_models)} known models>"
+
+    def apply_card(self, card: messages.Card, now: float) -> FleetUpdate:
+        """Applies a card, which announces a new worker, a new incarnation of a known one, or a change."""
+        self._known_models[card.model] = None
+        if len(self._known_models) > MAX_WORKERS:
+            del self._known_models[next(iter(self._known_models))]
+        known, current = self._workers.get(card.address), self._current(card)
+        if card.state is messages.WorkerState.STOPPED:
+            if current is not None:
+                self._remove(current)
+            return FleetUpdate(left=current is not None)
+        if known is not None and current is None and not _is_superseded(known, card.epoch, now):
+            return FleetUpdate()
+        if refusal := _implausibility(card) or self._model(card.model).incompatibility(card):
+            key = incarnation_key(card.address, card.epoch)
+            is_new = self._refused.get(key, now) is None
+            refused = messages.RefusedCard(worker_id=card.worker_id, model=card.model, reason=refusal)
+            self._refused.put(key, refused, now)
+            return FleetUpdate(refused=refusal if is_new else None)
+        if current is not None:  # a card is no sign of life: only events are
+            current.card, current.state = card, card.state
+            self._model(card.model).update_card(current)
+            return FleetUpdate()
+        if known is None:
+            if len(self._workers) < MAX_WORKERS:
+                self._add(Worker(card, now))
+            return FleetUpdate()
+        self._remove(known, lost_at=now)
+        self._add(Worker(card, now))
+        return FleetUpdate(lost=LostWorker(known.card, known.log.is_behind))
+
+    def find(self, address: WorkerAddress) -> Worker | None:
+        return self._workers.get(address)
+
+    def models(self) -> Iterator[tuple[str, list[Worker]]]:
+        """Yields each served model with its workers, by name."""
+        for model in sorted(self._models):
+            yield model, list(self._models[model].workers)
+
+    def workers_of(self, model: str) -> list[Worker]:
+        """Returns all workers of the model, in any state."""
+        return list(self._model(model).workers)
+
+    def sample_workers(self, model: str, now: float) -> list[Worker]:
+        """Returns a few workers of the model, eligible ones if there are any."""
+        return self._model(model).sample(now)
+
+    def eligible_workers(self, model: str, now: float) -> list[Worker]:
+        """Returns the workers of the model that may be given a request now."""
+        return self._model(model).eligible(now)
+
+    def capacity(self, model: str, now: float) -> Capacity:
+        """Returns whether the model's workers can start another request now."""
+        return self._model(model).capacity(now)
+
+    def hash_scheme_of(self, model: str) -> HashScheme | None:
+        """Returns how the model's KV blocks are hashed; None if no worker has any."""
+        return self._model(model).hash_scheme
+
+    def num_blocks(self, model: str) -> int:
+        """Returns the number of blocks in the model's prefix index."""
+        return self._model(model).num_blocks
+
+    def max_context_length(self, model: str) -> int:
+        """Returns the tokens of the longest sequence that one of the model's workers can hold."""
+        return self._model(model).max_context_length
+
+    def known_models(self) -> Iterator[str]:
+        """Yields each model that some worker has served since the router started."""
+        return iter(self._known_models)
+
+    def unserved(self, now: float) -> list[str] | None:
+        """Returns the known models that nobody serves now; None if the router is too young to know."""
+        if not self._is_old_enough(now):
+            return None
+        return [model for model in self._known_models if model not in self._models]
+
+    def is_unknown(self, model: str, now: float) -> bool:
+        """Whether nobody has ever served the model, as far as a router that is old enough can say."""
+        return model not in self._known_models and self._is_old_enough(now)
+
+    def owner_of(self, key: str, model: str) -> Worker | None:
+        """Returns the worker of the model that says it runs a request, whichever router placed it there."""
+        return self._owners.find(model, key)
+
+    def blocks_of(self, worker: Worker) -> set[int]:
+        """Returns the hashes of all blocks that a worker is known to hold; slow, since it scans the whole index."""
+        return self._model(worker.card.model).blocks_of(worker)
+
+    def was_behind(self, card: messages.Card, now: float) -> bool:
+        """Whether this incarnation may have published more events than were received."""
+        if (worker := self._current(card)) is not None:
+            return worker.log.is_behind
+        return bool(self._lost_behind.get(incarnation_key(card.address, card.epoch), now))
+
+    def check_integrity(self) -> None:
+        assert len(self._workers) <= MAX_WORKERS
+        assert all(address == worker.card.address for address, worker in self._workers.items())
+        assert len(self._known_models) <= MAX_WORKERS
+        by_model = {worker.card.address for model in self._models.values() for worker in model.workers}
+        assert by_model == self._workers.keys()
+        assert not self._unserved.workers
+        for model in self._models.values():
+            assert model.workers
+            model.check_integrity()
+        self._owners.check_integrity(self._workers)
+
+    def _add(self, worker: Worker) -> None:
+        self._workers[worker.card.address] = worker
+        self._models.setdefault(worker.card.model, ModelWorkers()).add_worker(worker)
+
+    def _remove(self, worker: Worker, lost_at: float | None = None) -> None:
+        """Forgets an incarnation; `lost_at` says when, unless it has ended its streams itself."""
+        del self._workers[worker.card.address]
+        self._owners.remove_worker(worker)
+        model = self._models[worker.card.model]
+        model.remove_worker(worker)
+        if not model.workers:
+            del self._models[worker.card.model]
+        if lost_at is not None and worker.log.is_behind:
+            self._lost_behind.put(incarnation_key(worker.card.address, worker.card.epoch), True, lost_at)
+
+    def _model(self, model: str) -> ModelWorkers:
+        return self._models.get(model, self._unserved)
+
+    def _current(self, card: messages.Card) -> Worker | None:
+        """Returns the worker that a card is of, if its incarnation is the current one."""
+        worker = self._workers.get(card.address)
+        return worker if worker is not None and worker.card.epoch == card.epoch else None
+
+    def _is_old_enough(self, now: float) -> bool:
+        """Whether every worker has had time to announce its model."""
+        return now - self._began_at > limits.MODEL_NOT_FOUND_AFTER_S
+
+
+def incarnation_key(address: WorkerAddress, epoch: str) -> str:
+    """Names one incarnation of one worker; the epoch alone does not, since another worker may use the same."""
+    return f"{address.model} {address.worker_id} {epoch}"
+
+
+def _is_superseded(known: Worker, epoch: str, now: float) -> bool:
+    """Whether an incarnation with that epoch replaces a known one: a later one does, an earlier one only if the known
+    one has been silent long enough to be lost."""
+    if epoch_sort_key(epoch) > epoch_sort_key(known.card.epoch):
+        return True
+    return now - known.last_seen_at >= limits.WORKER_LOST_AFTER_S
+
+
+def _implausibility(card: messages.Card) -> str | None:
+    """Returns why a card can't be true, whatever the other workers of its model say, or None if it can."""
+    if (size := len(codec.encode(card))) > _MAX_CARD_BYTES:
+        return f"it has {size} bytes, more than {_MAX_CARD_BYTES}"
+    for name, least in _MIN_VALUES.items():
+        number = getattr(card, name)
+        if number is not None and not least <= number <= _MAX_VALUE:
+            return f"its {name} is {number}; it must be {least} to {_MAX_VALUE}"
+    return None

@@ -1,0 +1,83 @@
+"""The requests to placement, its answers, and the explanation of a choice; pure."""
+
+import enum
+import math
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from tokenbus.protocol.wire import messages
+from tokenbus.router.fleet.worker import Worker
+from tokenbus.router.placement.policies import View
+
+
+class PlacementRequest(NamedTuple):
+    """The properties of a request that placement needs."""
+
+    key: str
+    num_tokens: int
+    """Tokens of its prompt."""
+    hashes: Sequence[int] = ()
+    """The hashes of the prompt's full blocks; empty for a request that must not use the prefix cache."""
+    session: str = ""
+    """The session that it belongs to, as its client says."""
+
+
+class PlacementOptions(NamedTuple):
+    """Which workers may be chosen, and how."""
+
+    only: str | None = None
+    """The only worker that may be chosen, by its id."""
+    exclude: Collection[str] = ()
+    """Workers that may not be chosen, by their ids."""
+    temperature: float = 0.0
+    """0 takes the lowest cost. Above 0, workers with higher costs are drawn too."""
+    explain: bool = False
+    """Whether to report all candidates with their costs."""
+
+    def allows(self, worker_id: str) -> bool:
+        return worker_id not in self.exclude and (self.only is None or worker_id == self.only)
+
+
+class Placement(NamedTuple):
+    """The chosen worker, where the request has been booked."""
+
+    worker: Worker
+    policy: str
+    overlap_blocks: int = 0
+    """Leading blocks of the prompt that the worker holds or is predicted to hold."""
+    report: messages.RoutingReport | None = None
+
+
+class NoWorker(NamedTuple):
+    """No worker may be chosen."""
+
+
+class Capacity(enum.Enum):
+    """Whether a model's workers can start another request."""
+
+    AVAILABLE = enum.auto()
+    BUSY = enum.auto()
+    """Not now: all of them have as many requests as they can take, or are about to come back."""
+    NO_WORKERS = enum.auto()
+    """None of them can, nor will."""
+
+
+def explain(
+    chosen: Worker, policy: str, workers: Sequence[Worker], view: View, costs: Sequence[float]
+) -> messages.RoutingReport:
+    """Reports what was known about each candidate. `workers`, the columns of `view` and `costs` are in the same
+    order."""
+    candidates = []
+    for number, worker in enumerate(workers):
+        block_size = max(1.0, float(view.block_size[number]))
+        uncached_tokens = max(0.0, view.prompt_tokens - float(view.overlap_tokens[number]))
+        candidate = messages.Candidate(
+            worker_id=worker.card.worker_id,
+            cost=round(costs[number], 3),
+            overlap_blocks=int(view.overlap_tokens[number] / block_size),
+            prefill_blocks=math.ceil((float(view.prefill_tokens[number]) + uncached_tokens) / block_size),
+            decode_blocks=int(view.used_blocks[number]),
+            state=worker.state,
+        )
+        candidates.append(candidate)
+    return messages.RoutingReport(chosen=chosen.card.worker_id, policy=policy, candidates=candidates)
