@@ -8,8 +8,8 @@ from tokenbus.protocol.bus.bus import BadSubjectError, Bus, OutboundBufferLimitE
 from tokenbus.protocol.wire import codec, limits, messages, subjects
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
-from tokenbus.worker.frontend import spans
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
+from tokenbus.worker.streams import spans
 from tokenbus.worker.streams.stream import Stream
 
 

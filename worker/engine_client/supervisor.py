@@ -3,13 +3,13 @@
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import structlog
 
 from tokenbus.worker import contract
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineDiedError
+from tokenbus.worker.engine_client.listener import EngineListener
 
 INITIAL_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 15.0
@@ -25,14 +25,6 @@ _STALL_S = 1.0
 """A frontend that was away for longer has not heard of the engine's steps meanwhile."""
 
 
-class Listener(Protocol):
-    """Who must know which engine serves."""
-
-    def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None: ...
-
-    def engine_died(self) -> None: ...
-
-
 def next_backoff(backoff_s: float, uptime_s: float) -> float:
     """How long to wait before the next start, after an engine that lived for `uptime_s`."""
     return INITIAL_BACKOFF_S if uptime_s >= HEALTHY_AFTER_S else min(2 * backoff_s, MAX_BACKOFF_S)
@@ -42,7 +34,7 @@ class Supervisor:
     """Runs one engine after another made by `make_engine`."""
 
     def __init__(
-        self, make_engine: Callable[[], EngineClient], worker_id: str, listener: Listener, step_timeout_s: float
+        self, make_engine: Callable[[], EngineClient], worker_id: str, listener: EngineListener, step_timeout_s: float
     ) -> None:
         self._make_engine = make_engine
         self._worker_id = worker_id
@@ -105,7 +97,7 @@ class Supervisor:
     async def _run_engine(self) -> str:
         """One engine's life; returns why it ended. It begins with the streams that the last one left."""
         engine = self._engine = self._make_engine()
-        engine.on_disconnect = self._listener.engine_died
+        engine.listener = self._listener
         reason = ""
         try:
             config = await engine.start(self._worker_id)

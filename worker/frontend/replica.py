@@ -14,9 +14,11 @@ from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import internal, subjects
 from tokenbus.worker import contract
+from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineProcess
+from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.supervisor import Supervisor
 from tokenbus.worker.frontend.frontend import Frontend
 from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
@@ -25,7 +27,7 @@ from tokenbus.worker.frontend.settings import OnProgress, WorkerSettings
 _LOADING_LOG_INTERVAL_S = 2.0
 
 
-class Replica:
+class Replica(EngineListener):
     """Lives from `run` until it is drained. Its engine is a step loop in `process`."""
 
     def __init__(
@@ -117,6 +119,14 @@ class Replica:
         if engine is not None and self._config is not None:
             self._metrics.update_gauges(engine.load(), self._config, is_ready=not self.unready_reason)
 
+    def loading(self, fraction: float) -> None:
+        """Logs the progress of a long load every few seconds."""
+        self.load_progress = fraction
+        now = time.monotonic()
+        if now - self._logged_at >= _LOADING_LOG_INTERVAL_S:
+            self._logged_at = now
+            self._log.info("model_loading", percent=round(100 * fraction))
+
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         """A restart finds the same files and takes no more memory than the first."""
         if self._config is not None:
@@ -129,18 +139,28 @@ class Replica:
             self.started.set_result(config)
 
     def engine_died(self) -> None:
+        """Announces that there is no engine for now."""
         assert self.frontend is not None
         self.frontend.engine_died()
+
+    def step_computed(self, stats: ipc.StepStats) -> None:
+        """Counts a step."""
+        self._metrics.observe_step(stats)
+
+    def token_interval(self, seconds: float, count: int) -> None:
+        """Counts intervals between tokens."""
+        self._metrics.observe_token_interval(seconds, count)
+
+    def step_done(self) -> None:
+        """Publishes a step's chunks."""
+        assert self.frontend is not None
+        self.frontend.step_done()
 
     def _make_engine(self) -> EngineClient:
         assert self.frontend is not None
         settings = self._engine
         engine = EngineClient(lambda: self._process.open(settings), self._settings.max_waiting)
-        engine.on_step = self.frontend.step_done
-        engine.on_step_stats = self._metrics.observe_step
-        engine.on_token_interval = self._metrics.observe_token_interval
         engine.on_kv_events = self.frontend.blocks_changed
-        engine.on_loading = self._loading
         return engine
 
     def _tick(self, now: float, gap_s: float) -> None:
@@ -149,14 +169,6 @@ class Replica:
         engine = self._supervisor.engine
         if engine is not None and self._config is not None:
             self._metrics.count_load(engine.load())
-
-    def _loading(self, fraction: float) -> None:
-        """Says how far a model is loaded, every few seconds of a long load."""
-        self.load_progress = fraction
-        now = time.monotonic()
-        if now - self._logged_at >= _LOADING_LOG_INTERVAL_S:
-            self._logged_at = now
-            self._log.info("model_loading", percent=round(100 * fraction))
 
     async def _serve(self, buses: Iterable[Bus], supervisor: Supervisor, frontend: Frontend) -> None:
         lives = (supervisor.run(), frontend.run(), *(bus.wait_closed() for bus in buses))

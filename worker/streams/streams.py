@@ -13,9 +13,9 @@ from tokenbus.protocol.wire import block_hash, errors, internal, limits, message
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.outbox import Outbox
-from tokenbus.worker.frontend import spans
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
 from tokenbus.worker.frontend.settings import FrontendSettings
+from tokenbus.worker.streams import spans
 from tokenbus.worker.streams.liveness import ClientLiveness
 from tokenbus.worker.streams.sampling import resolve
 from tokenbus.worker.streams.stream import Stream

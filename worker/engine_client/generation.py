@@ -8,7 +8,7 @@ from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.process.ipc import SequenceOutput
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
-from tokenbus.worker.streams.detokenizer import Detokenizer
+from tokenbus.worker.engine_client.detokenizer import Detokenizer
 
 _FAILURES = {
     EngineFinishReason.INSUFFICIENT_MEMORY: errors.make_error(errors.Code.INSUFFICIENT_MEMORY),
@@ -50,6 +50,11 @@ class Generation:
     def has_ended(self) -> bool:
         """Whether its sink has been given the terminal."""
         return self._terminal_sent
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it ran to its end: to a stop, or to its full length."""
+        return self.finished_by in (EngineFinishReason.STOP_TOKEN, EngineFinishReason.LENGTH)
 
     def begin(self, now: float) -> None:
         """An engine computes it from now on; the first one counts."""
