@@ -1,4 +1,6 @@
-"""One accepted request at the frontend: makes its outputs of what the engine computes, and exactly one terminal."""
+"""The engine client's side of one accepted request: turns sampled tokens into outputs and exactly one terminal.
+
+It outlives an engine: when one dies, the next is given the prompt and the tokens sampled so far, and continues."""
 
 import asyncio
 from array import array
@@ -15,13 +17,13 @@ _FAILURES = {
     EngineFinishReason.BAD_LOGITS: errors.make_error(
         errors.Code.INTERNAL, "the model computed logits that are not numbers"
     ),
-    EngineFinishReason.ABORTED: errors.make_error(errors.Code.INTERNAL, "the engine gave the request up"),
-    EngineFinishReason.FAILED: errors.make_error(errors.Code.INTERNAL, "the engine could not begin with the request"),
+    EngineFinishReason.ABORTED: errors.make_error(errors.Code.INTERNAL, "the engine aborted the request"),
+    EngineFinishReason.FAILED: errors.make_error(errors.Code.INTERNAL, "the engine could not start the request"),
 }
 
 
 class Generation:
-    """Turns tokens into outputs. Times are in seconds of one monotonic clock."""
+    """Turns tokens into outputs for `sink`. Times are seconds of one monotonic clock."""
 
     def __init__(
         self, request: contract.EngineRequest, sink: contract.Sink, token_bytes: Sequence[bytes], accepted_at: float
@@ -35,9 +37,9 @@ class Generation:
         self.last_token_at: float | None = None
         self.finished_by: EngineFinishReason | None = None
         self.sampled = array("I")
-        """What an engine would have to be given, behind the prompt, to go on."""
+        """The tokens that another engine needs after the prompt to continue."""
         self.crashes = 0
-        """Engines that died in a step holding this request, since its last token."""
+        """Engines that died in a step with this request since its last token."""
         self._terminal_sent = False
         self._sink_failed = False
         self._cached_tokens = 0
@@ -57,12 +59,12 @@ class Generation:
         return self.finished_by in (EngineFinishReason.STOP_TOKEN, EngineFinishReason.LENGTH)
 
     def begin(self, now: float) -> None:
-        """An engine computes it from now on; the first one counts."""
+        """An engine has started to compute it; the first start counts as the end of its queue time."""
         if self.started_at is None:
             self.started_at = now
 
     def progress(self, processed_tokens: int, cached_tokens: int) -> bool:
-        """Notes how far the prompt is computed, and hands it out where it is news; True when that ended it."""
+        """Hands out how far the prompt is computed, if that has changed; returns whether the sink failed."""
         if processed_tokens == self._processed_tokens:
             return False
         self._processed_tokens = processed_tokens
@@ -73,7 +75,7 @@ class Generation:
         return self._sink_failed
 
     def advance(self, output: SequenceOutput, now: float) -> bool:
-        """Takes what a step brought; True when that ended the generation, which may be before the engine knows."""
+        """Takes a step's output; returns whether the generation has ended, possibly before the engine knows."""
         token_id, end = output.token_id, output.finish_reason
         logprobs = [] if output.logprob is None else [output.logprob]
         if output.cached_tokens is not None:
@@ -104,7 +106,7 @@ class Generation:
         self._finish(now, text=self._detokenizer.flush(), reason=messages.FinishReason.CANCELLED)
 
     def fail(self, code: errors.Code, now: float) -> None:
-        """Ends it because its engine is no more."""
+        """Ends it with an error because its engine is gone."""
         self._finish(now, error=errors.make_error(code))
 
     def _end(
@@ -149,7 +151,7 @@ class Generation:
     def _hand_out(self, output: contract.Output) -> None:
         try:
             self._sink(output)
-        except Exception as error:  # a stream's bug ends that stream, and never the step of its neighbours
+        except Exception as error:  # a bug in one sink ends its own stream, and never the step of its neighbours
             self._sink_failed = True
             context = {"message": f"the sink of {self.request.key} failed", "exception": error}
             asyncio.get_running_loop().call_exception_handler(context)

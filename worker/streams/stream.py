@@ -1,4 +1,8 @@
-"""One stream from a frontend to a client: makes numbered chunks of an engine's outputs, and one terminal at the end."""
+"""The stream of one accepted request: makes numbered chunks of an engine's outputs, and one terminal.
+
+The engine's side of the same request is a `Generation` (worker/engine_client). Between the two lies the engine
+contract: the generation makes outputs of tokens, whichever engine computes them, and the stream makes what the client
+sees of outputs."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +20,7 @@ _STEP_SIZE = "what one step brought does not fit one message of this broker: ask
 
 
 class Stream:
-    """Chunks of one accepted request, not published yet. Offsets and counts are this class's alone."""
+    """Makes the chunks of one request, which the outbox publishes. Only this class counts offsets."""
 
     def __init__(
         self,
@@ -31,7 +35,7 @@ class Stream:
         self._prompt_tokens = len(run.token_ids) // 4
         self.key = run.request_id
         self.gone_subject = gone_subject
-        """Where the broker says that nobody has listened to a chunk."""
+        """The subject on which the broker reports that nobody listened to a chunk."""
         self._model = model
         self._worker_id = worker_id
         self._id = subjects.key_to_request_id(run.request_id)
@@ -42,28 +46,28 @@ class Stream:
         self.accepted_at = now
         self.span = tracing.NOOP_SPAN
         self.slow = backoff.BackoffTimer(backoff.FIRST_S)
-        """When the log says again that it waits for its first token."""
+        """Decides when to log again that the request waits for its first token."""
         self.last_chunk_at = now
-        """When the last chunk was made, on the caller's clock."""
+        """When the last chunk was made, in seconds of the caller's clock."""
         self.replayed_at = 0.0
-        """When it was last published again."""
+        """When it was last replayed; 0 if never."""
         self.first_token_sent = False
         self.terminal: messages.Chunk | None = None
         """The last chunk, once it has been published."""
         self.cancel_error: errors.Error | None = None
-        """What a cancel by ourselves is called, where it was not the client's wish."""
+        """The error that a cancel is reported as if the client did not ask for it, such as an expired deadline."""
 
     def __repr__(self) -> str:
         return f"<Stream {self.key} attempt {self.run.attempt}: {self._replay_buffer.num_tokens} tokens>"
 
     @property
     def memory_bytes(self) -> int:
-        """Memory that the stream takes after its end, about."""
+        """Approximate memory that the stream takes once it has ended, in bytes."""
         return 2_048 + self._replay_buffer.memory_bytes
 
     def head(self) -> messages.Chunk | None:
-        """The first chunk, which says who has accepted the request; also an empty one later. None where only a
-        terminal is wanted."""
+        """Returns an empty chunk at the current offset, which names the worker; None if the client wants only a
+        terminal."""
         if not self.run.params.stream:
             return None
         return messages.Chunk(
@@ -77,7 +81,7 @@ class Stream:
         )
 
     def chunk(self, output: contract.Output) -> messages.Chunk | None:
-        """The chunk that carries an output, or None where it is collected for the terminal."""
+        """Returns the chunk that carries an output, or None if the terminal will."""
         if output.progress is not None:
             return self._progress(output.progress)
         new = Segment(
@@ -97,7 +101,7 @@ class Stream:
         return self._terminal(output, self._replay_buffer.all())
 
     def internal_error(self) -> contract.Output:
-        """The terminal of a stream that failed here and not in the engine."""
+        """Returns the last output of a stream in which a bug was found here and not in the engine."""
         return contract.Output(
             token_ids=[],
             text="",
@@ -108,7 +112,7 @@ class Stream:
         )
 
     def too_large_terminal(self, chunk: messages.Chunk) -> messages.Chunk:
-        """The terminal to send in place of a chunk that is larger than the broker takes: nothing can follow it."""
+        """Returns the terminal to publish in place of a chunk that is larger than the broker takes."""
         return messages.Chunk(
             id=self._id,
             attempt=self.run.attempt,
@@ -134,7 +138,8 @@ class Stream:
         )
 
     def replay(self, offset: int, max_bytes: int) -> Iterator[messages.Chunk]:
-        """Everything said from a token on, and the terminal if there is one; an empty chunk if there is nothing."""
+        """Yields the chunks from token `offset` on, each of at most `max_bytes`, and the terminal if there is one; if
+        there is neither, an empty chunk shows that the stream is alive."""
         chunks = 0
         if self.run.params.stream:
             end = self._replay_buffer.num_tokens if self.terminal is None else self.terminal.offset
