@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
 
 import structlog
 from nats.aio.msg import Msg
@@ -229,56 +229,57 @@ class Endpoints:
         if len(self._tokenizes) >= MAX_PENDING_TOKENIZE:
             self._reply(message, internal.TokenizeReply(error=errors.make_error(errors.Code.OVERLOADED)))
             return
-        task = asyncio.get_running_loop().create_task(self._tokenize(message))
-        self._tokenizes.add(task)
-        task.add_done_callback(self._tokenizes.discard)
+        call = self._answer(message, self._tokenize(message.data), lambda error: internal.TokenizeReply(error=error))
+        self._start(call, self._tokenizes)
 
-    async def _tokenize(self, message: Msg) -> None:
-        try:
-            request = _tokenizes.decode(message.data)
-            validation.check_tokenize(request)
-            if self._engine is None:
-                raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
-            token_ids = await self._engine.tokenize(request)
-        except errors.RequestError as error:
-            self._reply(message, internal.TokenizeReply(error=error.error))
-        except Exception:  # outermost frame of the task: the requester must get a reply
-            self._log.exception("request_failed", subject=message.subject)
-            self._reply(message, internal.TokenizeReply(error=errors.make_error(errors.Code.INTERNAL)))
-        else:
-            self._reply_with_tokens(message, block_hash.pack_token_ids(token_ids))
+    async def _tokenize(self, data: bytes) -> internal.TokenizeReply:
+        request = _tokenizes.decode(data)
+        validation.check_tokenize(request)
+        token_ids = await self._require_engine().tokenize(request)
+        return internal.TokenizeReply(token_ids=block_hash.pack_token_ids(token_ids))
 
     def _start_embed(self, message: Msg) -> None:
-        task = asyncio.get_running_loop().create_task(self._embed(message))
-        self._embeds.add(task)
-        task.add_done_callback(self._embeds.discard)
+        """Starts computing embeddings. The engine client limits how many such calls are pending."""
+        call = self._answer(message, self._embed(message.data), lambda error: internal.EmbedResult(error=error))
+        self._start(call, self._embeds)
 
-    async def _embed(self, message: Msg) -> None:
-        """Replies with embeddings. The engine client limits how many requests are pending."""
+    async def _embed(self, data: bytes) -> internal.EmbedResult:
+        request = _embeds.decode(data)
+        embeddings.check_embed(request)
+        result = await self._require_engine().embed(request)
+        if len(result.vectors) > self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES:
+            problem = f"{len(request.inputs)} embeddings take {len(result.vectors)} bytes: ask for fewer at a time"
+            raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, problem, param="input")
+        self._metrics.inputs_embedded(len(request.inputs))
+        return result
+
+    def _start(self, call: Coroutine[Any, Any, None], calls: set[asyncio.Task[None]]) -> None:
+        task = asyncio.get_running_loop().create_task(call)
+        calls.add(task)
+        task.add_done_callback(calls.discard)
+
+    async def _answer(
+        self,
+        message: Msg,
+        result: Awaitable[messages.Message],
+        make_refusal: Callable[[errors.Error], messages.Message],
+    ) -> None:
+        """Replies with a call's result or with its error."""
         try:
-            request = _embeds.decode(message.data)
-            embeddings.check_embed(request)
-            if self._engine is None:
-                raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
-            reply = await self._engine.embed(request)
-            if len(reply.vectors) > self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES:
-                problem = f"{len(request.inputs)} embeddings take {len(reply.vectors)} bytes: ask for fewer at a time"
-                raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, problem, param="input")
+            self._reply(message, await result)
         except errors.RequestError as error:
-            self._reply(message, internal.EmbedResult(error=error.error))
+            self._reply(message, make_refusal(error.error))
+        except PayloadTooLargeError as error:
+            self._reply(message, make_refusal(errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))))
         except Exception:  # outermost frame of the task: the requester must get a reply
             self._log.exception("request_failed", subject=message.subject)
-            self._reply(message, internal.EmbedResult(error=errors.make_error(errors.Code.INTERNAL)))
-        else:
-            self._metrics.inputs_embedded(len(request.inputs))
-            self._reply(message, reply)
+            self._reply(message, make_refusal(errors.make_error(errors.Code.INTERNAL)))
 
-    def _reply_with_tokens(self, message: Msg, token_ids: bytes) -> None:
-        try:
-            self._reply(message, internal.TokenizeReply(token_ids=token_ids))
-        except PayloadTooLargeError as error:
-            refusal = errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))
-            self._reply(message, internal.TokenizeReply(error=refusal))
+    def _require_engine(self) -> contract.Engine:
+        """Raises RequestError if there is no engine."""
+        if self._engine is None:
+            raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
+        return self._engine
 
     def _reply(self, message: Msg, *replies: messages.Message) -> None:
         """Publishes one message or several on a request's reply subject, if it has one."""

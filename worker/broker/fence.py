@@ -23,10 +23,6 @@ class Fence:
     def __repr__(self) -> str:
         return f"<Fence {'down' if self._is_down else 'up'}>"
 
-    @property
-    def is_down(self) -> bool:
-        return self._is_down
-
     def tick(self, now: float) -> None:
         """Shows that the event loop runs; call it several times in each `FENCE_S`."""
         if self.check(now):

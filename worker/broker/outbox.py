@@ -34,19 +34,15 @@ class Outbox:
     def __repr__(self) -> str:
         return f"<Outbox {len(self._chunks)} chunks, {self.dropped_chunks} dropped>"
 
-    def put_head(self, stream: Stream, now: float) -> None:
-        """Adds the empty chunk that opens a stream or shows that it is alive."""
-        stream.last_chunk_at = now
-        head = stream.head()
-        if head is not None:
-            self._chunks.append((stream, head, stream.gone_subject))
+    def put_head(self, stream: Stream, now: float, *, is_probe: bool = False) -> None:
+        """Adds the empty chunk that opens a stream or shows that it is alive.
 
-    def put_probe(self, stream: Stream, now: float) -> None:
-        """Adds an empty chunk whose no-responders notice can be told from those of other chunks."""
+        The no-responders notice of a probe can be told from those of other chunks."""
         stream.last_chunk_at = now
         head = stream.head()
         if head is not None:
-            self._chunks.append((stream, head, stream.gone_subject + subjects.PROBE_SUFFIX))
+            suffix = subjects.PROBE_SUFFIX if is_probe else ""
+            self._chunks.append((stream, head, stream.gone_subject + suffix))
 
     def replay(self, stream: Stream, offset: int, now: float) -> None:
         """Publishes at once a stream's chunks from a token on."""

@@ -14,9 +14,6 @@ class PublishedBlocks:
     def __repr__(self) -> str:
         return f"<PublishedBlocks {len(self._parents)}>"
 
-    def __len__(self) -> int:
-        return len(self._parents)
-
     def apply(self, removed: Iterable[int], stored: Iterable[tuple[int, int]]) -> None:
         """Applies an engine's report: removed hashes, then stored `(parent, hash)` pairs."""
         for name in removed:

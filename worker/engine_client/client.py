@@ -25,11 +25,12 @@ from tokenbus.worker.engine_client.sequences import OpenSequences
 from tokenbus.worker.engine_client.watchdog import StepWatchdog
 
 _CLOSE_TIMEOUT_S = 5.0
+_STALL_S = 1.0
 _MAX_EMBEDS = 64
 """Requests for embeddings that may be pending at the same time."""
 
 
-class EngineClient:
+class EngineClient(asyncio.Protocol):
     """An `Engine` at the other end of a socket."""
 
     def __init__(self, launch: Callable[[], Awaitable[Link]], max_waiting: int) -> None:
@@ -40,8 +41,9 @@ class EngineClient:
         self._link: Link | None = None
         self._transport: asyncio.Transport | None = None
         self._config: contract.EngineConfig | None = None
-        self._token_bytes: list[bytes] = []
+        self.token_bytes: list[bytes] = []
         self._bundle: bytes | None = None
+        self._frame_decoder = ipc.FrameDecoder()
         self._sequences = OpenSequences(lambda number: self._send(ipc.Abort(number)))
         self._tokenizing: PendingCalls[list[int]] = PendingCalls()
         self._embedding: PendingCalls[internal.EmbedResult] = PendingCalls()
@@ -59,10 +61,6 @@ class EngineClient:
         return f"<EngineClient {self._sequences!r}>"
 
     @property
-    def token_bytes(self) -> list[bytes]:
-        return self._token_bytes
-
-    @property
     def has_died(self) -> bool:
         """Whether the engine served once and no longer does."""
         return self._config is not None and self._is_dead
@@ -73,10 +71,9 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         self._ready, self._death = loop.create_future(), loop.create_future()
         self._link = link = await self._launch()
-        receiver = _Receiver(self._receive, self._disconnected)
-        self._transport, _ = await loop.create_connection(lambda: receiver, sock=link.sock)
+        self._transport, _ = await loop.create_connection(lambda: self, sock=link.sock)
         ready = await self._ready
-        self._token_bytes, self._bundle, self._config = ready.token_bytes, ready.bundle, ready.config
+        self.token_bytes, self._bundle, self._config = ready.token_bytes, ready.bundle, ready.config
         self._load = messages.Load(free_blocks=ready.config.total_kv_blocks)
         self._log.info("engine_ready", worker_id=worker_id, pid=link.pid, source=ready.config.source)
         return ready.config
@@ -85,7 +82,7 @@ class EngineClient:
         config = self._require_running()
         admission.check(request, config)
         self.capacity.check(len(self._sequences), config.max_num_seqs)
-        self._open(Generation(request, sink, self._token_bytes, time.monotonic()))
+        self._open(Generation(request, sink, self.token_bytes, time.monotonic()))
 
     def take_over(self, dead: "EngineClient") -> None:
         """Continues the streams that another engine has left open."""
@@ -139,8 +136,12 @@ class EngineClient:
         age_ms = self._watchdog.age_s(time.monotonic()) * 1e3
         return codec.replace(self._load, waiting=waiting, step_age_ms=age_ms)
 
-    def kill_if_stuck(self, now: float, timeout_s: float) -> None:
-        """Kills the engine if it has work and its step will never end; see `StepWatchdog`."""
+    def check_step(self, now: float, gap_s: float, timeout_s: float) -> None:
+        """Kills the engine if its step will never end; call it a few times a second, `gap_s` after the last call.
+
+        A frontend that stood still may have missed the engine's reports, so the step's age proves nothing."""
+        if gap_s > _STALL_S:
+            self._watchdog.restart(now)
         is_busy = self._sequences or self._embedding
         if not is_busy or self._is_dead or not self._watchdog.is_stuck(now, timeout_s):
             return
@@ -150,10 +151,6 @@ class EngineClient:
         self._watchdog.restart(now)  # the process takes a moment to end: report and kill it once
         self._link.crash_attribution.step_stuck(self)
         self._link.kill()
-
-    def restart_step_timer(self, now: float) -> None:
-        """Forgets the age of the step in progress: the frontend itself stood still and could not read reports."""
-        self._watchdog.restart(now)
 
     async def died(self) -> str:
         assert self._death is not None, "start comes first"
@@ -215,6 +212,11 @@ class EngineClient:
         assert self._transport is not None
         self._transport.write(ipc.encode(command))
 
+    def data_received(self, data: bytes) -> None:
+        """Takes bytes of the engine's reports; the transport calls it."""
+        for body in self._frame_decoder.feed(data):
+            self._receive(body)
+
     def _receive(self, body: bytes) -> None:
         assert self._link is not None
         assert self._ready is not None
@@ -261,8 +263,8 @@ class EngineClient:
         if not self._sequences and not self._embedding:
             self._idle.set()
 
-    def _disconnected(self) -> None:
-        """The other side is gone: its open streams are left for another engine, or for `fail_streams`."""
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Leaves the open streams for another engine, or for `fail_streams`; the transport calls it."""
         assert self._link is not None
         assert self._death is not None
         assert self._ready is not None
@@ -291,19 +293,3 @@ class EngineClient:
         self._embedding.fail_all()
         self._update_idle()
         self.listener.step_done()
-
-
-class _Receiver(asyncio.Protocol):
-    """Hands each ipc message to `receive`, and calls `disconnected` at the connection's end."""
-
-    def __init__(self, receive: Callable[[bytes], None], disconnected: Callable[[], None]) -> None:
-        self._frame_decoder = ipc.FrameDecoder()
-        self._receive = receive
-        self._disconnected = disconnected
-
-    def data_received(self, data: bytes) -> None:
-        for body in self._frame_decoder.feed(data):
-            self._receive(body)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._disconnected()

@@ -72,9 +72,6 @@ class ReplicaLink:
         self.pid = running.pid
         self.crash_attribution = running.crash_attribution
 
-    def __repr__(self) -> str:
-        return f"<ReplicaLink to {self.pid}>"
-
     def kill(self) -> None:
         self._running.kill()
 
@@ -111,7 +108,7 @@ class _Running:
             socket.send_fds(self._control, [ipc.encode(ipc.OpenReplica(number, settings))], [theirs.fileno()])
         except OSError as error:
             ours.close()
-            raise EngineDiedError(f"the engine process {self.pid} takes no replica: {error}") from error
+            raise EngineDiedError(f"the engine process {self.pid} can't open a replica: {error}") from error
         finally:
             theirs.close()
         closed = self._closed[number] = asyncio.get_running_loop().create_future()

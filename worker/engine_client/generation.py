@@ -89,18 +89,16 @@ class Generation:
         if self._first_token_at is None:
             self._first_token_at = now
         self.last_token_at = now
-        if end is EngineFinishReason.STOP_TOKEN:
-            self._detokenizer.count_hidden_token()
-            self._end(now, end, token_id, self._detokenizer.flush(), logprobs, stop_match=token_id)
-            return True
-        text, stop = self._detokenizer.push(token_id)
-        if stop is not None:
-            self._end(now, EngineFinishReason.STOP_TOKEN, token_id, text, logprobs, stop_match=stop)
+        text, stop_match = self._add_text(token_id, end)
+        if stop_match is not None:
+            self.finished_by, reason = EngineFinishReason.STOP_TOKEN, messages.FinishReason.STOP
         elif end is EngineFinishReason.LENGTH:
-            self._end(now, end, token_id, text + self._detokenizer.flush(), logprobs)
+            self.finished_by, reason = end, messages.FinishReason.LENGTH
         else:
             self._hand_out(contract.Output(token_ids=[token_id], text=text, logprobs=logprobs))
-        return self._terminal_sent or self._sink_failed
+            return self._terminal_sent or self._sink_failed  # its sink may have cancelled it
+        self._finish(now, token_ids=[token_id], text=text, reason=reason, stop_match=stop_match, logprobs=logprobs)
+        return True
 
     def cancel(self, now: float) -> None:
         self._finish(now, text=self._detokenizer.flush(), reason=messages.FinishReason.CANCELLED)
@@ -109,18 +107,15 @@ class Generation:
         """Ends it with an error because its engine is gone."""
         self._finish(now, error=errors.make_error(code))
 
-    def _end(
-        self,
-        now: float,
-        end: EngineFinishReason,
-        token_id: int,
-        text: str,
-        logprobs: list[contract.Logprob],
-        stop_match: str | int | None = None,
-    ) -> None:
-        self.finished_by = end
-        reason = messages.FinishReason.LENGTH if end is EngineFinishReason.LENGTH else messages.FinishReason.STOP
-        self._finish(now, token_ids=[token_id], text=text, reason=reason, stop_match=stop_match, logprobs=logprobs)
+    def _add_text(self, token_id: int, end: EngineFinishReason | None) -> tuple[str, str | int | None]:
+        """Returns the text that may be published now, and the stop token or stop string that ends the completion."""
+        if end is EngineFinishReason.STOP_TOKEN:
+            self._detokenizer.count_hidden_token()
+            return self._detokenizer.flush(), token_id
+        text, stop = self._detokenizer.push(token_id)
+        if stop is None and end is EngineFinishReason.LENGTH:  # a stop string in the last token is a stop, not a length
+            text += self._detokenizer.flush()
+        return text, stop
 
     def _finish(
         self,

@@ -21,9 +21,6 @@ TAKEOVER_TIMEOUT_S = 60.0
 MAX_START_FAILURES = 3
 """After so many engines died before any has served, another start won't help."""
 
-_STALL_S = 1.0
-"""A frontend that stood still for longer may have missed the engine's reports."""
-
 
 def next_backoff(backoff_s: float, uptime_s: float) -> float:
     """Returns the pause before the next start, after an engine that lived for `uptime_s`."""
@@ -40,7 +37,8 @@ class Supervisor:
         self._worker_id = worker_id
         self._listener = listener
         self._step_timeout_s = step_timeout_s
-        self._engine: EngineClient | None = None
+        self.engine: EngineClient | None = None
+        """The engine that starts or serves now, or the last one that did."""
         self._dead: EngineClient | None = None
         """The last engine that served: it holds the open streams until the next one takes them over."""
         self._died_at = 0.0
@@ -50,11 +48,7 @@ class Supervisor:
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<Supervisor of {self._engine!r}, {self.restarts} restarts>"
-
-    @property
-    def engine(self) -> EngineClient | None:
-        return self._engine
+        return f"<Supervisor of {self.engine!r}, {self.restarts} restarts>"
 
     async def run(self) -> None:
         """Runs until cancelled or cleaned up. Raises EngineStartError if no engine has ever served and either the model
@@ -77,27 +71,24 @@ class Supervisor:
     def tick(self, now: float, gap_s: float) -> None:
         """Checks for a stuck step and an overdue takeover. Call it a few times a second; `gap_s` is the time since the
         last call."""
-        if self._engine is None:
+        if self.engine is None:
             return
         if self._dead is not None and self._dead.has_died:
             self._died_at = self._died_at or now
             if now - self._died_at > TAKEOVER_TIMEOUT_S:
                 self._dead.fail_streams()
-        if gap_s > _STALL_S:
-            self._engine.restart_step_timer(now)
-        else:
-            self._engine.kill_if_stuck(now, self._step_timeout_s)
+        self.engine.check_step(now, gap_s, self._step_timeout_s)
 
     async def cleanup(self) -> None:
         """Ends the engine and starts no other."""
         self._is_closed = True
-        for engine in (self._engine, self._dead):
+        for engine in (self.engine, self._dead):
             if engine is not None:
                 await engine.cleanup()
 
     async def _run_engine(self) -> str:
         """Runs one engine, which takes over the streams that the last one left; returns why it ended."""
-        engine = self._engine = self._make_engine()
+        engine = self.engine = self._make_engine()
         engine.listener = self._listener
         reason = ""
         try:

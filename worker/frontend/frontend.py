@@ -44,14 +44,11 @@ class Frontend:
     ) -> None:
         self._bus = bus
         self._announcer = Announcer(bus, names, model, worker_id)
-        self.metrics = metrics
-        self._outbox = Outbox(bus, self._announcer, self.metrics)
-        self._streams = Streams(self._announcer, self._outbox, self.metrics, settings, tracer)
+        self._outbox = Outbox(bus, self._announcer, metrics)
+        self._streams = Streams(self._announcer, self._outbox, metrics, settings, tracer)
         self.drain_requested = asyncio.Event()
         self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._endpoints = Endpoints(
-            bus, names, self._announcer, self._streams, settings.inbox_prefixes, self, self.metrics
-        )
+        self._endpoints = Endpoints(bus, names, self._announcer, self._streams, settings.inbox_prefixes, self, metrics)
         self._fence = Fence(clock.now())
         self._is_draining = False
         self._has_engine = False

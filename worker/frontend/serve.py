@@ -5,6 +5,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -72,7 +73,10 @@ class Worker:
         try:
             await self._start_first()
             while self._replicas:
-                await self._reap(await self._ended.get())
+                replica = await self._ended.get()
+                life = self._replicas.pop(replica)
+                if replica.started.done():
+                    life.result()  # raises what ended it, since that concerns all replicas
         finally:
             tasks = [*self._loads, *self._replicas.values()]
             for task in tasks:
@@ -91,7 +95,7 @@ class Worker:
 
     def _unready_reason(self) -> str:
         if not self._replicas or self._is_draining:
-            return "no replica takes requests"
+            return "no replica accepts requests"
         return next(filter(None, (replica.unready_reason for replica in self._replicas)), "")
 
     def drain(self) -> None:
@@ -146,7 +150,7 @@ class Worker:
                 for number in range(model.replicas):
                     replica = self._add_replica(model, model.replicas - number)
                     added.append(replica)
-                    await self._wait_started(replica, _Progress(on_progress, number, model.replicas))
+                    await self._wait_started(replica, partial(_report, on_progress, number, model.replicas))
             except (contract.EngineStartError, ConnectionError) as error:
                 for replica in added:
                     replica.drain()
@@ -188,12 +192,6 @@ class Worker:
         if life.done():
             life.result()
 
-    async def _reap(self, replica: Replica) -> None:
-        """Forgets a replica that ended. Raises what ended it if it had served, since that concerns all of them."""
-        life = self._replicas.pop(replica)
-        if replica.started.done():
-            life.result()
-
 
 def _served_name(model: str, asked: str | None) -> str:
     """Returns a loaded model's name on the wire. Raises RequestError if the model or the name is invalid."""
@@ -226,14 +224,7 @@ def _engine_settings(own: EngineSettings, control: internal.Control) -> EngineSe
         raise errors.request_error(errors.Code.INVALID_REQUEST, f"settings: {error}", param="settings") from error
 
 
-class _Progress:
-    """Reports the progress of a load of `replicas`, of which `done` already serve."""
-
-    def __init__(self, on_progress: OnProgress, done: int, replicas: int) -> None:
-        self._say = on_progress
-        self._done = done
-        self._replicas = replicas
-
-    def __call__(self, share: float) -> None:
-        progress = min((self._done + share) / self._replicas, 0.99)
-        self._say(internal.ControlReply(ok=True, progress=round(progress, 3)))
+def _report(on_progress: OnProgress, done: int, replicas: int, fraction: float) -> None:
+    """Reports the progress of a load of `replicas`, of which `done` serve and the next one is loaded to `fraction`."""
+    progress = min((done + fraction) / replicas, 0.99)
+    on_progress(internal.ControlReply(ok=True, progress=round(progress, 3)))

@@ -66,24 +66,15 @@ class Stream:
         return 2_048 + self._replay_buffer.memory_bytes
 
     def head(self) -> messages.Chunk | None:
-        """Returns an empty chunk at the current offset, which names the worker; None if the client wants only a
-        terminal."""
-        if not self.run.params.stream:
-            return None
-        return messages.Chunk(
-            id=self._id,
-            attempt=self.run.attempt,
-            offset=self._replay_buffer.num_tokens,
-            text_offset=self._replay_buffer.text_bytes,
-            worker_id=self._worker_id,
-            model=self._model,
-            created=self.created,
-        )
+        """Returns an empty chunk at the current offset, or None if the client wants only a terminal."""
+        buffer = self._replay_buffer
+        return self._empty(buffer.num_tokens, buffer.text_bytes) if self.run.params.stream else None
 
     def chunk(self, output: contract.Output) -> messages.Chunk | None:
         """Returns the chunk that carries an output, or None if the terminal will."""
         if output.progress is not None:
-            return self._progress(output.progress)
+            head = self.head()
+            return None if head is None else codec.replace(head, progress=output.progress)
         new = Segment(
             self._replay_buffer.num_tokens,
             len(output.token_ids),
@@ -113,19 +104,14 @@ class Stream:
 
     def too_large_terminal(self, chunk: messages.Chunk) -> messages.Chunk:
         """Returns the terminal to publish in place of a chunk that is larger than the broker takes."""
-        return messages.Chunk(
-            id=self._id,
-            attempt=self.run.attempt,
-            offset=chunk.offset,
+        problem = _ANSWER_SIZE if chunk.finish_reason else _STEP_SIZE
+        return codec.replace(
+            self._empty(chunk.offset, chunk.text_offset),
             tokens=chunk.tokens,
-            text_offset=chunk.text_offset,
             finish_reason=messages.FinishReason.ERROR,
-            worker_id=self._worker_id,
-            model=self._model,
-            created=self.created,
             usage=chunk.usage or self._usage(chunk.offset + chunk.tokens),
             timings=chunk.timings or _NO_TIMINGS,
-            error=errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, _ANSWER_SIZE if chunk.finish_reason else _STEP_SIZE),
+            error=errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, problem),
         )
 
     def _usage(self, completion_tokens: int) -> messages.Usage:
@@ -150,9 +136,17 @@ class Stream:
         if last is not None:
             yield last
 
-    def _progress(self, progress: messages.Progress) -> messages.Chunk | None:
-        head = self.head()
-        return None if head is None else codec.replace(head, progress=progress)
+    def _empty(self, offset: int, text_offset: int) -> messages.Chunk:
+        """Returns a chunk without tokens that names the worker."""
+        return messages.Chunk(
+            id=self._id,
+            attempt=self.run.attempt,
+            offset=offset,
+            text_offset=text_offset,
+            worker_id=self._worker_id,
+            model=self._model,
+            created=self.created,
+        )
 
     def _segment_chunk(self, segment: Segment) -> messages.Chunk:
         return messages.Chunk(
@@ -162,7 +156,7 @@ class Stream:
             tokens=segment.num_tokens,
             text_offset=segment.text_offset,
             text=segment.text,
-            token_ids=self._wanted_ids(segment.token_ids),
+            token_ids=segment.token_ids if self.run.params.return_token_ids else UNSET,
             logprobs=self._wanted_logprobs(segment.logprobs),
         )
 
@@ -170,19 +164,12 @@ class Stream:
         reason, error = output.finish_reason, output.error
         if reason is messages.FinishReason.CANCELLED and self.cancel_error is not None:
             reason, error = messages.FinishReason.ERROR, self.cancel_error
-        return messages.Chunk(
-            id=self._id,
-            attempt=self.run.attempt,
-            offset=segment.offset,
-            tokens=segment.num_tokens,
-            text_offset=segment.text_offset,
-            text=segment.text,
+        return codec.replace(
+            self._segment_chunk(segment),
             finish_reason=reason,
             worker_id=self._worker_id,
             model=self._model,
             created=self.created,
-            token_ids=self._wanted_ids(segment.token_ids),
-            logprobs=self._wanted_logprobs(segment.logprobs),
             usage=codec.unset_if_none(output.usage),
             timings=codec.unset_if_none(output.timings),
             stop_match=codec.unset_if_none(output.stop_match),
@@ -190,22 +177,19 @@ class Stream:
             routing=codec.unset_if_none(self.run.routing),
         )
 
-    def _wanted_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
-        return token_ids if self.run.params.return_token_ids else UNSET
-
     def _wanted_logprobs(self, logprobs: list[contract.Logprob]) -> list[messages.TokenLogprob] | UnsetType:
         if self.run.params.logprobs is None:
             return UNSET
-        return [self._token_logprob(one) for one in logprobs]
-
-    def _token_logprob(self, one: contract.Logprob) -> messages.TokenLogprob:
-        piece = self._token_bytes[one.token_id]
-        top = [self._alternative(token_id, logprob) for token_id, logprob in one.top]
-        text = piece.decode(errors="replace")
-        return messages.TokenLogprob(id=one.token_id, text=text, bytes=list(piece), logprob=one.logprob, top=top)
+        named = []
+        for one in logprobs:
+            token = self._token_bytes[one.token_id]
+            text, top = token.decode(errors="replace"), [self._alternative(*alternative) for alternative in one.top]
+            named.append(
+                messages.TokenLogprob(id=one.token_id, text=text, bytes=list(token), logprob=one.logprob, top=top)
+            )
+        return named
 
     def _alternative(self, token_id: int, logprob: float) -> messages.TokenAlternative:
-        piece = self._token_bytes[token_id]
-        return messages.TokenAlternative(
-            id=token_id, text=piece.decode(errors="replace"), bytes=list(piece), logprob=logprob
-        )
+        token = self._token_bytes[token_id]
+        text = token.decode(errors="replace")
+        return messages.TokenAlternative(id=token_id, text=text, bytes=list(token), logprob=logprob)

@@ -152,7 +152,7 @@ class Streams:
             if not stream.first_token_sent and stream.slow.is_due(now - stream.accepted_at):
                 self._log_wait(stream, now - stream.accepted_at)
         for key in self._liveness.due_probes(now):
-            self._outbox.put_probe(self._streams[key], now)
+            self._outbox.put_head(self._streams[key], now, is_probe=True)
         self._outbox.flush()
         self._ended.expire(now)
         self._early_cancels.expire(now)
@@ -183,8 +183,9 @@ class Streams:
         stream.slow = backoff.BackoffTimer(self.settings.slow_wait_s)
         stream.span = spans.begin(self._tracer, run, headers, announcer.model, announcer.worker_id)
         if run.remaining_ms is not None:
+            expired = errors.make_error(errors.Code.DEADLINE_EXCEEDED)
             loop = asyncio.get_running_loop()
-            self._timers[stream.key] = loop.call_later(run.remaining_ms / 1e3, self._expire, stream.key)
+            self._timers[stream.key] = loop.call_later(run.remaining_ms / 1e3, self.cancel, stream.key, expired)
         self._announce_start(stream, request, now)
 
     def _announce_start(self, stream: Stream, request: contract.EngineRequest, now: float) -> None:
@@ -293,6 +294,3 @@ class Streams:
         timer = self._timers.pop(stream.key, None)
         if timer is not None:
             timer.cancel()
-
-    def _expire(self, key: str) -> None:
-        self.cancel(key, errors.make_error(errors.Code.DEADLINE_EXCEEDED))
