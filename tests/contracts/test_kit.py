@@ -275,8 +275,16 @@ class ReportsLoadForEver(Honest):
 
 
 class FailsAbortsOfTheUnknown(Honest):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: set[str] = set()
+
+    def generate(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
+        self.keys.add(request.key)
+        super().generate(request, sink)
+
     def abort(self, key: str) -> None:
-        if key not in self.inner._numbers:
+        if key not in self.keys:
             raise KeyError(key)
         self.inner.abort(key)
 

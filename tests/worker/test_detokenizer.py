@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tokenbus.worker.streams.detokenizer import Detokenizer, StopMatcher, Text
+from tokenbus.worker.engine_client.detokenizer import Detokenizer, StopMatcher, Text
 
 GREETING = "héllo € 😀 wörld"
 

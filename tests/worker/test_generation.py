@@ -10,7 +10,7 @@ from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
-from tokenbus.worker.streams.generation import Generation
+from tokenbus.worker.engine_client.generation import Generation
 from tokenbus.worker.validator import StreamValidator
 
 PIECES = [b"", b"a", b"b", b"ST", b"OP", b"\xe2\x82", b"\xac", b"c "]

@@ -8,6 +8,7 @@ from structlog.testing import capture_logs
 from tests.support.arithmetic import ArithmeticRunner
 from tests.support.engines import thread_engine
 from tokenbus.worker import contract
+from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.supervisor import (
     HEALTHY_AFTER_S,
     INITIAL_BACKOFF_S,
@@ -41,7 +42,7 @@ def test_pauses_grow_from_the_first_to_the_longest_and_stay_there() -> None:
     assert pauses[-3:] == [MAX_BACKOFF_S] * 3
 
 
-class Listener:
+class Listener(EngineListener):
     """Waits for an engine to serve."""
 
     def __init__(self) -> None:

@@ -14,6 +14,7 @@ from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client import engine_process
 from tokenbus.worker.engine_client.client import EngineClient
+from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.supervisor import Supervisor
 
 POISON = 66
@@ -50,7 +51,7 @@ class Deadly(Fragile):
         pass
 
 
-class Life:
+class Life(EngineListener):
     """A supervisor over engines that run on the runners given, one after another."""
 
     def __init__(self, runners: list[Fragile]) -> None:

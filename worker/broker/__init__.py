@@ -1,2 +1,1 @@
-"""What a worker says and hears on the bus: its subjects, card, event log, snapshots, and the fence before every
-write."""
+"""A worker on the bus: the subjects it serves, its card, event log and snapshots, and the fence before every write."""

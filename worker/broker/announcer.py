@@ -1,4 +1,8 @@
-"""What a worker says of itself: its card, and its numbered event log, which is its heartbeat too."""
+"""Publishes a worker's card and its event log.
+
+The event log tells routers which blocks are cached, which requests started, sent their first token and finished, and
+how busy the engine is. Its messages are numbered without gaps, so that a router that misses one asks for a snapshot. An
+event with nothing new is a heartbeat."""
 
 import asyncio
 import contextlib
@@ -15,20 +19,20 @@ from tokenbus.worker.broker.published_blocks import PublishedBlocks, to_runs
 from tokenbus.worker.broker.snapshot import split
 
 _FRONTEND_FEATURES = ("explain",)
-"""What a frontend does beside its engine."""
+"""Features that the frontend adds to those of its engine."""
 _HASHES_PER_EVENT = 4_096
-"""A stored block that no other follows takes about 50 bytes, so that an event stays far below what a broker takes."""
+"""A stored block that no other follows takes about 50 bytes, so an event stays far below a broker's largest message."""
 _HEARTBEAT_INTERVAL_S = 0.8 * limits.HEARTBEAT_S
-"""A little before it is late: a loop may be busy."""
+"""Less than the promised interval, since the event loop may be busy."""
 
 
 def new_epoch() -> str:
-    """`<unix ms>-<random>`: larger for a later life."""
+    """Returns `<unix ms>-<random>`, which is larger for a later epoch."""
     return f"{time.time_ns() // 1_000_000}-{secrets.token_hex(4)}"
 
 
 class Announcer:
-    """Publishes card and events. Everything that happened goes out in one message, numbered without gaps."""
+    """Collects what happens and publishes it in the next event; holds it back while the broker is away."""
 
     def __init__(self, connection: Bus, names: subjects.Subjects, model: str, worker_id: str) -> None:
         self._connection = connection
@@ -46,7 +50,7 @@ class Announcer:
         self._seq = 0
         self._published_at = 0.0
         self.is_muted = False
-        """Nothing may be said: the old life is over and the new one has no connection yet."""
+        """Nothing is published: the old epoch is over and the new one has no connection yet."""
         self._cleared = False
         self._published_blocks = PublishedBlocks()
         self._removed: list[int] = []
@@ -59,16 +63,17 @@ class Announcer:
         return f"<Announcer {self.worker_id} {self.state} event {self._seq}>"
 
     def gone_subject(self, key: str) -> str:
-        """Where the broker says that nobody has listened to a chunk of that request."""
+        """Returns the subject on which the broker reports that nobody listened to a chunk of this request."""
         return self._names.gone(self.model, self.worker_id, key)
 
     def start_epoch(self) -> None:
-        """Begins a new life, with a log of its own; it is not announced before `announce_epoch`."""
+        """Ends this epoch and mutes the announcer until `announce_epoch`."""
         self.is_muted = True
         self.epoch = new_epoch()
 
     def announce_epoch(self) -> None:
-        """Announces the new life, in which nothing of the earlier one goes on."""
+        """Publishes the new epoch's card and first event, which stores every cached block again; no request
+        survives."""
         self._seq = 0
         self._started, self._first_token_sent, self._finished = [], [], []
         self._removed, self._stored = [], {name: parent for parent, name in self._published_blocks.pairs()}
@@ -77,62 +82,64 @@ class Announcer:
         self.publish_events()
 
     def snapshot(self, running: list[internal.RunningRequest]) -> list[internal.SnapshotPart]:
-        """All that the worker holds, of one instant, after the last event published; nothing before an engine."""
+        """Returns everything that the worker holds after its last event, or nothing before the first engine has
+        started."""
         if self._config is None or self.is_muted:
             return []
         self.publish_events()
         return split(self.worker_id, self.epoch, self._seq - 1, running, self._published_blocks.runs(), self._load())
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig, digest: str | None) -> None:
-        """A new engine serves: says so, and that nothing of an earlier one's cache is left."""
+        """Announces that a new engine serves."""
         self._engine, self._config, self._digest, self._engine_pid = engine, config, digest, config.pid
         self.set_state(messages.WorkerState.READY)
 
     def engine_died(self) -> None:
+        """Announces that the engine is restarting and that its cache is lost."""
         self._engine, self._engine_pid = None, 0
         self._published_blocks.clear()
         self._removed, self._stored, self._cleared = [], {}, True
         self.set_state(messages.WorkerState.RESTARTING)
 
     def set_state(self, state: messages.WorkerState) -> None:
-        """Says at once what the worker can do now."""
+        """Publishes a new state at once."""
         self.state = state
         self.publish_card()
         self.publish_events()
 
     def publish_card(self) -> None:
-        """Nothing before the first engine has started: there is nothing to say yet."""
+        """Publishes the card, once a first engine has started."""
         if self._config is not None and not self.is_muted:
-            with contextlib.suppress(OutboundBufferLimitError):  # the broker is away: the card comes with the reconnect
+            with contextlib.suppress(OutboundBufferLimitError):  # the broker is away: reconnecting publishes the card
                 self._connection.publish(self._card_subject, codec.encode(self._card(self._config)))
 
     def blocks_changed(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
-        """Which cached blocks are gone and which are new; said in the next event."""
+        """Puts removed and newly cached blocks into the next event, each with the hash of the block before it."""
         self._published_blocks.apply(removed, stored)
         for name in removed:
-            if self._stored.pop(name, None) is None:
+            if self._stored.pop(name, None) is None:  # else no event has mentioned it yet
                 self._removed.append(name)
         self._stored |= {name: parent for parent, name in stored}
 
     def request_started(self, key: str, prompt_tokens: int) -> None:
-        """The caller sees to it that `publish_events` comes at once, and before the head."""
+        """A request was accepted. Call `publish_events` at once, before its head is published."""
         self._started.append(internal.Started(id=key, prompt_tokens=prompt_tokens, overlap_blocks=0))
 
     def first_token_sent(self, key: str) -> None:
-        """The caller sees to it that `publish_events` comes before the chunk that speaks."""
+        """A stream is about to send its first token. Call `publish_events` before that chunk is published."""
         self._first_token_sent.append(key)
 
     def request_finished(self, key: str) -> None:
-        """The caller sees to it that `publish_events` comes after the terminal."""
+        """A stream has ended. Call `publish_events` after its terminal is published."""
         self._finished.append(key)
 
     @property
     def has_events_before_chunks(self) -> bool:
-        """Whether there is something that must be known before the chunks of the same step."""
+        """Whether routers must learn of something before the chunks of the same step are published."""
         return bool(self._first_token_sent or self._removed or self._stored)
 
     def publish_events(self) -> None:
-        """Publishes what has happened since the last time; with nothing new it is a heartbeat."""
+        """Publishes what has happened since the last event, in as many events as it takes."""
         if self._config is None or self.is_muted:
             return
         while True:
@@ -142,7 +149,7 @@ class Announcer:
                 if not self._is_to_be_lost(self._config):
                     self._connection.publish(self._events_subject, codec.encode(self._events(removed, stored)))
             except OutboundBufferLimitError:
-                return  # the broker is away: all of it is said in the next one
+                return  # the broker is away: the next event carries all of it
             self._mark_published(removed, stored)
             if not self._removed and not self._stored:
                 return
@@ -151,7 +158,7 @@ class Announcer:
         return config.lose_events > 0 and self._seq % config.lose_events == config.lose_events - 1
 
     async def run_heartbeat(self) -> None:
-        """Keeps the event log alive; runs until cancelled."""
+        """Publishes an event whenever none was published for a while; runs until cancelled."""
         while True:
             due_in_s = self._published_at + _HEARTBEAT_INTERVAL_S - time.monotonic()
             if due_in_s <= 0:

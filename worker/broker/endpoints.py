@@ -1,9 +1,9 @@
-"""The subjects that a frontend serves: decodes what comes, has it carried out, answers."""
+"""Serves a worker's subjects: decodes requests, checks them, has them carried out, and replies."""
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
 
 import structlog
 from nats.aio.msg import Msg
@@ -36,24 +36,24 @@ _resyncs = codec.Decoder(messages.ResyncRequest)
 _cards = codec.Decoder(messages.Card)
 
 MAX_PENDING_TOKENIZE = 256
-"""Texts that may wait to be tokenized for routers."""
+"""Texts that may be waiting to be tokenized for routers."""
 
 _MAX_LOGGED_CHARS = 256
 
 
 class WorkerControl(Protocol):
-    """Who is told of what concerns the whole worker."""
+    """Carries out commands that concern the whole worker."""
 
     drain_requested: asyncio.Event
     on_load: Callable[[internal.Control, OnProgress], None] | None
 
     def replaced(self, reason: str) -> None:
-        """Another frontend, begun later, has this one's name."""
+        """A frontend that started later has the same name."""
         ...
 
 
 class Endpoints:
-    """Everything that routers and clients may ask of one worker."""
+    """Serves what routers, clients and operators may ask of one worker."""
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ class Endpoints:
         return f"<Inbox {len(self._tokenizes)} tokenizing>"
 
     async def open(self, incoming: Bus) -> None:
-        """Subscribes to everything; from now on the worker can be reached.
+        """Subscribes to every subject; from now on the worker can be reached.
 
-        What others send comes over `incoming`, in order. Only the broker's notices come over the connection that chunks
-        go out on, so that answers to the frontend's pings never wait behind what any client may send."""
+        Messages from others arrive over `incoming`. Only the broker's own notices arrive over the connection that
+        chunks leave on, so that its answers to the frontend's pings never wait behind what clients send."""
         model, worker_id = self._announcer.model, self._announcer.worker_id
         services: dict[str, Callback] = {
             "run": self._run,
@@ -104,11 +104,11 @@ class Endpoints:
         await incoming.subscribe(self._names.discover, lambda _: self._announcer.publish_card())
         await incoming.subscribe(self._names.card(model, worker_id), self._own_card)
         await self._connection.subscribe(self._names.worker(model, worker_id, "gone.*"), self._no_responders)
-        with contextlib.suppress(TimeoutError, ConnectionError):  # a broker that is away finds all this when it is back
-            await incoming.flush()  # before a card says that the worker is there
+        with contextlib.suppress(TimeoutError, ConnectionError):  # reconnecting subscribes again
+            await incoming.flush()  # the broker must know the subjects before a card names this worker
 
     def set_engine(self, engine: contract.Engine | None) -> None:
-        """The engine for requests from now on; None while there is none."""
+        """Sets the engine for requests from now on; None while there is none."""
         self._engine = engine
 
     def _run(self, message: Msg) -> None:
@@ -135,7 +135,7 @@ class Endpoints:
                 self._run_operator_command(message, control)
 
     def _run_operator_command(self, message: Msg, control: internal.Control) -> None:
-        """What an operator asks of the whole worker."""
+        """Carries out an operator's command for the whole worker."""
         match control:
             case internal.Control(op="clear_cache"):
                 if self._engine is not None:
@@ -151,9 +151,9 @@ class Endpoints:
                 self._answer_operator(message, control, internal.ControlReply(ok=False, error=refusal))
 
     def _answer_operator(self, message: Msg, control: internal.Control | None, reply: internal.ControlReply) -> None:
-        """Answers, and says in the log what was asked for, and what came of it.
+        """Replies to an operator, and logs the command and its result.
 
-        Who asked can't be seen; with permissions on the inbox says which user it was (deploy/nats.conf)."""
+        NATS does not tell who sent a message; with permissions on, the inbox names the user (deploy/nats.conf)."""
         if reply.progress in (None, 0.0, 1.0):
             self._log.warning(
                 "control",
@@ -204,7 +204,7 @@ class Endpoints:
             self._streams.no_responders(key, is_probe=is_probe)
 
     def _own_card(self, message: Msg) -> None:
-        """Another frontend that serves this one's model under its name, and began later, is the one to stay."""
+        """Gives way to a frontend that serves the same model under the same name and started later."""
         try:
             card = _cards.decode(message.data)
         except errors.RequestError:
@@ -229,58 +229,59 @@ class Endpoints:
         if len(self._tokenizes) >= MAX_PENDING_TOKENIZE:
             self._reply(message, internal.TokenizeReply(error=errors.make_error(errors.Code.OVERLOADED)))
             return
-        task = asyncio.get_running_loop().create_task(self._tokenize(message))
-        self._tokenizes.add(task)
-        task.add_done_callback(self._tokenizes.discard)
+        call = self._answer(message, self._tokenize(message.data), lambda error: internal.TokenizeReply(error=error))
+        self._start(call, self._tokenizes)
 
-    async def _tokenize(self, message: Msg) -> None:
-        try:
-            request = _tokenizes.decode(message.data)
-            validation.check_tokenize(request)
-            if self._engine is None:
-                raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
-            token_ids = await self._engine.tokenize(request)
-        except errors.RequestError as error:
-            self._reply(message, internal.TokenizeReply(error=error.error))
-        except Exception:  # outermost frame: who asked must be answered
-            self._log.exception("request_failed", subject=message.subject)
-            self._reply(message, internal.TokenizeReply(error=errors.make_error(errors.Code.INTERNAL)))
-        else:
-            self._reply_with_tokens(message, block_hash.pack_token_ids(token_ids))
+    async def _tokenize(self, data: bytes) -> internal.TokenizeReply:
+        request = _tokenizes.decode(data)
+        validation.check_tokenize(request)
+        token_ids = await self._require_engine().tokenize(request)
+        return internal.TokenizeReply(token_ids=block_hash.pack_token_ids(token_ids))
 
     def _start_embed(self, message: Msg) -> None:
-        task = asyncio.get_running_loop().create_task(self._embed(message))
-        self._embeds.add(task)
-        task.add_done_callback(self._embeds.discard)
+        """Starts computing embeddings. The engine client limits how many such calls are pending."""
+        call = self._answer(message, self._embed(message.data), lambda error: internal.EmbedResult(error=error))
+        self._start(call, self._embeds)
 
-    async def _embed(self, message: Msg) -> None:
-        """The engine bounds how many there are."""
+    async def _embed(self, data: bytes) -> internal.EmbedResult:
+        request = _embeds.decode(data)
+        embeddings.check_embed(request)
+        result = await self._require_engine().embed(request)
+        if len(result.vectors) > self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES:
+            problem = f"{len(request.inputs)} embeddings take {len(result.vectors)} bytes: ask for fewer at a time"
+            raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, problem, param="input")
+        self._metrics.inputs_embedded(len(request.inputs))
+        return result
+
+    def _start(self, call: Coroutine[Any, Any, None], calls: set[asyncio.Task[None]]) -> None:
+        task = asyncio.get_running_loop().create_task(call)
+        calls.add(task)
+        task.add_done_callback(calls.discard)
+
+    async def _answer(
+        self,
+        message: Msg,
+        result: Awaitable[messages.Message],
+        make_refusal: Callable[[errors.Error], messages.Message],
+    ) -> None:
+        """Replies with a call's result or with its error."""
         try:
-            request = _embeds.decode(message.data)
-            embeddings.check_embed(request)
-            if self._engine is None:
-                raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
-            reply = await self._engine.embed(request)
-            if len(reply.vectors) > self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES:
-                problem = f"{len(request.inputs)} embeddings take {len(reply.vectors)} bytes: ask for fewer at a time"
-                raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, problem, param="input")
+            self._reply(message, await result)
         except errors.RequestError as error:
-            self._reply(message, internal.EmbedResult(error=error.error))
-        except Exception:  # outermost frame: who asked must be answered
-            self._log.exception("request_failed", subject=message.subject)
-            self._reply(message, internal.EmbedResult(error=errors.make_error(errors.Code.INTERNAL)))
-        else:
-            self._metrics.inputs_embedded(len(request.inputs))
-            self._reply(message, reply)
-
-    def _reply_with_tokens(self, message: Msg, token_ids: bytes) -> None:
-        try:
-            self._reply(message, internal.TokenizeReply(token_ids=token_ids))
+            self._reply(message, make_refusal(error.error))
         except PayloadTooLargeError as error:
-            refusal = errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))
-            self._reply(message, internal.TokenizeReply(error=refusal))
+            self._reply(message, make_refusal(errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))))
+        except Exception:  # outermost frame of the task: the requester must get a reply
+            self._log.exception("request_failed", subject=message.subject)
+            self._reply(message, make_refusal(errors.make_error(errors.Code.INTERNAL)))
+
+    def _require_engine(self) -> contract.Engine:
+        """Raises RequestError if there is no engine."""
+        if self._engine is None:
+            raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
+        return self._engine
 
     def _reply(self, message: Msg, *replies: messages.Message) -> None:
-        """Answers, in one message or several."""
+        """Publishes one message or several on a request's reply subject, if it has one."""
         for reply in replies if message.reply else ():
             self._replies.send(message.reply, codec.encode(reply))

@@ -1,4 +1,8 @@
-"""Publishes chunks in the order that the wire promises: events that must come first, then every chunk of the step."""
+"""Publishes a step's chunks, and the events around them, in the order that the wire promises.
+
+Routers must know that a request has sent its first token, and which blocks changed, before its client can see the
+tokens; they must learn of its end only after the client can. So an event goes before the chunks of a step, and another
+one after its terminals."""
 
 from collections.abc import Callable
 
@@ -8,13 +12,13 @@ from tokenbus.protocol.bus.bus import BadSubjectError, Bus, OutboundBufferLimitE
 from tokenbus.protocol.wire import codec, limits, messages, subjects
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
-from tokenbus.worker.frontend import spans
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
+from tokenbus.worker.streams import spans
 from tokenbus.worker.streams.stream import Stream
 
 
 class Outbox:
-    """Collects what one turn of the loop has to say and publishes it at the turn's end."""
+    """Collects the chunks of one step and publishes them at its end."""
 
     def __init__(self, connection: Bus, announcer: Announcer, metrics: ReplicaMetrics) -> None:
         self._connection = connection
@@ -23,29 +27,25 @@ class Outbox:
         self._chunks: list[tuple[Stream, messages.Chunk, str]] = []
         self._log = structlog.get_logger()
         self.dropped_chunks = 0
-        """Chunks that were not sent, mostly because too much was waiting for the broker."""
+        """Chunks that were not published, mostly because too much was waiting for the broker."""
         self.on_truncated: Callable[[Stream], None] = lambda stream: None
-        """Told of a stream that has ended here, since a chunk of it does not fit a message."""
+        """Called with a stream that ended early because one of its chunks does not fit a message."""
 
     def __repr__(self) -> str:
         return f"<Outbox {len(self._chunks)} chunks, {self.dropped_chunks} dropped>"
 
-    def put_head(self, stream: Stream, now: float) -> None:
-        """The chunk that opens a stream or shows that it is alive."""
-        stream.last_chunk_at = now
-        head = stream.head()
-        if head is not None:
-            self._chunks.append((stream, head, stream.gone_subject))
+    def put_head(self, stream: Stream, now: float, *, is_probe: bool = False) -> None:
+        """Adds the empty chunk that opens a stream or shows that it is alive.
 
-    def put_probe(self, stream: Stream, now: float) -> None:
-        """An empty chunk whose notice, if nobody listens, can be told from those of other chunks."""
+        The no-responders notice of a probe can be told from those of other chunks."""
         stream.last_chunk_at = now
         head = stream.head()
         if head is not None:
-            self._chunks.append((stream, head, stream.gone_subject + subjects.PROBE_SUFFIX))
+            suffix = subjects.PROBE_SUFFIX if is_probe else ""
+            self._chunks.append((stream, head, stream.gone_subject + suffix))
 
     def replay(self, stream: Stream, offset: int, now: float) -> None:
-        """Publishes at once, again, what a stream has said from a token on."""
+        """Publishes at once a stream's chunks from a token on."""
         stream.last_chunk_at = now
         room = self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES
         for chunk in stream.replay(offset, room):
@@ -57,7 +57,7 @@ class Outbox:
                 return
 
     def put(self, stream: Stream, output: contract.Output, now: float) -> None:
-        """An output of the engine, to go out with `flush`."""
+        """Adds the chunk of an engine's output."""
         chunk = stream.chunk(output)
         if chunk is None:
             return
@@ -68,7 +68,7 @@ class Outbox:
         self._chunks.append((stream, chunk, stream.gone_subject))
 
     def flush(self) -> None:
-        """Publishes everything put since the last time."""
+        """Publishes everything that was added since the last call."""
         if not self._chunks:
             return
         if self._announcer.has_events_before_chunks:
@@ -76,13 +76,13 @@ class Outbox:
         chunks, self._chunks = self._chunks, []
         has_ended = False
         for stream, wanted, gone_subject in chunks:
-            if stream.terminal is not None:  # it was cut short, and this came in the same step
+            if stream.terminal is not None:  # it ended early in this very step
                 continue
             chunk = self._publish(stream, wanted, gone_subject)
             if chunk.finish_reason is not None:
                 has_ended = True
                 self._end(stream, wanted, chunk)
-        if has_ended:  # at once: a client may use the id again as soon as it has the terminal
+        if has_ended:  # at once: a client that has the terminal may use the id again
             self._announcer.publish_events()
 
     def _end(self, stream: Stream, wanted: messages.Chunk, terminal: messages.Chunk) -> None:
@@ -94,7 +94,7 @@ class Outbox:
             self.on_truncated(stream)
 
     def _publish(self, stream: Stream, chunk: messages.Chunk, gone_subject: str) -> messages.Chunk:
-        """Publishes a chunk, or what stands in for one that is too large; returns what was published."""
+        """Publishes a chunk, or a terminal in place of one that is too large; returns what was published."""
         payload = codec.encode(chunk, stream.run.encoding)
         if len(payload) + limits.MESSAGE_RESERVE_BYTES > self._connection.max_payload:
             chunk = stream.too_large_terminal(chunk)

@@ -1,4 +1,4 @@
-"""The cached blocks that a worker has told the routers of, so that a snapshot can tell them again; pure."""
+"""Cached blocks that routers have been told about, kept so that a snapshot can list them; pure."""
 
 from collections.abc import Iterable, Iterator
 
@@ -6,7 +6,7 @@ from tokenbus.protocol.wire import internal
 
 
 class PublishedBlocks:
-    """The hash of each block that is held, with that of the block before it. Bounded by what the engine can hold."""
+    """Maps the hash of each cached block to that of the block before it. The engine's memory bounds its size."""
 
     def __init__(self) -> None:
         self._parents: dict[int, int] = {}
@@ -14,11 +14,8 @@ class PublishedBlocks:
     def __repr__(self) -> str:
         return f"<PublishedBlocks {len(self._parents)}>"
 
-    def __len__(self) -> int:
-        return len(self._parents)
-
     def apply(self, removed: Iterable[int], stored: Iterable[tuple[int, int]]) -> None:
-        """Takes what an engine reports: what is gone, then what is new, with the hash before each."""
+        """Applies an engine's report: removed hashes, then stored `(parent, hash)` pairs."""
         for name in removed:
             del self._parents[name]
         for parent, name in stored:
@@ -26,19 +23,20 @@ class PublishedBlocks:
             self._parents[name] = parent
 
     def clear(self) -> None:
+        """Forgets every block."""
         self._parents.clear()
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """Every block that is held, behind the hash of the one before it; parents first."""
+        """Yields `(parent, hash)` of every block, parents first."""
         return ((parent, name) for name, parent in self._parents.items())
 
     def runs(self) -> list[internal.BlockRun]:
-        """Everything that is held."""
+        """Returns every block as runs."""
         return list(to_runs(self.pairs()))
 
 
 def to_runs(stored: Iterable[tuple[int, int]]) -> Iterator[internal.BlockRun]:
-    """Blocks with the one before each, as runs in which every block follows the one before."""
+    """Groups `(parent, hash)` pairs into runs in which every block follows the one before it."""
     first, names = 0, list[int]()
     for parent, name in stored:
         if names and parent == names[-1]:

@@ -1,13 +1,13 @@
-"""Cuts a snapshot of a worker into messages of a bounded size; pure."""
+"""Splits a snapshot of a worker into messages of bounded size; pure."""
 
 from collections.abc import Iterable, Iterator
 
 from tokenbus.protocol.wire import internal, messages
 
 REQUESTS_PER_PART = 256
-"""A running request takes at most about 600 bytes, so that a part stays below `PART_BYTES`."""
+"""A running request takes at most about 600 bytes, so a part stays below `PART_BYTES`."""
 HASHES_PER_PART = 16_384
-"""A hash takes 9 bytes; a run of one block about 40, so that a part stays below `PART_BYTES` with `RUNS_PER_PART`."""
+"""A hash takes 9 bytes and a run of one block about 40, so with `RUNS_PER_PART` a part stays below `PART_BYTES`."""
 RUNS_PER_PART = 2_048
 
 
@@ -19,7 +19,7 @@ def split(
     runs: list[internal.BlockRun],
     load: messages.Load,
 ) -> list[internal.SnapshotPart]:
-    """At least one part; together they say what the worker held after event `seq`."""
+    """Returns at least one part; together they state what the worker held after event `seq`."""
     contents: list[tuple[list[internal.RunningRequest], list[internal.BlockRun]]] = []
     contents += [(running[at : at + REQUESTS_PER_PART], []) for at in range(0, len(running), REQUESTS_PER_PART)]
     contents += [([], part) for part in _parts_of(_cut(runs))]
@@ -40,7 +40,7 @@ def split(
 
 
 def _cut(runs: Iterable[internal.BlockRun]) -> Iterator[internal.BlockRun]:
-    """The same blocks in runs of at most `HASHES_PER_PART`."""
+    """Splits runs so that each has at most `HASHES_PER_PART` hashes."""
     for run in runs:
         for at in range(0, len(run.hashes), HASHES_PER_PART):
             parent = run.hashes[at - 1] if at else run.parent
@@ -48,6 +48,7 @@ def _cut(runs: Iterable[internal.BlockRun]) -> Iterator[internal.BlockRun]:
 
 
 def _parts_of(runs: Iterable[internal.BlockRun]) -> Iterator[list[internal.BlockRun]]:
+    """Groups runs into parts within both limits."""
     part: list[internal.BlockRun] = []
     num_hashes = 0
     for run in runs:

@@ -1,11 +1,11 @@
-"""Which requests an engine can serve at all, and how many at a time; pure."""
+"""Decides which requests an engine can serve, and how many at a time; pure."""
 
 from tokenbus.protocol.wire import errors
 from tokenbus.worker import contract
 
 
 class CapacityLimit:
-    """How many requests may be held, and about when the next one will fit."""
+    """Limits how many requests are held, and estimates when the next one will fit."""
 
     def __init__(self, max_waiting: int) -> None:
         self.max_waiting = max_waiting
@@ -16,13 +16,13 @@ class CapacityLimit:
         return f"<Places for {self.max_waiting} that wait, {self._duration_s:.2f} s each>"
 
     def request_ended(self, duration_s: float) -> None:
-        """A request has run to its end."""
+        """A request ran to its end in `duration_s`."""
         self._duration_s += 0.2 * (duration_s - self._duration_s)
 
     def check(self, held: int, max_num_seqs: int) -> None:
-        """Raises RequestError(overloaded) where so many are held that there is no place for one more.
+        """Raises RequestError(overloaded) if `held` requests leave no room for another.
 
-        It says about when there will be one: the time a request takes lately, by the places that empty in it."""
+        Its `retry_after_ms` is the recent duration of a request, shared among the `max_num_seqs` that end meanwhile."""
         if held >= max_num_seqs + self.max_waiting:
             retry_after_ms = round(1e3 * self._duration_s * (1 + held - self.max_waiting) / max_num_seqs, 1)
             raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=retry_after_ms))

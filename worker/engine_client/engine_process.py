@@ -1,4 +1,4 @@
-"""Starts the engine process, and opens replicas in it: a socket to each, and the process that they share."""
+"""Starts the engine process and opens replicas in it, each over a socket of its own."""
 
 import asyncio
 import contextlib
@@ -15,8 +15,8 @@ from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
 
 _MALLOC = "GLIBC_TUNABLES"
-"""Weights that an engine allocates lie in huge pages with `hugetlb=1`, where the system leaves that to the process: a
-step of a 0.5B shape in F32 takes 83 ms of CPU instead of 87 to 99. A variable of the user's own stays as it is."""
+"""With `hugetlb=1` glibc puts weights into huge pages, if the system leaves that to the process: a step of a model of
+0.5B parameters in F32 takes 83 ms of CPU instead of 87 to 99. A value that the user has set is kept."""
 
 
 class EngineDiedError(RuntimeError):
@@ -29,22 +29,22 @@ class Link(Protocol):
     sock: socket.socket
     pid: int
     crash_attribution: CrashAttribution
-    """Shared with the other replicas of the process."""
+    """Shared by all replicas of the process."""
 
     def kill(self) -> None:
-        """Ends the other side at once, and all that shares its process. Safe to call again."""
+        """Kills the process at once, with every replica in it. Safe to call again."""
         ...
 
     async def wait(self) -> str:
-        """Returns how the other side ended, once it has. It does when the socket is closed."""
+        """Waits until the other side has ended, as it does when the socket is closed; returns how."""
         ...
 
 
 class EngineProcess:
-    """The engine process of a frontend: there is one while there are replicas. It can't outlive its frontend."""
+    """The engine process of a frontend. It runs while it has replicas, and can't outlive the frontend."""
 
     def __init__(self, variables: Mapping[str, str] = MappingProxyType({})) -> None:
-        """`variables` of its environment beside the frontend's own."""
+        """`variables` are added to the environment that the frontend passes on."""
         self._variables = variables
         self._running: _Running | None = None
         self._starting = asyncio.Lock()
@@ -54,7 +54,7 @@ class EngineProcess:
         return f"<EngineProcess {self._running!r}>"
 
     async def open(self, settings: EngineSettings) -> "ReplicaLink":
-        """Has a replica loaded, in a new process if there is none. Raises EngineDiedError."""
+        """Has a replica loaded, in a new process if none runs. Raises EngineDiedError."""
         async with self._starting:
             if self._running is None or self._running.is_ending:
                 self._running = await _start(self._variables)
@@ -72,9 +72,6 @@ class ReplicaLink:
         self.pid = running.pid
         self.crash_attribution = running.crash_attribution
 
-    def __repr__(self) -> str:
-        return f"<ReplicaLink to {self.pid}>"
-
     def kill(self) -> None:
         self._running.kill()
 
@@ -83,7 +80,7 @@ class ReplicaLink:
 
 
 class _Running:
-    """One life of the process."""
+    """One run of the process, from its start to its exit."""
 
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self._process = process
@@ -102,7 +99,7 @@ class _Running:
 
     @property
     def is_ending(self) -> bool:
-        """It has ended, or will at once, since it has no replica left."""
+        """Whether it has ended or, without any replica left, is about to."""
         return self._end.done() or not self._closed
 
     def open(self, number: int, settings: EngineSettings) -> ReplicaLink:
@@ -111,7 +108,7 @@ class _Running:
             socket.send_fds(self._control, [ipc.encode(ipc.OpenReplica(number, settings))], [theirs.fileno()])
         except OSError as error:
             ours.close()
-            raise EngineDiedError(f"the engine process {self.pid} takes no replica: {error}") from error
+            raise EngineDiedError(f"the engine process {self.pid} can't open a replica: {error}") from error
         finally:
             theirs.close()
         closed = self._closed[number] = asyncio.get_running_loop().create_future()
@@ -123,7 +120,7 @@ class _Running:
                 self._process.send_signal(signal.SIGKILL)
 
     async def wait_closed(self, closed: "asyncio.Future[str]") -> str:
-        """Until a replica is closed; with the last one the process ends."""
+        """Waits until a replica is closed and returns why; with the last one it waits for the process."""
         await asyncio.wait([closed, self._end], return_when=asyncio.FIRST_COMPLETED)
         return await self._end if not self._closed or not closed.done() else closed.result()
 
@@ -143,7 +140,7 @@ class _Running:
 
     async def _until_ended(self) -> str:
         status = await self._process.wait()
-        self._read_control()  # its last words may lie there unread
+        self._read_control()  # the reason for its exit may still be unread
         asyncio.get_running_loop().remove_reader(self._control.fileno())
         self._control.close()
         if status < 0:

@@ -1,4 +1,4 @@
-"""Questions to an engine, beside its streams, that it has not answered yet."""
+"""Calls to an engine, beside its streams, that wait for a reply."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ ResultT = TypeVar("ResultT")
 
 
 class PendingCalls(Generic[ResultT]):
-    """Of one kind, each with a ticket."""
+    """Pending calls of one kind, each known by its call id."""
 
     def __init__(self) -> None:
         self._open: dict[int, asyncio.Future[ResultT]] = {}
@@ -23,8 +23,8 @@ class PendingCalls(Generic[ResultT]):
         return len(self._open)
 
     async def call(self, send: Callable[[int], None]) -> ResultT:
-        """Has `send` carry the question under its ticket, and waits for its answer. Raises the RequestError that it is
-        refused with."""
+        """Has `send` send the call under a new id, and waits for its result. Raises the RequestError that it is
+        rejected with."""
         self._last_call_id += 1
         call_id = self._last_call_id
         future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
@@ -36,18 +36,18 @@ class PendingCalls(Generic[ResultT]):
             del self._open[call_id]
 
     def resolve(self, call_id: int, answer: ResultT) -> None:
-        """The engine has answered; who asked may have gone meanwhile."""
+        """Completes a call; its caller may be gone."""
         future = self._open.get(call_id)
         if future is not None and not future.done():
             future.set_result(answer)
 
     def reject(self, call_id: int, error: errors.Error) -> None:
-        """Likewise."""
+        """Fails a call; its caller may be gone."""
         future = self._open.get(call_id)
         if future is not None and not future.done():
             future.set_exception(errors.RequestError(error))
 
     def fail_all(self) -> None:
-        """Nobody will answer any more."""
+        """Fails every call with `worker_lost`: no reply will come."""
         for call_id in self._open:
             self.reject(call_id, errors.make_error(errors.Code.WORKER_LOST))

@@ -1,56 +1,46 @@
-"""Keeps an engine running: starts it, notices its end, starts the next one with growing pauses."""
+"""Keeps an engine running: starts it, notices its end, and starts the next one after a growing pause."""
 
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import structlog
 
 from tokenbus.worker import contract
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineDiedError
+from tokenbus.worker.engine_client.listener import EngineListener
 
 INITIAL_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 15.0
 HEALTHY_AFTER_S = 30.0
-"""An engine that has lived this long has earned a quick restart."""
+"""An engine that lived this long is restarted after the initial pause."""
 TAKEOVER_TIMEOUT_S = 60.0
-"""How long streams wait for an engine to go on with them."""
+"""Open streams wait this long for the next engine; then they end in `worker_lost`."""
 
 MAX_START_FAILURES = 3
-"""Engines that may die before one has ever served; then another start won't help."""
-
-_STALL_S = 1.0
-"""A frontend that was away for longer has not heard of the engine's steps meanwhile."""
-
-
-class Listener(Protocol):
-    """Who must know which engine serves."""
-
-    def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None: ...
-
-    def engine_died(self) -> None: ...
+"""After so many engines died before any has served, another start won't help."""
 
 
 def next_backoff(backoff_s: float, uptime_s: float) -> float:
-    """How long to wait before the next start, after an engine that lived for `uptime_s`."""
+    """Returns the pause before the next start, after an engine that lived for `uptime_s`."""
     return INITIAL_BACKOFF_S if uptime_s >= HEALTHY_AFTER_S else min(2 * backoff_s, MAX_BACKOFF_S)
 
 
 class Supervisor:
-    """Runs one engine after another made by `make_engine`."""
+    """Runs one engine after another, each made by `make_engine`."""
 
     def __init__(
-        self, make_engine: Callable[[], EngineClient], worker_id: str, listener: Listener, step_timeout_s: float
+        self, make_engine: Callable[[], EngineClient], worker_id: str, listener: EngineListener, step_timeout_s: float
     ) -> None:
         self._make_engine = make_engine
         self._worker_id = worker_id
         self._listener = listener
         self._step_timeout_s = step_timeout_s
-        self._engine: EngineClient | None = None
+        self.engine: EngineClient | None = None
+        """The engine that starts or serves now, or the last one that did."""
         self._dead: EngineClient | None = None
-        """The last one that served: it holds the open streams until the next one serves."""
+        """The last engine that served: it holds the open streams until the next one takes them over."""
         self._died_at = 0.0
         self._is_closed = False
         self._has_served = False
@@ -58,15 +48,11 @@ class Supervisor:
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<Supervisor of {self._engine!r}, {self.restarts} restarts>"
-
-    @property
-    def engine(self) -> EngineClient | None:
-        return self._engine
+        return f"<Supervisor of {self.engine!r}, {self.restarts} restarts>"
 
     async def run(self) -> None:
-        """Until cancelled or cleaned up. Raises EngineStartError when no engine has ever served, and one says that
-        another won't help or `MAX_START_FAILURES` have died."""
+        """Runs until cancelled or cleaned up. Raises EngineStartError if no engine has ever served and either the model
+        can't be loaded or `MAX_START_FAILURES` engines have died."""
         backoff_s = INITIAL_BACKOFF_S
         while True:
             began = time.monotonic()
@@ -77,35 +63,33 @@ class Supervisor:
             self.restarts += 1
             if not self._has_served and self.restarts >= MAX_START_FAILURES:
                 raise contract.EngineStartError(
-                    f"the engine died {self.restarts} times before it could serve, the last time like this: {reason}"
+                    f"the engine died {self.restarts} times before it could serve; the last time: {reason}"
                 )
             self._log.error("engine_died", worker_id=self._worker_id, reason=reason, restart_in_s=backoff_s)
             await asyncio.sleep(backoff_s)
 
     def tick(self, now: float, gap_s: float) -> None:
-        """To be called a few times a second; `gap_s` is the time since the last call."""
-        if self._engine is None:
+        """Checks for a stuck step and an overdue takeover. Call it a few times a second; `gap_s` is the time since the
+        last call."""
+        if self.engine is None:
             return
         if self._dead is not None and self._dead.has_died:
             self._died_at = self._died_at or now
             if now - self._died_at > TAKEOVER_TIMEOUT_S:
                 self._dead.fail_streams()
-        if gap_s > _STALL_S:
-            self._engine.restart_step_timer(now)
-        else:
-            self._engine.kill_if_stuck(now, self._step_timeout_s)
+        self.engine.check_step(now, gap_s, self._step_timeout_s)
 
     async def cleanup(self) -> None:
-        """Ends the engine, and starts no other."""
+        """Ends the engine and starts no other."""
         self._is_closed = True
-        for engine in (self._engine, self._dead):
+        for engine in (self.engine, self._dead):
             if engine is not None:
                 await engine.cleanup()
 
     async def _run_engine(self) -> str:
-        """One engine's life; returns why it ended. It begins with the streams that the last one left."""
-        engine = self._engine = self._make_engine()
-        engine.on_disconnect = self._listener.engine_died
+        """Runs one engine, which takes over the streams that the last one left; returns why it ended."""
+        engine = self.engine = self._make_engine()
+        engine.listener = self._listener
         reason = ""
         try:
             config = await engine.start(self._worker_id)

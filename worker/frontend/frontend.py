@@ -1,4 +1,4 @@
-"""A worker's frontend: joins streams, announcements and subjects together, and falls silent when it must."""
+"""A worker's frontend: connects streams, announcer and endpoints to a bus, and stops publishing when it must."""
 
 import asyncio
 import contextlib
@@ -23,14 +23,14 @@ from tokenbus.worker.streams.streams import Streams
 
 
 class ReplacedError(RuntimeError):
-    """Another frontend lives under this one's name; says what to do."""
+    """Another worker has taken this one's name; the message says what to do."""
 
 
 class Frontend:
-    """Serves one worker over a bus, with whatever engine it is given. Times are of one monotonic clock.
+    """Serves one worker over a bus, with whatever engine it is given.
 
-    It has two connections. Everything it says goes out over one, in order, and the fence watches that one. What others
-    say to it comes in over the other, where a flood of it delays no sign of the broker."""
+    It has two connections. Everything that it publishes leaves over one, in order, and the fence watches that one.
+    Messages from others arrive over the second, so that a flood of them can't delay the broker's answers to pings."""
 
     def __init__(
         self,
@@ -44,22 +44,19 @@ class Frontend:
     ) -> None:
         self._bus = bus
         self._announcer = Announcer(bus, names, model, worker_id)
-        self.metrics = metrics
-        self._outbox = Outbox(bus, self._announcer, self.metrics)
-        self._streams = Streams(self._announcer, self._outbox, self.metrics, settings, tracer)
+        self._outbox = Outbox(bus, self._announcer, metrics)
+        self._streams = Streams(self._announcer, self._outbox, metrics, settings, tracer)
         self.drain_requested = asyncio.Event()
         self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._endpoints = Endpoints(
-            bus, names, self._announcer, self._streams, settings.inbox_prefixes, self, self.metrics
-        )
+        self._endpoints = Endpoints(bus, names, self._announcer, self._streams, settings.inbox_prefixes, self, metrics)
         self._fence = Fence(clock.now())
         self._is_draining = False
         self._has_engine = False
         self.on_load: Callable[[internal.Control, OnProgress], None] | None = None
-        """Loads more models beside this one; None where nobody can."""
+        """Loads more models beside this one; None if that is not possible."""
         self._log = structlog.get_logger()
         self.on_tick: Callable[[float, float], None] = lambda now, gap_s: None
-        """Called a few times a second with the time and how long ago the last call was."""
+        """Called a few times a second with the time, and the seconds since the last call."""
         bus.guard = self._may_publish
         bus.on_reconnect = self._reconnected
 
@@ -68,19 +65,19 @@ class Frontend:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken now."""
+        """Whether requests are accepted now."""
         return self._has_engine and not self._is_draining and not self._announcer.is_muted
 
     def apply_settings(self, settings: FrontendSettings) -> None:
-        """Other settings for streams from now on."""
+        """Changes the settings of streams accepted from now on."""
         self._streams.settings = settings
 
     async def open(self, incoming: Bus) -> None:
-        """Subscribes over `incoming` to everything that the worker serves. It speaks over the other connection."""
+        """Subscribes to the worker's subjects over `incoming`."""
         await self._endpoints.open(incoming)
 
     async def run(self) -> None:
-        """Until cancelled. Raises ReplacedError when another frontend has taken this one's name."""
+        """Runs until cancelled. Raises ReplacedError if another frontend takes this one's name."""
         self._fence.reset(clock.now())
         lives = (self._announcer.run_heartbeat(), self._tick(), self._until_replaced())
         tasks = [asyncio.create_task(life) for life in lives]
@@ -91,7 +88,7 @@ class Frontend:
                 task.cancel()
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
-        """Requests go to this engine from now on."""
+        """Sends requests to this engine from now on."""
         self._has_engine = True
         bundle = engine.tokenizer_bundle()
         self._streams.set_engine(engine, config)
@@ -101,7 +98,7 @@ class Frontend:
             self._announcer.set_state(messages.WorkerState.DRAINING)
 
     def engine_died(self) -> None:
-        """There is no engine for now: says so before the streams say that they have lost it."""
+        """Announces that there is no engine, before any stream ends because of it. Safe to call again."""
         if not self._has_engine:
             return
         self._has_engine = False
@@ -111,25 +108,25 @@ class Frontend:
             self._announcer.engine_died()
 
     def blocks_changed(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
-        """Which cached blocks the engine has lost and won."""
+        """Announces which cached blocks the engine has removed and stored."""
         self._announcer.blocks_changed(removed, stored)
 
     def step_done(self) -> None:
-        """All sinks have had what a step brought: publishes it."""
+        """Publishes a step's chunks: every sink has received its outputs."""
         self._outbox.flush()
 
     def start_draining(self) -> None:
-        """Takes nothing new from now on."""
+        """Accepts nothing new from now on."""
         self._is_draining = True
         self._announcer.set_state(messages.WorkerState.DRAINING)
 
     def announce_stopped(self) -> None:
-        """The worker's last word, where there is still somebody to hear it."""
+        """Announces that the worker has stopped, if there still is a connection."""
         with contextlib.suppress(ConnectionError):
             self._announcer.set_state(messages.WorkerState.STOPPED)
 
     def replaced(self, reason: str) -> None:
-        """Another frontend has this one's name: its streams are given up without a word."""
+        """Abandons every stream without a terminal: another frontend has this one's name."""
         if not self._replaced_by.done():
             self._log.error("replaced", worker_id=self._announcer.worker_id, streams=repr(self._streams))
             self._fence_off()
@@ -152,7 +149,7 @@ class Frontend:
             ticked_at = now
 
     def _may_publish(self) -> bool:
-        """What an earlier life has published went with its connection, so that nothing stale can wait here."""
+        """Guards every write. A muted frontend may write: what an earlier epoch published went with its connection."""
         return self._announcer.is_muted or self._check_fence()
 
     def _check_fence(self) -> bool:
@@ -163,14 +160,14 @@ class Frontend:
         return not self._announcer.is_muted
 
     def _fence_off(self) -> None:
-        """Gives every stream up without a word and begins a new life, which it announces on a new connection."""
+        """Abandons every stream without a terminal and starts a new epoch, to be announced on a new connection."""
         self._announcer.start_epoch()
         self._streams.abandon_all()
         self._bus.abort()
 
     def _reconnected(self) -> None:
         if self._replaced_by.done():
-            return  # it has nothing more to say: a new epoch would replace the frontend that has replaced it
+            return  # announcing a new epoch would replace the very frontend that has replaced this one
         self._streams.reconnected()
         if self._announcer.is_muted:
             self._fence.reset(clock.now())

@@ -1,79 +1,78 @@
-"""Every metric of a worker process, declared once. Names follow vLLM's where there are such."""
+"""Every metric of a worker process, declared once. Names follow vLLM's where vLLM has the metric."""
 
 from tokenbus.protocol.telemetry.metrics import ITL_BUCKETS, REQUEST_BUCKETS, TTFT_BUCKETS, Counter, Gauge, Histogram
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.process import ipc
 
-_ONE = ("model", "worker_id")
-_P = "tokenbus_worker"
+_LABELS = ("model", "worker_id")
 
 
 class WorkerMetrics:
-    """Families with the labels `model` and `worker_id`: a process may hold several replicas."""
+    """Metric families, labelled by `model` and `worker_id`, since a process may hold several replicas."""
 
     def __init__(self) -> None:
-        self.info = Gauge(
-            f"{_P}_info",
-            "1: what a worker serves, and with which engine.",
-            (*_ONE, "engine", "engine_version", "source"),
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"tokenbus_worker_{name}", text, (*_LABELS, *labels))
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"tokenbus_worker_{name}", text, (*_LABELS, *labels))
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"tokenbus_worker_{name}", text, (*_LABELS, *labels), buckets)
+
+        self.info = gauge(
+            "info",
+            "Always 1; the labels name the model that a worker serves and its engine.",
+            "engine",
+            "engine_version",
+            "source",
         )
-        self.ready = Gauge(f"{_P}_ready", "1 while the worker takes requests.", _ONE)
-        self.running = Gauge(f"{_P}_requests_running", "Requests that have a lane.", _ONE)
-        self.waiting = Gauge(f"{_P}_requests_waiting", "Accepted requests that wait for one.", _ONE)
-        self.max_running = Gauge(f"{_P}_max_num_seqs", "Requests that can run at the same time.", _ONE)
-        self.queued_prefill = Gauge(f"{_P}_queued_prefill_tokens", "Prompt tokens that are not computed yet.", _ONE)
-        self.kv_blocks = Gauge(
-            f"{_P}_kv_blocks",
-            "Blocks on the device: used, cached (nobody's now) or free.",
-            (*_ONE, "state"),
+        self.ready = gauge("ready", "1 while the worker accepts requests.")
+        self.running = gauge("requests_running", "Requests that are running, each in a lane of the engine.")
+        self.waiting = gauge("requests_waiting", "Accepted requests that wait for a lane.")
+        self.max_running = gauge("max_num_seqs", "Requests that can run at the same time.")
+        self.queued_prefill = gauge("queued_prefill_tokens", "Prompt tokens that are not computed yet.")
+        self.kv_blocks = gauge(
+            "kv_blocks", "Blocks on the device, by state: used, cached (used by no request) or free.", "state"
         )
-        self.kv_usage = Gauge(f"{_P}_kv_usage_ratio", "Share of the KV blocks that running requests hold.", _ONE)
-        self.kv_bytes = Gauge(f"{_P}_kv_bytes", "Device memory for keys and values; 0 where it is not known.", _ONE)
-        self.step_age = Gauge(f"{_P}_step_age_seconds", "Time since the step in progress began; 0 while idle.", _ONE)
-        self.cache_queries = Counter(f"{_P}_prefix_cache_queries_tokens", "Prompt tokens that were looked up.", _ONE)
-        self.cache_hits = Counter(f"{_P}_prefix_cache_hits_tokens", "Of those, the ones that were not computed.", _ONE)
-        self.prompt_tokens = Counter(f"{_P}_prompt_tokens", "Tokens of the prompts of requests that have ended.", _ONE)
-        self.generation_tokens = Counter(f"{_P}_generation_tokens", "Tokens that were sampled.", _ONE)
-        self.computed_tokens = Counter(f"{_P}_computed_tokens", "Tokens that steps have computed.", _ONE)
-        self.preemptions = Counter(f"{_P}_preemptions", "Sequences that lost their place for want of room.", _ONE)
-        self.evicted = Counter(f"{_P}_evicted_blocks", "Cached blocks that had to leave the device.", _ONE)
-        self.restarts = Counter(f"{_P}_engine_restarts", "Engines that were started after the first.", _ONE)
-        self.finished = Counter(f"{_P}_requests", "Requests that have ended, by how.", (*_ONE, "finish_reason"))
-        self.refused = Counter(f"{_P}_refusals", "Runs that were refused, by error code.", (*_ONE, "code"))
-        self.embeddings = Counter(f"{_P}_embeddings", "Inputs of which an embedding was made.", _ONE)
-        self.steps = Histogram(
-            f"{_P}_step_seconds",
-            "Steps: of prompts, of decodes, or of both.",
-            (*_ONE, "kind"),
-            ITL_BUCKETS,
+        self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks that running requests use, from 0 to 1.")
+        self.kv_bytes = gauge("kv_bytes", "Device memory for keys and values, in bytes; 0 if unknown.")
+        self.step_age = gauge("step_age_seconds", "Time since the step in progress began; 0 while idle.")
+        self.cache_queries = counter("prefix_cache_queries_tokens", "Prompt tokens that were looked up in the cache.")
+        self.cache_hits = counter("prefix_cache_hits_tokens", "Prompt tokens that were found in the cache.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that have ended.")
+        self.generation_tokens = counter("generation_tokens", "Tokens that were sampled.")
+        self.computed_tokens = counter(
+            "computed_tokens", "Tokens that steps have computed, of prompts and completions."
         )
-        self.inference_seconds = Counter(f"{_P}_inference_seconds", "Time that the device has computed.", _ONE)
-        self.idle_seconds = Counter(
-            f"{_P}_device_gap_seconds", "Time between two steps in which there was work and the device had none.", _ONE
+        self.preemptions = counter("preemptions", "Running sequences that were preempted for lack of KV memory.")
+        self.evicted = counter("evicted_blocks", "Cached blocks that were evicted from the device.")
+        self.restarts = counter("engine_restarts", "Engine starts after the first.")
+        self.finished = counter("requests", "Requests that have ended, by finish reason.", "finish_reason")
+        self.refused = counter("refusals", "Runs that were refused, by error code.", "code")
+        self.embeddings = counter("embeddings", "Inputs that were embedded.")
+        self.steps = histogram(
+            "step_seconds", "Duration of steps, by kind: prefill, decode or mixed.", ITL_BUCKETS, "kind"
         )
-        self.ttft = Histogram(
-            f"{_P}_time_to_first_token_seconds", "From the accept to the first token.", _ONE, TTFT_BUCKETS
+        self.inference_seconds = counter("inference_seconds", "Time that the device spent computing.")
+        self.idle_seconds = counter(
+            "device_gap_seconds", "Time that the device was idle between two steps although there was work."
         )
-        self.itl = Histogram(
-            f"{_P}_inter_token_latency_seconds", "From one token of a request to its next.", _ONE, ITL_BUCKETS
-        )
-        self.queue = Histogram(f"{_P}_queue_time_seconds", "From the accept to the first step.", _ONE, REQUEST_BUCKETS)
-        self.prefill = Histogram(
-            f"{_P}_prefill_time_seconds", "From the first step to the first token.", _ONE, REQUEST_BUCKETS
-        )
-        self.decode = Histogram(f"{_P}_decode_time_seconds", "From the first token to the last.", _ONE, REQUEST_BUCKETS)
-        self.e2e = Histogram(
-            f"{_P}_e2e_request_latency_seconds", "From the accept to the terminal.", _ONE, REQUEST_BUCKETS
-        )
+        self.ttft = histogram("time_to_first_token_seconds", "From the accept to the first token.", TTFT_BUCKETS)
+        self.itl = histogram("inter_token_latency_seconds", "From one token of a request to its next.", ITL_BUCKETS)
+        self.queue = histogram("queue_time_seconds", "From the accept to the first step.", REQUEST_BUCKETS)
+        self.prefill = histogram("prefill_time_seconds", "From the first step to the first token.", REQUEST_BUCKETS)
+        self.decode = histogram("decode_time_seconds", "From the first token to the last.", REQUEST_BUCKETS)
+        self.e2e = histogram("e2e_request_latency_seconds", "From the accept to the terminal.", REQUEST_BUCKETS)
 
     def families(self) -> list[Counter | Gauge | Histogram]:
-        """In the order in which they are declared."""
+        """Returns every family in the order of declaration."""
         return [family for family in vars(self).values() if isinstance(family, Counter | Gauge | Histogram)]
 
 
 class ReplicaMetrics:
-    """The children of one replica, and what is added to them."""
+    """The metrics of one replica."""
 
     def __init__(self, metrics: WorkerMetrics, model: str, worker_id: str) -> None:
         self._metrics = metrics
@@ -98,7 +97,7 @@ class ReplicaMetrics:
         ]
         for family in (metrics.restarts, metrics.preemptions, metrics.embeddings):
             family.labels(*own)
-        for reason in messages.FinishReason:  # from 0 on, or the first of each would not be seen as an increase
+        for reason in messages.FinishReason:  # export 0, or the first increase of each would go unseen
             metrics.finished.labels(*own, reason)
         for code in errors.Code:
             metrics.refused.labels(*own, code)
@@ -115,18 +114,18 @@ class ReplicaMetrics:
         self._metrics.preemptions.labels(*self._own_labels).inc(stats.preemptions)
 
     def observe_token_interval(self, seconds: float, count: int) -> None:
-        """So many requests got a token, as long after their last one."""
+        """`count` requests got a token, each `seconds` after its previous one."""
         self._itl.observe(seconds, count)
 
     def count_load(self, load: messages.Load) -> None:
-        """Adds what an engine has counted since the last time; a new engine counts from 0."""
+        """Adds what an engine has counted since the last call; a new engine counts from 0."""
         for child, name in self._load_counters:
             now, before = getattr(load, name), getattr(self._last_load, name)
             child.inc(now - before if now >= before else now)
         self._last_load = load
 
     def update_gauges(self, load: messages.Load, config: contract.EngineConfig, *, is_ready: bool) -> None:
-        """Sets what is a level."""
+        """Sets every gauge."""
         metrics, who = self._metrics, self._own_labels
         self.count_load(load)
         metrics.info.labels(*who, config.engine, config.engine_version, config.source).set(1)
@@ -143,12 +142,12 @@ class ReplicaMetrics:
         metrics.step_age.labels(*who).set(load.step_age_ms / 1e3)
 
     def forget(self) -> None:
-        """The replica has left."""
+        """Stops exporting the replica's metrics."""
         for family in self._metrics.families():
             family.remove_by_label("worker_id", self._own_labels[1])
 
     def request_finished(self, reason: str, usage: messages.Usage | None, timings: messages.Timings | None) -> None:
-        """A request has ended; times only of those that got a token."""
+        """A request has ended; durations after its start are observed only if it got a token."""
         self._metrics.finished.labels(*self._own_labels, reason).inc()
         if usage is None or timings is None:
             return
@@ -161,10 +160,13 @@ class ReplicaMetrics:
             self._decode.observe(timings.decode_ms / 1e3)
 
     def request_refused(self, code: str) -> None:
+        """A run was refused."""
         self._metrics.refused.labels(*self._own_labels, code).inc()
 
     def engine_restarted(self) -> None:
+        """An engine serves that is not the first."""
         self._metrics.restarts.labels(*self._own_labels).inc()
 
     def inputs_embedded(self, count: int) -> None:
+        """`count` inputs were embedded."""
         self._metrics.embeddings.labels(*self._own_labels).inc(count)

@@ -1,4 +1,4 @@
-"""One replica as the frontend sees it: a worker on the wire, with a connection, a card and a supervised engine."""
+"""One replica of a model: a worker on the wire, with its own connections, frontend and supervised engine."""
 
 import asyncio
 import contextlib
@@ -14,9 +14,11 @@ from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import internal, subjects
 from tokenbus.worker import contract
+from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineProcess
+from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.supervisor import Supervisor
 from tokenbus.worker.frontend.frontend import Frontend
 from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
@@ -25,8 +27,8 @@ from tokenbus.worker.frontend.settings import OnProgress, WorkerSettings
 _LOADING_LOG_INTERVAL_S = 2.0
 
 
-class Replica:
-    """Lives from `run` until it is drained. Its engine is a step loop in `process`."""
+class Replica(EngineListener):
+    """Serves from `run` until it is drained. Its engine is a step loop in `process`."""
 
     def __init__(
         self,
@@ -41,12 +43,12 @@ class Replica:
         self.worker_id = worker_id
         self.served_name = served_name
         self.load_progress = 0.0
-        """How much of its model is loaded, from 0 to 1."""
+        """The fraction of its model that is loaded, from 0 to 1."""
         self.started: asyncio.Future[contract.EngineConfig] = asyncio.get_running_loop().create_future()
-        """Done when it serves for the first time. Never fails: `run` does."""
+        """Done once the replica serves for the first time. It never fails: `run` raises instead."""
         self.frontend: Frontend | None = None
         self.on_load: Callable[[internal.Control, OnProgress], None] | None = None
-        """Who loads more models beside this one."""
+        """Loads more models beside this one."""
         self._drain_requested = asyncio.Event()
         self._settings = settings
         self._engine = engine
@@ -62,13 +64,13 @@ class Replica:
         return f"<Replica {self.worker_id} of {self.served_name}>"
 
     def drain(self) -> None:
-        """Has it drained: `run` returns when that is done."""
+        """Starts draining; `run` returns when that is done."""
         self._drain_requested.set()
         if self.frontend is not None:
             self.frontend.drain_requested.set()
 
     def apply_settings(self, settings: WorkerSettings) -> None:
-        """What of the settings may change while it serves."""
+        """Applies those settings that may change while the replica serves."""
         self._settings = settings
         if self.frontend is not None:
             self.frontend.apply_settings(settings.frontend)
@@ -76,8 +78,8 @@ class Replica:
             self._supervisor.engine.capacity.max_waiting = settings.max_waiting
 
     async def run(self) -> None:
-        """Until drained. Raises EngineStartError for a model that can't be served, ReplacedError when another worker
-        has taken the name, and ConnectionError when there is no broker."""
+        """Serves until drained. Raises EngineStartError if the model can't be served, ReplacedError if another worker
+        takes the name, and ConnectionError if there is no broker."""
         structlog.contextvars.bind_contextvars(worker_id=self.worker_id)
         async with contextlib.AsyncExitStack() as connections:
             try:
@@ -108,17 +110,25 @@ class Replica:
 
     @property
     def unready_reason(self) -> str:
-        """Empty while it takes requests."""
+        """Says why the replica accepts no requests; empty if it does."""
         return "" if self.frontend is not None and self.frontend.is_ready else f"{self.worker_id} is not ready"
 
     def update_gauges(self) -> None:
-        """Brings its levels up to date, for a scrape."""
+        """Updates the replica's gauges for a scrape."""
         engine = self._supervisor.engine if self._supervisor is not None else None
         if engine is not None and self._config is not None:
             self._metrics.update_gauges(engine.load(), self._config, is_ready=not self.unready_reason)
 
+    def loading(self, fraction: float) -> None:
+        """Logs the progress of a long load every few seconds."""
+        self.load_progress = fraction
+        now = time.monotonic()
+        if now - self._logged_at >= _LOADING_LOG_INTERVAL_S:
+            self._logged_at = now
+            self._log.info("model_loading", percent=round(100 * fraction))
+
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
-        """A restart finds the same files and takes no more memory than the first."""
+        """Serves with a new engine. The next one will load the same files and take no more memory."""
         if self._config is not None:
             self._metrics.engine_restarted()
         self._config = config
@@ -129,18 +139,28 @@ class Replica:
             self.started.set_result(config)
 
     def engine_died(self) -> None:
+        """Announces that there is no engine for now."""
         assert self.frontend is not None
         self.frontend.engine_died()
+
+    def step_computed(self, stats: ipc.StepStats) -> None:
+        """Counts a step."""
+        self._metrics.observe_step(stats)
+
+    def token_interval(self, seconds: float, count: int) -> None:
+        """Counts intervals between tokens."""
+        self._metrics.observe_token_interval(seconds, count)
+
+    def step_done(self) -> None:
+        """Publishes a step's chunks."""
+        assert self.frontend is not None
+        self.frontend.step_done()
 
     def _make_engine(self) -> EngineClient:
         assert self.frontend is not None
         settings = self._engine
         engine = EngineClient(lambda: self._process.open(settings), self._settings.max_waiting)
-        engine.on_step = self.frontend.step_done
-        engine.on_step_stats = self._metrics.observe_step
-        engine.on_token_interval = self._metrics.observe_token_interval
         engine.on_kv_events = self.frontend.blocks_changed
-        engine.on_loading = self._loading
         return engine
 
     def _tick(self, now: float, gap_s: float) -> None:
@@ -149,14 +169,6 @@ class Replica:
         engine = self._supervisor.engine
         if engine is not None and self._config is not None:
             self._metrics.count_load(engine.load())
-
-    def _loading(self, fraction: float) -> None:
-        """Says how far a model is loaded, every few seconds of a long load."""
-        self.load_progress = fraction
-        now = time.monotonic()
-        if now - self._logged_at >= _LOADING_LOG_INTERVAL_S:
-            self._logged_at = now
-            self._log.info("model_loading", percent=round(100 * fraction))
 
     async def _serve(self, buses: Iterable[Bus], supervisor: Supervisor, frontend: Frontend) -> None:
         lives = (supervisor.run(), frontend.run(), *(bus.wait_closed() for bus in buses))
@@ -176,7 +188,7 @@ class Replica:
             frontend.announce_stopped()
 
     async def _drain(self, supervisor: Supervisor, frontend: Frontend) -> None:
-        """Takes nothing new, lets what runs finish within the grace period, ends the rest."""
+        """Accepts nothing new, lets running requests finish within the grace period, and ends the rest."""
         frontend.start_draining()
         self._log.info("draining", grace_s=self._settings.grace_s)
         engine = supervisor.engine

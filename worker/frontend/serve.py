@@ -5,6 +5,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,15 +26,15 @@ _MAX_REPLICAS = 64
 _MAX_MODEL_CHARS = 4_096
 _PROGRESS_INTERVAL_S = 0.5
 _NOT_LOADABLE = {"model", "files", "engine", "scheduler", "onnx", "kv_limit_bytes"}
-"""Engine settings that a `load` message does not set by name."""
+"""Engine settings that a `load` message can't set by name."""
 
 
 async def serve(settings: WorkerSettings, read_settings: Callable[[], WorkerSettings]) -> None:
-    """Runs a worker process until SIGTERM or SIGINT, or until all of its replicas have been drained; `read_settings`
-    reads its settings anew.
+    """Runs a worker process until SIGTERM or SIGINT, or until all of its replicas are drained; `read_settings` reads
+    its settings again at SIGHUP.
 
-    Raises EngineStartError for a model that can't be served, ReplacedError when another worker has taken a name, and
-    ConnectionError when there is no broker."""
+    Raises EngineStartError if a model can't be served, ReplacedError if another worker takes a name, and
+    ConnectionError if there is no broker."""
     worker = Worker(settings)
     with shutdown.on_stop(worker.drain):
         reload.on_hangup(read_settings, worker.apply_settings)
@@ -41,7 +42,7 @@ async def serve(settings: WorkerSettings, read_settings: Callable[[], WorkerSett
 
 
 class Worker:
-    """The replicas of one process. They come one after another, so that each knows what the others left it."""
+    """The replicas of one process. They start one after another, so that each knows how much KV memory is left."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -61,7 +62,7 @@ class Worker:
         return f"<Worker {list(self._replicas)}>"
 
     async def run(self) -> None:
-        """Until every replica has left. Raises what `serve` does."""
+        """Runs until every replica is drained. Raises what `serve` raises."""
         async with status.serving(self._settings.status_page, self._page().registry, self._unready_reason):
             try:
                 await self._serve()
@@ -72,7 +73,10 @@ class Worker:
         try:
             await self._start_first()
             while self._replicas:
-                await self._reap(await self._ended.get())
+                replica = await self._ended.get()
+                life = self._replicas.pop(replica)
+                if replica.started.done():
+                    life.result()  # raises what ended it, since that concerns all replicas
         finally:
             tasks = [*self._loads, *self._replicas.values()]
             for task in tasks:
@@ -91,23 +95,23 @@ class Worker:
 
     def _unready_reason(self) -> str:
         if not self._replicas or self._is_draining:
-            return "no replica takes requests"
+            return "no replica accepts requests"
         return next(filter(None, (replica.unready_reason for replica in self._replicas)), "")
 
     def drain(self) -> None:
-        """Has every replica drained."""
+        """Drains every replica."""
         self._is_draining = True
         for replica in self._replicas:
             replica.drain()
 
     def apply_settings(self, settings: WorkerSettings) -> None:
-        """What of its settings may change while it serves, for all replicas, those to come included."""
+        """Applies those settings that may change while serving, to every replica and to those loaded later."""
         self._settings = settings
         for replica in self._replicas:
             replica.apply_settings(settings)
 
     def load(self, control: internal.Control, on_progress: OnProgress) -> None:
-        """Loads a model beside the others, and says how far it is until it is done."""
+        """Loads a model beside the others and reports progress until it serves."""
         try:
             model = self._requested_model(control)
         except errors.RequestError as error:
@@ -119,7 +123,7 @@ class Worker:
         task.add_done_callback(self._loads.discard)
 
     def _requested_model(self, control: internal.Control) -> ServedModel:
-        """Raises RequestError saying what is wrong."""
+        """Returns the model that a `load` message asks for. Raises RequestError if it is invalid."""
         assert control.model is not None
         taken = len(self._replicas) + len(self._loads)
         if not 1 <= control.replicas <= _MAX_REPLICAS - taken:
@@ -146,7 +150,7 @@ class Worker:
                 for number in range(model.replicas):
                     replica = self._add_replica(model, model.replicas - number)
                     added.append(replica)
-                    await self._wait_started(replica, _Progress(on_progress, number, model.replicas))
+                    await self._wait_started(replica, partial(_report, on_progress, number, model.replicas))
             except (contract.EngineStartError, ConnectionError) as error:
                 for replica in added:
                     replica.drain()
@@ -156,7 +160,7 @@ class Worker:
         on_progress(internal.ControlReply(ok=True, progress=1.0, worker_ids=[replica.worker_id for replica in added]))
 
     def _add_replica(self, model: ServedModel, coming: int) -> Replica:
-        """One more replica, with its share of what `coming` replicas may still take."""
+        """Starts a replica with an equal share of the KV memory that it and the other `coming` - 1 may still take."""
         self._last_number += 1
         alone = self._is_single and self._last_number == 1
         worker_id = self._name if alone else f"{self._name}-{self._last_number}"
@@ -172,14 +176,14 @@ class Worker:
         return replica
 
     def _kv_share_bytes(self, coming: int) -> int:
-        """Bytes for the next replica's KV memory; 0: no limit."""
+        """Returns the bytes of KV memory for the next replica; 0 is no limit."""
         if not self._settings.kv_budget_bytes:
             return 0
         held = sum(replica.started.result().kv_bytes for replica in self._replicas if replica.started.done())
         return max(1, (self._settings.kv_budget_bytes - held) // coming)
 
     async def _wait_started(self, replica: Replica, note: Callable[[float], None] = lambda share: None) -> None:
-        """Until it serves or has left. Raises what ended it before."""
+        """Waits until a replica serves or has ended. Raises what ended it."""
         life = self._replicas[replica]
         while not life.done() and not replica.started.done():
             either: list[asyncio.Future[Any]] = [life, replica.started]
@@ -188,15 +192,9 @@ class Worker:
         if life.done():
             life.result()
 
-    async def _reap(self, replica: Replica) -> None:
-        """Raises what ended a replica that has served: it concerns all of them."""
-        life = self._replicas.pop(replica)
-        if replica.started.done():
-            life.result()
-
 
 def _served_name(model: str, asked: str | None) -> str:
-    """A loaded model's name on the wire. Raises RequestError where that is no name, or the model no path."""
+    """Returns a loaded model's name on the wire. Raises RequestError if the model or the name is invalid."""
     if "\0" in model or not 0 < len(model) <= _MAX_MODEL_CHARS:
         problem = f"model must be a file, a directory or a name on the Hub of at most {_MAX_MODEL_CHARS:,} characters"
         raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="model")
@@ -210,13 +208,13 @@ def _served_name(model: str, asked: str | None) -> str:
 
 
 def _engine_settings(own: EngineSettings, control: internal.Control) -> EngineSettings:
-    """The worker's own engine settings, for another model and with what a message asks for. Raises RequestError."""
+    """Returns the worker's engine settings for another model, changed as a message asks. Raises RequestError."""
     allowed = [name for name in EngineSettings.__struct_fields__ if name not in _NOT_LOADABLE]
     for name in control.settings:
         if name not in allowed:
             raise errors.request_error(
                 errors.Code.INVALID_REQUEST,
-                f"settings.{name} is no setting of an engine: it has {', '.join(allowed)}",
+                f"settings.{name} is not an engine setting; there are {', '.join(allowed)}",
                 param=f"settings.{name}",
             )
     fields = msgspec.structs.asdict(own) | {"model": control.model, "files": {}} | control.settings
@@ -226,14 +224,7 @@ def _engine_settings(own: EngineSettings, control: internal.Control) -> EngineSe
         raise errors.request_error(errors.Code.INVALID_REQUEST, f"settings: {error}", param="settings") from error
 
 
-class _Progress:
-    """Says how far a load is, of which `done` replicas serve already."""
-
-    def __init__(self, on_progress: OnProgress, done: int, replicas: int) -> None:
-        self._say = on_progress
-        self._done = done
-        self._replicas = replicas
-
-    def __call__(self, share: float) -> None:
-        progress = min((self._done + share) / self._replicas, 0.99)
-        self._say(internal.ControlReply(ok=True, progress=round(progress, 3)))
+def _report(on_progress: OnProgress, done: int, replicas: int, fraction: float) -> None:
+    """Reports the progress of a load of `replicas`, of which `done` serve and the next one is loaded to `fraction`."""
+    progress = min((done + fraction) / replicas, 0.99)
+    on_progress(internal.ControlReply(ok=True, progress=round(progress, 3)))

@@ -1,4 +1,4 @@
-"""Settings of a worker process: the models that it serves, and what all of its replicas have in common."""
+"""Settings of a worker process: its models, and what all of its replicas share."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,27 +9,26 @@ from tokenbus.protocol.wire import internal, subjects
 from tokenbus.worker.engine.process.settings import EngineSettings
 
 OnProgress = Callable[[internal.ControlReply], None]
-"""Answers a control message; may be called several times."""
+"""Replies to a control message; may be called several times."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FrontendSettings:
-    """What a frontend needs to know beside its model and its name."""
+    """Settings of one frontend."""
 
     inbox_prefixes: tuple[str, ...] = subjects.DEFAULT_INBOX_PREFIXES
-    """What a client's reply subject may begin with."""
+    """Prefixes that a client's reply subject may have."""
     max_new_tokens: int = 1_024
-    """Length of a completion that was asked for without `max_tokens`."""
+    """Longest completion of a request without `max_tokens`, in tokens."""
     slow_wait_s: float = backoff.FIRST_S
-    """A stream that has waited so long for its first token leaves a line in the log, and another each time that has
-    doubled."""
+    """A stream that waits this long for its first token is logged, and again each time the wait has doubled."""
     debug: bool = False
-    """Hold every stream against the engine contract."""
+    """Check every stream against the engine contract."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """A model, and how many replicas of it there are from the start."""
+    """A model that is served from the start."""
 
     served_name: str
     """Its name on the wire."""
@@ -45,21 +44,20 @@ class WorkerSettings:
     broker: nats.Settings = dataclasses.field(default_factory=nats.Settings)
     prefix: str = subjects.DEFAULT_PREFIX
     worker_id: str = ""
-    """Stable name of the only replica, or what the names of several begin with; made up from host name and process id
-    where absent."""
+    """Name of the only replica, or the prefix of the names of several. By default made of host name and process id."""
     frontend: FrontendSettings = dataclasses.field(default_factory=FrontendSettings)
     status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
     log: logs.Settings = logs.DEFAULTS
-    """How its engine process logs."""
+    """Log settings of the engine process."""
     otlp_traces_endpoint: str = ""
-    """Where spans of requests are sent; nowhere where empty."""
+    """Collector that spans are sent to; none if empty."""
     vllm_metrics: bool = False
-    """Show them under vLLM's names as well."""
+    """Export metrics under vLLM's names too."""
     kv_budget_bytes: int = 0
-    """What all replicas together may take for KV memory; 0: as much as each one's own settings say."""
+    """KV memory that all replicas together may take; 0 leaves it to each replica's own settings."""
     max_waiting: int = 64
-    """Accepted requests that may wait for a lane of a replica; beyond it requests are refused with `overloaded`."""
+    """Accepted requests that may wait for a lane of a replica; more are refused with `overloaded`."""
     grace_s: float = 30.0
-    """How long running streams may go on after SIGTERM."""
+    """Running streams may continue this long after SIGTERM."""
     step_timeout_s: float = 30.0
-    """An engine whose step takes longer, and ten times as long as any before, is ended as a crash."""
+    """An engine whose step takes longer than this, and ten times longer than any before, is killed and restarted."""

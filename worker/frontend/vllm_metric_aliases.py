@@ -1,4 +1,4 @@
-"""A worker's metrics under vLLM's names, so that dashboards and autoscalers made for vLLM read them."""
+"""Exports a worker's metrics under vLLM's names too, so that dashboards and autoscalers made for vLLM can read them."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from tokenbus.protocol.wire.messages import FinishReason
 from tokenbus.worker.frontend.metrics import WorkerMetrics
 
 _LABELS = ("model_name", "engine")
-"""vLLM's own two; `engine`, there the number of one of a process's engines, is the worker's id."""
+"""vLLM's labels. `engine`, which is an engine's number in vLLM, is the worker's id."""
 _REASONS: dict[str, str] = {
     FinishReason.STOP: "stop",
     FinishReason.TOOL_CALLS: "stop",
@@ -17,11 +17,11 @@ _REASONS: dict[str, str] = {
     FinishReason.ERROR: "error",
 }
 _OTHER_REASON = "abort"
-"""What vLLM calls a request that was cancelled or given up."""
+"""vLLM's word for a request that was cancelled or abandoned."""
 
 
 class _Alias(NamedTuple):
-    """Another name of a family. Its samples are read from that family's children when they are asked for."""
+    """Another name for a family, whose values it reads at each scrape."""
 
     name: str
     family: Counter | Gauge | Histogram
@@ -41,7 +41,7 @@ class _Alias(NamedTuple):
 
 
 class _RequestSuccess(NamedTuple):
-    """Requests that have ended, by vLLM's reasons, of which there are fewer."""
+    """Requests that have ended, by vLLM's finish reasons, of which there are fewer."""
 
     family: Counter
 
@@ -57,7 +57,7 @@ class _RequestSuccess(NamedTuple):
 
 
 def aliases(of: WorkerMetrics) -> "list[_Alias | _RequestSuccess]":
-    """Nothing is counted for them: they show the children of those families."""
+    """Returns the aliases, which count nothing themselves."""
     return [
         _Alias("vllm:num_requests_running", of.running),
         _Alias("vllm:num_requests_waiting", of.waiting),

@@ -1,13 +1,17 @@
-"""Notices that a client has gone: nobody listens on its inbox, and two seconds later still nobody does."""
+"""Decides whether a client is gone; pure.
+
+The broker sends a no-responders notice when a chunk finds no subscriber. A client that reconnects looks the same for a
+moment, so two seconds later an empty chunk probes its inbox again; a notice for that one means that the client is
+gone."""
 
 PROBE_AFTER_S = 2.0
-"""A client that reconnects looks the same for a moment."""
+"""Longer than a client takes to reconnect."""
 RECONNECT_GRACE_S = 10.0
-"""After the frontend's own reconnect: the clients are reconnecting too."""
+"""For so long after the frontend's own reconnect notices are ignored, since clients are reconnecting too."""
 
 
 class ClientLiveness:
-    """Which clients of which streams are missed. Times are seconds of one monotonic clock."""
+    """Follows each stream whose client is missing: reported, then probed. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._probe_at: dict[str, float] = {}
@@ -18,16 +22,16 @@ class ClientLiveness:
         return f"<Presence {len(self._probe_at) + len(self._probed_at)} missed>"
 
     def no_responders(self, key: str, now: float) -> None:
-        """A notice came for an ordinary chunk."""
+        """Nobody listened to an ordinary chunk: schedules a probe."""
         if now >= self._ignore_until and key not in self._probed_at:
             self._probe_at.setdefault(key, now + PROBE_AFTER_S)
 
     def probe_no_responders(self, key: str, now: float) -> bool:
-        """A notice came for the probe; whether the client is gone."""
+        """Nobody listened to a probe; returns whether the client is gone."""
         return self._probed_at.pop(key, None) is not None and now >= self._ignore_until
 
     def due_probes(self, now: float) -> list[str]:
-        """The streams whose clients are to be probed now; probes that nobody answered have arrived."""
+        """Returns the streams to probe now. A probe without a notice for this long has reached its client."""
         for key in [key for key, at in self._probed_at.items() if now - at >= PROBE_AFTER_S]:
             del self._probed_at[key]
         due = [key for key, at in self._probe_at.items() if at <= now]
@@ -37,15 +41,16 @@ class ClientLiveness:
         return due
 
     def forget(self, key: str) -> None:
-        """The stream has ended, or its client has shown that it is there."""
+        """The stream has ended, or its client has shown that it is alive."""
         self._probe_at.pop(key, None)
         self._probed_at.pop(key, None)
 
     def reconnected(self, now: float) -> None:
-        """The frontend itself was away: what was noticed says nothing."""
+        """The frontend itself was away, so earlier notices prove nothing."""
         self._probe_at.clear()
         self._probed_at.clear()
         self._ignore_until = now + RECONNECT_GRACE_S
 
     def check_integrity(self) -> None:
+        """Asserts that no stream is both waiting for its probe and probed."""
         assert not self._probe_at.keys() & self._probed_at.keys(), (self._probe_at, self._probed_at)

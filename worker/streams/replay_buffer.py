@@ -1,4 +1,11 @@
-"""What a stream has said so far, kept so that it can be said again from any token on."""
+"""Keeps the text and tokens that a stream has published, so that any part can be published again; pure.
+
+One entry per token says where its text ends:
+
+    token       0    1    2    3
+    text        né   -    😀!  ?        token 1 is half of 😀, whose text comes with token 2
+    text_ends   3    3    8    9        in bytes of UTF-8
+"""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -7,9 +14,9 @@ from typing import NamedTuple
 from tokenbus.worker import contract
 
 _JSON_GROWTH = 6
-"""A control character of one byte becomes six in JSON."""
+"""A control character of one byte becomes six bytes of JSON."""
 _TOKEN_ID_BYTES = 11
-"""A token id in JSON, with its comma."""
+"""The largest token id in JSON, with its comma."""
 _LOGPROB_BYTES = 2_700
 """A log probability in JSON, with the text and the bytes of a token of 256 bytes."""
 
@@ -27,10 +34,11 @@ class Segment(NamedTuple):
 
 
 class ReplayBuffer:
-    """Text and token ids of one completion. Offsets are in tokens, text offsets in UTF-8 bytes.
+    """The text and token ids of one completion. Offsets count tokens, text offsets count bytes of UTF-8.
 
-    A token's text is what could be said when it was sampled: nothing where it was held back, and together with the
-    next one's where a character spans the two. `num_logprobs` are kept for each token: its own and the likeliest."""
+    A token's text is what could be published when it was sampled: nothing if it was held back, and more than its own if
+    it completed an earlier token's character. `num_logprobs` are kept for each token: its own and the likeliest
+    others."""
 
     def __init__(self, num_logprobs: int = 0) -> None:
         self._text = bytearray()
@@ -53,11 +61,11 @@ class ReplayBuffer:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory that this history takes."""
+        """Memory that the buffer takes, in bytes."""
         return len(self._text) + 8 * len(self._text_ends) + 12 * len(self._logprobs)
 
     def append(self, token_ids: Sequence[int], text: str, logprobs: Sequence[contract.Logprob] = ()) -> None:
-        """Takes what was sampled and said next; text without a token belongs to the last one."""
+        """Adds what was sampled and published next; text without a token belongs to the last token."""
         if self._num_logprobs:
             assert len(logprobs) == len(token_ids), (logprobs, token_ids)
             for one in logprobs:
@@ -73,13 +81,12 @@ class ReplayBuffer:
         self._token_ids.extend(token_ids)
 
     def all(self) -> Segment:
-        """All of it."""
+        """Returns the whole completion as one segment."""
         text = self._text.decode()
         return Segment(0, self.num_tokens, 0, text, list(self._token_ids), self._logprobs_between(0, self.num_tokens))
 
     def segments(self, offset: int, max_bytes: int, end: int | None = None) -> Iterator[Segment]:
-        """Everything from a token on, up to `end` of them in all, in passages that take at most `max_bytes` as JSON, or
-        hold a single token."""
+        """Yields the tokens from `offset` up to `end`, in segments of at most `max_bytes` of JSON or of one token."""
         start, end = offset, self.num_tokens if end is None else min(end, self.num_tokens)
         while start < end:
             stop = self._last_that_fits(start, end, max_bytes)
@@ -87,7 +94,7 @@ class ReplayBuffer:
             start = stop
 
     def _last_that_fits(self, start: int, end: int, max_bytes: int) -> int:
-        """Behind the last token that still fits a passage from `start` on: found by halving."""
+        """Returns the end of the longest segment from `start` that fits, at least one token; a binary search."""
         low, high = start + 1, end
         text_start = self._text_offset(start)
         while low < high:

@@ -1,4 +1,8 @@
-"""One stream from a frontend to a client: makes numbered chunks of an engine's outputs, and one terminal at the end."""
+"""The stream of one accepted request: makes numbered chunks of an engine's outputs, and one terminal.
+
+The engine's side of the same request is a `Generation` (worker/engine_client). Between the two lies the engine
+contract: the generation makes outputs of tokens, whichever engine computes them, and the stream makes what the client
+sees of outputs."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +20,7 @@ _STEP_SIZE = "what one step brought does not fit one message of this broker: ask
 
 
 class Stream:
-    """Chunks of one accepted request, not published yet. Offsets and counts are this class's alone."""
+    """Makes the chunks of one request, which the outbox publishes. Only this class counts offsets."""
 
     def __init__(
         self,
@@ -31,7 +35,7 @@ class Stream:
         self._prompt_tokens = len(run.token_ids) // 4
         self.key = run.request_id
         self.gone_subject = gone_subject
-        """Where the broker says that nobody has listened to a chunk."""
+        """The subject on which the broker reports that nobody listened to a chunk."""
         self._model = model
         self._worker_id = worker_id
         self._id = subjects.key_to_request_id(run.request_id)
@@ -42,44 +46,35 @@ class Stream:
         self.accepted_at = now
         self.span = tracing.NOOP_SPAN
         self.slow = backoff.BackoffTimer(backoff.FIRST_S)
-        """When the log says again that it waits for its first token."""
+        """Decides when to log again that the request waits for its first token."""
         self.last_chunk_at = now
-        """When the last chunk was made, on the caller's clock."""
+        """When the last chunk was made, in seconds of the caller's clock."""
         self.replayed_at = 0.0
-        """When it was last published again."""
+        """When it was last replayed; 0 if never."""
         self.first_token_sent = False
         self.terminal: messages.Chunk | None = None
         """The last chunk, once it has been published."""
         self.cancel_error: errors.Error | None = None
-        """What a cancel by ourselves is called, where it was not the client's wish."""
+        """The error that a cancel is reported as if the client did not ask for it, such as an expired deadline."""
 
     def __repr__(self) -> str:
         return f"<Stream {self.key} attempt {self.run.attempt}: {self._replay_buffer.num_tokens} tokens>"
 
     @property
     def memory_bytes(self) -> int:
-        """Memory that the stream takes after its end, about."""
+        """Approximate memory that the stream takes once it has ended, in bytes."""
         return 2_048 + self._replay_buffer.memory_bytes
 
     def head(self) -> messages.Chunk | None:
-        """The first chunk, which says who has accepted the request; also an empty one later. None where only a
-        terminal is wanted."""
-        if not self.run.params.stream:
-            return None
-        return messages.Chunk(
-            id=self._id,
-            attempt=self.run.attempt,
-            offset=self._replay_buffer.num_tokens,
-            text_offset=self._replay_buffer.text_bytes,
-            worker_id=self._worker_id,
-            model=self._model,
-            created=self.created,
-        )
+        """Returns an empty chunk at the current offset, or None if the client wants only a terminal."""
+        buffer = self._replay_buffer
+        return self._empty(buffer.num_tokens, buffer.text_bytes) if self.run.params.stream else None
 
     def chunk(self, output: contract.Output) -> messages.Chunk | None:
-        """The chunk that carries an output, or None where it is collected for the terminal."""
+        """Returns the chunk that carries an output, or None if the terminal will."""
         if output.progress is not None:
-            return self._progress(output.progress)
+            head = self.head()
+            return None if head is None else codec.replace(head, progress=output.progress)
         new = Segment(
             self._replay_buffer.num_tokens,
             len(output.token_ids),
@@ -97,7 +92,7 @@ class Stream:
         return self._terminal(output, self._replay_buffer.all())
 
     def internal_error(self) -> contract.Output:
-        """The terminal of a stream that failed here and not in the engine."""
+        """Returns the last output of a stream in which a bug was found here and not in the engine."""
         return contract.Output(
             token_ids=[],
             text="",
@@ -108,20 +103,15 @@ class Stream:
         )
 
     def too_large_terminal(self, chunk: messages.Chunk) -> messages.Chunk:
-        """The terminal to send in place of a chunk that is larger than the broker takes: nothing can follow it."""
-        return messages.Chunk(
-            id=self._id,
-            attempt=self.run.attempt,
-            offset=chunk.offset,
+        """Returns the terminal to publish in place of a chunk that is larger than the broker takes."""
+        problem = _ANSWER_SIZE if chunk.finish_reason else _STEP_SIZE
+        return codec.replace(
+            self._empty(chunk.offset, chunk.text_offset),
             tokens=chunk.tokens,
-            text_offset=chunk.text_offset,
             finish_reason=messages.FinishReason.ERROR,
-            worker_id=self._worker_id,
-            model=self._model,
-            created=self.created,
             usage=chunk.usage or self._usage(chunk.offset + chunk.tokens),
             timings=chunk.timings or _NO_TIMINGS,
-            error=errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, _ANSWER_SIZE if chunk.finish_reason else _STEP_SIZE),
+            error=errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, problem),
         )
 
     def _usage(self, completion_tokens: int) -> messages.Usage:
@@ -134,7 +124,8 @@ class Stream:
         )
 
     def replay(self, offset: int, max_bytes: int) -> Iterator[messages.Chunk]:
-        """Everything said from a token on, and the terminal if there is one; an empty chunk if there is nothing."""
+        """Yields the chunks from token `offset` on, each of at most `max_bytes`, and the terminal if there is one; if
+        there is neither, an empty chunk shows that the stream is alive."""
         chunks = 0
         if self.run.params.stream:
             end = self._replay_buffer.num_tokens if self.terminal is None else self.terminal.offset
@@ -145,9 +136,17 @@ class Stream:
         if last is not None:
             yield last
 
-    def _progress(self, progress: messages.Progress) -> messages.Chunk | None:
-        head = self.head()
-        return None if head is None else codec.replace(head, progress=progress)
+    def _empty(self, offset: int, text_offset: int) -> messages.Chunk:
+        """Returns a chunk without tokens that names the worker."""
+        return messages.Chunk(
+            id=self._id,
+            attempt=self.run.attempt,
+            offset=offset,
+            text_offset=text_offset,
+            worker_id=self._worker_id,
+            model=self._model,
+            created=self.created,
+        )
 
     def _segment_chunk(self, segment: Segment) -> messages.Chunk:
         return messages.Chunk(
@@ -157,7 +156,7 @@ class Stream:
             tokens=segment.num_tokens,
             text_offset=segment.text_offset,
             text=segment.text,
-            token_ids=self._wanted_ids(segment.token_ids),
+            token_ids=segment.token_ids if self.run.params.return_token_ids else UNSET,
             logprobs=self._wanted_logprobs(segment.logprobs),
         )
 
@@ -165,19 +164,12 @@ class Stream:
         reason, error = output.finish_reason, output.error
         if reason is messages.FinishReason.CANCELLED and self.cancel_error is not None:
             reason, error = messages.FinishReason.ERROR, self.cancel_error
-        return messages.Chunk(
-            id=self._id,
-            attempt=self.run.attempt,
-            offset=segment.offset,
-            tokens=segment.num_tokens,
-            text_offset=segment.text_offset,
-            text=segment.text,
+        return codec.replace(
+            self._segment_chunk(segment),
             finish_reason=reason,
             worker_id=self._worker_id,
             model=self._model,
             created=self.created,
-            token_ids=self._wanted_ids(segment.token_ids),
-            logprobs=self._wanted_logprobs(segment.logprobs),
             usage=codec.unset_if_none(output.usage),
             timings=codec.unset_if_none(output.timings),
             stop_match=codec.unset_if_none(output.stop_match),
@@ -185,22 +177,19 @@ class Stream:
             routing=codec.unset_if_none(self.run.routing),
         )
 
-    def _wanted_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
-        return token_ids if self.run.params.return_token_ids else UNSET
-
     def _wanted_logprobs(self, logprobs: list[contract.Logprob]) -> list[messages.TokenLogprob] | UnsetType:
         if self.run.params.logprobs is None:
             return UNSET
-        return [self._token_logprob(one) for one in logprobs]
-
-    def _token_logprob(self, one: contract.Logprob) -> messages.TokenLogprob:
-        piece = self._token_bytes[one.token_id]
-        top = [self._alternative(token_id, logprob) for token_id, logprob in one.top]
-        text = piece.decode(errors="replace")
-        return messages.TokenLogprob(id=one.token_id, text=text, bytes=list(piece), logprob=one.logprob, top=top)
+        named = []
+        for one in logprobs:
+            token = self._token_bytes[one.token_id]
+            text, top = token.decode(errors="replace"), [self._alternative(*alternative) for alternative in one.top]
+            named.append(
+                messages.TokenLogprob(id=one.token_id, text=text, bytes=list(token), logprob=one.logprob, top=top)
+            )
+        return named
 
     def _alternative(self, token_id: int, logprob: float) -> messages.TokenAlternative:
-        piece = self._token_bytes[token_id]
-        return messages.TokenAlternative(
-            id=token_id, text=piece.decode(errors="replace"), bytes=list(piece), logprob=logprob
-        )
+        token = self._token_bytes[token_id]
+        text = token.decode(errors="replace")
+        return messages.TokenAlternative(id=token_id, text=text, bytes=list(token), logprob=logprob)

@@ -20,10 +20,11 @@ from tokenbus.worker.engine.models import model_files
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.engine_client.client import EngineClient
+from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.supervisor import MAX_START_FAILURES, Supervisor
 
 
-class Listener:
+class Listener(EngineListener):
     """Counts engines that died."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The span of one stream at its worker, and, below it, where the stream's time went."""
+"""The trace span of one stream at its worker, with a child span for each stage of it."""
 
 from itertools import pairwise
 
@@ -9,7 +9,7 @@ from tokenbus.protocol.wire import internal, messages, subjects
 def begin(
     tracer: tracing.Tracer, run: internal.Run, headers: tracing.Headers, model: str, worker_id: str
 ) -> tracing.Span:
-    """Below the span of the router that dispatched the request."""
+    """Starts a span below that of the router that dispatched the request."""
     known: tracing.Attributes = {
         tracing.MODEL: model,
         tracing.REQUEST_ID: subjects.key_to_request_id(run.request_id),
@@ -21,7 +21,7 @@ def begin(
 
 
 def end(span: tracing.Span, accepted_at: float, terminal: messages.Chunk) -> None:
-    """Ends it as its stream ended; `accepted_at` is where the terminal's timings begin."""
+    """Ends a span as its stream ended; the terminal's timings count from `accepted_at`."""
     if not span.is_recording:
         return
     span.set_attributes(tracing.terminal_attributes(terminal))
@@ -33,7 +33,7 @@ def end(span: tracing.Span, accepted_at: float, terminal: messages.Chunk) -> Non
 
 
 def _add_stages(span: tracing.Span, accepted_at: float, timings: messages.Timings) -> None:
-    """queue, prefill and decode, one after another, as far as the stream came."""
+    """Adds child spans for queue, prefill and decode, as far as the stream got."""
     marks, at = [accepted_at], accepted_at
     for spent_ms in (timings.queue_ms, timings.prefill_ms, timings.decode_ms):
         at += spent_ms / 1e3

@@ -1,4 +1,6 @@
-"""One accepted request at the frontend: makes its outputs of what the engine computes, and exactly one terminal."""
+"""The engine client's side of one accepted request: turns sampled tokens into outputs and exactly one terminal.
+
+It outlives an engine: when one dies, the next is given the prompt and the tokens sampled so far, and continues."""
 
 import asyncio
 from array import array
@@ -8,20 +10,20 @@ from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.process.ipc import SequenceOutput
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
-from tokenbus.worker.streams.detokenizer import Detokenizer
+from tokenbus.worker.engine_client.detokenizer import Detokenizer
 
 _FAILURES = {
     EngineFinishReason.INSUFFICIENT_MEMORY: errors.make_error(errors.Code.INSUFFICIENT_MEMORY),
     EngineFinishReason.BAD_LOGITS: errors.make_error(
         errors.Code.INTERNAL, "the model computed logits that are not numbers"
     ),
-    EngineFinishReason.ABORTED: errors.make_error(errors.Code.INTERNAL, "the engine gave the request up"),
-    EngineFinishReason.FAILED: errors.make_error(errors.Code.INTERNAL, "the engine could not begin with the request"),
+    EngineFinishReason.ABORTED: errors.make_error(errors.Code.INTERNAL, "the engine aborted the request"),
+    EngineFinishReason.FAILED: errors.make_error(errors.Code.INTERNAL, "the engine could not start the request"),
 }
 
 
 class Generation:
-    """Turns tokens into outputs. Times are in seconds of one monotonic clock."""
+    """Turns tokens into outputs for `sink`. Times are seconds of one monotonic clock."""
 
     def __init__(
         self, request: contract.EngineRequest, sink: contract.Sink, token_bytes: Sequence[bytes], accepted_at: float
@@ -35,9 +37,9 @@ class Generation:
         self.last_token_at: float | None = None
         self.finished_by: EngineFinishReason | None = None
         self.sampled = array("I")
-        """What an engine would have to be given, behind the prompt, to go on."""
+        """The tokens that another engine needs after the prompt to continue."""
         self.crashes = 0
-        """Engines that died in a step holding this request, since its last token."""
+        """Engines that died in a step with this request since its last token."""
         self._terminal_sent = False
         self._sink_failed = False
         self._cached_tokens = 0
@@ -51,13 +53,18 @@ class Generation:
         """Whether its sink has been given the terminal."""
         return self._terminal_sent
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether it ran to its end: to a stop, or to its full length."""
+        return self.finished_by in (EngineFinishReason.STOP_TOKEN, EngineFinishReason.LENGTH)
+
     def begin(self, now: float) -> None:
-        """An engine computes it from now on; the first one counts."""
+        """An engine has started to compute it; the first start counts as the end of its queue time."""
         if self.started_at is None:
             self.started_at = now
 
     def progress(self, processed_tokens: int, cached_tokens: int) -> bool:
-        """Notes how far the prompt is computed, and hands it out where it is news; True when that ended it."""
+        """Hands out how far the prompt is computed, if that has changed; returns whether the sink failed."""
         if processed_tokens == self._processed_tokens:
             return False
         self._processed_tokens = processed_tokens
@@ -68,7 +75,7 @@ class Generation:
         return self._sink_failed
 
     def advance(self, output: SequenceOutput, now: float) -> bool:
-        """Takes what a step brought; True when that ended the generation, which may be before the engine knows."""
+        """Takes a step's output; returns whether the generation has ended, possibly before the engine knows."""
         token_id, end = output.token_id, output.finish_reason
         logprobs = [] if output.logprob is None else [output.logprob]
         if output.cached_tokens is not None:
@@ -82,38 +89,33 @@ class Generation:
         if self._first_token_at is None:
             self._first_token_at = now
         self.last_token_at = now
-        if end is EngineFinishReason.STOP_TOKEN:
-            self._detokenizer.count_hidden_token()
-            self._end(now, end, token_id, self._detokenizer.flush(), logprobs, stop_match=token_id)
-            return True
-        text, stop = self._detokenizer.push(token_id)
-        if stop is not None:
-            self._end(now, EngineFinishReason.STOP_TOKEN, token_id, text, logprobs, stop_match=stop)
+        text, stop_match = self._add_text(token_id, end)
+        if stop_match is not None:
+            self.finished_by, reason = EngineFinishReason.STOP_TOKEN, messages.FinishReason.STOP
         elif end is EngineFinishReason.LENGTH:
-            self._end(now, end, token_id, text + self._detokenizer.flush(), logprobs)
+            self.finished_by, reason = end, messages.FinishReason.LENGTH
         else:
             self._hand_out(contract.Output(token_ids=[token_id], text=text, logprobs=logprobs))
-        return self._terminal_sent or self._sink_failed
+            return self._terminal_sent or self._sink_failed  # its sink may have cancelled it
+        self._finish(now, token_ids=[token_id], text=text, reason=reason, stop_match=stop_match, logprobs=logprobs)
+        return True
 
     def cancel(self, now: float) -> None:
         self._finish(now, text=self._detokenizer.flush(), reason=messages.FinishReason.CANCELLED)
 
     def fail(self, code: errors.Code, now: float) -> None:
-        """Ends it because its engine is no more."""
+        """Ends it with an error because its engine is gone."""
         self._finish(now, error=errors.make_error(code))
 
-    def _end(
-        self,
-        now: float,
-        end: EngineFinishReason,
-        token_id: int,
-        text: str,
-        logprobs: list[contract.Logprob],
-        stop_match: str | int | None = None,
-    ) -> None:
-        self.finished_by = end
-        reason = messages.FinishReason.LENGTH if end is EngineFinishReason.LENGTH else messages.FinishReason.STOP
-        self._finish(now, token_ids=[token_id], text=text, reason=reason, stop_match=stop_match, logprobs=logprobs)
+    def _add_text(self, token_id: int, end: EngineFinishReason | None) -> tuple[str, str | int | None]:
+        """Returns the text that may be published now, and the stop token or stop string that ends the completion."""
+        if end is EngineFinishReason.STOP_TOKEN:
+            self._detokenizer.count_hidden_token()
+            return self._detokenizer.flush(), token_id
+        text, stop = self._detokenizer.push(token_id)
+        if stop is None and end is EngineFinishReason.LENGTH:  # a stop string in the last token is a stop, not a length
+            text += self._detokenizer.flush()
+        return text, stop
 
     def _finish(
         self,
@@ -144,7 +146,7 @@ class Generation:
     def _hand_out(self, output: contract.Output) -> None:
         try:
             self._sink(output)
-        except Exception as error:  # a stream's bug ends that stream, and never the step of its neighbours
+        except Exception as error:  # a bug in one sink ends its own stream, and never the step of its neighbours
             self._sink_failed = True
             context = {"message": f"the sink of {self.request.key} failed", "exception": error}
             asyncio.get_running_loop().call_exception_handler(context)

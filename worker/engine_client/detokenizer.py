@@ -1,4 +1,4 @@
-"""Makes text of sampled tokens: whole characters only, and nothing that is or could become a stop string."""
+"""Turns sampled tokens into text: whole characters only, and nothing that is or could become a stop string; pure."""
 
 import codecs
 from collections.abc import Sequence
@@ -6,23 +6,23 @@ from typing import NamedTuple
 
 
 class Text(NamedTuple):
-    """What may be said now, and the stop string that ends the completion, if one does."""
+    """Text that may be published now, and the stop string that ends the completion, if one does."""
 
     text: str
     stop: str | None = None
 
 
 class StopMatcher:
-    """Finds the first of several strings to be complete in a stream of text, holding back what could be its beginning.
+    """Finds the stop string that is complete first in a stream of text, and holds back what could be the start of one.
 
-    Of several that end at the same place it is the longest; how the text was cut makes no difference."""
+    If several end at the same character, the longest wins. How the text is split into pieces makes no difference."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
 
     def push(self, text: str) -> Text:
-        """Takes more text; gives what can't be part of a stop string any more."""
+        """Takes more text and returns what can no longer be part of a stop string."""
         if not self._stops:
             return Text(text)
         text = self._held + text
@@ -36,13 +36,13 @@ class StopMatcher:
         return Text(text[: len(text) - keep])
 
     def flush(self) -> str:
-        """What is held back, when no more text will come."""
+        """Returns the text that is held back, when no more will come."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -60,15 +60,15 @@ class Detokenizer:
         self.num_tokens = 0
 
     def push(self, token_id: int) -> Text:
-        """Counts a token and adds its text; stop strings are looked for once `min_tokens` are there."""
+        """Counts a token and adds its text; looks for stop strings once there are more than `min_tokens`."""
         self.num_tokens += 1
         text = self._decoder.decode(self._token_bytes[token_id])
         return self._matcher.push(text) if self.num_tokens > self._min_tokens else Text(text)
 
     def count_hidden_token(self) -> None:
-        """Counts a token whose text is not part of the completion: the one that ends it."""
+        """Counts a token whose text is not part of the completion, such as a stop token."""
         self.num_tokens += 1
 
     def flush(self) -> str:
-        """Everything that was held back, at the end of the completion; half a character becomes U+FFFD."""
+        """Returns everything held back at the completion's end; an incomplete character becomes U+FFFD."""
         return self._matcher.flush() + self._decoder.decode(b"", final=True)

@@ -5,7 +5,7 @@ import pytest
 from tests.support.arithmetic import make_config
 from tokenbus.protocol.wire import errors, internal
 from tokenbus.worker import contract
-from tokenbus.worker.streams.sampling import resolve
+from tokenbus.worker.streams.engine_request import resolve_sampling
 
 OWN = contract.SamplingDefaults(temperature=0.3, top_p=0.8, top_k=20, min_p=0.1, max_tokens=50)
 
@@ -19,7 +19,7 @@ def resolved(
     **params: object,
 ) -> contract.Sampling:
     config = make_config(context_length=context_length, defaults=defaults)
-    return resolve(internal.GenerationParams(**params), prompt_tokens, config, max_new_tokens)  # type: ignore[arg-type]
+    return resolve_sampling(internal.GenerationParams(**params), prompt_tokens, config, max_new_tokens)  # type: ignore[arg-type]
 
 
 def test_a_request_that_says_nothing_gets_the_wires_defaults() -> None:

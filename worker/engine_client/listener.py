@@ -1,0 +1,26 @@
+"""Events of a supervised engine, for the replica that it serves."""
+
+from tokenbus.worker import contract
+from tokenbus.worker.engine.process import ipc
+
+
+class EngineListener:
+    """Receives what happens to an engine. Every method does nothing; subclasses override those that they need."""
+
+    def loading(self, fraction: float) -> None:
+        """The engine has loaded this much of its model, from 0 to 1."""
+
+    def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
+        """An engine serves; it continues the streams that the previous one left open."""
+
+    def engine_died(self) -> None:
+        """There is no engine. Called before any stream is told, and possibly more than once."""
+
+    def step_computed(self, stats: ipc.StepStats) -> None:
+        """A step computed something."""
+
+    def token_interval(self, seconds: float, count: int) -> None:
+        """`count` requests got a token, each `seconds` after its previous one."""
+
+    def step_done(self) -> None:
+        """Every sink has received the outputs of a step."""

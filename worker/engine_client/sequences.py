@@ -1,0 +1,126 @@
+"""The sequences that an engine works on: those with an open stream, and those that it has yet to give back.
+
+A sequence is open until its stream ends. If the engine ended it, it is gone. If the stream ended first, because of a
+stop string or a cancel, the client aborts the sequence: it is then being released until the engine reports its end.
+Both kinds count against the engine's capacity, since the engine frees a lane only with that report."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
+from tokenbus.worker.engine_client.generation import Generation
+
+_MAX_CRASHES = 2
+
+
+class OpenSequences:
+    """Generations by sequence number. Numbers are never reused. `abort` tells the engine to end a sequence."""
+
+    def __init__(self, abort: Callable[[int], None]) -> None:
+        self._abort = abort
+        self._generations: dict[int, Generation] = {}
+        self._key_to_number: dict[str, int] = {}
+        self._releasing: set[int] = set()
+        self._started: set[int] = set()
+        """Open sequences that this engine has started to compute: one of them may be why it died."""
+        self._is_engine_lost = False
+        self._last_number = 0
+
+    def __repr__(self) -> str:
+        return f"<OpenSequences {len(self._generations)} open, {len(self._releasing)} releasing>"
+
+    def __len__(self) -> int:
+        return len(self._generations) + len(self._releasing)
+
+    def next_number(self) -> int:
+        """Returns a number for another sequence."""
+        self._last_number += 1
+        return self._last_number
+
+    def add(self, number: int, generation: Generation) -> None:
+        """Opens a sequence for a generation."""
+        assert generation.request.key not in self._key_to_number, generation
+        self._generations[number] = generation
+        self._key_to_number[generation.request.key] = number
+
+    def abort(self, key: str) -> Generation | None:
+        """Has the engine end a sequence whose stream is open; returns its generation, which is no longer open."""
+        number = self._key_to_number.get(key)
+        if number is None or self._generations[number].has_ended:  # then its sink is taking the terminal just now
+            return None
+        generation = self._generations[number]
+        self._release(number)
+        return generation
+
+    def start(self, numbers: list[int], now: float) -> None:
+        """Notes which sequences got a lane."""
+        for number in numbers:
+            if generation := self._generations.get(number):
+                self._started.add(number)
+                generation.begin(now)
+
+    def report_progress(self, progress: list[ipc.PromptProgress]) -> None:
+        """Hands out how far prompts are computed."""
+        for one in progress:
+            generation = self._generations.get(one.seq_no)
+            failed = generation is not None and generation.progress(one.computed_tokens, one.cached_tokens)
+            if failed and one.seq_no in self._generations:  # else its sink has aborted it
+                self._release(one.seq_no)
+
+    def advance(self, outputs: list[ipc.SequenceOutput], now: float) -> tuple[list[Generation], Mapping[float, int]]:
+        """Hands a step's outputs to their generations.
+
+        Returns those that ended, and how many requests got a token by the time in seconds since their previous one.
+        Requests that step together got their previous token together too, so that there is mostly one such time."""
+        ended: list[Generation] = []
+        last_token_counts: Counter[float] = Counter()
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._releasing.discard(output.seq_no)
+            generation = self._generations.get(output.seq_no)
+            if generation is None:
+                continue
+            if generation.last_token_at is not None and output.token_id is not None:
+                last_token_counts[generation.last_token_at] += 1
+            if generation.advance(output, now) and output.seq_no in self._generations:  # else its sink has aborted it
+                ended.append(generation)
+                if output.finish_reason is None:
+                    self._release(output.seq_no)
+                else:
+                    self._remove(output.seq_no)
+        return ended, {now - last: count for last, count in last_token_counts.items()}
+
+    def lose_engine(self, attribution: CrashAttribution, replica: object) -> list[Generation]:
+        """Counts the engine's death against every open sequence that may have caused it.
+
+        Returns the generations that have now ended too many engines; the others stay open for the next engine. If the
+        engine had started none of them, it died of one that nobody has started yet."""
+        self._is_engine_lost = True
+        self._releasing.clear()
+        new = {number for number, generation in self._generations.items() if generation.started_at is None}
+        for number in self._started or new:
+            self._generations[number].crashes += attribution.may_be_caused_by(replica, number)
+        culprits = {n: one for n, one in self._generations.items() if one.crashes >= _MAX_CRASHES}
+        for number in culprits:
+            self._remove(number)
+        return list(culprits.values())
+
+    def take_all(self) -> list[Generation]:
+        """Removes and returns every open generation; nothing is left to wait for."""
+        generations = list(self._generations.values())
+        self._generations.clear()
+        self._key_to_number.clear()
+        self._started.clear()
+        self._releasing.clear()
+        return generations
+
+    def _release(self, number: int) -> None:
+        self._remove(number)
+        if not self._is_engine_lost:
+            self._releasing.add(number)
+            self._abort(number)
+
+    def _remove(self, number: int) -> None:
+        del self._key_to_number[self._generations.pop(number).request.key]
+        self._started.discard(number)
