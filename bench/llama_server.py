@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from tokenbus.cli.parent_death import end_with_parent
+from tokenbus.cli.supervisor import end_with_parent
 
 _TARGETS = ("llama-server", "llama-bench", "llama-batched-bench")
 _FLAGS = (

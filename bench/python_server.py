@@ -22,7 +22,7 @@ from typing import Any
 
 from bench import models, system
 from bench.decode import ratio_of
-from tokenbus.cli.parent_death import end_with_parent
+from tokenbus.cli.supervisor import end_with_parent
 from tokenbus.client import Client
 from tokenbus.protocol.wire import messages
 

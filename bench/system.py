@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tokenbus.cli import nats_server
-from tokenbus.cli.parent_death import end_with_parent
+from tokenbus.cli.supervisor import end_with_parent
 from tokenbus.client import Client
 from tokenbus.protocol.wire import errors, messages
 

@@ -1,4 +1,6 @@
-"""What the values of flags may be: each makes one of its text, and says in a line why it can't."""
+"""Argument types for flags: each parses a flag's text or raises ArgumentTypeError saying what is allowed.
+
+`tokenbus health` loads this module every few seconds, so it must not import anything heavy."""
 
 import argparse
 from collections.abc import Callable
@@ -7,15 +9,24 @@ from tokenbus.router.requests.rate_limiter import TenantLimits
 
 
 def port(text: str) -> int:
-    """0 takes a free one."""
+    """A TCP port; 0 asks the system for a free one."""
     value = int(text)
     if not 0 <= value <= 65_535:
         raise argparse.ArgumentTypeError(f"must be 0 to 65535, got {value}")
     return value
 
 
+def ports(text: str) -> range:
+    """One port, or an inclusive range such as `9100-9109`."""
+    first, _, last = text.partition("-")
+    found = range(port(first), port(last or first) + 1)
+    if not found:
+        raise argparse.ArgumentTypeError(f"must be a port or a range of ports such as 9100-9109, got {text}")
+    return found
+
+
 def at_least(low: int) -> Callable[[str], int]:
-    """Whole numbers from that on."""
+    """Returns the type of whole numbers that are `low` or more."""
 
     def parse(text: str) -> int:
         value = int(text)
@@ -23,12 +34,12 @@ def at_least(low: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"must be at least {low}, got {value}")
         return value
 
-    parse.__name__ = "number"
+    parse.__name__ = "number"  # argparse names the type in its error message
     return parse
 
 
 def seconds(text: str) -> float:
-    """How often to look."""
+    """An interval in seconds."""
     value = float(text)
     if not 0.05 <= value <= 3_600:
         raise argparse.ArgumentTypeError(f"must be 0.05 to 3600 seconds, got {text}")
@@ -36,7 +47,7 @@ def seconds(text: str) -> float:
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """One of these words."""
+    """Returns the type of texts that are one of `names`."""
 
     def parse(text: str) -> str:
         if text not in names:
@@ -47,29 +58,28 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 
 def tenant_limits(text: str) -> TenantLimits:
-    """Of a tenant, `8,600,100000`."""
+    """A tenant's limits, such as `8,600,100000`: concurrent requests, requests per minute, tokens per minute."""
     try:
         concurrency, requests, tokens = text.split(",")
         found = TenantLimits(int(concurrency), float(requests), float(tokens))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be three numbers as 8,600,100000, got {text}") from None
+        raise argparse.ArgumentTypeError(f"must be three numbers such as 8,600,100000, got {text}") from None
     if not all(0 <= number < float("inf") for number in found):
         raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
     return found
 
 
 def tenant_limit_for(text: str) -> tuple[str, TenantLimits]:
-    """A tenant and its limits, `acme=8,600,100000`."""
+    """A tenant with its limits, such as `acme=8,600,100000`."""
     tenant, _, rest = text.partition("=")
     if not tenant or not rest:
-        raise argparse.ArgumentTypeError(f"must be a tenant and its limits as acme=8,600,100000, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a tenant and its limits, such as acme=8,600,100000, got {text}")
     return tenant, tenant_limits(rest)
 
 
-def ports(text: str) -> range:
-    """One, or the first and last of several."""
-    first, _, last = text.partition("-")
-    found = range(port(first), port(last or first) + 1)
-    if not found:
-        raise argparse.ArgumentTypeError(f"must be a port, or the first and last of several, got {text}")
+def shares(text: str) -> tuple[float, ...]:
+    """Comma-separated shares of a whole, such as `3,1`."""
+    found = tuple(float(part) for part in text.split(","))
+    if not found or min(found) < 0 or sum(found) <= 0:
+        raise argparse.ArgumentTypeError(f"must be numbers of 0 or more, not all of them 0, got {text}")
     return found

@@ -1,13 +1,13 @@
-"""Settings of the server processes from one TOML file and from variables, under the names of their flags.
+"""Settings of the servers from a TOML file and from environment variables, named like their flags.
 
-    [nats]                      # of every process: --nats-user, ...
+    [nats]                      # for all of them: --nats-user, ...
     user = "router"
 
     [worker]                    # tokenbus worker: --max-num-seqs, ...
     model = ["/models/a.gguf"]
     max-num-seqs = 32
 
-A flag goes before a variable (TOKENBUS_WORKER_MAX_NUM_SEQS), that before the file, and the file before the default."""
+A flag overrides a variable (TOKENBUS_WORKER_MAX_NUM_SEQS), which overrides the file, which overrides the default."""
 
 import argparse
 import contextlib
@@ -23,9 +23,10 @@ from tokenbus.protocol.bus.connection import redact_url
 from tokenbus.protocol.telemetry import logs
 
 SECTIONS = ("worker", "router", "gateway")
-"""Commands that can be configured; `nats` is for all of them."""
+"""The commands that read settings, each from its own table."""
 FILE_VARIABLE = "TOKENBUS_CONFIG"
 _NATS = "nats"
+"""The table of connection settings, which all of them read."""
 _PREFIX = "TOKENBUS_"
 _OTHER_VARIABLES = (
     FILE_VARIABLE,
@@ -37,28 +38,29 @@ _OTHER_VARIABLES = (
     "TOKENBUS_CACHE",
     "TOKENBUS_DEBUG",
 )
-"""Variables that are no flag's."""
+"""Variables that stand for no flag of a server."""
 _MIN_SIMILARITY = 0.8
-"""How much alike two names of variables are, of 1, before one may be meant to be the other."""
+"""Similarity of two names, from 0 to 1, from which on one counts as a misspelling of the other."""
 _SECRETS = ("api-key",)
-"""Shown to nobody."""
+"""Settings that are never printed."""
 _URLS = (_NATS, "otlp-traces-endpoint")
-"""May hold a password, which is not shown."""
+"""Settings whose URL may hold a password, which is never printed."""
 _Table = dict[str, Any]
 _KINDS: dict[object, str] = {int: "whole number", float: "number"}
 
 
 class Origin(NamedTuple):
-    """Where a setting's value comes from."""
+    """A setting's value and its source."""
 
     value: object
     source: str
+    """The file, the variable, or `default`."""
     written: object
-    """As it was written there."""
+    """The value as it was written there."""
 
 
 def read(path: Path) -> dict[str, _Table]:
-    """The tables of a file. Raises ValueError for one that can't be read, and for tables that are nobody's."""
+    """Returns the tables of a settings file. Raises ValueError for a file that can't be read."""
     try:
         return tomllib.loads(path.read_bytes().decode())
     except UnicodeDecodeError as error:
@@ -69,7 +71,7 @@ def read(path: Path) -> dict[str, _Table]:
 
 @contextlib.contextmanager
 def collecting_errors(mistakes: list[str]) -> Iterator[None]:
-    """Notes what is raised within it, a line for each mistake, and goes on behind it."""
+    """Appends the lines of a ValueError raised inside it to `mistakes`, and continues after it."""
     try:
         yield
     except ValueError as error:
@@ -77,13 +79,13 @@ def collecting_errors(mistakes: list[str]) -> Iterator[None]:
 
 
 def raise_errors(mistakes: list[str]) -> None:
-    """Raises ValueError with a line for each, if there are any."""
+    """Raises ValueError with one line for each mistake, if there is any."""
     if mistakes:
         raise ValueError("\n".join(mistakes))
 
 
 def misspelled_variables(parsers: Mapping[str, argparse.ArgumentParser]) -> Iterator[str]:
-    """A sentence on each variable that is none of these commands', nor of Tokenbus at all, and is nearly one."""
+    """Yields a warning for each variable that no process reads but that is spelled almost like one."""
     known = set(_OTHER_VARIABLES)
     for section, parser in parsers.items():
         known |= {variable for name, _ in _settable(parser) for variable in _variables(section, name)}
@@ -91,12 +93,13 @@ def misspelled_variables(parsers: Mapping[str, argparse.ArgumentParser]) -> Iter
     for name in sorted(os.environ):
         if name.startswith(_PREFIX) and name not in known:
             for near in difflib.get_close_matches(name.removeprefix(_PREFIX), endings, 1, _MIN_SIMILARITY):
-                yield f"the variable {name} means nothing: is it {endings[near]}?"
+                yield f"the variable {name} is unknown: did you mean {endings[near]}?"
 
 
 def apply(parser: argparse.ArgumentParser, section: str, tables: Mapping[str, _Table], where: str) -> dict[str, Origin]:
-    """Makes a file's settings, and those in variables, the defaults of a command's parser; returns where each setting
-    that has a flag comes from. Raises ValueError naming keys that are unknown and values that can't be, a line each."""
+    """Makes the settings in a file and in variables the defaults of a command's parser; returns each setting's origin.
+
+    Raises ValueError with one line for each unknown key and each invalid value."""
     actions = dict(_settable(parser))
     found = {name: Origin(action.default, "default", action.default) for name, action in actions.items()}
     mistakes: list[str] = []
@@ -122,14 +125,14 @@ def apply(parser: argparse.ArgumentParser, section: str, tables: Mapping[str, _T
 
 
 def complete(options: argparse.Namespace, parser: argparse.ArgumentParser, settings: Mapping[str, Origin]) -> None:
-    """Gives parsed options the lists that no flag named: argparse would add flags to a default list."""
+    """Fills in the lists that no flag has set. They can't be defaults, since argparse appends flags to those."""
     for name, action in _settable(parser):
         if _is_list(action) and getattr(options, action.dest) is None:
             setattr(options, action.dest, settings[name].value)
 
 
 def _variables(section: str, name: str) -> Iterator[str]:
-    """The names of a setting among the variables, the one that counts most last."""
+    """Yields the names of a setting's variables; the last one overrides the first."""
     spelled = name.upper().replace("-", "_")
     if name.startswith(_NATS):
         yield f"TOKENBUS_{spelled}"
@@ -141,7 +144,7 @@ def _is_list(action: argparse.Action) -> bool:
 
 
 def _settable(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
-    """The flags of a command by name, without those that are no settings."""
+    """Yields name and action of each flag that is a setting."""
     for action in parser._actions:
         long = next((flag for flag in action.option_strings if flag.startswith("--")), None)
         if long is not None and long not in ("--help", "--config", "--json"):
@@ -149,15 +152,15 @@ def _settable(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.A
 
 
 def _check_table(name: str, table: object, where: str) -> None:
-    """Raises ValueError for a table that is nobody's."""
+    """Raises ValueError for a table that no command reads."""
     if name not in (_NATS, *SECTIONS):
-        raise ValueError(f"{where}: [{name}] is nobody's; there are [{_NATS}], [{'], ['.join(SECTIONS)}]")
+        raise ValueError(f"{where}: unknown table [{name}]; there are [{_NATS}], [{'], ['.join(SECTIONS)}]")
     if not isinstance(table, dict):
         raise ValueError(f"{where}: {name} must be a table: [{name}]")
 
 
 def _of_file(tables: Mapping[str, _Table], section: str) -> Iterator[tuple[str, str, object]]:
-    """Table, key and value of each setting of a command."""
+    """Yields table, key and value of each of a command's settings in a file."""
     for table in (_NATS, section):
         values = tables.get(table, {})
         for key, value in values.items() if isinstance(values, dict) else ():
@@ -165,17 +168,17 @@ def _of_file(tables: Mapping[str, _Table], section: str) -> Iterator[tuple[str, 
 
 
 def _name_of(table: str, key: str, actions: Mapping[str, argparse.Action], where: str) -> str:
-    """The setting's name, as its flag has it. Raises ValueError for a key that is unknown."""
+    """Returns the name of the flag that a key stands for. Raises ValueError for an unknown key."""
     prefix = f"{_NATS}-" if table == _NATS else ""
     name = _NATS if (table, key) == (_NATS, "url") else prefix + key
     if name not in actions:
         known = ", ".join(sorted(one.removeprefix(prefix) for one in actions if one.startswith(prefix)))
-        raise ValueError(f"{where}: {key} is no setting of [{table}]; it has {known}")
+        raise ValueError(f"{where}: {key} is not a setting of [{table}]; known settings: {known}")
     return name
 
 
 def _converted(action: argparse.Action, value: object, what: str) -> object:
-    """What the command line would have made of it."""
+    """Converts a value the way the command line would."""
     if isinstance(action, argparse._StoreTrueAction):
         if str(value).lower() not in ("true", "false", "1", "0"):
             raise ValueError(f"{what} must be true or false, got {value}")
@@ -188,22 +191,22 @@ def _converted(action: argparse.Action, value: object, what: str) -> object:
 
 def _typed(action: argparse.Action, value: object, what: str) -> object:
     if isinstance(value, dict | list | bool):
-        raise ValueError(f"{what} must be one value, and no list or table")  # it may be a secret
+        raise ValueError(f"{what} must be a single value, not a list, a table or a boolean")  # not shown: may be secret
     try:
         return action.type(str(value)) if callable(action.type) else str(value)
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"{what}: {error}") from error
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{what} must be a {_KINDS.get(action.type, 'value of its kind')}, got {value!r}") from error
+        raise ValueError(f"{what} must be a {_KINDS.get(action.type, 'valid value')}, got {value!r}") from error
 
 
 def api_keys() -> list[str]:
-    """The pairs, as `key=tenant`, in the gateway's variable."""
+    """Returns the `key=tenant` pairs in the gateway's variable."""
     return [pair for pair in os.environ.get(keys.VARIABLE, "").split(",") if pair.strip()]
 
 
 def show(section: str, settings: Mapping[str, Origin]) -> str:
-    """A command's settings as a file would say them, and where each comes from."""
+    """Returns a command's settings in the form of a file, with the source of each in a comment."""
     lines = [f"[{section}]"]
     for name, (_, source, written) in settings.items():
         text = _toml(redact_url(written) if name in _URLS and isinstance(written, str) else written)
@@ -211,7 +214,7 @@ def show(section: str, settings: Mapping[str, Origin]) -> str:
             text = '["..."]'
         lines.append(f"{name} = {text}  # {source}" if text else f"# {name} is not set")
     if section == "gateway" and (pairs := api_keys()):
-        lines.append(f"# {len(pairs)} more of api-key are in the variable {keys.VARIABLE}")
+        lines.append(f"# {len(pairs)} more API keys are in the variable {keys.VARIABLE}")
     return "\n".join(lines)
 
 
@@ -227,7 +230,7 @@ def _toml(value: object) -> str:
             return f'"{value[0]}-{value[-1]}"' if value else ""
         case list():
             return "[" + ", ".join(_toml(one) for one in value) + "]"
-        case tuple():  # such a setting is written as its flag is
+        case tuple():  # written like the flag
             return '"' + ",".join(f"{one:g}" for one in value) + '"'
         case _:
             text = str(value).replace("\\", "\\\\").replace('"', '\\"')

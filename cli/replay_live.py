@@ -1,4 +1,4 @@
-"""Plays a trace against real simulated workers, a real router and a real broker, in real time."""
+"""Replays a trace in real time against a real broker, a real router and simulated workers."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from tokenbus.cli import nats_server
-from tokenbus.cli.supervisor import SupervisedProcess
+from tokenbus.cli.supervisor import Supervisor
 from tokenbus.client import Client
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.wire import codec, errors, messages
@@ -21,29 +21,32 @@ from tokenbus.worker.engine.sim.runner import VOCAB_SIZE
 
 _MODEL = "replayed"
 _READY_TIMEOUT_S = 120.0
-_REPLICAS = 64
-"""Workers in one process, at most."""
+_MAX_REPLICAS = 64
+"""Workers per process."""
 
 
 class LiveError(RuntimeError):
-    """The system could not be started, or did not answer as it must."""
+    """The system was not ready in time, or a request did not end as its trace says."""
 
 
 async def run_live(
     settings: ReplaySettings, policy: str, trace: Sequence[TracedRequest], sim_speedup: float
 ) -> PolicyResult:
-    """One policy over the whole trace; the simulators and the requests are `sim_speedup` times faster than real.
+    """Replays the whole trace under one policy, with simulators and arrivals `sim_speedup` times faster than real time.
 
     Raises LiveError, NatsServerError, StartError and ConnectionError."""
-    async with _system(settings, policy, sim_speedup) as url, await _connect(url) as client:
+    async with (
+        _system(settings, policy, sim_speedup) as url,
+        await Client.connect(url, encoding=codec.Encoding.MSGPACK) as client,
+    ):
         names = await _until_ready(client, settings.workers)
-        playing = _LivePlayer(client, names, settings, sim_speedup)
-        await playing.play(trace)
-        return summarize(policy, playing.outcomes, playing.steps, settings.workers)
+        player = _LivePlayer(client, names, settings, sim_speedup)
+        await player.play(trace)
+        return summarize(policy, player.outcomes, player.steps, settings.workers)
 
 
 class _LivePlayer:
-    """Sends each request when its time has come, and notes in the trace's time what became of it."""
+    """Sends each request when it is due and records its outcome, with times on the trace's own clock."""
 
     def __init__(self, client: Client, names: list[str], settings: ReplaySettings, sim_speedup: float) -> None:
         self._client = client
@@ -77,41 +80,28 @@ class _LivePlayer:
             routing=messages.RoutingOptions(explain=True),
         )
         arrived_at = self._now()
-        times = dict.fromkeys(("placed", "first"), 0.0)
-        before = 0.0
+        placed_at = first_at = before = 0.0
         async for chunk in self._client.generate(_MODEL, asked):
             now = self._now()
-            if chunk.worker_id and not times["placed"]:
-                times["placed"] = now
-            if chunk.tokens and times["first"]:
+            if chunk.worker_id and not placed_at:
+                placed_at = now
+            if chunk.tokens and first_at:
                 self.steps.append(DecodeSteps(1, ((now - before) / chunk.tokens,) * chunk.tokens))
             elif chunk.tokens:
-                times["first"] = now
+                first_at = now
             before = now if chunk.tokens else before
-        self._note(request, chunk, arrived_at, times["placed"], times["first"])
-
-    def _note(
-        self, request: TracedRequest, terminal: messages.Chunk, arrived_at: float, placed_at: float, first_at: float
-    ) -> None:
-        if terminal.finish_reason is not messages.FinishReason.LENGTH or not terminal.usage or not terminal.worker_id:
-            said = terminal.error.message if terminal.error else str(terminal.finish_reason)
-            raise LiveError(f"a request of {request.prompt_tokens} tokens ended otherwise than by its length: {said}")
+        if chunk.finish_reason is not messages.FinishReason.LENGTH or not chunk.usage or not chunk.worker_id:
+            reason = chunk.error.message if chunk.error else str(chunk.finish_reason)
+            raise LiveError(f"a request of {request.prompt_tokens} tokens did not run to its full length: {reason}")
+        worker, cached_tokens = self._numbers[chunk.worker_id], chunk.usage.cached_tokens
+        predicted = _predicted(chunk, self._settings.block_size)
         self.outcomes.append(
-            RequestOutcome(
-                request,
-                self._numbers[terminal.worker_id],
-                arrived_at,
-                placed_at,
-                first_at,
-                self._now(),
-                terminal.usage.cached_tokens,
-                _predicted(terminal, self._settings.block_size),
-            )
+            RequestOutcome(request, worker, arrived_at, placed_at, first_at, self._now(), cached_tokens, predicted)
         )
 
 
 def _predicted(terminal: messages.Chunk, block_size: int) -> int:
-    """Tokens of the prompt that the router expected to be held where it sent them."""
+    """Returns how many prompt tokens the router expected to find cached at the worker it chose."""
     report = terminal.routing
     if not report or not terminal.usage:
         return 0
@@ -121,45 +111,33 @@ def _predicted(terminal: messages.Chunk, block_size: int) -> int:
 
 @contextlib.asynccontextmanager
 async def _system(settings: ReplaySettings, policy: str, sim_speedup: float) -> AsyncIterator[str]:
-    """A broker, a router, and simulated workers, many to a process."""
+    """Runs a broker, a router and simulated workers; yields the broker's URL."""
     folder = Path(tempfile.mkdtemp(prefix="tokenbus-replay-"))
     nats = await nats_server.start(0, folder / "nats-server.log")
+    supervisor = Supervisor(folder, print)
     task = asyncio.current_task()
     assert task is not None
-    children = [
-        _child("router", ["router", "--policy", policy, "--temperature", str(settings.temperature)], nats, folder)
-    ]
-    for first in range(0, settings.workers, _REPLICAS):
-        count = min(_REPLICAS, settings.workers - first)
-        children.append(_child(f"workers-{first}", _worker(settings, count, sim_speedup), nats, folder))
-    with shutdown.on_stop(task.cancel, lambda: _end_at_once(children, nats)):
-        keepers = [asyncio.create_task(child.supervise()) for child in children]
+
+    def kill() -> None:
+        supervisor.kill()
+        nats.kill()
+
+    with shutdown.on_stop(task.cancel, kill):
         try:
+            policy_flags = ["--policy", policy, "--temperature", str(settings.temperature)]
+            supervisor.start("router", ["router", "--nats", nats.url, *policy_flags])
+            for first in range(0, settings.workers, _MAX_REPLICAS):
+                replicas = min(_MAX_REPLICAS, settings.workers - first)
+                flags = _worker_flags(settings, replicas, sim_speedup)
+                supervisor.start(f"workers-{first}", ["worker", "--nats", nats.url, *flags])
             yield nats.url
-            for keeper in keepers:
-                if keeper.done():
-                    keeper.result()
+            supervisor.check()
         finally:
-            for keeper in keepers:
-                keeper.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
-            for child in children:
-                child.terminate()
-            await asyncio.gather(*(child.wait_stopped(5.0) for child in children))
+            await supervisor.stop(5.0)
             nats.stop()
 
 
-def _end_at_once(children: Sequence[SupervisedProcess], nats: nats_server.NatsServer) -> None:
-    for child in children:
-        child.kill()
-    nats.kill()
-
-
-def _child(name: str, arguments: list[str], nats: nats_server.NatsServer, folder: Path) -> SupervisedProcess:
-    return SupervisedProcess(name, [*arguments, "--nats", nats.url], folder / f"{name}.log", print)
-
-
-def _worker(settings: ReplaySettings, replicas: int, sim_speedup: float) -> list[str]:
+def _worker_flags(settings: ReplaySettings, replicas: int, sim_speedup: float) -> list[str]:
     tokens = settings.kv_blocks * settings.block_size
     values = {
         "--engine": "sim",
@@ -176,11 +154,7 @@ def _worker(settings: ReplaySettings, replicas: int, sim_speedup: float) -> list
         "--max-new-tokens": tokens,
         "--grace-s": 1,
     }
-    return ["worker", *(str(part) for pair in values.items() for part in pair)]
-
-
-async def _connect(url: str) -> Client:
-    return await Client.connect(url, encoding=codec.Encoding.MSGPACK)
+    return [str(part) for pair in values.items() for part in pair]
 
 
 async def _until_ready(client: Client, count: int) -> list[str]:

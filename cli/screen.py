@@ -1,10 +1,10 @@
-"""What `tokenbus up` shows: a live table on a terminal, plain lines elsewhere, one JSON line where asked for."""
+"""The output of `tokenbus up`: a live table on a terminal, plain lines elsewhere, or one line of JSON."""
 
 import json
 import os
 import sys
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.live import Live
@@ -15,53 +15,48 @@ from tokenbus.protocol.wire import messages
 
 
 class SystemAddresses(NamedTuple):
-    """Where a system is to be found."""
+    """The addresses of a running system."""
 
     nats: str
     """URL of the broker."""
     http: str
-    """`base_url` of the HTTP API; empty where there is none."""
+    """`base_url` of the HTTP API; empty if there is no gateway."""
     model: str
-    """Served name."""
+    """The served name."""
     log_folder: Path
     metrics: dict[str, str] = {}
-    """URL of `/metrics` by the name of the process, where it was asked for."""
+    """URLs of the `/metrics` pages by process name; empty without --metrics."""
 
 
-class Screen(Protocol):
-    """Where `up` says what it does."""
+class Screen:
+    """The base of all screens: shows nothing but lines, on standard error."""
 
-    def write(self, line: str) -> None: ...
+    def write(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
 
     def loading(self, reply: messages.ModelsReply | None, workers: int) -> None:
-        """Called while the system is not ready yet."""
-        ...
+        """Shows how many workers are loaded, while the system is not ready yet."""
 
-    def ready(self, place: SystemAddresses, reply: messages.ModelsReply) -> None:
-        """Called once, when it is."""
-        ...
+    def ready(self, addresses: SystemAddresses, reply: messages.ModelsReply) -> None:
+        """Shows once that the system is ready."""
 
     def show(self, reply: messages.ModelsReply | None) -> None:
-        """Called every second with what is being served; None when no router answered."""
-        ...
+        """Shows every second what is being served; `reply` is None if no router answered."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Restores the terminal."""
 
 
 def make(*, as_json: bool) -> Screen:
-    """The screen that suits standard output."""
+    """Returns the screen that suits standard output."""
     if as_json:
         return JsonScreen()
     return TerminalScreen() if sys.stdout.isatty() else PlainScreen()
 
 
-def workers_of(reply: messages.ModelsReply, model: str) -> list[messages.Card]:
-    return [card for served in reply.models if served.model == model for card in served.workers or []]
-
-
-def instructions(place: SystemAddresses) -> str:
-    """The first screen: what to type next."""
-    url, model = place.nats, place.model
+def instructions(addresses: SystemAddresses) -> str:
+    """Returns the text that says how to use the system."""
+    url, model = addresses.nats, addresses.model
     other = "" if url.endswith(":4222") and "127.0.0.1" in url else f" --nats {url}"
     return f"""
 Tokenbus is ready: model "{model}" at {url}
@@ -69,36 +64,36 @@ Tokenbus is ready: model "{model}" at {url}
   .venv/bin/tokenbus generate{other} --model {model} "What is 12 + 30?"
   .venv/bin/tokenbus generate{other} --model {model} "Tell me a story about a fox."
   .venv/bin/tokenbus models{other}
-{_how_to_post(place)}{_where_to_look(place)}
+{_http_instructions(addresses)}{_metrics_instructions(addresses)}
 From any NATS client: publish JSON to tokenbus.v1.generate.<model> with a reply inbox, for example
   nats request --server {url} --replies 0 --reply-timeout 2s tokenbus.v1.generate.{model} '{{"prompt": "12 + 30 ="}}'
 
-Logs: {place.log_folder}    Stop: Ctrl-C
+Logs: {addresses.log_folder}    Stop: Ctrl-C
 """
 
 
-def _how_to_post(place: SystemAddresses) -> str:
-    if not place.http:
+def _http_instructions(addresses: SystemAddresses) -> str:
+    if not addresses.http:
         return ""
-    body = f'{{"model": "{place.model}", "messages": [{{"role": "user", "content": "What is 12 + 30?"}}]}}'
+    body = f'{{"model": "{addresses.model}", "messages": [{{"role": "user", "content": "What is 12 + 30?"}}]}}'
     headers = "-H 'Content-Type: application/json'"
     if os.environ.get(keys.VARIABLE):
         headers += " -H 'Authorization: Bearer KEY'"
     return f"""
-From OpenAI's clients: base_url {place.http}, for example
-  curl {place.http}/chat/completions {headers} -d '{body}'
+From OpenAI's clients: base_url {addresses.http}, for example
+  curl {addresses.http}/chat/completions {headers} -d '{body}'
 """
 
 
-def _where_to_look(place: SystemAddresses) -> str:
-    if not place.metrics:
+def _metrics_instructions(addresses: SystemAddresses) -> str:
+    if not addresses.metrics:
         return ""
-    lines = "".join(f"  {name:<10} {url}\n" for name, url in place.metrics.items())
+    lines = "".join(f"  {name:<10} {url}\n" for name, url in addresses.metrics.items())
     return f"\nMetrics for Prometheus (dashboards: deploy/grafana):\n{lines}"
 
 
-class PlainScreen:
-    """Lines on standard output: what changes, once."""
+class PlainScreen(Screen):
+    """Prints a line whenever something changes."""
 
     def __init__(self) -> None:
         self._states: dict[str, str] = {}
@@ -113,8 +108,8 @@ class PlainScreen:
             self._loading = ready
             self.write(f"starting: {ready} of {workers} workers have loaded the model")
 
-    def ready(self, place: SystemAddresses, reply: messages.ModelsReply) -> None:
-        self.write(instructions(place))
+    def ready(self, addresses: SystemAddresses, reply: messages.ModelsReply) -> None:
+        self.write(instructions(addresses))
         self.show(reply)
 
     def show(self, reply: messages.ModelsReply | None) -> None:
@@ -126,12 +121,9 @@ class PlainScreen:
             self.write(f"{name} is gone")
         self._states = states
 
-    def close(self) -> None:
-        pass
 
-
-class TerminalScreen:
-    """A table of the workers, redrawn every second below what was said before."""
+class TerminalScreen(Screen):
+    """Redraws a table of the workers every second, below the lines written before."""
 
     def __init__(self) -> None:
         self._console = Console()
@@ -145,8 +137,8 @@ class TerminalScreen:
         ready = sum(len(served.workers or []) for served in reply.models) if reply else 0
         self._live.update(f"starting: {ready} of {workers} workers have loaded the model …", refresh=True)
 
-    def ready(self, place: SystemAddresses, reply: messages.ModelsReply) -> None:
-        self.write(instructions(place))
+    def ready(self, addresses: SystemAddresses, reply: messages.ModelsReply) -> None:
+        self.write(instructions(addresses))
         self.show(reply)
 
     def show(self, reply: messages.ModelsReply | None) -> None:
@@ -157,25 +149,12 @@ class TerminalScreen:
         self._live.stop()
 
 
-class JsonScreen:
-    """One line on standard output when the system serves; everything else goes to standard error."""
+class JsonScreen(Screen):
+    """Prints one line of JSON on standard output when the system is ready."""
 
-    def write(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    def loading(self, reply: messages.ModelsReply | None, workers: int) -> None:
-        pass
-
-    def ready(self, place: SystemAddresses, reply: messages.ModelsReply) -> None:
-        names = [served.model for served in reply.models]
-        where = {"nats": place.nats, "http": place.http or None, "metrics": place.metrics}
-        print(json.dumps({"ready": True, **where, "models": names}), flush=True)
-
-    def show(self, reply: messages.ModelsReply | None) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def ready(self, addresses: SystemAddresses, reply: messages.ModelsReply) -> None:
+        urls = {"nats": addresses.nats, "http": addresses.http or None, "metrics": addresses.metrics}
+        print(json.dumps({"ready": True, **urls, "models": [served.model for served in reply.models]}), flush=True)
 
 
 def _states(reply: messages.ModelsReply | None) -> dict[str, str]:

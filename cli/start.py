@@ -1,4 +1,4 @@
-"""Where `tokenbus` begins: Ctrl-C ends it without a word, until a command has something to put in order first."""
+"""The entry point of `tokenbus`. Ctrl-C ends the process silently until a command installs its own handler."""
 
 import signal
 import sys
@@ -7,7 +7,7 @@ import sys
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.argv[1:2] == ["health"]:
-        from tokenbus.cli.commands import health  # without the rest: it is asked every few seconds
+        from tokenbus.cli.commands import health  # the rest takes a second of CPU, and containers run this all the time
 
         sys.exit(health.main(sys.argv[2:]))
     from tokenbus.cli import main

@@ -1,6 +1,10 @@
-"""Child processes that are kept running: started, watched, started again with growing pauses, and ended."""
+"""Child processes that are kept running: started, restarted with growing pauses when they exit, and stopped.
+
+Children die with their parent: the kernel sends them SIGTERM when it ends, so that a killed `tokenbus up` leaves no
+process behind. It binds them to the thread that forks, so only the main thread may start them. Linux only."""
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
@@ -9,52 +13,65 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenbus.cli.parent_death import end_with_parent
-
 EXIT_BAD_SETTINGS = 2
-"""Exit status of a process whose settings or model are wrong: starting it again won't help."""
+"""Exit status of a process whose settings or model are wrong: it would fail again if it were restarted."""
 
-_SAYS = "tokenbus: "
+_MESSAGE_PREFIX = "tokenbus: "
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 _HEALTHY_AFTER_S = 30.0
+"""A process that ran this long is restarted after the first pause again."""
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def end_with_parent() -> None:
+    """Binds the calling process to its parent. To be called in a child between fork and exec."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def end_with(parent: int) -> None:
+    """Binds the calling process to the parent with this pid, when it has been running for a while."""
+    end_with_parent()
+    if os.getppid() != parent:  # the parent ended before the binding took effect
+        os._exit(1)
 
 
 class StartError(RuntimeError):
-    """A child refused its settings; the message is its own last line."""
+    """The system could not be started. The text says what to do, often in a child's own last line."""
 
 
 class SupervisedProcess:
-    """One `tokenbus` process with its own log file. `say` is told, in a line each, what happens to it.
+    """One `tokenbus` process with its own log file.
 
-    It inherits the files `fds`, under the same numbers; they must stay open here."""
+    `report` is called with a line of text whenever the process exits. The process inherits the file descriptors
+    `fds` under the same numbers; they must stay open here."""
 
     def __init__(
         self,
         name: str,
         arguments: list[str],
         log_path: Path,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         fds: tuple[int, ...] = (),
     ) -> None:
         self.name = name
         self._arguments = arguments
         self._fds = fds
         self._log_path = log_path
-        self._say = say
+        self._report = report
         self._process: asyncio.subprocess.Process | None = None
 
     def __repr__(self) -> str:
-        return f"<Child {self.name} pid {self.pid}>"
+        return f"<SupervisedProcess {self.name} pid {self.pid}>"
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def supervise(self) -> None:
-        """Runs it, again and again, until cancelled. Raises StartError when that would not help.
-
-        Must run on the main thread, to which the child's life is bound."""
+        """Runs the process until cancelled, restarting it when it exits. Raises StartError if that would not help."""
         pause_s = _FIRST_PAUSE_S
         while True:
             began = time.monotonic()
@@ -63,25 +80,22 @@ class SupervisedProcess:
             if status == EXIT_BAD_SETTINGS:
                 raise StartError(self._last_line())
             pause_s = _FIRST_PAUSE_S if time.monotonic() - began > _HEALTHY_AFTER_S else pause_s
-            self._say(
-                f"{self.name} ended with status {status} ({self._last_line()}); starting it again in {pause_s:g} s"
-            )
+            self._report(f"{self.name} exited with status {status} ({self._last_line()}); restarting in {pause_s:g} s")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def terminate(self) -> None:
-        """Asks it to finish what it has and leave."""
+        """Asks the process to finish its work and exit."""
         if self.pid is not None:
-            assert self._process is not None
-            self._process.terminate()
+            os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends it at once, and with it all that it has started."""
+        """Ends the process at once. Its own children notice that their parent has died."""
         if self.pid is not None:
             os.kill(self.pid, signal.SIGKILL)
 
     async def wait_stopped(self, timeout_s: float) -> None:
-        """Waits for its end, and brings it about after that time."""
+        """Waits until the process has exited, and kills it after `timeout_s`."""
         if self._process is None:
             return
         try:
@@ -108,13 +122,52 @@ class SupervisedProcess:
             )
 
     def last_logged(self, event: str, key: str) -> object | None:
-        """What its newest line of that event says; None where there is none."""
+        """Returns a value from the newest log line of an event, or None if there is no such line."""
         lines = self._log_path.read_text(errors="replace").splitlines()
         found = (json.loads(line) for line in reversed(lines) if line.startswith("{") and f'"{event}"' in line)
         return next((line.get(key) for line in found if line["event"] == event), None)
 
     def _last_line(self) -> str:
-        """What it said last, and rather what it said to people than what it logged."""
+        """Returns the last line written for people, or else the last line of the log."""
         lines = self._log_path.read_text(errors="replace").strip().splitlines()
-        said = [line.removeprefix(_SAYS) for line in lines if line.startswith(_SAYS)]
-        return (said or lines or [f"{self.name} said nothing"])[-1]
+        for_people = [line.removeprefix(_MESSAGE_PREFIX) for line in lines if line.startswith(_MESSAGE_PREFIX)]
+        return (for_people or lines or [f"{self.name} wrote nothing"])[-1]
+
+
+class Supervisor:
+    """The supervised processes of one system."""
+
+    def __init__(self, log_folder: Path, report: Callable[[str], None]) -> None:
+        self.processes: list[SupervisedProcess] = []
+        self._log_folder = log_folder
+        self._report = report
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def __repr__(self) -> str:
+        return f"<Supervisor of {len(self.processes)} processes>"
+
+    def start(self, name: str, arguments: list[str], fds: tuple[int, ...] = ()) -> None:
+        """Starts a process and keeps it running."""
+        process = SupervisedProcess(name, arguments, self._log_folder / f"{name}.log", self._report, fds)
+        self.processes.append(process)
+        self._tasks.append(asyncio.create_task(process.supervise()))
+
+    def check(self) -> None:
+        """Raises StartError if a process has given up."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    def kill(self) -> None:
+        """Ends all processes at once."""
+        for process in self.processes:
+            process.kill()
+
+    async def stop(self, grace_s: float) -> None:
+        """Asks all processes to exit, the newest first, and kills those that take longer than `grace_s` seconds."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for process in reversed(self.processes):
+            process.terminate()
+        await asyncio.gather(*(process.wait_stopped(grace_s) for process in self.processes))

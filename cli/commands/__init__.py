@@ -1,1 +1,1 @@
-"""`tokenbus replay`: a trace against a fleet that is not there."""
+"""The commands of `tokenbus`. Each adds its flags to a parser, with a `run` that returns the exit status."""

@@ -1,4 +1,4 @@
-"""`tokenbus bench`: makes the plan, measures point by point, prints, and writes what was asked for."""
+"""`tokenbus bench`: puts load on a running system, point by point, and reports what its clients see."""
 
 import argparse
 import asyncio
@@ -10,10 +10,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tokenbus.cli.commands import generate
+from tokenbus.cli import connection_flags
+from tokenbus.cli.session import EXIT_INTERRUPTED, print_error, with_client
 from tokenbus.client import Client
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.telemetry import logs
+from tokenbus.replay.load import options as load_options
 from tokenbus.replay.load.measure import measure, warm_up
 from tokenbus.replay.load.options import TO_STANDARD_OUTPUT, Plan, plan_of
 from tokenbus.replay.load.page import page
@@ -23,14 +25,20 @@ from tokenbus.replay.load.table import run_lines, run_table, sweep_table
 from tokenbus.replay.load.workload import FittedWorkload
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    connection_flags.add_client_flags(parser)
+    load_options.add_flags(parser)
+    parser.set_defaults(run=run)
+
+
 def run(options: argparse.Namespace) -> int:
-    """Returns the exit status: 0 only if in every run at least one request finished without an error."""
+    """Returns the exit status: 0 if at least one request of every run finished without an error."""
     try:
         plan = plan_of(options)
     except ValueError as error:
-        return generate.print_error(str(error))
+        return print_error(str(error))
     logs.log_errors_only()
-    return generate.with_client(options, lambda _, client: Bench(plan, client).run())
+    return with_client(options, lambda client: Bench(plan, client).run())
 
 
 class Bench:
@@ -52,23 +60,23 @@ class Bench:
         fitted = await self._fit()
         is_interrupted = await _interrupted(self._measure_all(fitted))
         if not self._runs:
-            return generate.EXIT_INTERRUPTED
+            return EXIT_INTERRUPTED
         self._finish(self._report(fitted, began_at))
         if is_interrupted:
-            return generate.EXIT_INTERRUPTED
+            return EXIT_INTERRUPTED
         return 0 if all(run.finished for run in self._runs) else 1
 
     async def _fit(self) -> FittedWorkload:
-        """Raises ValueError where nobody serves the model, or nothing fits it."""
+        """Returns the workload fitted to the context of the model. Raises ValueError if no worker serves it."""
         plan = self._plan
         served = {one.model: one for one in (await self._client.models()).models}
         if plan.model not in served:
             known = ", ".join(served) or "nothing"
-            raise ValueError(f"nobody serves {plan.model!r}; what is served: {known}")
+            raise ValueError(f"no worker serves {plan.model!r}; served models: {known}")
         fitted = plan.workload.fit(served[plan.model].context_length, clip=plan.clip)
         for count, what in ((fitted.skipped, "left out"), (fitted.clipped, "cut")):
             if count:
-                print(f"{count} requests are longer than the model's context and are {what}", file=sys.stderr)
+                print(f"{count} requests are longer than the model's context and were {what}", file=sys.stderr)
         return fitted
 
     async def _measure_all(self, fitted: FittedWorkload) -> None:
@@ -104,7 +112,7 @@ class Bench:
         )
 
     def _finish(self, report: Report) -> None:
-        """Raises ValueError where a file can't be written."""
+        """Prints and writes the results. Raises ValueError for a file that can't be written."""
         if len(self._runs) > 1:
             self._console.print(sweep_table(self._runs))
         if self._plan.json == TO_STANDARD_OUTPUT:
@@ -123,7 +131,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 async def _interrupted(work: Coroutine[None, None, None]) -> bool:
-    """Whether Ctrl-C or SIGTERM has ended it."""
+    """Runs `work`; returns whether Ctrl-C or SIGTERM interrupted it."""
     task = asyncio.ensure_future(work)
     with shutdown.on_stop(task.cancel):
         try:

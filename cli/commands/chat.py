@@ -1,66 +1,35 @@
-"""`tokenbus chat`: a conversation on the terminal."""
+"""`tokenbus chat`: a conversation with a model on the terminal."""
 
 import argparse
 import asyncio
-import contextlib
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from functools import partial
 
+from tokenbus.cli import connection_flags
 from tokenbus.cli.commands import generate
-from tokenbus.client import Client, Stream
+from tokenbus.cli.session import decode_utf8, print_request_error, with_client
+from tokenbus.client import Client
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.wire import errors, messages
 
 _HELP = "Type a message. /new starts over, /undo takes a turn back, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
-class Conversation:
-    """What was said so far, and how the next turn is asked for."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self._system = [_turn("system", options.system)] if options.system else []
-        self._turns: list[messages.ChatMessage] = []
-        self._session_id = secrets.token_hex(8)
-
-    def __repr__(self) -> str:
-        return f"<Conversation of {len(self._turns)} turns>"
-
-    def restart(self) -> None:
-        self._turns.clear()
-        self._session_id = secrets.token_hex(8)
-
-    def undo(self) -> None:
-        """Takes the last question back, with its answer."""
-        del self._turns[-2:]
-
-    def ask(self, client: Client, text: str) -> Stream:
-        """The stream of an answer; it becomes part of the conversation by `add_answer`."""
-        self._turns.append(_turn("user", text))
-        fields = {
-            name: value for name in generate.REQUEST_FIELDS if (value := getattr(self._options, name, None)) is not None
-        }
-        return client.generate(
-            self._options.model, messages=[*self._system, *self._turns], session_id=self._session_id, **fields
-        )
-
-    def add_answer(self, text: str, *, failed: bool) -> None:
-        """A question that failed is forgotten: the next one would fail with it."""
-        if failed:
-            self._turns.pop()
-        else:
-            self._turns.append(_turn("assistant", text))
-
-
-def run(options: argparse.Namespace) -> int:
-    """Talks until the end of the input; returns the exit status."""
-    return generate.with_client(options, _chat)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    connection_flags.add_client_flags(parser)
+    parser.add_argument("--model", metavar="NAME", required=True, help="the served model")
+    generate.add_sampling_flags(parser)
+    parser.set_defaults(run=lambda options: with_client(options, partial(_chat, options)))
 
 
 async def _chat(options: argparse.Namespace, client: Client) -> int:
-    conversation = Conversation(options)
+    """Chats until the input ends; returns the exit status of the last answer."""
+    system = [messages.ChatMessage(role="system", content=options.system)] if options.system else []
+    turns: list[messages.ChatMessage] = []
+    session_id = secrets.token_hex(8)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print(_HELP, file=sys.stderr)
@@ -72,53 +41,42 @@ async def _chat(options: argparse.Namespace, client: Client) -> int:
             case "/quit":
                 return status
             case "/new":
-                conversation.restart()
+                turns.clear()
+                session_id = secrets.token_hex(8)
             case "/undo":
-                conversation.undo()
+                del turns[-2:]
             case text if text.startswith("/"):
                 print(_HELP, file=sys.stderr)
             case text:
+                question = messages.ChatMessage(role="user", content=text)
                 try:
-                    status = await _answer(conversation, conversation.ask(client, text))
+                    answer = await _answer(options, client, [*system, *turns, question], session_id)
+                    # A failed question is forgotten, since the next one would fail with it.
+                    turns += [question, messages.ChatMessage(role="assistant", content=answer)]
+                    status = 0
                 except errors.RequestError as error:
-                    why = await generate.with_served_models(client, options.model, error.error)
-                    status = generate.print_error(generate.error_text(why))
+                    status = await print_request_error(client, options.model, error.error)
     return status
 
 
-async def _answer(conversation: Conversation, stream: Stream) -> int:
-    """Raises RequestError where there is none."""
+async def _answer(
+    options: argparse.Namespace, client: Client, conversation: list[messages.ChatMessage], session_id: str
+) -> str:
+    """Prints the answer to a conversation and returns it. Raises RequestError."""
+    fields = generate.request_fields(options)
+    stream = client.generate(options.model, messages=conversation, session_id=session_id, **fields)
     texts: list[str] = []
-    with _cancel_on_ctrl_c(stream):
-        async for chunk in stream:
-            texts.append(chunk.text)
-            sys.stdout.write(chunk.text)
-            sys.stdout.flush()
-            if chunk.finish_reason is not None:
-                print(flush=True)
-                conversation.add_answer("".join(texts), failed=bool(chunk.error))
-                generate.print_summary(chunk)
-                return 0
-    raise AssertionError("a stream ends with a terminal")
-
-
-@contextlib.contextmanager
-def _cancel_on_ctrl_c(stream: Stream) -> Iterator[None]:
-    """Ctrl-C stops the answer and not the conversation; a second Ctrl-C ends both."""
-    with shutdown.on_stop(stream.cancel, signals=[signal.SIGINT]):
-        yield
+    with shutdown.on_stop(stream.cancel, signals=[signal.SIGINT]):  # a second Ctrl-C ends the conversation
+        await generate.print_stream(stream, texts.append)
+    return "".join(texts)
 
 
 async def _lines(prompt: str) -> AsyncIterator[str]:
-    """The lines of standard input, read without holding up the connection."""
+    """Yields the lines of standard input, read in a thread so that the connection stays alive."""
     while True:
         if prompt:
             print(prompt, end="", file=sys.stderr, flush=True)
         line = await asyncio.to_thread(sys.stdin.buffer.readline)
         if not line:
             return
-        yield generate.decode_utf8(line, "the line")
-
-
-def _turn(role: str, text: str) -> messages.ChatMessage:
-    return messages.ChatMessage(role=role, content=text)
+        yield decode_utf8(line, "the line")

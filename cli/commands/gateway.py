@@ -1,8 +1,8 @@
-"""`tokenbus gateway`: the flags of one gateway, and the settings that they make."""
+"""`tokenbus gateway`: the flags of one gateway and the settings they make."""
 
 import argparse
 
-from tokenbus.cli import arguments, config, connection_flags
+from tokenbus.cli import arguments, config, connection_flags, serve
 from tokenbus.gateway import keys
 from tokenbus.gateway.settings import GatewaySettings
 from tokenbus.protocol.telemetry import status
@@ -11,63 +11,69 @@ _DEFAULTS = GatewaySettings()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a gateway, beside those of the broker."""
+    connection_flags.add_client_flags(parser)
+    serve.add_status_flags(parser)
     parser.add_argument("--host", default=_DEFAULTS.host, help="address to listen on (%(default)s)")
-    parser.add_argument("--port", type=arguments.port, default=_DEFAULTS.port, help="0 takes a free one (%(default)s)")
-    parser.add_argument("--fd", type=int, metavar="N", help="listen on this inherited socket instead")
+    parser.add_argument(
+        "--port", type=arguments.port, default=_DEFAULTS.port, help="port to listen on; 0: any free port (%(default)s)"
+    )
+    parser.add_argument("--fd", type=int, metavar="N", help="listen on this inherited socket and not on --port")
     parser.add_argument(
         "--api-key",
         action="append",
         default=[],
         metavar="KEY=TENANT",
-        help=f"who may ask, and on whose behalf; may be repeated; better in {keys.VARIABLE}, comma-separated",
+        help=f"API key and the tenant it stands for; may be repeated; safer in {keys.VARIABLE}, comma-separated",
     )
     parser.add_argument(
         "--tenant-inbox",
         metavar="PREFIX",
         default=_DEFAULTS.tenant_inbox,
-        help="what reply subjects of the keys' tenants begin with, as _INBOX_{tenant}.gateway (as --nats-inbox)",
+        help="prefix of the keys' tenants' reply subjects, e.g. _INBOX_{tenant}.gateway (same as --nats-inbox)",
     )
     parser.add_argument(
         "--max-requests",
         type=int,
         default=_DEFAULTS.max_requests,
-        help="completions that are open at a time (%(default)s)",
+        help="completions that may be open at a time (%(default)s)",
     )
     parser.add_argument(
         "--max-connections-per-address",
         type=int,
         metavar="N",
         default=_DEFAULTS.max_connections_per_address,
-        help="HTTP connections of one client; 0 is no bound, for use behind a proxy that has one (%(default)s)",
+        help="HTTP connections per client address; 0: no limit, for use behind a proxy that has one (%(default)s)",
     )
     parser.add_argument(
         "--grace-s",
         type=float,
         default=_DEFAULTS.grace_s,
-        help="seconds for open completions after SIGTERM (%(default)s)",
+        help="seconds that open completions may take after SIGTERM (%(default)s)",
     )
+    parser.set_defaults(run=run)
 
 
 class SettingsFactory:
-    """Makes the settings of one gateway, again and again. Keys may change while it serves, and not all vanish."""
+    """Makes one gateway's settings at its start and at each reload.
+
+    A reload may change API keys but not remove the last one, which would open the gateway to everybody."""
 
     def __init__(self) -> None:
         self._had_keys = False
 
     def __call__(self, options: argparse.Namespace) -> GatewaySettings:
-        """Raises ValueError for what can't be."""
+        """Raises ValueError for invalid settings."""
         settings = settings_of(options)
         if self._had_keys and settings.keys.allows_anonymous:
             raise ValueError(
-                "api-key: without any everybody may ask; a gateway that had keys must be started anew for it"
+                "api-key: removing the last key would let everybody in; restart the gateway if you want that"
             )
         self._had_keys = not settings.keys.allows_anonymous
         return settings
 
 
 def settings_of(options: argparse.Namespace) -> GatewaySettings:
-    """What parsed flags mean. Raises ValueError for what can't be."""
+    """Returns the settings that parsed flags describe. Raises ValueError."""
     if options.max_requests < 1:
         raise ValueError(f"--max-requests must be at least 1, got {options.max_requests}")
     if options.max_connections_per_address < 0:
@@ -89,3 +95,9 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
         otlp_traces_endpoint=options.otlp_traces_endpoint,
         grace_s=options.grace_s,
     )
+
+
+def run(options: argparse.Namespace) -> int:
+    from tokenbus.gateway import serve as gateway  # every server parses these flags, only a gateway needs this
+
+    return serve.run("gateway", options, SettingsFactory(), gateway.serve)

@@ -1,154 +1,129 @@
-"""The commands that are clients: `generate`, `embed`, `models`, `cancel`."""
+"""`tokenbus generate`, `embed` and `cancel`: one request each."""
 
 import argparse
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
-from tokenbus.cli import connection_flags
-from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS
+from tokenbus.cli import arguments, connection_flags
+from tokenbus.cli.session import EXIT_INTERRUPTED, decode_utf8, print_error, with_client
 from tokenbus.client import Client, Stream
 from tokenbus.protocol.process import shutdown
-from tokenbus.protocol.telemetry import logs
-from tokenbus.protocol.wire import codec, errors, messages
-from tokenbus.protocol.wire import embeddings as embed_rules
+from tokenbus.protocol.wire import codec, embeddings, errors, messages
 
-EXIT_INTERRUPTED = 130
-_TERMINAL_S = 2.0
-"""How long a stream that was cancelled may take to end."""
-_CONNECT_TIMEOUT_S = 2.0
-REQUEST_FIELDS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "ignore_eos",
-    "id",
-    "timeout_ms",
+_CANCEL_TIMEOUT_S = 2.0
+"""Time that a cancelled stream has to end."""
+_REQUEST_FIELDS = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p"),
+    *("seed", "stop", "ignore_eos", "id", "timeout_ms"),
 )
+"""Options that are fields of a request under the same name."""
 
 
-Command = Callable[[argparse.Namespace, Client], Awaitable[int]]
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    connection_flags.add_client_flags(parser)
+    parser.add_argument("prompt", metavar="PROMPT", help="the text; - reads standard input")
+    parser.add_argument("--model", metavar="NAME", required=True, help="the served model")
+    parser.add_argument("--raw", action="store_true", help="send the text as it is, without the chat template")
+    add_sampling_flags(parser)
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; may be repeated")
+    parser.add_argument("--ignore-eos", action="store_true", default=None, help="continue past the end token")
+    parser.add_argument("--id", help="the request's id")
+    parser.add_argument("--timeout-ms", type=float, help="time after which the request is ended")
+    parser.add_argument("--json", action="store_true", help="print the raw messages, one per line")
+    parser.set_defaults(run=lambda options: with_client(options, partial(_generate, options)))
 
 
-def generate(options: argparse.Namespace) -> int:
-    """Streams an answer to standard output; returns the exit status."""
-    return with_client(options, _generate)
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `generate` and `chat` share."""
+    parser.add_argument("--system", metavar="TEXT", help="system message to begin with")
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--min-p", type=float)
+    parser.add_argument("--seed", type=int)
 
 
-def embed(options: argparse.Namespace) -> int:
-    """Prints the embedding of each text as a line of JSON; returns the exit status."""
-    return with_client(options, _embed)
+def add_embed_flags(parser: argparse.ArgumentParser) -> None:
+    connection_flags.add_client_flags(parser)
+    parser.add_argument("--model", metavar="NAME", required=True, help="the served model")
+    parser.add_argument(
+        "--dimensions", type=arguments.at_least(1), help="length of each vector (all that the model computes)"
+    )
+    parser.add_argument("--no-normalize", action="store_true", help="do not scale vectors to length 1")
+    parser.add_argument("--timeout-ms", type=float, help="time to wait for the answer (60,000)")
+    parser.add_argument(
+        "texts", metavar="TEXT", nargs="+", help="a text; a single - reads standard input, one text per line"
+    )
+    parser.set_defaults(run=lambda options: with_client(options, partial(_embed, options)))
 
 
-def models(options: argparse.Namespace) -> int:
-    """Lists models and workers."""
-    return with_client(options, _models)
+def add_cancel_flags(parser: argparse.ArgumentParser) -> None:
+    connection_flags.add_client_flags(parser)
+    parser.add_argument("request_id", metavar="ID", help="the request's id")
+    parser.set_defaults(run=lambda options: with_client(options, partial(_cancel, options)))
 
 
-def cancel(options: argparse.Namespace) -> int:
-    """Cancels a request by its id."""
-    return with_client(options, _cancel)
-
-
-def with_client(options: argparse.Namespace, command: Command) -> int:
-    """Runs a command with a client connected as the options say; what goes wrong is one line and a status."""
-    logs.log_errors_only()
-    try:
-        settings = connection_flags.settings_of(options, _CONNECT_TIMEOUT_S)
-    except ValueError as error:
-        print_error(str(error))
-        return EXIT_BAD_SETTINGS
-
-    async def run() -> int:
-        async with await Client.connect(tenant=options.tenant, prefix=options.prefix, settings=settings) as client:
-            try:
-                return await command(options, client)
-            except errors.RequestError as error:
-                model = getattr(options, "model", None)
-                raise errors.RequestError(await with_served_models(client, model, error.error)) from error
-
-    try:
-        return asyncio.run(run())
-    except BrokenPipeError:
-        raise  # whoever reads our output has gone
-    except asyncio.CancelledError:
-        return EXIT_INTERRUPTED
-    except (ConnectionError, ValueError) as error:
-        return print_error(str(error))
-    except errors.RequestError as error:
-        return print_error(error_text(error.error))
+def request_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the request fields that were set by flags."""
+    return {name: value for name in _REQUEST_FIELDS if (value := getattr(options, name, None)) is not None}
 
 
 async def _generate(options: argparse.Namespace, client: Client) -> int:
-    stream = client.generate(options.model, **_fields(options))
+    text = decode_utf8(sys.stdin.buffer.read(), "standard input") if options.prompt == "-" else options.prompt
+    if not text:
+        raise ValueError("the prompt is empty")
+    fields = request_fields(options)
+    if options.raw:
+        fields["prompt"] = text
+    else:
+        system = [{"role": "system", "content": options.system}] if options.system else []
+        fields["messages"] = [*system, {"role": "user", "content": text}]
+    stream = client.generate(options.model, **fields)
     task = asyncio.current_task()
     assert task is not None
 
     def stop() -> None:
         stream.cancel()
-        asyncio.get_running_loop().call_later(_TERMINAL_S, task.cancel)
+        asyncio.get_running_loop().call_later(_CANCEL_TIMEOUT_S, task.cancel)
 
     with shutdown.on_stop(stop):
-        return await (_print_messages(stream) if options.json else _print_text(stream))
+        terminal = await (_print_messages(stream) if options.json else print_stream(stream))
+    if terminal.finish_reason is messages.FinishReason.CANCELLED:
+        return EXIT_INTERRUPTED
+    return 1 if terminal.error else 0
 
 
-def _fields(options: argparse.Namespace) -> dict[str, Any]:
-    text = decode_utf8(sys.stdin.buffer.read(), "standard input") if options.prompt == "-" else options.prompt
-    if not text:
-        raise ValueError("the prompt is empty")
-    fields = {name: value for name in REQUEST_FIELDS if (value := getattr(options, name)) is not None}
-    if options.raw:
-        return fields | {"prompt": text}
-    system = [{"role": "system", "content": options.system}] if options.system else []
-    return fields | {"messages": [*system, {"role": "user", "content": text}]}
-
-
-async def _print_messages(stream: Stream) -> int:
-    reason = None
+async def _print_messages(stream: Stream) -> messages.Chunk:
     async for chunk in stream:
         print(codec.encode(chunk, codec.Encoding.JSON).decode(), flush=True)
-        reason = chunk.finish_reason
-    return _status(reason)
+    return chunk
 
 
-async def _print_text(stream: Stream) -> int:
-    began = False
+async def print_stream(stream: Stream, on_text: Callable[[str], object] = lambda text: None) -> messages.Chunk:
+    """Prints an answer as it comes, and its usage on standard error, so that the answer can be piped.
+
+    Returns the terminal. Raises RequestError if it is an error."""
+    has_text = False
     async for chunk in stream:
-        began = began or bool(chunk.text)
+        has_text = has_text or bool(chunk.text)
+        on_text(chunk.text)
         sys.stdout.write(chunk.text)
         sys.stdout.flush()
-        if chunk.finish_reason is not None:
-            if began:
-                print(flush=True)
-            print_summary(chunk)
-            return _status(chunk.finish_reason)
-    raise AssertionError("a stream ends with a terminal")
-
-
-def print_summary(terminal: messages.Chunk) -> None:
-    """The line below the answer: on standard error, so that the answer can be piped. Raises RequestError where there is
-    none."""
-    if terminal.error:
-        raise errors.RequestError(terminal.error)
-    usage, timings = terminal.usage, terminal.timings
+    if has_text:
+        print(flush=True)
+    if chunk.error:
+        raise errors.RequestError(chunk.error)
+    usage, timings = chunk.usage, chunk.timings
     counts = f", {usage.prompt_tokens} + {usage.completion_tokens} tokens" if usage else ""
     times = f", first after {timings.ttft_ms:.0f} ms, all in {timings.total_ms:.0f} ms" if timings else ""
-    print(f"[{terminal.finish_reason}{counts}{times}, {terminal.worker_id or 'router'}]", file=sys.stderr)
-
-
-def _status(reason: messages.FinishReason | None) -> int:
-    if reason is messages.FinishReason.CANCELLED:
-        return EXIT_INTERRUPTED
-    return 1 if reason in (None, messages.FinishReason.ERROR) else 0
+    print(f"[{chunk.finish_reason}{counts}{times}, {chunk.worker_id or 'router'}]", file=sys.stderr)
+    return chunk
 
 
 async def _embed(options: argparse.Namespace, client: Client) -> int:
@@ -161,9 +136,9 @@ async def _embed(options: argparse.Namespace, client: Client) -> int:
         normalize=not options.no_normalize,
         timeout_ms=options.timeout_ms,
     )
-    reply = await client.embed(
-        options.model, request, timeout_s=(options.timeout_ms or embed_rules.DEFAULT_TIMEOUT_MS) / 1e3 + 1
-    )
+    # One second more than the request has, so that its own error comes first.
+    timeout_s = (options.timeout_ms or embeddings.DEFAULT_TIMEOUT_MS) / 1e3 + 1
+    reply = await client.embed(options.model, request, timeout_s=timeout_s)
     for row in reply.embeddings or []:
         print(msgspec.json.encode(row).decode())
     tokens = reply.usage.prompt_tokens if reply.usage else 0
@@ -171,70 +146,8 @@ async def _embed(options: argparse.Namespace, client: Client) -> int:
     return 0
 
 
-async def _models(options: argparse.Namespace, client: Client) -> int:
-    reply = await client.models()
-    if options.json:
-        print(codec.encode(reply, codec.Encoding.JSON).decode())
-        return 0
-    table = Table("model", "context", "worker", "state", "engine", "running", "waiting", "features")
-    for served in reply.models:
-        for card in served.workers or []:
-            load = card.load or messages.Load()
-            numbers = (str(load.running), str(load.waiting))
-            is_silent = card.watched is not None and card.watched.events == "silent"
-            features = " ".join(card.features)
-            table.add_row(
-                served.model,
-                str(served.context_length),
-                card.worker_id,
-                f"{card.state}, events silent" if is_silent else card.state,
-                card.engine,
-                *numbers,
-                features,
-            )
-        if not served.workers:
-            table.add_row(served.model, str(served.context_length))
-    Console().print(table if reply.models else "no model is being served")
-    for refused in reply.router.refused_cards if reply.router else []:
-        print(f"refused: {refused.worker_id} of {refused.model}: {refused.reason}")
-    return 0
-
-
 async def _cancel(options: argparse.Namespace, client: Client) -> int:
     if await client.cancel(options.request_id):
         print(f"{options.request_id} is cancelled")
         return 0
-    return print_error(f"nobody holds a request {options.request_id}")
-
-
-def decode_utf8(data: bytes, what: str) -> str:
-    """The text. Raises ValueError saying where it is none."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{what} is not UTF-8: byte {error.start + 1} of it is {data[error.start]:#04x}") from error
-
-
-async def with_served_models(client: Client, model: str | None, error: errors.Error) -> errors.Error:
-    """The error; where the model is not served it says what is."""
-    if model is None or error.code not in (errors.Code.MODEL_NOT_FOUND, errors.Code.NO_WORKER):
-        return error
-    try:
-        names = [served.model for served in (await client.models(timeout_s=2.0)).models]
-    except errors.RequestError:
-        return error
-    if model in names:
-        return error
-    return msgspec.structs.replace(error, message=f"{error.message}; what is served: {', '.join(names) or 'nothing'}")
-
-
-def error_text(error: errors.Error) -> str:
-    """What an error says to a person."""
-    again = f" (try again in {error.retry_after_ms:.0f} ms)" if error.retry_after_ms else ""
-    return f"{error.code}: {error.message}{again}"
-
-
-def print_error(text: str) -> int:
-    """Says what went wrong; returns the exit status."""
-    print(f"tokenbus: {text}", file=sys.stderr)
-    return 1
+    return print_error(f"no worker or router has a request {options.request_id}")

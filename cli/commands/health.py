@@ -1,6 +1,6 @@
-"""`tokenbus health`: what containers ask, every few seconds, to see whether a process does its work.
+"""`tokenbus health`: the health check of containers, which run it every few seconds.
 
-It imports next to nothing: the whole command line takes a second of CPU to import, and urllib a third of one."""
+It imports almost nothing: the whole command line takes a second of CPU to import, and urllib a third of one."""
 
 import argparse
 import socket
@@ -14,26 +14,25 @@ _READY = b"200"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Whom to ask, and what."""
-    parser.add_argument("--port", type=arguments.port, default=PORT, help="its --metrics-port (%(default)s)")
-    parser.add_argument("--live", action="store_true", help="only whether it is alive")
+    parser.add_argument("--port", type=arguments.port, default=PORT, help="the process's --metrics-port (%(default)s)")
+    parser.add_argument("--live", action="store_true", help="check only whether it is alive")
     parser.set_defaults(run=run)
 
 
 def main(arguments: list[str]) -> int:
-    """The command by itself."""
+    """Runs the command without the rest of the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="tokenbus health", allow_abbrev=False)
     add_flags(parser)
     return run(parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 where the process on this machine is ready, 1 and the reason where it is not."""
+    """Returns 0 if the process at that port of this machine is ready. Prints why and returns 1 if it is not."""
     path = "/livez" if options.live else "/readyz"
     try:
         status, reason = _get(options.port, path)
     except OSError as error:
-        status, reason = b"", f"nobody answers at http://127.0.0.1:{options.port}{path}: {error}"
+        status, reason = b"", f"no answer from http://127.0.0.1:{options.port}{path}: {error}"
     if status == _READY:
         return 0
     print(reason, file=sys.stderr)
@@ -41,12 +40,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _get(port: int, path: str) -> tuple[bytes, str]:
-    """Status and text of the answer. Raises OSError."""
+    """Returns status and body of the response. Raises OSError."""
     with socket.create_connection(("127.0.0.1", port), _TIMEOUT_S) as connection:
         connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
         with connection.makefile("rb") as answer:
             head, _, text = answer.read().partition(b"\r\n\r\n")
     words = head.split(maxsplit=2)
     if len(words) < 2 or not words[0].startswith(b"HTTP/"):
-        raise OSError("that was not HTTP")
+        raise OSError("the response is not HTTP")
     return words[1], text.decode(errors="replace").strip()

@@ -1,38 +1,54 @@
-"""The commands of an operator: `load` and `unload`, by control messages to a running worker."""
+"""`tokenbus load` and `unload`: an operator's control messages to a running worker."""
 
 import argparse
 import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from nats.aio.msg import Msg
 
-from tokenbus.cli import connection_flags
-from tokenbus.cli.commands.generate import error_text, print_error, with_client
+from tokenbus.cli import arguments, connection_flags
+from tokenbus.cli.session import print_error, print_request_error, with_client
 from tokenbus.client import Client
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.wire import codec, errors, internal, subjects
 
 _FIRST_REPLY_S = 5.0
 _SILENCE_S = 60.0
-"""Progress comes twice a second."""
+"""A loading worker reports its progress twice per second."""
 _replies = codec.Decoder(internal.ControlReply)
 
 
-def load(options: argparse.Namespace) -> int:
-    """Has a worker load one more model, and shows how far it is; returns the exit status."""
-    return with_client(options, _load)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    connection_flags.add_client_flags(parser)
+    parser.add_argument("worker_id", metavar="WORKER", help="the worker whose process loads it")
+    parser.add_argument("model", metavar="MODEL", help="file, directory or name on the Hub, as that worker sees it")
+    parser.add_argument("--served-name", metavar="NAME", help="name that clients ask for (the file's name)")
+    parser.add_argument(
+        "--replicas", type=arguments.at_least(1), default=1, help="replicas sharing its weights (%(default)s)"
+    )
+    parser.add_argument(
+        "--set",
+        type=_engine_setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="engine setting that differs from the worker's own, e.g. context-length=2048; may be repeated",
+    )
+    parser.set_defaults(run=lambda options: with_client(options, partial(_load, options)))
 
 
-def unload(options: argparse.Namespace) -> int:
-    """Has a worker finish what it runs and give its memory back; returns the exit status."""
-    return with_client(options, _unload)
+def add_unload_flags(parser: argparse.ArgumentParser) -> None:
+    connection_flags.add_client_flags(parser)
+    parser.add_argument("worker_id", metavar="WORKER", help="the worker to unload")
+    parser.set_defaults(run=lambda options: with_client(options, partial(_unload, options)))
 
 
-def engine_setting(text: str) -> tuple[str, Any]:
-    """NAME=VALUE of an engine setting; the value is read as JSON if it is some, else as a word."""
+def _engine_setting(text: str) -> tuple[str, Any]:
+    """Parses NAME=VALUE; a value that is not JSON is taken as a string."""
     name, _, value = text.partition("=")
     if not name or not value:
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text}")
@@ -53,20 +69,20 @@ async def _load(options: argparse.Namespace, client: Client) -> int:
     async for reply in _ask(options, client, control):
         if not reply.ok:
             assert reply.error is not None
-            return print_error(error_text(reply.error))
+            return await print_request_error(client, None, reply.error)
         if reply.worker_ids:
             print(f"serving as {', '.join(reply.worker_ids)}")
             return 0
         if reply.progress is not None and sys.stderr.isatty():
             print(f"\rloading {reply.progress:.0%} ", end="", file=sys.stderr, flush=True)
-    return print_error("the worker has stopped answering")
+    return print_error("the worker stopped answering")
 
 
 async def _unload(options: argparse.Namespace, client: Client) -> int:
     async for reply in _ask(options, client, internal.Control(op="unload")):
         if reply.error is not None:
-            return print_error(error_text(reply.error))
-        print(f"{options.worker_id} takes nothing new and leaves when it has finished what it runs")
+            return await print_request_error(client, None, reply.error)
+        print(f"{options.worker_id} accepts no new requests and will leave when its running ones have finished")
         return 0
     return print_error("the worker does not answer")
 
@@ -74,7 +90,7 @@ async def _unload(options: argparse.Namespace, client: Client) -> int:
 async def _ask(
     options: argparse.Namespace, client: Client, control: internal.Control
 ) -> AsyncIterator[internal.ControlReply]:
-    """The replies of a worker as they come. Raises RequestError when there is no such worker."""
+    """Yields a worker's replies to a control message until it falls silent. Raises RequestError for unknown workers."""
     subject = subjects.Subjects(options.prefix).worker(await _model_of(client, options), options.worker_id, "control")
     replies: asyncio.Queue[internal.ControlReply] = asyncio.Queue()
     connection = await nats.connect(connection_flags.settings_of(options), name="tokenbus operator")
@@ -87,27 +103,27 @@ async def _ask(
 
         await connection.subscribe(inbox, take)
         connection.publish(subject, codec.encode(control), reply=inbox)
-        patience_s = _FIRST_REPLY_S
+        timeout_s = _FIRST_REPLY_S
         while True:
             try:
-                async with asyncio.timeout(patience_s):
+                async with asyncio.timeout(timeout_s):
                     yield await replies.get()
             except TimeoutError:
                 return
-            patience_s = _SILENCE_S
+            timeout_s = _SILENCE_S
     finally:
         await connection.close()
 
 
 async def _model_of(client: Client, options: argparse.Namespace) -> str:
-    """The served model of a worker, which is a part of its subjects."""
+    """Returns the model that a worker serves, which is part of its subjects. Raises RequestError."""
     reply = await client.models()
     cards = [card for served in reply.models for card in served.workers or []]
     found = [card.model for card in cards if card.worker_id == options.worker_id]
     if len(found) > 1:
-        problem = f"{options.worker_id} is the name of a worker of each of {', '.join(found)}: give them other names"
+        problem = f"workers of {', '.join(found)} are all named {options.worker_id}: give them different names"
         raise errors.request_error(errors.Code.INVALID_REQUEST, problem)
     if found:
         return found[0]
     known = ", ".join(card.worker_id for card in cards) or "none"
-    raise errors.request_error(errors.Code.NO_WORKER, f"there is no worker {options.worker_id}: there is {known}")
+    raise errors.request_error(errors.Code.NO_WORKER, f"there is no worker {options.worker_id}; workers: {known}")

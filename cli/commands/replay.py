@@ -1,4 +1,4 @@
-"""Plays the trace, prints the table, writes what was asked for."""
+"""`tokenbus replay`: replays a trace on a simulated fleet and compares policies by table, JSON and plots."""
 
 import argparse
 import asyncio
@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -15,22 +15,54 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tokenbus.cli import nats_server, parent_death
-from tokenbus.cli.commands.generate import EXIT_INTERRUPTED, print_error
-from tokenbus.cli.commands.replay_flags import policies_of, settings_of
-from tokenbus.cli.commands.replay_page import page
+from tokenbus.cli import nats_server
 from tokenbus.cli.replay_live import LiveError, run_live
-from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS, StartError
+from tokenbus.cli.session import EXIT_INTERRUPTED, print_error
+from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS, StartError, end_with
 from tokenbus.replay.offline import ReplaySettings, load_requests, play_all
+from tokenbus.replay.page import document
 from tokenbus.replay.results import LatencyStats, PolicyResult
+from tokenbus.replay.svg import Axis, Series, bar_chart
+from tokenbus.router.placement.policies import POLICIES, make_policies
+from tokenbus.worker.engine.sim.timing import PRESETS
 
+_DEFAULTS = ReplaySettings(trace="")
 _WIDTH = 110
 _SMALL_MS = 100.0
+"""Times below this are printed with one decimal."""
+_STATISTICS = ("mean", "p50", "p90", "p99")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    flag = parser.add_argument
+    flag("trace", metavar="TRACE", help="a file in Mooncake's format, gzipped or not, or a workload (docs/routing.md)")
+    flag("--policy", default=",".join(POLICIES[:3]), help="policies to compare, comma-separated (%(default)s)")
+    flag("--workers", type=int, default=_DEFAULTS.workers, help="number of workers (%(default)s)")
+    flag("--kv-blocks", type=int, default=_DEFAULTS.kv_blocks, help="KV blocks per worker (%(default)s)")
+    flag("--block-size", type=int, default=_DEFAULTS.block_size, help="tokens per KV block (%(default)s)")
+    flag("--speedup", type=float, default=_DEFAULTS.speedup, help="how many times faster requests come (%(default)s)")
+    flag("--timing", default=_DEFAULTS.timing, choices=PRESETS, help="model of step times (%(default)s)")
+    flag("--seed", type=int, default=_DEFAULTS.seed, help="seed for workloads and ties (%(default)s)")
+    flag("--max-requests", type=int, default=0, help="requests to take from the trace; 0: all")
+    flag("--routers", type=int, default=_DEFAULTS.routers, help="routers that share the requests (%(default)s)")
+    flag("--delay-ms", type=float, default=_DEFAULTS.delay_ms, help="delay of workers' events (%(default)s)")
+    flag("--temperature", type=float, default=0.0, help="above 0, sometimes choose a dearer worker (%(default)s)")
+    flag("--speeds", default="1", help="workers' speeds, repeated in turn, e.g. 1,1,0.5 (%(default)s)")
+    flag("--max-num-seqs", type=int, default=_DEFAULTS.max_num_seqs, help="sequences per worker (%(default)s)")
+    flag("--max-num-batched-tokens", type=int, default=_DEFAULTS.max_num_batched_tokens, help="(%(default)s)")
+    flag("--step-target-ms", type=float, default=0.0, help="limit prompts in a step by time; 0: by tokens only")
+    flag("--jobs", type=int, default=os.cpu_count() or 1, help="policies to replay at the same time (%(default)s)")
+    flag("--live", action="store_true", help="use simulated workers behind a real router and broker, in real time")
+    flag("--sim-speedup", type=float, default=1.0, help="with --live: speed-up over real time (%(default)s)")
+    flag("--json", type=Path, metavar="FILE", help="write the results; the same seed gives the same file")
+    flag("--html", type=Path, metavar="FILE", help="write plots")
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    """Replays the trace, prints a table and writes the files that were asked for; returns the exit status."""
     try:
-        settings, policies = settings_of(options), policies_of(options)
+        settings, policies = _settings_of(options), _policies_of(options)
         trace = load_requests(settings)
         print(f"{len(trace):,} requests, {settings.workers} workers, {', '.join(policies)}", file=sys.stderr)
         if options.live:
@@ -38,9 +70,9 @@ def run(options: argparse.Namespace) -> int:
         else:
             runs = _play_all(settings, policies, options.jobs)
         if options.json:
-            options.json.write_bytes(as_json(settings, runs))
+            options.json.write_bytes(_as_json(settings, runs))
         if options.html:
-            options.html.write_text(page(settings, runs, _name(settings)), encoding="utf-8")
+            options.html.write_text(_page(settings, runs), encoding="utf-8")
     except (ValueError, OSError) as error:
         print_error(str(error))
         return EXIT_BAD_SETTINGS
@@ -48,18 +80,18 @@ def run(options: argparse.Namespace) -> int:
         return print_error(str(error))
     except (asyncio.CancelledError, KeyboardInterrupt):
         return EXIT_INTERRUPTED
-    Console(width=max(_WIDTH, Console().width)).print(table(runs))
+    Console(width=max(_WIDTH, Console().width)).print(_table(runs))
     return 0
 
 
 def _play_all(settings: ReplaySettings, policies: Sequence[str], jobs: int) -> list[PolicyResult]:
-    """Raises KeyboardInterrupt at Ctrl-C, when the processes that play have been ended. A second Ctrl-C kills them."""
-    came = 0
+    """Replays in several processes. Ctrl-C ends them and raises KeyboardInterrupt; a second Ctrl-C kills them."""
+    num_signals = 0
 
     def count(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came += 1
-        if came > 1:  # in the middle of ending the pool, whose own cleaning up would then fail with a traceback
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals > 1:  # the pool is already being ended, and would print a traceback if interrupted
             for process in multiprocessing.active_children():
                 process.kill()
             os._exit(EXIT_INTERRUPTED)
@@ -67,7 +99,7 @@ def _play_all(settings: ReplaySettings, policies: Sequence[str], jobs: int) -> l
 
     before = signal.signal(signal.SIGINT, count)
     try:
-        return play_all(settings, policies, jobs, partial(parent_death.end_with, os.getpid()))
+        return play_all(settings, policies, jobs, partial(end_with, os.getpid()))
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -76,30 +108,113 @@ def _name(settings: ReplaySettings) -> str:
     return Path(settings.trace).name
 
 
-def as_json(settings: ReplaySettings, runs: Sequence[PolicyResult]) -> bytes:
-    """The numbers, and what they are of; nothing in it depends on when or where it ran."""
-    said = {"settings": msgspec.structs.asdict(settings) | {"trace": _name(settings)}, "runs": runs}
-    return msgspec.json.format(msgspec.json.encode(said), indent=2) + b"\n"
+def _policies_of(options: argparse.Namespace) -> list[str]:
+    """Returns the policies to compare. Raises ValueError."""
+    known = make_policies()
+    names = [name.strip() for name in options.policy.split(",")]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--policy: there is no {name!r}, only {', '.join(known)}")
+    return names
 
 
-def table(runs: Sequence[PolicyResult]) -> Table:
-    made = Table(box=None, header_style="bold", pad_edge=False)
-    made.add_column("policy", no_wrap=True)
+def _settings_of(options: argparse.Namespace) -> ReplaySettings:
+    """Returns the settings that parsed flags describe. Raises ValueError."""
+    ranges = {
+        "workers": (1, 4_096),
+        "kv_blocks": (1, 1 << 22),
+        "block_size": (1, 1 << 16),
+        "speedup": (1e-3, 1e6),
+        "max_requests": (0, 1_000_000),
+        "routers": (1, 64),
+        "delay_ms": (0, 10_000),
+        "temperature": (0, 100),
+        "max_num_seqs": (1, 4_096),
+        "step_target_ms": (0, 60_000),
+        "jobs": (1, 1_024),
+        "sim_speedup": (0.01, 1_000),
+    }
+    for name, (low, high) in ranges.items():
+        if not low <= getattr(options, name) <= high:
+            raise ValueError(f"--{name.replace('_', '-')} must be {low:g} to {high:g}, got {getattr(options, name)}")
+    if options.live and (options.routers > 1 or options.speeds != "1"):
+        raise ValueError("--live has one router and workers of one speed")
+    if not options.max_num_seqs < options.max_num_batched_tokens <= 1 << 20:
+        raise ValueError("--max-num-batched-tokens must be above --max-num-seqs, and at most 1,048,576")
+    fields = {name: getattr(options, name) for name in ReplaySettings.__struct_fields__ if name != "speeds"}
+    return ReplaySettings(**fields, speeds=_speeds(options.speeds))
+
+
+def _speeds(text: str) -> tuple[float, ...]:
+    try:
+        speeds = tuple(float(speed) for speed in text.split(","))
+    except ValueError:
+        speeds = ()
+    if not speeds or not all(0.001 <= speed <= 1_000 for speed in speeds):
+        raise ValueError(f"--speeds must be comma-separated numbers of 0.001 to 1,000, got {text!r}")
+    return speeds
+
+
+def _as_json(settings: ReplaySettings, runs: Sequence[PolicyResult]) -> bytes:
+    """Returns the settings and results as JSON; the same seed gives the same bytes on any machine."""
+    content = {"settings": msgspec.structs.asdict(settings) | {"trace": _name(settings)}, "runs": runs}
+    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+
+
+def _table(runs: Sequence[PolicyResult]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("policy", no_wrap=True)
     heads = ("hit rate", "TTFT ms mean", "p50", "p99", "gap ms mean", "p99", "queue p99", "tokens/s", "busiest")
     for head in heads:
-        made.add_column(head, justify="right")
-    for one in runs:
-        made.add_row(
-            one.policy,
-            f"{one.hit_rate:.3f}",
-            *_cells(one.ttft_ms, "mean", "p50", "p99"),
-            *_cells(one.itl_ms, "mean", "p99"),
-            *_cells(one.queue_ms, "p99"),
-            f"{one.output_tokens_per_s:,.0f}",
-            f"{one.busiest_share:.1%}",
+        table.add_column(head, justify="right")
+    for run in runs:
+        table.add_row(
+            run.policy,
+            f"{run.hit_rate:.3f}",
+            *_cells(run.ttft_ms, "mean", "p50", "p99"),
+            *_cells(run.itl_ms, "mean", "p99"),
+            *_cells(run.queue_ms, "p99"),
+            f"{run.output_tokens_per_s:,.0f}",
+            f"{run.busiest_share:.1%}",
         )
-    return made
+    return table
 
 
 def _cells(spread: LatencyStats, *names: str) -> list[str]:
     return [f"{getattr(spread, name):,.{1 if spread.mean < _SMALL_MS else 0}f}" for name in names]
+
+
+def _page(settings: ReplaySettings, runs: Sequence[PolicyResult]) -> str:
+    """Returns an HTML page with plots that compare the policies."""
+    summary = f"{settings.workers} workers of {settings.kv_blocks:,} blocks of {settings.block_size} tokens, "
+    summary += f"speed {settings.speedup:g}, timing {settings.timing}, seed {settings.seed}"
+    policies = [run.policy for run in runs]
+    rates = [
+        Series("real", [(place, run.hit_rate) for place, run in enumerate(runs)]),
+        Series("expected by the router", [(place, run.predicted_rate) for place, run in enumerate(runs)]),
+    ]
+    plots = [
+        bar_chart("Prompt tokens that were cached", policies, rates, Axis("share")),
+        _times("Time to first token", runs, lambda run: run.ttft_ms),
+        _times("From token to token", runs, lambda run: run.itl_ms),
+        _times("Whole requests", runs, lambda run: run.e2e_ms),
+        _shares(runs),
+    ]
+    return document(f"Replay of {_name(settings)}", [f"<p>{summary}</p>", '<div class="plots">', *plots, "</div>"])
+
+
+def _times(title: str, runs: Sequence[PolicyResult], of: Callable[[PolicyResult], LatencyStats]) -> str:
+    series = [
+        Series(run.policy, [(place, getattr(of(run), part)) for place, part in enumerate(_STATISTICS)]) for run in runs
+    ]
+    return bar_chart(title, _STATISTICS, series, Axis("ms", is_log=True))
+
+
+def _shares(runs: Sequence[PolicyResult]) -> str:
+    """Plots the requests of each worker, the busiest first."""
+    most = min(32, len(runs[0].requests_per_worker))
+    series = [
+        Series(run.policy, list(enumerate(map(float, sorted(run.requests_per_worker, reverse=True)[:most]))))
+        for run in runs
+    ]
+    return bar_chart("Requests by worker", [str(1 + place) for place in range(most)], series, Axis("requests"))

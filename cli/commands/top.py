@@ -1,32 +1,50 @@
-"""`tokenbus top`: the fleet as it is now, again every second."""
+"""`tokenbus top` and `models`: the fleet as it is now, once or refreshed every second."""
 
 import argparse
 import asyncio
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tokenbus.cli.commands import generate
+from tokenbus.cli import arguments, connection_flags
+from tokenbus.cli.session import with_client
 from tokenbus.client import Client
 from tokenbus.protocol.process import shutdown
-from tokenbus.protocol.wire import errors, messages, subjects
+from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 _COLUMNS_BY_PRIORITY = (
     *("worker", "state", "run", "tok/s", "wait", "KV used", "hits", "model", "cached", "prefill"),
     *("step ms", "events", "indexed"),
 )
-"""Where there is no room for all columns the first of these stay."""
+"""Columns in the order in which they are kept when the terminal is too narrow for all."""
 _GAP = 2
 _WIDTH = 120
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    connection_flags.add_client_flags(parser)
+    parser.add_argument(
+        "--interval-s", type=arguments.seconds, default=1.0, help="seconds between two updates (%(default)s)"
+    )
+    parser.add_argument("--once", action="store_true", help="print one table and exit")
+    parser.add_argument("--json", action="store_true", help="print the workers as JSON and exit")
+    parser.set_defaults(run=lambda options: with_client(options, partial(_top, options)))
+
+
+def add_models_flags(parser: argparse.ArgumentParser) -> None:
+    connection_flags.add_client_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print the router's reply as it is")
+    parser.set_defaults(run=lambda options: with_client(options, partial(_models, options)))
+
+
 class Row(NamedTuple):
-    """One worker at one moment. Blocks are those of its KV memory."""
+    """One worker at one moment. Blocks are those of its KV cache."""
 
     worker_id: str
     model: str
@@ -41,28 +59,28 @@ class Row(NamedTuple):
     total_blocks: int
     step_age_ms: float
     hit_rate: float
-    """Prompt tokens that were cached, of all since its engine started."""
+    """Share of all prompt tokens that were cached, since the engine started."""
     indexed_blocks: int
-    """What the router that answered knows to be held there."""
+    """Blocks of this worker that the answering router has in its prefix index."""
     events: str
     lost_events: int
 
 
 class TokenRates:
-    """Tokens per second of each worker, from one look to the next."""
+    """Tokens per second of each worker between two updates."""
 
     def __init__(self) -> None:
         self._seen: dict[subjects.WorkerAddress, tuple[int, float]] = {}
 
     def update(self, worker: subjects.WorkerAddress, tokens: int, now: float) -> float:
-        """A counter that went back began anew: its engine was started again."""
+        """Returns the rate since the last update. It is 0 for a counter that fell, whose engine has restarted."""
         before, at = self._seen.get(worker, (tokens, now))
         self._seen[worker] = (tokens, now)
         return max(0, tokens - before) / (now - at) if now > at else 0.0
 
 
 def rows_of(reply: messages.ModelsReply, rates: TokenRates, now: float) -> list[Row]:
-    """The workers in order of model and name."""
+    """Returns the workers, ordered by model and name."""
     rows = []
     for served in reply.models:
         for card in sorted(served.workers or [], key=lambda card: card.worker_id):
@@ -91,7 +109,7 @@ def rows_of(reply: messages.ModelsReply, rates: TokenRates, now: float) -> list[
 
 
 def make_table(rows: list[Row], router: messages.RouterStats | None = None, width: int = _WIDTH) -> Table:
-    """The workers, in as many columns as fit that width."""
+    """Returns a table of the workers with as many columns as fit into `width` characters."""
     cells = [_cells(row) for row in rows]
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
     shown = _columns_that_fit(cells, width)
@@ -104,7 +122,7 @@ def make_table(rows: list[Row], router: messages.RouterStats | None = None, widt
 
 
 def _cells(row: Row) -> dict[str, str]:
-    """By column, from left to right."""
+    """Returns the texts of one row by column, from left to right."""
     return {
         "worker": row.worker_id,
         "model": row.model,
@@ -123,7 +141,7 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def _columns_that_fit(cells: list[dict[str, str]], width: int) -> list[str]:
-    """The columns that have room, from left to right; the workers' names are always shown."""
+    """Returns the columns that fit, from left to right. The workers' names always do."""
     chosen: set[str] = set()
     left = width + _GAP
     for name in _COLUMNS_BY_PRIORITY:
@@ -149,11 +167,6 @@ def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[s
     )
     for refused in router.refused_cards:
         yield f"refused: {refused.worker_id} of {refused.model}: {refused.reason}"
-
-
-def run(options: argparse.Namespace) -> int:
-    """Shows the fleet until Ctrl-C, or once; returns the exit status."""
-    return generate.with_client(options, _top)
 
 
 async def _top(options: argparse.Namespace, client: Client) -> int:
@@ -186,4 +199,32 @@ def _show_once(reply: messages.ModelsReply, rates: TokenRates, *, as_json: bool)
         width = max(_WIDTH, Console().width)
         shown = make_table(rows, reply.router or None, width) if rows else "no model is being served"
         Console(width=width).print(shown)
+    return 0
+
+
+async def _models(options: argparse.Namespace, client: Client) -> int:
+    reply = await client.models()
+    if options.json:
+        print(codec.encode(reply, codec.Encoding.JSON).decode())
+        return 0
+    table = Table("model", "context", "worker", "state", "engine", "running", "waiting", "features")
+    for served in reply.models:
+        for card in served.workers or []:
+            load = card.load or messages.Load()
+            is_silent = card.watched is not None and card.watched.events == "silent"
+            table.add_row(
+                served.model,
+                str(served.context_length),
+                card.worker_id,
+                f"{card.state}, events silent" if is_silent else card.state,
+                card.engine,
+                str(load.running),
+                str(load.waiting),
+                " ".join(card.features),
+            )
+        if not served.workers:
+            table.add_row(served.model, str(served.context_length))
+    Console().print(table if reply.models else "no model is being served")
+    for refused in reply.router.refused_cards if reply.router else []:
+        print(f"refused: {refused.worker_id} of {refused.model}: {refused.reason}")
     return 0

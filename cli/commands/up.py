@@ -10,8 +10,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tokenbus.cli import connection_flags, nats_server, screen
-from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS, StartError, SupervisedProcess
+from tokenbus.cli import arguments, connection_flags, nats_server, screen, serve
+from tokenbus.cli.commands import worker
+from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS, StartError, Supervisor
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH, ONNX_PATH
 from tokenbus.gateway import listen
@@ -23,178 +24,173 @@ from tokenbus.worker.engine.models import model_files
 
 _READY_TIMEOUT_S = 600.0
 _POLL_S = 0.2
-_WATCH_S = 1.0
+_REFRESH_S = 1.0
 _GRACE_S = 10.0
 _GATEWAY_HOST = "127.0.0.1"
 _GATEWAY_PORT = 8000
 _METRICS_PORTS = {"router": "9100-9109", "worker": "9110-9129", "gateway": "9130-9139"}
 
 
-class Up:
-    """Starts broker, router, workers and gateway, shows them, and takes them down in reverse."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    worker.add_model_flags(parser)
+    parser.add_argument("--workers", type=arguments.at_least(1), default=2, help="number of workers (%(default)s)")
+    parser.add_argument(
+        "--port", type=arguments.port, default=4222, help="port of the embedded broker; 0: any free port (%(default)s)"
+    )
+    parser.add_argument("--nats", metavar="URL", help="use this broker and start none")
+    parser.add_argument(
+        "--gateway-port",
+        type=arguments.port,
+        metavar="PORT",
+        help="port of the HTTP API (8000, or any free port if that is taken)",
+    )
+    parser.add_argument("--no-gateway", action="store_true", help="start no gateway")
+    parser.add_argument(
+        "--metrics",
+        action="store_true",
+        help="serve /metrics of each process, on ports from 9100 (router), 9110 (workers) and 9130 (gateway)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON when the system is ready")
+    serve.add_traces_flag(parser)
+    parser.set_defaults(run=run)
+
+
+class LocalSystem:
+    """Starts a broker, a router, workers and a gateway, shows what they do, and stops them in reverse order."""
 
     def __init__(
         self, options: argparse.Namespace, settings: nats.Settings, log_folder: Path, out: screen.Screen
     ) -> None:
-        """`settings` are of the broker that the options name, if they name one."""
+        """`settings` are those of the broker named in the options, if there is one."""
         self._options = options
         self._settings = settings
         self._log_folder = log_folder
         self._out = out
         self._broker: nats_server.NatsServer | None = None
-        self._listening: socket.socket | None = None
-        self._serves = False
-        self._children: list[SupervisedProcess] = []
-        self._keepers: list[asyncio.Task[None]] = []
+        self._gateway_socket: socket.socket | None = None
+        self._is_ready = False
+        self._supervisor = Supervisor(log_folder, out.write)
 
     def __repr__(self) -> str:
-        return f"<Up at {self._settings.redacted_url} with {len(self._children)} processes>"
+        return f"<LocalSystem at {self._settings.redacted_url}: {self._supervisor!r}>"
 
     async def run(self) -> None:
-        """Until SIGINT or SIGTERM. Raises NatsServerError, StartError and ConnectionError."""
-        leave = asyncio.Event()
-        with shutdown.on_stop(leave.set, self._end_at_once):
+        """Runs until SIGINT or SIGTERM. Raises NatsServerError, StartError and ConnectionError."""
+        stopped = asyncio.Event()
+        with shutdown.on_stop(stopped.set, self._kill):
             try:
-                await shutdown.unless_stopped(leave, self._serve())
+                await shutdown.unless_stopped(stopped, self._serve())
             except shutdown.StoppedError:
                 pass
             finally:
-                if self._serves:
+                if self._is_ready:
                     self._out.write(
                         "stopping: running requests have up to 10 s to finish; Ctrl-C again to stop at once"
                     )
                 await self._stop()
 
-    def _end_at_once(self) -> None:
-        for child in self._children:
-            child.kill()
+    def _kill(self) -> None:
+        self._supervisor.kill()
         if self._broker is not None:
             self._broker.kill()
         self._out.close()
 
     async def _serve(self) -> None:
         self._out.write(f"starting; logs: {self._log_folder}")
-        self._listening = _listen(self._options)
-        await self._start_broker()
-        self._start_children()
+        self._gateway_socket = _listen(self._options)
+        if not self._options.nats:
+            self._broker = await nats_server.start(self._options.port, self._log_folder / "nats-server.log")
+            self._settings = nats.Settings(url=self._broker.url)
+        self._start_processes()
         async with await Client.connect(settings=self._settings) as client:
             reply = await self._until_ready(client)
-            self._serves = True
-            http = listen.base_url(self._listening) if self._listening else ""
-            name, metrics = self._options.served_name, self._shown_at()
-            place = screen.SystemAddresses(self._settings.redacted_url, http, name, self._log_folder, metrics)
-            self._out.ready(place, reply)
+            self._is_ready = True
+            http = listen.base_url(self._gateway_socket) if self._gateway_socket else ""
+            name, metrics = self._options.served_name, self._metrics_urls()
+            addresses = screen.SystemAddresses(self._settings.redacted_url, http, name, self._log_folder, metrics)
+            self._out.ready(addresses, reply)
             while True:
-                self._raise_refusals()
-                self._out.show(await self._ask(client))
-                await asyncio.sleep(_WATCH_S)
+                self._supervisor.check()
+                self._out.show(await self._models(client))
+                await asyncio.sleep(_REFRESH_S)
 
-    async def _start_broker(self) -> None:
-        if self._options.nats:
-            return
-        self._broker = await nats_server.start(self._options.port, self._log_folder / "nats-server.log")
-        self._settings = nats.Settings(url=self._broker.url)
-
-    def _start_children(self) -> None:
+    def _start_processes(self) -> None:
         options = self._options
-        common = [
-            "--nats",
-            self._settings.url,
-            *(connection_flags.anonymous_flags() if self._broker is not None else []),
-        ]
-        common += ["--otlp-traces-endpoint", options.otlp_traces_endpoint]
-        self._add("router", ["router", *common, *self._metrics("router")])
+        common = ["--nats", self._settings.url, "--otlp-traces-endpoint", options.otlp_traces_endpoint]
+        if self._broker is not None:
+            common += connection_flags.anonymous_flags()
+        grace = ["--grace-s", str(_GRACE_S)]
+        self._supervisor.start("router", ["router", *common, *self._metrics_flags("router")])
         threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)
         model = ["--model", str(options.model), "--served-name", options.served_name, "--threads", str(threads)]
-        model += ["--engine", options.engine]
-        own = self._metrics("worker")
+        model += ["--engine", options.engine, *grace, *self._metrics_flags("worker")]
         for number in range(1, options.workers + 1):
             name = f"worker-{number}"
+            # On a shared broker other machines run workers of the same numbers.
             worker_id = f"{socket.gethostname()}-{os.getpid()}-{number}" if options.nats else name
-            self._add(name, ["worker", *common, *model, "--worker-id", worker_id, "--grace-s", str(_GRACE_S), *own])
-        if self._listening is not None:
-            fd = self._listening.fileno()
-            self._add(
-                "gateway",
-                ["gateway", *common, "--fd", str(fd), "--grace-s", str(_GRACE_S), *self._metrics("gateway")],
-                (fd,),
-            )
+            self._supervisor.start(name, ["worker", *common, *model, "--worker-id", worker_id])
+        if self._gateway_socket is not None:
+            fd = self._gateway_socket.fileno()
+            flags = ["--fd", str(fd), *grace, *self._metrics_flags("gateway")]
+            self._supervisor.start("gateway", ["gateway", *common, *flags], (fd,))
 
-    def _metrics(self, command: str) -> list[str]:
-        """The flags that show a process's metrics, where that is wanted."""
+    def _metrics_flags(self, command: str) -> list[str]:
         return ["--metrics-port", _METRICS_PORTS[command]] if self._options.metrics else []
 
-    def _shown_at(self) -> dict[str, str]:
-        """Where each process shows its metrics, as it says in its log."""
+    def _metrics_urls(self) -> dict[str, str]:
+        """Returns the URL of each process's metrics, by the port that its log names."""
         found = {}
-        for child in self._children:
-            port = child.last_logged("status_page", "port")
+        for process in self._supervisor.processes:
+            port = process.last_logged("status_page", "port")
             if port is not None:
-                found[child.name] = f"http://127.0.0.1:{port}/metrics"
+                found[process.name] = f"http://127.0.0.1:{port}/metrics"
         return found
-
-    def _add(self, name: str, arguments: list[str], fds: tuple[int, ...] = ()) -> None:
-        child = SupervisedProcess(name, arguments, self._log_folder / f"{name}.log", self._out.write, fds)
-        self._children.append(child)
-        self._keepers.append(asyncio.create_task(child.supervise()))
 
     async def _until_ready(self, client: Client) -> messages.ModelsReply:
         deadline = time.monotonic() + _READY_TIMEOUT_S
         while time.monotonic() < deadline:
-            self._raise_refusals()
-            reply = await self._ask(client)
+            self._supervisor.check()
+            reply = await self._models(client)
             if reply is not None and _num_ready(reply, self._options.served_name) >= self._options.workers:
                 return reply
             self._out.loading(reply, self._options.workers)
             await asyncio.sleep(_POLL_S)
         raise StartError(f"not ready after {_READY_TIMEOUT_S:g} s; logs: {self._log_folder}")
 
-    async def _ask(self, client: Client) -> messages.ModelsReply | None:
+    async def _models(self, client: Client) -> messages.ModelsReply | None:
         try:
             return await client.models(timeout_s=2.0)
         except errors.RequestError:
             return None
 
-    def _raise_refusals(self) -> None:
-        for keeper in self._keepers:
-            if keeper.done():
-                keeper.result()
-
     async def _stop(self) -> None:
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        if self._listening is not None:
-            self._listening.close()
-        router_last = sorted(self._children, key=lambda child: child.name == "router")
-        for child in router_last:
-            child.terminate()
-            if child.name == "router":
-                await child.wait_stopped(_GRACE_S)
-        await asyncio.gather(*(child.wait_stopped(_GRACE_S + 5) for child in router_last))
+        if self._gateway_socket is not None:
+            self._gateway_socket.close()
+        await self._supervisor.stop(_GRACE_S + 5)
         if self._broker is not None:
             self._broker.stop()
 
 
 def _listen(options: argparse.Namespace) -> socket.socket | None:
-    """The socket of the gateway: it outlives one that has to be started again. Raises StartError."""
+    """Returns the gateway's socket, which stays open while a gateway restarts. Raises StartError."""
     if options.no_gateway:
         return None
-    wanted = options.gateway_port
+    port = options.gateway_port
     try:
-        return listen.bind(_GATEWAY_HOST, _GATEWAY_PORT if wanted is None else wanted)
+        return listen.bind(_GATEWAY_HOST, _GATEWAY_PORT if port is None else port)
     except listen.ListenError as error:
-        if wanted is None:
+        if port is None:
             return listen.bind(_GATEWAY_HOST, 0)
         raise StartError(f"{error}: pass --gateway-port 0 for a free port, or --no-gateway") from error
 
 
 def _num_ready(reply: messages.ModelsReply, name: str) -> int:
-    return sum(worker.state is messages.WorkerState.READY for worker in screen.workers_of(reply, name))
+    cards = [card for served in reply.models if served.model == name for card in served.workers or []]
+    return sum(card.state is messages.WorkerState.READY for card in cards)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `up`; returns the exit status."""
+    """Runs the system until it is stopped; returns the exit status."""
     if options.model is None:
         options.model = str(ONNX_PATH if options.engine == "onnx" else MODEL_PATH)
         options.served_name = options.served_name or "demo"
@@ -209,7 +205,7 @@ def run(options: argparse.Namespace) -> int:
     log_folder = Path(tempfile.mkdtemp(prefix="tokenbus-"))
     try:
         with contextlib.closing(out):
-            asyncio.run(Up(options, settings, log_folder, out).run())
+            asyncio.run(LocalSystem(options, settings, log_folder, out).run())
     except (nats_server.NatsServerError, StartError, ConnectionError) as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""`tokenbus wire-check`: finds the system, tries the rules against it, prints what holds."""
+"""`tokenbus wire-check`: checks a running system against the rules of the wire contract."""
 
 import argparse
 import asyncio
@@ -18,19 +18,31 @@ from tokenbus.protocol.bus import connection
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import subjects
 
-EXIT_BROKEN = EXIT_UNREACHABLE = 1
-"""As of every command where there is no broker; no line on standard output tells the two apart."""
-RULE_TIMEOUT_S = 40.0
-
+_RULE_TIMEOUT_S = 40.0
 _MODELS_TIMEOUT_S = 2.0
 
 
 class NotServedError(Exception):
-    """There is nothing to check; says what to do."""
+    """There is nothing to check. The text says what to do."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    connection_flags.add_client_flags(parser)
+    parser.add_argument("--model", metavar="NAME", default="", help="the served model")
+    parser.add_argument(
+        "--inbox-prefix",
+        metavar="PREFIX",
+        default=subjects.DEFAULT_INBOX_PREFIXES[0],
+        help="prefix of reply subjects (%(default)s)",
+    )
+    parser.add_argument("--only", metavar="TEXT", default="", help="check only the rules that contain this text")
+    parser.add_argument("--list", action="store_true", help="list the rules without checking them")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per rule")
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns the exit status."""
+    """Returns the exit status: 0 if no rule is broken, 1 if one is or the broker can't be reached, else 2."""
     rules = [rule for rule in all_rules() if options.only.lower() in rule.name.lower()]
     if options.list:
         print("\n".join(rule.name for rule in rules))
@@ -38,11 +50,11 @@ def run(options: argparse.Namespace) -> int:
     logs.log_errors_only()
     try:
         if not rules:
-            raise NotServedError(f"no rule is named like {options.only!r}: --list shows them")
+            raise NotServedError(f"no rule contains {options.only!r}: --list shows all rules")
         return asyncio.run(_check(options, rules))
     except ConnectionError as error:
         print(f"tokenbus: {error}", file=sys.stderr)
-        return EXIT_UNREACHABLE
+        return 1
     except (NotServedError, ValueError) as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return EXIT_BAD_SETTINGS
@@ -55,18 +67,18 @@ async def _check(options: argparse.Namespace, rules: list[Rule]) -> int:
         served = await _find(link, names, options)
         make_probe = partial(Probe, link, names, options.tenant, options.inbox_prefix, served)
         outcomes = []
-        async for outcome in run_all(rules, make_probe, RULE_TIMEOUT_S):
+        async for outcome in run_all(rules, make_probe, _RULE_TIMEOUT_S):
             print(json_line(outcome) if options.json else line(outcome), flush=True)
             outcomes.append(outcome)
     finally:
         await link.close()
     if not options.json:
         print(summary(outcomes))
-    return EXIT_BROKEN if any(outcome.verdict is Verdict.BROKEN for outcome in outcomes) else 0
+    return int(any(outcome.verdict is Verdict.BROKEN for outcome in outcomes))
 
 
 async def _find(link: Link, names: subjects.Subjects, options: argparse.Namespace) -> Target:
-    """What is known of the model from the start. Raises NotServedError where nobody serves it."""
+    """Returns what the models reply says about the model. Raises NotServedError if no worker serves it."""
     exchange = Exchange(link.new_inbox(), msgpack=False)
     await link.subscribe(exchange.inbox, exchange.take)
     await link.publish(names.models_for(options.tenant), b"", exchange.inbox)
@@ -78,10 +90,10 @@ async def _find(link: Link, names: subjects.Subjects, options: argparse.Namespac
 
 
 def _served(reply: Message, model: str) -> Target:
-    """Reads no more of the reply than it must: the rules are about the rest."""
+    """Reads only what the rules need. Whether the reply follows the contract is for them to check."""
     known = {served.get("model"): served for served in reply.get("models") or []}
     if model not in known:
-        raise NotServedError(f"nobody serves {model!r}; what is served: {', '.join(map(str, known)) or 'nothing'}")
+        raise NotServedError(f"no worker serves {model!r}; served models: {', '.join(map(str, known)) or 'nothing'}")
     served = known[model]
     ready = [card for card in served.get("workers") or [] if card.get("state") == "ready"]
     return Target(

@@ -16,19 +16,19 @@ def marks(findings: list[doctor.Finding]) -> dict[str, str]:
 
 
 def test_a_model_that_is_there_is_fine_and_one_that_is_none_is_bad(tmp_path: Path) -> None:
-    assert doctor._model(str(demo.MODEL_PATH)).mark == "ok"
-    assert doctor._model(str(demo.ONNX_PATH)).mark == "ok"
-    assert doctor._model("org/repo:Q8_0").mark == "note"
+    assert doctor.check_model(str(demo.MODEL_PATH)).mark == "ok"
+    assert doctor.check_model(str(demo.ONNX_PATH)).mark == "ok"
+    assert doctor.check_model("org/repo:Q8_0").mark == "note"
     (tmp_path / "model.gguf").write_bytes(b"not a model")
-    found = doctor._model(str(tmp_path / "model.gguf"))
-    assert (found.mark, "is no GGUF file" in found.advice) == ("bad", True)
-    assert doctor._model(str(tmp_path / "missing.gguf")).mark == "bad"
+    found = doctor.check_model(str(tmp_path / "model.gguf"))
+    assert (found.mark, "is not a GGUF file" in found.advice) == ("bad", True)
+    assert doctor.check_model(str(tmp_path / "missing.gguf")).mark == "bad"
     (tmp_path / "empty").mkdir()
-    assert "there is no GGUF file" in doctor._model(str(tmp_path / "empty")).advice
+    assert "there is no GGUF file" in doctor.check_model(str(tmp_path / "empty")).advice
 
 
 async def tried(path: Path) -> list[doctor.Finding]:
-    return [finding async for finding in doctor._start_engine(str(path))]
+    return [finding async for finding in doctor.check_engine(str(path))]
 
 
 async def test_a_model_that_no_engine_can_serve_is_bad_and_one_without_a_template_that_works_is_noted(
@@ -52,17 +52,17 @@ def reply(*cards: messages.Card) -> messages.ModelsReply:
 
 
 def test_a_fleet_without_workers_or_without_one_that_is_ready_is_bad() -> None:
-    assert marks(list(doctor._fleet(reply())))["no worker is known"] == "bad"
+    assert marks(list(doctor.check_fleet(reply())))["the router knows no worker"] == "bad"
     restarting = card(state=messages.WorkerState.RESTARTING, tokenizer_digest="a")
-    assert marks(list(doctor._fleet(reply(restarting))))["demo: 1 restarting"] == "bad"
+    assert marks(list(doctor.check_fleet(reply(restarting))))["demo: 1 restarting"] == "bad"
 
 
 def test_a_fleet_that_is_ready_is_fine_and_tokenizers_that_differ_are_noted() -> None:
     one, two = card("one", tokenizer_digest="a"), card("two", tokenizer_digest="b")
-    assert set(marks(list(doctor._fleet(reply(one)))).values()) == {"ok"}
-    found = list(doctor._fleet(reply(one, two)))
+    assert set(marks(list(doctor.check_fleet(reply(one)))).values()) == {"ok"}
+    found = list(doctor.check_fleet(reply(one, two)))
     assert [finding.mark for finding in found] == ["ok", "ok", "note"]
-    assert "several forms (one: a; two: b)" in found[-1].what
+    assert "different tokenizers (one: a; two: b)" in found[-1].what
 
 
 async def test_a_secret_that_everybody_can_read_is_noted(tmp_path: Path) -> None:
@@ -74,6 +74,6 @@ async def test_a_secret_that_everybody_can_read_is_noted(tmp_path: Path) -> None
         options = parser.parse_args(["--nats", system.url, *guard.right.flags])
         for mode, noted in ((0o600, False), (0o644, True)):
             seed.chmod(mode)
-            found = [finding async for finding in doctor._broker(options)]
+            found = [finding async for finding in doctor.check_broker(options)]
             assert (found[0].what.startswith(f"broker at {system.url}"), found[0].mark) == (True, "ok")
             assert any(f"chmod 600 {seed}" in finding.advice for finding in found) == noted

@@ -42,7 +42,7 @@ def test_where_nobody_listens_the_address_is_named(capsys: pytest.CaptureFixture
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     assert health.main(["--port", str(port)]) == 1
-    assert f"nobody answers at http://127.0.0.1:{port}/readyz" in capsys.readouterr().err
+    assert f"no answer from http://127.0.0.1:{port}/readyz" in capsys.readouterr().err
 
 
 def test_it_is_asked_too_often_to_import_the_rest() -> None:

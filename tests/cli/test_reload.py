@@ -8,8 +8,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from tokenbus.cli import main
-from tokenbus.cli.reload import CHANGEABLE, Reloader
-from tokenbus.cli.serving import servers
+from tokenbus.cli.commands import router
+from tokenbus.cli.serve import CHANGEABLE, Reloader
 from tokenbus.protocol.telemetry import logs
 from tokenbus.router.serve import RouterSettings
 
@@ -22,8 +22,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def reloader(file: Path, *flags: str) -> Reloader[RouterSettings]:
-    options = main._options(["router", "--config", str(file), *flags])
-    return Reloader("router", options, servers._router_settings, logs.LevelFilter("info"))
+    options = main.parse(["router", "--config", str(file), *flags])
+    return Reloader("router", options, router.settings_of, logs.LevelFilter("info"))
 
 
 def test_what_may_change_changes(file: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_file_that_is_wrong_changes_nothing(file: Path, text: str) -> None:
 
 def test_the_level_of_the_log_changes_at_once(file: Path) -> None:
     level = logs.LevelFilter("info")
-    again = Reloader("router", main._options(["router", "--config", str(file)]), servers._router_settings, level)
+    again = Reloader("router", main.parse(["router", "--config", str(file)]), router.settings_of, level)
     file.write_text('[router]\nlog-level = "error"\n')
     again()
     assert repr(level) == repr(logs.LevelFilter("error"))
@@ -88,13 +88,13 @@ def test_all_that_may_change_are_settings_and_on_the_page(command: str) -> None:
     page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
     row = page.partition("Settings that change while serving")[2].partition(f"\n| {command} | ")[2].partition("\n")[0]
     assert set(re.findall(r"`([a-z-]+)`", row)) == {name.replace("_", "-") for name in CHANGEABLE[command]}
-    assert CHANGEABLE[command] <= vars(main._options([command, *needed])).keys()
+    assert CHANGEABLE[command] <= vars(main.parse([command, *needed])).keys()
 
 
 def test_a_level_that_is_taken_out_of_the_file_is_the_usual_one_again(file: Path) -> None:
     file.write_text('[router]\nlog-level = "error"\n')
     level = logs.LevelFilter("error")
-    again = Reloader("router", main._options(["router", "--config", str(file)]), servers._router_settings, level)
+    again = Reloader("router", main.parse(["router", "--config", str(file)]), router.settings_of, level)
     file.write_text("[router]\n")
     again()
     assert level._least == logging.INFO
@@ -102,7 +102,7 @@ def test_a_level_that_is_taken_out_of_the_file_is_the_usual_one_again(file: Path
 
 def test_a_setting_that_is_needed_and_has_gone_from_the_file_ends_nobody(file: Path) -> None:
     file.write_text('[worker]\nmodel = ["demo"]\n')
-    options = main._options(["worker", "--config", str(file)])
+    options = main.parse(["worker", "--config", str(file)])
     file.write_text("[worker]\n")
     with pytest.raises(ValueError, match="--model"):
         options.reload()
@@ -111,5 +111,5 @@ def test_a_setting_that_is_needed_and_has_gone_from_the_file_ends_nobody(file: P
 def test_a_secret_that_is_written_wrongly_is_not_shown(file: Path) -> None:
     file.write_text('[gateway]\napi-key = [["sk-secret=acme"]]\n')
     with pytest.raises(ValueError, match="api-key") as caught:
-        main._options(["gateway", "--config", str(file)])
+        main.parse(["gateway", "--config", str(file)])
     assert "acme" not in str(caught.value)

@@ -42,7 +42,7 @@ def test_the_settings_of_the_cluster_are_settings_that_processes_know(tmp_path: 
     text = settings["data"]["tokenbus.toml"]
     path = tmp_path / "tokenbus.toml"
     path.write_text(text)
-    _, commands = main._parser()
+    _, commands = main.make_parser()
     for section in config.SECTIONS:
         config.apply(commands[section], section, config.read(path), str(path))
     assert set(tomllib.loads(text)) == {"nats", *config.SECTIONS}
@@ -86,4 +86,4 @@ def test_the_commands_of_the_compose_file_are_ones_that_processes_take(monkeypat
         command = services[name]["command"]
         words = command if isinstance(command, list) else command.split()
         words = [word.partition(":-")[2].rstrip("}") if word.startswith("${") else word for word in words]
-        assert main._options(words).nats == "nats://nats:4222"
+        assert main.parse(words).nats == "nats://nats:4222"

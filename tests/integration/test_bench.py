@@ -102,7 +102,7 @@ def test_errors_are_counted_by_code_and_fail_the_command(bench: Bench) -> None:
     [
         (("--vocabulary", "100000"), "the first request was refused: invalid_request: token_ids["),
         (("--input-tokens", "5000"), "--input-tokens 5000 and --output-tokens 64 do not fit the model's context of "),
-        (("--model", "nobody"), "nobody serves 'nobody'; what is served: demo"),
+        (("--model", "nobody"), "no worker serves 'nobody'; served models: demo"),
         (("--rate", "1", "--concurrency", "1"), "--concurrency and --rate exclude each other"),
     ],
 )

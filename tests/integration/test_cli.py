@@ -49,8 +49,8 @@ def test_an_error_is_one_line_and_a_status(url: str) -> None:
     done = tokenbus(url, "generate", "--model", "nobody", "hello")
     assert done.returncode == 1
     assert done.stderr.splitlines() in (
-        ["tokenbus: no_worker: nothing serves 'nobody' now; what is served: demo"],
-        ["tokenbus: model_not_found: no worker has ever served 'nobody'; what is served: demo"],
+        ["tokenbus: no_worker: nothing serves 'nobody' now; served models: demo"],
+        ["tokenbus: model_not_found: no worker has ever served 'nobody'; served models: demo"],
     )
 
 
@@ -96,7 +96,7 @@ def test_ctrl_c_cancels_the_request(url: str) -> None:
 def test_cancel_of_an_unknown_id_says_so(url: str) -> None:
     done = tokenbus(url, "cancel", "nobody")
     assert done.returncode == 1
-    assert done.stderr == "tokenbus: nobody holds a request nobody\n"
+    assert done.stderr == "tokenbus: no worker or router has a request nobody\n"
 
 
 def unknown_architecture() -> bytes:
@@ -174,7 +174,7 @@ def test_chat_with_a_model_that_nobody_serves_says_so(url: str) -> None:
     done = tokenbus(url, "chat", "--model", "nobody", stdin="hello\n")
     assert done.returncode == 1
     assert "no_worker" in done.stderr or "model_not_found" in done.stderr  # by how long the router has run
-    assert "what is served: demo" in done.stderr
+    assert "served models: demo" in done.stderr
 
 
 def test_top_shows_each_worker_once(url: str) -> None:

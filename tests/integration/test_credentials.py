@@ -99,7 +99,7 @@ async def test_the_doctor_says_what_to_do_about_a_broker_that_refuses(tmp_path: 
     mistake = guard.wrong["another token"]
     async with guarded(guard, tmp_path) as system:
         ended = end_of(mistake.way, "doctor", "--nats", system.url)
-    assert (ended.returncode, ended.stderr) == (1, "\n1 to mend\n")
+    assert (ended.returncode, ended.stderr) == (1, "\n1 to fix\n")
     check_says(ended, ended.stdout.splitlines()[-1], system.url, mistake)
 
 

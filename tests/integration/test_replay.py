@@ -56,7 +56,7 @@ def test_offline_and_live_agree_on_the_hit_rate(tmp_path: Path) -> None:
         (("shared", "--policy", "best"), "there is no 'best', only kv, least_loaded, round_robin, random"),
         (("shared", "--workers", "0"), "--workers must be 1 to 4096, got 0"),
         (("shared", "--kv-blocks", "4", "--block-size", "16"), "more than --kv-blocks x --block-size: 64"),
-        (("shared", "--speeds", "1,x"), "--speeds must be numbers"),
+        (("shared", "--speeds", "1,x"), "--speeds must be comma-separated"),
         (("shared", "--live", "--routers", "2"), "--live has one router"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from tests.support.rule_breaker import MODEL, RuleBreaker
 from tests.support.system import System, command
 from tokenbus.cli import nats_server
-from tokenbus.cli.parent_death import end_with_parent
+from tokenbus.cli.supervisor import end_with_parent
 from tokenbus.conformance.rules.registry import all_rules
 
 NOT_SERVED = {
@@ -68,8 +68,8 @@ def test_list_needs_no_system() -> None:
 @pytest.mark.parametrize(
     ("arguments", "model", "said"),
     [
-        ([], "nobody", "nobody serves 'nobody'; what is served: demo"),
-        (["--only", "no such thing"], "demo", "no rule is named like 'no such thing'"),
+        ([], "nobody", "no worker serves 'nobody'; served models: demo"),
+        (["--only", "no such thing"], "demo", "no rule contains 'no such thing'"),
         (["--prefix", "elsewhere"], "demo", "no router answers"),
     ],
 )

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from tests.support.raw_client import RawClient
 from tokenbus import demo
 from tokenbus.cli import nats_server
-from tokenbus.cli.parent_death import end_with_parent
+from tokenbus.cli.supervisor import end_with_parent
 
 READY_TIMEOUT_S = 120.0
 

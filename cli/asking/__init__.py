@@ -1,1 +1,0 @@
-"""Commands that ask: clients, and an operator's."""

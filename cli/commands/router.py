@@ -1,0 +1,92 @@
+"""`tokenbus router`: the flags of one router and the settings they make."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from tokenbus.cli import arguments, connection_flags, serve
+from tokenbus.protocol.telemetry import status
+from tokenbus.protocol.wire import subjects
+from tokenbus.router.placement.policies import POLICIES
+from tokenbus.router.requests.placement_queue import QueueSettings
+from tokenbus.router.requests.rate_limiter import TenantLimits
+
+if TYPE_CHECKING:
+    from tokenbus.router.serve import RouterSettings
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    connection_flags.add_client_flags(parser)
+    serve.add_status_flags(parser)
+    serve.add_request_flags(parser)
+    parser.add_argument("--router-id", default="", help="name of this router in logs")
+    parser.add_argument("--policy", default=POLICIES[0], help=f"{', '.join(POLICIES)} or your own (%(default)s)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="above 0, sometimes choose a worker that costs more (%(default)s)",
+    )
+    parser.add_argument(
+        "--tenant-limit",
+        type=arguments.tenant_limits,
+        default=TenantLimits(),
+        metavar="OPEN,REQUESTS,TOKENS",
+        help="limits of each tenant at this router: concurrent requests, requests and tokens per minute; "
+        "0: no limit (0,0,0)",
+    )
+    parser.add_argument(
+        "--tenant-limit-for",
+        type=arguments.tenant_limit_for,
+        action="append",
+        default=[],
+        metavar="TENANT=OPEN,REQUESTS,TOKENS",
+        help="limits of one tenant, in place of --tenant-limit; may be repeated",
+    )
+    queue = QueueSettings()
+    parser.add_argument(
+        "--max-queued-requests",
+        type=arguments.at_least(0),
+        default=queue.max_requests,
+        help="requests per model that may wait here while every worker is busy (%(default)s)",
+    )
+    parser.add_argument(
+        "--max-queued-tokens",
+        type=arguments.at_least(0),
+        default=queue.max_tokens,
+        help="tokens that these may have in all, prompts and completions together (%(default)s)",
+    )
+    parser.add_argument(
+        "--max-request-bytes", type=arguments.at_least(0), default=0, help="largest request; 0: half the broker's limit"
+    )
+    parser.add_argument(
+        "--log-prompt-chars", type=arguments.at_least(0), default=0, help="characters of each prompt to log (0)"
+    )
+    parser.set_defaults(run=run)
+
+
+def settings_of(options: argparse.Namespace) -> "RouterSettings":
+    """Returns the settings that parsed flags describe. Raises ValueError."""
+    from tokenbus.router import serve as router  # every server parses these flags, only a router needs this
+    from tokenbus.router.requests.request_telemetry import RequestLogSettings
+
+    return router.RouterSettings(
+        broker=connection_flags.settings_of(options),
+        prefix=options.prefix,
+        router_id=options.router_id,
+        policy=options.policy,
+        temperature=options.temperature,
+        queue=QueueSettings(options.max_queued_requests, options.max_queued_tokens),
+        inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
+        max_request_bytes=options.max_request_bytes,
+        status_page=status.Settings(options.metrics_host, options.metrics_port),
+        otlp_traces_endpoint=options.otlp_traces_endpoint,
+        tenant_limits=options.tenant_limit,
+        tenant_limit_overrides=dict(options.tenant_limit_for),
+        request_log=RequestLogSettings(options.slow_wait_s, options.log_prompt_chars),
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from tokenbus.router import serve as router
+
+    return serve.run("router", options, settings_of, router.serve)

@@ -1,1 +1,0 @@
-"""Commands that serve, and how `tokenbus up` keeps its processes running."""
