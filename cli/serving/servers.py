@@ -21,7 +21,7 @@ from tokenbus.router.requests.rate_limiter import TenantLimits
 from tokenbus.worker import contract
 
 if TYPE_CHECKING:
-    from tokenbus.router.serve import RouterSettings
+    from tokenbus.router.settings import RouterSettings
 
 Settings = TypeVar("Settings")
 
@@ -195,11 +195,11 @@ def _router(options: argparse.Namespace) -> int:
 
 def _router_settings(options: argparse.Namespace) -> "RouterSettings":
     """What parsed flags mean. Raises ValueError."""
-    from tokenbus.router import serve as router
     from tokenbus.router.requests.placement_queue import QueueSettings
     from tokenbus.router.requests.request_telemetry import RequestLogSettings
+    from tokenbus.router.settings import RouterSettings
 
-    return router.RouterSettings(
+    return RouterSettings(
         broker=connection_flags.settings_of(options),
         prefix=options.prefix,
         router_id=options.router_id,
