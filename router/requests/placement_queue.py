@@ -142,7 +142,8 @@ class PlacementQueue:
         tokens = flight.num_prompt_tokens + min(request.max_tokens or _DEFAULT_MAX_TOKENS, _LARGEST_MAX_TOKENS)
         queued = QueuedRequest(flight.key, flight.tenant, flight.received_at, tokens, request.priority or 0)
         for evicted in queue.put(queued):
-            self._evict(evicted.key, queue.retry_after_ms(now))
+            error = errors.make_error(errors.Code.OVERLOADED, retry_after_ms=round(queue.retry_after_ms(now), 1))
+            self._waiters.pop(evicted.key).outcome.set_result(error)
         self.place_waiting(now)
         remaining_ms = flight.remaining_ms(now)
         try:
@@ -155,11 +156,6 @@ class PlacementQueue:
         if isinstance(outcome, errors.Error):
             raise errors.RequestError(outcome)
         return outcome
-
-    def _evict(self, key: str, retry_after_ms: float) -> None:
-        """Ends the wait of a request that the fair queue has removed to stay within its limits."""
-        error = errors.make_error(errors.Code.OVERLOADED, retry_after_ms=round(retry_after_ms, 1))
-        self._waiters.pop(key).outcome.set_result(error)
 
     def _resolve(self, key: str, outcome: NoWorker | errors.Error | None) -> None:
         """Takes a request out of its queue and ends its wait."""
@@ -176,10 +172,10 @@ class PlacementQueue:
         began = time.perf_counter()
         routing = flight.request.routing or _NO_ROUTING
         policy = self._policy.policies[routing.policy or self._policy.default_policy]
-        wish = PlacementOptions(routing.worker_id or None, excluded, self._policy.temperature, bool(routing.explain))
+        options = PlacementOptions(routing.worker_id or None, excluded, self._policy.temperature, bool(routing.explain))
         prompt = self._prompt(flight)
         hashed = time.perf_counter()
-        placement = self._fleet.place(flight.model, prompt, policy, self._policy.rng, now, wish)
+        placement = self._fleet.place(flight.model, prompt, policy, self._policy.rng, now, options)
         ended = time.perf_counter()
         self._fleet.stats.record_decision_time(ended - began)
         self._hashing.observe(hashed - began)
