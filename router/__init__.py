@@ -1,4 +1,4 @@
-"""The router: checks a request, makes its prompt, chooses a worker, and hands it over. It never sees the answer."""
+"""The router: checks requests, makes their prompts, and chooses workers. It never sees the answers."""
 
 if __name__ != "tokenbus.router":
     raise ImportError("import tokenbus.router: it is no package of its own")

@@ -1,4 +1,4 @@
-"""Every metric of a router, declared once."""
+"""All metrics of a router."""
 
 from collections.abc import Collection, Iterable
 
@@ -14,87 +14,70 @@ from tokenbus.protocol.wire import errors, messages
 
 _P = "tokenbus_router"
 PHASES = ("tokenize", "hash", "place", "accept")
-"""Of a request's way to its worker: its prompt is made, its blocks are named, a worker is chosen, and accepts."""
+"""A request's way to its worker: its prompt is tokenized, its blocks are hashed, a worker is chosen, and accepts."""
 
 
 class RouterMetrics:
-    """Model names are those of models that a worker serves, or has served; whoever may publish a card makes them up, so
-    only some are shown."""
+    """Counters, gauges and histograms.
+
+    Anyone who can publish a card can make up model names, so only a bounded number of them become labels."""
 
     def __init__(self) -> None:
         models = self._models = BoundedLabel()
         self.ready = Gauge(f"{_P}_ready", "1 while requests can be placed.")
-        self.received = Counter(f"{_P}_requests", "Requests that were taken.", ("model",), models)
+        self.received = Counter(f"{_P}_requests", "Requests for known models.", ("model",), models)
         self.placements = Counter(f"{_P}_placements", "Placements, by policy.", ("model", "policy"), models)
-        self.request_errors = Counter(
-            f"{_P}_request_errors", "Requests that ended here in an error, by its code.", ("code",)
-        )
-        self.placements_rejected = Counter(
-            f"{_P}_placements_rejected", "Placements that the worker refused, by code.", ("code",)
-        )
-        self.messages_dropped = Counter(f"{_P}_messages_dropped", "Messages whose reply subject may not be answered.")
-        self.embeddings = Counter(f"{_P}_embeddings", "Requests for embeddings, by how they ended.", ("code",))
-        self.prompt_tokens = Counter(
-            f"{_P}_prompt_tokens", "Tokens of the prompts that were placed.", ("model",), models
-        )
+        self.request_errors = Counter(f"{_P}_request_errors", "Requests that failed here, by code.", ("code",))
+        self.placements_rejected = Counter(f"{_P}_placements_rejected", "Refused placements, by code.", ("code",))
+        self.messages_dropped = Counter(f"{_P}_messages_dropped", "Messages with a forbidden reply subject.")
+        self.embeddings = Counter(f"{_P}_embeddings", "Embedding requests, by error code or ok.", ("code",))
+        self.prompt_tokens = Counter(f"{_P}_prompt_tokens", "Prompt tokens of placements.", ("model",), models)
         self.overlap_tokens = Counter(
             f"{_P}_predicted_overlap_tokens",
-            "Of those, the ones that the chosen worker was taken to hold.",
+            "Prompt tokens of placements that the chosen worker was expected to have cached.",
             ("model",),
             models,
         )
-        self.phases = Histogram(
-            f"{_P}_phase_seconds", "Parts of a request's way to its worker.", ("phase",), MICROSECOND_BUCKETS
-        )
+        self.phases = Histogram(f"{_P}_phase_seconds", "Time spent in each phase.", ("phase",), MICROSECOND_BUCKETS)
         self.queue_wait = Histogram(
-            f"{_P}_queue_wait_seconds", "How long requests waited here for room.", ("model",), REQUEST_BUCKETS, models
+            f"{_P}_queue_wait_seconds", "Time that requests waited for capacity.", ("model",), REQUEST_BUCKETS, models
         )
-        self.queue_depth = Gauge(f"{_P}_queue_depth", "Requests that wait here for room.", ("model",), models)
-        self.queue_limit = Gauge(f"{_P}_queue_limit", "How many requests of one model may wait here.")
-        self.in_flight = Gauge(f"{_P}_requests_in_flight", "Requests that this router placed or is about to.")
-        self.workers = Gauge(
-            f"{_P}_workers", "Workers, by their state, or silent for too long.", ("model", "state"), models
-        )
+        self.queue_depth = Gauge(f"{_P}_queue_depth", "Requests waiting for capacity.", ("model",), models)
+        self.queue_limit = Gauge(f"{_P}_queue_limit", "Requests of one model that may wait.")
+        self.in_flight = Gauge(f"{_P}_requests_in_flight", "Open requests, waiting or at a worker.")
+        self.workers = Gauge(f"{_P}_workers", "Workers, by state; silent if lost.", ("model", "state"), models)
         self.event_logs = Gauge(
             f"{_P}_event_logs",
-            "Workers, by whether the blocks they hold are known: live, behind a gap, or silent about them.",
+            "Workers, by whether their cached blocks are known: live, behind a gap, or silent about them.",
             ("model", "events"),
             models,
         )
-        self.lost_workers = Counter(
-            f"{_P}_workers_lost", "Workers that fell silent and had not left.", ("model",), models
-        )
+        self.lost_workers = Counter(f"{_P}_workers_lost", "Workers that fell silent.", ("model",), models)
         self.index_blocks = Gauge(f"{_P}_index_blocks", "Blocks in the prefix index.", ("model",), models)
-        self.index_bytes = Gauge(
-            f"{_P}_index_bytes", "What they take in memory, about (bench/README.md).", ("model",), models
-        )
-        self.lost_events = Counter(f"{_P}_events_lost", "Entries of workers' event logs that never came.")
-        self.snapshots = Counter(f"{_P}_snapshots", "Gaps that a worker's snapshot has closed.")
+        self.index_bytes = Gauge(f"{_P}_index_bytes", "Estimated memory of the prefix index.", ("model",), models)
+        self.lost_events = Counter(f"{_P}_events_lost", "Entries of workers' event logs that were never received.")
+        self.snapshots = Counter(f"{_P}_snapshots", "Snapshots that closed a gap in a worker's event log.")
         for phase in PHASES:
             self.phases.labels(phase)
         for family in (self.messages_dropped, self.lost_events, self.snapshots):
             family.labels()
-        for code in errors.Code:  # from 0 on, or the first of each would not be seen as an increase
+        for code in errors.Code:  # export zeros now: Prometheus does not see a counter that starts at 1 increase
             self.request_errors.labels(code)
             self.placements_rejected.labels(code)
         self.embeddings.labels("ok")
 
     def show_models(self, served: Collection[str], seen: Iterable[str]) -> None:
-        """Shows the models that are served now, and of those that were `seen` the ones that there is room for."""
+        """Gives each served model a label, and keeps those of `seen` models while there is room."""
         for gone in self._models.evict_stale(served):
             for family in self.families():
                 if "model" in family.label_names:
                     family.remove_by_label("model", gone)
         for model in (*served, *(model for model in seen if model in self._models)):
-            self._know(model)
-
-    def _know(self, model: str) -> None:
-        """Shows a model before anything is counted for it, and after its last worker has left."""
-        for family in (self.received, self.prompt_tokens, self.overlap_tokens, self.lost_workers, self.queue_wait):
-            family.labels(model)
-        self.queue_depth.labels(model)
-        self.workers.labels(model, messages.WorkerState.READY)
+            for counted in (self.received, self.prompt_tokens, self.overlap_tokens, self.lost_workers, self.queue_wait):
+                counted.labels(model)
+            self.queue_depth.labels(model)
+            self.workers.labels(model, messages.WorkerState.READY)
 
     def families(self) -> list[Counter | Gauge | Histogram]:
-        """In the order in which they are declared."""
+        """All families, in the order of their declaration."""
         return [family for family in vars(self).values() if isinstance(family, Counter | Gauge | Histogram)]

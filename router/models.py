@@ -1,19 +1,19 @@
-"""Answers `models`: what is being served, and what this router knows of it."""
+"""Answers `models` requests with the models that are served and what this router knows about their workers."""
 
 import time
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from tokenbus.protocol.wire import codec, messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.placement_queue import PlacementQueue
 
 _MAX_UNSERVED = 256
-"""Names of models that nobody serves, in one reply."""
+"""With more models than this that no worker serves any more, a reply names none of them."""
 
 
-class Models:
-    """Shows the fleet of one router."""
+class ModelCatalog:
+    """Lists the models of one router's fleet."""
 
     def __init__(self, fleet: Fleet, queue: PlacementQueue, router_id: str, max_request_bytes: int) -> None:
         self._fleet = fleet
@@ -22,10 +22,10 @@ class Models:
         self._limits = messages.ServerLimits(max_request_bytes=max_request_bytes)
 
     def __repr__(self) -> str:
-        return f"<Models of {self._fleet!r}>"
+        return f"<ModelCatalog of {self._fleet!r}>"
 
-    def answer(self, encoding: codec.Encoding, max_bytes: int) -> bytes:
-        """The reply, without its workers where it would be too large with them."""
+    def reply(self, encoding: codec.Encoding, max_bytes: int) -> bytes:
+        """Returns an encoded reply, without its workers if it would exceed `max_bytes` with them."""
         payload = codec.encode(self._reply(with_workers=True), encoding)
         return payload if len(payload) <= max_bytes else codec.encode(self._reply(with_workers=False), encoding)
 
@@ -40,12 +40,9 @@ class Models:
             for model, workers in self._fleet.models()
         ]
         now = time.monotonic()
-        unserved = self._unserved(now)
+        names = self._fleet.unserved(now)
+        unserved = UNSET if names is None or len(names) > _MAX_UNSERVED else names
         if not with_workers:
             return messages.ModelsReply(models=served, limits=self._limits, truncated=True, unserved=unserved)
         view = self._fleet.router_view(self._router_id, len(self._queue), now)
         return messages.ModelsReply(models=served, limits=self._limits, router=view, unserved=unserved)
-
-    def _unserved(self, now: float) -> list[str] | UnsetType:
-        unserved = self._fleet.unserved(now)
-        return UNSET if unserved is None or len(unserved) > _MAX_UNSERVED else unserved

@@ -1,14 +1,13 @@
-"""The composition root of a router: makes the parts, starts them in order, and takes them down in reverse."""
+"""The composition root of a router: builds the parts, starts them in order, and stops them in reverse."""
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import random
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import structlog
 
@@ -20,66 +19,31 @@ from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
-from tokenbus.router.models import Models
+from tokenbus.router.models import ModelCatalog
 from tokenbus.router.placement.policies import make_policies
-from tokenbus.router.requests.dispatch import Dispatch
+from tokenbus.router.requests.attempts import Attempts
+from tokenbus.router.requests.dispatch import Dispatcher
 from tokenbus.router.requests.embeddings import Embeddings
 from tokenbus.router.requests.flight import Flights
 from tokenbus.router.requests.intake import Intake
 from tokenbus.router.requests.lifecycle import RequestLifecycle
-from tokenbus.router.requests.placement_queue import PlacementQueue, PolicySettings, QueueSettings
-from tokenbus.router.requests.rate_limiter import RateLimiter, TenantLimits
-from tokenbus.router.requests.request_telemetry import RequestLogSettings, RequestTelemetry
+from tokenbus.router.requests.placement_queue import PlacementQueue, PolicySettings
+from tokenbus.router.requests.rate_limiter import RateLimiter
+from tokenbus.router.requests.recovery import Recovery
+from tokenbus.router.requests.request_telemetry import RequestTelemetry
 from tokenbus.router.requests.terminals import TerminalPublisher
-from tokenbus.router.requests.tokenizer_cache import TokenizerCache
+from tokenbus.router.requests.tokenization.prompt_tokenizer import PromptTokenizer
+from tokenbus.router.requests.tokenization.tokenizer_cache import TokenizerCache
+from tokenbus.router.requests.worker_client import WorkerClient
+from tokenbus.router.settings import RouterSettings
 from tokenbus.router.watch import FleetWatch
 
-_BYTES_PER_BLOCK = 87
-"""Of the prefix index, measured over a million blocks (bench.index_memory)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RouterSettings:
-    """All settings of one router."""
-
-    broker: nats.Settings = dataclasses.field(default_factory=nats.Settings)
-    prefix: str = subjects.DEFAULT_PREFIX
-    router_id: str = ""
-    """Name of this router in logs; made up from host name and process id where absent."""
-    policy: str = "kv"
-    """How workers are chosen where a request does not say."""
-    temperature: float = 0.0
-    """0 always chooses the lowest cost; above it dearer workers are drawn too, the less often the dearer."""
-    queue: QueueSettings = dataclasses.field(default_factory=QueueSettings)
-    """How many requests may wait while every worker is busy."""
-    inbox_prefixes: tuple[str, ...] = subjects.DEFAULT_INBOX_PREFIXES
-    """What a client's reply subject may begin with."""
-    max_request_bytes: int = 0
-    """Largest request; half of what the broker takes where 0."""
-    max_flights: int = 16_384
-    """Requests held at a time; beyond that they are refused with `overloaded`."""
-    max_prompt_bytes: int = 256 * 1024 * 1024
-    """What their prompts may take in memory; likewise."""
-    tenant_limits: TenantLimits = dataclasses.field(default_factory=TenantLimits)
-    """Of every tenant that has none of its own; of this router alone, as all of these are."""
-    tenant_limit_overrides: Mapping[str, TenantLimits] = dataclasses.field(default_factory=dict)
-    """By the tenant's name."""
-    status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
-    """Where it shows its metrics and health."""
-    request_log: RequestLogSettings = dataclasses.field(default_factory=RequestLogSettings)
-    """What the log says of requests."""
-    otlp_traces_endpoint: str = ""
-    """Where spans of requests are sent; nowhere where empty."""
-    grace_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for a policy that there is not."""
-        if self.policy not in (known := make_policies()):
-            raise ValueError(f"--policy must be one of {', '.join(known)}, got {self.policy!r}")
+_INDEX_BYTES_PER_BLOCK = 87
+"""Memory of the prefix index, measured with a million blocks (bench.index_memory)."""
 
 
 class Router:
-    """One router over a bus: joins its parts together."""
+    """One router on a bus."""
 
     def __init__(
         self,
@@ -90,67 +54,88 @@ class Router:
         rng: random.Random,
         tracer: tracing.Tracer,
     ) -> None:
-        fleet = self.fleet = Fleet(time.monotonic())
-        flights = Flights(settings.max_flights, settings.max_prompt_bytes)
-        measured = self.metrics = RouterMetrics()
-        replies = self._replies = ReplySender(bus)
-        terminals = TerminalPublisher(bus, replies, router_id, measured)
-        choice = PolicySettings(make_policies(), settings.policy, rng, settings.temperature)
-        queue = PlacementQueue(fleet, choice, settings.queue, measured)
-        dispatch = Dispatch(bus, names, fleet, flights, queue, router_id, measured)
-        telemetry = self._telemetry = RequestTelemetry(measured, tracer, settings.request_log)
-        rate_limiter = self._rate_limiter = RateLimiter(settings.tenant_limits, settings.tenant_limit_overrides)
+        self.metrics = RouterMetrics()
+        self.fleet = Fleet(time.monotonic())
+        self.flights = Flights(settings.max_flights, settings.max_prompt_bytes)
+        self._bus = bus
+        self._replies = ReplySender(bus)
+        policy = PolicySettings(make_policies(), settings.policy, rng, settings.temperature)
+        self._queue = PlacementQueue(self.fleet, policy, settings.queue, self.metrics)
+        self._rate_limiter = RateLimiter(settings.tenant_limits, settings.tenant_limit_overrides)
+        self._telemetry = RequestTelemetry(self.metrics, tracer, settings.request_log)
+        terminals = TerminalPublisher(bus, self._replies, router_id, self.metrics)
+        workers = WorkerClient(bus, names)
+        tokenizers = TokenizerCache(bus, names, self.fleet)
         self._lifecycle = RequestLifecycle(
-            fleet, flights, TokenizerCache(bus, names, fleet), queue, dispatch, terminals, rate_limiter, telemetry
+            self.flights,
+            PromptTokenizer(self.fleet, tokenizers, workers, self._telemetry),
+            self._queue,
+            Dispatcher(
+                self.fleet,
+                self._queue,
+                Attempts(bus, names, workers, self.fleet, self.flights, router_id),
+                self.metrics,
+            ),
+            terminals,
+            self._rate_limiter,
+            self._telemetry,
         )
-        self._bus, self._flights, self._queue = bus, flights, queue
-        most = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)
-        self._embeddings = Embeddings(bus, replies, names, fleet, rng, measured, tracer)
-        models = Models(fleet, queue, router_id, most)
-        prefixes = settings.inbox_prefixes
-        self._intake = Intake(bus, replies, names, prefixes, most, models, self._lifecycle, self._embeddings, terminals)
-        self._watch = FleetWatch(bus, names, fleet, flights, self._lifecycle, measured)
+        self._embeddings = Embeddings(self._replies, workers, self.fleet, rng, self.metrics, tracer)
+        max_request_bytes = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)
+        self._intake = Intake(
+            bus,
+            self._replies,
+            names,
+            settings.inbox_prefixes,
+            max_request_bytes,
+            ModelCatalog(self.fleet, self._queue, router_id, max_request_bytes),
+            self._lifecycle,
+            self._embeddings,
+            terminals,
+        )
+        recovery = Recovery(self.fleet, self.flights, self._lifecycle, self.metrics)
+        self._watch = FleetWatch(bus, names, self.fleet, recovery, self._lifecycle, self.metrics)
 
     def __repr__(self) -> str:
         return f"<Router {self._watch!r} {self._lifecycle!r}>"
 
     @property
     def unready_reason(self) -> str:
-        """Empty while it can place requests."""
+        """The reason for which no request can be placed; empty while the router is ready."""
         if not self._bus.is_connected:
             return "there is no connection to the broker"
         if not any(True for _ in self.fleet.models()):
             return "no worker is known"
         return "" if self._intake.is_open else "it takes no requests"
 
-    def show(self) -> None:
-        """Brings levels up to date, for a scrape."""
-        shown = self.metrics
-        shown.ready.labels().set(not self.unready_reason)
-        shown.in_flight.labels().set(len(self._flights))
-        shown.queue_limit.labels().set(self._queue.most_waiting)
-        shown.messages_dropped.labels().set(self._intake.num_dropped)
-        for family in (shown.queue_depth, shown.workers, shown.event_logs, shown.index_blocks, shown.index_bytes):
+    def update_gauges(self) -> None:
+        """Brings the gauges up to date; called before each scrape."""
+        gauges = self.metrics
+        gauges.ready.labels().set(not self.unready_reason)
+        gauges.in_flight.labels().set(len(self.flights))
+        gauges.queue_limit.labels().set(self._queue.max_requests)
+        gauges.messages_dropped.labels().set(self._intake.num_dropped)
+        for family in (gauges.queue_depth, gauges.workers, gauges.event_logs, gauges.index_blocks, gauges.index_bytes):
             family.clear()
-        shown.show_models({model for model, _ in self.fleet.models()}, self.fleet.known_models())
+        gauges.show_models({model for model, _ in self.fleet.models()}, self.fleet.known_models())
         for model, depth in self._queue.depths().items():
-            shown.queue_depth.labels(model).inc(depth)  # several models may be shown as one
+            gauges.queue_depth.labels(model).inc(depth)  # models without a label of their own share one
         for model, workers in self.fleet.models():
             blocks = self.fleet.num_blocks(model)
-            shown.index_blocks.labels(model).inc(blocks)
-            shown.index_bytes.labels(model).inc(blocks * _BYTES_PER_BLOCK)
+            gauges.index_blocks.labels(model).inc(blocks)
+            gauges.index_bytes.labels(model).inc(blocks * _INDEX_BYTES_PER_BLOCK)
             for worker in workers:
-                shown.workers.labels(model, "silent" if worker.lease_expired else worker.state).inc()
-                shown.event_logs.labels(model, worker.event_state).inc()
+                gauges.workers.labels(model, "silent" if worker.lease_expired else worker.state).inc()
+                gauges.event_logs.labels(model, worker.event_state).inc()
 
-    def adopt(self, settings: RouterSettings) -> None:
-        """What of its settings may change while it serves."""
-        self._queue.adopt(settings.policy, settings.temperature, settings.queue)
-        self._rate_limiter.set(settings.tenant_limits, settings.tenant_limit_overrides)
+    def update_settings(self, settings: RouterSettings) -> None:
+        """Applies the settings that may change while the router serves, and ignores the others."""
+        self._queue.update_settings(settings.policy, settings.temperature, settings.queue)
+        self._rate_limiter.set_limits(settings.tenant_limits, settings.tenant_limit_overrides)
         self._telemetry.settings = settings.request_log
 
     async def open(self) -> None:
-        """Learns who is there, and takes requests from then on."""
+        """Discovers the workers, then starts to receive requests."""
         await self._watch.open()
         await self._intake.open()
 
@@ -159,51 +144,50 @@ class Router:
         await self._watch.watch()
 
     async def stop_intake(self) -> None:
-        """Takes no more requests."""
+        """Stops receiving requests."""
         await self._intake.close()
 
     async def drain(self) -> None:
-        """Returns when every request taken is with a worker, or has ended."""
+        """Returns when every request was accepted by a worker or has ended."""
         await self._lifecycle.drain()
         await self._embeddings.drain()
 
     async def shut_down(self) -> None:
-        """The last act: closes the books. From then on it sends nothing."""
-        await self._lifecycle.leave()
-        await self._embeddings.leave()
+        """Ends every request that no worker has. The router sends nothing afterwards."""
+        await self._lifecycle.shut_down()
+        await self._embeddings.shut_down()
         self._replies.send_pending()
 
 
-async def serve(settings: RouterSettings, again: Callable[[], RouterSettings]) -> None:
-    """Runs a router until SIGTERM or SIGINT; `again` reads its settings anew. Raises ConnectionError when there is no
-    broker, and StoppedError when a signal comes before it has found one."""
-    leave = asyncio.Event()
+async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSettings]) -> None:
+    """Runs a router until SIGTERM or SIGINT; `read_settings` is called on SIGHUP.
+
+    Raises ConnectionError if there is no broker, and StoppedError if a signal comes before it was found."""
+    stop = asyncio.Event()
     router_id = settings.router_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     structlog.contextvars.bind_contextvars(router_id=router_id)
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(shutdown.on_stop(leave.set))
-        connection = await shutdown.unless_stopped(leave, nats.connect(settings.broker, name=f"router {router_id}"))
+        stack.enter_context(shutdown.on_stop(stop.set))
+        connection = await shutdown.unless_stopped(stop, nats.connect(settings.broker, name=f"router {router_id}"))
         stack.push_async_callback(connection.close)
         names = subjects.Subjects(settings.prefix)
         tracer = tracing.make_tracer(settings.otlp_traces_endpoint, "router", router_id)
         stack.push_async_callback(tracer.close)
         router = Router(connection, names, router_id, settings, random.Random(), tracer)
-        page = metrics.MetricsCollector(router.metrics.families(), router.show)
-        await stack.enter_async_context(
-            status.serving(settings.status_page, page.registry, lambda: router.unready_reason)
-        )
+        page = metrics.MetricsCollector(router.metrics.families(), router.update_gauges)
+        shown = status.serving(settings.status_page, page.registry, lambda: router.unready_reason)
+        await stack.enter_async_context(shown)
         await router.open()
-        reload.on_hangup(again, router.adopt)
+        reload.on_hangup(read_settings, router.update_settings)
         structlog.get_logger().info("router_ready", policy=settings.policy)
-        await _run(settings, connection, router, leave)
+        await _run(settings, connection, router, stop)
 
 
-async def _run(settings: RouterSettings, bus: Bus, router: Router, leave: asyncio.Event) -> None:
-    lives = (router.run(), bus.wait_closed())
-    tasks: list[asyncio.Task[None]] = [asyncio.create_task(life) for life in lives]
-    left = asyncio.create_task(leave.wait())
+async def _run(settings: RouterSettings, bus: Bus, router: Router, stop: asyncio.Event) -> None:
+    tasks: list[asyncio.Task[None]] = [asyncio.create_task(one) for one in (router.run(), bus.wait_closed())]
+    stopped = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait([left, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             if task.done():
                 task.result()
@@ -213,7 +197,7 @@ async def _run(settings: RouterSettings, bus: Bus, router: Router, leave: asynci
                 await router.drain()
         await router.shut_down()
     finally:
-        left.cancel()
+        stopped.cancel()
         for task in tasks:
             task.cancel()
-        await asyncio.gather(left, *tasks, return_exceptions=True)
+        await asyncio.gather(stopped, *tasks, return_exceptions=True)

@@ -1,4 +1,8 @@
-"""Listens to the workers: feeds the fleet with what they say, and has the requests of lost ones recovered."""
+"""Listens to the workers: feeds the fleet with their cards, events and snapshots, and notices when they fall silent.
+
+A worker is lost when it was silent for `limits.WORKER_LOST_AFTER_S` and this router could have heard it. Silence proves
+nothing while this router's own connection is down or its messages lie unread. So it is measured from the moment the
+connection is back, and confirmed with a flush."""
 
 import asyncio
 import contextlib
@@ -12,50 +16,48 @@ from nats.aio.msg import Msg
 
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
-from tokenbus.router.fleet.event_log import AppliedSnapshot
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.updates import FleetUpdate, LostWorker
 from tokenbus.router.metrics import RouterMetrics
-from tokenbus.router.requests.flight import Flight, Flights
 from tokenbus.router.requests.lifecycle import RequestLifecycle
+from tokenbus.router.requests.recovery import Recovery
 
 _cards = codec.Decoder(messages.Card)
 _events = codec.Decoder(internal.Events)
 _parts = codec.Decoder(internal.SnapshotPart)
 
 _TICK_S = 0.1
-_OLDEST_SIGN_S = 1.0
-"""A broker that has said nothing for so long has passed on nothing either, so that silence proves nothing."""
-_DISCOVER_EVERY_S = 0.5
+_BROKER_SILENT_S = 1.0
+"""A broker that has sent nothing for this long has not delivered workers' events either."""
+_DISCOVERY_INTERVAL_S = 0.5
 """Unknown workers are asked for their cards at most this often."""
-_SNAPSHOT_EVERY_S = 1.0
-"""A snapshot that does not come is asked for again."""
+_SNAPSHOT_RETRY_S = 1.0
+"""A snapshot that does not come is requested again after this."""
 
 
 class FleetWatch:
-    """Feeds the fleet with cards, events and snapshots, and tells the journeys what became of their requests."""
+    """Keeps the fleet up to date and passes its updates on to the requests."""
 
     def __init__(
         self,
         bus: Bus,
         names: subjects.Subjects,
         fleet: Fleet,
-        flights: Flights,
+        recovery: Recovery,
         lifecycle: RequestLifecycle,
         metrics: RouterMetrics,
     ) -> None:
         self._bus = bus
         self._names = names
         self._fleet = fleet
-        self._flights = flights
+        self._recovery = recovery
         self._lifecycle = lifecycle
         self._metrics = metrics
         self._inbox = bus.new_inbox()
         self._secret = secrets.token_bytes(16)
         self._discovered_at = 0.0
-        self._forgive_until = 0.0
-        self._lapsing: asyncio.Task[None] | None = None
-        """Makes sure that workers which seem silent are, while there are some."""
+        self._ignore_silence_until = 0.0
+        self._confirming: asyncio.Task[None] | None = None
+        """Confirms that silent workers are lost, while there are any."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -63,31 +65,31 @@ class FleetWatch:
 
     async def open(self) -> None:
         """Subscribes, asks every worker for its card, and returns when they have had time to answer."""
-        await self._bus.subscribe(self._names.all_cards, self._card)
-        await self._bus.subscribe(self._names.all_events, self._event)
-        await self._bus.subscribe(f"{self._inbox}.*.*.*", self._part)
-        self._bus.on_reconnect = self._reconnected
-        self._discover_anew()
+        await self._bus.subscribe(self._names.all_cards, self._on_card)
+        await self._bus.subscribe(self._names.all_events, self._on_events)
+        await self._bus.subscribe(f"{self._inbox}.*.*.*", self._on_snapshot_part)
+        self._bus.on_reconnect = self._on_reconnect
+        self._restart_discovery()
         await asyncio.sleep(limits.DISCOVERY_WAIT_S)
 
     async def watch(self) -> None:
-        """Notices silence and gaps; runs until cancelled."""
+        """Watches for silence and for gaps in event logs, until cancelled."""
         try:
             while True:
                 self._bus.ping()
                 await asyncio.sleep(_TICK_S)
                 self._tick(time.monotonic())
         finally:
-            if self._lapsing is not None:
-                self._lapsing.cancel()
+            if self._confirming is not None:
+                self._confirming.cancel()
 
-    def _reconnected(self) -> None:
+    def _on_reconnect(self) -> None:
         self._fleet.mark_all_behind()
-        self._discover_anew()
+        self._restart_discovery()
 
-    def _discover_anew(self) -> None:
-        """Asks all workers for their cards; silence from before now does not count."""
-        self._forgive_until = time.monotonic() + limits.WORKER_LOST_AFTER_S
+    def _restart_discovery(self) -> None:
+        """Asks all workers for their cards; silence before now no longer counts."""
+        self._ignore_silence_until = time.monotonic() + limits.WORKER_LOST_AFTER_S
         self._discover()
 
     def _discover(self) -> None:
@@ -95,39 +97,35 @@ class FleetWatch:
         self._ask(self._names.discover)
 
     def _ask(self, subject: str, reply: str = "") -> None:
-        """Has workers say something. While the broker has too much to take nothing is asked: soon it is asked again."""
-        with contextlib.suppress(OutboundBufferLimitError):
+        with contextlib.suppress(OutboundBufferLimitError):  # whatever is asked here is soon asked again
             self._bus.publish(subject, b"", reply=reply)
 
     def _tick(self, now: float) -> None:
-        if now < self._forgive_until or not self._hears(now):
+        hears_broker = self._bus.is_connected and now - self._bus.last_received_at < _BROKER_SILENT_S
+        if now < self._ignore_silence_until or not hears_broker:
             self._fleet.renew_all_leases(now)
         self._fleet.sweep(now)
-        if self._lapsing is None and self._fleet.has_expired_leases(now):
-            self._lapsing = asyncio.create_task(self._lapse(now))
-        for worker in self._fleet.snapshots_due(now, _SNAPSHOT_EVERY_S):
+        if self._confirming is None and self._fleet.has_expired_leases(now):
+            self._confirming = asyncio.create_task(self._confirm_lost(now))
+        for worker in self._fleet.snapshots_due(now, _SNAPSHOT_RETRY_S):
             subject = self._names.worker(worker.card.model, worker.card.worker_id, "snapshot")
-            self._ask(subject, self._reply_of(worker.card.address))
+            self._ask(subject, self._snapshot_inbox(worker.card.address))
         self._lifecycle.tick(now)
 
-    async def _lapse(self, now: float) -> None:
-        """Gives up the workers that were silent for too long by `now`, once everything that had come from them by then
-        has been read: what lies unread in this router's own connection is no silence."""
+    async def _confirm_lost(self, now: float) -> None:
+        """Gives up the workers that were silent at `now`, once all that was received by then has been read."""
         try:
             await self._bus.flush()
         except (TimeoutError, ConnectionError):
-            return  # nothing is known of anybody
+            return  # this router is disconnected: nothing is known about the workers
         finally:
-            self._lapsing = None
+            self._confirming = None
         for lost in self._fleet.expire_leases(now):
             self._metrics.lost_workers.labels(lost.card.model).inc()
             self._log.error("worker_lost", worker_id=lost.card.worker_id)
-            self._recover(lost, is_certain=False)
+            self._recovery.recover(lost, is_certain=False)
 
-    def _hears(self, now: float) -> bool:
-        return self._bus.is_connected and now - self._bus.last_received_at < _OLDEST_SIGN_S
-
-    def _card(self, message: Msg) -> None:
+    def _on_card(self, message: Msg) -> None:
         try:
             card = _cards.decode(message.data)
             address = self._names.parse_worker(message.subject)
@@ -135,7 +133,7 @@ class FleetWatch:
             self._log.error("card_refused", subject=message.subject, error=str(error))
             return
         if address != (card.model, card.worker_id):
-            self._log.error("card_refused", subject=message.subject, error="it speaks for another worker")
+            self._log.error("card_refused", subject=message.subject, error="it is another worker's")
             return
         known = self._fleet.find(address)
         update = self._fleet.apply_card(card, time.monotonic())
@@ -144,9 +142,9 @@ class FleetWatch:
             return
         if known is None or known.state is not card.state or update.lost:
             self._log.info("worker_state_changed", worker_id=card.worker_id, model=card.model, state=card.state)
-        self._act(update, address)
+        self._recovery.apply(update, address)
 
-    def _event(self, message: Msg) -> None:
+    def _on_events(self, message: Msg) -> None:
         try:
             events = _events.decode(message.data)
             address = self._names.parse_worker(message.subject)
@@ -154,7 +152,7 @@ class FleetWatch:
             self._log.error("events_refused", subject=message.subject, error=str(error))
             return
         if address.worker_id != events.worker_id:
-            self._log.error("events_refused", subject=message.subject, error="they speak for another worker")
+            self._log.error("events_refused", subject=message.subject, error="they are another worker's")
             return
         now = time.monotonic()
         known = self._fleet.find(address)
@@ -163,80 +161,37 @@ class FleetWatch:
         if known is not None and known.log.num_lost > before:
             self._metrics.lost_events.labels().inc(known.log.num_lost - before)
         if update is not None:
-            self._act(update, address)
-            self._lifecycle.work_off()
-        elif now - self._discovered_at > _DISCOVER_EVERY_S:
+            self._recovery.apply(update, address)
+            self._lifecycle.place_waiting()
+        elif now - self._discovered_at > _DISCOVERY_INTERVAL_S:
             self._discover()
 
-    def _part(self, message: Msg) -> None:
-        if not message.data:  # a notice that nobody is there
+    def _on_snapshot_part(self, message: Msg) -> None:
+        if not message.data:  # the broker's notice that there are no responders
             return
         try:
             part = _parts.decode(message.data)
-            address = self._asked_at(message.subject)
+            address = self._parse_snapshot_inbox(message.subject)
         except (errors.RequestError, ValueError) as error:
             self._log.error("snapshot_refused", error=str(error))
             return
         if address.worker_id != part.worker_id:
-            self._log.error("snapshot_refused", error=f"{address.worker_id} speaks for another worker")
+            self._log.error("snapshot_refused", error=f"it is not {address.worker_id}'s")
             return
-        self._act(self._fleet.apply_snapshot_part(address.model, part, time.monotonic()), address)
+        self._recovery.apply(self._fleet.apply_snapshot_part(address.model, part, time.monotonic()), address)
 
-    def _reply_of(self, address: subjects.WorkerAddress) -> str:
-        """Where one worker is to send its snapshots: nobody else can know it."""
-        place = subjects.encode_worker(address)
-        return f"{self._inbox}.{place}.{self._seal(place)}"
+    def _snapshot_inbox(self, address: subjects.WorkerAddress) -> str:
+        """The reply subject for one worker's snapshots. Its keyed hash proves that this router has asked that worker:
+        nobody else can guess it."""
+        tokens = subjects.encode_worker(address)
+        return f"{self._inbox}.{tokens}.{self._sign(tokens)}"
 
-    def _asked_at(self, subject: str) -> subjects.WorkerAddress:
-        """The reverse. Raises ValueError for a subject that was never given out."""
-        place, _, seal = subject.removeprefix(self._inbox + ".").rpartition(".")
-        if not hmac.compare_digest(seal, self._seal(place)):
-            raise ValueError("nobody was asked there")
-        return subjects.decode_worker(place)
+    def _parse_snapshot_inbox(self, subject: str) -> subjects.WorkerAddress:
+        """Returns the worker that was asked to reply there. Raises ValueError if this router has not asked any."""
+        tokens, _, signature = subject.removeprefix(self._inbox + ".").rpartition(".")
+        if not hmac.compare_digest(signature, self._sign(tokens)):
+            raise ValueError("no worker was asked to reply on this subject")
+        return subjects.decode_worker(tokens)
 
-    def _seal(self, place: str) -> str:
-        return hashlib.blake2b(place.encode(), digest_size=12, key=self._secret).hexdigest()
-
-    def _act(self, update: FleetUpdate, address: subjects.WorkerAddress) -> None:
-        worker_id = address.worker_id
-        if update.snapshot is not None:
-            self._catch_up(update.snapshot, address)
-        for flight in self._flights.told_of(update.first_token_sent, address.model):
-            self._flights.spoke(flight)
-        for flight in self._flights.told_of(update.finished, address.model):
-            self._finished(flight, worker_id)
-        if update.lost is not None:
-            self._log.error("worker_epoch_changed", worker_id=worker_id, epoch=update.lost.card.epoch)
-            self._recover(update.lost, is_certain=True)
-        if update.left:
-            for flight in self._flights.at(address):
-                self._finished(flight, worker_id)
-
-    def _catch_up(self, caught: AppliedSnapshot, address: subjects.WorkerAddress) -> None:
-        """Sets right what is believed of the requests that the worker had when it was asked for the snapshot."""
-        worker, worker_id = self._fleet.find(address), address.worker_id
-        assert worker is not None, address
-        self._metrics.snapshots.labels().inc()
-        self._log.info("snapshot_applied", worker_id=worker_id, running=len(caught.running))
-        for flight in self._flights.at(address):
-            running = caught.running.get(flight.key)
-            if running is not None and running.first_token_sent:
-                self._flights.spoke(flight)
-            elif running is None and flight.accepted_at < caught.requested_at:
-                self._finished(flight, worker_id)
-            elif running is None:  # accepted since, or before and ended: the next snapshot tells
-                self._fleet.mark_behind(worker.card)
-
-    def _finished(self, flight: Flight, worker_id: str) -> None:
-        flight.ended_at = worker_id
-        if worker_id in (flight.worker_id, flight.awaiting):
-            self._lifecycle.finish(flight)
-
-    def _recover(self, lost: LostWorker, *, is_certain: bool) -> None:
-        flights = self._flights.at(lost.card.address)
-        for flight in flights:
-            if is_certain and lost.was_behind:
-                self._flights.spoke(flight)
-            self._lifecycle.recover(flight, lost.card, is_certain=is_certain)
-        if not flights:
-            self._fleet.remove(lost.card, time.monotonic())
+    def _sign(self, tokens: str) -> str:
+        return hashlib.blake2b(tokens.encode(), digest_size=12, key=self._secret).hexdigest()

@@ -11,7 +11,7 @@ from tokenbus.router.requests.placement_queue import QueueSettings
 from tokenbus.router.requests.rate_limiter import TenantLimits
 
 if TYPE_CHECKING:
-    from tokenbus.router.serve import RouterSettings
+    from tokenbus.router.settings import RouterSettings
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -66,10 +66,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def settings_of(options: argparse.Namespace) -> "RouterSettings":
     """Returns the settings that parsed flags describe. Raises ValueError."""
-    from tokenbus.router import serve as router  # every server parses these flags, only a router needs this
+    # Every server parses these flags, only a router needs these modules.
     from tokenbus.router.requests.request_telemetry import RequestLogSettings
+    from tokenbus.router.settings import RouterSettings
 
-    return router.RouterSettings(
+    return RouterSettings(
         broker=connection_flags.settings_of(options),
         prefix=options.prefix,
         router_id=options.router_id,

@@ -1,1 +1,1 @@
-"""A request on its way: taken in, tokenized, waiting for its turn, dispatched, answered."""
+"""Requests in a router, from their receipt to a worker's accept or to a terminal of the router's own."""

@@ -1,11 +1,11 @@
-"""Requests that wait because every worker of their model is busy: in turn, fair between tenants, bounded; pure.
+"""A bounded queue that is fair between tenants; pure.
 
-Between tenants turns are shared out by deficit round robin: each gets a quantum of tokens a round and spends it on its
-own requests, so that a tenant with many or large ones delays itself. Within a tenant a request's turn is when it came,
-`priority_s` seconds later for each step of priority: who matters more goes first, and whoever waits is overtaken for a
-bounded time only.
+Tenants share the queue by deficit round robin: in each round a tenant earns a quantum of tokens and spends it on its
+own requests, so a tenant with many or large requests only delays itself. Within a tenant requests leave in the order of
+arrival, where each step of priority counts as `priority_s` seconds of waiting. A request can therefore be overtaken
+only by those that arrive a bounded time after it.
 
-When there are too many, the tenant with the most tokens waiting gives up its last one."""
+When the queue overflows, the tenant with the most queued tokens loses its last request."""
 
 import bisect
 from collections import deque
@@ -14,135 +14,134 @@ from typing import NamedTuple
 from tokenbus.router.fleet.decaying_rate import DecayingRate
 
 QUANTUM_TOKENS = 256
-"""What each tenant may spend in a round."""
-_SHORTEST_RETRY_MS = 100.0
-_LONGEST_RETRY_MS = 60_000.0
-_UNKNOWN_RETRY_MS = 1_000.0
+"""Tokens that each tenant earns in a round."""
+_MIN_RETRY_MS = 100.0
+_MAX_RETRY_MS = 60_000.0
+_DEFAULT_RETRY_MS = 1_000.0
+"""Retry hint while no request has left the queue lately."""
 
-_Turn = tuple[float, int]
-"""When a request came, put off by its priority, and a number that no other has."""
+_Position = tuple[float, int]
+"""Arrival time shifted by priority, and a serial number that makes it unique."""
 
 
 class QueuedRequest(NamedTuple):
-    """A request that waits for its placement."""
+    """A request in the queue."""
 
     key: str
     tenant: str
     arrived_at: float
     tokens: int
-    """Prompt tokens, and those that it may generate: what its tenant pays for it."""
+    """The request's cost to its tenant: prompt tokens plus the tokens that it may generate."""
     priority: int = 0
+    """Lower numbers leave first."""
 
 
-class _Line:
-    """The requests of one tenant, in turn."""
+class _TenantQueue:
+    """The requests of one tenant, sorted by position."""
 
     def __init__(self) -> None:
-        self.turns: list[_Turn] = []
-        self.requests: dict[_Turn, QueuedRequest] = {}
+        self.positions: list[_Position] = []
+        self.requests: dict[_Position, QueuedRequest] = {}
         self.tokens = 0
         self.deficit = 0
 
-    def add(self, turn: _Turn, request: QueuedRequest) -> None:
-        bisect.insort(self.turns, turn)
-        self.requests[turn] = request
+    def add(self, position: _Position, request: QueuedRequest) -> None:
+        bisect.insort(self.positions, position)
+        self.requests[position] = request
         self.tokens += request.tokens
 
-    def remove(self, turn: _Turn) -> QueuedRequest:
-        del self.turns[bisect.bisect_left(self.turns, turn)]
-        request = self.requests.pop(turn)
+    def remove(self, position: _Position) -> QueuedRequest:
+        del self.positions[bisect.bisect_left(self.positions, position)]
+        request = self.requests.pop(position)
         self.tokens -= request.tokens
         return request
 
 
 class FairQueue:
-    """At most `max_requests` of together at most `max_tokens`."""
+    """Holds at most `max_requests` requests of at most `max_tokens` tokens together."""
 
     def __init__(self, max_requests: int, max_tokens: int, *, priority_s: float = 1.0) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._priority_s = priority_s
-        self._lines: dict[str, _Line] = {}
+        self._tenants: dict[str, _TenantQueue] = {}
         self._round: deque[str] = deque()
-        self._places: dict[str, tuple[str, _Turn]] = {}
-        """Tenant and turn of each request, by its key."""
+        """Tenants in the order in which they are served; the current one is first."""
+        self._positions: dict[str, tuple[str, _Position]] = {}
+        """Tenant and position of each request, by its key."""
         self._count = 0
         self._tokens = 0
         self._left = DecayingRate()
 
     def __repr__(self) -> str:
-        return f"<Backlog of {len(self)} requests, {self._tokens} tokens, {len(self._lines)} tenants>"
+        return f"<FairQueue of {len(self)} requests, {self._tokens} tokens, {len(self._tenants)} tenants>"
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._positions)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._places
+        return key in self._positions
 
-    def set(self, max_requests: int, max_tokens: int) -> None:
-        """Other bounds, from the next request on."""
+    def set_limits(self, max_requests: int, max_tokens: int) -> None:
+        """Changes the limits; what exceeds them is evicted by the next `put`."""
         self._max_requests, self._max_tokens = max_requests, max_tokens
 
     def put(self, request: QueuedRequest) -> list[QueuedRequest]:
-        """Takes a request; returns those that have to be refused for it, itself perhaps among them."""
-        assert request.key not in self._places, request
-        if request.tenant not in self._lines:
-            self._lines[request.tenant] = _Line()
+        """Adds a request and returns those that were evicted for it, which may include the request itself."""
+        assert request.key not in self._positions, request
+        if request.tenant not in self._tenants:
+            self._tenants[request.tenant] = _TenantQueue()
             self._round.append(request.tenant)
         self._count += 1
-        turn = (request.arrived_at + request.priority * self._priority_s, self._count)
-        self._lines[request.tenant].add(turn, request)
-        self._places[request.key] = request.tenant, turn
+        position = (request.arrived_at + request.priority * self._priority_s, self._count)
+        self._tenants[request.tenant].add(position, request)
+        self._positions[request.key] = request.tenant, position
         self._tokens += request.tokens
-        refused = []
+        evicted = []
         while len(self) > self._max_requests or self._tokens > self._max_tokens:
-            refused.append(self._give_up())
-        return refused
+            largest = max(self._tenants.values(), key=lambda tenant: tenant.tokens)
+            evicted.append(self.remove(largest.requests[largest.positions[-1]].key))
+        return evicted
 
     def pop(self, now: float) -> QueuedRequest:
-        """The one whose turn it is; not to be asked of an empty backlog."""
+        """Removes and returns the next request. The queue must not be empty."""
         while True:
-            line = self._lines[self._round[0]]
-            request = line.requests[line.turns[0]]
-            if request.tokens <= line.deficit:
-                line.deficit -= request.tokens
+            tenant = self._tenants[self._round[0]]
+            request = tenant.requests[tenant.positions[0]]
+            if request.tokens <= tenant.deficit:
+                tenant.deficit -= request.tokens
                 self.remove(request.key)
                 self._left.add(now)
                 return request
-            line.deficit += QUANTUM_TOKENS
+            # The tenant can't afford its next request yet: it saves its quantum, and the next tenant's turn comes.
+            tenant.deficit += QUANTUM_TOKENS
             self._round.rotate(-1)
 
     def remove(self, key: str) -> QueuedRequest:
-        """Takes one out, whoever's turn it is."""
-        tenant, turn = self._places.pop(key)
-        line = self._lines[tenant]
-        request = line.remove(turn)
+        """Removes and returns a request, wherever it stands."""
+        name, position = self._positions.pop(key)
+        tenant = self._tenants[name]
+        request = tenant.remove(position)
         self._tokens -= request.tokens
-        if not line.turns:
-            del self._lines[tenant]
-            self._round.remove(tenant)
+        if not tenant.positions:  # an idle tenant keeps no credit, or it could starve others when it comes back
+            del self._tenants[name]
+            self._round.remove(name)
         return request
 
     def retry_after_ms(self, now: float) -> float:
-        """When what waits now will have been placed, if it goes on as in the last seconds."""
+        """Estimates when the requests queued now will have left, from the rate of the last seconds."""
         per_s = self._left.per_s(now)
         if per_s < 1e-3:
-            return _UNKNOWN_RETRY_MS
-        return min(_LONGEST_RETRY_MS, max(_SHORTEST_RETRY_MS, 1e3 * (len(self) + 1) / per_s))
+            return _DEFAULT_RETRY_MS
+        return min(_MAX_RETRY_MS, max(_MIN_RETRY_MS, 1e3 * (len(self) + 1) / per_s))
 
     def check_integrity(self) -> None:
-        """Asserts what must hold between any two calls."""
-        assert sorted(self._round) == sorted(self._lines)
+        assert sorted(self._round) == sorted(self._tenants)
         assert len(self) <= self._max_requests
-        assert self._tokens == sum(line.tokens for line in self._lines.values()) <= self._max_tokens
-        for tenant, line in self._lines.items():
-            assert line.turns == sorted(line.requests), tenant
-            assert line.turns, tenant
-            assert line.tokens == sum(request.tokens for request in line.requests.values())
-            assert all(self._places[request.key] == (tenant, turn) for turn, request in line.requests.items())
-        assert sum(len(line.turns) for line in self._lines.values()) == len(self)
-
-    def _give_up(self) -> QueuedRequest:
-        """The last of whoever has most waiting."""
-        line = max(self._lines.values(), key=lambda line: line.tokens)
-        return self.remove(line.requests[line.turns[-1]].key)
+        assert self._tokens == sum(tenant.tokens for tenant in self._tenants.values()) <= self._max_tokens
+        for name, tenant in self._tenants.items():
+            assert tenant.positions == sorted(tenant.requests), name
+            assert tenant.positions, name
+            assert tenant.tokens == sum(request.tokens for request in tenant.requests.values())
+            assert all(self._positions[request.key] == (name, at) for at, request in tenant.requests.items())
+        assert sum(len(tenant.positions) for tenant in self._tenants.values()) == len(self)

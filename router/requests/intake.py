@@ -1,4 +1,7 @@
-"""Takes what clients publish: drops what may not be answered, refuses what is wrong, sends the rest on its way."""
+"""The subjects on which clients reach a router: messages are checked and either refused or passed on.
+
+A message is only answered if its reply subject is an inbox of its own tenant. Otherwise a client could have a router
+publish on any subject that the router may write to."""
 
 import asyncio
 import secrets
@@ -12,8 +15,8 @@ from nats.aio.msg import Msg
 from tokenbus.protocol.bus.bus import Bus, Subscription
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.wire import codec, embeddings, errors, messages, subjects, validation
-from tokenbus.router.models import Models
-from tokenbus.router.requests.embeddings import Asked, Embeddings
+from tokenbus.router.models import ModelCatalog
+from tokenbus.router.requests.embeddings import EmbeddingRequest, Embeddings
 from tokenbus.router.requests.flight import Flight
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.terminals import TerminalPublisher
@@ -21,158 +24,143 @@ from tokenbus.router.requests.terminals import TerminalPublisher
 _requests = codec.Decoder(messages.GenerateRequest)
 _resyncs = codec.Decoder(messages.ResyncRequest)
 _embeds = codec.Decoder(messages.EmbedRequest)
-_TWIN_S = 0.05
-"""How long a request waits for the end of another with its id: the client may know of that before this router does."""
-_MAX_TWINS = 256
+_DUPLICATE_GRACE_S = 0.05
+"""A request whose id is in flight is tried again after this long: its client may have seen the end of the earlier one
+before this router has."""
+_MAX_DUPLICATES = 256
 MAX_LOGGED_DROPS = 100
-"""Dropped messages that get a line of their own in the log; the rest are only counted."""
+"""Dropped messages that are logged; further ones are only counted."""
 
 
 class Intake:
-    """The public subjects of one router."""
+    """Receives the messages of one router's clients."""
 
     def __init__(
         self,
-        connection: Bus,
+        bus: Bus,
         replies: ReplySender,
         names: subjects.Subjects,
         inbox_prefixes: tuple[str, ...],
         max_request_bytes: int,
-        models: Models,
+        models: ModelCatalog,
         lifecycle: RequestLifecycle,
         embeddings: Embeddings,
         terminals: TerminalPublisher,
     ) -> None:
-        self._connection = connection
+        self._bus = bus
         self._replies = replies
         self._names = names
         self._inbox_prefixes = inbox_prefixes
         self._max_request_bytes = max_request_bytes
-        self._shown = models
+        self._models = models
         self._lifecycle = lifecycle
         self._embeddings = embeddings
         self._terminals = terminals
         self._subscriptions: list[Subscription] = []
-        self._twins: dict[asyncio.TimerHandle, Callable[[], None]] = {}
-        """Requests whose id is in flight, and what tries once more to take them."""
+        self._duplicates: dict[asyncio.TimerHandle, Callable[[], None]] = {}
+        """Timers of requests whose id was in flight, each with the function that tries to start the request again."""
         self._log = structlog.get_logger()
         self.is_open = False
-        """Whether it takes requests."""
+        """Whether new requests are received."""
         self.num_dropped = 0
-        """Messages that may not be answered: their reply subject is no inbox."""
+        """Messages that were dropped because their reply subject is no inbox."""
 
     def __repr__(self) -> str:
         return f"<Intake {self._lifecycle!r}, {self.num_dropped} dropped>"
 
     async def open(self) -> None:
-        """Subscribes to everything that clients publish."""
+        """Subscribes to everything that clients publish. Requests are shared between routers; the rest reaches all."""
         shared = [
-            *((subject, self._generate) for subject in self._names.all_generates),
-            *((subject, self._embed) for subject in self._names.all_embeds),
-            *((subject, self._models) for subject in self._names.models),
+            *((subject, self._on_generate) for subject in self._names.all_generates),
+            *((subject, self._on_embed) for subject in self._names.all_embeds),
+            *((subject, self._on_models) for subject in self._names.models),
         ]
         for subject, callback in shared:
-            self._subscriptions.append(await self._connection.subscribe(subject, callback, queue="router"))
+            self._subscriptions.append(await self._bus.subscribe(subject, callback, queue="router"))
         for subject in self._names.all_cancels:
-            await self._connection.subscribe(subject, self._cancel)
+            await self._bus.subscribe(subject, self._on_cancel)
         for subject in self._names.all_resyncs:
-            await self._connection.subscribe(subject, self._resync)
+            await self._bus.subscribe(subject, self._on_resync)
         self.is_open = True
 
     async def close(self) -> None:
-        """Takes nothing new: other routers get what is published from now on."""
+        """Stops receiving requests: other routers get those published from now on."""
         self.is_open = False
         for subscription in self._subscriptions:
-            await self._connection.unsubscribe(subscription)
-        for timer, try_again in list(self._twins.items()):
+            await self._bus.unsubscribe(subscription)
+        for timer, try_again in list(self._duplicates.items()):
             timer.cancel()
             try_again()
 
-    def _generate(self, message: Msg) -> None:
+    def _on_generate(self, message: Msg) -> None:
         if not self._may_answer(message):
             return
+        encoding, request_id = codec.Encoding.JSON, ""
         try:
             encoding = codec.encoding_of(message.headers)
-        except codec.MediaTypeError as error:
-            self._refuse(message, codec.Encoding.JSON, "", errors.make_error(errors.Code.INVALID_REQUEST, str(error)))
-            return
-        request_id = ""
-        try:
-            address = self._address(message)
+            address = self._parse_address(message)
             self._check_size(message)
             request = _requests.decode(message.data, encoding)
             validation.check_id(request.id)
             request_id = request.id or ""
             validation.check_request(request)
-            self._lifecycle.check(request.routing)
-            self._take(request, address, message, encoding)
-        except errors.RequestError as error:
-            self._refuse(message, encoding, request_id or _readable_id(message, encoding), error.error)
-
-    def _take(
-        self,
-        request: messages.GenerateRequest,
-        address: subjects.ModelAddress,
-        message: Msg,
-        encoding: codec.Encoding,
-    ) -> None:
-        """Makes a flight of a checked request. Raises RequestError."""
-        if request.id is None:
-            request = codec.replace(request, id=secrets.token_urlsafe(16))
-        flight = Flight(request, address, message.reply, encoding, time.monotonic())
-        try:
-            self._lifecycle.begin(flight, len(message.data), message.headers)
-        except errors.RequestError as error:
-            if error.error.code is not errors.Code.DUPLICATE_REQUEST or len(self._twins) >= _MAX_TWINS:
-                raise
-            self._take_later(flight, message)
-
-    def _take_later(self, flight: Flight, message: Msg) -> None:
-        """Once more, when the other with its id has had time to end."""
-
-        def try_again() -> None:
-            del self._twins[timer]
+            if request.id is None:
+                request = codec.replace(request, id=secrets.token_urlsafe(16))
+            flight = Flight(request, address, message.reply, encoding, time.monotonic())
             try:
-                self._lifecycle.begin(flight, len(message.data), message.headers)
+                self._lifecycle.start(flight, len(message.data), message.headers)
+            except errors.RequestError as error:
+                if error.error.code is not errors.Code.DUPLICATE_REQUEST or len(self._duplicates) >= _MAX_DUPLICATES:
+                    raise
+                self._start_later(flight, message)
+        except codec.MediaTypeError as error:
+            self._refuse(message, encoding, "", errors.make_error(errors.Code.INVALID_REQUEST, str(error)))
+        except errors.RequestError as error:
+            self._refuse(message, encoding, request_id or _read_id(message, encoding), error.error)
+
+    def _start_later(self, flight: Flight, message: Msg) -> None:
+        def try_again() -> None:
+            del self._duplicates[timer]
+            try:
+                self._lifecycle.start(flight, len(message.data), message.headers)
             except errors.RequestError as error:
                 self._refuse(message, flight.encoding, flight.request_id, error.error)
 
-        timer = asyncio.get_running_loop().call_later(_TWIN_S, try_again)
-        self._twins[timer] = try_again
+        timer = asyncio.get_running_loop().call_later(_DUPLICATE_GRACE_S, try_again)
+        self._duplicates[timer] = try_again
 
-    def _embed(self, message: Msg) -> None:
+    def _on_embed(self, message: Msg) -> None:
         if not self._may_answer(message):
             return
-        request_id = ""
-        encoding = codec.Encoding.JSON
+        encoding, request_id = codec.Encoding.JSON, ""
         try:
             encoding = codec.encoding_of(message.headers)
             self._check_size(message)
-            request = _embeds.decode(message.data, encoding)
-            validation.check_id(request.id)
-            request_id = request.id or secrets.token_urlsafe(16)
-            address, work = self._address(message), embeddings.check_request(request)
-            asked = Asked(request_id, address, request, work, message.reply, encoding, time.monotonic())
-            self._embeddings.begin(asked, message.headers)
+            body = _embeds.decode(message.data, encoding)
+            validation.check_id(body.id)
+            request_id = body.id or secrets.token_urlsafe(16)
+            address, work = self._parse_address(message), embeddings.check_request(body)
+            request = EmbeddingRequest(request_id, address, body, work, message.reply, encoding, time.monotonic())
+            self._embeddings.start(request, message.headers)
             return
         except codec.MediaTypeError as problem:
             error = errors.make_error(errors.Code.INVALID_REQUEST, str(problem))
         except errors.RequestError as problem:
             error = problem.error
-            request_id = request_id or _readable_id(message, encoding)
+            request_id = request_id or _read_id(message, encoding)
         self._log.info("embed_refused", request_id=request_id, code=error.code, param=error.param)
-        self._embeddings.answer(message.reply, encoding, messages.EmbedReply(id=request_id, error=error))
+        self._embeddings.send_reply(message.reply, encoding, messages.EmbedReply(id=request_id, error=error))
 
-    def _models(self, message: Msg) -> None:
+    def _on_models(self, message: Msg) -> None:
         if not self._may_answer(message):
             return
         try:
             encoding = codec.encoding_of(message.headers)
         except codec.MediaTypeError:
             encoding = codec.Encoding.JSON
-        self._replies.send(message.reply, self._shown.answer(encoding, self._connection.max_payload))
+        self._replies.send(message.reply, self._models.reply(encoding, self._bus.max_payload))
 
-    def _cancel(self, message: Msg) -> None:
+    def _on_cancel(self, message: Msg) -> None:
         if message.reply and not self._may_answer(message):
             return
         try:
@@ -183,18 +171,18 @@ class Intake:
         if self._lifecycle.cancel(address.key) and message.reply:
             self._replies.send(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
 
-    def _resync(self, message: Msg) -> None:
+    def _on_resync(self, message: Msg) -> None:
         if not self._may_answer(message):
             return
         try:
             address = self._names.parse_request(message.subject)
-            if not self._lifecycle.knows(address.key):
+            if not self._lifecycle.knows(address.key):  # most resyncs are for other routers and need no decoding
                 return
             encoding = codec.encoding_of(message.headers)
             _resyncs.decode(message.data, encoding)
         except (ValueError, errors.RequestError):
             return
-        if self._lifecycle.repeat(address.key):
+        if self._lifecycle.replay(address.key):
             self._replies.send(message.reply, codec.encode(messages.ResyncReply(found=True), encoding))
 
     def _may_answer(self, message: Msg) -> bool:
@@ -206,7 +194,7 @@ class Intake:
             self._log.warning("reply_subject_refused", subject=message.subject, reply=message.reply[:200])
         return False
 
-    def _address(self, message: Msg) -> subjects.ModelAddress:
+    def _parse_address(self, message: Msg) -> subjects.ModelAddress:
         try:
             return self._names.parse_model(message.subject)
         except ValueError as error:
@@ -216,7 +204,7 @@ class Intake:
         if len(message.data) > self._max_request_bytes:
             raise errors.request_error(
                 errors.Code.PAYLOAD_TOO_LARGE,
-                f"the message has {len(message.data)} bytes, at most {self._max_request_bytes} are taken",
+                f"the message has {len(message.data)} bytes; the limit is {self._max_request_bytes}",
             )
 
     def _refuse(self, message: Msg, encoding: codec.Encoding, request_id: str, error: errors.Error) -> None:
@@ -224,8 +212,8 @@ class Intake:
         self._terminals.refuse(message.reply, encoding, request_id, key, error)
 
 
-def _readable_id(message: Msg, encoding: codec.Encoding) -> str:
-    """The id of a request that is wrong in some other way; empty where there is none to be read."""
+def _read_id(message: Msg, encoding: codec.Encoding) -> str:
+    """Returns the id of a request that is otherwise invalid, or an empty string if it has none that is valid."""
     try:
         request_id = _ids.decode(message.data, encoding).id
         validation.check_id(request_id)

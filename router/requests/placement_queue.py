@@ -1,4 +1,7 @@
-"""Gives each request its placement: at once, or, while every worker is busy or restarts, when it is its turn."""
+"""Places requests on workers: at once, or in turn once a worker has capacity if all are busy or restarting.
+
+A request waits in the fair queue of its model. The result of the wait is a future that is resolved exactly once: by a
+placement, by NoWorker when the model's last worker has left, by None when the request is cancelled, or by an error."""
 
 import asyncio
 import random
@@ -14,13 +17,15 @@ from tokenbus.router.placement.policies import Policy
 from tokenbus.router.requests.fair_queue import FairQueue, QueuedRequest
 from tokenbus.router.requests.flight import Flight
 
-_NO_WISH = messages.RoutingOptions()
-_GUESSED_TOKENS = 256
-"""What a request without `max_tokens` is taken to generate."""
+_NO_ROUTING = messages.RoutingOptions()
+_DEFAULT_MAX_TOKENS = 256
+"""Tokens that a request without `max_tokens` is assumed to generate."""
+_LARGEST_MAX_TOKENS = 1 << 16
+"""`max_tokens` counts no further than this: a request may ask for more than any context holds."""
 
 
 class PolicySettings(NamedTuple):
-    """How workers are chosen."""
+    """The policies that requests may name, and the one for requests that name none."""
 
     policies: dict[str, Policy]
     default_policy: str
@@ -29,7 +34,7 @@ class PolicySettings(NamedTuple):
 
 
 class QueueSettings(NamedTuple):
-    """How many may wait for a model in one router."""
+    """Limits of the queue of each model in one router."""
 
     max_requests: int = 1_024
     max_tokens: int = 1 << 22
@@ -37,157 +42,150 @@ class QueueSettings(NamedTuple):
     """Seconds of waiting that one step of priority is worth."""
 
 
-class _Held(NamedTuple):
+class _Waiter(NamedTuple):
     flight: Flight
     outcome: "asyncio.Future[Placement | NoWorker | errors.Error | None]"
 
 
 class PlacementQueue:
-    """The requests of one router that wait for their placement. Choosing and booking are one step without a pause."""
+    """Chooses a worker and books the request there in one step, so that two requests never take the same capacity."""
 
-    def __init__(self, fleet: Fleet, choice: PolicySettings, settings: QueueSettings, metrics: RouterMetrics) -> None:
+    def __init__(self, fleet: Fleet, policy: PolicySettings, settings: QueueSettings, metrics: RouterMetrics) -> None:
         self._fleet = fleet
-        self._choice = choice
+        self._policy = policy
         self._settings = settings
         self._metrics = metrics
         self._hashing, self._placing = (self._metrics.phases.labels(phase) for phase in ("hash", "place"))
         self._queues: dict[str, FairQueue] = {}
-        self._held: dict[str, _Held] = {}
+        """The queue of each model that has waiting requests."""
+        self._waiters: dict[str, _Waiter] = {}
 
     def __repr__(self) -> str:
-        return f"<Turns by {self._choice.default_policy}, {len(self._held)} waiting>"
+        return f"<PlacementQueue by {self._policy.default_policy}, {len(self._waiters)} waiting>"
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._waiters)
 
-    def adopt(self, default_policy: str, temperature: float, settings: QueueSettings) -> None:
-        """Another way to choose, and other bounds, from now on."""
-        self._choice = self._choice._replace(default_policy=default_policy, temperature=temperature)
+    def update_settings(self, default_policy: str, temperature: float, settings: QueueSettings) -> None:
+        """Changes the policy and the limits for everything that is placed or queued from now on."""
+        self._policy = self._policy._replace(default_policy=default_policy, temperature=temperature)
         self._settings = settings
-        for backlog in self._queues.values():
-            backlog.set(settings.max_requests, settings.max_tokens)
+        for queue in self._queues.values():
+            queue.set_limits(settings.max_requests, settings.max_tokens)
 
-    def check(self, wish: messages.RoutingOptions | None) -> None:
-        """Raises RequestError for a policy that there is not."""
-        if wish is not None and wish.policy and wish.policy not in self._choice.policies:
-            known = ", ".join(self._choice.policies)
+    def check_policy(self, routing: messages.RoutingOptions | None) -> None:
+        """Raises RequestError if a request names an unknown policy."""
+        if routing is not None and routing.policy and routing.policy not in self._policy.policies:
+            known = ", ".join(self._policy.policies)
             raise errors.request_error(
                 errors.Code.INVALID_REQUEST, f"routing.policy: must be one of {known}", param="routing.policy"
             )
 
     @property
-    def most_waiting(self) -> int:
-        """How many requests of one model may wait."""
+    def max_requests(self) -> int:
+        """Requests of one model that may wait."""
         return self._settings.max_requests
 
-    async def place(self, flight: Flight, without: Collection[str]) -> Placement | NoWorker | None:
-        """Where a request goes, booked; None if it was cancelled while it waited. `without` have refused it.
+    def depths(self) -> dict[str, int]:
+        """Number of waiting requests by model."""
+        return {model: len(queue) for model, queue in self._queues.items()}
 
-        Raises RequestError when too many wait, or for too long."""
+    async def place(self, flight: Flight, excluded: Collection[str]) -> Placement | NoWorker | None:
+        """Books a request on a worker that is not `excluded`; returns None if it is cancelled while it waits.
+
+        Raises RequestError if too many requests are waiting, or if the deadline passes first."""
         now = time.monotonic()
         owner = self._fleet.owner_of(flight.key, flight.model) if flight.attempt == 0 else None
-        if owner is not None:  # the same id, placed by another router: the worker that holds it decides
+        if owner is not None:
+            # Another router has placed a request with this id there: only that worker can tell whether it is the same.
             self._fleet.book(owner.card.address, self._prompt(flight), now)
-            return Placement(owner, self._choice.default_policy)
+            return Placement(owner, self._policy.default_policy)
         is_pinned = flight.request.routing is not None and bool(flight.request.routing.worker_id)
         must_wait = flight.model in self._queues or self._fleet.capacity(flight.model, now) is Capacity.BUSY
-        if is_pinned or without or not must_wait:
-            return self._choose(flight, without, now)
+        if is_pinned or excluded or not must_wait:
+            return self._place_now(flight, excluded, now)
         return await self._wait(flight, now)
 
-    def work_off(self, now: float) -> None:
-        """Places those whose turn it is, as far as there is room. To be called whenever there may be some."""
-        for model, backlog in list(self._queues.items()):
-            while backlog and self._fleet.capacity(model, now) is Capacity.AVAILABLE:
-                self._place_held(self._held.pop(backlog.pop(now).key), now)
-            if backlog and not self._fleet.workers_of(model):
-                for held in [held for held in self._held.values() if held.flight.model == model]:
-                    self._release(held.flight, NoWorker())
+    def place_waiting(self, now: float) -> None:
+        """Places waiting requests while there is capacity. Call it whenever a worker may have become free."""
+        for model, queue in list(self._queues.items()):
+            while queue and self._fleet.capacity(model, now) is Capacity.AVAILABLE:
+                waiter = self._waiters.pop(queue.pop(now).key)
+                try:
+                    waiter.outcome.set_result(self._place_now(waiter.flight, (), now))
+                except Exception as error:  # a bug, possibly in a plug-in policy: it must only end this request
+                    waiter.outcome.set_exception(error)
+            if queue and not self._fleet.workers_of(model):
+                for waiter in [waiter for waiter in self._waiters.values() if waiter.flight.model == model]:
+                    self._resolve(waiter.flight.key, NoWorker())
             self._drop_if_empty(model)
 
-    def _place_held(self, held: _Held, now: float) -> None:
-        try:
-            held.outcome.set_result(self._choose(held.flight, (), now))
-        except Exception as error:  # a bug of ours: it ends this one request, and is logged there
-            held.outcome.set_exception(error)
-
-    def depths(self) -> dict[str, int]:
-        """How many wait, by model."""
-        return {model: len(backlog) for model, backlog in self._queues.items()}
-
     def cancel(self, flight: Flight) -> None:
-        """Has a request that waits wait no more."""
-        if flight.key in self._held:
-            self._release(flight, None)
+        """Ends the wait of a request, if it is waiting."""
+        if flight.key in self._waiters:
+            self._resolve(flight.key, None)
 
     def check_integrity(self) -> None:
-        waiting = {key for key in self._held for backlog in self._queues.values() if key in backlog}
-        assert waiting == self._held.keys()
-        assert sum(len(backlog) for backlog in self._queues.values()) == len(self._held)
-        for backlog in self._queues.values():
-            assert len(backlog)
-            backlog.check_integrity()
+        waiting = {key for key in self._waiters for queue in self._queues.values() if key in queue}
+        assert waiting == self._waiters.keys()
+        assert sum(len(queue) for queue in self._queues.values()) == len(self._waiters)
+        for queue in self._queues.values():
+            assert len(queue)
+            queue.check_integrity()
 
     async def _wait(self, flight: Flight, now: float) -> Placement | NoWorker | None:
-        held = _Held(flight, asyncio.get_running_loop().create_future())
-        self._held[flight.key] = held
-        settings = self._settings
+        waiter = self._waiters[flight.key] = _Waiter(flight, asyncio.get_running_loop().create_future())
+        max_requests, max_tokens, priority_s = self._settings
         if flight.model not in self._queues:
-            self._queues[flight.model] = FairQueue(
-                settings.max_requests, settings.max_tokens, priority_s=settings.priority_s
-            )
-        backlog = self._queues[flight.model]
-        for refused in backlog.put(_waiting(flight)):
-            self._refuse(refused.key, backlog.retry_after_ms(now))
-        self.work_off(now)
+            self._queues[flight.model] = FairQueue(max_requests, max_tokens, priority_s=priority_s)
+        queue, request = self._queues[flight.model], flight.request
+        tokens = flight.num_prompt_tokens + min(request.max_tokens or _DEFAULT_MAX_TOKENS, _LARGEST_MAX_TOKENS)
+        queued = QueuedRequest(flight.key, flight.tenant, flight.received_at, tokens, request.priority or 0)
+        for evicted in queue.put(queued):
+            error = errors.make_error(errors.Code.OVERLOADED, retry_after_ms=round(queue.retry_after_ms(now), 1))
+            self._waiters.pop(evicted.key).outcome.set_result(error)
+        self.place_waiting(now)
         remaining_ms = flight.remaining_ms(now)
         try:
-            await asyncio.wait([held.outcome], timeout=None if remaining_ms is None else remaining_ms / 1e3)
+            await asyncio.wait([waiter.outcome], timeout=None if remaining_ms is None else remaining_ms / 1e3)
         finally:
-            if not held.outcome.done():
-                self._release(flight, errors.make_error(errors.Code.DEADLINE_EXCEEDED))
+            if not waiter.outcome.done():
+                self._resolve(flight.key, errors.make_error(errors.Code.DEADLINE_EXCEEDED))
         self._metrics.queue_wait.labels(flight.model).observe(time.monotonic() - now)
-        outcome = held.outcome.result()
+        outcome = waiter.outcome.result()
         if isinstance(outcome, errors.Error):
             raise errors.RequestError(outcome)
         return outcome
 
-    def _refuse(self, key: str, retry_after_ms: float) -> None:
-        """A request was given up by the backlog."""
-        error = errors.make_error(errors.Code.OVERLOADED, retry_after_ms=round(retry_after_ms, 1))
-        self._held.pop(key).outcome.set_result(error)
-
-    def _release(self, flight: Flight, outcome: NoWorker | errors.Error | None) -> None:
-        self._queues[flight.model].remove(flight.key)
-        self._drop_if_empty(flight.model)
-        self._held.pop(flight.key).outcome.set_result(outcome)
+    def _resolve(self, key: str, outcome: NoWorker | errors.Error | None) -> None:
+        """Takes a request out of its queue and ends its wait."""
+        waiter = self._waiters.pop(key)
+        self._queues[waiter.flight.model].remove(key)
+        self._drop_if_empty(waiter.flight.model)
+        waiter.outcome.set_result(outcome)
 
     def _drop_if_empty(self, model: str) -> None:
-        """A model for which nobody waits has no backlog."""
         if model in self._queues and not self._queues[model]:
             del self._queues[model]
 
-    def _choose(self, flight: Flight, without: Collection[str], now: float) -> Placement | NoWorker:
+    def _place_now(self, flight: Flight, excluded: Collection[str], now: float) -> Placement | NoWorker:
         began = time.perf_counter()
-        asked = flight.request.routing or _NO_WISH
-        policy = self._choice.policies[asked.policy or self._choice.default_policy]
-        wish = PlacementOptions(asked.worker_id or None, without, self._choice.temperature, bool(asked.explain))
+        routing = flight.request.routing or _NO_ROUTING
+        policy = self._policy.policies[routing.policy or self._policy.default_policy]
+        options = PlacementOptions(routing.worker_id or None, excluded, self._policy.temperature, bool(routing.explain))
         prompt = self._prompt(flight)
         hashed = time.perf_counter()
-        placement = self._fleet.place(flight.model, prompt, policy, self._choice.rng, now, wish)
+        placement = self._fleet.place(flight.model, prompt, policy, self._policy.rng, now, options)
         ended = time.perf_counter()
         self._fleet.stats.record_decision_time(ended - began)
         self._hashing.observe(hashed - began)
         self._placing.observe(ended - hashed)
         if isinstance(placement, Placement):
-            self._count(flight, placement)
+            self._metrics.placements.labels(flight.model, placement.policy).inc()
+            self._metrics.prompt_tokens.labels(flight.model).inc(flight.num_prompt_tokens)
+            overlap_tokens = placement.overlap_blocks * (placement.worker.card.kv_block_size or 0)
+            self._metrics.overlap_tokens.labels(flight.model).inc(overlap_tokens)
         return placement
-
-    def _count(self, flight: Flight, placement: Placement) -> None:
-        self._metrics.placements.labels(flight.model, placement.policy).inc()
-        self._metrics.prompt_tokens.labels(flight.model).inc(flight.num_prompt_tokens)
-        size = placement.worker.card.kv_block_size or 0
-        self._metrics.overlap_tokens.labels(flight.model).inc(placement.overlap_blocks * size)
 
     def _prompt(self, flight: Flight) -> PlacementRequest:
         assert flight.prompt_ids is not None, flight
@@ -197,13 +195,3 @@ class PlacementQueue:
             return PlacementRequest(flight.key, flight.num_prompt_tokens, session=session)
         hashes = scheme.hashes(flight.prompt_ids, flight.tenant, request.cache_salt or "")
         return PlacementRequest(flight.key, flight.num_prompt_tokens, hashes, session)
-
-
-def _waiting(flight: Flight) -> QueuedRequest:
-    request = flight.request
-    tokens = flight.num_prompt_tokens + min(request.max_tokens or _GUESSED_TOKENS, _MOST_TOKENS)
-    return QueuedRequest(flight.key, flight.tenant, flight.received_at, tokens, priority=request.priority or 0)
-
-
-_MOST_TOKENS = 1 << 16
-"""A request may ask for more than any context has."""

@@ -1,92 +1,89 @@
-"""What each tenant may ask of one router: so many requests at a time, so many requests and tokens a minute; pure."""
+"""Per-tenant rate limits of one router: open requests, and requests and tokens per minute; pure."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import NamedTuple
 
 MAX_TENANTS = 16_384
-"""Tenants whose spending is remembered; the one that was longest away is forgotten first."""
+"""Token buckets that are kept; beyond that the least recently used one is dropped, and starts full again."""
 _MINUTE_S = 60.0
 
 
 class TenantLimits(NamedTuple):
-    """0 is no limit."""
+    """Limits of one tenant; 0 means unlimited."""
 
     concurrency: int = 0
-    """Requests that are open at the same time."""
+    """Requests open at the same time."""
     requests_per_minute: float = 0.0
     tokens_per_minute: float = 0.0
-    """Of prompts, and of completions as long as they may become."""
+    """Prompt tokens plus `max_tokens` of each request."""
 
 
-class Refusal(NamedTuple):
-    """Why a tenant has to wait, and for how long."""
+class Throttled(NamedTuple):
+    """The reason for which a request was refused, and the seconds until a retry may succeed."""
 
     reason: str
     retry_after_s: float
 
 
-class _Bucket:
-    """Fills to `most` in a minute, and may be emptied further than it holds once it has something."""
+class _TokenBucket:
+    """Refills to `capacity` within a minute. It may be overdrawn once it holds at least one token, and then has to
+    refill first: requests that are larger than the bucket are delayed, never locked out."""
 
-    __slots__ = ("_at", "_left")
+    __slots__ = ("_level", "_updated_at")
 
-    def __init__(self, most: float, now: float) -> None:
-        self._left = most
-        self._at = now
+    def __init__(self, capacity: float, now: float) -> None:
+        self._level = capacity
+        self._updated_at = now
 
-    def wait_s(self, most: float, now: float) -> float:
-        """Until there is something in it."""
-        self._left = min(most, self._left + (now - self._at) * most / _MINUTE_S)
-        self._at = now
-        return max(0.0, (1.0 - self._left) * _MINUTE_S / most)
+    def wait_s(self, capacity: float, now: float) -> float:
+        """Seconds until the bucket holds a token again; 0 if it does now."""
+        self._level = min(capacity, self._level + (now - self._updated_at) * capacity / _MINUTE_S)
+        self._updated_at = now
+        return max(0.0, (1.0 - self._level) * _MINUTE_S / capacity)
 
     def take(self, amount: float) -> None:
-        self._left -= amount
+        self._level -= amount
 
 
 class RateLimiter:
-    """`own` are limits of single tenants, by name; all others have `limits`."""
+    """Applies `overrides` to the tenants that they name, and `limits` to all others."""
 
-    def __init__(self, limits: TenantLimits, own: Mapping[str, TenantLimits]) -> None:
+    def __init__(self, limits: TenantLimits, overrides: Mapping[str, TenantLimits]) -> None:
         self._limits = limits
-        self._own = own
-        self._buckets: OrderedDict[tuple[str, str], _Bucket] = OrderedDict()
+        self._overrides = overrides
+        self._buckets: OrderedDict[tuple[str, str], _TokenBucket] = OrderedDict()
 
     def __repr__(self) -> str:
-        return f"<Allowances, {len(self._buckets)} buckets>"
+        return f"<RateLimiter, {len(self._buckets)} buckets>"
 
-    def set(self, limits: TenantLimits, own: Mapping[str, TenantLimits]) -> None:
-        """Others, from now on; what was used counts."""
-        self._limits, self._own = limits, own
+    def set_limits(self, limits: TenantLimits, overrides: Mapping[str, TenantLimits]) -> None:
+        """Changes the limits; what was used in the last minute still counts."""
+        self._limits, self._overrides = limits, overrides
 
-    def of(self, tenant: str) -> TenantLimits:
-        return self._own.get(tenant, self._limits)
-
-    def request(self, tenant: str, num_open: int, now: float) -> Refusal | None:
-        """A tenant, with so many requests open, asks for one more; takes it from its allowance unless refused."""
-        limits = self.of(tenant)
+    def charge_request(self, tenant: str, num_open: int, now: float) -> Throttled | None:
+        """Charges one request to a tenant with `num_open` requests open, unless it is throttled."""
+        limits = self._limits_of(tenant)
         if limits.concurrency and num_open >= limits.concurrency:
-            return Refusal(f"tenant {tenant!r} has {num_open} requests open, {limits.concurrency} may be", 1.0)
-        reason = f"tenant {tenant!r} has made its {limits.requests_per_minute:g} requests of a minute"
-        return self._take("requests", tenant, limits.requests_per_minute, 1.0, reason, now)
+            return Throttled(f"tenant {tenant!r} has {num_open} open requests; its limit is {limits.concurrency}", 1.0)
+        return self._charge(tenant, "requests", limits.requests_per_minute, 1.0, now)
 
-    def tokens(self, tenant: str, count: int, now: float) -> Refusal | None:
-        """Its request comes to so many tokens. One larger than what is left is let through, and then waited for."""
-        most = self.of(tenant).tokens_per_minute
-        return self._take(
-            "tokens", tenant, most, count, f"tenant {tenant!r} has used its {most:g} tokens of a minute", now
-        )
+    def charge_tokens(self, tenant: str, num_tokens: int, now: float) -> Throttled | None:
+        """Charges a request's tokens, unless the tenant is throttled."""
+        return self._charge(tenant, "tokens", self._limits_of(tenant).tokens_per_minute, num_tokens, now)
 
-    def _take(self, kind: str, tenant: str, most: float, amount: float, reason: str, now: float) -> Refusal | None:
-        if not most:
+    def _limits_of(self, tenant: str) -> TenantLimits:
+        return self._overrides.get(tenant, self._limits)
+
+    def _charge(self, tenant: str, unit: str, per_minute: float, amount: float, now: float) -> Throttled | None:
+        if not per_minute:
             return None
-        bucket = self._buckets.setdefault((kind, tenant), _Bucket(most, now))
-        self._buckets.move_to_end((kind, tenant))
+        bucket = self._buckets.setdefault((unit, tenant), _TokenBucket(per_minute, now))
+        self._buckets.move_to_end((unit, tenant))
         if len(self._buckets) > MAX_TENANTS:
             self._buckets.popitem(last=False)
-        wait_s = bucket.wait_s(most, now)
+        wait_s = bucket.wait_s(per_minute, now)
         if wait_s > 0:
-            return Refusal(reason, wait_s)
+            return Throttled(f"tenant {tenant!r} has used up its {per_minute:g} {unit} per minute", wait_s)
         bucket.take(amount)
         return None

@@ -1,4 +1,4 @@
-"""What the requests of a router leave behind before they end: lines in the log, counts, spans."""
+"""Log lines, metrics and trace spans of a request while a router holds it. Its end is logged with its terminal."""
 
 import contextlib
 import time
@@ -8,22 +8,22 @@ from typing import NamedTuple
 import structlog
 
 from tokenbus.protocol.telemetry import backoff, tracing
-from tokenbus.protocol.wire import messages, validation
+from tokenbus.protocol.wire import validation
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.flight import Flight
 
 
 class RequestLogSettings(NamedTuple):
-    """May be set while requests are under way."""
+    """These may change while requests are in flight."""
 
     slow_wait_s: float = backoff.FIRST_S
-    """A request that has waited so long leaves a line, and another each time that has doubled."""
+    """A request that waits this long is logged, and again each time its wait has doubled."""
     log_prompt_chars: int = 0
-    """So much of the beginning of each prompt is logged."""
+    """Characters of each prompt that are logged."""
 
 
 class RequestTelemetry:
-    """Of one router."""
+    """Reports on the requests of one router."""
 
     def __init__(self, metrics: RouterMetrics, tracer: tracing.Tracer, settings: RequestLogSettings) -> None:
         self._metrics = metrics
@@ -33,58 +33,53 @@ class RequestTelemetry:
         self.settings = settings
 
     def __repr__(self) -> str:
-        return f"<Journal {self.settings}>"
+        return f"<RequestTelemetry {self.settings}>"
 
-    def came(self, flight: Flight, headers: tracing.Headers) -> None:
-        """A request was taken; `headers` of its message may say which trace it belongs to."""
+    def received(self, flight: Flight, headers: tracing.Headers) -> None:
+        """Starts the request's span, in the trace that the message's `headers` name if they do."""
         known = {tracing.MODEL: flight.model, tracing.REQUEST_ID: flight.request_id, tracing.TENANT: flight.tenant}
         flight.span = self._tracer.start_span("route", "server", headers, known, flight.received_at)
-        flight.slow = backoff.BackoffTimer(self.settings.slow_wait_s)
+        flight.slow_wait = backoff.BackoffTimer(self.settings.slow_wait_s)
         self._log.info("request_received", request_id=flight.key, model=flight.model)
-        if most := self.settings.log_prompt_chars:
-            self._log.info("request_prompt", request_id=flight.key, prompt=_beginning(flight.request, most))
+        if max_chars := self.settings.log_prompt_chars:
+            request = flight.request
+            if request.messages:
+                text = validation.message_text(request.messages[-1])
+            elif request.token_ids is not None:
+                text = str(request.token_ids[:max_chars])
+            else:
+                text = request.prompt or ""
+            self._log.info("request_prompt", request_id=flight.key, prompt=text[:max_chars])
 
-    def came_back(self, flight: Flight, worker_id: str, now: float) -> None:
-        """Its worker seems to be lost: it waits for another."""
-        flight.span = flight.span.start_child("reroute", attributes={tracing.WORKER_ID: worker_id})
-        flight.waits_since, flight.slow = now, backoff.BackoffTimer(self.settings.slow_wait_s)
-
-    def found(self, flight: Flight) -> None:
-        """Its model is served; other names are not counted, since there is no end of them."""
+    def model_found(self, flight: Flight) -> None:
+        """Counts the request. Only requests for known models are counted by name: clients can make up any number."""
         self._metrics.received.labels(flight.model).inc()
+
+    def rerouted(self, flight: Flight, worker_id: str, now: float) -> None:
+        """Starts a span and a new wait, because the request's worker seems to be lost."""
+        flight.span = flight.span.start_child("reroute", attributes={tracing.WORKER_ID: worker_id})
+        flight.waiting_since, flight.slow_wait = now, backoff.BackoffTimer(self.settings.slow_wait_s)
 
     @contextlib.contextmanager
     def tokenizing(self, flight: Flight) -> Iterator[None]:
-        """While its prompt becomes token ids."""
+        """Measures the block in which the prompt is tokenized."""
         began = time.perf_counter()
         with flight.span.start_child("tokenize"):
             yield
         self._tokenizing.observe(time.perf_counter() - began)
 
-    def still_waits(self, flight: Flight, now: float) -> None:
-        """Leaves a line from time to time while no worker has accepted it."""
-        waited_s = now - flight.waits_since
-        if flight.slow.is_due(waited_s):
-            self._log.warning(
-                "request_waiting",
-                request_id=flight.key,
-                model=flight.model,
-                waits_for=_stage(flight),
-                worker_id=flight.awaiting,
-                attempt=flight.attempt,
-                waited_s=round(waited_s, 1),
-            )
-
-
-def _stage(flight: Flight) -> str:
-    """What it waits for."""
-    if flight.awaiting is not None:
-        return "accept"
-    return "tokenize" if flight.prompt_ids is None and not flight.attempt else "place"
-
-
-def _beginning(asked: messages.GenerateRequest, most: int) -> str:
-    """Of a prompt as it was sent, or of a conversation's last message."""
-    if asked.messages:
-        return validation.message_text(asked.messages[-1])[:most]
-    return str(asked.token_ids[:most])[:most] if asked.token_ids is not None else (asked.prompt or "")[:most]
+    def log_if_slow(self, flight: Flight, now: float) -> None:
+        """Logs what an unaccepted request is waiting for, if that is due."""
+        waited_s = now - flight.waiting_since
+        if not flight.slow_wait.is_due(waited_s):
+            return
+        stage = "tokenize" if flight.prompt_ids is None and not flight.attempt else "place"
+        self._log.warning(
+            "request_waiting",
+            request_id=flight.key,
+            model=flight.model,
+            waits_for="accept" if flight.awaiting_worker_id is not None else stage,
+            worker_id=flight.awaiting_worker_id,
+            attempt=flight.attempt,
+            waited_s=round(waited_s, 1),
+        )

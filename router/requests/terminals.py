@@ -1,10 +1,12 @@
-"""What a router itself says to a client: refusals, and the terminals of requests that it owns."""
+"""The terminals that a router itself sends, for requests that no worker owns, and their keepalives.
+
+A terminal is kept for a while after it was sent, so that a client that has missed it can ask for it again."""
 
 import contextlib
+import dataclasses
 import time
 
 import structlog
-from msgspec import UNSET
 
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, PayloadTooLargeError
 from tokenbus.protocol.bus.reply_sender import ReplySender
@@ -13,98 +15,55 @@ from tokenbus.protocol.wire import codec, errors, limits, messages
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.flight import Flight
 
-_MOST_KEY_CHARS = 256
+_MAX_KEY_CHARS = 256
 MAX_ENDED = 4_096
-"""Terminals of this router that can be had again."""
+"""Terminals that are kept."""
 
 
-class _Said:
-    """A terminal as it was sent, and when it was sent last."""
-
-    __slots__ = ("at", "chunk", "encoding", "reply")
-
-    def __init__(self, reply: str, encoding: codec.Encoding, chunk: messages.Chunk, at: float) -> None:
-        self.reply = reply
-        self.encoding = encoding
-        self.chunk = chunk
-        self.at = at
-
-
-def _usage(flight: Flight) -> messages.Usage:
-    """What this router knows of it: the completion is its worker's."""
-    prompt = flight.num_prompt_tokens
-    return messages.Usage(prompt_tokens=prompt, completion_tokens=0, total_tokens=prompt, cached_tokens=0)
-
-
-def _timings(flight: Flight) -> messages.Timings:
-    total_ms = round((time.monotonic() - flight.received_at) * 1e3, 3)
-    return messages.Timings(queue_ms=total_ms, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=total_ms)
+@dataclasses.dataclass(slots=True)
+class _SentTerminal:
+    reply: str
+    encoding: codec.Encoding
+    chunk: messages.Chunk
+    sent_at: float
 
 
 class TerminalPublisher:
-    """Publishes a router's own terminals, each with its line in the log."""
+    """Publishes a router's own terminals and logs the end of each request."""
 
-    def __init__(self, connection: Bus, replies: ReplySender, router_id: str, metrics: RouterMetrics) -> None:
-        self._connection = connection
+    def __init__(self, bus: Bus, replies: ReplySender, router_id: str, metrics: RouterMetrics) -> None:
+        self._bus = bus
         self._replies = replies
         self._router_id = router_id
         self._metrics = metrics
-        self._ended: TTLCache[_Said] = TTLCache(limits.ENDED_STREAM_TTL_S, MAX_ENDED)
+        self._sent: TTLCache[_SentTerminal] = TTLCache(limits.ENDED_STREAM_TTL_S, MAX_ENDED)
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<Answers of {self._router_id}>"
+        return f"<TerminalPublisher of {self._router_id}>"
 
     def refuse(self, reply: str, encoding: codec.Encoding, request_id: str, key: str, error: errors.Error) -> None:
-        """The terminal of a request that was never taken; `key` is what the log calls it."""
+        """Ends a message that never became a flight; `key` names it in the log."""
         self._metrics.request_errors.labels(error.code).inc()
         chunk = messages.Chunk(id=request_id, finish_reason=messages.FinishReason.ERROR, error=error)
         self._publish(reply, encoding, chunk)
         self._log.info(
             "request_refused",
-            request_id=key[:_MOST_KEY_CHARS],
+            request_id=key[:_MAX_KEY_CHARS],
             router_id=self._router_id,
             code=error.code,
             param=error.param,
         )
 
-    def alive(self, flight: Flight) -> None:
-        """An empty chunk: the request is held here. It is left out while the broker has too much to take."""
-        with contextlib.suppress(OutboundBufferLimitError):
-            self._connection.publish(flight.reply, codec.encode(self._own(flight), flight.encoding))
-
-    def has_said(self, key: str, now: float) -> bool:
-        """Whether a terminal of this router for that request can be had again."""
-        return self._ended.get(key, now) is not None
-
-    def repeat(self, key: str, now: float) -> bool:
-        """Publishes a terminal of this router again; False if it has sent none for that request lately."""
-        said = self._ended.get(key, now)
-        if said is not None and now - said.at >= limits.REPLAY_INTERVAL_S:
-            said.at = now
-            self._publish(said.reply, said.encoding, said.chunk)
-        return said is not None
-
-    def fail(self, flight: Flight, error: errors.Error) -> None:
-        """The terminal of a taken request that ends in an error."""
-        self._metrics.request_errors.labels(error.code).inc()
-        self._end(flight, messages.FinishReason.ERROR, error)
-
-    def cancelled(self, flight: Flight) -> None:
-        """The terminal of a request that was cancelled before a worker had it."""
-        self._end(flight, messages.FinishReason.CANCELLED, None)
-
-    def _end(self, flight: Flight, reason: messages.FinishReason, error: errors.Error | None) -> None:
-        chunk = self._own(flight, reason, error)
-        self._publish(flight.reply, flight.encoding, chunk)
+    def end(self, flight: Flight, error: errors.Error | None) -> None:
+        """Ends a request with an error, or as cancelled without one."""
+        reason = messages.FinishReason.ERROR if error else messages.FinishReason.CANCELLED
+        if error:
+            self._metrics.request_errors.labels(error.code).inc()
         now = time.monotonic()
-        self._ended.put(flight.key, _Said(flight.reply, flight.encoding, chunk, now), now)
-        self._log_end(flight, reason, error)
-
-    def _own(
-        self, flight: Flight, reason: messages.FinishReason | None = None, error: errors.Error | None = None
-    ) -> messages.Chunk:
-        return messages.Chunk(
+        prompt_tokens = flight.num_prompt_tokens
+        total_ms = round((now - flight.received_at) * 1e3, 3)
+        chunk = messages.Chunk(
             id=flight.request_id,
             attempt=flight.attempt,
             finish_reason=reason,
@@ -112,15 +71,17 @@ class TerminalPublisher:
             model=flight.model,
             created=int(time.time()),
             error=codec.unset_if_none(error),
-            usage=UNSET if reason is None else _usage(flight),
-            timings=UNSET if reason is None else _timings(flight),
+            usage=messages.Usage(
+                prompt_tokens=prompt_tokens, completion_tokens=0, total_tokens=prompt_tokens, cached_tokens=0
+            ),
+            timings=messages.Timings(queue_ms=total_ms, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=total_ms),
         )
+        self._publish(flight.reply, flight.encoding, chunk)
+        self._sent.put(flight.key, _SentTerminal(flight.reply, flight.encoding, chunk, now), now)
+        self.log_end(flight, reason, error)
 
-    def handed_over(self, flight: Flight) -> None:
-        """Notes the end of a request whose terminal is its worker's: it has sent it, or will without this router."""
-        self._log_end(flight, "by_worker", None)
-
-    def _log_end(self, flight: Flight, reason: str, error: errors.Error | None) -> None:
+    def log_end(self, flight: Flight, reason: str, error: errors.Error | None = None) -> None:
+        """Logs the end of a request. Its worker has sent the terminal, or will, if the reason is `by_worker`."""
         self._log.info(
             "request_finished",
             request_id=flight.key,
@@ -131,6 +92,30 @@ class TerminalPublisher:
             code=error.code if error else None,
             total_ms=round((time.monotonic() - flight.received_at) * 1e3, 3),
         )
+
+    def send_keepalive(self, flight: Flight) -> None:
+        """Publishes an empty chunk: this router still holds the request. It is skipped while the bus is busy."""
+        chunk = messages.Chunk(
+            id=flight.request_id,
+            attempt=flight.attempt,
+            worker_id=None,
+            model=flight.model,
+            created=int(time.time()),
+        )
+        with contextlib.suppress(OutboundBufferLimitError):
+            self._bus.publish(flight.reply, codec.encode(chunk, flight.encoding))
+
+    def can_replay(self, key: str, now: float) -> bool:
+        """Whether the terminal of that request is still kept."""
+        return self._sent.get(key, now) is not None
+
+    def replay(self, key: str, now: float) -> bool:
+        """Publishes a kept terminal again, at most every `limits.REPLAY_INTERVAL_S`; returns False if there is none."""
+        sent = self._sent.get(key, now)
+        if sent is not None and now - sent.sent_at >= limits.REPLAY_INTERVAL_S:
+            sent.sent_at = now
+            self._publish(sent.reply, sent.encoding, sent.chunk)
+        return sent is not None
 
     def _publish(self, reply: str, encoding: codec.Encoding, chunk: messages.Chunk) -> None:
         headers = codec.error_headers(chunk.error) if chunk.error else None

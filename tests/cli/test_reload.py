@@ -11,7 +11,7 @@ from tokenbus.cli import main
 from tokenbus.cli.commands import router
 from tokenbus.cli.serve import CHANGEABLE, Reloader
 from tokenbus.protocol.telemetry import logs
-from tokenbus.router.serve import RouterSettings
+from tokenbus.router.settings import RouterSettings
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from tokenbus.client import Client
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import codec, internal, messages, subjects
-from tokenbus.router.serve import Router, RouterSettings
+from tokenbus.router.serve import Router
+from tokenbus.router.settings import RouterSettings
 
 DURATION_S = float(os.environ.get("TOKENBUS_CHAOS_S", "12"))
 WORKERS = ("worker-a", "worker-b", "worker-c")

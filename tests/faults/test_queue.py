@@ -10,7 +10,8 @@ from tests.support.system import System
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import subjects
-from tokenbus.router.serve import Router, RouterSettings
+from tokenbus.router.serve import Router
+from tokenbus.router.settings import RouterSettings
 
 SIM = Path("dynamo")
 NUM_TAKEN = 3

@@ -1,4 +1,4 @@
-"""Who waits, in which turn, and who is given up when there are too many."""
+"""The order in which queued requests leave, and which are evicted when there are too many."""
 
 import pytest
 from hypothesis import strategies as st
@@ -14,39 +14,39 @@ def waiting(
 
 
 def filled(*requests: QueuedRequest, max_requests: int = 100, max_tokens: int = 1 << 20) -> FairQueue:
-    backlog = FairQueue(max_requests, max_tokens)
+    queue = FairQueue(max_requests, max_tokens)
     for request in requests:
-        assert backlog.put(request) == []
-    return backlog
+        assert queue.put(request) == []
+    return queue
 
 
-def order(backlog: FairQueue) -> str:
+def order(queue: FairQueue) -> str:
     popped = []
-    while backlog:
-        popped.append(backlog.pop(0.0).key)
-        backlog.check_integrity()
+    while queue:
+        popped.append(queue.pop(0.0).key)
+        queue.check_integrity()
     return "".join(popped)
 
 
-def test_requests_of_a_tenant_go_in_the_order_in_which_they_came() -> None:
+def test_requests_of_a_tenant_leave_in_order_of_arrival() -> None:
     assert (
         order(filled(waiting("x", arrived_at=2.0), waiting("y", arrived_at=1.0), waiting("z", arrived_at=3.0))) == "yxz"
     )
 
 
-def test_a_step_of_priority_is_worth_a_second_of_waiting_and_no_more() -> None:
+def test_one_step_of_priority_is_worth_one_second_of_waiting() -> None:
     early, urgent = waiting("e", arrived_at=0.0), waiting("u", arrived_at=0.9, priority=-1)
     assert order(filled(early, urgent)) == "ue"
     assert order(filled(early, urgent._replace(arrived_at=1.1))) == "eu"
 
 
-def test_a_tenant_with_many_requests_waits_for_itself() -> None:
+def test_a_tenant_with_many_requests_only_delays_itself() -> None:
     many = [waiting(str(number), "many", tokens=QUANTUM_TOKENS) for number in range(5)]
     few = [waiting(key, "few", arrived_at=9.0, tokens=QUANTUM_TOKENS) for key in "xy"]
     assert order(filled(*many, *few)) == "0x1y234"
 
 
-def test_turns_are_shared_out_by_tokens_not_by_requests() -> None:
+def test_tenants_share_the_queue_by_tokens_not_by_requests() -> None:
     large = [waiting(str(number), "large", tokens=4 * QUANTUM_TOKENS) for number in range(3)]
     small = [waiting(chr(97 + number), "small", tokens=QUANTUM_TOKENS) for number in range(12)]
     popped = order(filled(*large, *small))
@@ -55,43 +55,43 @@ def test_turns_are_shared_out_by_tokens_not_by_requests() -> None:
     assert popped.index("2") in range(12, 15)
 
 
-def test_of_too_many_the_tenant_with_most_gives_up_its_last() -> None:
-    backlog = filled(waiting("1", "many"), waiting("2", "many"), waiting("3", "many"), max_requests=3)
-    assert [one.key for one in backlog.put(waiting("x", "few"))] == ["3"]
-    assert [one.key for one in backlog.put(waiting("4", "many"))] == ["4"]
-    assert [one.key for one in backlog.put(waiting("5", "many", priority=-5))] == ["2"]
-    assert order(backlog) == "51x"
+def test_when_full_the_tenant_with_most_tokens_loses_its_last_request() -> None:
+    queue = filled(waiting("1", "many"), waiting("2", "many"), waiting("3", "many"), max_requests=3)
+    assert [one.key for one in queue.put(waiting("x", "few"))] == ["3"]
+    assert [one.key for one in queue.put(waiting("4", "many"))] == ["4"]
+    assert [one.key for one in queue.put(waiting("5", "many", priority=-5))] == ["2"]
+    assert order(queue) == "51x"
 
 
-def test_of_too_many_tokens_likewise_and_what_can_never_fit_is_refused_alone() -> None:
-    backlog = filled(waiting("1", tokens=60), waiting("2", "b", tokens=30), max_tokens=100)
-    assert [one.key for one in backlog.put(waiting("3", "c", tokens=20))] == ["1"]
-    assert [one.key for one in backlog.put(waiting("4", "d", tokens=101))] == ["4"]
-    assert order(backlog) == "23"
+def test_the_token_limit_evicts_likewise_and_a_request_that_can_never_fit_evicts_only_itself() -> None:
+    queue = filled(waiting("1", tokens=60), waiting("2", "b", tokens=30), max_tokens=100)
+    assert [one.key for one in queue.put(waiting("3", "c", tokens=20))] == ["1"]
+    assert [one.key for one in queue.put(waiting("4", "d", tokens=101))] == ["4"]
+    assert order(queue) == "23"
 
 
-def test_an_empty_line_keeps_no_credit() -> None:
-    backlog = filled(waiting("1", "a", tokens=1), waiting("2", "b", tokens=1))
-    assert order(backlog) == "12"
+def test_a_tenant_without_requests_keeps_no_credit() -> None:
+    queue = filled(waiting("1", "a", tokens=1), waiting("2", "b", tokens=1))
+    assert order(queue) == "12"
     for request in (waiting("3", "b", tokens=QUANTUM_TOKENS), waiting("4", "a", tokens=QUANTUM_TOKENS)):
-        backlog.put(request)
-    assert order(backlog) == "34"
+        queue.put(request)
+    assert order(queue) == "34"
 
 
-def test_retry_after_is_the_time_that_those_who_wait_will_take() -> None:
-    backlog = filled(*[waiting(str(number)) for number in range(60)])
-    assert backlog.retry_after_ms(0.0) == 1_000.0
+def test_retry_after_is_the_time_in_which_the_queued_requests_will_leave() -> None:
+    queue = filled(*[waiting(str(number)) for number in range(60)])
+    assert queue.retry_after_ms(0.0) == 1_000.0
     for second in range(50):
-        backlog.pop(float(second))
-    assert backlog.retry_after_ms(49.0) == pytest.approx(11_000.0, rel=0.1)
+        queue.pop(float(second))
+    assert queue.retry_after_ms(49.0) == pytest.approx(11_000.0, rel=0.1)
 
 
-class BacklogHistory(RuleBasedStateMachine):
-    """Puts, pops and removals in any order: nothing is lost or doubled, the bounds hold, no tenant is forgotten."""
+class FairQueueHistory(RuleBasedStateMachine):
+    """Puts, pops and removals in any order: none is lost or repeated, the limits hold, and no tenant starves."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.backlog = FairQueue(6, 8_000)
+        self.queue = FairQueue(6, 8_000)
         self.inside: dict[str, QueuedRequest] = {}
         self.count = 0
         self.passed_over: dict[str, int] = {}
@@ -106,13 +106,13 @@ class BacklogHistory(RuleBasedStateMachine):
         self.count += 1
         request = waiting(str(self.count), tenant, arrived_at, tokens, priority)
         self.inside[request.key] = request
-        for refused in self.backlog.put(request):
+        for refused in self.queue.put(request):
             assert self.inside.pop(refused.key) == refused
 
     @precondition(lambda self: self.inside)
     @rule()
     def pop(self) -> None:
-        popped = self.backlog.pop(1.0)
+        popped = self.queue.pop(1.0)
         assert self.inside.pop(popped.key) == popped
         for request in self.inside.values():
             if request.tenant == popped.tenant:
@@ -125,14 +125,14 @@ class BacklogHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.inside)))
-        assert self.backlog.remove(key) == self.inside.pop(key)
+        assert self.queue.remove(key) == self.inside.pop(key)
 
     @invariant()
     def adds_up(self) -> None:
-        self.backlog.check_integrity()
-        assert len(self.backlog) == len(self.inside) <= 6
+        self.queue.check_integrity()
+        assert len(self.queue) == len(self.inside) <= 6
         assert sum(request.tokens for request in self.inside.values()) <= 8_000
-        assert all(key in self.backlog for key in self.inside)
+        assert all(key in self.queue for key in self.inside)
 
 
-TestBacklogHistory = BacklogHistory.TestCase
+TestFairQueueHistory = FairQueueHistory.TestCase

@@ -1,4 +1,4 @@
-"""Flights are found by their key and by who has accepted them, from their receipt to their end."""
+"""Flights are found by key and by accepting worker, from their receipt to their end."""
 
 import pytest
 from hypothesis import settings
@@ -9,10 +9,16 @@ from tests.router.builders import at, flight
 from tokenbus.router.requests.flight import Flight, Flights
 
 
-def test_a_new_flight_is_nobodys_yet() -> None:
+def test_a_new_flight_is_not_accepted() -> None:
     new = flight("r1", tenant="acme inc")
     assert (new.request_id, new.tenant, new.key, new.model) == ("r1", "acme inc", "acme=20inc:r1", "demo")
-    assert (new.attempt, new.worker_id, new.ended_at, new.cancelled, new.spoken) == (0, None, None, False, False)
+    assert (new.attempt, new.worker_id, new.ended_by, new.cancelled, new.first_token_sent) == (
+        0,
+        None,
+        None,
+        False,
+        False,
+    )
 
 
 def test_a_request_without_a_deadline_has_no_remaining_time() -> None:
@@ -24,7 +30,7 @@ def test_remaining_time_counts_from_the_receipt(now: float, left: float) -> None
     assert flight(received_at=10.0, timeout_ms=500.0).remaining_ms(now) == left
 
 
-def test_equal_ids_of_two_tenants_are_two_flights() -> None:
+def test_the_same_id_of_two_tenants_makes_two_flights() -> None:
     flights = Flights(2, 1_000)
     ours, theirs = flight("r1", tenant="ours"), flight("r1", tenant="theirs")
     flights.add(ours, 10)
@@ -32,7 +38,7 @@ def test_equal_ids_of_two_tenants_are_two_flights() -> None:
     assert (flights.find(ours.key), flights.find(theirs.key)) == (ours, theirs)
 
 
-def test_a_key_is_added_once() -> None:
+def test_a_key_can_only_be_added_once() -> None:
     flights = Flights(2, 1_000)
     first = flight()
     flights.add(first, 10)
@@ -41,7 +47,7 @@ def test_a_key_is_added_once() -> None:
     assert flights.find(first.key) is first
 
 
-def test_flights_are_full_at_their_capacity_and_not_one_before() -> None:
+def test_flights_are_full_at_capacity_and_not_one_before() -> None:
     flights = Flights(2, 1_000)
     one, two = flight("r1"), flight("r2")
     flights.add(one, 10)
@@ -53,7 +59,7 @@ def test_flights_are_full_at_their_capacity_and_not_one_before() -> None:
     assert len(flights) == 1
 
 
-def test_more_flights_than_there_is_capacity_for_break_the_integrity() -> None:
+def test_more_flights_than_the_capacity_violate_the_integrity() -> None:
     flights = Flights(1, 1_000)
     flights.add(flight("r1"), 10)
     flights.check_integrity()
@@ -62,32 +68,32 @@ def test_more_flights_than_there_is_capacity_for_break_the_integrity() -> None:
         flights.check_integrity()
 
 
-def test_an_accepted_flight_is_at_its_worker_until_it_is_removed() -> None:
+def test_an_accepted_flight_belongs_to_its_worker_until_it_is_removed() -> None:
     flights = Flights(4, 1_000)
     one, two = flight("r1"), flight("r2")
     flights.add(one, 10)
     flights.add(two, 10)
     flights.accept(one, "w1", 0.0)
     assert (one.worker_id, two.worker_id) == ("w1", None)
-    assert (flights.at(at("w1")), flights.at(at("w2"))) == ([one], [])
+    assert (flights.accepted_by(at("w1")), flights.accepted_by(at("w2"))) == ([one], [])
     flights.remove(one)
-    assert flights.at(at("w1")) == []
+    assert flights.accepted_by(at("w1")) == []
     assert flights.find(one.key) is None
 
 
-def test_the_flights_of_a_worker_may_be_removed_while_going_through_them() -> None:
+def test_the_flights_of_a_worker_may_be_removed_while_iterating() -> None:
     flights = Flights(4, 1_000)
     for name in ("r1", "r2", "r3"):
         new = flight(name)
         flights.add(new, 10)
         flights.accept(new, "w1", 0.0)
-    for there in flights.at(at("w1")):
+    for there in flights.accepted_by(at("w1")):
         flights.remove(there)
     assert len(flights) == 0
     flights.check_integrity()
 
 
-def test_a_flight_is_accepted_once_and_only_while_it_is_known() -> None:
+def test_a_flight_is_accepted_once_and_only_while_it_is_open() -> None:
     flights = Flights(4, 1_000)
     known, stranger = flight("r1"), flight("r2")
     flights.add(known, 10)
@@ -96,11 +102,11 @@ def test_a_flight_is_accepted_once_and_only_while_it_is_known() -> None:
         flights.accept(known, "w2", 0.0)
     with pytest.raises(AssertionError):
         flights.accept(stranger, "w1", 0.0)
-    assert (known.worker_id, flights.at(at("w2")), stranger.worker_id) == ("w1", [], None)
+    assert (known.worker_id, flights.accepted_by(at("w2")), stranger.worker_id) == ("w1", [], None)
     flights.check_integrity()
 
 
-def test_a_flight_that_has_ended_can_not_be_removed_again() -> None:
+def test_a_removed_flight_can_not_be_removed_again() -> None:
     flights = Flights(4, 1_000)
     one = flight()
     flights.add(one, 10)
@@ -110,40 +116,40 @@ def test_a_flight_that_has_ended_can_not_be_removed_again() -> None:
     flights.check_integrity()
 
 
-def test_the_bytes_of_all_prompts_are_bounded_and_given_back_when_a_flight_has_spoken() -> None:
+def test_the_bytes_of_prompts_are_bounded_and_freed_with_the_first_token() -> None:
     flights = Flights(8, 100)
     one, two = flight("r1"), flight("r2")
     flights.add(one, 60)
     assert flights.has_room(40)
     assert not flights.has_room(41)
     flights.add(two, 40)
-    flights.keep_prompt(one, b"x" * 20)
+    flights.set_prompt_ids(one, b"x" * 20)
     assert one.request.prompt is None
     assert flights.has_room(40)
-    flights.spoke(one)
+    flights.mark_first_token_sent(one)
     assert (one.prompt_ids, flights.has_room(60), flights.has_room(61)) == (None, True, False)
     flights.remove(two)
     assert flights.has_room(100)
     flights.check_integrity()
 
 
-def test_a_flight_whose_worker_is_lost_is_the_routers_own_again() -> None:
+def test_a_reclaimed_flight_belongs_to_the_router_again() -> None:
     flights = Flights(8, 100)
     one = flight("r1")
     flights.add(one, 10)
     flights.accept(one, "w1", 0.0)
     assert flights.unaccepted() == []
-    flights.take_back(one)
-    assert (flights.at(at("w1")), flights.unaccepted(), one.worker_id) == ([], [one], None)
+    flights.reclaim(one)
+    assert (flights.accepted_by(at("w1")), flights.unaccepted(), one.worker_id) == ([], [one], None)
     flights.check_integrity()
     flights.accept(one, "w2", 0.0)
-    assert flights.at(at("w2")) == [one]
+    assert flights.accepted_by(at("w2")) == [one]
 
 
 class FlightsHistory(RuleBasedStateMachine):
-    """Random receipts, accepts and ends, against one list of what is in the air."""
+    """Random receipts, accepts and ends, compared with a plain list of open flights."""
 
-    in_the_air = Bundle("in_the_air")
+    open_flights = Bundle("open_flights")
 
     @initialize(capacity=st.integers(1, 6))
     def make(self, capacity: int) -> None:
@@ -151,33 +157,33 @@ class FlightsHistory(RuleBasedStateMachine):
         self.capacity = capacity
         self.known: list[Flight] = []
 
-    @rule(target=in_the_air, name=st.sampled_from("abcd"), tenant=st.sampled_from(["default", "acme"]))
+    @rule(target=open_flights, name=st.sampled_from("abcd"), tenant=st.sampled_from(["default", "acme"]))
     def receive(self, name: str, tenant: str) -> object:
         new = flight(name, tenant=tenant)
-        twins = [one for one in self.known if one.key == new.key]
-        assert self.flights.find(new.key) is (twins[0] if twins else None)
+        duplicates = [one for one in self.known if one.key == new.key]
+        assert self.flights.find(new.key) is (duplicates[0] if duplicates else None)
         assert self.flights.has_room(0) == (len(self.known) < self.capacity)
-        if twins or not self.flights.has_room(0):
+        if duplicates or not self.flights.has_room(0):
             return multiple()
         self.flights.add(new, 10)
         self.known.append(new)
         return new
 
-    @rule(one=in_the_air, worker_id=st.sampled_from(["w1", "w2"]))
+    @rule(one=open_flights, worker_id=st.sampled_from(["w1", "w2"]))
     def accept(self, one: Flight, worker_id: str) -> None:
         if one.worker_id is None:
             self.flights.accept(one, worker_id, 0.0)
 
-    @rule(one=in_the_air)
+    @rule(one=open_flights)
     def lose(self, one: Flight) -> None:
         if one.worker_id is not None:
-            self.flights.take_back(one)
+            self.flights.reclaim(one)
 
-    @rule(one=in_the_air)
-    def speak(self, one: Flight) -> None:
-        self.flights.spoke(one)
+    @rule(one=open_flights)
+    def send_first_token(self, one: Flight) -> None:
+        self.flights.mark_first_token_sent(one)
 
-    @rule(one=consumes(in_the_air))
+    @rule(one=consumes(open_flights))
     def end(self, one: Flight) -> None:
         self.flights.remove(one)
         self.known.remove(one)
@@ -185,7 +191,7 @@ class FlightsHistory(RuleBasedStateMachine):
     @rule(worker_id=st.sampled_from(["w1", "w2"]))
     def look(self, worker_id: str) -> None:
         there = {one.key for one in self.known if one.worker_id == worker_id}
-        assert {one.key for one in self.flights.at(at(worker_id))} == there
+        assert {one.key for one in self.flights.accepted_by(at(worker_id))} == there
 
     @invariant()
     def agrees_with_the_list(self) -> None:
@@ -197,18 +203,18 @@ class FlightsHistory(RuleBasedStateMachine):
         for one in list(self.known):
             self.end(one)
             self.agrees_with_the_list()
-        assert self.flights.at(at("w1")) == self.flights.at(at("w2")) == []
+        assert self.flights.accepted_by(at("w1")) == self.flights.accepted_by(at("w2")) == []
 
 
 TestFlightsHistory = FlightsHistory.TestCase
 TestFlightsHistory.settings = settings(max_examples=80, stateful_step_count=40)
 
 
-def test_a_worker_of_another_model_has_no_say_about_a_request() -> None:
+def test_a_worker_of_another_model_can_not_report_on_a_request() -> None:
     flights = Flights(4, 1_000)
     mine = flight("r1")
     flights.add(mine, 1)
     flights.accept(mine, "w1", 0.0)
-    assert flights.at(at("w1", "other")) == []
-    assert list(flights.told_of([mine.key, "default:unknown"], "other")) == []
-    assert list(flights.told_of([mine.key, "default:unknown"], mine.model)) == [mine]
+    assert flights.accepted_by(at("w1", "other")) == []
+    assert list(flights.find_all([mine.key, "default:unknown"], "other")) == []
+    assert list(flights.find_all([mine.key, "default:unknown"], mine.model)) == [mine]

@@ -1,4 +1,4 @@
-"""Requests wait while every worker is busy, and are placed as soon as one is not."""
+"""Requests wait while every worker is busy, and are placed as soon as one has capacity."""
 
 import asyncio
 import random
@@ -16,11 +16,11 @@ from tokenbus.router.requests.flight import Flight
 from tokenbus.router.requests.placement_queue import PlacementQueue, PolicySettings, QueueSettings
 
 FULL = messages.Load(running=9)
-"""A worker that can run 8 has one more, which is all that it gets."""
+"""A worker that runs 8 requests gets one more, and no further ones."""
 
 
 class Broken:
-    """A policy that somebody has installed."""
+    """A plug-in policy with a bug."""
 
     name = "broken"
 
@@ -28,8 +28,10 @@ class Broken:
         raise ZeroDivisionError
 
 
-class Bed:
-    """One worker, full unless a test says otherwise, and the requests that were asked for."""
+class Testbed:
+    """A placement queue over one worker, which is full unless a test says otherwise."""
+
+    __test__ = False
 
     def __init__(self, *, max_requests: int = 10, load: messages.Load = FULL) -> None:
         self.fleet = Fleet(0.0)
@@ -38,21 +40,21 @@ class Bed:
         self.seq = -1
         policy = PolicySettings(make_policies() | {"broken": Broken()}, "kv", random.Random(1))
         self.queue = PlacementQueue(self.fleet, policy, QueueSettings(max_requests=max_requests), RouterMetrics())
-        self.hear(load)
+        self.report(load)
 
-    def hear(self, load: messages.Load) -> None:
+    def report(self, load: messages.Load) -> None:
         self.seq += 1
         now = asyncio.get_running_loop().time()
         self.fleet.apply_events("demo", events(seq=self.seq, load=load), now)
-        self.queue.work_off(now)
+        self.queue.place_waiting(now)
         self.queue.check_integrity()
 
-    def ask(self, name: str, **fields: object) -> "asyncio.Task[Placement | NoWorker | None]":
-        return self.take(flight(name, received_at=asyncio.get_running_loop().time(), **fields))
+    def place(self, name: str, **fields: object) -> "asyncio.Task[Placement | NoWorker | None]":
+        return self.place_flight(flight(name, received_at=asyncio.get_running_loop().time(), **fields))
 
-    def take(self, asked: Flight) -> "asyncio.Task[Placement | NoWorker | None]":
-        asked.prompt_ids, asked.num_prompt_tokens = b"\x01\0\0\0", 1
-        return asyncio.create_task(self.queue.place(asked, ()))
+    def place_flight(self, one: Flight) -> "asyncio.Task[Placement | NoWorker | None]":
+        one.prompt_ids, one.num_prompt_tokens = b"\x01\0\0\0", 1
+        return asyncio.create_task(self.queue.place(one, ()))
 
 
 async def settle() -> None:
@@ -60,67 +62,67 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_with_room_a_request_is_placed_at_once() -> None:
-    bed = Bed(load=messages.Load(running=8))
-    assert isinstance(await bed.ask("a"), Placement)
-    second = bed.ask("b")
+async def test_with_capacity_a_request_is_placed_at_once() -> None:
+    testbed = Testbed(load=messages.Load(running=8))
+    assert isinstance(await testbed.place("a"), Placement)
+    second = testbed.place("b")
     await settle()
     assert not second.done(), "the first was booked"
     second.cancel()
 
 
-async def test_without_room_it_waits_until_there_is_some_and_takes_it_alone() -> None:
-    bed = Bed()
-    first, second = bed.ask("a"), bed.ask("b")
+async def test_without_capacity_it_waits_and_one_free_slot_is_given_to_one_request() -> None:
+    testbed = Testbed()
+    first, second = testbed.place("a"), testbed.place("b")
     await settle()
-    assert len(bed.queue) == 2
-    bed.hear(messages.Load(running=8))
+    assert len(testbed.queue) == 2
+    testbed.report(messages.Load(running=8))
     assert isinstance(await first, Placement)
     await settle()
     assert not second.done()
-    bed.hear(messages.Load(running=7))
+    testbed.report(messages.Load(running=7))
     assert isinstance(await second, Placement)
-    assert len(bed.queue) == 0
+    assert len(testbed.queue) == 0
 
 
-async def test_who_comes_while_others_wait_does_not_overtake_them() -> None:
-    bed = Bed()
-    first = bed.ask("a")
+async def test_a_new_request_does_not_overtake_waiting_ones() -> None:
+    testbed = Testbed()
+    first = testbed.place("a")
     await settle()
-    bed.fleet.apply_events(
-        "demo", events(seq=bed.seq + 1, load=messages.Load(running=8)), asyncio.get_running_loop().time()
+    testbed.fleet.apply_events(
+        "demo", events(seq=testbed.seq + 1, load=messages.Load(running=8)), asyncio.get_running_loop().time()
     )
-    bed.seq += 1
-    second = bed.ask("b")
+    testbed.seq += 1
+    second = testbed.place("b")
     assert isinstance(await first, Placement)
     await settle()
     assert not second.done()
     second.cancel()
 
 
-async def test_a_policy_that_fails_ends_the_request_that_wants_it_and_no_other() -> None:
-    bed = Bed()
-    first, second = bed.ask("a", routing=messages.RoutingOptions(policy="broken")), bed.ask("b")
+async def test_a_policy_that_raises_only_ends_the_request_that_named_it() -> None:
+    testbed = Testbed()
+    first, second = testbed.place("a", routing=messages.RoutingOptions(policy="broken")), testbed.place("b")
     await settle()
-    bed.hear(messages.Load(running=7))
+    testbed.report(messages.Load(running=7))
     with pytest.raises(ZeroDivisionError):
         await first
     assert isinstance(await second, Placement)
 
 
-async def test_priority_decides_among_those_that_wait() -> None:
-    bed = Bed()
-    first, urgent = bed.ask("a"), bed.ask("b", priority=-10)
+async def test_priority_orders_waiting_requests() -> None:
+    testbed = Testbed()
+    first, urgent = testbed.place("a"), testbed.place("b", priority=-10)
     await settle()
-    bed.hear(messages.Load(running=8))
+    testbed.report(messages.Load(running=8))
     assert isinstance(await urgent, Placement)
     assert not first.done()
     first.cancel()
 
 
-async def test_one_too_many_is_told_when_to_come_again() -> None:
-    bed = Bed(max_requests=1)
-    first, second = bed.ask("a"), bed.ask("b")
+async def test_a_request_beyond_the_limit_is_refused_with_a_retry_hint() -> None:
+    testbed = Testbed(max_requests=1)
+    first, second = testbed.place("a"), testbed.place("b")
     with pytest.raises(errors.RequestError) as refused:
         await second
     assert refused.value.error.code is errors.Code.OVERLOADED
@@ -129,74 +131,74 @@ async def test_one_too_many_is_told_when_to_come_again() -> None:
     first.cancel()
 
 
-async def test_with_a_queue_of_none_whoever_would_wait_is_refused() -> None:
-    bed = Bed(max_requests=0)
+async def test_without_a_queue_a_request_that_would_wait_is_refused() -> None:
+    testbed = Testbed(max_requests=0)
     with pytest.raises(errors.RequestError):
-        await bed.ask("a")
-    bed.queue.check_integrity()
+        await testbed.place("a")
+    testbed.queue.check_integrity()
 
 
-async def test_whose_time_passes_while_it_waits_ends_so() -> None:
-    bed = Bed()
+async def test_a_deadline_that_passes_in_the_queue_ends_the_request() -> None:
+    testbed = Testbed()
     with pytest.raises(errors.RequestError) as ended:
-        await bed.ask("a", timeout_ms=5.0)
+        await testbed.place("a", timeout_ms=5.0)
     assert ended.value.error.code is errors.Code.DEADLINE_EXCEEDED
-    assert len(bed.queue) == 0
+    assert len(testbed.queue) == 0
 
 
-async def test_a_cancel_ends_the_waiting_and_leaves_no_trace() -> None:
-    bed = Bed()
-    asked = flight("a", received_at=asyncio.get_running_loop().time())
-    task = bed.take(asked)
+async def test_a_cancel_ends_the_wait_and_empties_the_queue() -> None:
+    testbed = Testbed()
+    one = flight("a", received_at=asyncio.get_running_loop().time())
+    task = testbed.place_flight(one)
     await settle()
-    bed.queue.cancel(asked)
+    testbed.queue.cancel(one)
     assert await task is None
-    bed.queue.cancel(asked)
-    bed.queue.check_integrity()
-    assert len(bed.queue) == 0
+    testbed.queue.cancel(one)
+    testbed.queue.check_integrity()
+    assert len(testbed.queue) == 0
 
 
-async def test_a_pinned_request_goes_to_its_worker_and_waits_there() -> None:
-    bed = Bed()
-    placed = await bed.ask("a", routing=messages.RoutingOptions(worker_id="w1"))
+async def test_a_pinned_request_goes_to_its_worker_at_once() -> None:
+    testbed = Testbed()
+    placed = await testbed.place("a", routing=messages.RoutingOptions(worker_id="w1"))
     assert isinstance(placed, Placement)
 
 
-async def test_when_the_last_worker_leaves_those_who_wait_are_told() -> None:
-    bed = Bed()
-    task = bed.ask("a")
+async def test_when_the_last_worker_leaves_waiting_requests_end() -> None:
+    testbed = Testbed()
+    task = testbed.place("a")
     await settle()
-    bed.fleet.apply_card(card(state=messages.WorkerState.STOPPED), 0.0)
-    bed.queue.work_off(asyncio.get_running_loop().time())
+    testbed.fleet.apply_card(card(state=messages.WorkerState.STOPPED), 0.0)
+    testbed.queue.place_waiting(asyncio.get_running_loop().time())
     assert await task == NoWorker()
-    bed.queue.check_integrity()
+    testbed.queue.check_integrity()
 
 
-async def test_while_the_only_worker_restarts_its_engine_those_who_wait_go_on_waiting() -> None:
-    bed = Bed()
-    task = bed.ask("a")
+async def test_while_the_only_worker_restarts_its_engine_requests_keep_waiting() -> None:
+    testbed = Testbed()
+    task = testbed.place("a")
     await settle()
     now = asyncio.get_running_loop().time()
     for state in (messages.WorkerState.RESTARTING, messages.WorkerState.READY):
         assert not task.done()
-        bed.fleet.apply_card(card(state=state), now)
-        bed.seq += 1
-        bed.fleet.apply_events("demo", events(seq=bed.seq, state=state), now)
-        bed.queue.work_off(now)
+        testbed.fleet.apply_card(card(state=state), now)
+        testbed.seq += 1
+        testbed.fleet.apply_events("demo", events(seq=testbed.seq, state=state), now)
+        testbed.queue.place_waiting(now)
     assert isinstance(await task, Placement)
 
 
-async def test_other_bounds_hold_for_those_who_wait_already() -> None:
-    bed = Bed(max_requests=10)
-    waiting = [bed.ask(name) for name in "abc"]
+async def test_new_limits_apply_to_requests_that_wait_already() -> None:
+    testbed = Testbed(max_requests=10)
+    waiting = [testbed.place(name) for name in "abc"]
     await settle()
-    bed.queue.adopt("kv", 0.0, QueueSettings(max_requests=2))
-    late = bed.ask("d")
+    testbed.queue.update_settings("kv", 0.0, QueueSettings(max_requests=2))
+    late = testbed.place("d")
     with pytest.raises(errors.RequestError) as caught:
         await late
     assert caught.value.error.code is errors.Code.OVERLOADED
     await settle()
-    bed.queue.check_integrity()
+    testbed.queue.check_integrity()
     assert sum(not task.done() for task in waiting) == 2
     for task in waiting:
         task.cancel()

@@ -13,7 +13,8 @@ from tests.sim.world import Process, World
 from tokenbus.client import Client, Stream
 from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
-from tokenbus.router.serve import Router, RouterSettings
+from tokenbus.router.serve import Router
+from tokenbus.router.settings import RouterSettings
 from tokenbus.worker import contract
 from tokenbus.worker.frontend.frontend import Frontend
 from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics

@@ -207,8 +207,8 @@ class History(RuleBasedStateMachine):
             assert frontend.engine.load().running == 0, frontend.frontend
             assert not frontend.frontend._streams.running_requests()
         for router in self.routers:
-            assert len(router.router._lifecycle._flights) == 0, router.router
-            router.router._lifecycle._flights.check_integrity()
+            assert len(router.router.flights) == 0, router.router
+            router.router.flights.check_integrity()
         self.clients[0].ask(3)
         self.world.run(5.0)
         terminal = self.clients[0].asked[-1].terminal

@@ -237,7 +237,7 @@ def test_while_a_worker_may_have_a_request_its_router_answers_for_it_and_says_no
     assert stage.resync(0) == b'{"found":true}'
     stage.world.run(0.1)
     assert [chunk.finish_reason for chunk in stage.peer.chunks] == ["cancelled"]
-    assert len(router.router._lifecycle._flights) == 0
+    assert len(router.router.flights) == 0
 
 
 def end_of(stage: Stage) -> str | None:

@@ -1,0 +1,200 @@
+"""One attempt to run a request on one worker: sending the run, and finding out for certain who holds the request.
+
+A request must never run on two workers at once. So when the reply to a `run` fails to come, or the worker that has
+accepted it falls silent, the attempt is revoked with a `drop` before the request may be placed again. There are four
+outcomes:
+
+    the worker dropped it, or never had it      nobody holds the request
+    the worker refuses to drop it               it has sent text or the terminal: the request stays there
+    the worker's epoch is over, or it is lost   nobody holds the request, but its client may have text
+    the worker lives and never replies          nobody knows: the request ends in `worker_lost`"""
+
+import asyncio
+import contextlib
+import time
+
+import structlog
+
+from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, PayloadTooLargeError
+from tokenbus.protocol.telemetry import tracing
+from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects, validation
+from tokenbus.protocol.wire.message import Message
+from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.placement.placement import Placement
+from tokenbus.router.requests.flight import Flight, Flights
+from tokenbus.router.requests.worker_client import Headers, Operation, ReplyT, WorkerClient
+
+_RUN = Operation("run", codec.Decoder(internal.RunReply))
+_CONTROL = Operation("control", codec.Decoder(internal.ControlReply))
+
+_RETRY_S = 0.1
+_MAX_TIMEOUT_S = 2.0
+_GIVE_UP_S = 7.5
+"""A live worker that has not replied to a drop for this long is not going to."""
+_FLUSH_TIMEOUT_S = 5.0
+"""A broker that takes longer to answer a ping counts as disconnected."""
+
+
+class AlreadyStreamingError(Exception):
+    """The request is running already, and its stream goes to the same inbox: nothing else may be published there."""
+
+
+class Attempts:
+    """Runs requests on workers, and revokes runs whose outcome is unknown."""
+
+    def __init__(
+        self, bus: Bus, names: subjects.Subjects, workers: WorkerClient, fleet: Fleet, flights: Flights, router_id: str
+    ) -> None:
+        self._bus = bus
+        self._names = names
+        self._workers = workers
+        self._fleet = fleet
+        self._flights = flights
+        self._router_id = router_id
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Attempts of {self._router_id}>"
+
+    async def run(self, flight: Flight, placement: Placement) -> errors.Error | None:
+        """Sends a run; returns None if the worker accepts, or if the request has ended meanwhile.
+
+        Returns the error after which the request may be placed elsewhere, unless its first token was sent. Raises
+        RequestError(worker_lost) if the worker may hold the request and does not reply, and AlreadyStreamingError."""
+        known: tracing.Attributes = {
+            tracing.WORKER_ID: placement.worker.card.worker_id,
+            tracing.ATTEMPT: flight.attempt + 1,
+        }
+        with flight.span.start_child("dispatch", "client", known) as span:
+            refusal = await self._run(flight, placement, span.headers())
+            if refusal is not None:
+                span.set_error(str(refusal.code))
+            return refusal
+
+    async def revoke(self, flight: Flight, card: messages.Card) -> errors.Error | None:
+        """Makes a worker drop a request that it may hold; returns None if the worker keeps it.
+
+        Returns an error once nobody holds the request any more: it may be placed again unless its first token was sent.
+        That takes the worker's reply or the end of its epoch; no responders may just mean that it is reconnecting.
+        Raises RequestError(worker_lost) if the worker lives and does not reply: it may still hold the request."""
+        flight.in_doubt = True
+        try:
+            return await self._drop(flight, card)
+        finally:
+            flight.in_doubt = False
+
+    async def _run(self, flight: Flight, placement: Placement, headers: Headers) -> errors.Error | None:
+        assert flight.prompt_ids is not None, flight
+        card, now = placement.worker.card, time.monotonic()
+        flight.attempt += 1
+        flight.ended_by = None
+        flight.awaiting_worker_id, flight.in_doubt = card.worker_id, True
+        run = internal.Run(
+            request_id=flight.key,
+            attempt=flight.attempt,
+            epoch=card.epoch,
+            router_id=self._router_id,
+            reply=flight.reply,
+            encoding=flight.encoding,
+            token_ids=flight.prompt_ids,
+            params=validation.to_params(flight.request),
+            remaining_ms=flight.remaining_ms(now),
+            age_ms=(now - flight.received_at) * 1e3,
+            routing=placement.report,
+        )
+        try:
+            reply = await self._call(card, _RUN, run, limits.ACCEPT_TIMEOUT_S, headers)
+        except NoRespondersError:
+            self._fleet.mark_no_responders(card)
+            return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} does not answer")
+        except PayloadTooLargeError as error:
+            return errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))
+        except (TimeoutError, ConnectionError):
+            flight.awaiting_worker_id = None
+            return await self.revoke(flight, card) if self._flights.holds(flight) else None
+        except errors.RequestError as problem:  # an invalid reply, which may have been an accept
+            flight.awaiting_worker_id = None
+            if not self._flights.holds(flight) or await self.revoke(flight, card) is None:
+                return None
+            return problem.error
+        finally:
+            flight.awaiting_worker_id, flight.in_doubt = None, False
+        if not self._flights.holds(flight):
+            return None  # the worker's events ended it before this task read the accept
+        if reply.same_reply:
+            raise AlreadyStreamingError(flight.key)
+        if not reply.accepted:
+            flight.cancelled = flight.cancelled or reply.cancelled
+            return reply.error or errors.make_error(errors.Code.INTERNAL)
+        if self._fleet.is_lost(card):
+            return await self.revoke(flight, card)
+        self._accept(flight, card)
+        return None
+
+    async def _drop(self, flight: Flight, card: messages.Card) -> errors.Error | None:
+        drop = internal.Control(op="drop", request_id=flight.key, attempt=flight.attempt)
+        timeout_s, unanswered_s = limits.ACCEPT_TIMEOUT_S, 0.0
+        while unanswered_s < _GIVE_UP_S:
+            last_event = self._fleet.last_event_seq(card)
+            waited_s = _RETRY_S
+            if flight.first_token_sent and flight.ended_by == card.worker_id:
+                self._accept(flight, card)  # its terminal was sent: a drop would be refused
+                return None
+            try:
+                reply = await self._call(card, _CONTROL, drop, timeout_s)
+            except ConnectionError:  # this router is disconnected, which says nothing about the worker
+                await asyncio.sleep(_RETRY_S)
+                continue
+            except (NoRespondersError, errors.RequestError):
+                await asyncio.sleep(_RETRY_S)
+            except TimeoutError:  # perhaps the round trip is just slow
+                waited_s, timeout_s = timeout_s, min(2 * timeout_s, _MAX_TIMEOUT_S)
+            else:
+                self._fleet.renew_lease(card, time.monotonic())
+                if reply.ok:
+                    return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} did not accept in time")
+                self._fleet.mark_behind(card)  # the event that ended the request may have been lost
+                self._accept(flight, card)
+                return None
+            if self._fleet.is_lost(card):
+                now = time.monotonic()
+                if self._fleet.was_behind(card, now):  # the event with its first token may be among those missing
+                    self._flights.mark_first_token_sent(flight)
+                self._fleet.remove(card, now)
+                return errors.make_error(errors.Code.WORKER_LOST)
+            # Only time in which the worker's events kept coming counts: a partition must not end the request.
+            if self._fleet.last_event_seq(card) != last_event:
+                unanswered_s += waited_s
+        raise errors.request_error(errors.Code.WORKER_LOST, f"worker {card.worker_id} no longer answers")
+
+    async def _call(
+        self, card: messages.Card, op: Operation[ReplyT], message: Message, timeout_s: float, headers: Headers = None
+    ) -> ReplyT:
+        """Calls a worker like `WorkerClient.call`, but a timeout first reads everything that this router had received:
+        a reply that only lies unread in a busy router must not count as silence."""
+        call = asyncio.ensure_future(self._workers.call(card, op, message, timeout_s + _FLUSH_TIMEOUT_S, headers))
+        try:
+            done, _ = await asyncio.wait([call], timeout=timeout_s)
+            if not done:
+                try:
+                    await self._bus.flush(_FLUSH_TIMEOUT_S)
+                except TimeoutError as error:
+                    raise ConnectionError("the broker does not answer") from error
+                if not call.done():
+                    raise TimeoutError(f"worker {card.worker_id} sent no reply within {timeout_s} s")
+            return await call
+        finally:
+            call.cancel()
+
+    def _accept(self, flight: Flight, card: messages.Card) -> None:
+        self._flights.accept(flight, card.worker_id, time.monotonic())
+        self._log.info(
+            "request_placed",
+            request_id=flight.key,
+            router_id=self._router_id,
+            worker_id=card.worker_id,
+            attempt=flight.attempt,
+        )
+        if flight.cancelled:  # the worker has not seen the client's cancel, which came before the request did
+            with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
+                self._bus.publish(self._names.cancel(flight.request_id, flight.tenant), b"")

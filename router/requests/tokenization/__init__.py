@@ -1,0 +1,1 @@
+"""From a request's text or conversation to token ids."""

@@ -1,0 +1,51 @@
+"""All settings of a router."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from tokenbus.protocol.bus import connection as nats
+from tokenbus.protocol.telemetry import status
+from tokenbus.protocol.wire import subjects
+from tokenbus.router.placement.policies import make_policies
+from tokenbus.router.requests.placement_queue import QueueSettings
+from tokenbus.router.requests.rate_limiter import TenantLimits
+from tokenbus.router.requests.request_telemetry import RequestLogSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterSettings:
+    """Settings of one router. Limits apply to this router alone, not to all routers together."""
+
+    broker: nats.Settings = dataclasses.field(default_factory=nats.Settings)
+    prefix: str = subjects.DEFAULT_PREFIX
+    router_id: str = ""
+    """Name of this router in logs; made from host name and process id if empty."""
+    policy: str = "kv"
+    """Policy for requests that name none."""
+    temperature: float = 0.0
+    """At 0 the cheapest worker is always chosen. The higher it is, the more often dearer ones are."""
+    queue: QueueSettings = dataclasses.field(default_factory=QueueSettings)
+    """Limits of the requests that wait while every worker is busy."""
+    inbox_prefixes: tuple[str, ...] = subjects.DEFAULT_INBOX_PREFIXES
+    """Prefixes that a client's reply subject may have."""
+    max_request_bytes: int = 0
+    """Largest request; 0 means half of the broker's largest message."""
+    max_flights: int = 16_384
+    """Open requests; further ones are refused with `overloaded`."""
+    max_prompt_bytes: int = 256 * 1024 * 1024
+    """Memory for the prompts of open requests; beyond it requests are refused with `overloaded`."""
+    tenant_limits: TenantLimits = dataclasses.field(default_factory=TenantLimits)
+    """Limits of each tenant that has no override."""
+    tenant_limit_overrides: Mapping[str, TenantLimits] = dataclasses.field(default_factory=dict)
+    """Limits of single tenants, by name."""
+    status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
+    request_log: RequestLogSettings = dataclasses.field(default_factory=RequestLogSettings)
+    otlp_traces_endpoint: str = ""
+    """Collector to which spans are sent; empty to send none."""
+    grace_s: float = 5.0
+    """Time that requests get to reach a worker when the router stops."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for an unknown policy."""
+        if self.policy not in (known := make_policies()):
+            raise ValueError(f"--policy must be one of {', '.join(known)}, got {self.policy!r}")
