@@ -27,7 +27,7 @@ def filled_pool(total_blocks: int, lanes: int) -> BlockPool:
         pool.allocate_blocks(number, length)
         pool.cache_blocks(number, token_ids, length)
         pool.free(number, token_ids, length)
-    assert pool.evictable_blocks == total_blocks // lanes * lanes
+    assert pool.cache.evictable_blocks == total_blocks // lanes * lanes
     return pool
 
 

@@ -4,7 +4,8 @@ import bisect
 from collections.abc import Sequence as Listing
 
 from tokenbus.protocol.wire import messages
-from tokenbus.worker.engine.kv.pool import BlockPool, KvEvents
+from tokenbus.worker.engine.kv.pool import BlockPool
+from tokenbus.worker.engine.kv.prefix_tree import KvEvents
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan, StepResult
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 from tokenbus.worker.engine.scheduling.waiting_queue import WaitingQueue, priority_key
@@ -45,7 +46,7 @@ class Scheduler:
     @property
     def evicted_blocks(self) -> int:
         """Cached blocks that had to leave the device, in all."""
-        return self._pool.evicted_blocks
+        return self._pool.cache.evicted_blocks
 
     @property
     def running(self) -> Listing[Sequence]:
@@ -88,14 +89,14 @@ class Scheduler:
         """The next step: one token for each sequence that decodes, and at most `prefill_budget` tokens of prompts.
 
         At most `transfer_blocks` go to host memory before it, and as many come back."""
-        self._pool.set_transfer_limits(offloads=transfer_blocks, onloads=transfer_blocks)
+        self._pool.cache.host.set_limits(offloads=transfer_blocks, onloads=transfer_blocks)
         started = self._admit()
         self._reuse_prefixes()
         stepping = self._stepping()
         decodes = self._decodes(stepping)
         parts = decodes + self._chunks(stepping, prefill_budget, {part.sequence.seq_no for part in decodes})
-        self._pool.trim_cached(self._max_cached_blocks)
-        return StepPlan(tuple(parts), tuple(started), tuple(self._pool.take_kv_ops()))
+        self._pool.cache.trim(self._max_cached_blocks)
+        return StepPlan(tuple(parts), tuple(started), tuple(self._pool.cache.ops.take()))
 
     def update(self, plan: StepPlan, sampled: Listing[SampledToken | EngineFinishReason]) -> list[StepResult]:
         """Notes that a plan was computed. `sampled` holds a token, or why there is none, for each part that samples."""
@@ -120,7 +121,7 @@ class Scheduler:
         if not all(sequence.num_uncomputed == 1 and sequence.num_sampled for sequence in self._running):
             return 0
         steps = min(sequence.max_num_tokens - sequence.num_tokens for sequence in self._running)
-        room = self._pool.free_blocks + self._pool.evictable_blocks
+        room = self._pool.cache.free_blocks + self._pool.cache.evictable_blocks
         return min(steps, max(0, room // len(self._running) - 1) * self._pool.block_size)
 
     def skip_steps(self, steps: int, token_ids: Listing[int]) -> None:
@@ -140,8 +141,8 @@ class Scheduler:
         """Makes room where the device has none although it was promised: cached blocks go, then the last in turn.
 
         What a lone sequence can't have ends it."""
-        if self._pool.evictable_blocks:
-            self._pool.clear()
+        if self._pool.cache.evictable_blocks:
+            self._pool.cache.clear()
             return None
         last = self._running[-1]
         if len(self._running) == 1:
@@ -152,11 +153,11 @@ class Scheduler:
 
     def clear_cache(self) -> None:
         """Forgets every cached block that no sequence uses."""
-        self._pool.clear()
+        self._pool.cache.clear()
 
     def take_kv_events(self) -> KvEvents:
         """Which cached blocks came and went since the last time."""
-        return self._pool.take_kv_events()
+        return self._pool.cache.tree.take_events()
 
     def load(self) -> messages.Load:
         waiting_tokens = sum(sequence.num_uncomputed for sequence in self._waiting)
@@ -165,9 +166,9 @@ class Scheduler:
             running=len(self._running),
             waiting=len(self._waiting),
             queued_prefill_tokens=waiting_tokens + prefill_tokens,
-            used_blocks=self._pool.used_blocks,
-            cached_blocks=self._pool.evictable_blocks,
-            free_blocks=self._pool.free_blocks,
+            used_blocks=self._pool.cache.used_blocks,
+            cached_blocks=self._pool.cache.evictable_blocks,
+            free_blocks=self._pool.cache.free_blocks,
             generated_tokens=self._num_generated,
             computed_tokens=self._num_computed,
             prompt_tokens=self._num_prompt,
