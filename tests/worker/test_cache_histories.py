@@ -157,7 +157,7 @@ class CacheHistory(RuleBasedStateMachine):
         assert not self.open, f"never ended: {self.open}"
         self.scheduler.clear_cache()
         self.everything_adds_up()
-        assert (self.pool.cache.used_blocks, self.pool.cache.free_blocks) == (0, self.pool.total_blocks)
+        assert (self.pool.cache.used_blocks, self.pool.cache.free_blocks) == (0, self.pool.cache.total_blocks)
         assert not self.mirror.parents
         self.runner.apply(self.pool.cache.ops.take())
         assert self.runner.is_empty()

@@ -5,6 +5,7 @@ from array import array
 import pytest
 
 from tokenbus.protocol.wire import block_hash
+from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain, KvEvents, StoredBlock
@@ -42,6 +43,7 @@ class Cache:
         self.pool = BlockPool(
             total_blocks, SIZE, num_lanes, host_blocks=host_blocks, overcommit=overcommit, can_share=can_share
         )
+        self.allocations: dict[int, Allocation] = {}
         self._texts: dict[int, str] = {}
         self._computed: dict[int, int] = {}
 
@@ -51,30 +53,32 @@ class Cache:
         return can
 
     def allocate(self, seq_no: int, text: str, max_tokens: int | None = None, domain: Domain | None = ACME) -> int:
-        lane = self.pool.allocate(seq_no, domain, max_tokens or len(text))
+        self.allocations[seq_no] = self.pool.allocate(domain, max_tokens or len(text))
         self._texts[seq_no], self._computed[seq_no] = text, 0
         self.pool.check_integrity()
-        return lane
+        return self.allocations[seq_no].lane
 
     def reuse_prefix(self, seq_no: int) -> int:
-        self._computed[seq_no] = self.pool.reuse_prefix(seq_no, ids(self._texts[seq_no]), self._computed[seq_no])
+        token_ids = ids(self._texts[seq_no])
+        self._computed[seq_no] = self.allocations[seq_no].reuse_prefix(token_ids, self._computed[seq_no])
         self.pool.check_integrity()
         return self._computed[seq_no]
 
     def hold(self, seq_no: int, num_tokens: int) -> bool:
-        has_room = self.pool.allocate_blocks(seq_no, num_tokens)
+        has_room = self.allocations[seq_no].allocate_blocks(num_tokens)
         self.pool.check_integrity()
         return has_room
 
     def compute(self, seq_no: int, num_tokens: int) -> None:
         """Computes so many of a sequence's tokens, as a step does."""
         assert self.hold(seq_no, num_tokens)
-        self.pool.cache_blocks(seq_no, ids(self._texts[seq_no]), num_tokens)
+        self.allocations[seq_no].cache_blocks(ids(self._texts[seq_no]), num_tokens)
         self._computed[seq_no] = num_tokens
         self.pool.check_integrity()
 
     def end(self, seq_no: int) -> None:
-        self.pool.free(seq_no, ids(self._texts.pop(seq_no)), self._computed.pop(seq_no))
+        token_ids = ids(self._texts.pop(seq_no))
+        self.pool.free(self.allocations.pop(seq_no), token_ids, self._computed.pop(seq_no))
         self.pool.check_integrity()
 
     def leave(self, text: str, domain: Domain | None = ACME) -> None:
@@ -184,7 +188,7 @@ def test_a_sequence_may_use_all_that_it_was_promised_and_not_a_block_more() -> N
     cache.allocate(1, "a", max_tokens=8)
     assert cache.hold(1, 8)
     with pytest.raises(AssertionError):
-        cache.pool.allocate_blocks(1, 9)
+        cache.allocations[1].allocate_blocks(9)
 
 
 @pytest.mark.parametrize(("num_tokens", "used"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
@@ -194,25 +198,6 @@ def test_a_block_that_is_begun_is_used_whole(num_tokens: int, used: int) -> None
     cache.compute(1, num_tokens)
     assert cache.pool.cache.used_blocks == used
     assert cache.pool.reserved_blocks == 3 - used
-
-
-def test_a_sequence_begins_once() -> None:
-    cache = Cache()
-    cache.allocate(1, "a")
-    with pytest.raises(AssertionError):
-        cache.pool.allocate(1, ACME, 4)
-    cache.pool.check_integrity()
-
-
-def test_a_sequence_that_has_not_begun_can_do_nothing() -> None:
-    pool = BlockPool(4, SIZE, 2)
-    with pytest.raises(KeyError):
-        pool.allocate_blocks(1, 1)
-    with pytest.raises(KeyError):
-        pool.reuse_prefix(1, ids("a"), 0)
-    with pytest.raises(KeyError):
-        pool.free(1, ids("a"), 0)
-    pool.check_integrity()
 
 
 @pytest.mark.parametrize(("total_blocks", "block_size", "overcommit"), [(0, 16, 1.0), (4, 0, 1.0), (4, 16, 0.99)])
@@ -717,12 +702,12 @@ def test_no_more_blocks_come_back_than_there_is_time_for_and_the_others_are_awai
     cache.pool.cache.host.set_limits(offloads=0, onloads=1)
     assert cache.found("aaaabbbbc") == 4
     assert cache.kv_ops() == [Onload(2, 1, 0, 4)]
-    assert cache.pool.awaits_onload(100, ids("aaaabbbbc"))
+    assert cache.allocations[100].awaits_onload(ids("aaaabbbbc"))
     cache.pool.cache.host.set_limits(offloads=0, onloads=1)
-    assert not cache.pool.awaits_onload(100, ids("aaaabbbbc"))
+    assert not cache.allocations[100].awaits_onload(ids("aaaabbbbc"))
     assert cache.reuse_prefix(100) == 8
     assert cache.kv_ops() == [Onload(1, 1, 4, 8)]
-    assert not cache.pool.awaits_onload(100, ids("aaaabbbbc"))
+    assert not cache.allocations[100].awaits_onload(ids("aaaabbbbc"))
 
 
 def test_a_copy_that_would_complete_the_prompt_is_not_awaited() -> None:
@@ -730,8 +715,8 @@ def test_a_copy_that_would_complete_the_prompt_is_not_awaited() -> None:
     cache.end(101)
     cache.pool.cache.host.set_limits(offloads=0, onloads=0)
     cache.found("aaaa")
-    assert not cache.pool.awaits_onload(100, ids("aaaa"))
-    assert cache.pool.awaits_onload(100, ids("aaaab"))
+    assert not cache.allocations[100].awaits_onload(ids("aaaa"))
+    assert cache.allocations[100].awaits_onload(ids("aaaab"))
 
 
 def test_nothing_comes_back_where_there_is_no_room_for_it() -> None:
@@ -862,12 +847,12 @@ def test_two_that_would_compute_the_same_block_next_say_so() -> None:
     cache = Cache()
     for seq_no, text in enumerate(("aaaab", "aaaac", "bbbbb")):
         cache.allocate(seq_no, text)
-    one, two, other = (cache.pool.next_block(n, ids(text)) for n, text in enumerate(("aaaab", "aaaac", "bbbbb")))
+    one, two, other = (cache.allocations[n].next_block(ids(text)) for n, text in enumerate(("aaaab", "aaaac", "bbbbb")))
     assert one == two
     assert one is not None
     assert other != one
     cache.compute(0, 4)
-    assert cache.pool.next_block(0, ids("aaaab")) is None
+    assert cache.allocations[0].next_block(ids("aaaab")) is None
 
 
 def test_what_nobody_else_could_use_is_no_next_block() -> None:
@@ -877,7 +862,7 @@ def test_what_nobody_else_could_use_is_no_next_block() -> None:
     cache.allocate(3, "aaa")
     cache.allocate(4, "aaaa")
     blocks_next = [
-        cache.pool.next_block(n, ids(text)) for n, text in ((1, "aaaa"), (2, "aaaa"), (3, "aaa"), (4, "aaaa"))
+        cache.allocations[n].next_block(ids(text)) for n, text in ((1, "aaaa"), (2, "aaaa"), (3, "aaa"), (4, "aaaa"))
     ]
     assert blocks_next[0] is None
     assert blocks_next[2] is None

@@ -3,7 +3,7 @@
 Its tokens lie in shared blocks first, which the prefix tree knows, then in private ones:
 
     |-- shared --|-- shared --|-- private --|-- private --|-- reserved --|-- reserved --|
-       path[0]      path[1]   ^ num_cached                ^ num_blocks                  ^ max_blocks
+       path[0]      path[1]   ^ node.end                  ^ num_blocks                  ^ max_blocks
 
 A block is private until it is complete; then others can find it. The sequence's lane carries all of it.
 """
@@ -44,18 +44,71 @@ class Allocation:
     def num_blocks(self) -> int:
         return len(self.path) + self.num_private
 
-    def next_tokens(self, token_ids: "array[int]", num_tokens: int) -> bytes | None:
-        """The tokens of the block behind the shared ones; None if that would hold more than the first `num_tokens`."""
-        start = self.path[-1].end if self.path else 0
-        end = start + self._cache.block_size
-        return block_hash.pack_token_ids(token_ids[start:end]) if end <= num_tokens else None
+    def next_block(self, token_ids: "array[int]") -> tuple[Block, bytes] | None:
+        """Identifies the block that is completed next, if it can be shared: equal for two that compute the same."""
+        tokens = None if self.root is None else self._next_tokens(token_ids, len(token_ids))
+        return None if tokens is None else (self.node, tokens)
 
-    def add_private(self, count: int) -> None:
-        """Takes free blocks, or gives them back where `count` is negative."""
-        self.num_private += count
-        self._cache.num_private += count
+    def awaits_onload(self, token_ids: "array[int]") -> bool:
+        """Whether the next block is in host memory, and only the time to copy it back was missing."""
+        if self.root is None or self._cache.host.can_onload:
+            return False
+        tokens = self._next_tokens(token_ids, len(token_ids) - 1)
+        block = None if tokens is None else self.node.children.get(tokens)
+        return block is not None and not block.lanes
 
-    def reuse_blocks(self, token_ids: "array[int]") -> None:
+    def allocate_blocks(self, num_tokens: int) -> bool:
+        """Gets private blocks for `num_tokens` in all, evicting cached ones; False, and no change, without room."""
+        needed = self._cache.num_blocks(num_tokens) - self.num_blocks
+        if needed <= 0:
+            return True
+        assert self.num_blocks + needed <= self.max_blocks, (self, num_tokens)
+        if not self._cache.make_room(needed):
+            return False
+        self._add_private(needed)
+        return True
+
+    def reuse_prefix(self, token_ids: "array[int]", num_computed: int) -> int:
+        """Takes over what others have computed of a sequence's tokens; returns how many it holds then.
+
+        At least one token is left to be computed, since only that gives logits."""
+        if self.root is None:
+            return num_computed
+        self._reuse_blocks(token_ids)
+        reused = self.node.end
+        if self.num_private == 0:
+            reused += self._reuse_start_of_block(token_ids)
+        return max(num_computed, reused)
+
+    def cache_blocks(self, token_ids: "array[int]", num_computed: int) -> None:
+        """Lets others find the private blocks that are complete; of equal ones on other lanes the cells are shared."""
+        if self.root is None:
+            return
+        while (tokens := self._next_tokens(token_ids, num_computed)) is not None:
+            self._add_private(-1)
+            block = self.node.children.get(tokens)
+            if block is None:
+                block = self._cache.insert(self.node, tokens, self.lane)
+            elif block.lanes:
+                self._cache.ops.add(Truncate(self.lane, block.start, block.end))
+                self._cache.ops.add(Share(block.any_lane, self.lane, block.start, block.end))
+            self._use(block)
+            self._cache.lanes.free_ending_at(block)
+
+    def free(self, token_ids: "array[int]", num_computed: int) -> None:
+        """Gives everything back; what was computed stays cached."""
+        self._add_private(-self.num_private)
+        partial = None if self.root is None else self._cache_partial_block(token_ids, num_computed)
+        for block in reversed(self.path):  # deepest first, so that no block is evicted before those behind it
+            block.ref_count -= 1
+            if not block.ref_count:
+                self._cache.make_evictable(block)
+        self._cache.lanes.retire(self.lane, self.path, partial)
+        if self.root is not None:
+            self.root.ref_count -= 1
+            self._cache.tree.prune(self.root)
+
+    def _reuse_blocks(self, token_ids: "array[int]") -> None:
         """Takes over whole blocks that others have computed.
 
         Each next block of the prompt is one of these:
@@ -73,12 +126,12 @@ class Allocation:
         shared_from = self.node.end
         source = None
         covered: list[Block] = []
-        while (tokens := self.next_tokens(token_ids, len(token_ids) - 1)) is not None:
+        while (tokens := self._next_tokens(token_ids, len(token_ids) - 1)) is not None:
             block = self.node.children.get(tokens)
             if block is None or not (block.lanes or cache.can_onload(block)):
                 break
             if self.num_private:
-                self.add_private(-self.num_private)
+                self._add_private(-self.num_private)
                 cache.ops.add(Truncate(self.lane, self.node.end))
             if block.lanes:
                 source = block.any_lane  # it carries all blocks before this one too: one op shares them all
@@ -99,7 +152,7 @@ class Allocation:
         for block in covered:
             cache.lanes.free_ending_at(block)
 
-    def reuse_start_of_block(self, token_ids: "array[int]") -> int:
+    def _reuse_start_of_block(self, token_ids: "array[int]") -> int:
         """Takes over the first tokens of a block, full or partial, that begins like the prompt's next one:
 
             known    |-- a b c d --|
@@ -124,36 +177,10 @@ class Allocation:
         else:
             cache.host.onload(block, self.lane, block.start + count)
         if count:
-            self.add_private(1)
+            self._add_private(1)
         if was_evictable:
             cache.make_evictable(block)
         return count
-
-    def cache_blocks(self, token_ids: "array[int]", num_computed: int) -> None:
-        """Shares the private blocks that are complete, or drops them for equal ones that another lane carries."""
-        while (tokens := self.next_tokens(token_ids, num_computed)) is not None:
-            self.add_private(-1)
-            block = self.node.children.get(tokens)
-            if block is None:
-                block = self._cache.insert(self.node, tokens, self.lane)
-            elif block.lanes:
-                self._cache.ops.add(Truncate(self.lane, block.start, block.end))
-                self._cache.ops.add(Share(block.any_lane, self.lane, block.start, block.end))
-            self._use(block)
-            self._cache.lanes.free_ending_at(block)
-
-    def free(self, token_ids: "array[int]", num_computed: int) -> None:
-        """Gives everything back; what was computed stays cached."""
-        self.add_private(-self.num_private)
-        partial = None if self.root is None else self._cache_partial_block(token_ids, num_computed)
-        for block in reversed(self.path):  # deepest first, so that no block is evicted before those behind it
-            block.ref_count -= 1
-            if not block.ref_count:
-                self._cache.make_evictable(block)
-        self._cache.lanes.retire(self.lane, self.path, partial)
-        if self.root is not None:
-            self.root.ref_count -= 1
-            self._cache.tree.prune(self.root)
 
     def _cache_partial_block(self, token_ids: "array[int]", num_computed: int) -> Block | None:
         """Caches the tokens behind the last full block; returns None where there are none, or they are known."""
@@ -166,6 +193,17 @@ class Allocation:
         partial = self._cache.insert(self.node, tokens, self.lane)
         self._cache.make_evictable(partial)
         return partial
+
+    def _next_tokens(self, token_ids: "array[int]", num_tokens: int) -> bytes | None:
+        """The tokens of the block behind the shared ones; None if that would hold more than the first `num_tokens`."""
+        start = self.path[-1].end if self.path else 0
+        end = start + self._cache.block_size
+        return block_hash.pack_token_ids(token_ids[start:end]) if end <= num_tokens else None
+
+    def _add_private(self, count: int) -> None:
+        """Takes free blocks, or gives them back where `count` is negative."""
+        self.num_private += count
+        self._cache.num_private += count
 
     def _use(self, block: Block) -> None:
         """Appends a block to the path: this lane carries it, or will after the ops."""

@@ -67,6 +67,9 @@ class PrefixCache:
     def free_blocks(self) -> int:
         return self.total_blocks - self.lanes.num_resident - self.num_private
 
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
     def make_room(self, count: int) -> bool:
         """Evicts blocks until `count` are free; False, and no change, if there are too few that can be."""
         missing = count - self.free_blocks
