@@ -19,7 +19,7 @@ _TOKEN_BYTES = 4
 
 
 class Domain(NamedTuple):
-    """What two sequences must have in common before they may share blocks. The model is the engine's."""
+    """The things that two sequences must have in common before they may share blocks, besides the model."""
 
     tenant: str = ""
     cache_salt: str = ""

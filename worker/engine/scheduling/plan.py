@@ -52,7 +52,7 @@ class SampledToken(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step did for one sequence."""
+    """The result of a step for one sequence."""
 
     sequence: Sequence
     sampled: SampledToken | None

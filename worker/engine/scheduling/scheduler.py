@@ -19,8 +19,8 @@ from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Seque
 class Scheduler:
     """All sequences of one engine: those that wait, and those that run, with a lane and reserved blocks.
 
-    One step of priority is worth `priority_s` seconds of waiting. At most `max_cached_blocks` that no sequence uses stay
-    on the device."""
+    One step of priority is worth `priority_s` seconds of waiting. At most `max_cached_blocks` blocks that no sequence
+    uses stay on the device."""
 
     def __init__(
         self, pool: BlockPool, max_num_seqs: int, *, priority_s: float = 1.0, max_cached_blocks: int | None = None

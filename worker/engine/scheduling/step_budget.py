@@ -7,12 +7,12 @@ from tokenbus.worker.engine.kv.ops import KvOp, Offload, Onload
 _WEIGHT = 0.3
 """The newest step's weight in the running estimate, which follows a change of speed within a handful of steps."""
 _NO_DECODE_FACTOR = 3
-"""How much longer a step may take while nobody decodes. A router takes a step of 2 s for one that hangs."""
+"""A step may take so many times its target while nobody decodes. Routers take a step of 2 s for one that hangs."""
 _EFFICIENT_TOKENS = 64
-"""llama.cpp's attention on CPUs handles 64 rows or more in tiles: in the middle of a prompt of 1,200 tokens, a step of 64
-takes 0.52 s and two of 36 take 0.75 s (0.5B shape, 2 cores)."""
+"""llama.cpp's attention on CPUs handles 64 rows or more in tiles: in the middle of a prompt of 1,200 tokens, a step of
+64 tokens takes 0.52 s and two of 36 take 0.75 s (0.5B shape, 2 cores)."""
 _EFFICIENCY_FACTOR = 2
-"""How many times its target a step may take to have as many tokens as that."""
+"""A step may take so many times its target to have that many tokens."""
 _FIRST_BLOCKS = 16
 """Blocks to copy before the first copies have been timed."""
 _MIN_OBSERVED_TOKENS = 8
@@ -65,7 +65,7 @@ class TransferBudget:
 
     @property
     def blocks(self) -> int:
-        """The blocks for the next step, in each direction; at least one, so that whoever waits for it makes progress."""
+        """The blocks for the next step, in each direction; at least one, so that all who wait make progress."""
         return _FIRST_BLOCKS if self._s_per_block is None else max(1, int(self._target_s / self._s_per_block))
 
     def observe(self, kv_ops: Listing[KvOp], seconds: float) -> None:
