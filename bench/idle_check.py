@@ -23,11 +23,11 @@ def filled_pool(total_blocks: int, lanes: int) -> BlockPool:
     length = total_blocks // lanes * _BLOCK_TOKENS
     for number in range(lanes):
         token_ids = array("I", [number] * length)
-        pool.allocate(number, Domain(), length)
-        pool.allocate_blocks(number, length)
-        pool.cache_blocks(number, token_ids, length)
-        pool.free(number, token_ids, length)
-    assert pool.evictable_blocks == total_blocks // lanes * lanes
+        allocation = pool.allocate(Domain(), length)
+        allocation.allocate_blocks(length)
+        allocation.cache_blocks(token_ids, length)
+        pool.free(allocation, token_ids, length)
+    assert pool.cache.evictable_blocks == total_blocks // lanes * lanes
     return pool
 
 

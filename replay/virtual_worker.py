@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tokenbus.protocol.wire import internal, messages
+from tokenbus.replay.fast_forward import FastForwardScheduler
 from tokenbus.replay.traces import TracedRequest
 from tokenbus.worker import contract
 from tokenbus.worker.broker.published_blocks import to_runs
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan, StepResult
-from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 from tokenbus.worker.engine.scheduling.step_budget import StepBudget
 from tokenbus.worker.engine.sim.runner import VOCAB_SIZE
@@ -72,7 +72,7 @@ class VirtualWorker:
             settings.max_num_seqs * _LANES_PER_SEQUENCE + settings.kv_blocks,
             fingerprint=FINGERPRINT,
         )
-        self._scheduler = Scheduler(pool, settings.max_num_seqs)
+        self._scheduler = FastForwardScheduler(pool, settings.max_num_seqs)
         self._max_prefill_tokens = settings.max_num_batched_tokens
         target_s = settings.step_target_ms / 1e3
         self._step_budget = StepBudget(target_s, _MIN_PREFILL_TOKENS, self._max_prefill_tokens) if target_s else None

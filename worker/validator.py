@@ -1,5 +1,6 @@
-"""Watches a stream of outputs and raises where it breaks the engine contract. On in tests, and in production by
-TOKENBUS_DEBUG=1."""
+"""The stream validator raises where an engine's outputs break the engine contract.
+
+It is on in tests, and in production with TOKENBUS_DEBUG=1."""
 
 from tokenbus.protocol.wire import messages
 from tokenbus.worker import contract
@@ -8,11 +9,11 @@ _REASONS_WITH_TOKENS = (messages.FinishReason.STOP, messages.FinishReason.LENGTH
 
 
 class ContractError(AssertionError):
-    """An engine broke a rule of worker/contract.py."""
+    """An engine broke a rule of `worker/contract.py`."""
 
 
 class StreamValidator:
-    """A sink that checks every output before it passes it on."""
+    """A sink that checks every output of a request before it passes it on."""
 
     def __init__(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
         self._request = request
@@ -40,19 +41,21 @@ class StreamValidator:
         usage = output.usage
         if usage is None:
             raise ContractError(f"{self!r}: a terminal without usage")
-        self._require(usage.completion_tokens == self._num_tokens, "completion_tokens is not what was handed out")
+        self._require(usage.completion_tokens == self._num_tokens, "completion_tokens is not the number of tokens")
         self._require(usage.prompt_tokens == len(self._request.token_ids), "prompt_tokens is not the prompt's length")
         self._require(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens, "usage does not add up")
-        self._require((reason is messages.FinishReason.ERROR) == (output.error is not None), "error and reason differ")
+        self._require(
+            (reason is messages.FinishReason.ERROR) == (output.error is not None), "error and reason disagree"
+        )
         self._require(
             reason is not messages.FinishReason.LENGTH or self._num_tokens == sampling.max_tokens,
-            "length, but fewer than max_tokens",
+            "length with fewer than max_tokens",
         )
         self._require(
-            (reason is messages.FinishReason.STOP) == (output.stop_match is not None), "stop, and what matched"
+            (reason is messages.FinishReason.STOP) == (output.stop_match is not None), "stop and stop_match disagree"
         )
         if reason is messages.FinishReason.STOP:
-            self._require(self._num_tokens > sampling.min_tokens, "stop before min_tokens")
+            self._require(self._num_tokens > sampling.min_tokens, "stop within min_tokens")
         if reason in _REASONS_WITH_TOKENS:
             self._require(output.timings is not None, "a terminal without timings")
 

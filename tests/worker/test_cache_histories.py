@@ -126,7 +126,7 @@ class CacheHistory(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.scheduler.clear_cache()
-        assert self.pool.evictable_blocks == self.pool.offloaded_blocks == 0
+        assert self.pool.cache.evictable_blocks == len(self.pool.cache.host) == 0
 
     @rule()
     def reclaim_memory(self) -> None:
@@ -141,7 +141,9 @@ class CacheHistory(RuleBasedStateMachine):
         self.scheduler.check_integrity()
         changes = self.scheduler.take_kv_events()
         self.mirror.take(changes.removed, [tuple(new) for new in changes.stored], self.roots)
-        assert set(self.mirror.parents) == {b.hash for b in self.pool._tree.all_blocks() if self.pool._tree.is_full(b)}
+        assert set(self.mirror.parents) == {
+            b.hash for b in self.pool.cache.tree.all_blocks() if self.pool.cache.tree.is_full(b)
+        }
         assert len(self.mirror.parents) <= self.config.total_kv_blocks + self.config.host_kv_blocks
 
     def teardown(self) -> None:
@@ -155,9 +157,9 @@ class CacheHistory(RuleBasedStateMachine):
         assert not self.open, f"never ended: {self.open}"
         self.scheduler.clear_cache()
         self.everything_adds_up()
-        assert (self.pool.used_blocks, self.pool.free_blocks) == (0, self.pool.total_blocks)
+        assert (self.pool.cache.used_blocks, self.pool.cache.free_blocks) == (0, self.pool.cache.total_blocks)
         assert not self.mirror.parents
-        self.runner.apply(self.pool.take_kv_ops())
+        self.runner.apply(self.pool.cache.ops.take())
         assert self.runner.is_empty()
 
     def one_step(self, budget: int, transfer: int) -> None:

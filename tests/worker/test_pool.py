@@ -5,9 +5,10 @@ from array import array
 import pytest
 
 from tokenbus.protocol.wire import block_hash
+from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
-from tokenbus.worker.engine.kv.pool import BlockPool, KvEvents, StoredBlock
-from tokenbus.worker.engine.kv.prefix_tree import Domain
+from tokenbus.worker.engine.kv.pool import BlockPool
+from tokenbus.worker.engine.kv.prefix_tree import Domain, KvEvents, StoredBlock
 
 SIZE = 4
 ACME = Domain("acme")
@@ -42,6 +43,7 @@ class Cache:
         self.pool = BlockPool(
             total_blocks, SIZE, num_lanes, host_blocks=host_blocks, overcommit=overcommit, can_share=can_share
         )
+        self.allocations: dict[int, Allocation] = {}
         self._texts: dict[int, str] = {}
         self._computed: dict[int, int] = {}
 
@@ -51,30 +53,32 @@ class Cache:
         return can
 
     def allocate(self, seq_no: int, text: str, max_tokens: int | None = None, domain: Domain | None = ACME) -> int:
-        lane = self.pool.allocate(seq_no, domain, max_tokens or len(text))
+        self.allocations[seq_no] = self.pool.allocate(domain, max_tokens or len(text))
         self._texts[seq_no], self._computed[seq_no] = text, 0
         self.pool.check_integrity()
-        return lane
+        return self.allocations[seq_no].lane
 
     def reuse_prefix(self, seq_no: int) -> int:
-        self._computed[seq_no] = self.pool.reuse_prefix(seq_no, ids(self._texts[seq_no]), self._computed[seq_no])
+        token_ids = ids(self._texts[seq_no])
+        self._computed[seq_no] = self.allocations[seq_no].reuse_prefix(token_ids, self._computed[seq_no])
         self.pool.check_integrity()
         return self._computed[seq_no]
 
     def hold(self, seq_no: int, num_tokens: int) -> bool:
-        has_room = self.pool.allocate_blocks(seq_no, num_tokens)
+        has_room = self.allocations[seq_no].allocate_blocks(num_tokens)
         self.pool.check_integrity()
         return has_room
 
     def compute(self, seq_no: int, num_tokens: int) -> None:
         """Computes so many of a sequence's tokens, as a step does."""
         assert self.hold(seq_no, num_tokens)
-        self.pool.cache_blocks(seq_no, ids(self._texts[seq_no]), num_tokens)
+        self.allocations[seq_no].cache_blocks(ids(self._texts[seq_no]), num_tokens)
         self._computed[seq_no] = num_tokens
         self.pool.check_integrity()
 
     def end(self, seq_no: int) -> None:
-        self.pool.free(seq_no, ids(self._texts.pop(seq_no)), self._computed.pop(seq_no))
+        token_ids = ids(self._texts.pop(seq_no))
+        self.pool.free(self.allocations.pop(seq_no), token_ids, self._computed.pop(seq_no))
         self.pool.check_integrity()
 
     def leave(self, text: str, domain: Domain | None = ACME) -> None:
@@ -97,15 +101,15 @@ class Cache:
 
     def kv_ops(self) -> list[KvOp]:
         """Since the last time."""
-        return self.pool.take_kv_ops()
+        return self.pool.cache.ops.take()
 
     def changes(self) -> KvEvents:
-        return self.pool.take_kv_events()
+        return self.pool.cache.tree.take_events()
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """Blocks that are used, idle and free."""
-        return self.pool.used_blocks, self.pool.evictable_blocks, self.pool.free_blocks
+        return self.pool.cache.used_blocks, self.pool.cache.evictable_blocks, self.pool.cache.free_blocks
 
 
 # promises
@@ -184,7 +188,7 @@ def test_a_sequence_may_use_all_that_it_was_promised_and_not_a_block_more() -> N
     cache.allocate(1, "a", max_tokens=8)
     assert cache.hold(1, 8)
     with pytest.raises(AssertionError):
-        cache.pool.allocate_blocks(1, 9)
+        cache.allocations[1].allocate_blocks(9)
 
 
 @pytest.mark.parametrize(("num_tokens", "used"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
@@ -192,27 +196,8 @@ def test_a_block_that_is_begun_is_used_whole(num_tokens: int, used: int) -> None
     cache = Cache()
     cache.allocate(1, "a" * 12)
     cache.compute(1, num_tokens)
-    assert cache.pool.used_blocks == used
+    assert cache.pool.cache.used_blocks == used
     assert cache.pool.reserved_blocks == 3 - used
-
-
-def test_a_sequence_begins_once() -> None:
-    cache = Cache()
-    cache.allocate(1, "a")
-    with pytest.raises(AssertionError):
-        cache.pool.allocate(1, ACME, 4)
-    cache.pool.check_integrity()
-
-
-def test_a_sequence_that_has_not_begun_can_do_nothing() -> None:
-    pool = BlockPool(4, SIZE, 2)
-    with pytest.raises(KeyError):
-        pool.allocate_blocks(1, 1)
-    with pytest.raises(KeyError):
-        pool.reuse_prefix(1, ids("a"), 0)
-    with pytest.raises(KeyError):
-        pool.free(1, ids("a"), 0)
-    pool.check_integrity()
 
 
 @pytest.mark.parametrize(("total_blocks", "block_size", "overcommit"), [(0, 16, 1.0), (4, 0, 1.0), (4, 16, 0.99)])
@@ -485,7 +470,7 @@ def test_the_least_recently_used_block_goes_first_and_of_a_chain_its_end() -> No
         cache.fill(num_blocks)
         assert cache.kv_ops() == [cut]
         assert cache.changes() == KvEvents([gone], [])
-    assert cache.pool.evicted_blocks == 4
+    assert cache.pool.cache.evicted_blocks == 4
 
 
 def test_what_was_used_again_goes_last() -> None:
@@ -514,7 +499,7 @@ def test_blocks_that_sequences_use_are_never_evicted() -> None:
     cache.allocate(2, "cccccccc")
     assert cache.hold(2, 4)
     assert not cache.hold(2, 8)
-    assert cache.pool.evicted_blocks == 0
+    assert cache.pool.cache.evicted_blocks == 0
 
 
 def test_the_part_of_an_idle_lane_that_others_carry_stays_where_it_is() -> None:
@@ -528,7 +513,7 @@ def test_the_part_of_an_idle_lane_that_others_carry_stays_where_it_is() -> None:
     cache.end(2)
     cache.changes()
     cache.kv_ops()
-    cache.pool.trim_cached(2)
+    cache.pool.cache.trim(2)
     assert cache.kv_ops() == [Truncate(0, 0)]
     assert cache.changes() == KvEvents([names("aaaabbbb")[1]], [])
     assert cache.found("aaaaccccd") == 8
@@ -567,7 +552,7 @@ def test_idle_blocks_beyond_the_limit_go(most: int, removed: int) -> None:
     cache = Cache()
     cache.leave("aaaabbbbcccc")
     cache.changes()
-    cache.pool.trim_cached(most)
+    cache.pool.cache.trim(most)
     cache.pool.check_integrity()
     assert cache.changes().removed == names("aaaabbbbcccc")[::-1][:removed]
 
@@ -579,7 +564,7 @@ def saving(total_blocks: int = 3, host_blocks: int = 8, saves: int = 99, restore
     """A cache with host memory in which "aaaabbbb" had to go from the device."""
     cache = Cache(total_blocks, num_lanes=2, host_blocks=host_blocks)
     cache.leave("aaaabbbb")
-    cache.pool.set_transfer_limits(saves, restores)
+    cache.pool.cache.host.set_limits(saves, restores)
     cache.kv_ops()
     cache.changes()
     cache.fill(total_blocks)
@@ -589,12 +574,12 @@ def saving(total_blocks: int = 3, host_blocks: int = 8, saves: int = 99, restore
 def test_what_has_to_go_from_the_device_is_saved_and_comes_back() -> None:
     cache = saving()
     assert cache.kv_ops() == [Offload(1, 0, 4, 8), Offload(2, 0, 0, 4), Truncate(0, 0)]
-    assert (cache.counts, cache.pool.offloaded_blocks) == ((3, 0, 0), 2)
+    assert (cache.counts, len(cache.pool.cache.host)) == ((3, 0, 0), 2)
     cache.end(101)
     assert cache.kv_ops() == [Truncate(1, 0)]
     assert cache.found("aaaabbbbc") == 8
     assert cache.kv_ops() == [Onload(2, 1, 0, 4), Onload(1, 1, 4, 8)]
-    assert (cache.counts, cache.pool.offloaded_blocks) == ((2, 0, 1), 2)
+    assert (cache.counts, len(cache.pool.cache.host)) == ((2, 0, 1), 2)
     assert cache.changes() == KvEvents([], [])
 
 
@@ -606,7 +591,7 @@ def test_a_block_with_a_copy_is_not_saved_again() -> None:
     cache.kv_ops()
     cache.fill(3)
     assert cache.kv_ops() == [Truncate(1, 0)]
-    assert cache.pool.offloaded_blocks == 2
+    assert len(cache.pool.cache.host) == 2
 
 
 def test_the_beginning_of_a_copy_comes_back_to_the_token() -> None:
@@ -621,14 +606,14 @@ def test_the_oldest_copy_is_forgotten_first() -> None:
     cache = saving(host_blocks=1)
     assert cache.kv_ops() == [Offload(1, 0, 4, 8), Truncate(0, 4), Discard(1), Offload(2, 0, 0, 4), Truncate(0, 0)]
     assert cache.changes() == KvEvents(names("aaaabbbb")[1:], [])
-    assert cache.pool.offloaded_blocks == 1
+    assert len(cache.pool.cache.host) == 1
 
 
 def two_copies() -> Cache:
     """A cache that has forgotten all but the copies of "xxxx", number 1, and "yyyy", number 2; there is no room for a
     third."""
     cache = Cache(total_blocks=4, num_lanes=4, host_blocks=2)
-    cache.pool.set_transfer_limits(99, 99)
+    cache.pool.cache.host.set_limits(99, 99)
     cache.leave("xxxx")
     cache.leave("yyyy")
     cache.fill(4)
@@ -642,7 +627,7 @@ def save_another(cache: Cache) -> list[KvOp]:
     """What is forgotten for a third copy."""
     cache.leave("zzzz")
     cache.kv_ops()
-    cache.fill(cache.pool.free_blocks + 1)
+    cache.fill(cache.pool.cache.free_blocks + 1)
     return [op for op in cache.kv_ops() if isinstance(op, Discard)]
 
 
@@ -676,15 +661,15 @@ def test_a_copy_of_a_block_that_was_used_until_now_is_forgotten_last() -> None:
     cache.end(1)
     cache.leave("zzzz")
     cache.kv_ops()
-    cache.pool.trim_cached(1)
-    cache.pool.trim_cached(0)
+    cache.pool.cache.trim(1)
+    cache.pool.cache.trim(0)
     cache.pool.check_integrity()
     assert [op for op in cache.kv_ops() if isinstance(op, Discard)] == [Discard(2)]
 
 
 def test_beginnings_that_come_back_take_their_time_too() -> None:
     cache = two_copies()
-    cache.pool.set_transfer_limits(offloads=0, onloads=1)
+    cache.pool.cache.host.set_limits(offloads=0, onloads=1)
     cache.allocate(1, "xxaaa")
     cache.allocate(2, "yyaaa")
     assert (cache.reuse_prefix(1), cache.reuse_prefix(2)) == (2, 0)
@@ -695,7 +680,7 @@ def test_what_there_is_no_time_to_save_is_gone_and_so_are_the_copies_behind_it(s
     cache = saving(saves=saves)
     assert cache.kv_ops() == ([Offload(1, 0, 4, 8), Truncate(0, 0), Discard(1)] if saves else [Truncate(0, 0)])
     assert cache.changes() == KvEvents(names("aaaabbbb")[::-1], [])
-    assert cache.pool.offloaded_blocks == 0
+    assert len(cache.pool.cache.host) == 0
 
 
 @pytest.mark.parametrize(("saves", "idle"), [(0, 3), (1, 2), (3, 0), (4, 0)])
@@ -703,10 +688,10 @@ def test_idle_blocks_beyond_the_limit_stay_until_there_is_time_to_save_them(save
     cache = Cache(host_blocks=8)
     cache.leave("aaaabbbbcccc")
     cache.changes()
-    cache.pool.set_transfer_limits(saves, 0)
-    cache.pool.trim_cached(0)
+    cache.pool.cache.host.set_limits(saves, 0)
+    cache.pool.cache.trim(0)
     cache.pool.check_integrity()
-    assert (cache.pool.evictable_blocks, cache.pool.offloaded_blocks) == (idle, 3 - idle)
+    assert (cache.pool.cache.evictable_blocks, len(cache.pool.cache.host)) == (idle, 3 - idle)
     assert cache.changes() == KvEvents([], [])
 
 
@@ -714,24 +699,24 @@ def test_no_more_blocks_come_back_than_there_is_time_for_and_the_others_are_awai
     cache = saving()
     cache.end(101)
     cache.kv_ops()
-    cache.pool.set_transfer_limits(offloads=0, onloads=1)
+    cache.pool.cache.host.set_limits(offloads=0, onloads=1)
     assert cache.found("aaaabbbbc") == 4
     assert cache.kv_ops() == [Onload(2, 1, 0, 4)]
-    assert cache.pool.awaits_onload(100, ids("aaaabbbbc"))
-    cache.pool.set_transfer_limits(offloads=0, onloads=1)
-    assert not cache.pool.awaits_onload(100, ids("aaaabbbbc"))
+    assert cache.allocations[100].awaits_onload(ids("aaaabbbbc"))
+    cache.pool.cache.host.set_limits(offloads=0, onloads=1)
+    assert not cache.allocations[100].awaits_onload(ids("aaaabbbbc"))
     assert cache.reuse_prefix(100) == 8
     assert cache.kv_ops() == [Onload(1, 1, 4, 8)]
-    assert not cache.pool.awaits_onload(100, ids("aaaabbbbc"))
+    assert not cache.allocations[100].awaits_onload(ids("aaaabbbbc"))
 
 
 def test_a_copy_that_would_complete_the_prompt_is_not_awaited() -> None:
     cache = saving()
     cache.end(101)
-    cache.pool.set_transfer_limits(offloads=0, onloads=0)
+    cache.pool.cache.host.set_limits(offloads=0, onloads=0)
     cache.found("aaaa")
-    assert not cache.pool.awaits_onload(100, ids("aaaa"))
-    assert cache.pool.awaits_onload(100, ids("aaaab"))
+    assert not cache.allocations[100].awaits_onload(ids("aaaa"))
+    assert cache.allocations[100].awaits_onload(ids("aaaab"))
 
 
 def test_nothing_comes_back_where_there_is_no_room_for_it() -> None:
@@ -745,7 +730,7 @@ def test_nothing_comes_back_where_there_is_no_room_for_it() -> None:
 def test_the_tail_of_a_lane_is_saved_and_comes_back_like_a_block() -> None:
     cache = Cache(total_blocks=2, num_lanes=2, host_blocks=2)
     cache.leave("aaaabb")
-    cache.pool.set_transfer_limits(9, 9)
+    cache.pool.cache.host.set_limits(9, 9)
     cache.fill(2)
     assert cache.kv_ops() == [Offload(1, 0, 4, 6), Offload(2, 0, 0, 4), Truncate(0, 0)]
     cache.end(101)
@@ -783,7 +768,7 @@ def test_a_block_that_others_complete_too_is_no_news() -> None:
 def test_a_block_that_came_and_went_in_between_is_in_neither_list() -> None:
     cache = Cache()
     cache.leave("aaaabbbb")
-    cache.pool.clear()
+    cache.pool.cache.clear()
     assert cache.changes() == KvEvents([], [])
 
 
@@ -791,7 +776,7 @@ def test_a_block_that_went_and_came_back_is_removed_first_and_then_stored() -> N
     cache = Cache()
     cache.leave("aaaa")
     cache.changes()
-    cache.pool.clear()
+    cache.pool.cache.clear()
     cache.leave("aaaa")
     (a,) = names("aaaa")
     assert cache.changes() == KvEvents([a], [StoredBlock(root_of(), a)])
@@ -802,14 +787,14 @@ def test_tails_are_never_told() -> None:
     cache.leave("aaa")
     assert cache.counts == (0, 1, 15)
     assert cache.changes() == KvEvents([], [])
-    cache.pool.clear()
+    cache.pool.cache.clear()
     assert cache.changes() == KvEvents([], [])
 
 
 def test_a_block_is_told_gone_only_when_its_copy_is_gone_too() -> None:
     cache = saving()
     assert cache.changes() == KvEvents([], [])
-    cache.pool.clear()
+    cache.pool.cache.clear()
     cache.pool.check_integrity()
     assert sorted(cache.changes().removed) == sorted(names("aaaabbbb"))
 
@@ -825,7 +810,7 @@ def test_clearing_forgets_what_no_sequence_uses_and_only_that() -> None:
     cache.reuse_prefix(1)
     cache.kv_ops()
     cache.changes()
-    cache.pool.clear()
+    cache.pool.cache.clear()
     cache.pool.check_integrity()
     assert cache.counts == (1, 0, 15)
     assert cache.kv_ops() == [Truncate(0, 0), Truncate(1, 0)]
@@ -837,22 +822,22 @@ def test_clearing_forgets_copies_also_of_blocks_that_are_used() -> None:
     cache.end(101)
     cache.found("aaaabbbbc")
     cache.kv_ops()
-    cache.pool.clear()
+    cache.pool.cache.clear()
     cache.pool.check_integrity()
     assert set(cache.kv_ops()) == {Discard(1), Discard(2)}
-    assert (cache.counts, cache.pool.offloaded_blocks) == ((2, 0, 1), 0)
+    assert (cache.counts, len(cache.pool.cache.host)) == ((2, 0, 1), 0)
     assert cache.changes() == KvEvents([], [])
 
 
 def test_clearing_saves_nothing() -> None:
     cache = Cache(host_blocks=8)
     cache.leave("aaaabbbb")
-    cache.pool.set_transfer_limits(9, 9)
+    cache.pool.cache.host.set_limits(9, 9)
     cache.kv_ops()
-    cache.pool.clear()
+    cache.pool.cache.clear()
     cache.pool.check_integrity()
     assert cache.kv_ops() == [Truncate(0, 0)]
-    assert cache.pool.offloaded_blocks == 0
+    assert len(cache.pool.cache.host) == 0
 
 
 # next blocks
@@ -862,12 +847,12 @@ def test_two_that_would_compute_the_same_block_next_say_so() -> None:
     cache = Cache()
     for seq_no, text in enumerate(("aaaab", "aaaac", "bbbbb")):
         cache.allocate(seq_no, text)
-    one, two, other = (cache.pool.next_block(n, ids(text)) for n, text in enumerate(("aaaab", "aaaac", "bbbbb")))
+    one, two, other = (cache.allocations[n].next_block(ids(text)) for n, text in enumerate(("aaaab", "aaaac", "bbbbb")))
     assert one == two
     assert one is not None
     assert other != one
     cache.compute(0, 4)
-    assert cache.pool.next_block(0, ids("aaaab")) is None
+    assert cache.allocations[0].next_block(ids("aaaab")) is None
 
 
 def test_what_nobody_else_could_use_is_no_next_block() -> None:
@@ -877,7 +862,7 @@ def test_what_nobody_else_could_use_is_no_next_block() -> None:
     cache.allocate(3, "aaa")
     cache.allocate(4, "aaaa")
     blocks_next = [
-        cache.pool.next_block(n, ids(text)) for n, text in ((1, "aaaa"), (2, "aaaa"), (3, "aaa"), (4, "aaaa"))
+        cache.allocations[n].next_block(ids(text)) for n, text in ((1, "aaaa"), (2, "aaaa"), (3, "aaa"), (4, "aaaa"))
     ]
     assert blocks_next[0] is None
     assert blocks_next[2] is None

@@ -26,7 +26,7 @@ def chain(tree: PrefixTree, *texts: str, domain: Domain = Domain()) -> list[Bloc
     """Blocks behind one another."""
     made: list[Block] = []
     for text in texts:
-        made.append(tree.add_block(made[-1] if made else tree.root(domain), tokens(text)))
+        made.append(tree.insert(made[-1] if made else tree.make_root(domain), tokens(text)))
     return made
 
 
@@ -50,9 +50,9 @@ def test_two_runs_begin_with_as_many_equal_tokens_as_a_count_one_by_one_says(
 )
 def test_the_nearest_child_has_the_longest_beginning_in_common(known: list[list[int]], wanted: list[int]) -> None:
     one = tree()
-    root = one.root(Domain())
+    root = one.make_root(Domain())
     for ids in known:
-        one.add_block(root, tokens(ids))
+        one.insert(root, tokens(ids))
     found = root.longest_match(tokens(wanted))
     most = max((naive_common(ids, wanted) for ids in known), default=0)
     if not most:
@@ -66,16 +66,16 @@ def test_the_nearest_child_has_the_longest_beginning_in_common(known: list[list[
 def test_a_child_that_was_dropped_is_not_found() -> None:
     one = tree()
     (child,) = chain(one, "abcd")
-    root = one.root(Domain())
+    root = one.make_root(Domain())
     assert root.longest_match(tokens("abxx")) == (child, 2)
-    root.remove_child(child)
+    one.remove(child)
     assert root.longest_match(tokens("abxx")) is None
 
 
 def test_children_that_are_a_proper_beginning_are_found_shortest_first() -> None:
     one = tree()
-    root = one.root(Domain())
-    a, abc, _, _ = (one.add_block(root, tokens(text)) for text in ("a", "abc", "abcd", "b"))
+    root = one.make_root(Domain())
+    a, abc, _, _ = (one.insert(root, tokens(text)) for text in ("a", "abc", "abcd", "b"))
     assert root.proper_prefixes(tokens("abcd")) == [a, abc]
     assert root.proper_prefixes(tokens("a")) == []
 
@@ -90,7 +90,7 @@ def test_a_block_is_named_by_the_chained_hash_and_a_tail_has_no_name() -> None:
 
 def test_a_block_knows_its_place() -> None:
     made = chain(tree(), "abcd", "efgh", "ij")
-    assert [(block.start, block.num_tokens, block.end) for block in made] == [(0, 4, 4), (4, 4, 8), (8, 2, 10)]
+    assert [(block.start, block.end) for block in made] == [(0, 4), (4, 8), (8, 10)]
     assert list(made[2].path()) == made[::-1]
 
 
@@ -102,7 +102,7 @@ def test_only_a_block_is_full() -> None:
 def test_what_is_behind_a_block_comes_deepest_first() -> None:
     one = tree()
     first, second = chain(one, "abcd", "efgh")
-    third, other = one.add_block(second, tokens("ij")), one.add_block(first, tokens("kl"))
+    third, other = one.insert(second, tokens("ij")), one.insert(first, tokens("kl"))
     assert list(first.descendants()) == [third, other, second]
     assert list(one.all_blocks()) == [third, other, second, first]
 
@@ -111,22 +111,22 @@ def test_equal_tokens_of_other_domains_are_other_blocks() -> None:
     one = tree()
     domains = [Domain("a"), Domain("b"), Domain("a", "s"), Domain("a", "", (block_hash.Adapter("x", 1.0),))]
     made = [chain(one, "abcd", domain=domain)[0] for domain in domains]
-    assert len({block.hash for block in made}) == len({one.root(domain).hash for domain in domains}) == 4
+    assert len({block.hash for block in made}) == len({one.make_root(domain).hash for domain in domains}) == 4
     assert set(one.all_blocks()) == set(made)
 
 
 def test_a_domain_goes_with_its_last_block_and_its_last_user() -> None:
     one = tree()
     (child,) = chain(one, "abcd")
-    root = one.root(Domain())
+    root = one.make_root(Domain())
     root.ref_count = 1
     one.prune(root)
-    root.remove_child(child)
+    one.remove(child)
     one.prune(root)
-    assert one.root(Domain()) is root
+    assert one.make_root(Domain()) is root
     root.ref_count = 0
     one.prune(root)
-    assert one.root(Domain()) is not root
+    assert one.make_root(Domain()) is not root
 
 
 def test_equal_tokens_cannot_follow_a_block_twice() -> None:

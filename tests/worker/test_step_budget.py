@@ -82,7 +82,7 @@ def test_limits_that_leave_no_budget_are_refused(least: int, most: int) -> None:
 def test_a_pace_says_how_fast_it_is() -> None:
     one = pace(target_s=0.1)
     one.observe(1_000, 1.0)
-    assert repr(one) == "<Pace 1000 tokens/s, 99 a step>"
+    assert repr(one) == "<StepBudget 1000 tokens/s, 99 a step>"
     assert repr(TransferBudget(1.0)) == "<TransferBudget 16 blocks a step>"
 
 

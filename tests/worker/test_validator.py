@@ -71,11 +71,11 @@ BAD = {
     "completion_tokens": (token(1), terminal(CANCELLED, completion=2)),
     "prompt_tokens": (terminal(CANCELLED, completion=0, usage=usage(0, prompt=3)),),
     "does not add up": (terminal(CANCELLED, completion=0, usage=usage(0, total=3)),),
-    "error and reason differ": (terminal(ERROR, completion=0, error=None),),
+    "error and reason disagree": (terminal(ERROR, completion=0, error=None),),
     "error and reason": (terminal(CANCELLED, completion=0, error=errors.make_error(errors.Code.INTERNAL)),),
     "fewer than max_tokens": (token(1), terminal(LENGTH, 2, completion=2)),
-    "what matched": (terminal(STOP, 1, completion=1, stop_match=None),),
-    "stop, and what": (terminal(CANCELLED, completion=0, stop_match="x"),),
+    "stop and stop_match disagree": (terminal(STOP, 1, completion=1, stop_match=None),),
+    "and stop_match disagree": (terminal(CANCELLED, completion=0, stop_match="x"),),
     "without timings": (token(1, 2), terminal(LENGTH, 3, completion=3, timings=None)),
 }
 
@@ -88,7 +88,7 @@ def test_a_stream_that_breaks_a_rule_is_stopped_at_the_output_that_does(rule: st
 
 
 def test_a_stop_with_min_tokens_many_is_too_early_and_with_one_more_it_is_not() -> None:
-    with pytest.raises(ContractError, match="stop before min_tokens"):
+    with pytest.raises(ContractError, match="stop within min_tokens"):
         passed_on(token(1), terminal(STOP, 2, completion=2), min_tokens=2)
     assert len(passed_on(token(1), terminal(STOP, 2, completion=2), min_tokens=1)) == 2
 

@@ -1,1 +1,1 @@
-"""The engine process: scheduler, block pool, step loop and the runners that execute its steps."""
+"""The engine: scheduler, block pool, step loop, and the runners that execute its steps."""

@@ -1,4 +1,4 @@
-"""The boundary to the device: a runner executes the plans of the scheduler and knows nothing of requests."""
+"""The boundary to the device: a runner executes the scheduler's step plans and knows nothing of requests."""
 
 from collections.abc import Sequence as Listing
 from typing import TYPE_CHECKING, Protocol
@@ -9,42 +9,42 @@ from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
-if TYPE_CHECKING:  # of numpy nothing is needed here that a frontend would wait a tenth of a second for
+if TYPE_CHECKING:  # a frontend imports this module, and numpy would cost it a tenth of a second
     from tokenbus.worker.engine.sampler import Matrix
 
 
 class InsufficientMemoryError(RuntimeError):
-    """The KV memory could not take the step; it is as it was before."""
+    """The device had too little memory for the step; its KV memory is as it was before."""
 
 
 class DeviceError(RuntimeError):
-    """The device failed: nothing that it holds can be trusted any more."""
+    """The device failed, and nothing that it holds can be trusted any more."""
 
 
 class ModelError(RuntimeError):
-    """The model can't be loaded; says what to do. Loading it again won't help."""
+    """The model can't be loaded, and trying again won't help. The message says what to do."""
 
 
 class Embedder(Protocol):
-    """Makes vectors of token ids. `tokenize` may be used from other threads."""
+    """Makes embeddings. `tokenize` may be called from other threads."""
 
     width: int
-    """Numbers of a vector."""
+    """The numbers of a vector."""
     max_input_tokens: int
-    """Tokens that one input may have."""
+    """The most tokens that one input may have."""
     vocab_size: int
 
     def tokenize(self, text: str) -> list[int]:
-        """The token ids of a text, with what the model wants around it."""
+        """Returns the token ids of a text, with the special tokens that the model wants around it."""
         ...
 
     def embed(self, inputs: Listing[Listing[int]]) -> "Matrix":
-        """A row for each input. Raises InsufficientMemoryError and DeviceError."""
+        """Returns a vector for each input, (inputs, width). Raises InsufficientMemoryError and DeviceError."""
         ...
 
 
 class Runner(Protocol):
-    """Executes steps on one thread. `tokenize` and the descriptive members may be used from other threads."""
+    """Executes steps on one thread. `tokenize` and the attributes may be used from other threads."""
 
     config: contract.EngineConfig
     end_token_ids: frozenset[int]
@@ -52,33 +52,32 @@ class Runner(Protocol):
     """The bytes of each token's text, by token id; empty for control tokens."""
     bundle: bytes | None
     embedder: Embedder | None
-    """Makes embeddings, where the model can."""
+    """None where the model makes no embeddings."""
     num_lanes: int
-    """Lanes that running and cached sequences share."""
+    """The number of lanes that running and cached sequences share."""
 
     def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
-        """Prepares to sample for a sequence."""
+        """Prepares sampling for a sequence."""
         ...
 
     def remove_sequence(self, seq_no: int) -> None:
-        """Lets go of what was prepared for a sequence; does nothing for one that never began."""
+        """Drops the sampling state of a sequence; does nothing for one that was never added."""
         ...
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
-        """Has lanes share, give up, save and restore tokens, in order. Raises DeviceError."""
+        """Applies KV ops to the lanes, in order. Raises DeviceError."""
         ...
 
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
-        """Computes every part; a token, or `EngineFinishReason.BAD_LOGITS`, for each that samples.
+        """Computes a plan; returns a token, or BAD_LOGITS, for each of its entries that samples.
 
-        Raises InsufficientMemoryError, after which the plan may be tried without one of its sequences, and
-        DeviceError."""
+        Raises DeviceError, and InsufficientMemoryError, after which another plan may be tried."""
         ...
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
-        """Raises RequestError."""
+        """Returns the token ids of a text or conversation. Raises RequestError."""
         ...
 
     def close(self) -> None:
-        """Gives back the device's memory."""
+        """Frees the device's memory."""
         ...

@@ -1,1 +1,1 @@
-"""KV memory: blocks, the tree of prefixes over them, and what has to be moved."""
+"""KV memory: the block pool, its allocations and prefix cache, and the ops on lanes that follow from them."""

@@ -1,19 +1,19 @@
-"""What the block pool has the runner do with lanes, before the next step and in the order given."""
+"""KV ops: the changes to lanes that the block pool wants, which the runner applies before the next step, in order."""
 
 from typing import NamedTuple
 
 
 class Share(NamedTuple):
-    """Lane `to` gets the tokens `start` to `end` of lane `lane`: both hold the same cells from then on."""
+    """Lane `target` gets the tokens `start` to `end` of lane `source`; both hold the same cells from then on."""
 
-    lane: int
-    to: int
+    source: int
+    target: int
     start: int
     end: int
 
 
 class Truncate(NamedTuple):
-    """A lane gives up its tokens from `start` to `end`; without an end all that follow."""
+    """A lane drops its tokens from `start` on, or only those up to `end` where that is given."""
 
     lane: int
     start: int = 0
@@ -21,18 +21,18 @@ class Truncate(NamedTuple):
 
 
 class Offload(NamedTuple):
-    """The tokens `start` to `end` of a lane are copied to host memory under a number."""
+    """The tokens `start` to `end` of a lane are copied to host memory; the copy is known by its id."""
 
-    number: int
+    copy_id: int
     lane: int
     start: int
     end: int
 
 
 class Onload(NamedTuple):
-    """Lane `lane` gets the tokens `start` to `end` from the copy with that number; it may have more than these."""
+    """A lane gets the tokens `start` to `end` from a copy, which may hold more than these."""
 
-    number: int
+    copy_id: int
     lane: int
     start: int
     end: int
@@ -41,7 +41,48 @@ class Onload(NamedTuple):
 class Discard(NamedTuple):
     """A copy in host memory is not needed any more."""
 
-    number: int
+    copy_id: int
 
 
 KvOp = Share | Truncate | Offload | Onload | Discard
+
+
+class OpQueue:
+    """The ops of the next step. Truncations of one lane that follow each other become one."""
+
+    def __init__(self) -> None:
+        self._ops: list[KvOp] = []
+
+    def __repr__(self) -> str:
+        return f"<OpQueue of {len(self._ops)}>"
+
+    def add(self, op: KvOp) -> None:
+        self._ops.append(op)
+
+    def truncate(self, lane: int, start: int) -> None:
+        """Drops all of a lane's tokens from `start` on. A lane is only ever truncated further to the front."""
+        self._take_last_truncate(lane)
+        self._ops.append(Truncate(lane, start))
+
+    def offload(self, copy_id: int, lane: int, start: int, end: int) -> None:
+        """Copies tokens at the end of a lane. An evicted path is copied block by block before one truncation drops it:
+
+        Offload(1, lane, 8, 12), Truncate(lane, 8)
+        Offload(1, lane, 8, 12), Offload(2, lane, 4, 8), Truncate(lane, 4)
+        """
+        pending = self._take_last_truncate(lane)
+        self._ops.append(Offload(copy_id, lane, start, end))
+        if pending is not None:
+            self._ops.append(pending)
+
+    def take(self) -> list[KvOp]:
+        """Returns the ops and forgets them."""
+        ops, self._ops = self._ops, []
+        return ops
+
+    def _take_last_truncate(self, lane: int) -> Truncate | None:
+        last = self._ops[-1] if self._ops else None
+        if isinstance(last, Truncate) and last.lane == lane and last.end is None:
+            self._ops.pop()
+            return last
+        return None

@@ -1,13 +1,15 @@
-"""The tree of prefixes: which runs of tokens are known, by what came before them.
+"""The prefix tree: which runs of tokens are known, each under the run before it.
 
-    root of a domain --- block --- block --- block --- tail
-                               `-- block --- tail
+    root of a domain --- block --- block --- block --- partial block
+                               `-- block --- partial block
 
-A block holds `block_size` token ids; a tail, which is always a leaf, fewer. A child is found by its tokens themselves,
-so that no two prefixes can ever be taken for each other; the chained hash is only its name on the wire.
+A block holds `block_size` token ids; a partial block, which is always a leaf, fewer. A child is found by its tokens
+themselves, so no two prefixes can be mistaken for each other; the chained hash is only the block's name on the wire.
+The tree also notes which full blocks came and went, since that is what routers are told.
 """
 
 import bisect
+from array import array
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,19 +19,34 @@ _TOKEN_BYTES = 4
 
 
 class Domain(NamedTuple):
-    """What two sequences must have in common before they may share anything. The model is the engine's."""
+    """The things that two sequences must have in common before they may share blocks, besides the model."""
 
     tenant: str = ""
     cache_salt: str = ""
     adapters: tuple[block_hash.Adapter, ...] = ()
 
 
+class StoredBlock(NamedTuple):
+    """The hash of a block that is known from now on, and that of the block before it."""
+
+    parent: int
+    hash: int
+
+
+class KvEvents(NamedTuple):
+    """Full blocks that came and went, in the order in which a router must apply them: `removed`, then `stored`."""
+
+    removed: list[int]
+    stored: list[StoredBlock]
+
+
 class Block:
-    """A node of the tree. `tokens` are its token ids as bytes, `start` the number of tokens before it."""
+    """A node of the tree. `tokens` are its token ids as bytes, `start` and `end` their positions in the sequence."""
 
     __slots__ = (
         "_keys",
         "children",
+        "end",
         "end_lane",
         "hash",
         "host_copy",
@@ -44,30 +61,24 @@ class Block:
         self.parent = parent
         self.tokens = tokens
         self.start = start
+        self.end = start + len(tokens) // _TOKEN_BYTES
         self.hash = name
-        """The chained hash; a tail has none and says 0."""
+        """The chained hash; 0 for a partial block, which has none."""
         self.children: dict[bytes, Block] = {}
         self._keys: list[bytes] = []
+        """The tokens of the children, sorted."""
+        self.ref_count = 0
+        """The number of sequences that use it."""
         self.lanes = 0
         """The lanes that carry it, one bit for each."""
         self.end_lane: int | None = None
-        """The idle lane that carries nothing beyond it."""
-        self.ref_count = 0
-        """Sequences that use it."""
+        """The idle lane whose last block this is."""
         self.host_copy: int | None = None
-        """The number of its copy in host memory."""
+        """The id of its copy in host memory."""
 
     def __repr__(self) -> str:
-        kept = f"lanes {self.lanes:b}" + ("" if self.host_copy is None else ", saved")
-        return f"<Block {self.hash:016x} of {self.start}-{self.end}, {self.ref_count} refs, {kept}>"
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) // _TOKEN_BYTES
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
+        copy = "" if self.host_copy is None else f", copy {self.host_copy}"
+        return f"<Block {self.hash:016x} {self.start}-{self.end}, {self.ref_count} refs, lanes {self.lanes:b}{copy}>"
 
     @property
     def is_resident(self) -> bool:
@@ -78,37 +89,24 @@ class Block:
     def any_lane(self) -> int:
         """One of the lanes that carry it."""
         assert self.lanes, self
-        return (self.lanes & -self.lanes).bit_length() - 1
-
-    def add_child(self, child: "Block") -> None:
-        assert child.tokens not in self.children, child
-        self.children[child.tokens] = child
-        bisect.insort(self._keys, child.tokens)
-
-    def remove_child(self, child: "Block") -> None:
-        del self.children[child.tokens]
-        del self._keys[bisect.bisect_left(self._keys, child.tokens)]
+        return (self.lanes & -self.lanes).bit_length() - 1  # x & -x is the lowest bit of x
 
     def longest_match(self, tokens: bytes) -> "tuple[Block, int] | None":
-        """The child that begins with most of `tokens`, and how many of them that is; None if there is no such one.
+        """The child with the most leading tokens in common with `tokens`, and their number; None if there is none.
 
-        In the order of bytes the longest common beginning is with one of the two neighbours."""
+        In the order of bytes, the longest common prefix is with one of the two neighbours."""
         at = bisect.bisect_left(self._keys, tokens)
         found = [(num_common_tokens(key, tokens), key) for key in self._keys[max(0, at - 1) : at + 1]]
         most, key = max(found, default=(0, b""))
         return (self.children[key], most) if most else None
 
     def proper_prefixes(self, tokens: bytes) -> "list[Block]":
-        """The children whose tokens are a proper beginning of `tokens`, the shortest first."""
+        """The children whose tokens are a proper prefix of `tokens`, the shortest first."""
         if len(self.children) < len(tokens) // _TOKEN_BYTES:
             short = (key for key in self._keys if len(key) < len(tokens))
             return [self.children[key] for key in short if tokens.startswith(key)]
-        found = []
-        for length in range(_TOKEN_BYTES, len(tokens), _TOKEN_BYTES):
-            child = self.children.get(tokens[:length])
-            if child is not None:
-                found.append(child)
-        return found
+        lengths = range(_TOKEN_BYTES, len(tokens), _TOKEN_BYTES)
+        return [child for length in lengths if (child := self.children.get(tokens[:length])) is not None]
 
     def path(self) -> "Iterator[Block]":
         """This block and all before it, deepest first, without the root."""
@@ -118,15 +116,15 @@ class Block:
             block = block.parent
 
     def descendants(self) -> "Iterator[Block]":
-        """Every block behind this one, deepest first."""
+        """All blocks behind this one, deepest first."""
         found = list(self.children.values())
-        for block in found:
+        for block in found:  # grows while it is read
             found.extend(block.children.values())
         yield from reversed(found)
 
 
 class Root(Block):
-    """What stands before the first block of a domain."""
+    """The node before the first block of a domain."""
 
     __slots__ = ("domain",)
 
@@ -136,18 +134,20 @@ class Root(Block):
 
 
 class PrefixTree:
-    """All blocks that are known, by domain."""
+    """All known blocks, by domain, and the events that routers have not been told yet."""
 
     def __init__(self, block_size: int, fingerprint: str) -> None:
-        self.block_size = block_size
+        self._block_size = block_size
         self._width = block_size * _TOKEN_BYTES
         self._fingerprint = fingerprint
         self._roots: dict[Domain, Root] = {}
+        self._stored: dict[int, StoredBlock] = {}
+        self._removed: list[int] = []
 
     def __repr__(self) -> str:
         return f"<PrefixTree of {len(self._roots)} domains>"
 
-    def root(self, domain: Domain) -> Root:
+    def make_root(self, domain: Domain) -> Root:
         """The root of a domain, made if there is none."""
         root = self._roots.get(domain)
         if root is None:
@@ -155,17 +155,50 @@ class PrefixTree:
             root = self._roots[domain] = Root(domain, block_hash.root_hash(named))
         return root
 
+    def resident_path(self, domain: Domain, token_ids: "array[int]") -> list[Block]:
+        """The resident blocks with which a prompt of a domain begins; its last token is in none of them."""
+        path: list[Block] = []
+        block: Block | None = self._roots.get(domain)
+        while block is not None and (end := block.end + self._block_size) < len(token_ids):
+            block = block.children.get(block_hash.pack_token_ids(token_ids[block.end : end]))
+            if block is None or not block.lanes:
+                break
+            path.append(block)
+        return path
+
     def prune(self, root: Root) -> None:
-        """Lets a root go if nothing hangs on it and nobody uses it."""
+        """Removes a root that has no blocks and no users."""
         if not root.children and not root.ref_count:
             self._roots.pop(root.domain, None)
 
-    def add_block(self, parent: Block, tokens: bytes) -> Block:
-        """A new block behind `parent`; a tail if it has fewer tokens than a block."""
+    def insert(self, parent: Block, tokens: bytes) -> Block:
+        """Adds a block behind `parent`: a partial one if it has fewer tokens than a block."""
+        assert tokens not in parent.children, parent
         name = block_hash.next_hash(parent.hash, tokens) if len(tokens) == self._width else 0
-        block = Block(parent, tokens, parent.end, name)
-        parent.add_child(block)
+        block = parent.children[tokens] = Block(parent, tokens, parent.end, name)
+        bisect.insort(parent._keys, tokens)
+        if self.is_full(block):
+            self._stored[name] = StoredBlock(parent.hash, name)
         return block
+
+    def remove(self, leaf: Block) -> None:
+        """Removes a block that has no children, and the root with its last block."""
+        parent = leaf.parent
+        assert parent is not None, leaf
+        assert not leaf.children, leaf
+        del parent.children[leaf.tokens]
+        del parent._keys[bisect.bisect_left(parent._keys, leaf.tokens)]
+        # A block that came and went since the last report is in neither list.
+        if self.is_full(leaf) and self._stored.pop(leaf.hash, None) is None:
+            self._removed.append(leaf.hash)
+        if isinstance(parent, Root):
+            self.prune(parent)
+
+    def take_events(self) -> KvEvents:
+        """Returns the events since the last time."""
+        events = KvEvents(self._removed, list(self._stored.values()))
+        self._removed, self._stored = [], {}
+        return events
 
     def is_full(self, block: Block) -> bool:
         return len(block.tokens) == self._width
@@ -176,11 +209,11 @@ class PrefixTree:
 
 
 def num_common_tokens(one: bytes, other: bytes) -> int:
-    """With how many equal token ids two runs begin."""
+    """The number of leading token ids that two runs have in common."""
     most = min(len(one), len(other))
     if one[:most] == other[:most]:
         return most // _TOKEN_BYTES
-    low, high = 0, most // _TOKEN_BYTES  # equal up to low, different within high
+    low, high = 0, most // _TOKEN_BYTES  # they are equal up to `low` and differ before `high`
     while high - low > 1:
         middle = (low + high) // 2
         if one[: middle * _TOKEN_BYTES] == other[: middle * _TOKEN_BYTES]:

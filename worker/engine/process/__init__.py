@@ -1,1 +1,1 @@
-"""The engine process: its sockets, its replicas and their threads."""
+"""The engine process: its replicas, their step loops, and the messages to and from the frontend."""

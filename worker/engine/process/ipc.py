@@ -1,4 +1,8 @@
-"""What frontend and engine process say to each other over their socket: length-prefixed MessagePack."""
+"""The messages between a frontend and its engine process: MessagePack behind a length, over a socket.
+
+Each replica has a socket of its own for commands and reports. The control socket of the process carries only
+`OpenReplica`, with the replica's socket beside it, `ReplicaClosed` and `ExitReason`.
+"""
 
 import enum
 import socket
@@ -16,16 +20,15 @@ from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 """Far above the largest real frame, a vocabulary; a larger length means that the stream is corrupt."""
-
-_MOST_SOCKETS_AT_ONCE = 64
+_MAX_SOCKETS_AT_ONCE = 64
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all frames."""
+    """The base class of all messages."""
 
 
 class Add(Message, frozen=True):
-    """Frontend to engine: a sequence that fits."""
+    """Frontend to engine: compute a sequence, which fits the KV memory."""
 
     seq_no: int
     token_ids: bytes
@@ -35,44 +38,44 @@ class Add(Message, frozen=True):
     priority: int = 0
     return_progress: bool = False
     num_sampled: int = 0
-    """How many of the token ids, the last ones, an earlier engine has sampled already."""
+    """The number of token ids, at the end, that an earlier engine has sampled already."""
     isolated: bool = False
-    """An engine died in a step with this sequence: no other shares its steps until it has a new token."""
+    """An engine died in a step with this sequence, so it shares its steps with no other until it has a new token."""
 
 
 class Abort(Message, frozen=True):
-    """Frontend to engine: end a sequence; it answers with the sequence's end."""
+    """Frontend to engine: end a sequence. The engine reports its finish reason."""
 
     seq_no: int
 
 
 class TokenizeCall(Message, frozen=True):
-    """Frontend to engine: tokenize; answered by `TokenizeResult` with the same ticket."""
+    """Frontend to engine: tokenize a text or conversation. The `TokenizeResult` has the same call id."""
 
     call_id: int
     request: internal.Tokenize
 
 
 class EmbedCall(Message, frozen=True):
-    """Frontend to engine: compute embeddings; answered by `EmbedResult` with the same ticket."""
+    """Frontend to engine: compute embeddings. The `EmbedResult` has the same call id."""
 
     call_id: int
     request: internal.Embed
 
 
 class ClearCache(Message, frozen=True):
-    """Frontend to engine: forget every block that no sequence uses."""
+    """Frontend to engine: drop every cached block that no sequence uses."""
 
 
 class OpenReplica(Message, frozen=True):
-    """Frontend to engine process, with a socket beside it: serve a replica over that."""
+    """Frontend to engine process, with a socket beside it: run a replica that is served over that socket."""
 
     number: int
     settings: EngineSettings
 
 
 class ReplicaClosed(Message, frozen=True):
-    """Engine process to frontend: a replica has ended and given its memory back."""
+    """Engine process to frontend: a replica has ended and freed its memory."""
 
     number: int
 
@@ -93,13 +96,13 @@ class Loading(Message, frozen=True):
 
 
 class LoadFailed(Message, frozen=True):
-    """Engine to frontend: the model can't be loaded, and what to do."""
+    """Engine to frontend: the model can't be loaded; the message says what to do."""
 
     message: str
 
 
 class Ready(Message, frozen=True):
-    """Engine to frontend: it serves now."""
+    """Engine to frontend: the model is loaded."""
 
     config: contract.EngineConfig
     token_bytes: list[bytes]
@@ -107,24 +110,24 @@ class Ready(Message, frozen=True):
 
 
 class StepIsolated(Message, frozen=True):
-    """Engine to frontend: the steps from now on hold nothing but this sequence, until it has a token."""
+    """Engine to frontend: from now on the steps hold this sequence and no other, until it has a token."""
 
     seq_no: int
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What a step did for one sequence."""
+    """The result of a step for one sequence: a token, a finish reason, or both."""
 
     seq_no: int
     token_id: int | None
     finish_reason: EngineFinishReason | None
     logprob: contract.Logprob | None = None
     cached_tokens: int | None = None
-    """With the first token: how many of the prompt's did not have to be computed."""
+    """With the first token, the number of the prompt's tokens that did not have to be computed."""
 
 
 class PromptProgress(msgspec.Struct, frozen=True, array_like=True):
-    """How far a prompt is computed."""
+    """The progress of a prompt whose client wants to know it."""
 
     seq_no: int
     computed_tokens: int
@@ -132,7 +135,7 @@ class PromptProgress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepKind(enum.StrEnum):
-    """What a step computed."""
+    """The kind of work that a step did."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -140,36 +143,33 @@ class StepKind(enum.StrEnum):
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True):
-    """How a step went, for the metrics."""
+    """The stats of a step, for the metrics; counts are since the step before."""
 
     kind: StepKind
     seconds: float
     gap_s: float
-    """Since the step before, if there was work all the while; else 0."""
+    """The time since the step before, if there was work all the while; else 0."""
     preemptions: int = 0
-    """Since the step before."""
     evicted_blocks: int = 0
-    """Likewise."""
 
 
 class StepReport(Message, frozen=True):
-    """Engine to frontend: what a step did. `started` are sequences that got a lane."""
+    """Engine to frontend: the results of a step. `started` are sequences that got their first lane."""
 
     started: list[int]
     outputs: list[SequenceOutput]
     load: messages.Load
     progress: list[PromptProgress] = []
-    """Of sequences that want to know."""
     removed: list[int] = []
-    """Hashes of cached blocks that are gone."""
+    """The hashes of cached blocks that are gone."""
     stored: list[tuple[int, int]] = []
-    """Cached blocks that are new: the hash of the block before, and its own."""
+    """New cached blocks: the hash of the block before each, and its own."""
     stats: StepStats | None = None
-    """Where something was computed."""
+    """None where nothing was computed."""
 
 
 class TokenizeResult(Message, frozen=True):
-    """Engine to frontend: the answer to `TokenizeCall`."""
+    """Engine to frontend: the answer to a `TokenizeCall`; empty with an error."""
 
     call_id: int
     token_ids: bytes
@@ -177,7 +177,7 @@ class TokenizeResult(Message, frozen=True):
 
 
 class EmbedResult(Message, frozen=True):
-    """Engine to frontend: the answer to `EmbedCall`."""
+    """Engine to frontend: the answer to an `EmbedCall`."""
 
     call_id: int
     reply: internal.EmbedResult
@@ -188,8 +188,6 @@ Report = Loading | LoadFailed | Ready | StepIsolated | StepReport | TokenizeResu
 _encoder = msgspec.msgpack.Encoder()
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
-
-
 open_decoder: msgspec.msgpack.Decoder[OpenReplica] = msgspec.msgpack.Decoder(OpenReplica)
 process_message_decoder: msgspec.msgpack.Decoder[ReplicaClosed | ExitReason] = msgspec.msgpack.Decoder(
     ReplicaClosed | ExitReason
@@ -202,13 +200,13 @@ def encode(frame: Command | Report | OpenReplica | ReplicaClosed | ExitReason) -
 
 
 class FrameDecoder:
-    """Cuts a stream of bytes into the bodies of frames, however the bytes arrive."""
+    """Splits a stream of bytes into the bodies of frames, however the bytes arrive."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The bodies that are complete now. Raises ValueError when the stream is corrupt."""
+        """Yields the bodies that are complete now. Raises ValueError when the stream is corrupt."""
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
@@ -223,18 +221,18 @@ class FrameDecoder:
 
 
 def receive(sock: socket.socket) -> Iterator[bytes]:
-    """Bodies of frames from a blocking socket until its other end closes."""
+    """Yields the bodies of frames from a blocking socket until its other end closes."""
     decoder = FrameDecoder()
     while data := _receive(sock):
         yield from decoder.feed(data)
 
 
 def receive_with_sockets(sock: socket.socket) -> Iterator[tuple[OpenReplica, socket.socket]]:
-    """`OpenReplica` frames and the sockets that came beside them, from a blocking socket until its other end closes."""
+    """Yields `OpenReplica` messages and the sockets beside them, from a blocking socket until its other end closes."""
     decoder = FrameDecoder()
     sockets: deque[socket.socket] = deque()
     while True:
-        data, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, _MOST_SOCKETS_AT_ONCE)
+        data, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, _MAX_SOCKETS_AT_ONCE)
         if not data:
             return
         sockets += [socket.socket(fileno=descriptor) for descriptor in descriptors]

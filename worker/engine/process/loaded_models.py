@@ -1,4 +1,4 @@
-"""Models in memory, each only once for all replicas of a process that use it."""
+"""Models in memory, each loaded once for all replicas of a process that use it."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -6,10 +6,10 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Model(Protocol):
-    """Weights and what belongs to them."""
+    """A model's weights and what belongs to them."""
 
     def close(self) -> None:
-        """Gives its memory back. Nobody uses it any more."""
+        """Frees its memory, when nobody uses it any more."""
         ...
 
 
@@ -17,7 +17,7 @@ ModelT = TypeVar("ModelT", bound=Model)
 
 
 class LoadedModels(Generic[ModelT]):
-    """Models by what two users must have in common to share one. Safe to use from any thread."""
+    """Counts the users of each model, by a key that is equal for users of the same one. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class LoadedModels(Generic[ModelT]):
         return f"<Models {list(self._models.values())}>"
 
     def acquire(self, key: Hashable, load: Callable[[], ModelT]) -> ModelT:
-        """A model for one more user, who gives it back by `release`; `load` makes it for the first one."""
+        """Returns the model of a key to one more user, who must `release` it; `load` makes it for the first one."""
         with self._lock:
             if key not in self._models:
                 self._models[key] = load()
@@ -36,7 +36,7 @@ class LoadedModels(Generic[ModelT]):
             return self._models[key]
 
     def release(self, model: ModelT) -> None:
-        """One user less; the last one's going frees the memory."""
+        """Notes that a user has gone; when the last one goes, the model is closed."""
         with self._lock:
             key = next(key for key, known in self._models.items() if known is model)
             self._users[key] -= 1

@@ -1,6 +1,7 @@
-"""The engine process: `python -m worker.engine.host FD`, started by a frontend and bound to its life.
+"""The engine process: `python -m tokenbus.worker.engine.process.main FD`, started by a frontend and ended with it.
 
-It hosts replicas of models, each with a socket and a step loop of its own, and each model's weights only once."""
+It runs replicas of models, each with a socket and a step loop of its own. Replicas of the same model share its weights.
+"""
 
 import contextlib
 import os
@@ -27,13 +28,13 @@ _MAX_EXIT_REASON_CHARS = 1_000
 _FINGERPRINT = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 Load = Callable[[EngineSettings, Callable[[float], None]], Runner]
-"""Makes a replica's runner, telling how much is loaded. Raises ModelError."""
+"""Makes a replica's runner, and calls its second argument with the fraction that is loaded. Raises ModelError."""
 OnExit = Callable[[str], None]
-"""Is told why the process is about to end."""
+"""Is called with the reason why the process is about to end."""
 
 
 class ReplicaServer:
-    """Replicas of one process. It ends with the last of them, and when the device fails."""
+    """The replicas of one process, which ends with the last of them and when the device fails."""
 
     def __init__(self, control: socket.socket, make_load: Callable[[OnExit], Load]) -> None:
         self._control = control
@@ -44,7 +45,7 @@ class ReplicaServer:
         self._num_replicas = 0
 
     def __repr__(self) -> str:
-        return f"<Host of {self._num_replicas} replicas>"
+        return f"<ReplicaServer of {self._num_replicas} replicas>"
 
     def run(self) -> None:
         """Opens replicas as the frontend asks, until it closes the control socket."""
@@ -55,12 +56,23 @@ class ReplicaServer:
             threading.Thread(target=self._serve, args=(opened, sock), name=name, daemon=True).start()
 
     def _serve(self, opened: ipc.OpenReplica, sock: socket.socket) -> None:
-        """The outermost frame of a replica's thread."""
+        """Runs a replica; the outermost frame of its thread."""
+        settings = opened.settings
+
+        def load(progress: Callable[[float], None]) -> Runner:
+            with self._loading:  # one at a time: shared weights are read once, and an error is the right model's
+                return self._load(settings, progress)
+
         try:
             with contextlib.suppress(ConnectionError):  # the frontend has closed this replica's socket
-                self._step(opened.settings, sock)
+                target_s = settings.step_target_ms / 1e3
+                replica.serve(sock, load, target_s, settings.scheduler, self._step_gate, debug=settings.debug)
             sock.close()
-            self._replica_closed(opened.number)
+            with self._lock:
+                self._num_replicas -= 1
+                self._control.sendall(ipc.encode(ipc.ReplicaClosed(opened.number)))
+                if not self._num_replicas:
+                    os._exit(0)
         except DeviceError as error:
             structlog.get_logger().error("device_failed", error=str(error))
             self._report_exit(str(error))
@@ -70,58 +82,9 @@ class ReplicaServer:
             self._report_exit("".join(traceback.format_exception_only(error)))
             os._exit(EXIT_BUG)
 
-    def _step(self, settings: EngineSettings, sock: socket.socket) -> None:
-        replica.serve(
-            sock,
-            lambda progress: self._load_one(settings, progress),
-            settings.step_target_ms / 1e3,
-            settings.scheduler,
-            self._step_gate,
-            debug=settings.debug,
-        )
-
-    def _load_one(self, settings: EngineSettings, progress: Callable[[float], None]) -> Runner:
-        """One at a time: so weights that several want are read once, and a complaint is the right model's."""
-        with self._loading:
-            return self._load(settings, progress)
-
-    def _report_exit(self, words: str) -> None:
+    def _report_exit(self, reason: str) -> None:
         with self._lock, contextlib.suppress(OSError):
-            self._control.sendall(ipc.encode(ipc.ExitReason(words.strip()[:_MAX_EXIT_REASON_CHARS])))
-
-    def _replica_closed(self, number: int) -> None:
-        with self._lock:
-            self._num_replicas -= 1
-            self._control.sendall(ipc.encode(ipc.ReplicaClosed(number)))
-            if not self._num_replicas:
-                os._exit(0)
-
-
-class _Loader:
-    """Makes runners of every kind of engine; each kind's library is imported when the first of it is asked for."""
-
-    def __init__(self, on_exit: OnExit) -> None:
-        self._tell = on_exit
-        self._known: dict[str, Load] = {}
-
-    def __call__(self, settings: EngineSettings, progress: Callable[[float], None]) -> Runner:
-        if settings.fingerprint and not _FINGERPRINT.fullmatch(settings.fingerprint):
-            raise ModelError(f"--fingerprint must be 1 to 64 of A-Z a-z 0-9 . _ -, got {settings.fingerprint!r}")
-        kind = _kind(settings)
-        if kind not in self._known:
-            self._known[kind] = _LOADERS[kind](self._tell)
-        return self._known[kind](settings, progress)
-
-
-def _kind(settings: EngineSettings) -> str:
-    """The engine for a model, where `auto` looks at its files."""
-    if settings.engine != "auto":
-        if settings.engine not in _LOADERS:
-            raise ModelError(f"--engine must be one of auto, {', '.join(_LOADERS)}, got {settings.engine}")
-        return settings.engine
-    from tokenbus.worker.engine.onnx import layout
-
-    return "onnx" if layout.is_onnx_model(settings.model) else "gguf"
+            self._control.sendall(ipc.encode(ipc.ExitReason(reason.strip()[:_MAX_EXIT_REASON_CHARS])))
 
 
 def _sim_loader(on_exit: OnExit) -> Load:
@@ -151,10 +114,31 @@ def _onnx_loader(on_exit: OnExit) -> Load:
 _LOADERS: dict[str, Callable[[OnExit], Load]] = {"gguf": _gguf_loader, "onnx": _onnx_loader, "sim": _sim_loader}
 
 
+def _make_load(on_exit: OnExit) -> Load:
+    """Loads models of every engine; an engine's library is imported when the first model needs it."""
+    loads: dict[str, Load] = {}
+
+    def load(settings: EngineSettings, progress: Callable[[float], None]) -> Runner:
+        if settings.fingerprint and not _FINGERPRINT.fullmatch(settings.fingerprint):
+            raise ModelError(f"--fingerprint must be 1 to 64 of A-Z a-z 0-9 . _ -, got {settings.fingerprint!r}")
+        engine = settings.engine
+        if engine == "auto":
+            from tokenbus.worker.engine.onnx import layout
+
+            engine = "onnx" if layout.is_onnx_model(settings.model) else "gguf"
+        if engine not in _LOADERS:
+            raise ModelError(f"--engine must be one of auto, {', '.join(_LOADERS)}, got {engine}")
+        if engine not in loads:
+            loads[engine] = _LOADERS[engine](on_exit)
+        return loads[engine](settings, progress)
+
+    return load
+
+
 def main() -> None:
     logs.configure("engine")
-    ReplicaServer(socket.socket(fileno=int(sys.argv[1])), _Loader).run()
-    os._exit(0)  # at once, in the midst of a step: nobody listens any more
+    ReplicaServer(socket.socket(fileno=int(sys.argv[1])), _make_load).run()
+    os._exit(0)  # at once, even in the middle of a step: nobody listens any more
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One replica of a model: a step loop on this thread, told what to do over a socket."""
+"""One replica of a model: a step loop on this thread, which takes its commands from a socket."""
 
 import contextlib
 import queue
@@ -18,8 +18,10 @@ from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.process.step_gate import StepGate
 from tokenbus.worker.engine.runner import ModelError, Runner
 
-_LAST_TEXT_S = 5.0
-"""A replica that ends waits so long for the texts that are being tokenized."""
+_TOKENIZE_GRACE_S = 5.0
+"""The time that a replica waits, when it ends, for the text that is being tokenized."""
+
+Send = Callable[[ipc.Report], None]
 
 
 def serve(
@@ -31,11 +33,16 @@ def serve(
     *,
     debug: bool = False,
 ) -> None:
-    """Loads a runner, says so, and steps until the socket's other end closes.
+    """Loads a runner, reports it, and steps until the socket's other end closes.
 
-    Raises DeviceError when the device fails, and what nobody expected of any of its threads; a model that can't be
-    loaded is told to the frontend."""
-    send = _locked_sender(sock)
+    A model that can't be loaded is reported to the frontend. Raises DeviceError when the device fails, and any
+    unexpected exception of any of its threads."""
+    lock = threading.Lock()
+
+    def send(report: ipc.Report) -> None:
+        with lock:
+            sock.sendall(ipc.encode(report))
+
     try:
         runner = load(lambda fraction: send(ipc.Loading(fraction)))
     except ModelError as error:
@@ -50,15 +57,15 @@ def serve(
     finally:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-        reader.join(_LAST_TEXT_S)
-        if not reader.is_alive():  # else a text is being tokenized with what would be closed
+        reader.join(_TOKENIZE_GRACE_S)
+        if not reader.is_alive():  # else a text is still being tokenized, with what would be closed
             runner.close()
 
 
-def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Callable[[ipc.Report], None]) -> None:
-    """Passes commands on to the loop, and texts to the threads that tokenize them, so that no command waits for these.
+def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Send) -> None:
+    """Passes commands on to the loop, and texts to threads that tokenize them, so that no command waits for a text.
 
-    Whatever goes wrong ends the loop: a replica that hears nothing any more must not seem to live."""
+    Any error ends the loop: a replica that takes no more commands must not seem alive."""
     texts, inputs = ThreadPoolExecutor(1, "tokenize"), ThreadPoolExecutor(1, "embed")
     end: Exception | None = None
     try:
@@ -79,48 +86,36 @@ def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Callable[[ipc
 
 
 def _end_loop_on_error(work: "Future[None]", inbox: Inbox) -> None:
-    """Ends the loop if work raises that was to answer somebody, come what may."""
+    """Ends the loop with an exception that the work raises: whoever made the call would never get an answer."""
 
-    def look(done: "Future[None]") -> None:
+    def check(done: "Future[None]") -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
             inbox.put(error)
 
-    work.add_done_callback(look)
+    work.add_done_callback(check)
 
 
-def _tokenize(runner: Runner, ask: ipc.TokenizeCall, send: Callable[[ipc.Report], None]) -> None:
+def _tokenize(runner: Runner, call: ipc.TokenizeCall, send: Send) -> None:
     try:
-        answer = ipc.TokenizeResult(ask.call_id, block_hash.pack_token_ids(runner.tokenize(ask.request)), None)
-    except Exception as error:  # outermost frame: who asked must be answered
-        answer = ipc.TokenizeResult(ask.call_id, b"", _error_for(error))
+        result = ipc.TokenizeResult(call.call_id, block_hash.pack_token_ids(runner.tokenize(call.request)), None)
+    except Exception as error:  # outermost frame: every call gets a result
+        result = ipc.TokenizeResult(call.call_id, b"", _error_for(error))
     with contextlib.suppress(OSError):  # the frontend has gone
-        send(answer)
+        send(result)
 
 
-def _prepare(
-    runner: Runner, ask: ipc.EmbedCall, arrived_at: float, inbox: Inbox, send: Callable[[ipc.Report], None]
-) -> None:
-    """Gives the loop the tokens of inputs to embed, or says why there are none."""
+def _prepare(runner: Runner, call: ipc.EmbedCall, arrived_at: float, inbox: Inbox, send: Send) -> None:
+    """Gives the loop the token ids of inputs to embed, or answers with the reason why there are none."""
     try:
-        inbox.put(embedding.make_job(ask.call_id, ask.request, runner.embedder, arrived_at))
-    except Exception as error:  # outermost frame: who asked must be answered
+        inbox.put(embedding.make_job(call.call_id, call.request, runner.embedder, arrived_at))
+    except Exception as error:  # outermost frame: every call gets a result
         with contextlib.suppress(OSError):  # the frontend has gone
-            send(ipc.EmbedResult(ask.call_id, internal.EmbedResult(error=_error_for(error))))
+            send(ipc.EmbedResult(call.call_id, internal.EmbedResult(error=_error_for(error))))
 
 
 def _error_for(error: Exception) -> errors.Error:
-    """What the asker is told of an exception; one that nobody expected is logged."""
+    """The error with which a call is answered; an unexpected exception is logged."""
     if isinstance(error, errors.RequestError):
         return error.error
     structlog.get_logger().error("request_failed", exc_info=error)
     return errors.make_error(errors.Code.INTERNAL)
-
-
-def _locked_sender(sock: socket.socket) -> Callable[[ipc.Report], None]:
-    lock = threading.Lock()
-
-    def send(report: ipc.Report) -> None:
-        with lock:
-            sock.sendall(ipc.encode(report))
-
-    return send

@@ -1,4 +1,4 @@
-"""Lets the step loops of one process step side by side, or one of them alone."""
+"""The step gate lets the step loops of one process step side by side, or one of them alone."""
 
 import threading
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class StepGate:
-    """Steps of loops that share a process and its device. Safe to use from any thread."""
+    """Counts the steps in progress of loops that share a process and its device. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -14,11 +14,11 @@ class StepGate:
         self._is_closed = False
 
     def __repr__(self) -> str:
-        return f"<Turnstile {self._num_stepping} stepping{', for one alone' if self._is_closed else ''}>"
+        return f"<StepGate{' closed' if self._is_closed else ''}, {self._num_stepping} stepping>"
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step beside those of others; waits while one of them has the device for itself."""
+        """Encloses one step beside those of other loops; waits while one of them has the device for itself."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_closed)
             self._num_stepping += 1
@@ -30,14 +30,14 @@ class StepGate:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Has the device for the caller alone from now on: all others wait at their next step."""
+        """Reserves the device for the caller: returns once no step is in progress; others wait at their next one."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_closed)
             self._is_closed = True
             self._changed.wait_for(lambda: not self._num_stepping)
 
     def open(self) -> None:
-        """Lets the others in again."""
+        """Lets the other loops step again."""
         with self._changed:
             self._is_closed = False
             self._changed.notify_all()

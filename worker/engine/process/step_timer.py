@@ -1,4 +1,4 @@
-"""Times the steps of a loop, for the metrics."""
+"""The step timer makes the stats of each step, from which the frontend makes metrics."""
 
 from tokenbus.worker.engine.process.ipc import StepKind, StepStats
 from tokenbus.worker.engine.scheduling.plan import StepPlan
@@ -6,7 +6,7 @@ from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 
 
 class StepTimer:
-    """Times are in seconds of one monotonic clock."""
+    """Remembers when the last step ended, and the counts until then. Times are in seconds of one monotonic clock."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -18,11 +18,11 @@ class StepTimer:
         return f"<StepTimer, last step until {self._ended_at}>"
 
     def reset(self) -> None:
-        """There is nothing to do: what follows is no gap."""
+        """Notes that there is nothing to do, so that the time until the next step is no gap."""
         self._ended_at = None
 
     def record(self, plan: StepPlan, began: float, ended: float) -> StepStats:
-        """What a step that was computed comes to."""
+        """Returns the stats of a step that was computed."""
         gap_s = 0.0 if self._ended_at is None else began - self._ended_at
         preemptions, evicted_blocks = self._scheduler.preemptions, self._scheduler.evicted_blocks
         note = StepStats(

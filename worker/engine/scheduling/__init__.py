@@ -1,1 +1,1 @@
-"""What each step computes, for whom, and how tokens are chosen of it."""
+"""Scheduling: what each step computes, and for which sequences."""

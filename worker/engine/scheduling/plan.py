@@ -1,4 +1,4 @@
-"""What a step computes, and what came of it."""
+"""Step plans: the tokens that a step computes, and what it did for each sequence."""
 
 from array import array
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Seque
 
 
 class ScheduledTokens(NamedTuple):
-    """The share of one sequence in a step: `num_tokens` of its tokens from `start` on."""
+    """One sequence's share of a step: `num_tokens` of its tokens from `start` on."""
 
     sequence: Sequence
     start: int
@@ -17,7 +17,7 @@ class ScheduledTokens(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Whether a token is sampled: only behind the last token there is."""
+        """Whether the step samples a token: only behind the sequence's last one."""
         return self.start + self.num_tokens == self.sequence.num_tokens
 
     @property
@@ -31,28 +31,28 @@ class ScheduledTokens(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """The shares of one step, in the order in which the runner computes them."""
+    """The shares of one step, in the order in which the runner returns their tokens."""
 
     scheduled: tuple[ScheduledTokens, ...]
     started: tuple[Sequence, ...] = ()
-    """Sequences that have just been given their first lane."""
+    """Sequences that have just got their first lane."""
     kv_ops: tuple[KvOp, ...] = ()
-    """What the lanes have to do first."""
+    """Changes to the lanes that come first."""
 
     @property
     def num_tokens(self) -> int:
-        return sum(part.num_tokens for part in self.scheduled)
+        return sum(one.num_tokens for one in self.scheduled)
 
 
 class SampledToken(NamedTuple):
-    """A token that was chosen, and how likely it was where that was asked for."""
+    """A sampled token, with its log probability where that was asked for."""
 
     token_id: int
     logprob: contract.Logprob | None = None
 
 
 class StepResult(NamedTuple):
-    """What a step did for one sequence."""
+    """The result of a step for one sequence."""
 
     sequence: Sequence
     sampled: SampledToken | None

@@ -1,9 +1,10 @@
-"""One generation inside the engine: its tokens and its counters. There are no phases, only counts."""
+"""A sequence is one generation inside the engine: its tokens and counters. It has no phases, only counts."""
 
 import enum
 from array import array
 
 from tokenbus.worker import contract
+from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 
 
@@ -14,27 +15,28 @@ class EngineFinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORTED = "aborted"
     INSUFFICIENT_MEMORY = "insufficient_memory"
-    """The KV memory had no room although it was promised."""
+    """The device had less KV memory than was reserved."""
     BAD_LOGITS = "bad_logits"
     """The model computed NaN or infinite logits."""
     FAILED = "failed"
-    """The engine could not take it: a bug, and its alone."""
+    """The engine could not start it, because of a bug that harms no other sequence."""
 
 
 class Sequence:
-    """Tokens of a prompt and its completion.
+    """The tokens of a prompt and its completion.
 
         0 <= num_computed < num_tokens = num_prompt + num_sampled
         |--- computed: in the KV memory ---|--- to be computed ---|
 
-    What is to be computed is one token while decoding and more while the prompt is not done yet, or has to be computed
-    again because the sequence was preempted."""
+    One token is to be computed while it decodes, and more while its prompt is not done, or has to be computed again
+    because the sequence was preempted."""
 
     __slots__ = (
         "_stop_token_ids",
         "arrived_at",
         "domain",
         "isolated",
+        "kv",
         "lane",
         "num_cached",
         "num_computed",
@@ -64,18 +66,21 @@ class Sequence:
         self.seq_no = seq_no
         self.sampling = sampling
         self.domain = domain
-        """Whose cache it uses and leaves its own to; None for nobody's."""
+        """Sequences of the same domain share cached blocks; one without a domain neither uses nor leaves any."""
         self.priority = priority
         self.arrived_at = arrived_at
         self.token_ids = array("I", token_ids)
         self.num_prompt = len(token_ids) - num_sampled
         self.isolated = isolated
-        """No other may share its steps until it has a new token: one that did may have ended an engine."""
+        """It has its steps for itself until it has a new token, because an engine died in a step with it."""
         self.num_computed = 0
         self.num_cached = 0
-        """Tokens of the prompt that it did not have to compute."""
+        """Tokens of the prompt that did not have to be computed."""
         self.preemptions = 0
         self.lane: int | None = None
+        """None while it waits."""
+        self.kv: Allocation
+        """Its KV memory, from `start` on."""
         self._stop_token_ids = frozenset(sampling.stop_token_ids) | (
             frozenset() if sampling.ignore_eos else end_token_ids
         )
@@ -97,44 +102,40 @@ class Sequence:
 
     @property
     def max_num_tokens(self) -> int:
-        """What it may ever hold: the size of the promise it needs."""
+        """The tokens it may ever have: the size of the reservation it needs."""
         return self.num_prompt + self.sampling.max_tokens
 
     @property
     def may_stop(self) -> bool:
-        """Whether the next token may be one that ends the sequence."""
+        """Whether the next token may end the sequence."""
         return self.num_sampled >= self.sampling.min_tokens
 
+    def start(self, kv: Allocation) -> None:
+        """Gives a waiting sequence its KV memory."""
+        self.kv, self.lane = kv, kv.lane
+
     def reuse_prefix(self, num_computed: int) -> None:
-        """Notes that tokens are there which it did not compute."""
+        """Notes that the first `num_computed` tokens are there, some of which others have computed."""
         assert self.num_computed <= num_computed < self.num_tokens, (self, num_computed)
         if not self.num_sampled:
             self.num_cached += num_computed - self.num_computed
         self.num_computed = num_computed
 
     def preempt(self) -> None:
-        """It has lost its place: what it computed is to be computed again, what it sampled stays."""
+        """Notes the loss of its KV memory: all tokens are to be computed again, and none sampled again."""
         self.preemptions += 1
         self.num_computed = 0
         self.num_cached = self.num_cached if self.num_sampled else 0
         self.lane = None
 
     def append_token(self, token_id: int) -> EngineFinishReason | None:
-        """Takes a sampled token; says why the sequence ends with it, if it does."""
+        """Adds a sampled token; returns the finish reason if the sequence ends with it."""
         assert self.num_computed == self.num_tokens, self
         self.token_ids.append(token_id)
         self.isolated = False
         if token_id in self._stop_token_ids and self.num_sampled > self.sampling.min_tokens:
             return EngineFinishReason.STOP_TOKEN
         return EngineFinishReason.LENGTH if self.num_sampled >= self.sampling.max_tokens else None
-
-    def skip_steps(self, steps: int, token_id: int) -> None:
-        """Takes the results of that many steps, in each of which this token was sampled and ended nothing."""
-        assert self.num_uncomputed == 1, self
-        assert token_id not in self._stop_token_ids, token_id
-        self.token_ids.extend(array("I", [token_id]) * steps)
-        self.num_computed += steps
-        assert self.num_sampled < self.sampling.max_tokens, self
 
     def check_integrity(self) -> None:
         assert 0 <= self.num_computed <= self.num_tokens <= self.max_num_tokens, self

@@ -1,20 +1,22 @@
-"""How much a step may carry, so that it stays short: a stream never waits long behind somebody's prompt."""
+"""Step budgets: how much a step may carry, so that no stream waits long for its next token behind another's prompt."""
 
 from collections.abc import Sequence as Listing
 
 from tokenbus.worker.engine.kv.ops import KvOp, Offload, Onload
 
 _WEIGHT = 0.3
-"""Of the newest step in the running estimate: a handful of steps follow a change of speed."""
-_ALONE_FACTOR = 3
-"""A router takes a step of 2 s for one that has hung."""
+"""The newest step's weight in the running estimate, which follows a change of speed within a handful of steps."""
+_NO_DECODE_FACTOR = 3
+"""A step may take so many times its target while nobody decodes. Routers take a step of 2 s for one that hangs."""
 _EFFICIENT_TOKENS = 64
-"""llama.cpp's attention on CPUs handles 64 rows or more in tiles: in the midst of a prompt of 1,200 a step of 64 tokens
-takes 0.52 s where two of 36 take 0.75 (0.5B shape, 2 cores)."""
-_WORTH_FACTOR = 2
-"""A step may take so many times its target for that."""
-_FEWEST_TO_LEARN_FROM = 8
-"""Below this a step's time says more about its fixed cost than about its tokens."""
+"""llama.cpp's attention on CPUs handles 64 rows or more in tiles: in the middle of a prompt of 1,200 tokens, a step of
+64 tokens takes 0.52 s and two of 36 take 0.75 s (0.5B shape, 2 cores)."""
+_EFFICIENCY_FACTOR = 2
+"""A step may take so many times its target to have that many tokens."""
+_FIRST_BLOCKS = 16
+"""Blocks to copy before the first copies have been timed."""
+_MIN_OBSERVED_TOKENS = 8
+"""With fewer tokens a step's time says more about its fixed cost than about its tokens."""
 
 
 class StepBudget:
@@ -28,23 +30,23 @@ class StepBudget:
         self._tokens_per_s: float | None = None
 
     def __repr__(self) -> str:
-        return f"<Pace {self._tokens_per_s or 0:.0f} tokens/s, {self.prefill_tokens(1)} a step>"
+        return f"<StepBudget {self._tokens_per_s or 0:.0f} tokens/s, {self.prefill_tokens(1)} a step>"
 
     def prefill_tokens(self, num_decoding: int) -> int:
-        """Prompt tokens for a step in which that many sequences decode: few until the first steps have been timed.
+        """The prompt tokens for a step in which `num_decoding` sequences decode: few until steps have been timed.
 
-        While nobody waits for a next token a step may take longer: large ones compute more tokens a second."""
+        While nobody decodes, a step may take longer: large steps compute more tokens a second."""
         if self._tokens_per_s is None:
             return self._min_tokens
-        target_s = self._target_s if num_decoding else _ALONE_FACTOR * self._target_s
+        target_s = self._target_s if num_decoding else _NO_DECODE_FACTOR * self._target_s
         wanted = int(self._tokens_per_s * target_s) - num_decoding
-        if wanted + num_decoding < _EFFICIENT_TOKENS <= _WORTH_FACTOR * target_s * self._tokens_per_s:
+        if wanted + num_decoding < _EFFICIENT_TOKENS <= _EFFICIENCY_FACTOR * target_s * self._tokens_per_s:
             wanted = _EFFICIENT_TOKENS - num_decoding
         return max(self._min_tokens, min(self._max_tokens, wanted))
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learns from a step of `num_tokens` that took `seconds`."""
-        if num_tokens < _FEWEST_TO_LEARN_FROM or seconds <= 0:
+        if num_tokens < _MIN_OBSERVED_TOKENS or seconds <= 0:
             return
         rate = num_tokens / seconds
         known = self._tokens_per_s
@@ -52,7 +54,7 @@ class StepBudget:
 
 
 class TransferBudget:
-    """Learns how fast blocks go to host memory and back, and bounds how many do between two steps."""
+    """Learns how fast blocks are copied to host memory and back, and bounds how many are between two steps."""
 
     def __init__(self, target_s: float) -> None:
         self._target_s = target_s
@@ -63,16 +65,13 @@ class TransferBudget:
 
     @property
     def blocks(self) -> int:
-        """Blocks for the next step, in each direction; at least one, so that whatever waits for one gets on."""
+        """The blocks for the next step, in each direction; at least one, so that all who wait make progress."""
         return _FIRST_BLOCKS if self._s_per_block is None else max(1, int(self._target_s / self._s_per_block))
 
     def observe(self, kv_ops: Listing[KvOp], seconds: float) -> None:
-        """Learns from moves that took that long together."""
+        """Learns from KV ops that took `seconds` together."""
         count = sum(isinstance(op, Offload | Onload) for op in kv_ops)
         if count:
             seen = seconds / count
             known = self._s_per_block
             self._s_per_block = seen if known is None else known + _WEIGHT * (seen - known)
-
-
-_FIRST_BLOCKS = 16

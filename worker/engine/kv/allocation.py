@@ -1,0 +1,217 @@
+"""An allocation: the KV memory of one running sequence.
+
+Its tokens lie in shared blocks first, which the prefix tree knows, then in private ones:
+
+    |-- shared --|-- shared --|-- private --|-- private --|-- reserved --|-- reserved --|
+       path[0]      path[1]   ^ node.end                  ^ num_blocks                  ^ max_blocks
+
+A block is private until it is complete; then others can find it. The sequence's lane carries all of it.
+"""
+
+from array import array
+
+from tokenbus.protocol.wire import block_hash
+from tokenbus.worker.engine.kv.ops import Share, Truncate
+from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
+from tokenbus.worker.engine.kv.prefix_tree import Block, Root
+
+
+class Allocation:
+    """The shared and private blocks of a sequence. `root` is None where it neither uses nor leaves cached blocks."""
+
+    __slots__ = ("_cache", "lane", "max_blocks", "num_private", "path", "root")
+
+    def __init__(self, cache: PrefixCache, root: Root | None, max_blocks: int) -> None:
+        self._cache = cache
+        self.root = root
+        self.max_blocks = max_blocks
+        self.path: list[Block] = []
+        self.num_private = 0
+        if root is not None:
+            root.ref_count += 1  # before a lane is taken: that may evict all that hangs on the root
+        self.lane = cache.take_lane()
+
+    def __repr__(self) -> str:
+        return f"<Allocation on lane {self.lane}: {len(self.path)} shared, {self.num_private} private>"
+
+    @property
+    def node(self) -> Block:
+        """The last shared block, or the root."""
+        assert self.root is not None
+        return self.path[-1] if self.path else self.root
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.path) + self.num_private
+
+    def next_block(self, token_ids: "array[int]") -> tuple[Block, bytes] | None:
+        """Identifies the block that is completed next, if it can be shared: equal for two that compute the same."""
+        tokens = None if self.root is None else self._next_tokens(token_ids, len(token_ids))
+        return None if tokens is None else (self.node, tokens)
+
+    def awaits_onload(self, token_ids: "array[int]") -> bool:
+        """Whether the next block is in host memory, and only the time to copy it back was missing."""
+        if self.root is None or self._cache.host.can_onload:
+            return False
+        tokens = self._next_tokens(token_ids, len(token_ids) - 1)
+        block = None if tokens is None else self.node.children.get(tokens)
+        return block is not None and not block.lanes
+
+    def allocate_blocks(self, num_tokens: int) -> bool:
+        """Gets private blocks for `num_tokens` in all, evicting cached ones; False, and no change, without room."""
+        needed = self._cache.num_blocks(num_tokens) - self.num_blocks
+        if needed <= 0:
+            return True
+        assert self.num_blocks + needed <= self.max_blocks, (self, num_tokens)
+        if not self._cache.make_room(needed):
+            return False
+        self._add_private(needed)
+        return True
+
+    def reuse_prefix(self, token_ids: "array[int]", num_computed: int) -> int:
+        """Takes over what others have computed of a sequence's tokens; returns how many it holds then.
+
+        At least one token is left to be computed, since only that gives logits."""
+        if self.root is None:
+            return num_computed
+        self._reuse_blocks(token_ids)
+        reused = self.node.end
+        if self.num_private == 0:
+            reused += self._reuse_start_of_block(token_ids)
+        return max(num_computed, reused)
+
+    def cache_blocks(self, token_ids: "array[int]", num_computed: int) -> None:
+        """Lets others find the private blocks that are complete; of equal ones on other lanes the cells are shared."""
+        if self.root is None:
+            return
+        while (tokens := self._next_tokens(token_ids, num_computed)) is not None:
+            self._add_private(-1)
+            block = self.node.children.get(tokens)
+            if block is None:
+                block = self._cache.insert(self.node, tokens, self.lane)
+            elif block.lanes:
+                self._cache.ops.add(Truncate(self.lane, block.start, block.end))
+                self._cache.ops.add(Share(block.any_lane, self.lane, block.start, block.end))
+            self._use(block)
+            self._cache.lanes.free_ending_at(block)
+
+    def free(self, token_ids: "array[int]", num_computed: int) -> None:
+        """Gives everything back; what was computed stays cached."""
+        self._add_private(-self.num_private)
+        partial = None if self.root is None else self._cache_partial_block(token_ids, num_computed)
+        for block in reversed(self.path):  # deepest first, so that no block is evicted before those behind it
+            block.ref_count -= 1
+            if not block.ref_count:
+                self._cache.make_evictable(block)
+        self._cache.lanes.retire(self.lane, self.path, partial)
+        if self.root is not None:
+            self.root.ref_count -= 1
+            self._cache.tree.prune(self.root)
+
+    def _reuse_blocks(self, token_ids: "array[int]") -> None:
+        """Takes over whole blocks that others have computed.
+
+        Each next block of the prompt is one of these:
+
+        - resident: a lane carries it, whose cells this lane shares;
+        - offloaded: it is copied back from host memory to this lane;
+        - half computed: this sequence has begun it itself, and drops what it has for the whole block;
+        - evicted meanwhile: making room for its copy has pushed out that very copy, and matching ends.
+
+            prompt   |---- A ----|---- B ----|---- C ----|-- rest --|
+                       resident    resident    offloaded
+            ops      Share(lane of B, own lane, A.start, B.end)  Onload(copy of C, own lane, C.start, C.end)
+        """
+        cache = self._cache
+        shared_from = self.node.end
+        source = None
+        covered: list[Block] = []
+        while (tokens := self._next_tokens(token_ids, len(token_ids) - 1)) is not None:
+            block = self.node.children.get(tokens)
+            if block is None or not (block.lanes or cache.can_onload(block)):
+                break
+            if self.num_private:
+                self._add_private(-self.num_private)
+                cache.ops.add(Truncate(self.lane, self.node.end))
+            if block.lanes:
+                source = block.any_lane  # it carries all blocks before this one too: one op shares them all
+                if block.end_lane is not None:
+                    covered.append(block)
+                self._use(block)
+                continue
+            # Share first: making room for the copy may empty the lane that is shared from.
+            self._share(source, shared_from)
+            source = None
+            cache.host.touch(block)
+            cache.make_room(1)
+            if block.host_copy is None:
+                break
+            cache.host.onload(block, self.lane, block.end)
+            self._use(block)
+        self._share(source, shared_from)
+        for block in covered:
+            cache.lanes.free_ending_at(block)
+
+    def _reuse_start_of_block(self, token_ids: "array[int]") -> int:
+        """Takes over the first tokens of a block, full or partial, that begins like the prompt's next one:
+
+            known    |-- a b c d --|
+            prompt   |-- a b x y --|      a b are copied or shared into a private block
+
+        Returns their number. One token of the prompt is left to be computed."""
+        cache, node = self._cache, self.node
+        wanted = token_ids[node.end : min(node.end + cache.block_size, len(token_ids) - 1)]
+        found = node.longest_match(block_hash.pack_token_ids(wanted))
+        if found is None or self.num_blocks == self.max_blocks:
+            return 0
+        block, count = found
+        if not block.lanes and not cache.can_onload(block):
+            return 0
+        was_evictable = cache.pin(block)  # it must not be evicted for its own first tokens
+        cache.host.touch(block)
+        has_room = cache.make_room(1)
+        if not has_room or not (block.lanes or block.host_copy is not None):
+            count = 0  # the copy of what was evicted for it has pushed its own copy out
+        elif block.lanes:
+            cache.ops.add(Share(block.any_lane, self.lane, block.start, block.start + count))
+        else:
+            cache.host.onload(block, self.lane, block.start + count)
+        if count:
+            self._add_private(1)
+        if was_evictable:
+            cache.make_evictable(block)
+        return count
+
+    def _cache_partial_block(self, token_ids: "array[int]", num_computed: int) -> Block | None:
+        """Caches the tokens behind the last full block; returns None where there are none, or they are known."""
+        if num_computed <= self.node.end:
+            return None
+        tokens = block_hash.pack_token_ids(token_ids[self.node.end : num_computed])
+        known = self.node.longest_match(tokens)
+        if known is not None and known[1] == num_computed - self.node.end:
+            return None
+        partial = self._cache.insert(self.node, tokens, self.lane)
+        self._cache.make_evictable(partial)
+        return partial
+
+    def _next_tokens(self, token_ids: "array[int]", num_tokens: int) -> bytes | None:
+        """The tokens of the block behind the shared ones; None if that would hold more than the first `num_tokens`."""
+        start = self.path[-1].end if self.path else 0
+        end = start + self._cache.block_size
+        return block_hash.pack_token_ids(token_ids[start:end]) if end <= num_tokens else None
+
+    def _add_private(self, count: int) -> None:
+        """Takes free blocks, or gives them back where `count` is negative."""
+        self.num_private += count
+        self._cache.num_private += count
+
+    def _use(self, block: Block) -> None:
+        """Appends a block to the path: this lane carries it, or will after the ops."""
+        self._cache.pin(block)
+        self._cache.lanes.add(self.lane, block)
+        block.ref_count += 1
+        self.path.append(block)
+
+    def _share(self, source: int | None, start: int) -> None:
+        if source is not None:
+            self._cache.ops.add(Share(source, self.lane, start, self.node.end))

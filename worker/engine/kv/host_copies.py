@@ -1,0 +1,86 @@
+"""Copies of blocks in host memory, for prefixes that have to leave the device.
+
+A copy outlives the block's return to the device, so that evicting it again costs nothing. The scheduler limits how many
+blocks are copied in each direction before a step, since a step waits for them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from tokenbus.worker.engine.kv.ops import Discard, Onload, OpQueue
+from tokenbus.worker.engine.kv.prefix_tree import Block
+
+
+class HostCopies:
+    """Up to `capacity` copies (`Block.host_copy`), the least recently used first."""
+
+    def __init__(self, capacity: int, ops: OpQueue) -> None:
+        self.capacity = capacity
+        self._ops = ops
+        self._copies: OrderedDict[Block, None] = OrderedDict()
+        self._last_id = 0
+        self._offloads_left = 0
+        self._onloads_left = 0
+
+    def __repr__(self) -> str:
+        return f"<HostCopies {len(self)} of {self.capacity}>"
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._copies) >= self.capacity
+
+    @property
+    def oldest(self) -> Block:
+        """The block whose copy was not used for the longest time."""
+        return next(iter(self._copies))
+
+    @property
+    def can_offload(self) -> bool:
+        return self.capacity > 0 and self._offloads_left > 0
+
+    @property
+    def can_onload(self) -> bool:
+        return self._onloads_left > 0
+
+    def set_limits(self, offloads: int, onloads: int) -> None:
+        """Sets how many blocks may be copied to and from host memory until this is called again."""
+        self._offloads_left, self._onloads_left = offloads, onloads
+
+    def offload(self, block: Block, lane: int) -> None:
+        """Copies the last block of a lane to host memory, where there must be room."""
+        assert block.host_copy is None, block
+        assert self.can_offload, self
+        assert not self.is_full, self
+        self._offloads_left -= 1
+        self._last_id += 1
+        block.host_copy = self._last_id
+        self._copies[block] = None
+        self._ops.offload(block.host_copy, lane, block.start, block.end)
+
+    def onload(self, block: Block, lane: int, end: int) -> None:
+        """Copies the tokens of a block up to `end` back to a lane."""
+        assert block.host_copy is not None, block
+        assert self.can_onload, self
+        self._onloads_left -= 1
+        self._ops.add(Onload(block.host_copy, lane, block.start, end))
+
+    def touch(self, block: Block) -> None:
+        """Notes that a block has been used; does nothing for one without a copy."""
+        if block.host_copy is not None:
+            self._copies.move_to_end(block)
+
+    def discard(self, block: Block) -> None:
+        assert block.host_copy is not None, block
+        del self._copies[block]
+        self._ops.add(Discard(block.host_copy))
+        block.host_copy = None
+
+    def check_counts(self) -> None:
+        assert len(self._copies) <= self.capacity, self
+
+    def check_integrity(self, blocks: Iterable[Block]) -> None:
+        """Asserts that exactly the blocks that say so have a copy."""
+        assert set(self._copies) == {block for block in blocks if block.host_copy is not None}

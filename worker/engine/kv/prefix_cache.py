@@ -1,0 +1,187 @@
+"""The prefix cache: the device's blocks, what is kept of those that sequences have computed, and what goes first.
+
+    total_blocks
+    |-------------------------------------------------------|
+    |  private  |  resident: used  |  evictable  |   free   |
+
+A block of the prefix tree is in one of three states; an `Allocation` uses and frees it, all else happens here:
+
+    used <---use, free---> evictable     lanes of the device carry both: they are resident
+     ^                        |
+     |                      evict        without room or time for a copy the block is gone at once
+     |                        v
+     '--------onload------ offloaded     there is only a copy in host memory
+                              |
+                           discard       when its copy is the oldest, or a block before it is gone
+                              v
+                             gone
+
+A resident block may keep a copy from an earlier stay, so that evicting it again costs nothing.
+
+The least recently used block is evicted first. Sequences free their blocks deepest first, so no lane goes on behind
+that block: it is the last one of an idle lane, and evicting it shortens the lane by one block.
+"""
+
+from collections import OrderedDict
+
+from tokenbus.worker.engine.kv.host_copies import HostCopies
+from tokenbus.worker.engine.kv.lane_map import LaneMap
+from tokenbus.worker.engine.kv.ops import OpQueue
+from tokenbus.worker.engine.kv.prefix_tree import Block, PrefixTree
+
+
+class PrefixCache:
+    """The prefix tree with the lanes and copies of its blocks, and the order in which they are evicted."""
+
+    def __init__(self, total_blocks: int, block_size: int, num_lanes: int, host_blocks: int, fingerprint: str) -> None:
+        assert total_blocks > 0, total_blocks
+        assert block_size > 0, block_size
+        self.total_blocks = total_blocks
+        self.block_size = block_size
+        self.num_private = 0
+        """Blocks of sequences that the tree does not know."""
+        self.ops = OpQueue()
+        self.tree = PrefixTree(block_size, fingerprint)
+        self.lanes = LaneMap(num_lanes, self.ops)
+        self.host = HostCopies(host_blocks, self.ops)
+        self._evictable: OrderedDict[Block, None] = OrderedDict()
+        """Resident blocks that no sequence uses, the least recently used first."""
+        self.evicted_blocks = 0
+        """Blocks that had to leave the device, in all."""
+
+    def __repr__(self) -> str:
+        used = f"{self.used_blocks} used, {self.evictable_blocks} evictable"
+        return f"<PrefixCache {used} of {self.total_blocks}, {self.lanes!r}, {self.host!r}>"
+
+    @property
+    def evictable_blocks(self) -> int:
+        """Resident blocks that no sequence uses."""
+        return len(self._evictable)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that sequences use, each counted once."""
+        return self.lanes.num_resident - len(self._evictable) + self.num_private
+
+    @property
+    def free_blocks(self) -> int:
+        return self.total_blocks - self.lanes.num_resident - self.num_private
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def make_room(self, count: int) -> bool:
+        """Evicts blocks until `count` are free; False, and no change, if there are too few that can be."""
+        missing = count - self.free_blocks
+        if missing > len(self._evictable):
+            return False
+        for _ in range(missing):
+            self._evict(next(iter(self._evictable)))
+        return True
+
+    def can_onload(self, block: Block) -> bool:
+        """Whether a block can be copied back from host memory now."""
+        return block.host_copy is not None and self.host.can_onload and self.free_blocks + len(self._evictable) > 0
+
+    def insert(self, parent: Block, tokens: bytes, lane: int) -> Block:
+        """Adds a block that one lane has computed. Partial blocks whose tokens it begins with are of no more use."""
+        for partial in parent.proper_prefixes(tokens):
+            self._remove_partial(partial)
+        block = self.tree.insert(parent, tokens)
+        self.lanes.add(lane, block)
+        return block
+
+    def pin(self, block: Block) -> bool:
+        """Keeps a block from being evicted; says whether it could have been."""
+        return self._evictable.pop(block, 1) is None  # the value of every entry is None
+
+    def make_evictable(self, block: Block) -> None:
+        """Makes a block that no sequence uses the last to be evicted."""
+        self._evictable[block] = None
+        self.host.touch(block)
+
+    def take_lane(self) -> int:
+        """Takes an empty lane; where there is none, the idle lane with the least recently used block is emptied."""
+        if not self.lanes.has_free:
+            block = next(iter(self._evictable))
+            while not self.lanes.has_free:
+                parent = block.parent
+                self._evict(block)
+                assert parent is not None
+                block = parent
+        return self.lanes.take()
+
+    def trim(self, max_evictable: int) -> None:
+        """Evicts the least recently used blocks beyond `max_evictable`, as far as there is time to copy them."""
+        while len(self._evictable) > max_evictable and (self.host.can_offload or not self.host.capacity):
+            self._evict(next(iter(self._evictable)))
+
+    def clear(self) -> None:
+        """Removes all copies and every block that no sequence uses."""
+        self.host.set_limits(offloads=0, onloads=0)
+        while len(self.host):
+            self._discard_oldest_copy()
+        while self._evictable:
+            self._evict(next(iter(self._evictable)))
+
+    def check_counts(self, running: set[int]) -> None:
+        """Asserts the invariants of counters and lanes; `running` are the lanes of sequences."""
+        self.lanes.check_counts(running, self._evictable)
+        self.host.check_counts()
+        assert self.used_blocks >= self.num_private >= 0, self
+        assert self.free_blocks >= 0, self
+
+    def check_integrity(self, running: dict[int, list[Block]]) -> None:
+        """Asserts the invariants of every block; `running` are the lanes of sequences and the blocks on them."""
+        blocks = list(self.tree.all_blocks())
+        self.lanes.check_integrity(blocks, running)
+        self.host.check_integrity(blocks)
+        used = {block for path in running.values() for block in path}
+        assert not used & self._evictable.keys()
+        assert {block for block in blocks if block.lanes} == used | self._evictable.keys()
+        gone: set[Block] = set()
+        for block in self._evictable:  # nothing behind a block stays longer than the block
+            assert all(not child.lanes or child in gone for child in block.children.values()), block
+            gone.add(block)
+        for block in blocks:
+            assert block.lanes or block.host_copy is not None, block
+            assert block.parent is not None
+            assert block.start == block.parent.end
+            assert self.tree.is_full(block) or not block.children
+
+    def _evict(self, block: Block) -> None:
+        """Removes a block from the device: to host memory if there is room and time, else for good."""
+        lane = block.end_lane
+        assert lane is not None, block
+        if block.host_copy is None and self.host.can_offload:
+            while self.host.is_full:
+                self._discard_oldest_copy()
+            self.host.offload(block, lane)
+        self._remove_from_device(block)
+        self.evicted_blocks += 1
+        if block.host_copy is None:
+            self._remove(block)
+
+    def _remove_from_device(self, block: Block) -> None:
+        del self._evictable[block]
+        self.lanes.remove_end(block)
+
+    def _remove_partial(self, partial: Block) -> None:
+        if partial.host_copy is not None:
+            self.host.discard(partial)
+        if partial.lanes:
+            self._remove_from_device(partial)
+        self.tree.remove(partial)
+
+    def _discard_oldest_copy(self) -> None:
+        block = self.host.oldest
+        self.host.discard(block)
+        if not block.lanes:
+            self._remove(block)
+
+    def _remove(self, block: Block) -> None:
+        """Removes a block of which nothing is left, and with it the copies behind it: nobody could reach them."""
+        for behind in block.descendants():
+            self.host.discard(behind)
+            self.tree.remove(behind)
+        self.tree.remove(block)
