@@ -22,7 +22,7 @@ class RouterMetrics:
     only some are shown."""
 
     def __init__(self) -> None:
-        models = self._models = BoundedLabel()
+        models = self._models = BoundedLabel("model")
         self.ready = Gauge(f"{_P}_ready", "1 while requests can be placed.")
         self.received = Counter(f"{_P}_requests", "Requests that were taken.", ("model",), models)
         self.placements = Counter(f"{_P}_placements", "Placements, by policy.", ("model", "policy"), models)
@@ -72,8 +72,6 @@ class RouterMetrics:
         self.snapshots = Counter(f"{_P}_snapshots", "Gaps that a worker's snapshot has closed.")
         for phase in PHASES:
             self.phases.labels(phase)
-        for family in (self.messages_dropped, self.lost_events, self.snapshots):
-            family.labels()
         for code in errors.Code:  # from 0 on, or the first of each would not be seen as an increase
             self.request_errors.labels(code)
             self.placements_rejected.labels(code)
@@ -81,10 +79,7 @@ class RouterMetrics:
 
     def show_models(self, served: Collection[str], seen: Iterable[str]) -> None:
         """Shows the models that are served now, and of those that were `seen` the ones that there is room for."""
-        for gone in self._models.evict_stale(served):
-            for family in self.families():
-                if "model" in family.label_names:
-                    family.remove_by_label("model", gone)
+        self._models.evict_stale(served)
         for model in (*served, *(model for model in seen if model in self._models)):
             self._know(model)
 

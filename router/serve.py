@@ -109,6 +109,7 @@ class Router:
         models = Models(fleet, queue, router_id, most)
         prefixes = settings.inbox_prefixes
         self._intake = Intake(bus, replies, names, prefixes, most, models, self._lifecycle, self._embeddings, terminals)
+        self._drops_counted = 0
         self._watch = FleetWatch(bus, names, fleet, flights, self._lifecycle, measured)
 
     def __repr__(self) -> str:
@@ -126,10 +127,11 @@ class Router:
     def show(self) -> None:
         """Brings levels up to date, for a scrape."""
         shown = self.metrics
-        shown.ready.labels().set(not self.unready_reason)
-        shown.in_flight.labels().set(len(self._flights))
-        shown.queue_limit.labels().set(self._queue.most_waiting)
-        shown.messages_dropped.labels().set(self._intake.num_dropped)
+        shown.ready.set(not self.unready_reason)
+        shown.in_flight.set(len(self._flights))
+        shown.queue_limit.set(self._queue.most_waiting)
+        shown.messages_dropped.inc(self._intake.num_dropped - self._drops_counted)
+        self._drops_counted = self._intake.num_dropped
         for family in (shown.queue_depth, shown.workers, shown.event_logs, shown.index_blocks, shown.index_bytes):
             family.clear()
         shown.show_models({model for model, _ in self.fleet.models()}, self.fleet.known_models())

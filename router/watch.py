@@ -161,7 +161,7 @@ class FleetWatch:
         before = known.log.num_lost if known is not None else 0
         update = self._fleet.apply_events(address.model, events, now)
         if known is not None and known.log.num_lost > before:
-            self._metrics.lost_events.labels().inc(known.log.num_lost - before)
+            self._metrics.lost_events.inc(known.log.num_lost - before)
         if update is not None:
             self._act(update, address)
             self._lifecycle.work_off()
@@ -216,7 +216,7 @@ class FleetWatch:
         """Sets right what is believed of the requests that the worker had when it was asked for the snapshot."""
         worker, worker_id = self._fleet.find(address), address.worker_id
         assert worker is not None, address
-        self._metrics.snapshots.labels().inc()
+        self._metrics.snapshots.inc()
         self._log.info("snapshot_applied", worker_id=worker_id, running=len(caught.running))
         for flight in self._flights.at(address):
             running = caught.running.get(flight.key)

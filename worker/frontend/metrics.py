@@ -116,7 +116,8 @@ class ReplicaMetrics:
 
     def observe_token_interval(self, seconds: float, count: int) -> None:
         """So many requests got a token, as long after their last one."""
-        self._itl.observe(seconds, count)
+        for _ in range(count):
+            self._itl.observe(seconds)
 
     def count_load(self, load: messages.Load) -> None:
         """Adds what an engine has counted since the last time; a new engine counts from 0."""
@@ -145,7 +146,7 @@ class ReplicaMetrics:
     def forget(self) -> None:
         """The replica has left."""
         for family in self._metrics.families():
-            family.remove_by_label("worker_id", self._own_labels[1])
+            family.remove_by_labels({"worker_id": self._own_labels[1]})
 
     def request_finished(self, reason: str, usage: messages.Usage | None, timings: messages.Timings | None) -> None:
         """A request has ended; times only of those that got a token."""

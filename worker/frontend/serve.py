@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from prometheus_client.registry import Collector
 
 from tokenbus.protocol.process import reload, shutdown
 from tokenbus.protocol.telemetry import metrics, status, tracing
@@ -84,7 +85,7 @@ class Worker:
             for replica in self._replicas:
                 replica.update_gauges()
 
-        families: list[metrics.MetricSource] = [*self._metrics.families()]
+        families: list[Collector] = [*self._metrics.families()]
         if self._settings.vllm_metrics:
             families += vllm_metric_aliases.aliases(self._metrics)
         return metrics.MetricsCollector(families, refresh)
