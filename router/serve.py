@@ -187,8 +187,7 @@ async def serve(settings: RouterSettings, again: Callable[[], RouterSettings]) -
         connection = await shutdown.unless_stopped(leave, nats.connect(settings.broker, name=f"router {router_id}"))
         stack.push_async_callback(connection.close)
         names = subjects.Subjects(settings.prefix)
-        tracer = tracing.make_tracer(settings.otlp_traces_endpoint, "router", router_id)
-        stack.push_async_callback(tracer.close)
+        tracer = await stack.enter_async_context(tracing.exporting(settings.otlp_traces_endpoint, "router", router_id))
         router = Router(connection, names, router_id, settings, random.Random(), tracer)
         page = metrics.MetricsCollector(router.metrics.families(), router.show)
         await stack.enter_async_context(

@@ -74,7 +74,8 @@ class Embeddings:
             tracing.OPERATION: "embeddings",
             tracing.REQUEST_ID: asked.request_id,
         }
-        asked = asked._replace(span=self._tracer.start_span("route", "server", headers, known, asked.received_at))
+        span = tracing.start_span(self._tracer, "route", "server", headers, known, asked.received_at)
+        asked = asked._replace(span=span)
         task = asyncio.get_running_loop().create_task(self._carry(asked))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -49,7 +49,7 @@ class Worker:
         self._process = EngineProcess(settings.log.variables())
         self._metrics = WorkerMetrics()
         self._name = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-        self._tracer = tracing.make_tracer(settings.otlp_traces_endpoint, "worker", self._name)
+        self._tracer: tracing.Tracer = tracing.NoopTracer()
         self._is_single = sum(model.replicas for model in settings.models) == 1
         self._replicas: dict[Replica, asyncio.Task[None]] = {}
         self._ended: asyncio.Queue[Replica] = asyncio.Queue()
@@ -63,11 +63,11 @@ class Worker:
 
     async def run(self) -> None:
         """Until every replica has left. Raises what `serve` does."""
-        async with status.serving(self._settings.status_page, self._page().registry, self._unready_reason):
-            try:
-                await self._serve()
-            finally:
-                await self._tracer.close()
+        async with (
+            tracing.exporting(self._settings.otlp_traces_endpoint, "worker", self._name) as self._tracer,
+            status.serving(self._settings.status_page, self._page().registry, self._unready_reason),
+        ):
+            await self._serve()
 
     async def _serve(self) -> None:
         try:
