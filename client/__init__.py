@@ -2,17 +2,8 @@
 
 from tokenbus.client.client import Client
 from tokenbus.client.stream import Stream
-from tokenbus.protocol.telemetry import tracing
 
-
-def application_tracer() -> tracing.Tracer:
-    """For `Client.connect(..., traced=...)`: the tracer that the application has set up. Needs the extra `traces`."""
-    from tokenbus.protocol.telemetry import otel
-
-    return otel.ApplicationTracer()
-
-
-__all__ = ["Client", "Stream", "application_tracer"]
+__all__ = ["Client", "Stream"]
 
 if __name__ != "tokenbus.client":
     raise ImportError("import tokenbus.client: it is no package of its own")

@@ -73,8 +73,8 @@ class Client:
         tracer: tracing.Tracer | None = None,
     ) -> "Client":
         """`settings` say more of the broker than its address: credentials, TLS, the inbox. `tracer` makes a span of
-        each stream: `application_tracer()` where the application uses OpenTelemetry. Raises ConnectionError when the
-        broker can't be reached."""
+        each stream, below the current span: `opentelemetry.trace.get_tracer(...)` in an application that is traced.
+        Raises ConnectionError when the broker can't be reached."""
         settings = settings or nats.Settings(url=url, connect_timeout_s=connect_timeout_s)
         connection = await nats.connect(settings, name="tokenbus client")
         return await cls.from_connection(connection, tenant=tenant, prefix=prefix, encoding=encoding, tracer=tracer)
@@ -192,7 +192,7 @@ class Client:
             "gen_ai.request.temperature": request.temperature,
             "gen_ai.request.stream": request.stream is not False,
         }
-        return self._tracer.start_span(f"{operation} {model}", "client", headers, known)
+        return tracing.start_span(self._tracer, f"{operation} {model}", "client", headers, known)
 
     def _send(self, stream: Stream, subject: str, request: messages.GenerateRequest) -> None:
         payload = codec.encode(request, self._encoding)

@@ -46,7 +46,7 @@ class ChatCompletions:
         request, request_id = Request(scope, receive), secrets.token_urlsafe(16)
         request_log, writer = RequestLog(request_id, self._metrics), ResponseWriter(send, request_id)
         known = {"http.request.method": "POST", "http.route": scope["path"], tracing.REQUEST_ID: request_id}
-        span = self._tracer.start_span(f"POST {scope['path']}", "server", request.headers, known)
+        span = tracing.start_span(self._tracer, f"POST {scope['path']}", "server", request.headers, known)
         try:
             with self._concurrency_limit.admit():
                 await self._serve(request, writer, request_log, request_id, span)

@@ -24,13 +24,11 @@ class GatewayMetrics:
             f"{_P}_time_to_first_token_seconds", "From the request to the first token.", (), TTFT_BUCKETS
         )
         self.e2e = Histogram(f"{_P}_e2e_request_latency_seconds", "From the request to its end.", (), REQUEST_BUCKETS)
-        for family in (self.disconnects, self.open, self.prompt_tokens, self.completion_tokens, self.ttft, self.e2e):
-            family.labels()
         self.finished.labels("200")
 
     def show(self, num_requests: int, num_connections: int, num_idle: int) -> None:
         """Brings levels up to date, for a scrape."""
-        self.open.labels().set(num_requests)
+        self.open.set(num_requests)
         self.connections.labels("busy").set(num_connections - num_idle)
         self.connections.labels("idle").set(num_idle)
 

@@ -95,10 +95,10 @@ class RequestLog:
     def _count(self, status: int | None, usage: messages.Usage | None) -> None:
         metrics = self._metrics
         metrics.finished.labels(str(status or "none")).inc()
-        metrics.disconnects.labels().inc(self._is_gone)
-        metrics.e2e.labels().observe(self.age_s)
+        metrics.disconnects.inc(self._is_gone)
+        metrics.e2e.observe(self.age_s)
         if self._first_s is not None:
-            metrics.ttft.labels().observe(self._first_s)
+            metrics.ttft.observe(self._first_s)
         if usage is not None:
-            metrics.prompt_tokens.labels().inc(usage.prompt_tokens)
-            metrics.completion_tokens.labels().inc(usage.completion_tokens)
+            metrics.prompt_tokens.inc(usage.prompt_tokens)
+            metrics.completion_tokens.inc(usage.completion_tokens)

@@ -45,8 +45,7 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
         concurrency_limit = ConcurrencyLimit(settings.max_requests)
         measured = GatewayMetrics()
         name = f"{socket.gethostname()}-{os.getpid()}"
-        tracer = tracing.make_tracer(settings.otlp_traces_endpoint, "gateway", name)
-        stack.push_async_callback(tracer.close)
+        tracer = await stack.enter_async_context(tracing.exporting(settings.otlp_traces_endpoint, "gateway", name))
         tenants = await Tenants.create(connection, settings, tracer)
         stack.push_async_callback(tenants.gateway_client.close)
         routes = Routes(concurrency_limit, tenants, connection, Catalog(tenants.gateway_client.models))

@@ -23,7 +23,7 @@ class RouterMetrics:
     Anyone who can publish a card can make up model names, so only a bounded number of them become labels."""
 
     def __init__(self) -> None:
-        models = self._models = BoundedLabel()
+        models = self._models = BoundedLabel("model")
         self.ready = Gauge(f"{_P}_ready", "1 while requests can be placed.")
         self.received = Counter(f"{_P}_requests", "Requests for known models.", ("model",), models)
         self.placements = Counter(f"{_P}_placements", "Placements, by policy.", ("model", "policy"), models)
@@ -59,8 +59,6 @@ class RouterMetrics:
         self.snapshots = Counter(f"{_P}_snapshots", "Snapshots that closed a gap in a worker's event log.")
         for phase in PHASES:
             self.phases.labels(phase)
-        for family in (self.messages_dropped, self.lost_events, self.snapshots):
-            family.labels()
         for code in errors.Code:  # export zeros now: Prometheus does not see a counter that starts at 1 increase
             self.request_errors.labels(code)
             self.placements_rejected.labels(code)
@@ -68,10 +66,7 @@ class RouterMetrics:
 
     def show_models(self, served: Collection[str], seen: Iterable[str]) -> None:
         """Gives each served model a label, and keeps those of `seen` models while there is room."""
-        for gone in self._models.evict_stale(served):
-            for family in self.families():
-                if "model" in family.label_names:
-                    family.remove_by_label("model", gone)
+        self._models.evict_stale(served)
         for model in (*served, *(model for model in seen if model in self._models)):
             for counted in (self.received, self.prompt_tokens, self.overlap_tokens, self.lost_workers, self.queue_wait):
                 counted.labels(model)

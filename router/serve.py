@@ -94,6 +94,7 @@ class Router:
             terminals,
         )
         recovery = Recovery(self.fleet, self.flights, self._lifecycle, self.metrics)
+        self._drops_counted = 0
         self._watch = FleetWatch(bus, names, self.fleet, recovery, self._lifecycle, self.metrics)
 
     def __repr__(self) -> str:
@@ -111,10 +112,11 @@ class Router:
     def update_gauges(self) -> None:
         """Brings the gauges up to date; called before each scrape."""
         gauges = self.metrics
-        gauges.ready.labels().set(not self.unready_reason)
-        gauges.in_flight.labels().set(len(self.flights))
-        gauges.queue_limit.labels().set(self._queue.max_requests)
-        gauges.messages_dropped.labels().set(self._intake.num_dropped)
+        gauges.ready.set(not self.unready_reason)
+        gauges.in_flight.set(len(self.flights))
+        gauges.queue_limit.set(self._queue.max_requests)
+        gauges.messages_dropped.inc(self._intake.num_dropped - self._drops_counted)
+        self._drops_counted = self._intake.num_dropped
         for family in (gauges.queue_depth, gauges.workers, gauges.event_logs, gauges.index_blocks, gauges.index_bytes):
             family.clear()
         gauges.show_models({model for model, _ in self.fleet.models()}, self.fleet.known_models())
@@ -171,8 +173,7 @@ async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSett
         connection = await shutdown.unless_stopped(stop, nats.connect(settings.broker, name=f"router {router_id}"))
         stack.push_async_callback(connection.close)
         names = subjects.Subjects(settings.prefix)
-        tracer = tracing.make_tracer(settings.otlp_traces_endpoint, "router", router_id)
-        stack.push_async_callback(tracer.close)
+        tracer = await stack.enter_async_context(tracing.exporting(settings.otlp_traces_endpoint, "router", router_id))
         router = Router(connection, names, router_id, settings, random.Random(), tracer)
         page = metrics.MetricsCollector(router.metrics.families(), router.update_gauges)
         shown = status.serving(settings.status_page, page.registry, lambda: router.unready_reason)

@@ -159,7 +159,7 @@ class FleetWatch:
         before = known.log.num_lost if known is not None else 0
         update = self._fleet.apply_events(address.model, events, now)
         if known is not None and known.log.num_lost > before:
-            self._metrics.lost_events.labels().inc(known.log.num_lost - before)
+            self._metrics.lost_events.inc(known.log.num_lost - before)
         if update is not None:
             self._recovery.apply(update, address)
             self._lifecycle.place_waiting()

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenbus.client import Client as Client
     from tokenbus.client import Stream as Stream
-    from tokenbus.client import application_tracer as application_tracer
 
-__all__ = ["Client", "Stream", "application_tracer"]
+__all__ = ["Client", "Stream"]
 
 
 def __getattr__(name: str) -> Any:

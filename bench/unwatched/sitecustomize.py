@@ -17,8 +17,9 @@ def _fixed_stats(*_: Any) -> ipc.StepStats:
 
 
 for kind, names in (
-    (metrics.Value, ("inc", "set")),
-    (metrics.Buckets, ("observe",)),
+    (metrics.Counter, ("inc",)),
+    (metrics.Gauge, ("inc", "set")),
+    (metrics.Histogram, ("observe",)),
     (ReplicaMetrics, ("observe_token_interval", "observe_step", "request_finished", "request_refused", "count_load")),
 ):
     for name in names:

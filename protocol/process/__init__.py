@@ -1,1 +1,1 @@
-"""The life of a process: how it is stopped, rereads its settings, and gives memory back."""
+"""What every server process does about its process: signals, reloading of settings, freed memory."""

@@ -1,4 +1,4 @@
-"""Gives memory that is not used any more back to the system."""
+"""Returns freed memory to the operating system."""
 
 import ctypes
 import functools
@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 
 def trim_heap() -> None:
-    """Has the C library return what it keeps of freed memory, where it can: a few ms, without Python's lock.
+    """Makes glibc return the memory that it keeps after `free`; does nothing with another C library.
 
-    To be called after something that has taken much: the library keeps what threads have freed, for each of them."""
+    Worth calling after work on threads that took much memory, since glibc keeps freed memory for each thread. Takes a
+    few milliseconds, without the GIL."""
     _trim()(0)
 
 

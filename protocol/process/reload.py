@@ -1,4 +1,4 @@
-"""Settings that change while a process serves: read again on SIGHUP."""
+"""Reloads settings on SIGHUP, while a process serves."""
 
 import asyncio
 import signal
@@ -9,25 +9,26 @@ import structlog
 
 Settings = TypeVar("Settings")
 _APPLY_TIMEOUT_S = 10.0
-"""An adoption that takes longer is given up, or the next could never come."""
+"""How long applying new settings may take: without a limit, one that hangs would block every later reload."""
 Apply = Callable[[Settings], Awaitable[None] | None]
 
 
 def on_hangup(read_settings: Callable[[], Settings], apply: Apply[Settings]) -> None:
-    """From now on SIGHUP has `apply` given what `read_settings` reads. Where that raises ValueError all stays as it is.
+    """From now on, each SIGHUP calls `read_settings` and passes the result to `apply`.
 
-    What is read last is adopted last: while one adoption goes on the next waits, and several signals are one."""
-    asked = asyncio.Event()
+    If `read_settings` raises ValueError everything stays as it is. Reloads never overlap, so the settings read last are
+    applied last; several signals during one reload cause one more."""
+    requested = asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.create_task(_reload(asked, read_settings, apply))
-    loop.add_signal_handler(signal.SIGHUP, asked.set)
+    loop.create_task(_reload(requested, read_settings, apply))
+    loop.add_signal_handler(signal.SIGHUP, requested.set)
 
 
-async def _reload(asked: asyncio.Event, read_settings: Callable[[], Settings], apply: Apply[Settings]) -> None:
+async def _reload(requested: asyncio.Event, read_settings: Callable[[], Settings], apply: Apply[Settings]) -> None:
     log = structlog.get_logger()
     while True:
-        await asked.wait()
-        asked.clear()
+        await requested.wait()
+        requested.clear()
         try:
             settings = read_settings()
         except ValueError as error:

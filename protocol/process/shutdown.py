@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first asks a process to stop, the second stops it at once."""
+"""Handles SIGINT and SIGTERM: the first signal asks a process to stop, the second ends it at once."""
 
 import asyncio
 import contextlib
@@ -19,15 +19,15 @@ class StoppedError(Exception):
 
 @contextlib.contextmanager
 def interrupt_deferred() -> Iterator[None]:
-    """Within it Ctrl-C waits; a process that is started within it never gets one.
+    """Defers Ctrl-C until the end of the block; processes started within the block never get it.
 
-    The mask is for such processes. This one needs more: the threads of numerical libraries have masks of their own, and
-    a signal that comes to one of them calls the handler in this thread all the same."""
-    has_come = False
+    Child processes inherit the signal mask. For this process the mask is not enough: numerical libraries have threads
+    with masks of their own, and a signal that reaches one of them still calls Python's handler in the main thread."""
+    was_interrupted = False
 
     def note(number: int, frame: FrameType | None) -> None:
-        nonlocal has_come
-        has_come = True
+        nonlocal was_interrupted
+        was_interrupted = True
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     handler = signal.signal(signal.SIGINT, note)
@@ -36,7 +36,7 @@ def interrupt_deferred() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if has_come:
+        if was_interrupted:
             signal.raise_signal(signal.SIGINT)
 
 
@@ -46,15 +46,15 @@ def on_stop(
     at_once: Callable[[], object] = lambda: None,
     signals: Iterable[signal.Signals] = SIGNALS,
 ) -> Iterator[None]:
-    """Within it the first signal calls `first` in the running loop; the next calls `at_once` and ends the process, even
-    while the loop is busy. Afterwards signals do what they did before."""
+    """Within the block, the first signal calls `first` in the running loop, and the second calls `at_once` and ends the
+    process, even while the loop is busy. Afterwards the former handlers are restored."""
     loop = asyncio.get_running_loop()
-    num_came = 0
+    num_signals = 0
 
     def count(number: int, frame: FrameType | None) -> None:
-        nonlocal num_came
-        num_came += 1
-        if num_came > 1:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals > 1:
             with contextlib.suppress(Exception):  # nothing may keep the process from ending
                 at_once()
             os._exit(128 + number)
@@ -72,7 +72,7 @@ def on_stop(
 
 
 async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. Raises StoppedError, and cancels it, when `stop` is set before it is done."""
+    """Returns the result of `work`, or cancels it and raises StoppedError when `stop` is set first."""
     stopped, working = asyncio.create_task(stop.wait()), asyncio.create_task(work)
     try:
         await asyncio.wait([stopped, working], return_when=asyncio.FIRST_COMPLETED)

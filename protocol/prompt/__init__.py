@@ -1,1 +1,1 @@
-"""From a text or a conversation to token ids."""
+"""Turns texts and conversations into token ids: chat templates, their rendering, tokenizer bundles."""

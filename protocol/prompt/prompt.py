@@ -1,4 +1,4 @@
-"""Makes token ids of a prompt: the same code at a router with a tokenizer bundle and at a worker with its own."""
+"""Turns prompts into token ids: the same code in a router, with a fetched tokenizer, and in a worker, with its own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from tokenbus.protocol.wire import errors, internal, limits, messages
 
 
 class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model's metadata says about making a prompt."""
+    """The part of a model's metadata that making a prompt depends on."""
 
     special_tokens: dict[str, int]
     chat_template: str | None = None
@@ -22,26 +22,28 @@ class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
     eos_token: str = ""
     bos_token_id: int | None = None
     add_bos: bool = False
+    """Whether every prompt begins with BOS."""
     vocab_size: int
 
 
 class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a router needs to make a model's prompts without its files."""
+    """Everything a router needs to make a model's prompts without the model's files."""
 
     tokenizer_json: str
-    """In the format of the `tokenizers` library, without special tokens."""
+    """A tokenizer in the format of the `tokenizers` library, without special tokens."""
     rules: PromptRules
 
 
 class PromptBuilder:
-    """Turns texts and conversations into token ids. Safe to use from several threads, of which one renders at a time.
+    """Turns texts and conversations into token ids.
 
-    A conversation is rendered in a process of its own, which is started when it is needed. Of a model whose template is
-    too large or malformed conversations are refused, and texts are as good as any."""
+    Safe to use from several threads; they take turns at rendering conversations, which happens in a separate process
+    (`rendering.py`). If the chat template is too large or malformed, only conversations are refused, and texts work."""
 
     def __init__(
         self, rules: PromptRules, encode: Callable[[str], list[int]], bound: token_bound.TokenBound | None = None
     ) -> None:
+        """`bound`, if there is one, lets prompts that are certainly too long be refused without tokenizing them."""
         self.rules = rules
         self._encode = encode
         self._bound = bound
@@ -51,18 +53,25 @@ class PromptBuilder:
             try:
                 template.check(rules.chat_template)
             except ValueError as error:
-                self._refuse(error)
+                self._refuse_chats(error)
             else:
-                self._renderer = _renderer_of(rules.chat_template, rules)
+                self._renderer = Renderer(
+                    RendererSetup(
+                        source=rules.chat_template,
+                        special_tokens=rules.special_tokens,
+                        bos_token=rules.bos_token,
+                        eos_token=rules.eos_token,
+                    )
+                )
 
     def __repr__(self) -> str:
         return f"<PromptBuilder of {self.rules.vocab_size} tokens>"
 
     def from_text(self, text: str, max_prompt_tokens: int | None = None) -> list[int]:
-        """The ids of a text, in which no special token is parsed; begins with BOS where the model wants one.
+        """Returns the token ids of a text, in which special tokens are not parsed.
 
-        Raises RequestError(prompt_too_long) where it certainly has more than `max_prompt_tokens`; else it may have
-        more."""
+        Raises RequestError(prompt_too_long) if the text certainly has more than `max_prompt_tokens`. It may have more
+        all the same: the bound is a lower one."""
         self._check_length([text], max_prompt_tokens)
         return self.with_bos(self._encode(text))
 
@@ -72,7 +81,9 @@ class PromptBuilder:
         arguments: dict[str, Any] | None,
         max_prompt_tokens: int | None = None,
     ) -> list[int]:
-        """The ids of a conversation by the model's template. Raises RequestError, as `from_text` does too."""
+        """Returns the token ids of a conversation, rendered with the model's chat template.
+
+        Raises RequestError as `from_text` and `Renderer.render` do, and if the model has no usable template."""
         if self._renderer is None:
             raise errors.request_error(
                 errors.Code.UNSUPPORTED, f"{self.chat_unsupported_reason}: send prompt or token_ids", param="messages"
@@ -86,30 +97,28 @@ class PromptBuilder:
 
     @property
     def supports_chat(self) -> bool:
-        """Whether conversations are not all refused."""
         return self._renderer is not None
 
     def start(self) -> None:
-        """Has at hand what it needs, so that the first conversation takes no longer than others. Raises OSError where
-        there can be no process now."""
+        """Starts the renderer process ahead of the first conversation. Raises OSError if it can't be started now."""
         if self._renderer is not None:
             try:
                 self._renderer.start()
             except ValueError as error:
-                self._refuse(error)
+                self._refuse_chats(error)
 
     def close(self) -> None:
-        """Ends the process that renders."""
+        """Ends the renderer process."""
         if self._renderer is not None:
             self._renderer.close()
 
-    def _refuse(self, error: ValueError) -> None:
-        """Has conversations refused from now on, which that says why."""
+    def _refuse_chats(self, error: ValueError) -> None:
         self._renderer = None
         self.chat_unsupported_reason = str(error)
         structlog.get_logger().warning("chat_template_refused", error=str(error))
 
     def _check_length(self, texts: list[str], max_prompt_tokens: int | None) -> None:
+        # A text with fewer characters than it may have tokens is rarely too long, and not worth counting.
         if self._bound is None or max_prompt_tokens is None or sum(map(len, texts)) <= max_prompt_tokens:
             return
         count = sum(map(self._bound.min_tokens, texts))
@@ -120,30 +129,22 @@ class PromptBuilder:
             )
 
     def with_bos(self, ids: list[int]) -> list[int]:
-        """With BOS before them, where the model wants one and they have none."""
+        """Returns `ids` with BOS in front, if the model wants it and they don't begin with it."""
         bos = self.rules.bos_token_id
         if self.rules.add_bos and bos is not None and ids[:1] != [bos]:
             return [bos, *ids]
         return ids
 
 
-def _renderer_of(source: str, rules: PromptRules) -> Renderer:
-    return Renderer(
-        RendererSetup(
-            source=source, special_tokens=rules.special_tokens, bos_token=rules.bos_token, eos_token=rules.eos_token
-        )
-    )
-
-
 def load_encoder(tokenizer_json: str) -> Callable[[str], list[int]]:
-    """The encode function of a tokenizer in the `tokenizers` library's format. Raises ValueError if it is malformed."""
+    """Returns the encode function of a tokenizer in the `tokenizers` library's format, or raises ValueError."""
     try:
         tokenizer = Tokenizer.from_str(tokenizer_json)
     except Exception as error:  # the library raises nothing more exact
         raise ValueError(f"the tokenizer can't be read: {error}") from error
 
     def encode(text: str) -> list[int]:
-        # For a batch of one it gives Python's lock up meanwhile, and does not note where in the text each token stands.
+        # Unlike encode(), a batch of one releases the GIL, and does not note where in the text each token stands.
         ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
@@ -151,10 +152,9 @@ def load_encoder(tokenizer_json: str) -> Callable[[str], list[int]]:
 
 
 def load_builder(bundle: TokenizerBundle) -> PromptBuilder:
-    """Raises ValueError for a malformed tokenizer."""
-    return PromptBuilder(
-        bundle.rules, load_encoder(bundle.tokenizer_json), token_bound.from_tokenizer_json(bundle.tokenizer_json)
-    )
+    """Returns the prompt builder of a bundle. Raises ValueError if its tokenizer is malformed."""
+    bound = token_bound.from_tokenizer_json(bundle.tokenizer_json)
+    return PromptBuilder(bundle.rules, load_encoder(bundle.tokenizer_json), bound)
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -166,12 +166,12 @@ def pack(bundle: TokenizerBundle) -> bytes:
 
 
 def bundle_digest(packed: bytes) -> str:
-    """What a card says of its bundle, so that routers fetch each bundle once."""
+    """Returns the hash by which a card names its bundle, so that routers fetch each bundle once."""
     return xxhash.xxh3_128_hexdigest(packed)
 
 
 def to_parts(packed: bytes) -> list[internal.TokenizerPart]:
-    """A packed bundle as messages that fit any broker's limit."""
+    """Splits a packed bundle into messages that are small enough for any broker."""
     digest = bundle_digest(packed)
     starts = range(0, len(packed), limits.PART_BYTES)
     return [
@@ -183,7 +183,7 @@ def to_parts(packed: bytes) -> list[internal.TokenizerPart]:
 
 
 def from_parts(parts: list[internal.TokenizerPart], digest: str) -> TokenizerBundle:
-    """The bundle that the parts, in order, make up. Raises ValueError if it is not the one with that digest."""
+    """Joins the parts, in order, to a bundle. Raises ValueError if its digest is another, or if it is malformed."""
     packed = b"".join(part.data for part in parts)
     if bundle_digest(packed) != digest:
         raise ValueError("the tokenizer bundle does not have the digest that the card announced")
@@ -191,7 +191,7 @@ def from_parts(parts: list[internal.TokenizerPart], digest: str) -> TokenizerBun
 
 
 def unpack(packed: bytes) -> TokenizerBundle:
-    """Raises ValueError if it is malformed."""
+    """Returns a packed bundle's contents. Raises ValueError if it is malformed."""
     try:
         return _decoder.decode(packed)
     except msgspec.DecodeError as error:

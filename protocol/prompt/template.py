@@ -1,8 +1,9 @@
-"""Renders a conversation with the model's own chat template, in a sandbox, keeping apart who wrote what.
+"""Renders a conversation with the model's own chat template, in a sandbox, and keeps users' texts apart from markup.
 
-Special tokens are meant where the template writes them and never where a user did. So before rendering, every place in
-a user's text where a special token stands gets a guard in front and a separator behind, and what stands between them is
-no special token; and a text that ends like the beginning of one gets a separator too, so that nothing completes it.
+A special token (such as `<|im_end|>`) counts where the template writes it, and never where a user wrote it. So before
+rendering, every special token in a user's text gets a guard character in front and a separator character behind, and
+what stands between the two is not parsed as a special token. A text that ends like the beginning of a special token
+gets a separator too, so that the template can't complete it by what it writes next.
 """
 
 import datetime
@@ -19,13 +20,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenbus.protocol.wire import errors, limits, messages, validation
 
 _MARKS = [chr(code) for code in range(0x13000, 0x13400)]
-"""Where guard and separator are taken from: Egyptian hieroglyphs, any two that the request does not use.
+"""The characters among which guard and separator are chosen: Egyptian hieroglyphs.
 
-They have to be printable, so that also a list which a template prints as Python would keeps them as they are."""
+They must be printable: a template may print a list as Python does, which would escape other characters."""
 
 
 class Marks(NamedTuple):
-    """Two characters that neither the request nor the template uses."""
+    """Two characters that occur neither in the request nor in the template."""
 
     guard: str
     separator: str
@@ -35,28 +36,28 @@ class Marks(NamedTuple):
 
 
 class SpecialTokens:
-    """The texts that stand for one token each, and how to find them in a rendered prompt."""
+    """The texts that stand for one token each; finds them in users' texts and in rendered prompts."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self.ids = {text: token_id for text, token_id in ids.items() if text}
         longest_first = sorted(self.ids, key=len, reverse=True)
         self._any = "|".join(map(re.escape, longest_first)) or r"(?!)"
-        self._begins = re.compile(f"(?={self._any})")
-        self._starts = {text[:length] for text in self.ids for length in range(1, len(text))}
+        self._starts_here = re.compile(f"(?={self._any})")  # a lookahead, so that overlapping tokens are found as well
+        self._prefixes = {text[:length] for text in self.ids for length in range(1, len(text))}
         self._longest = max(map(len, self.ids), default=0)
 
     def __repr__(self) -> str:
         return f"<SpecialTokens {len(self.ids)}>"
 
     def mark(self, text: str, marks: Marks) -> str:
-        """`text` with a guard before and a separator behind every special token in it, overlapping ones included."""
-        places = [
+        """Returns `text` with every special token in it between a guard and a separator, overlapping ones included."""
+        spans = [
             (at, at + len(token))
-            for at in {match.start() for match in self._begins.finditer(text)}
+            for at in {match.start() for match in self._starts_here.finditer(text)}
             for token in self.ids
             if text.startswith(token, at)
         ]
-        starts, ends = {start for start, _ in places}, {end for _, end in places}
+        starts, ends = {start for start, _ in spans}, {end for _, end in spans}
         parts, last = [], 0
         for at in sorted(starts | ends):
             parts += [text[last:at], marks.separator if at in ends else "", marks.guard if at in starts else ""]
@@ -64,14 +65,15 @@ class SpecialTokens:
         return "".join(parts) + text[last:]
 
     def seal(self, text: str, marks: Marks) -> str:
-        """`text` with a separator behind it if what comes next could complete a special token."""
-        ends_in_start = any(text[-length:] in self._starts for length in range(1, min(self._longest, len(text) + 1)))
-        return text + marks.separator if ends_in_start else text
+        """Returns `text`, with a separator behind it if what follows could complete a special token."""
+        is_open = any(text[-length:] in self._prefixes for length in range(1, min(self._longest, len(text) + 1)))
+        return text + marks.separator if is_open else text
 
     def split(self, text: str, marks: Marks) -> list[str | int]:
-        """`text` as special token ids and the plain texts between them, without the marks.
+        """Splits a rendered prompt into special token ids and the plain texts between them, without the marks.
 
-        A token is the user's only between its marks: a guard alone is what is left of a text that the template cut."""
+        A special token is the user's only if both marks are there: a guard without its separator is left over where
+        the template has cut a user's text short, and what follows it was written by the template."""
         pieces: list[str | int] = []
         token = f"((?<!{marks.guard})(?:{self._any})|(?<={marks.guard})(?:{self._any})(?!{marks.separator}))"
         for piece in re.split(token, text):
@@ -84,16 +86,17 @@ class SpecialTokens:
 
 
 class ChatTemplate:
-    """One model's chat template, compiled once. Raises ValueError for a template that is too large or malformed."""
+    """One model's chat template, compiled once."""
 
     def __init__(self, source: str, special: SpecialTokens, bos_token: str, eos_token: str) -> None:
+        """Raises ValueError if the template is too large or malformed."""
         _check_size(source)
         self._special = special
         self._source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
             self._template = _environment().from_string(source)
-        except Exception as error:  # what it compiles to is Python, which has errors of its own
+        except Exception as error:  # jinja2 compiles to Python, whose compiler raises errors of its own
             raise ValueError(f"the chat template is malformed: {error}") from error
 
     def __repr__(self) -> str:
@@ -102,19 +105,19 @@ class ChatTemplate:
     def render(
         self, conversation: list[messages.ChatMessage], arguments: Mapping[str, Any] | None = None
     ) -> list[str | int]:
-        """The prompt as special token ids and plain texts. Raises RequestError(invalid_request) when it fails.
+        """Returns the prompt as special token ids and plain texts. Raises RequestError(invalid_request) if it fails.
 
         `arguments` are extra variables for the template (`chat_template_kwargs`)."""
-        turns = [_turn(message) for message in conversation]
-        marks = _unused_marks([self._source, turns, arguments])
-        written = {
+        conversation_dicts = [_message_dict(message) for message in conversation]
+        marks = _unused_marks([self._source, conversation_dicts, arguments])
+        variables = {
             "add_generation_prompt": True,
             **{name: self._escape(value, marks) for name, value in (arguments or {}).items()},
-            "messages": self._escape(turns, marks),
+            "messages": self._escape(conversation_dicts, marks),
             **self._tokens,
         }
         try:
-            text = self._template.render(written)
+            text = self._template.render(variables)
         except Exception as error:  # a template is a program: with the right messages it can fail in any way
             problem = marks.remove(str(error) or repr(error))
             raise _refused(f"the model's chat template refused the messages: {problem}") from error
@@ -124,18 +127,18 @@ class ChatTemplate:
         if isinstance(value, str):
             return self._special.seal(self._special.mark(value, marks), marks)
         if isinstance(value, dict):
-            return {self._escape_key(key, marks): self._escape(child, marks) for key, child in value.items()}
+            # Keys are marked but not sealed: templates look values up by their keys.
+            return {
+                self._special.mark(key, marks) if isinstance(key, str) else key: self._escape(child, marks)
+                for key, child in value.items()
+            }
         if isinstance(value, list):
             return [self._escape(child, marks) for child in value]
         return value
 
-    def _escape_key(self, key: Any, marks: Marks) -> Any:
-        """A key as it was, unless it holds a special token: templates look values up by their keys."""
-        return self._special.mark(key, marks) if isinstance(key, str) else key
-
 
 def check(source: str) -> None:
-    """Raises ValueError for a template that is too large, or none. Reads it only: to compile it may take long."""
+    """Raises ValueError if a template is too large or malformed. Only parses it, since compiling may take long."""
     _check_size(source)
     try:
         _environment().parse(source)
@@ -148,17 +151,19 @@ def _check_size(source: str) -> None:
         raise ValueError(f"the chat template is larger than {limits.MAX_TEMPLATE_BYTES} bytes")
 
 
-def _turn(message: messages.ChatMessage) -> dict[str, Any]:
-    turn = {name: value for name, value in msgspec.to_builtins(message).items() if value is not None}
-    return turn | {"content": validation.message_text(message)}
+def _message_dict(message: messages.ChatMessage) -> dict[str, Any]:
+    fields = {name: value for name, value in msgspec.to_builtins(message).items() if value is not None}
+    return fields | {"content": validation.message_text(message)}
 
 
-def _unused_marks(written: object) -> Marks:
-    used = set().union(*_strings(written))
+def _unused_marks(values: object) -> Marks:
+    used = set().union(*_strings(values))
     unused = (character for character in _MARKS if character not in used)
     guard, separator = next(unused, None), next(unused, None)
     if guard is None or separator is None:
-        raise _refused("messages: hold nearly every Egyptian hieroglyph there is; the template needs two of them")
+        raise _refused(
+            "messages: contain nearly every Egyptian hieroglyph; rendering needs two that they don't contain"
+        )
     return Marks(guard, separator)
 
 
@@ -186,7 +191,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """Unlike jinja2's own filter, without escapes for HTML."""
+    """Formats a value as JSON. jinja2's own filter would escape characters for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

@@ -1,11 +1,11 @@
-"""When to say of something that it still waits: after a while, and each time that has doubled; pure."""
+"""Decides when to log about a wait: after a first delay, and again each time the wait has doubled; pure."""
 
 FIRST_S = 5.0
-"""Unless a setting says otherwise."""
+"""The default of `--slow-wait-s`."""
 
 
 class BackoffTimer:
-    """Of one wait: few lines, however long it takes."""
+    """Limits how often one wait is logged: the interval doubles each time."""
 
     __slots__ = ("_next_s",)
 
@@ -17,7 +17,7 @@ class BackoffTimer:
         return f"<BackoffTimer next after {self._next_s:g} s>"
 
     def is_due(self, waited_s: float) -> bool:
-        """Whether a line is due now; it is then not due again before twice as long."""
+        """Returns whether to log now, after a wait of `waited_s`. If so, the next time is at twice that at least."""
         if waited_s < self._next_s:
             return False
         while self._next_s <= waited_s:

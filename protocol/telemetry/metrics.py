@@ -1,239 +1,144 @@
-"""Counts and times that a process shows to Prometheus: plain numbers where they are counted, families when asked for.
+"""Prometheus metrics as our server processes declare them: outside of any global registry, with bounded label values.
 
-A family is declared once, with its name, help and labels. What counts holds a child of it, one for its label values,
-and adds to that; nothing is formatted before somebody scrapes. Observing takes 0.4 us this way where the client
-library's own histogram takes 2, and a step of 64 streams observes 64 times."""
+The classes are prometheus_client's. Each process declares its metrics in one file and shows them on its status page."""
 
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import accumulate
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Self
 
+import prometheus_client
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-MAX_CHILDREN = 4_096
-"""Combinations of label values that a family holds; whatever comes beyond is counted under `OTHER`."""
 MAX_LABEL_VALUES = 256
-"""How many values of a label that others make up have series of their own; a histogram has two dozen lines for each."""
+"""How many values of a bounded label have series of their own; a histogram has two dozen lines for each."""
 OTHER = "other"
 
 TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2_560.0,
 )  # fmt: skip
-"""Bounds for a time to a first token: vLLM's, so that its dashboards fit."""
+"""Seconds to a first token: vLLM's buckets, so that its dashboards fit."""
 REQUEST_BUCKETS = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1_920.0, 7_680.0,
 )  # fmt: skip
-"""Bounds for whole requests and their parts: vLLM's."""
+"""Seconds of whole requests and their phases: vLLM's buckets."""
 ITL_BUCKETS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
-"""Bounds for the time from one token to the next: vLLM's."""
+"""Seconds from one token to the next: vLLM's buckets."""
 MICROSECOND_BUCKETS = (0.000_01, 0.000_02, 0.000_05, 0.000_1, 0.000_2, 0.000_5, 0.001, 0.002, 0.005, 0.01, 0.1, 1.0)
-"""Bounds for what takes microseconds."""
-
-
-class Value:
-    """A count, which only grows, or a level."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def inc(self, amount: float = 1.0) -> None:
-        self.value += amount
-
-    def set(self, value: float) -> None:
-        self.value = value
-
-
-class Buckets:
-    """How many observations fell where."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """`count` observations of the same value."""
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.total += value * count
-
-    def buckets(self) -> list[tuple[str, float]]:
-        names = [*map(str, self.bounds), "+Inf"]
-        return list(zip(names, map(float, accumulate(self.counts)), strict=True))
+"""Seconds of what usually takes microseconds."""
 
 
 class BoundedLabel:
-    """The values of a label that others make up. As many as there is room for are shown; the rest is summed as `OTHER`.
+    """Limits the values of a label that others can make up, such as model names on workers' cards.
 
-    Families that share one of these show the same names."""
+    The first `capacity` values have series of their own; all others share the series `OTHER`. Metrics that share a
+    BoundedLabel show the same values."""
 
-    def __init__(self, most: int = MAX_LABEL_VALUES) -> None:
-        self._most = most
-        self._names: dict[str, None] = {}
-        """Those that were there most recently come last."""
+    def __init__(self, name: str, capacity: int = MAX_LABEL_VALUES) -> None:
+        self._name = name
+        self._capacity = capacity
+        self._values: dict[str, None] = {}
+        """In the order in which they were last seen, the most recent one last."""
+        self._metrics: list[MetricWrapperBase] = []
 
     def __repr__(self) -> str:
-        return f"<Names {len(self._names)} of {self._most}>"
+        return f"<BoundedLabel {len(self._values)} of {self._capacity} {self._name}s>"
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
+    def __contains__(self, value: str) -> bool:
+        return value in self._values
 
-    def clamp(self, name: str) -> str:
-        """What a name is shown as."""
-        if name in self._names:
-            return name
-        if len(self._names) >= self._most:
+    def attach(self, metric: MetricWrapperBase) -> None:
+        """Makes `metric`, which has this label, lose the series of values that are evicted."""
+        self._metrics.append(metric)
+
+    def clamp(self, value: str) -> str:
+        """Returns `value`, or `OTHER` if there are too many values already."""
+        if value in self._values:
+            return value
+        if len(self._values) >= self._capacity:
             return OTHER
-        self._names[name] = None
-        return name
+        self._values[value] = None
+        return value
 
-    def evict_stale(self, present: Collection[str]) -> list[str]:
-        """Lets names go where none is left for another: those that have been away longest, none of those that are
-        there now. Returns them: their families must forget them."""
-        for name in present:
-            if name in self._names:
-                self._names[name] = self._names.pop(name)
-        if len(self._names) < self._most:
-            return []
-        away = [name for name in self._names if name not in present]
-        gone = away[: max(1, self._most // 8)]
-        for name in gone:
-            del self._names[name]
-        return gone
-
-
-ChildT = TypeVar("ChildT", Value, Buckets)
+    def evict_stale(self, present: Collection[str]) -> None:
+        """If all places are taken, drops the values that have been absent longest, but none of those in `present`."""
+        for value in present:
+            if value in self._values:
+                self._values[value] = self._values.pop(value)
+        if len(self._values) < self._capacity:
+            return
+        absent = [value for value in self._values if value not in present]
+        for value in absent[: max(1, self._capacity // 8)]:  # several at a time: this is called at each scrape
+            del self._values[value]
+            for metric in self._metrics:
+                metric.remove_by_labels({self._name: value})
 
 
-class Family(Generic[ChildT]):
-    """Children by their label values."""
+class _Metric(MetricWrapperBase):
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        labelnames: Sequence[str] = (),
+        bound: BoundedLabel | None = None,
+        registry: CollectorRegistry | None = None,
+        **options: Any,
+    ) -> None:
+        """`bound` limits the values of the first label."""
+        super().__init__(name, documentation, labelnames, registry=registry, **options)
+        self._bound = bound
+        if bound is not None:
+            bound.attach(self)
+
+    def labels(self, *values: str) -> Self:  # type: ignore[override]  # prometheus_client takes them by name as well
+        if self._bound is not None:
+            values = (self._bound.clamp(values[0]), *values[1:])
+        return super().labels(*values)
+
+
+class Counter(_Metric, prometheus_client.Counter):
+    """A count that only grows, shown as `NAME_total`."""
+
+
+class Gauge(_Metric, prometheus_client.Gauge):
+    """A value that goes up and down."""
+
+
+class Histogram(_Metric, prometheus_client.Histogram):
+    """A distribution of times, in seconds."""
 
     def __init__(
         self,
         name: str,
-        help_text: str,
-        label_names: tuple[str, ...],
-        make: Callable[[], ChildT],
-        names: BoundedLabel | None,
+        documentation: str,
+        labelnames: Sequence[str],
+        buckets: Sequence[float],
+        bound: BoundedLabel | None = None,
+        **options: Any,
     ) -> None:
-        """`names` are those of the first label, where its values come from outside."""
-        self.name = name
-        self.help_text = help_text
-        self.label_names = label_names
-        self._make: Callable[[], ChildT] = make
-        self._names = names
-        self._children: dict[tuple[str, ...], ChildT] = {}
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name}, {len(self._children)} children>"
-
-    def labels(self, *values: str) -> ChildT:
-        """The child for these label values, in the order of the labels; made when it is first asked for."""
-        assert len(values) == len(self.label_names), (self.name, values)
-        child = self._children.get(values)
-        if child is None:
-            if self._names is not None:
-                values = (self._names.clamp(values[0]), *values[1:])
-            if values not in self._children and len(self._children) >= MAX_CHILDREN:
-                values = (OTHER,) * len(self.label_names)
-            child = self._children.setdefault(values, self._make())
-        return child
-
-    def remove_by_label(self, label: str, value: str) -> None:
-        """Lets the children go of somebody who is no more."""
-        place = self.label_names.index(label)
-        for values in [values for values in self._children if values[place] == value]:
-            del self._children[values]
-
-    def clear(self) -> None:
-        """Lets all children go: they are made anew before they are shown."""
-        self._children.clear()
-
-    def children(self) -> Iterable[tuple[tuple[str, ...], ChildT]]:
-        return self._children.items()
-
-
-class Counter(Family[Value]):
-    """Counts that only grow; shown as `NAME_total`."""
-
-    def __init__(
-        self, name: str, help_text: str, label_names: tuple[str, ...] = (), names: BoundedLabel | None = None
-    ) -> None:
-        super().__init__(name, help_text, label_names, Value, names)
-
-    def collect(self) -> Metric:
-        family = CounterMetricFamily(self.name, self.help_text, labels=self.label_names)
-        for values, child in self.children():
-            family.add_metric(values, child.value)
-        return family
-
-
-class Gauge(Family[Value]):
-    """Levels."""
-
-    def __init__(
-        self, name: str, help_text: str, label_names: tuple[str, ...] = (), names: BoundedLabel | None = None
-    ) -> None:
-        super().__init__(name, help_text, label_names, Value, names)
-
-    def collect(self) -> Metric:
-        family = GaugeMetricFamily(self.name, self.help_text, labels=self.label_names)
-        for values, child in self.children():
-            family.add_metric(values, child.value)
-        return family
-
-
-class Histogram(Family[Buckets]):
-    """Times, in seconds."""
-
-    def __init__(
-        self,
-        name: str,
-        help_text: str,
-        label_names: tuple[str, ...],
-        bounds: tuple[float, ...],
-        names: BoundedLabel | None = None,
-    ) -> None:
-        super().__init__(name, help_text, label_names, lambda: Buckets(bounds), names)
-
-    def collect(self) -> Metric:
-        family = HistogramMetricFamily(self.name, self.help_text, labels=self.label_names)
-        for values, child in self.children():
-            family.add_metric(values, child.buckets(), child.total)
-        return family
-
-
-class MetricSource(Protocol):
-    """What a page has: a family, or another name of one."""
-
-    def collect(self) -> Metric:
-        """Its samples as they are now."""
-        ...
+        super().__init__(name, documentation, labelnames, bound, buckets=buckets, **options)
 
 
 class MetricsCollector(Collector):
-    """What a process shows. `refresh` is called before each scrape, and sets what is a level."""
+    """Shows the metrics of a process in a registry of its own. Calls `refresh` before each scrape, to set gauges."""
 
-    def __init__(self, families: Iterable[MetricSource], refresh: Callable[[], None]) -> None:
-        self._families = list(families)
+    def __init__(self, metrics: Iterable[Collector], refresh: Callable[[], None]) -> None:
+        # Otherwise each counter and histogram has a second series, which nobody reads.
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._metrics = list(metrics)
         self._refresh = refresh
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
     def __repr__(self) -> str:
-        return f"<Page of {len(self._families)} families>"
+        return f"<MetricsCollector of {len(self._metrics)} metrics>"
 
     def collect(self) -> Iterator[Metric]:
         self._refresh()
-        for family in self._families:
-            yield family.collect()
+        for metric in self._metrics:
+            yield from metric.collect()

@@ -1,24 +1,35 @@
-"""Spans of requests, which `traceparent` joins across processes; here those that record nothing and only pass it on.
+"""OpenTelemetry spans of requests, joined across processes by the headers `traceparent` and `tracestate`.
 
-Names and attributes are OpenTelemetry's for generative AI (v1.41) where it has any; ours begin with `tokenbus.`."""
+A process records spans if it exports them (`exporting`), or if the application that it is part of passes a tracer.
+Otherwise it records nothing, and passes on the headers that a client sent.
 
-import abc
-from collections.abc import Mapping, Sequence
+Names and attributes follow OpenTelemetry's conventions for generative AI (v1.41) as far as these go; ours begin with
+`tokenbus.`."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
+
+from opentelemetry import trace
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tokenbus.protocol.wire import errors, messages
 
+Tracer = trace.Tracer
+NoopTracer = trace.NoOpTracer
+
 Headers = Mapping[str, str] | None
-"""Of a message, or of an HTTP request with its names in lower case."""
+"""Headers of a message, or of an HTTP request."""
 Attributes = Mapping[str, str | int | float | bool | Sequence[str] | None]
-"""What is None is left out."""
+"""Attributes of a span; those that are None are left out."""
 NO_ATTRIBUTES: Attributes = MappingProxyType({})
 Kind = Literal["server", "client", "internal"]
 
 PROPAGATED_HEADERS = ("traceparent", "tracestate")
 MAX_HEADER_CHARS = 512
-"""What is longer is no trace context, and is not passed on."""
+"""Longer headers are ignored, and not passed on."""
 
 MODEL = "gen_ai.request.model"
 OPERATION = "gen_ai.operation.name"
@@ -27,32 +38,52 @@ TENANT = "tokenbus.tenant"
 WORKER_ID = "tokenbus.worker_id"
 ATTEMPT = "tokenbus.attempt"
 
+_KINDS = {"server": trace.SpanKind.SERVER, "client": trace.SpanKind.CLIENT, "internal": trace.SpanKind.INTERNAL}
+_propagator = TraceContextTextMapPropagator()
 
-class Span(abc.ABC):
-    """One stretch of a request's way. Ended once, by `end` or at the end of its `with`; times are of time.monotonic."""
 
-    is_recording: bool
-    """False where nobody will see it: then its attributes need not be worked out."""
+class Span:
+    """An OpenTelemetry span and its tracer. Ended once, by `end` or by a `with` block; times are time.monotonic's."""
 
-    @abc.abstractmethod
+    __slots__ = ("_span", "_tracer")
+
+    def __init__(self, tracer: Tracer, span: trace.Span) -> None:
+        self._tracer = tracer
+        self._span = span
+
+    def __repr__(self) -> str:
+        return f"<Span {self._span!r}>"
+
+    @property
+    def is_recording(self) -> bool:
+        """False if nobody will see this span, so that its attributes need not be computed."""
+        return self._span.is_recording()
+
     def headers(self) -> dict[str, str]:
-        """To go with a message, so that its receiver's span comes below this one."""
+        """Returns headers for a message, with which its receiver makes its span a child of this one."""
+        headers: dict[str, str] = {}
+        _propagator.inject(headers, trace.set_span_in_context(self._span))
+        return headers
 
-    @abc.abstractmethod
     def start_child(
         self, name: str, kind: Kind = "internal", attributes: Attributes = NO_ATTRIBUTES, began_at: float | None = None
     ) -> "Span":
-        """A stretch of this one, which began now unless that is said."""
+        if not self._span.is_recording():
+            return self
+        context, known = trace.set_span_in_context(self._span), _without_none(attributes)
+        span = self._tracer.start_span(name, context, _KINDS[kind], known, start_time=_wall_ns(began_at))
+        return Span(self._tracer, span)
 
-    @abc.abstractmethod
-    def set_attributes(self, attributes: Attributes) -> None: ...
+    def set_attributes(self, attributes: Attributes) -> None:
+        self._span.set_attributes(_without_none(attributes))
 
-    @abc.abstractmethod
     def set_error(self, error_type: str) -> None:
-        """It ends in an error, of that code."""
+        """Marks the span as failed, with an error code or the name of an exception."""
+        self._span.set_attribute("error.type", error_type)
+        self._span.set_status(trace.StatusCode.ERROR)
 
-    @abc.abstractmethod
-    def end(self, ended_at: float | None = None) -> None: ...
+    def end(self, ended_at: float | None = None) -> None:
+        self._span.end(_wall_ns(ended_at))
 
     def __enter__(self) -> Self:
         return self
@@ -65,95 +96,54 @@ class Span(abc.ABC):
         self.end()
 
 
-class Tracer(Protocol):
-    """What makes the spans of a process."""
-
-    def start_span(
-        self,
-        name: str,
-        kind: Kind,
-        headers: Headers,
-        attributes: Attributes = NO_ATTRIBUTES,
-        began_at: float | None = None,
-    ) -> Span:
-        """A span below the one that `headers` name, or of a new trace."""
-        ...
-
-    async def close(self) -> None:
-        """Sends what is left, for a bounded time."""
-        ...
+NOOP_SPAN = Span(NoopTracer(), trace.INVALID_SPAN)
 
 
-class _NoopSpan(Span):
-    is_recording = False
-
-    def __init__(self, headers: dict[str, str]) -> None:
-        self._headers = headers
-
-    def __repr__(self) -> str:
-        return f"<Span not recorded, {self._headers}>"
-
-    def headers(self) -> dict[str, str]:
-        return self._headers
-
-    def start_child(
-        self, name: str, kind: Kind = "internal", attributes: Attributes = NO_ATTRIBUTES, began_at: float | None = None
-    ) -> Span:
-        return self
-
-    def set_attributes(self, attributes: Attributes) -> None: ...
-
-    def set_error(self, error_type: str) -> None: ...
-
-    def end(self, ended_at: float | None = None) -> None: ...
+def start_span(
+    tracer: Tracer,
+    name: str,
+    kind: Kind,
+    headers: Headers,
+    attributes: Attributes = NO_ATTRIBUTES,
+    began_at: float | None = None,
+) -> Span:
+    """Starts a child of the span that `headers` name, else of the current one of this context, else a new trace."""
+    parent = trace_headers(headers)
+    context = _propagator.extract(parent) if parent else None
+    span = tracer.start_span(name, context, _KINDS[kind], _without_none(attributes), start_time=_wall_ns(began_at))
+    return Span(tracer, span)
 
 
-NOOP_SPAN: Span = _NoopSpan({})
+@contextlib.asynccontextmanager
+async def exporting(endpoint: str, process: str, instance: str) -> AsyncIterator[Tracer]:
+    """Yields the tracer of a server process, whose spans are sent to the collector at `endpoint`.
 
-
-class NoopTracer:
-    """Records nothing. What a client sent goes on as it came."""
-
-    def __repr__(self) -> str:
-        return "<Untraced>"
-
-    def start_span(
-        self,
-        name: str,
-        kind: Kind,
-        headers: Headers,
-        attributes: Attributes = NO_ATTRIBUTES,
-        began_at: float | None = None,
-    ) -> Span:
-        context = trace_headers(headers)
-        return _NoopSpan(context) if context else NOOP_SPAN
-
-    async def close(self) -> None: ...
-
-
-def make_tracer(endpoint: str, process: str, instance: str) -> Tracer:
-    """Those of a server process: sent to a collector where there is an endpoint. Raises ValueError where that can't be.
-
-    `process` (router, worker, gateway) and `instance` say whose they are."""
+    Records nothing if `endpoint` is empty. `process` (router, worker, gateway) and `instance` name the process in its
+    spans. Raises ValueError if `endpoint` is no URL, or the extra `traces` is not installed."""
     if not endpoint:
-        return NoopTracer()
+        yield NoopTracer()
+        return
     check_endpoint(endpoint)
     try:
-        from tokenbus.protocol.telemetry import otel
+        from tokenbus.protocol.telemetry import span_exporter
     except ImportError as error:
         raise ValueError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'tokenbus[traces]'") from error
-    return otel.ExportingTracer(endpoint, process, instance)
+    provider = span_exporter.make_provider(endpoint, process, instance)
+    try:
+        yield provider.get_tracer("tokenbus")
+    finally:
+        await span_exporter.shut_down(provider)
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises ValueError for an endpoint that is none; an empty one is."""
+    """Raises ValueError if `endpoint` is neither empty nor an HTTP URL."""
     if endpoint and not endpoint.startswith(("http://", "https://")):
         shown = endpoint.rpartition("@")[2]  # without a password
-        raise ValueError(f"--otlp-traces-endpoint must be a URL as http://127.0.0.1:4318/v1/traces, got {shown!r}")
+        raise ValueError(f"--otlp-traces-endpoint must be a URL like http://127.0.0.1:4318/v1/traces, got {shown!r}")
 
 
 def trace_headers(headers: Headers) -> dict[str, str]:
-    """Those of a message's headers that belong to a trace."""
+    """Returns the headers that belong to a trace, with lower-case names."""
     if not headers:
         return {}
     known = {name.lower(): value for name, value in headers.items()}  # Go's libraries write Traceparent
@@ -162,14 +152,21 @@ def trace_headers(headers: Headers) -> dict[str, str]:
 
 
 def terminal_attributes(terminal: messages.Chunk) -> Attributes:
-    """What a span says of how a stream ended."""
+    """Returns what a span records about the end of a stream."""
     usage = terminal.usage or None
-    found: dict[str, str | int | float | bool | Sequence[str] | None] = {
+    return {
         "gen_ai.response.finish_reasons": [str(terminal.finish_reason)],
         "gen_ai.response.id": terminal.id,
+        "gen_ai.usage.input_tokens": usage and usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage and usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage and usage.cached_tokens,
     }
-    if usage is not None:
-        found["gen_ai.usage.input_tokens"] = usage.prompt_tokens
-        found["gen_ai.usage.output_tokens"] = usage.completion_tokens
-        found["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
-    return found
+
+
+def _without_none(attributes: Attributes) -> dict[str, str | int | float | bool | Sequence[str]]:
+    return {name: value for name, value in attributes.items() if value is not None}
+
+
+def _wall_ns(at: float | None) -> int | None:
+    """Converts a time of time.monotonic to nanoseconds since 1970."""
+    return None if at is None else time.time_ns() - round((time.monotonic() - at) * 1e9)

@@ -76,7 +76,7 @@ class Embeddings:
         model, request_id = request.address.model, request.request_id
         self._log.info("embed_received", request_id=request_id, model=model)
         known = {tracing.MODEL: model, tracing.OPERATION: "embeddings", tracing.REQUEST_ID: request_id}
-        span = self._tracer.start_span("route", "server", headers, known, request.received_at)
+        span = tracing.start_span(self._tracer, "route", "server", headers, known, request.received_at)
         task = asyncio.get_running_loop().create_task(self._carry(request._replace(span=span)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

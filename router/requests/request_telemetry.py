@@ -38,7 +38,7 @@ class RequestTelemetry:
     def received(self, flight: Flight, headers: tracing.Headers) -> None:
         """Starts the request's span, in the trace that the message's `headers` name if they do."""
         known = {tracing.MODEL: flight.model, tracing.REQUEST_ID: flight.request_id, tracing.TENANT: flight.tenant}
-        flight.span = self._tracer.start_span("route", "server", headers, known, flight.received_at)
+        flight.span = tracing.start_span(self._tracer, "route", "server", headers, known, flight.received_at)
         flight.slow_wait = backoff.BackoffTimer(self.settings.slow_wait_s)
         self._log.info("request_received", request_id=flight.key, model=flight.model)
         if max_chars := self.settings.log_prompt_chars:

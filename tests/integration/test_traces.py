@@ -12,7 +12,7 @@ from tests.support.collector import Collector, Span, collecting
 from tests.support.exact_client import until_ready
 from tests.support.system import System, running_gateway
 from tokenbus.client import Client
-from tokenbus.protocol.telemetry import otel
+from tokenbus.protocol.telemetry import tracing
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # the exporter's session ends with its thread
 
@@ -54,11 +54,12 @@ def parents(spans: list[Span]) -> dict[str, str]:
 
 
 async def test_a_request_is_one_trace_from_its_client_to_its_worker(system: System, collector: Collector) -> None:
-    tracer = otel.ExportingTracer(collector.url, "client", "test")
-    async with await Client.connect(system.url, tracer=tracer) as client:
+    async with (
+        tracing.exporting(collector.url, "client", "test") as tracer,
+        await Client.connect(system.url, tracer=tracer) as client,
+    ):
         stream = client.generate("demo", prompt="Once upon a time", max_tokens=20, ignore_eos=True, id="whole")
         terminal = [chunk async for chunk in stream][-1]
-    await tracer.close()
     spans = collector.trace_of("whole", {("tokenbus-client", "text_completion demo")} | OF_ROUTER | OF_WORKER)
     assert parents(spans) == {
         "text_completion demo": "",

@@ -26,7 +26,6 @@ ALLOWED = {
 PURE = (
     "protocol/wire/*.py",
     "protocol/prompt/token_bound.py",
-    "protocol/telemetry/tracing.py",
     "protocol/telemetry/backoff.py",
     "protocol/http/connection_table.py",
     "protocol/http/http_parser.py",
@@ -70,7 +69,7 @@ ONLY_IN = {
     "starlette": ("gateway/", "protocol/http/status_server.py", "protocol/http/http_server.py"),
     "uvicorn": ("gateway/", "protocol/http/http_server.py"),
     "h11": ("protocol/http/http_parser.py", "protocol/http/http_server.py"),
-    "opentelemetry": ("protocol/telemetry/otel.py",),
+    "opentelemetry": ("protocol/telemetry/tracing.py", "protocol/telemetry/span_exporter.py"),
     "torch": ("demo/train.py",),
     "gguf": ("demo/",),
 }

@@ -12,7 +12,7 @@ from tokenbus.protocol.prompt import prompt, token_bound
 from tokenbus.worker.engine.gguf.tokenizer import tokenizer_json
 from tokenbus.worker.engine.gguf.tokenizer.tokenizer_json import Json, TokenizerSpec
 
-LETTERS = list(token_bound._letters())
+LETTERS = list(token_bound.byte_letters())
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = ["  ", "th", "the", "Ġthe", "====", "========", "================", "é"]
 

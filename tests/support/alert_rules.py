@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.protocol.telemetry.metrics import Counter, Histogram
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.worker.frontend.metrics import WorkerMetrics
 
@@ -28,10 +27,11 @@ def shown() -> set[str]:
     """Names of the samples of a router, a worker and a gateway."""
     names = set()
     for family in RouterMetrics().families() + WorkerMetrics().families() + GatewayMetrics().families():
-        if isinstance(family, Histogram):
-            names |= {f"{family.name}_{part}" for part in ("bucket", "sum", "count")}
+        (metric,) = family.describe()
+        if metric.type == "histogram":
+            names |= {f"{metric.name}_{part}" for part in ("bucket", "sum", "count")}
         else:
-            names.add(f"{family.name}_total" if isinstance(family, Counter) else family.name)
+            names.add(f"{metric.name}_total" if metric.type == "counter" else metric.name)
     return names
 
 

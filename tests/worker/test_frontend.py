@@ -28,7 +28,7 @@ async def test_the_last_word_of_a_front_whose_connection_is_closed_does_not_hide
     line = Line()
     metrics = ReplicaMetrics(WorkerMetrics(), "demo", "w1")
     names = subjects.Subjects()
-    frontend = Frontend(line, names, "demo", "w1", FrontendSettings(), metrics, tracing.make_tracer("", "worker", "w1"))  # type: ignore[arg-type]
+    frontend = Frontend(line, names, "demo", "w1", FrontendSettings(), metrics, tracing.NoopTracer())  # type: ignore[arg-type]
     frontend.engine_started(thread_engine(lambda _: ArithmeticRunner()), make_config())
     line.published.clear()
     line.is_closed = True

@@ -115,7 +115,8 @@ class ReplicaMetrics:
 
     def observe_token_interval(self, seconds: float, count: int) -> None:
         """`count` requests got a token, each `seconds` after its previous one."""
-        self._itl.observe(seconds, count)
+        for _ in range(count):
+            self._itl.observe(seconds)
 
     def count_load(self, load: messages.Load) -> None:
         """Adds what an engine has counted since the last call; a new engine counts from 0."""
@@ -144,7 +145,7 @@ class ReplicaMetrics:
     def forget(self) -> None:
         """Stops exporting the replica's metrics."""
         for family in self._metrics.families():
-            family.remove_by_label("worker_id", self._own_labels[1])
+            family.remove_by_labels({"worker_id": self._own_labels[1]})
 
     def request_finished(self, reason: str, usage: messages.Usage | None, timings: messages.Timings | None) -> None:
         """A request has ended; durations after its start are observed only if it got a token."""

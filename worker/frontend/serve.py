@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from prometheus_client.registry import Collector
 
 from tokenbus.protocol.process import reload, shutdown
 from tokenbus.protocol.telemetry import metrics, status, tracing
@@ -49,7 +50,7 @@ class Worker:
         self._process = EngineProcess(settings.log.variables())
         self._metrics = WorkerMetrics()
         self._name = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-        self._tracer = tracing.make_tracer(settings.otlp_traces_endpoint, "worker", self._name)
+        self._tracer: tracing.Tracer = tracing.NoopTracer()
         self._is_single = sum(model.replicas for model in settings.models) == 1
         self._replicas: dict[Replica, asyncio.Task[None]] = {}
         self._ended: asyncio.Queue[Replica] = asyncio.Queue()
@@ -63,11 +64,11 @@ class Worker:
 
     async def run(self) -> None:
         """Runs until every replica is drained. Raises what `serve` raises."""
-        async with status.serving(self._settings.status_page, self._page().registry, self._unready_reason):
-            try:
-                await self._serve()
-            finally:
-                await self._tracer.close()
+        async with (
+            tracing.exporting(self._settings.otlp_traces_endpoint, "worker", self._name) as self._tracer,
+            status.serving(self._settings.status_page, self._page().registry, self._unready_reason),
+        ):
+            await self._serve()
 
     async def _serve(self) -> None:
         try:
@@ -88,7 +89,7 @@ class Worker:
             for replica in self._replicas:
                 replica.update_gauges()
 
-        families: list[metrics.MetricSource] = [*self._metrics.families()]
+        families: list[Collector] = [*self._metrics.families()]
         if self._settings.vllm_metrics:
             families += vllm_metric_aliases.aliases(self._metrics)
         return metrics.MetricsCollector(families, refresh)

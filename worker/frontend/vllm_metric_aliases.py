@@ -1,15 +1,16 @@
 """Exports a worker's metrics under vLLM's names too, so that dashboards and autoscalers made for vLLM can read them."""
 
-from typing import NamedTuple
+from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from tokenbus.protocol.telemetry.metrics import Counter, Gauge, Histogram
 from tokenbus.protocol.wire.messages import FinishReason
 from tokenbus.worker.frontend.metrics import WorkerMetrics
 
-_LABELS = ("model_name", "engine")
-"""vLLM's labels. `engine`, which is an engine's number in vLLM, is the worker's id."""
+_LABELS = {"model": "model_name", "worker_id": "engine"}
+"""vLLM's names of our labels. Its `engine` numbers the engines of a process; here it is the worker's id."""
 _REASONS: dict[str, str] = {
     FinishReason.STOP: "stop",
     FinishReason.TOOL_CALLS: "stop",
@@ -20,43 +21,43 @@ _OTHER_REASON = "abort"
 """vLLM's word for a request that was cancelled or abandoned."""
 
 
-class _Alias(NamedTuple):
-    """Another name for a family, whose values it reads at each scrape."""
+class _Alias(Collector):
+    """Shows a metric under another name, with vLLM's label names."""
 
-    name: str
-    family: Counter | Gauge | Histogram
+    def __init__(self, name: str, metric: Counter | Gauge | Histogram) -> None:
+        self._name = name
+        self._metric = metric
 
-    def collect(self) -> Metric:
-        name, text = self.name, self.family.help_text
-        if isinstance(self.family, Histogram):
-            times = HistogramMetricFamily(name, text, labels=_LABELS)
-            for values, child in self.family.children():
-                times.add_metric(values, child.buckets(), child.total)
-            return times
-        numbers = CounterMetricFamily if isinstance(self.family, Counter) else GaugeMetricFamily
-        shown = numbers(name, text, labels=_LABELS)
-        for values, number in self.family.children():
-            shown.add_metric(values, number.value)
-        return shown
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._metric.collect():
+            alias = Metric(self._name, metric.documentation, metric.type)
+            for sample in metric.samples:
+                labels = {_LABELS.get(label, label): value for label, value in sample.labels.items()}
+                alias.add_sample(self._name + sample.name.removeprefix(metric.name), labels, sample.value)
+            yield alias
 
 
-class _RequestSuccess(NamedTuple):
-    """Requests that have ended, by vLLM's finish reasons, of which there are fewer."""
+class _RequestSuccess(Collector):
+    """Shows how many requests ended for each of vLLM's finish reasons, which are fewer than ours."""
 
-    family: Counter
+    def __init__(self, finished: Counter) -> None:
+        self._finished = finished
 
-    def collect(self) -> Metric:
-        counts: dict[tuple[str, ...], float] = {}
-        for (model, worker_id, reason), child in self.family.children():
-            own = (model, worker_id, _REASONS.get(reason, _OTHER_REASON))
-            counts[own] = counts.get(own, 0.0) + child.value
-        shown = CounterMetricFamily("vllm:request_success", self.family.help_text, labels=(*_LABELS, "finished_reason"))
-        for values, value in counts.items():
-            shown.add_metric(values, value)
-        return shown
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._finished.collect():
+            counts: dict[tuple[str, str, str], float] = {}
+            for sample in metric.samples:
+                reason = _REASONS.get(sample.labels["finish_reason"], _OTHER_REASON)
+                key = sample.labels["model"], sample.labels["worker_id"], reason
+                counts[key] = counts.get(key, 0.0) + sample.value
+            labels = (*_LABELS.values(), "finished_reason")
+            success = CounterMetricFamily("vllm:request_success", metric.documentation, labels=labels)
+            for key, count in counts.items():
+                success.add_metric(key, count)
+            yield success
 
 
-def aliases(of: WorkerMetrics) -> "list[_Alias | _RequestSuccess]":
+def aliases(of: WorkerMetrics) -> list[Collector]:
     """Returns the aliases, which count nothing themselves."""
     return [
         _Alias("vllm:num_requests_running", of.running),

@@ -17,7 +17,7 @@ def begin(
         tracing.WORKER_ID: worker_id,
         tracing.ATTEMPT: run.attempt,
     }
-    return tracer.start_span("generate", "server", headers, known)
+    return tracing.start_span(tracer, "generate", "server", headers, known)
 
 
 def end(span: tracing.Span, accepted_at: float, terminal: messages.Chunk) -> None:
