@@ -119,9 +119,9 @@ def _kind(settings: EngineSettings) -> str:
         if settings.engine not in _LOADERS:
             raise ModelError(f"--engine must be one of auto, {', '.join(_LOADERS)}, got {settings.engine}")
         return settings.engine
-    from tokenbus.worker.engine.onnx import layout
+    from tokenbus.worker.engine.models import registry
 
-    return "onnx" if layout.is_onnx_model(settings.model) else "gguf"
+    return registry.engine_of(settings.model)
 
 
 def _sim_loader(on_exit: OnExit) -> Load:
