@@ -1,8 +1,9 @@
-"""Writes a llama as an ONNX graph, in either of the two flavours that are published.
+"""Writes a llama as an ONNX graph, in either of the two flavours in which models are published.
 
-`plain` spells attention out, as Optimum does: the cache comes in, and goes out longer by what was computed. `gqa`
-has one GroupQueryAttention node in each layer, as the builder of onnxruntime-genai makes it: positions follow from the
-mask, and past and present may be one buffer. Weights come under llama.cpp's names, (outputs, inputs).
+`plain` builds attention from basic nodes, as Optimum does: the cache is an input, and an output longer by the computed
+tokens. `gqa` has one GroupQueryAttention node in each layer, as the model builder of onnxruntime-genai makes it:
+positions follow from the mask, and past and present may share a buffer. Weights have llama.cpp's names, and are of
+(outputs, inputs).
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 Flavour = Literal["plain", "gqa"]
 Weights = Callable[[str], np.ndarray[Any, np.dtype[np.float32]]]
 Tensors = Callable[[str, np.ndarray[Any, Any]], TensorProto]
-"""How a weight becomes part of the graph, or of a file beside it. It may come as a view that is not contiguous."""
+"""Stores a weight in the graph, or in a file beside it. The array may be a view that is not contiguous."""
 
 _OPSET = 18
 _IR_VERSION = 10
@@ -35,7 +36,7 @@ class Shape(NamedTuple):
     rope_base: float = 10_000.0
     epsilon: float = 1e-5
     tied: bool = True
-    """The embedding serves as output too."""
+    """Whether the embedding is also the output projection."""
 
     @property
     def head(self) -> int:
@@ -43,8 +44,10 @@ class Shape(NamedTuple):
 
 
 def build(shape: Shape, weights: Weights, flavour: Flavour, tensor: Tensors | None = None) -> onnx.ModelProto:
-    """The graph of a model. Inputs: input_ids and attention_mask, `plain` also position_ids, and past_key_values.N.key
-    and .value of (batch, kv heads, past, head width); outputs: logits, and present.N.key and .value."""
+    """Returns the graph of a model.
+
+    Its inputs are input_ids, attention_mask, past_key_values.N.key and .value of (batch, kv heads, past, head width),
+    and position_ids if it is `plain`; its outputs are logits, and present.N.key and .value."""
     graph = _Graph(shape, weights, flavour, tensor or _inside)
     graph.build()
     imports = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_ORT, 1)]
@@ -57,7 +60,7 @@ def _inside(name: str, array: np.ndarray[Any, Any]) -> TensorProto:
 
 
 class _Graph:
-    """Nodes and weights as they are added; a tensor is known by its name."""
+    """Collects nodes and weights. Methods take and return the names of tensors."""
 
     def __init__(self, shape: Shape, weights: Weights, flavour: Flavour, tensor: Tensors) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -127,7 +130,7 @@ class _Graph:
                 self._add("Concat", [f"past_key_values.{layer}.{part}", new], f"present.{layer}.{part}", axis=2)
                 for part, new in (("key", key), ("value", value))
             )
-            # The heads that share keys lie side by side: they are taken as further rows of one matrix.
+            # Heads that share keys are neighbours, so they can be treated as more rows of one matrix.
             grouped = self._add("Reshape", [query, self._ints(0, shape.kv_heads, -1, shape.head)])
             scores = self._add("MatMul", [grouped, self._add("Transpose", [keys], perm=[0, 1, 3, 2])])
             scores = self._add("Mul", [scores, self._number(shape.head**-0.5)])
@@ -170,7 +173,7 @@ class _Graph:
         return attend
 
     def _causal_bias(self) -> str:
-        """(batch, 1, sequence, total): 0 where a token may look, the least number elsewhere."""
+        """Returns a bias of (batch, 1, sequence, total): 0 where a token may attend, the lowest number elsewhere."""
         total, count = self._size("attention_mask", 1), self._size("input_ids", 1)
         one, zero = self._constant(np.array(1, np.int64)), self._constant(np.array(0, np.int64))
         columns = self._add("Range", [zero, self._add("Squeeze", [total]), one])
@@ -182,7 +185,7 @@ class _Graph:
         return self._add("Where", [allowed, self._number(0.0), self._number(_MASKED)])
 
     def _rotations(self, *, doubled: bool) -> list[str]:
-        """Tables of cosines and sines by position, for half a head's width or the whole."""
+        """Returns tables of cosines and sines by position, for half of a head's width or all of it."""
         shape = self._shape
         rates = shape.rope_base ** (-np.arange(0, shape.head, 2, dtype=np.float64) / shape.head)
         angles = np.outer(np.arange(shape.context), rates)

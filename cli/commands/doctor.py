@@ -19,8 +19,7 @@ from tokenbus.protocol.prompt import prompt
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
-from tokenbus.worker.engine.models import model_files
-from tokenbus.worker.engine.onnx import layout
+from tokenbus.worker.engine.models import model_files, registry
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.engine_client.client import EngineClient
@@ -113,10 +112,8 @@ def check_model(model: str) -> Finding:
     if model_files.is_hub_name(model):
         return Finding("note", f"{model} is on the Hugging Face Hub: a worker will download it")
     try:
-        if layout.is_onnx_model(model):
-            found = layout.find(model, False, lambda _: None)
-        else:
-            found = model_files.find(model, lambda _: None)
+        found = registry.find(model, lambda _: None)
+        if registry.engine_of(model) == "gguf":
             with found.weights.open("rb") as file:
                 if file.read(4) != b"GGUF":
                     raise ModelError(f"{found.weights}: is not a GGUF file; download it again")

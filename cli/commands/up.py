@@ -20,7 +20,7 @@ from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.worker.engine.models import model_files
+from tokenbus.worker.engine.models import registry
 
 _READY_TIMEOUT_S = 600.0
 _POLL_S = 0.2
@@ -194,7 +194,7 @@ def run(options: argparse.Namespace) -> int:
     if options.model is None:
         options.model = str(ONNX_PATH if options.engine == "onnx" else MODEL_PATH)
         options.served_name = options.served_name or "demo"
-    options.served_name = options.served_name or model_files.served_name(options.model)
+    options.served_name = options.served_name or registry.served_name(options.model)
     logs.log_errors_only()
     try:
         settings = connection_flags.settings_from_environment(options.nats) if options.nats else nats.Settings()

@@ -10,7 +10,7 @@ from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.telemetry import logs, status
 from tokenbus.protocol.wire import subjects
-from tokenbus.worker.engine.models import model_files
+from tokenbus.worker.engine.models import model_files, registry
 from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings, SchedulerSettings
 from tokenbus.worker.frontend.settings import FrontendSettings, ServedModel, WorkerSettings
 
@@ -121,9 +121,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         value = getattr(options, name)
         if not low <= value <= high:
             raise ValueError(f"--{name.replace('_', '-')} must be {low:g} to {high:g}, got {value:g}")
-    names = options.served_name + [
-        model_files.served_name(model) for model in options.model[len(options.served_name) :]
-    ]
+    names = options.served_name + [registry.served_name(model) for model in options.model[len(options.served_name) :]]
     return WorkerSettings(
         models=tuple(
             ServedModel(name, _engine_of(options, model), options.replicas)

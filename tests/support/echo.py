@@ -89,7 +89,7 @@ class EchoGraphRunner:
             assert places.tolist() == list(range(int(shown.sum()) - count, int(shown.sum()))), "positions"
             if self.graph.uses_gqa:
                 assert shown[: shown.sum()].all(), "a row has to begin at column 0"
-                memory = self.rows._array[binding.first_row + row, 0, :, 0]
+                memory = self.rows.array[binding.first_row + row, 0, :, 0]
                 memory[places] = new
                 visible = memory[: shown.sum()]
             else:

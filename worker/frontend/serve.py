@@ -15,7 +15,7 @@ from tokenbus.protocol.process import reload, shutdown
 from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import errors, internal, subjects
 from tokenbus.worker import contract
-from tokenbus.worker.engine.models import model_files
+from tokenbus.worker.engine.models import registry
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.frontend import vllm_metric_aliases
@@ -199,7 +199,7 @@ def _served_name(model: str, asked: str | None) -> str:
     if "\0" in model or not 0 < len(model) <= _MAX_MODEL_CHARS:
         problem = f"model must be a file, a directory or a name on the Hub of at most {_MAX_MODEL_CHARS:,} characters"
         raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="model")
-    name = model_files.served_name(model) if asked is None else asked
+    name = registry.served_name(model) if asked is None else asked
     try:
         subjects.encode_name(name)
     except ValueError as error:

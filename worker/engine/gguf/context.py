@@ -1,4 +1,7 @@
-"""Makes the llama.cpp context that settings ask for, and says how its sequences are shared out."""
+"""Creates the llama.cpp context that the settings ask for, and says how its sequences are used.
+
+Every lane is one of llama.cpp's sequences. If lanes can share tokens, there are more lanes than sequences may run, for
+the ends of cached prefixes, and the sequence id before the first lane is reserved for copies (lanes.py)."""
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
@@ -11,48 +14,48 @@ from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
 _CELLS = 256
-"""llama.cpp rounds its memory up to whole multiples of this, but not what it takes in one batch."""
+"""llama.cpp rounds its KV memory up to multiples of this, but not the tokens that it takes in one batch."""
 _MAX_DEFAULT_CONTEXT = 8_192
 _MAX_DEFAULT_KV_TOKENS = 16_384
 _IDLE_LANES = 48
-"""Ends of cached prefixes that can be on the device at the same time. Each costs a row of logits in host memory."""
+"""Lanes for the ends of cached prefixes. Each costs a row of logits in host memory."""
 
 
 def context_length(settings: EngineSettings, trained: int) -> int:
-    """Tokens of one sequence."""
+    """Returns the length of one sequence in tokens."""
     return settings.context_length or int(min(trained, _MAX_DEFAULT_CONTEXT))
 
 
 def default_kv_tokens(length: int) -> int:
-    """Tokens of KV memory for all sequences of that length together, where no setting says how many."""
+    """Returns the tokens of KV memory for all sequences of that length together, if no setting says how many."""
     return max(length, min(4 * length, _MAX_DEFAULT_KV_TOKENS))
 
 
 def no_sharing_reason(model: llama.llama_model_p, settings: EngineSettings) -> str | None:
-    """Why the sequences of such a context could not share anything; None if they may be able to."""
+    """Returns why sequences can't share tokens; None if they may be able to."""
     if settings.kv_layout == "per-stream":
         return "--kv-layout per-stream keeps sequences apart"
     if llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model):
-        return "a recurrent model's state can't be cut at a token"
+        return "a recurrent model's state can't be truncated at a token"
     if llama.llama_model_n_swa(model) > 0:
-        return "a model with a sliding window forgets what a prefix needs"
+        return "a model with a sliding window drops the tokens that a prefix needs"
     return None
 
 
 def first_seq_id(model: llama.llama_model_p, settings: EngineSettings) -> int:
-    """The sequence id of lane 0: where lanes are shared, the id before it is for copies alone."""
+    """Returns the sequence id of lane 0."""
     return 0 if no_sharing_reason(model, settings) else 1
 
 
 def num_lanes(model: llama.llama_model_p, settings: EngineSettings) -> int:
-    """Lanes of running sequences, and of idle ones where these can be of use."""
+    """Returns the number of lanes for running sequences, and for cached prefixes if they can be shared."""
     if no_sharing_reason(model, settings):
         return settings.max_num_seqs
     return min(settings.max_num_seqs + _IDLE_LANES, int(llama.llama_max_parallel_sequences()) - 1)
 
 
 def create(model: llama.llama_model_p, settings: EngineSettings) -> llama.llama_context_p:
-    """Raises ModelError when there is no room for it."""
+    """Raises ModelError if there is not enough memory."""
     length = context_length(settings, llama.llama_model_n_ctx_train(model))
     threads = settings.threads or len(os.sched_getaffinity(0))
     params = llama.llama_context_default_params()
@@ -71,8 +74,8 @@ def create(model: llama.llama_model_p, settings: EngineSettings) -> llama.llama_
     context: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
     if context is None:
         reason = backend.last_error()
-        advice = "a smaller --kv-tokens or --context-length"
+        remedy = "a smaller --kv-tokens or --context-length"
         if "block size" in reason:
-            advice = "f16 or another type that is not quantized as --cache-type-k and --cache-type-v"
-        raise ModelError(f"no context of {params.n_ctx} tokens could be made: {reason}; pass {advice}")
+            remedy = "f16 or another type that is not quantized as --cache-type-k and --cache-type-v"
+        raise ModelError(f"no context of {params.n_ctx} tokens could be made: {reason}; pass {remedy}")
     return context

@@ -1,4 +1,4 @@
-"""How much device memory keys and values take, from what the file says of its layers."""
+"""Computes how much device memory keys and values take, from a GGUF's metadata, and keeps them within a budget."""
 
 import msgspec
 
@@ -17,28 +17,28 @@ _BLOCK_BYTES = {
     "q4_1": (32, 20),
     "q4_0": (32, 18),
 }
-"""For each type: so many values take so many bytes."""
+"""For each cache type the values in one of ggml's blocks, and the bytes that such a block takes."""
 
 
 def bytes_per_token(metadata: Metadata, settings: EngineSettings) -> int:
-    """Of a model whose layers all attend; others take less."""
+    """Returns the size of one token's keys and values, for a model whose layers all attend; others take less."""
     arch = metadata.text("general.architecture") or ""
     layers = metadata.number(f"{arch}.block_count")
-    heads = metadata.number(f"{arch}.attention.head_count") or max(
-        metadata.ints(f"{arch}.attention.head_count"), default=1
-    )
+    heads = metadata.number(f"{arch}.attention.head_count")
+    heads = heads or max(metadata.ints(f"{arch}.attention.head_count"), default=1)
     width = metadata.number(f"{arch}.embedding_length") // heads
-    keys = metadata.number(f"{arch}.attention.key_length") or width
-    values = metadata.number(f"{arch}.attention.value_length") or width
-    of_layers = metadata.ints(f"{arch}.attention.head_count_kv")
-    kv_heads = sum(of_layers) or layers * (metadata.number(f"{arch}.attention.head_count_kv") or heads)
-    return kv_heads * (_size(keys, settings.cache_type_k) + _size(values, settings.cache_type_v))
+    key_width = metadata.number(f"{arch}.attention.key_length") or width
+    value_width = metadata.number(f"{arch}.attention.value_length") or width
+    # Most models have one number of KV heads for all layers; some have a list with one for each layer.
+    per_layer = metadata.ints(f"{arch}.attention.head_count_kv")
+    kv_heads = sum(per_layer) or layers * (metadata.number(f"{arch}.attention.head_count_kv") or heads)
+    return kv_heads * (_size(key_width, settings.cache_type_k) + _size(value_width, settings.cache_type_v))
 
 
 def fit_to_budget(settings: EngineSettings, metadata: Metadata, trained: int) -> EngineSettings:
-    """Settings with as much KV memory as they ask for, or as their limit allows if that is less.
+    """Lowers the KV memory that the settings ask for to `kv_limit_bytes`, if that is less.
 
-    Raises ModelError where not even one request of the context length would fit."""
+    Raises ModelError if not even one request of the context length would fit."""
     each = bytes_per_token(metadata, settings)
     if not settings.kv_limit_bytes or not each:
         return settings
@@ -53,6 +53,6 @@ def fit_to_budget(settings: EngineSettings, metadata: Metadata, trained: int) ->
     return msgspec.structs.replace(settings, kv_tokens=min(wanted, fits), context_length=min(length, fits))
 
 
-def _size(count: int, kind: str) -> int:
-    per_block, size = _BLOCK_BYTES[kind]
+def _size(count: int, cache_type: str) -> int:
+    per_block, size = _BLOCK_BYTES[cache_type]
     return count * size // per_block

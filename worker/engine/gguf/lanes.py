@@ -1,4 +1,7 @@
-"""Carries out the block pool's moves on llama.cpp's sequences, and holds the copies that went to host memory."""
+"""Carries out the block pool's operations on llama.cpp's sequences, and keeps the copies that are in host memory.
+
+llama.cpp saves and restores whole sequences. To save a part of a lane, the part is first shared with the scratch
+sequence, which costs nothing, and that one is saved; a restored part takes the same way back."""
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
@@ -12,37 +15,36 @@ from tokenbus.worker.engine.gguf import backend
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
 from tokenbus.worker.engine.runner import DeviceError
 
+SCRATCH = 0
+"""The id of the scratch sequence. It comes first, because llama.cpp saves only sequences with ids below `n_seq_max`."""
+
 
 class StateBlob(NamedTuple):
-    """KV of a few tokens as llama.cpp writes it, which means something only to that model, cache types and build."""
+    """The KV of a few tokens as llama.cpp writes it; only the same model, cache types and build can read it."""
 
     fingerprint: str
     data: ctypes.Array[ctypes.c_uint8]
 
 
 class ForeignStateError(ValueError):
-    """A state blob of another model, other cache types or another build."""
-
-
-SCRATCH = 0
-"""The sequence through which parts of others are copied: only ids below `n_seq_max` can be saved at all."""
+    """A state blob is of another model, other cache types or another build."""
 
 
 class Lanes:
-    """The sequences of one context; lane 0 is sequence `first`, and `SCRATCH` nobody's where `first` is above it."""
+    """The lanes of one context. Lane 0 is the sequence `first_seq_id`."""
 
-    def __init__(self, context: llama.llama_context_p, fingerprint: str, first: int) -> None:
+    def __init__(self, context: llama.llama_context_p, fingerprint: str, first_seq_id: int) -> None:
         self._context = context
         self._memory = llama.llama_get_memory(context)
         self._fingerprint = fingerprint
-        self._first = first
+        self._first = first_seq_id
         self._copies: dict[int, StateBlob] = {}
 
     def __repr__(self) -> str:
         return f"<Lanes, {len(self._copies)} copies>"
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
-        """Raises DeviceError when llama.cpp can't take a copy back."""
+        """Carries out operations in order. Raises DeviceError if llama.cpp can't save or restore a lane."""
         for op in kv_ops:
             match op:
                 case Share(lane, to, start, end):
@@ -57,13 +59,15 @@ class Lanes:
                     del self._copies[number]
 
     def share(self, lane: int, to: int, start: int, end: int) -> None:
+        """Has lane `to` hold the tokens `start` to `end` of another lane too."""
         llama.llama_memory_seq_cp(self._memory, self._first + lane, self._first + to, start, end)
 
     def truncate(self, lane: int, start: int, end: int | None = None) -> None:
+        """Removes the tokens `start` to `end` from a lane; all from `start` on if there is no end."""
         llama.llama_memory_seq_rm(self._memory, self._first + lane, start, -1 if end is None else end)
 
     def save(self, lane: int, start: int, end: int) -> StateBlob:
-        """A copy of the tokens `start` to `end` of a lane."""
+        """Copies the tokens `start` to `end` of a lane to host memory. Raises DeviceError."""
         llama.llama_memory_seq_cp(self._memory, self._first + lane, SCRATCH, start, end)
         size = llama.llama_state_seq_get_size(self._context, SCRATCH)
         data = (ctypes.c_uint8 * size)()
@@ -74,12 +78,12 @@ class Lanes:
         return StateBlob(self._fingerprint, data)
 
     def restore(self, blob: StateBlob, lane: int, start: int, end: int) -> None:
-        """Gives a lane the tokens `start` to `end` of a copy. Raises ForeignStateError and DeviceError."""
+        """Adds the tokens `start` to `end` of a copy to a lane. Raises ForeignStateError and DeviceError."""
         if blob.fingerprint != self._fingerprint:
             raise ForeignStateError(f"the state is of {blob.fingerprint}, this engine's are of {self._fingerprint}")
         size = len(blob.data)
         if llama.llama_state_seq_set_data(self._context, blob.data, size, SCRATCH) != size:
-            raise DeviceError(f"llama.cpp could not take a lane's state back: {backend.last_error()}")
+            raise DeviceError(f"llama.cpp could not restore a lane's state: {backend.last_error()}")
         llama.llama_memory_seq_cp(self._memory, SCRATCH, self._first + lane, start, end)
         self._clear_scratch()
 

@@ -1,6 +1,8 @@
-"""Reads the metadata of a GGUF file: fast also for vocabularies of 150,000 tokens, and without reading the weights.
+"""Reads the metadata of a GGUF file without reading the weights, quickly even for vocabularies of 150,000 tokens.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
+A file has a header (magic, version, number of tensors, number of keys), the keys with their values, the table of
+tensors, and the weights. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3,
+little-endian.
 """
 
 import mmap
@@ -30,11 +32,13 @@ _MAX_KEYS = 100_000
 
 
 class Metadata(NamedTuple):
+    """The values of a file by key. The getters return nothing for a key that is missing or of another type."""
+
     values: dict[str, Value]
     fingerprint: str
-    """Hash of the file's size, its metadata, and samples of what follows."""
+    """A hash of the file's size, its metadata, and samples of the rest."""
     num_tensors: int = 0
-    """Those of this file alone, where a model is split."""
+    """The tensors of this file; a split model has more in its other files."""
 
     def text(self, key: str) -> str | None:
         value = self.values.get(key)
@@ -44,21 +48,20 @@ class Metadata(NamedTuple):
         value = self.values.get(key)
         return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
+    def number(self, key: str) -> int:
+        """Returns an integer, or 0."""
+        value = self.values.get(key)
+        return value if isinstance(value, int) else 0
+
     def numbers(self, key: str) -> list[float]:
         value = self.values.get(key)
         return [item for item in value if isinstance(item, int | float)] if isinstance(value, list) else []
 
-    def number(self, key: str) -> int:
-        """A whole number; 0 where there is none."""
-        value = self.values.get(key)
-        return value if isinstance(value, int) else 0
-
     def ints(self, key: str) -> list[int]:
-        value = self.values.get(key)
-        return [item for item in value if isinstance(item, int)] if isinstance(value, list) else []
+        return [item for item in self.numbers(key) if isinstance(item, int)]
 
     def sampling_defaults(self) -> dict[str, float]:
-        """What the file recommends for sampling, under the names of the wire."""
+        """Returns the sampling parameters that the file recommends, under their names on the wire."""
         found = {}
         for key, name in _SAMPLING.items():
             value = self.values.get(f"general.sampling.{key}")
@@ -67,12 +70,12 @@ class Metadata(NamedTuple):
         return found
 
     def vocabulary(self) -> dict[str, int]:
-        """The ids of the tokens by their texts."""
+        """Returns the ids of the tokens by their texts."""
         return {text: token_id for token_id, text in enumerate(self.texts("tokenizer.ggml.tokens"))}
 
 
 def read(path: Path) -> Metadata:
-    """Raises ModelError, saying what to do, for a file that is missing, cut short or no GGUF."""
+    """Raises ModelError, saying what to do, for a file that is missing, truncated or no GGUF."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(path, data)
@@ -85,7 +88,7 @@ def read(path: Path) -> Metadata:
 
 
 def _parse(path: Path, data: mmap.mmap) -> Metadata:
-    if data[:4] != _MAGIC:
+    if data[: len(_MAGIC)] != _MAGIC:
         raise ModelError(f"{path}: not a GGUF file (it begins with {data[:4]!r}); convert the model to GGUF first")
     try:
         return _Reader(data).metadata()
@@ -96,13 +99,15 @@ def _parse(path: Path, data: mmap.mmap) -> Metadata:
 
 
 class _CorruptError(Exception):
-    pass
+    """The file has a value that no writer of GGUF would write."""
 
 
 class _Reader:
+    """Reads values one after another. Lengths are checked before they are used, since any file may be passed."""
+
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
-        self._at = 4
+        self._at = len(_MAGIC)
 
     def metadata(self) -> Metadata:
         self._check_version(self._unpack(_U32))
@@ -118,14 +123,16 @@ class _Reader:
 
     def _check_version(self, version: int) -> None:
         if version == 1:
-            raise ModelError("is a GGUF file of version 1, which llama.cpp reads no more; fetch or convert it anew")
+            raise ModelError("is a GGUF file of version 1, which llama.cpp no longer reads; fetch or convert it again")
         if version >> 24:
-            raise ModelError("is a big-endian GGUF file, which only big-endian machines read; fetch the usual one")
+            raise ModelError(
+                "is a big-endian GGUF file, which only big-endian machines read; fetch the little-endian one"
+            )
         if version not in _VERSIONS:
             raise _CorruptError(f"version {version} is not one of {_VERSIONS}")
 
     def _fingerprint(self) -> str:
-        """64 samples stand for tensor table and weights: a few ms whatever the file's size."""
+        """Hashes 64 samples of tensor table and weights, which takes a few ms whatever the file's size."""
         size = len(self._data)
         digest = xxhash.xxh3_64(_U64.pack(size))
         digest.update(self._data[: self._at])
@@ -163,7 +170,7 @@ class _Reader:
         return self._scalars(kind, count)
 
     def _strings(self, count: int) -> list[str]:
-        """As _string does, without a call for each: a vocabulary and its merges are half a million."""
+        """Reads strings in one loop, without a call for each: a vocabulary and its merges have half a million."""
         data, size, at = self._data, len(self._data), self._at
         texts = []
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""A model in memory: weights, vocabulary and what its files say; any number of contexts share it."""
+"""A GGUF model in memory: its weights, its tokenizer and what its files say. Any number of contexts can share it."""
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
@@ -13,43 +13,17 @@ from llama_cpp import llama_cpp as llama
 from tokenbus.worker.engine.gguf import backend, metadata, settings_resolution
 from tokenbus.worker.engine.gguf.tokenizer import bundle
 from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
-from tokenbus.worker.engine.models import generation_config, model_files, pretrained_tokenizer
+from tokenbus.worker.engine.models import generation_config, pretrained_tokenizer
+from tokenbus.worker.engine.models.model_files import ModelFiles
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
 _MAX_DEVICES = 128
-"""More than llama.cpp can use: it reads as many shares as it has devices."""
-
-
-class GgufModel:
-    """A loaded model. `progress` is told how much is loaded, from 0 to 1. Raises ModelError."""
-
-    def __init__(
-        self, found: model_files.ModelFiles, settings: EngineSettings, progress: Callable[[float], None]
-    ) -> None:
-        self.files = found
-        self.metadata = metadata.read(found.weights)
-        if not self.metadata.num_tensors and self.metadata.number("split.count") <= 1:
-            raise ModelError(f"{found.weights}: holds a vocabulary and no weights; pass --model the whole model")
-        self.generation_config = generation_config.read(found.sidecars, self.metadata.sampling_defaults())
-        self.handle = _load(found.weights, settings, progress)
-        vocab = llama.llama_model_get_vocab(self.handle)
-        assert vocab is not None
-        self.tokenizer = GgufTokenizer(vocab, self.metadata)
-        self.bundle = bundle.build(
-            self.metadata, self.tokenizer, pretrained_tokenizer.read(found.sidecars.get("tokenizer.json"))
-        )
-
-    def __repr__(self) -> str:
-        return f"<GgufModel {self.files.weights}>"
-
-    def close(self) -> None:
-        """Gives its memory back. No context may use it any more."""
-        llama.llama_model_free(self.handle)
+"""More devices than llama.cpp can use. It reads one share for each device that it finds."""
 
 
 class ModelKey(NamedTuple):
-    """What two replicas must have in common to share a model."""
+    """The properties that replicas must have in common to share a model."""
 
     weights: Path
     gpu_layers: int
@@ -58,9 +32,33 @@ class ModelKey(NamedTuple):
     tensor_split: tuple[float, ...]
 
 
-def model_key(found: model_files.ModelFiles, settings: EngineSettings) -> ModelKey:
-    path = found.weights.resolve()
+def model_key(files: ModelFiles, settings: EngineSettings) -> ModelKey:
+    path = files.weights.resolve()
     return ModelKey(path, settings.gpu_layers, settings.split_mode, settings.main_gpu, settings.tensor_split)
+
+
+class GgufModel:
+    """A loaded model. `progress` gets the share that is loaded, from 0 to 1. Raises ModelError."""
+
+    def __init__(self, files: ModelFiles, settings: EngineSettings, progress: Callable[[float], None]) -> None:
+        self.files = files
+        self.metadata = metadata.read(files.weights)
+        if not self.metadata.num_tensors and self.metadata.number("split.count") <= 1:
+            raise ModelError(f"{files.weights}: holds a vocabulary and no weights; pass --model the whole model")
+        self.generation_config = generation_config.read(files.sidecars, self.metadata.sampling_defaults())
+        self.handle = _load(files.weights, settings, progress)
+        vocab = llama.llama_model_get_vocab(self.handle)
+        assert vocab is not None
+        self.tokenizer = GgufTokenizer(vocab, self.metadata)
+        pretrained = pretrained_tokenizer.read(files.sidecars.get("tokenizer.json"))
+        self.bundle = bundle.build(self.metadata, self.tokenizer, pretrained)
+
+    def __repr__(self) -> str:
+        return f"<GgufModel {self.files.weights}>"
+
+    def close(self) -> None:
+        """Frees the model's memory. No context may use the model any more."""
+        llama.llama_model_free(self.handle)
 
 
 def _load(path: Path, settings: EngineSettings, progress: Callable[[float], None]) -> llama.llama_model_p:
@@ -74,7 +72,7 @@ def _load(path: Path, settings: EngineSettings, progress: Callable[[float], None
     def report(fraction: float, _: ctypes.c_void_p) -> bool:
         try:
             progress(fraction)
-        except ConnectionError:  # nobody waits for this model any more: llama.cpp gives up loading it
+        except ConnectionError:  # the frontend is gone; False has llama.cpp stop loading
             return False
         return True
 
@@ -86,7 +84,7 @@ def _load(path: Path, settings: EngineSettings, progress: Callable[[float], None
 
 
 def _load_error(complaint: str) -> str:
-    """llama.cpp's reason for not loading a file, and what may help."""
+    """Returns llama.cpp's reason for not loading a file, and what may help."""
     reason = complaint.rpartition("error loading model: ")[2]
     if "unknown model architecture" in reason:
         return f"{reason}; llama-cpp-python {llama_cpp.__version__} can't run it, a later version may"

@@ -1,4 +1,4 @@
-"""Finds out what a loaded model can do, by having it do it: nothing is promised that was not seen."""
+"""Finds out by trial what a loaded model can do: an engine offers only what it has seen to work."""
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
@@ -16,31 +16,36 @@ from tokenbus.worker.engine.runner import DeviceError, ModelError
 
 _TOKENS = 16
 _CLOSE = 0.05
-"""Logits of the same token, computed twice in batches of other shapes, differ by less, against their own spread."""
+"""The largest difference, as a share of the logits' standard deviation, that counts as the same: a batch of another
+shape rounds differently."""
 
 
 class Capabilities(NamedTuple):
+    """The abilities of a context."""
+
     can_share: bool
-    """Lanes may share tokens, give some up, and have them saved and brought back."""
+    """Whether lanes can share tokens, be truncated, saved and restored."""
     bytes_per_token: int
-    """In host memory; 0 where nothing can be saved."""
+    """The size of a saved token in host memory; 0 if nothing can be saved."""
+
+
+_NONE = Capabilities(False, 0)
 
 
 def capabilities(
     model: llama.llama_model_p, context: llama.llama_context_p, lanes: Lanes, settings: EngineSettings
 ) -> Capabilities:
-    """Computes a few tokens, which also spares the first request what llama.cpp allocates late.
+    """Computes a few tokens, which also makes llama.cpp allocate what it would allocate for the first request.
 
-    Raises ModelError when not even that can be done."""
+    Raises ModelError if not even that works."""
     count = min(_TOKENS, llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)), llama.llama_n_ctx_seq(context))
     tokens = list(range(count))
-    first = kv.first_seq_id(model, settings)
-    if _decode(context, tokens, 0, first) is None:
+    if _decode(context, tokens, 0, kv.first_seq_id(model, settings)) is None:
         raise ModelError(f"llama.cpp can't compute a first step: {backend.last_error()}")
     reason = kv.no_sharing_reason(model, settings)
-    found = Capabilities(False, 0)
+    found = _NONE
     if reason is None and count == _TOKENS:
-        found = _try(context, lanes, tokens)
+        found = _try_lanes(context, lanes, tokens)
         reason = None if found.can_share else "its lanes could not be shared or saved exactly"
     if reason is not None:
         structlog.get_logger().info("no_prefix_cache", reason=reason)
@@ -48,8 +53,8 @@ def capabilities(
     return found
 
 
-def _try(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) -> Capabilities:
-    """Has the last token computed again behind a shared prefix, and behind one that was saved and brought back."""
+def _try_lanes(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) -> Capabilities:
+    """Computes the last token after the original prefix, after a shared one, and after a saved and restored one."""
     last = len(tokens) - 1
     lanes.truncate(0, last)
     truth = _decode(context, tokens[last:], last, 1)
@@ -60,9 +65,9 @@ def _try(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) -> Cap
         lanes.restore(blob, 2, 0, last)
         restored = _decode(context, tokens[last:], last, 3)
     except DeviceError:
-        return Capabilities(False, 0)
+        return _NONE
     if truth is None or shared is None or restored is None:
-        return Capabilities(False, 0)
+        return _NONE
     spread = float(truth.std()) * _CLOSE
     same = bool(np.abs(truth - shared).max() <= spread and np.abs(truth - restored).max() <= spread)
     return Capabilities(same, -(-len(blob.data) // len(tokens)))
@@ -71,7 +76,7 @@ def _try(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) -> Cap
 def _decode(
     context: llama.llama_context_p, tokens: list[int], start: int, seq_id: int
 ) -> np.ndarray[tuple[int], np.dtype[np.float32]] | None:
-    """The logits behind the last of the tokens; None where llama.cpp refuses."""
+    """Returns the logits after the last of the tokens, or None if llama.cpp refuses to compute them."""
     batch = llama.llama_batch_init(len(tokens), 0, 1)
     try:
         for place, token in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""Executes step plans with llama.cpp: one context, and one of its sequences for each lane."""
+"""Executes step plans with llama.cpp: one context, in which each lane is one of llama.cpp's sequences."""
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
@@ -15,9 +15,11 @@ from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf import backend, context, kv_memory, probe, settings_resolution
 from tokenbus.worker.engine.gguf.batch import Batch
 from tokenbus.worker.engine.gguf.lanes import Lanes
+from tokenbus.worker.engine.gguf.layout import GgufLayout
 from tokenbus.worker.engine.gguf.model import GgufModel, model_key
 from tokenbus.worker.engine.kv.ops import KvOp
-from tokenbus.worker.engine.models import features, model_files
+from tokenbus.worker.engine.models import features
+from tokenbus.worker.engine.models.model_files import ModelFiles, source_name
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import DeviceError, Embedder, InsufficientMemoryError, ModelError
@@ -26,25 +28,25 @@ from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
 _MAX_HOST_BLOCKS = 65_536
-"""The tree that finds them takes about 1 kB of memory for each."""
+"""The prefix tree takes about 1 kB of memory for each block."""
 _DEFAULT_HOST_BYTES = 1 << 30
 _DEFAULT_HOST_SHARE = 8
-"""Of the machine's memory, at most, one in so many bytes unless a setting says otherwise."""
+"""Without a setting, at most one in so many bytes of the machine's memory is used for copies."""
 
 
 class GgufRunner:
-    """A loaded model and its context. `progress` is told how much is loaded, from 0 to 1.
+    """A loaded model and its context. `progress` gets the share that is loaded, from 0 to 1.
 
-    Raises ModelError when the file can't be served, and for settings that the model can't meet."""
+    Raises ModelError if the file can't be served, or for settings that the model can't meet."""
 
     def __init__(
         self, settings: EngineSettings, progress: Callable[[float], None], models: LoadedModels[GgufModel] | None = None
     ) -> None:
         backend.init()
-        settings_resolution.validate(settings)
-        found = model_files.from_paths(settings.files) or model_files.find(settings.model, progress)
+        settings_resolution.validate(settings)  # before a long download
+        files = ModelFiles.from_paths(settings.files) or GgufLayout().find(settings.model, progress)
         self._models: LoadedModels[GgufModel] = models or LoadedModels()
-        self._model = self._models.acquire(model_key(found, settings), lambda: GgufModel(found, settings, progress))
+        self._model = self._models.acquire(model_key(files, settings), lambda: GgufModel(files, settings, progress))
         self._context: llama.llama_context_p | None = None
         self._tokenizer = self._model.tokenizer
         self.end_token_ids = self._tokenizer.end_token_ids | self._model.generation_config.end_token_ids
@@ -61,10 +63,9 @@ class GgufRunner:
         return f"<GgufRunner {self.config.source} {self._sampler!r} {self._lanes!r}>"
 
     def _open(self, settings: EngineSettings) -> None:
-        """Makes the context and finds out what it can do."""
+        """Creates the context and finds out what it can do."""
         metadata, handle = self._model.metadata, self._model.handle
         settings = settings_resolution.resolve(settings, self._model.generation_config)
-        settings_resolution.validate(settings)
         settings = kv_memory.fit_to_budget(settings, metadata, llama.llama_model_n_ctx_train(handle))
         self._context = context.create(handle, settings)
         first_seq_id = context.first_seq_id(handle, settings)
@@ -75,7 +76,11 @@ class GgufRunner:
         capabilities = probe.capabilities(handle, self._context, self._lanes, settings)
         self.num_lanes = context.num_lanes(handle, settings)
         self.config = self._describe(settings, capabilities)
-        self._check_room(settings)
+        if settings.context_length > self.config.context_length:
+            raise ModelError(
+                f"--context-length {settings.context_length} is above what one sequence can have here, "
+                f"{self.config.context_length}: pass more --kv-tokens"
+            )
 
     def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
         self._sampler.add_sequence(seq_no, sampling)
@@ -87,15 +92,18 @@ class GgufRunner:
         self._lanes.apply(kv_ops)
 
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
+        assert self._context is not None
         self._batch.fill(plan.scheduled)
-        self._decode()
+        status = llama.llama_decode(self._context, self._batch.struct)
+        if status == 1:  # no slot in the KV memory; nothing has changed
+            raise InsufficientMemoryError
+        if status != 0:
+            raise DeviceError(f"llama_decode returned {status}: {backend.last_error()}")
         sequences = [part.sequence for part in plan.scheduled if part.samples]
         if not sequences:
             return []
-        assert self._context is not None
-        size = self._tokenizer.size
-        logits = np.ctypeslib.as_array(llama.llama_get_logits(self._context), (len(sequences), size))
-        return self._sampler.sample(logits, sequences)
+        shape = (len(sequences), self._tokenizer.size)
+        return self._sampler.sample(np.ctypeslib.as_array(llama.llama_get_logits(self._context), shape), sequences)
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         return self._tokenizer.tokenize(request)
@@ -106,52 +114,35 @@ class GgufRunner:
             self._context = None
         self._models.release(self._model)
 
-    def _decode(self) -> None:
-        assert self._context is not None
-        status = llama.llama_decode(self._context, self._batch.struct)
-        if status == 1:
-            raise InsufficientMemoryError
-        if status != 0:
-            raise DeviceError(f"llama_decode returned {status}: {backend.last_error()}")
-
     def _describe(self, settings: EngineSettings, capabilities: probe.Capabilities) -> contract.EngineConfig:
         assert self._context is not None
-        metadata = self._model.metadata
-        blocks = llama.llama_n_ctx(self._context) // settings.kv_block_size
+        metadata, block_size = self._model.metadata, settings.kv_block_size
         longest = context.context_length(settings, llama.llama_model_n_ctx_train(self._model.handle))
-        fits = llama.llama_n_ctx_seq(self._context) // settings.kv_block_size * settings.kv_block_size
-        chat = self._tokenizer.supports_chat
+        fits = llama.llama_n_ctx_seq(self._context) // block_size * block_size
         return contract.EngineConfig(
             engine="gguf",
             engine_version=f"llama-cpp-python {llama_cpp.__version__}",
-            source=model_files.source_name(settings.model),
+            source=source_name(settings.model),
             fingerprint=settings.fingerprint or metadata.fingerprint,
             context_length=min(longest, fits),
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            kv_block_size=settings.kv_block_size,
-            total_kv_blocks=blocks,
+            kv_block_size=block_size,
+            total_kv_blocks=llama.llama_n_ctx(self._context) // block_size,
             host_kv_blocks=_host_blocks(settings, capabilities),
             prefix_cache=capabilities.can_share,
             vocab_size=self._tokenizer.size,
-            features=features.with_sampler(chat=chat),
+            features=features.with_sampler(chat=self._tokenizer.supports_chat),
             defaults=self._model.generation_config.defaults,
             versions={"llama_cpp_python": llama_cpp.__version__},
             pid=os.getpid(),
-            files=model_files.to_paths(self._model.files),
+            files=self._model.files.to_paths(),
             kv_bytes=llama.llama_n_ctx(self._context) * kv_memory.bytes_per_token(metadata, settings),
         )
 
-    def _check_room(self, settings: EngineSettings) -> None:
-        """Raises ModelError where a sequence of the length that was asked for could never be served."""
-        if settings.context_length > self.config.context_length:
-            raise ModelError(
-                f"--context-length {settings.context_length} is above what one sequence can have here, "
-                f"{self.config.context_length}: pass more --kv-tokens"
-            )
-
 
 def _host_blocks(settings: EngineSettings, capabilities: probe.Capabilities) -> int:
+    """Returns how many blocks may be offloaded to host memory."""
     if not capabilities.can_share or not capabilities.bytes_per_token:
         return 0
     budget = settings.host_cache_mib << 20

@@ -1,1 +1,1 @@
-"""Finding a model's files and what they advise."""
+"""Finds the files of a model and reads what they say about how the model wants to be used."""

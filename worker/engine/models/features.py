@@ -1,4 +1,4 @@
-"""What an engine offers that has logits for every token and a sampler over them."""
+"""The features of an engine that samples from the logits of every token."""
 
 _FEATURES = (
     "generate",
@@ -14,5 +14,5 @@ _FEATURES = (
 
 
 def with_sampler(*, chat: bool) -> tuple[str, ...]:
-    """`chat`: the model has a template."""
+    """Returns the features; `chat` says whether the model has a chat template."""
     return tuple(feature for feature in _FEATURES if chat or feature != "chat")

@@ -1,12 +1,24 @@
-"""What a model's own files advise: how to sample, where to stop, and how much of it to run at once."""
+"""Reads what a model's files recommend: sampling defaults, end tokens, and sizes for the engine.
+
+Sampling defaults come from `generation_config.json`, as Hugging Face transformers writes it, and otherwise from the
+weights themselves. Sizes come from `metadata.json`."""
 
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.engine.models.model_files import read_json
+
+_RANGES = {
+    "temperature": (0.0, 100.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 10.0),
+}
+"""The ranges that requests must keep (wire.md). Values outside are clamped: some files have a top_p of 0 or a top_k of
+-1, and the nearest valid value means the same."""
 
 
 class _Scheduler(msgspec.Struct, frozen=True):
@@ -25,19 +37,19 @@ class _Llm(msgspec.Struct, frozen=True):
     kv_cache: _KvCache = _KvCache()
 
 
-class _Inner(msgspec.Struct, frozen=True):
+class _Wrapper(msgspec.Struct, frozen=True):
     llm: _Llm = _Llm()
 
 
 class _MetadataFile(msgspec.Struct, frozen=True):
-    """`metadata.json`: with or without a level `metadata` around `llm`."""
+    """`metadata.json`, in which `llm` may be wrapped in an object `metadata`."""
 
-    metadata: _Inner = _Inner()
+    metadata: _Wrapper = _Wrapper()
     llm: _Llm | None = None
 
 
 class _GenerationFile(msgspec.Struct, frozen=True):
-    """The fields of `generation_config.json` that have a meaning here, some of which `config.json` has too."""
+    """The fields of `generation_config.json` that matter here; `config.json` has some of them too."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -49,7 +61,7 @@ class _GenerationFile(msgspec.Struct, frozen=True):
 
 
 class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """None where the files say nothing."""
+    """The recommendations of a model's files. None if they recommend nothing."""
 
     defaults: contract.SamplingDefaults = contract.SamplingDefaults()
     end_token_ids: frozenset[int] = frozenset()
@@ -61,24 +73,24 @@ class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(sidecars: dict[str, Path], in_weights: dict[str, float]) -> GenerationConfig:
-    """Of the small files beside the weights. Raises ModelError naming a file that is wrong.
+    """Reads the sidecars, which take precedence over the sampling defaults `in_weights`, named as `SamplingDefaults`.
 
-    `in_weights` are sampling defaults that the weights carry themselves, under the names of `SamplingDefaults`; the
-    files come first."""
+    Raises ModelError naming a file that is malformed."""
     generation = read_json(sidecars.get("generation_config.json"), _GenerationFile)
     config = read_json(sidecars.get("config.json"), _GenerationFile)
-    llm = _llm(read_json(sidecars.get("metadata.json"), _MetadataFile))
-    chosen = contract.SamplingDefaults()
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+    metadata = read_json(sidecars.get("metadata.json"), _MetadataFile)
+    llm = metadata.llm or metadata.metadata.llm
+    chosen: dict[str, float] = {}
+    for name in _RANGES:
         value = getattr(generation, name)
         value = in_weights.get(name) if value is None else value
         if value is not None:
-            chosen = msgspec.structs.replace(chosen, **{name: _clamped(name, value)})
+            chosen[name] = _clamped(name, value)
     if generation.max_new_tokens:
-        chosen = msgspec.structs.replace(chosen, max_tokens=max(1, generation.max_new_tokens))
+        chosen["max_tokens"] = max(1, generation.max_new_tokens)
     return GenerationConfig(
-        defaults=chosen,
-        end_token_ids=_to_ids(generation.eos_token_id) | _to_ids(config.eos_token_id),
+        defaults=msgspec.structs.replace(contract.SamplingDefaults(), **chosen),
+        end_token_ids=to_token_ids(generation.eos_token_id) | to_token_ids(config.eos_token_id),
         context_length=llm.max_sequence_length,
         max_num_seqs=llm.scheduler.max_num_seqs,
         kv_block_size=llm.kv_cache.block_size,
@@ -87,36 +99,10 @@ def read(sidecars: dict[str, Path], in_weights: dict[str, float]) -> GenerationC
     )
 
 
-StructT = TypeVar("StructT", bound=msgspec.Struct)
-
-
-def read_json(path: Path | None, kind: type[StructT]) -> StructT:
-    """What a JSON file says; the defaults where there is none. Raises ModelError naming a file that is wrong."""
-    if path is None:
-        return kind()
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind, strict=False)
-    except (msgspec.DecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
-        raise ModelError(f"{path}: {error}; correct it or take it away") from error
-
-
-def _llm(metadata: _MetadataFile) -> _Llm:
-    return metadata.llm or metadata.metadata.llm
-
-
-def _to_ids(given: int | list[int] | None) -> frozenset[int]:
-    ids = [given] if isinstance(given, int) else given or []
+def to_token_ids(eos_token_id: int | list[int] | None) -> frozenset[int]:
+    """Converts the value of an `eos_token_id`, in which a negative id means that there is none."""
+    ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or []
     return frozenset(token_id for token_id in ids if token_id >= 0)
-
-
-_RANGES = {
-    "temperature": (0.0, 100.0),
-    "top_p": (1e-6, 1.0),
-    "top_k": (0, 2**31 - 1),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 10.0),
-}
-"""As for requests (wire.md). 0 for top_p, and -1 for top_k, which some files say, mean what is nearest."""
 
 
 def _clamped(name: str, value: float) -> float | int:

@@ -1,36 +1,48 @@
-"""Fetches a model from the Hugging Face Hub into its cache, by its variables HF_HOME, HF_TOKEN, HF_HUB_OFFLINE."""
+"""Downloads a model from the Hugging Face Hub into the Hub's cache.
+
+The variables HF_HOME, HF_TOKEN and HF_HUB_OFFLINE apply, as in every program that uses `huggingface_hub`."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import huggingface_hub
 import structlog
 from huggingface_hub import errors as hub_errors
 from tqdm.auto import tqdm
 
-from tokenbus.worker.engine.models import model_files
 from tokenbus.worker.engine.runner import ModelError
 
-
-class RepoLayout(Protocol):
-    """Which files of a repository make up a model."""
-
-    sidecars: tuple[str, ...]
-    """Small files that are fetched where there are such."""
-
-    def select(self, names: list[str], quant: str, where: str) -> list[str]:
-        """Of all the names those to fetch, the one to load first. Raises ModelError where nothing decides."""
-        ...
+Progress = Callable[[float], None]
+Select = Callable[[list[str], str, str], list[str]]
+"""Returns which files of a repository to download, the one to load first, from their names, the variant that was asked
+for and the repository's name. Raises ModelError if it can't decide."""
+_CONVERTED_SUFFIXES = ("-GGUF", "-gguf", "-ONNX", "-onnx")
+"""Suffixes by which repositories of converted weights are named after the original ones."""
 
 
-def fetch(name: str, progress: Callable[[float], None], layout: RepoLayout) -> model_files.ModelFiles:
-    """The files of `org/repo` or `org/repo:quant`. Raises ModelError, saying what to do."""
-    repo, _, quant = name.partition(":")
+def fetch(
+    name: str, progress: Progress, select: Select, wanted_sidecars: tuple[str, ...]
+) -> tuple[Path, dict[str, Path]]:
+    """Downloads `org/repo` or `org/repo:variant`. Returns the file to load, and the sidecars by name.
+
+    Raises ModelError, saying what to do."""
+    repo, _, variant = name.partition(":")
     try:
-        return _fetch(repo, quant, progress, layout)
+        names, base = _list_files(repo)
+        parts = select(names, variant, repo)
+        structlog.get_logger().info("fetching_model", repo=repo, file=parts[0], parts=len(parts))
+        paths = [
+            _download(repo, part, lambda share, done=done: progress((done + share) / len(parts)))  # type: ignore[misc]
+            for done, part in enumerate(parts)
+        ]
+        sidecars = {one: _download(repo, one) for one in wanted_sidecars if one in names}
+        for one in wanted_sidecars:  # conversions often leave out files that the original repository has
+            if base is not None and one not in sidecars and (path := _try_download(base, one)) is not None:
+                sidecars[one] = path
+        return paths[0], sidecars
     except hub_errors.GatedRepoError as error:
-        raise ModelError(f"{repo}: asks for its terms to be accepted on the Hub; then set HF_TOKEN") from error
+        raise ModelError(f"{repo}: its terms have to be accepted on the Hub first; then set HF_TOKEN") from error
     except hub_errors.RepositoryNotFoundError as error:
         raise ModelError(f"{repo}: there is no such repository on the Hub, or HF_TOKEN may not see it") from error
     except ModelError:
@@ -40,39 +52,23 @@ def fetch(name: str, progress: Callable[[float], None], layout: RepoLayout) -> m
         raise ModelError(f"{repo}: can't be fetched from the Hub: {reason}") from error
 
 
-def _fetch(repo: str, quant: str, progress: Callable[[float], None], layout: RepoLayout) -> model_files.ModelFiles:
-    names, base = _list_files(repo)
-    parts = layout.select(names, quant, repo)
-    structlog.get_logger().info("fetching_model", repo=repo, file=parts[0], parts=len(parts))
-    paths = [
-        _download(repo, part, lambda share, done=done: progress((done + share) / len(parts)))  # type: ignore[misc]
-        for done, part in enumerate(parts)
-    ]
-    sidecars = {name: _download(repo, name) for name in layout.sidecars if name in names}
-    if base is not None:
-        for name in layout.sidecars:
-            path = None if name in sidecars else _try_download(base, name)
-            if path is not None:
-                sidecars[name] = path
-    return model_files.ModelFiles(paths[0], sidecars)
-
-
 def _list_files(repo: str) -> tuple[list[str], str | None]:
-    """The names of a repository's files, and of the repository that its weights were converted from."""
+    """Returns the names of a repository's files, and the repository that its weights were converted from."""
+    by_name = next((repo.removesuffix(suffix) for suffix in _CONVERTED_SUFFIXES if repo.endswith(suffix)), None)
     try:
         info = huggingface_hub.model_info(repo)
     except hub_errors.RepositoryNotFoundError:
         raise
-    except Exception:  # whatever the network or its library says: what is in the cache may do
-        return _list_cached_files(repo), _base_from_name(repo)
+    except Exception:  # whatever the network or the library raises: the files in the cache may be enough
+        return _list_cached_files(repo), by_name
     base = info.card_data.get("base_model") if info.card_data else None
     if isinstance(base, list):
         base = base[0] if base else None
-    return [file.rfilename for file in info.siblings or []], base if isinstance(base, str) else _base_from_name(repo)
+    return [file.rfilename for file in info.siblings or []], base if isinstance(base, str) else by_name
 
 
 def _list_cached_files(repo: str) -> list[str]:
-    """What an earlier start has fetched: enough where the Hub can't be reached now."""
+    """Returns the files that an earlier start has downloaded. Raises ModelError if there are none."""
     try:
         folder = Path(huggingface_hub.snapshot_download(repo, local_files_only=True))
     except hub_errors.LocalEntryNotFoundError as error:
@@ -80,27 +76,20 @@ def _list_cached_files(repo: str) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
-def _base_from_name(repo: str) -> str | None:
-    for ending in ("-GGUF", "-gguf", "-ONNX", "-onnx"):
-        if repo.endswith(ending):
-            return repo.removesuffix(ending)
-    return None
-
-
 def _try_download(repo: str, name: str) -> Path | None:
-    """A file that would be good to have; None where it is not there, or anything else keeps it from us."""
+    """Downloads a file that is useful but not needed; returns None if that fails."""
     try:
         return _download(repo, name)
-    except Exception:  # as its docstring says
+    except Exception:  # the model can be served without the file, whatever kept it away
         return None
 
 
-def _download(repo: str, name: str, progress: Callable[[float], None] | None = None) -> Path:
+def _download(repo: str, name: str, progress: Progress | None = None) -> Path:
     return Path(huggingface_hub.hf_hub_download(repo, name, tqdm_class=_progress_bar(progress)))
 
 
-def _progress_bar(progress: Callable[[float], None] | None) -> Any:
-    """A progress bar that draws nothing and tells its share instead."""
+def _progress_bar(progress: Progress | None) -> Any:
+    """Returns a tqdm class that draws nothing and reports the share downloaded, from 0 to 1."""
 
     class ProgressBar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -116,6 +105,8 @@ def _progress_bar(progress: Callable[[float], None] | None) -> Any:
 
 
 class _NullFile:
+    """A file that discards what is written to it."""
+
     def write(self, text: str) -> int:
         return len(text)
 

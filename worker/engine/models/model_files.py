@@ -1,147 +1,141 @@
-"""Finds the files of a model: a file, a directory, or a name on the Hugging Face Hub, `org/repo[:quant]`."""
+"""The files of a model: how a user names them, where they are found, and how they travel in settings.
+
+A model is named by a file, by a folder, or by a repository on the Hugging Face Hub as `org/repo[:variant]`. Which files
+make up a model differs by engine, so each engine subclasses `Layout` (gguf/layout.py, onnx/layout.py)."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
+
+import msgspec
 
 from tokenbus.worker.engine.runner import ModelError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
-_ENDINGS = (".gguf", ".onnx")
-_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
-_QUANT = re.compile(r"[-.]((?:UD-)?(?:I?Q\d\w*|BF16|F16|F32|MXFP4\w*|TQ\d_\d))$", re.IGNORECASE)
-PREFERRED = ("Q4_K_M", "Q4_0", "Q5_K_M", "Q8_0")
-"""Quantizations that are taken, in this order, where there are several and none was asked for."""
+_WEIGHTS_SUFFIXES = (".gguf", ".onnx")
+_WEIGHTS_KEY = "weights"
 SIDECARS = ("generation_config.json", "config.json", "metadata.json", "tokenizer.json")
 """Small files beside the weights that say how the model wants to be used."""
 
 
-class ModelFiles(NamedTuple):
-    """The files of one model."""
-
-    weights: Path
-    """The file to load; of one that is split, the first part."""
-    sidecars: dict[str, Path]
-    """Those of `SIDECARS` that there are, by name."""
-
-
 def is_hub_name(model: str) -> bool:
-    """Whether it can only be meant as a name on the Hub."""
-    return not Path(model).exists() and _HUB_NAME.fullmatch(model) is not None and not model.lower().endswith(_ENDINGS)
+    """Whether the name can only refer to a repository on the Hub: no such path exists, and it has the right form."""
+    has_form = _HUB_NAME.fullmatch(model) is not None and not model.lower().endswith(_WEIGHTS_SUFFIXES)
+    return has_form and not Path(model).exists()
 
 
 def source_name(model: str) -> str:
-    """What a card says of where a model comes from: its name on the Hub, or that of its file or folder."""
+    """Returns the origin that a worker's card shows: the name on the Hub, or the name of the file or folder."""
     return model if is_hub_name(model) else Path(model).name
 
 
-def served_name(model: str) -> str:
-    """What to call a model on the wire where nothing else was said."""
-    if is_hub_name(model):
-        name = model.partition(":")[0].rpartition("/")[2]
-        return name.lower().removesuffix("-gguf").removesuffix("-onnx")
-    path = Path(model)
-    if path.suffix == ".onnx":
-        folder = path.parent.parent if path.parent.name == "onnx" else path.parent
-        return folder.resolve().name.lower()
-    split = _PART.fullmatch(path.name)
-    return (split.group(1) if split else path.name.removesuffix(".gguf")).lower()
+class ModelFiles(NamedTuple):
+    """The files of one model on this machine."""
+
+    weights: Path
+    """The file to load; the first part of weights that are split."""
+    sidecars: dict[str, Path]
+    """The sidecars that exist, by name."""
+
+    def to_paths(self) -> dict[str, str]:
+        """Returns the paths by name, as they travel in settings."""
+        return {_WEIGHTS_KEY: str(self.weights)} | {name: str(path) for name, path in self.sidecars.items()}
+
+    @classmethod
+    def from_paths(cls, paths: dict[str, str]) -> "ModelFiles | None":
+        """Reverses `to_paths`; returns None if there are no paths."""
+        if not paths:
+            return None
+        return cls(
+            Path(paths[_WEIGHTS_KEY]), {name: Path(path) for name, path in paths.items() if name != _WEIGHTS_KEY}
+        )
 
 
-_WEIGHTS = "weights"
+class Layout(ABC):
+    """The rules by which one engine recognises its model in a folder or repository.
+
+    A model may be there in several variants (quantizations, precisions), each a file of weights of its own."""
+
+    kind: ClassVar[str]
+    """The file format, for messages."""
+    sidecars: ClassVar[tuple[str, ...]] = SIDECARS
+    """The sidecars that this engine reads."""
+    preferred: tuple[str, ...]
+    """The variants to take, in this order, if there are several and none was asked for."""
+
+    @abstractmethod
+    def is_weights(self, name: str) -> bool:
+        """Whether a file can be loaded as a model."""
+
+    @abstractmethod
+    def variant_of(self, name: str) -> str:
+        """Returns the variant that a file's name states."""
+
+    @abstractmethod
+    def parts_of(self, name: str, names: Iterable[str]) -> list[str]:
+        """Returns all files, out of `names`, that these weights consist of; the one to load comes first."""
+
+    def in_folder(self, folder: Path) -> str:
+        """Returns the weights to load from a folder, relative to it. Raises ModelError."""
+        return self.choose([file.name for file in folder.iterdir()], "", str(folder))
+
+    def folder_of(self, weights: Path) -> Path:
+        """Returns the folder in which the sidecars of these weights lie."""
+        return weights.parent
+
+    @abstractmethod
+    def complete(self, weights: Path) -> Path:
+        """Returns the file to load. Raises ModelError if a file of the weights is missing."""
+
+    def choose(self, names: Iterable[str], variant: str, where: str) -> str:
+        """Returns the weights to load out of the files of a folder or repository.
+
+        Raises ModelError if there are none, none of the variant that was asked for, or several with no rule to decide
+        between them."""
+        weights = sorted(filter(self.is_weights, names))
+        if not weights:
+            raise ModelError(f"{where}: there is no {self.kind} file; pass --model a file or a folder with one")
+        by_variant = {self.variant_of(name): name for name in reversed(weights)}
+        if variant:
+            for known, name in by_variant.items():
+                if known.lower() == variant.lower():
+                    return name
+            known_names = ", ".join(known or "full precision" for known in sorted(by_variant))
+            raise ModelError(f"{where}: there is no {variant}, only {known_names}")
+        if len(weights) == 1:
+            return weights[0]
+        for preferred in self.preferred:
+            if preferred in by_variant:
+                return by_variant[preferred]
+        raise ModelError(f"{where}: there are several models ({', '.join(weights)}); pass --model one of them")
+
+    def select(self, names: list[str], variant: str, where: str) -> list[str]:
+        """Returns the files of a repository to download, the one to load first. Raises ModelError as `choose` does."""
+        return self.parts_of(self.choose(names, variant, where), names)
+
+    def find(self, model: str, progress: Callable[[float], None]) -> ModelFiles:
+        """Finds a model, downloading it if it is on the Hub. Raises ModelError, saying what to do, if it can't."""
+        if is_hub_name(model):
+            from tokenbus.worker.engine.models import hub  # takes a while to import, and local models don't need it
+
+            return ModelFiles(*hub.fetch(model, progress, self.select, self.sidecars))
+        path = Path(model)
+        folder = path if path.is_dir() else self.folder_of(path)
+        weights = folder / self.in_folder(folder) if path.is_dir() else path
+        sidecars = {name: folder / name for name in self.sidecars if (folder / name).is_file()}
+        return ModelFiles(self.complete(weights), sidecars)
 
 
-def to_paths(found: ModelFiles) -> dict[str, str]:
-    """The paths of a model by name, as they travel in settings."""
-    return {_WEIGHTS: str(found.weights)} | {name: str(path) for name, path in found.sidecars.items()}
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
-def from_paths(files: dict[str, str]) -> ModelFiles | None:
-    """The reverse; None where nothing is known."""
-    if not files:
-        return None
-    return ModelFiles(Path(files[_WEIGHTS]), {name: Path(path) for name, path in files.items() if name != _WEIGHTS})
-
-
-def find(model: str, progress: Callable[[float], None]) -> ModelFiles:
-    """Raises ModelError, saying what to do, where there is no such model, or more than one."""
-    if is_hub_name(model):
-        from tokenbus.worker.engine.models import hub
-
-        return hub.fetch(model, progress, GgufLayout())
-    path = Path(model)
-    if path.is_dir():
-        folder = path
-        path = folder / choose([file.name for file in folder.iterdir()], "", str(folder))
-    else:
-        folder = path.parent
-    return ModelFiles(_first_part(path), {name: folder / name for name in SIDECARS if (folder / name).is_file()})
-
-
-class GgufLayout:
-    """Which files of a repository on the Hub make up a GGUF model."""
-
-    sidecars: tuple[str, ...] = SIDECARS
-
-    def __repr__(self) -> str:
-        return "<Layout of GGUF>"
-
-    def select(self, names: list[str], quant: str, where: str) -> list[str]:
-        """All parts of the weights. Raises ModelError as `choose` does."""
-        return split_parts(choose(names, quant, where))
-
-
-def choose(names: Iterable[str], quant: str, where: str) -> str:
-    """Of the files of a folder or repository the weights to load; the first part of those that are split.
-
-    Raises ModelError where there are none, none of that quantization, or several between which nothing decides."""
-    weights = sorted(name for name in names if _is_weights(name))
-    if not weights:
-        raise ModelError(f"{where}: there is no GGUF file; pass --model a file or a folder with one")
-    by_quant = {quant_of(name): name for name in reversed(weights)}
-    if quant:
-        for known, name in by_quant.items():
-            if known.lower() == quant.lower():
-                return name
-        raise ModelError(f"{where}: there is no {quant}, only {', '.join(sorted(by_quant))}")
-    if len(weights) == 1:
-        return weights[0]
-    for preferred in PREFERRED:
-        if preferred in by_quant:
-            return by_quant[preferred]
-    raise ModelError(f"{where}: there are several models ({', '.join(weights)}); pass --model one of them")
-
-
-def quant_of(name: str) -> str:
-    """The quantization that a file's name says it has, in capitals; the bare name where it says none."""
-    split = _PART.fullmatch(name)
-    stem = Path(split.group(1) if split else name.removesuffix(".gguf")).name
-    found = _QUANT.search(stem)
-    return found.group(1).upper() if found else stem
-
-
-def split_parts(name: str) -> list[str]:
-    """The names of all parts of a split file, or of the one file that it is."""
-    split = _PART.fullmatch(name)
-    if split is None:
-        return [name]
-    return [f"{split.group(1)}-{number:05}-of-{split.group(3)}.gguf" for number in range(1, int(split.group(3)) + 1)]
-
-
-def _is_weights(name: str) -> bool:
-    """Not a later part of others, and no projector or importance matrix that lies beside."""
-    split = _PART.fullmatch(name)
-    stem = Path(name).name.lower()
-    helper = stem.startswith(("mmproj", "imatrix"))
-    return stem.endswith(".gguf") and not helper and (split is None or int(split.group(2)) == 1)
-
-
-def _first_part(path: Path) -> Path:
-    """Raises ModelError where a part is missing."""
-    parts = [path.with_name(name) for name in split_parts(path.name)]
-    if len(parts) > 1:
-        missing = [part.name for part in parts if not part.is_file()]
-        if missing:
-            raise ModelError(f"{path}: is split, but {', '.join(missing)} is not there; fetch all {len(parts)} parts")
-    return parts[0]
+def read_json(path: Path | None, kind: type[StructT]) -> StructT:
+    """Reads a JSON sidecar; returns the struct's defaults if there is no file. Raises ModelError naming a bad file."""
+    if path is None:
+        return kind()
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind, strict=False)
+    except (msgspec.DecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
+        raise ModelError(f"{path}: {error}; correct or remove it") from error

@@ -1,1 +1,1 @@
-"""The ONNX engine: continuous batching over onnxruntime, for graphs with GroupQueryAttention and for plain ones."""
+"""The ONNX engine: continuous batching over onnxruntime, for graphs with GroupQueryAttention or plain attention."""

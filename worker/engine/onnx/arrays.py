@@ -1,4 +1,4 @@
-"""The type of arrays of any shape and numbers, for modules that must not wait for onnxruntime to be imported."""
+"""The type of numpy arrays of any shape and element type."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Serves an encoder: embeddings and nothing else."""
+"""Serves an encoder, which computes embeddings and nothing else."""
 
 import os
 from collections.abc import Callable
@@ -9,9 +9,9 @@ import onnxruntime
 from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp
-from tokenbus.worker.engine.models import model_files
-from tokenbus.worker.engine.onnx.embedder import make_embedder
-from tokenbus.worker.engine.onnx.graphs.session import Device
+from tokenbus.worker.engine.models.model_files import source_name
+from tokenbus.worker.engine.onnx.device import Device
+from tokenbus.worker.engine.onnx.embedder import OnnxEmbedder
 from tokenbus.worker.engine.onnx.model import OnnxModel
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import Embedder
@@ -22,7 +22,7 @@ _DEFAULT_LENGTH = 512
 
 
 class EncoderRunner:
-    """One replica of a loaded encoder. It has no lanes for sequences: the frontend refuses generations."""
+    """One replica of a loaded encoder. It generates nothing: the frontend refuses such requests by its features."""
 
     def __init__(self, model: OnnxModel, settings: EngineSettings, device: Device, release: Callable[[], None]) -> None:
         self._release = release
@@ -33,12 +33,12 @@ class EncoderRunner:
         self.num_lanes = 1
         trained = model.model_config.context_length or _DEFAULT_LENGTH
         longest = min(settings.context_length or trained, trained)
-        self.embedder: Embedder | None = make_embedder(model, settings, max_input_tokens=longest)
-        assert self.embedder is not None
+        embedder = OnnxEmbedder(model, settings, max_input_tokens=longest)
+        self.embedder: Embedder | None = embedder
         self.config = contract.EngineConfig(
             engine="onnx",
             engine_version=f"onnxruntime {onnxruntime.__version__} on {device.kind}",
-            source=model_files.source_name(settings.model),
+            source=source_name(settings.model),
             fingerprint=settings.fingerprint or model.fingerprint,
             context_length=longest,
             max_num_seqs=1,
@@ -51,8 +51,8 @@ class EncoderRunner:
             defaults=model.generation_config.defaults,
             versions={"onnxruntime": onnxruntime.__version__},
             pid=os.getpid(),
-            files=model_files.to_paths(model.files),
-            embedding_width=self.embedder.width,
+            files=model.files.to_paths(),
+            embedding_width=embedder.width,
         )
 
     def __repr__(self) -> str:
@@ -62,7 +62,7 @@ class EncoderRunner:
         raise AssertionError("an encoder generates nothing")
 
     def remove_sequence(self, seq_no: int) -> None:
-        """Nothing was prepared."""
+        """Does nothing: no sequence was ever added."""
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
         assert not kv_ops, kv_ops

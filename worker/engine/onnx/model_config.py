@@ -1,17 +1,22 @@
-"""What the small files beside a graph say of the model's sizes."""
+"""Reads the files beside a graph: the sizes of the model, and how its hidden states become embeddings.
+
+`config.json` is written by Hugging Face transformers, and `1_Pooling/config.json` by sentence-transformers. The model
+builder of onnxruntime-genai writes `genai_config.json`, which says more about the graph."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from tokenbus.worker.engine.models import generation_config
-from tokenbus.worker.engine.onnx import genai_config
-from tokenbus.worker.engine.onnx.graphs.graph import HeadSizes
+from tokenbus.worker.engine.models.model_files import read_json
+
+GENAI_CONFIG = "genai_config.json"
+POOLING_CONFIG = "1_Pooling/config.json"
+POOLING_MODES = ("auto", "mean", "cls", "last")
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """The fields of `config.json` that have a meaning here."""
+    """The fields of `config.json` that matter here."""
 
     max_position_embeddings: int | None = None
     n_positions: int | None = None
@@ -23,28 +28,78 @@ class _Config(msgspec.Struct, frozen=True):
     head_dim: int | None = None
 
 
+class GenaiDecoder(msgspec.Struct, frozen=True):
+    """The part of `genai_config.json` about the graph that generates."""
+
+    filename: str | None = None
+    num_key_value_heads: int | None = None
+    head_size: int | None = None
+
+
+class GenaiModel(msgspec.Struct, frozen=True):
+    """The fields of `genai_config.json` that matter here."""
+
+    context_length: int | None = None
+    eos_token_id: int | list[int] | None = None
+    decoder: GenaiDecoder = GenaiDecoder()
+
+
+class _GenaiConfig(msgspec.Struct, frozen=True):
+    model: GenaiModel = GenaiModel()
+
+
+class _Pooling(msgspec.Struct, frozen=True):
+    pooling_mode_cls_token: bool = False
+    pooling_mode_mean_tokens: bool = False
+    pooling_mode_lasttoken: bool = False
+
+
+class HeadSizes(NamedTuple):
+    """The sizes of the KV cache, for graphs that leave them open. None if the files don't say."""
+
+    kv_heads: int | None = None
+    head_width: int | None = None
+
+
 class ModelConfig(NamedTuple):
-    """None where the files don't say."""
+    """The sizes of a model. None if the files don't say."""
 
     context_length: int | None
-    """Tokens that the model was trained for."""
+    """The number of tokens that the model was trained for."""
     sliding_window: int | None
-    """Tokens that a token looks back on, at most."""
+    """The number of tokens that a token attends to at most."""
     head_sizes: HeadSizes
 
 
 def read(sidecars: dict[str, Path]) -> ModelConfig:
-    """Raises ModelError naming a file that is wrong."""
-    config = generation_config.read_json(sidecars.get("config.json"), _Config)
-    said = genai_config.read(sidecars.get(genai_config.NAME))
+    """Raises ModelError naming a file that is malformed."""
+    config = read_json(sidecars.get("config.json"), _Config)
+    genai = read_genai(sidecars)
     width = config.head_dim
     if width is None and config.hidden_size and config.num_attention_heads:
         width = config.hidden_size // config.num_attention_heads
     return ModelConfig(
-        context_length=config.max_position_embeddings or config.n_positions or said.context_length,
+        context_length=config.max_position_embeddings or config.n_positions or genai.context_length,
         sliding_window=config.sliding_window if config.use_sliding_window else None,
         head_sizes=HeadSizes(
-            kv_heads=said.decoder.num_key_value_heads or config.num_key_value_heads or config.num_attention_heads,
-            head_width=said.decoder.head_size or width,
+            kv_heads=genai.decoder.num_key_value_heads or config.num_key_value_heads or config.num_attention_heads,
+            head_width=genai.decoder.head_size or width,
         ),
     )
+
+
+def read_genai(sidecars: dict[str, Path]) -> GenaiModel:
+    """Returns empty fields if there is no `genai_config.json`. Raises ModelError if it is malformed."""
+    return read_json(sidecars.get(GENAI_CONFIG), _GenaiConfig).model
+
+
+def pooling_mode(asked: str, sidecars: dict[str, Path], *, generates: bool) -> str:
+    """Returns the mode that was asked for, or for `auto` the one that suits the model. Raises ModelError."""
+    if asked != "auto":
+        return asked
+    found = read_json(sidecars.get(POOLING_CONFIG), _Pooling)
+    if found.pooling_mode_cls_token:
+        return "cls"
+    if found.pooling_mode_mean_tokens:
+        return "mean"
+    return "last" if found.pooling_mode_lasttoken or generates else "mean"

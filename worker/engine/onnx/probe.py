@@ -1,4 +1,4 @@
-"""Finds out what a loaded graph can do, by having it do it: nothing is promised that was not seen."""
+"""Finds out by trial whether a graph computes the same in a batch as alone: an engine offers only what it saw work."""
 
 from array import array
 
@@ -15,24 +15,25 @@ from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 LANES = 4
 TOKENS = 16
-"""Of the longest lane."""
+"""The length of the longest lane."""
 PADDINGS = LANES * TOKENS
-"""More than its batch has."""
+"""More than any batch of the trial has."""
 _WHOLE = 8
 _SHARED = 5
-"""Of the whole, those that another lane gets from it."""
+"""The tokens, out of the whole, that another lane shares."""
 _STEPS = _WHOLE - _SHARED
 _CLOSE = 0.05
-"""How much the logits of a token may differ between batches of other shapes: the spread of the differences against
-their own. With 4-bit weights it was up to 0.02, since activations are rounded to 8 bits; where a graph ignored its
-mask, 0.14. The largest difference says less: it grows with the vocabulary."""
+"""The largest standard deviation of the differences between logits, as a share of the logits' own, that counts as the
+same. Batches of other shapes round differently: with 4-bit weights it was up to 0.02, since activations are rounded to
+8 bits, and 0.14 where a graph ignored its mask. The largest difference would say less: it grows with the vocabulary."""
 
 
 def batches_agree(cache: KvCache, lanes: LaneLengths, vocab_size: int, where: str) -> bool:
-    """Whether tokens behind a shared prefix come to what they are alone, in a batch with a longer row and an equal one.
+    """Computes tokens after a shared prefix, in a batch with a longer row and an equal one, and compares the last
+    logits with those of the same tokens computed alone.
 
-    The longer one gives them columns without a token, the equal one shares their batch where there are no such columns.
-    `cache` and its lanes have to be empty. Raises ModelError when nothing can be computed."""
+    The longer row gives the shorter ones padding. The equal one shares their batch if padding is not allowed. `cache`
+    and `lanes` must be empty. Raises ModelError if nothing can be computed."""
     whole, shared = _sequence(0, vocab_size, text=0), _sequence(1, vocab_size, text=0)
     longer, equal = _sequence(2, vocab_size, text=1), _sequence(3, vocab_size, text=2)
     try:
@@ -41,9 +42,8 @@ def batches_agree(cache: KvCache, lanes: LaneLengths, vocab_size: int, where: st
         _prompt(cache, lanes, equal, _SHARED)
         cache.apply(lanes.resolve([Share(whole.seq_no, shared.seq_no, 0, _SHARED)]))
         for _ in range(_STEPS):
-            parts = [
-                ScheduledTokens(sequence, lanes.lengths[sequence.seq_no], 1) for sequence in (shared, longer, equal)
-            ]
+            batch = (shared, longer, equal)
+            parts = [ScheduledTokens(sequence, lanes.lengths[sequence.seq_no], 1) for sequence in batch]
             in_rows, logits = cache.decode(parts)
             found = logits[[part.sequence is shared for part in in_rows]]
             for part in parts:
@@ -63,7 +63,7 @@ def _prompt(cache: KvCache, lanes: LaneLengths, sequence: Sequence, count: int) 
 
 
 def _sequence(lane: int, vocab_size: int, *, text: int) -> Sequence:
-    """Numbered as its lane."""
+    """Returns a sequence whose number is that of its lane."""
     tokens = array("I", [(7 * place + 3 + 11 * text) % vocab_size for place in range(TOKENS)])
     sequence = Sequence(lane, tokens, contract.Sampling(max_tokens=1), frozenset())
     sequence.lane = lane

@@ -1,1 +1,1 @@
-"""The simulated engine: the real scheduler and real blocks, with a timing model in place of a device."""
+"""The simulated engine: the real scheduler and block pool, with a timing model in place of a device."""

@@ -1,27 +1,26 @@
-"""What a simulator is told to do wrong, and when; pure."""
+"""Parses the script of faults that a simulator injects; pure."""
 
 import msgspec
 
-_KINDS = {
-    "crash": "the engine process dies when it has sampled so many tokens",
-    "hang": "the step after so many tokens never ends",
-    "slow": "the step after so many tokens takes that many milliseconds: slow@TOKENS=MS",
-    "lose": "every n-th entry of the event log is lost on its way",
-}
+_KINDS = ("crash", "hang", "slow", "lose")
 
 
 class Faults(msgspec.Struct, frozen=True):
-    """Counts are of tokens that one replica has sampled; 0 is never."""
+    """The faults of one replica. Counts are of the tokens that it has sampled; 0 means never."""
 
     crash: int = 0
+    """The engine process dies after so many tokens."""
     hang: int = 0
+    """The step after so many tokens never ends."""
     slow: int = 0
+    """The step after so many tokens takes `slow_ms` longer."""
     slow_ms: float = 0.0
     lose: int = 0
+    """Every n-th entry of the event log is lost on its way."""
 
 
 def parse(text: str) -> Faults:
-    """A script as on the command line, as `crash@200,slow@50=3000,lose@20`. Raises ValueError."""
+    """Parses a script such as `crash@200,slow@50=3000,hang@900,lose@20`. Raises ValueError."""
     found = Faults()
     for one in filter(None, text.split(",")):
         kind, _, when = one.partition("@")

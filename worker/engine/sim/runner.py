@@ -1,4 +1,4 @@
-"""Executes step plans by waiting as long as a device would take. Every token says that it is simulated."""
+"""Executes step plans by waiting as long as a device would take. Every token of text says that it is simulated."""
 
 import os
 import threading
@@ -17,10 +17,10 @@ from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine.sim import faults, timing
 
 VOCAB_SIZE = 1_024
-"""Small: a process may have hundreds of replicas, each with its own list."""
+"""Small, because a process may have hundreds of replicas, each with a list of its own."""
 _END = 0
 _FIRST_WORD = 257
-"""Ids below it are the end and the 256 bytes that prompts are made of; ids from it on are what is generated."""
+"""Id 0 ends a text, ids 1 to 256 are the bytes of prompts, and the others are the words that are generated."""
 _NUM_WORDS = VOCAB_SIZE - _FIRST_WORD
 _FEATURES = ("generate", "chat", "stop", "seed", "return_token_ids", "progress")
 _DEFAULT_CONTEXT = 32_768
@@ -30,7 +30,9 @@ _DEFAULT_BLOCK_SIZE = 16
 
 
 class SimRunner:
-    """A device that computes nothing. `settings.model` names its timing. Raises ModelError for impossible settings."""
+    """A device that computes nothing. `settings.model` names its timing model.
+
+    Raises ModelError for settings that can't be met."""
 
     def __init__(self, settings: EngineSettings) -> None:
         preset = settings.model.removeprefix("sim:")
@@ -42,9 +44,10 @@ class SimRunner:
             self._faults = faults.parse(settings.sim_faults)
         except ValueError as error:
             raise ModelError(f"--sim-faults: {error}") from error
-        self._sampled_tokens = 0
         self._timing = timing.PRESETS[preset]
         self._speedup = settings.sim_speedup
+        self._sampled_tokens = 0
+        self._samplings: dict[int, contract.Sampling] = {}
         self.end_token_ids = frozenset({_END})
         self.token_bytes = [b"", *(bytes([byte]) for byte in range(256))]
         self.token_bytes += [b" simulated-%d" % number for number in range(_NUM_WORDS)]
@@ -52,7 +55,6 @@ class SimRunner:
         self.embedder: Embedder | None = None
         self.config = _config(preset, settings, self._faults.lose)
         self.num_lanes = self.config.max_num_seqs + self.config.total_kv_blocks
-        self._samplings: dict[int, contract.Sampling] = {}
 
     def __repr__(self) -> str:
         return f"<SimRunner {self.config.source}, {len(self._samplings)} sequences>"
@@ -64,7 +66,7 @@ class SimRunner:
         self._samplings.pop(seq_no, None)
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
-        """Lanes are real, what lies in them is not."""
+        """Does nothing: lanes have no content."""
 
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
         capacity = self.config.total_kv_blocks * self.config.kv_block_size
@@ -77,19 +79,20 @@ class SimRunner:
         return sampled
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
-        """A token for each byte."""
+        """Returns a token for each byte."""
         if request.messages is not None:
-            said = "".join(f"{message.role}: {validation.message_text(message)}\n" for message in request.messages)
-            return [1 + byte for byte in said.encode()]
-        if request.text is None:
+            text = "".join(f"{message.role}: {validation.message_text(message)}\n" for message in request.messages)
+        elif request.text is not None:
+            text = request.text
+        else:
             raise errors.request_error(errors.Code.INVALID_REQUEST, "there is nothing to tokenize", param="prompt")
-        return [1 + byte for byte in request.text.encode()]
+        return [1 + byte for byte in text.encode()]
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Does nothing: there is no memory to free."""
 
     def _inject_faults(self, before: int, now: int) -> None:
-        """Does what the script says of the tokens after `before`, up to `now`."""
+        """Injects the faults that are due when the count of sampled tokens goes from `before` to `now`."""
         script = self._faults
         if before < script.slow <= now:
             time.sleep(script.slow_ms / 1e3)
@@ -99,11 +102,12 @@ class SimRunner:
             os.abort()
 
     def _sample(self, part: ScheduledTokens) -> SampledToken:
-        """A word that follows from the seed, the last token and its place; it ends nothing that may not end yet."""
+        """Returns a word that follows from the seed, the last token and its position.
+
+        A token at which the sequence would stop is passed over while the sequence must not stop yet."""
         sequence, sampling = part.sequence, self._samplings[part.sequence.seq_no]
         seed = sampling.seed if sampling.temperature > 0 else 0
-        place = f"{seed} {sequence.token_ids[-1]} {sequence.num_tokens}".encode()
-        word = xxhash.xxh3_64_intdigest(place)
+        word = xxhash.xxh3_64_intdigest(f"{seed} {sequence.token_ids[-1]} {sequence.num_tokens}".encode())
         while not sequence.may_stop and _FIRST_WORD + word % _NUM_WORDS in sampling.stop_token_ids:
             word += 1
         return SampledToken(_FIRST_WORD + word % _NUM_WORDS, None)

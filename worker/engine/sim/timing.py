@@ -1,4 +1,4 @@
-"""How long a step of a simulated device takes; pure."""
+"""Models how long a device takes for a step; pure."""
 
 from typing import NamedTuple
 
@@ -20,13 +20,13 @@ class TimingModel(NamedTuple):
     """A step takes the time of its prompt tokens, if it has any, and that of its decodes, if it has any."""
 
     prefill: Polynomial
-    """Of the prompt tokens in the step."""
+    """A function of the prompt tokens in the step."""
     decode: Polynomial
-    """Of the share of the KV memory that running sequences hold, from 0 to 1."""
+    """A function of the share of the KV memory that the sequences in the step use, from 0 to 1."""
     per_decode_ms: float = 0.0
-    """For each sequence that decodes."""
+    """The time that each decode adds."""
     least_ms: float = 0.0
-    """No step is shorter."""
+    """The time that a step takes at least."""
 
     def step_ms(self, prompt_tokens: int, decodes: int, kv_usage: float) -> float:
         prefill_ms = self.prefill(prompt_tokens) if prompt_tokens else 0.0
@@ -46,17 +46,17 @@ PRESETS = {
     ),
     "steps-of-50ms": TimingModel(Polynomial(0.0, 0.0, 0.0), Polynomial(0.0, 0.0, 0.0), least_ms=50.0),
 }
-"""`dynamo`: the polynomials of NVIDIA Dynamo's simulated engine. `cpu-0.5b-q8_0`: a 0.5B shape in Q8_0 on 2 threads of
-an x86-64 server, as bench/README.md has it. `steps-of-50ms`: steps whose length does not depend on anything."""
+"""`dynamo` has the polynomials of NVIDIA Dynamo's simulated engine. `cpu-0.5b-q8_0` is a model of 0.5B parameters in
+Q8_0 on 2 threads of an x86-64 server, as measured in bench/README.md. `steps-of-50ms` depends on nothing."""
 
 
 def plan_ms(plan: StepPlan, timing: TimingModel, capacity_tokens: int) -> float:
-    """Milliseconds of a step."""
-    prompt_tokens = decodes = held = 0
+    """Returns the milliseconds that a step takes on a device with so many tokens of KV memory."""
+    prompt_tokens = decodes = used = 0
     for part in plan.scheduled:
-        held += part.start + part.num_tokens
+        used += part.start + part.num_tokens
         if part.num_tokens > 1 or not part.samples:
             prompt_tokens += part.num_tokens
         else:
             decodes += 1
-    return timing.step_ms(prompt_tokens, decodes, min(1.0, held / capacity_tokens))
+    return timing.step_ms(prompt_tokens, decodes, min(1.0, used / capacity_tokens))

@@ -14,9 +14,9 @@ from tokenbus.protocol.wire import errors, internal
 from tokenbus.protocol.wire.messages import ChatMessage
 from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf import context, settings_resolution
+from tokenbus.worker.engine.gguf.layout import GgufLayout
 from tokenbus.worker.engine.gguf.model import GgufModel
 from tokenbus.worker.engine.gguf.runner import GgufRunner
-from tokenbus.worker.engine.models import model_files
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.engine_client.client import EngineClient
@@ -76,7 +76,7 @@ def test_a_context_of_one_token_is_refused_and_one_of_two_can_be_served() -> Non
 @pytest.mark.parametrize("kv_tokens", [2, 255, 256, 257, 1_000])
 def test_a_batch_may_be_as_large_as_the_memory_that_llama_cpp_makes(kv_tokens: int) -> None:
     settings = EngineSettings(model=DEMO.model, threads=1, kv_tokens=kv_tokens, max_num_seqs=2)
-    model = GgufModel(model_files.find(DEMO.model, lambda _: None), settings, lambda _: None)
+    model = GgufModel(GgufLayout().find(DEMO.model, lambda _: None), settings, lambda _: None)
     made = context.create(model.handle, settings)
     assert llama.llama_n_batch(made) == llama.llama_n_ctx(made) >= kv_tokens
     llama.llama_free(made)

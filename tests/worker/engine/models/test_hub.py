@@ -78,11 +78,11 @@ def url() -> Iterator[str]:
 
 SCRIPT = """
 import json, sys
-from tokenbus.worker.engine.models import model_files
+from tokenbus.worker.engine.models import registry
 from tokenbus.worker.engine.runner import ModelError
 shares = []
 try:
-    found = model_files.find(sys.argv[1], shares.append)
+    found = registry.find(sys.argv[1], shares.append)
 except ModelError as error:
     print(json.dumps({"error": str(error)}))
 else:

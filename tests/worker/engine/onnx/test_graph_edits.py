@@ -12,11 +12,12 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.support import graphs
 from tests.support.engines import ONNX, gqa_demo
 from tokenbus import demo
-from tokenbus.worker.engine.onnx.graphs import graph, graph_edits, session
+from tokenbus.worker.engine.onnx.device import Device
+from tokenbus.worker.engine.onnx.graphs import external_data, graph, graph_edits, session
 from tokenbus.worker.engine.runner import ModelError
 
 Arrays = dict[str, np.ndarray[Any, Any]]
-CPU = session.Device("cpu")
+CPU = Device("cpu")
 FOLDERS = {"plain": lambda: demo.ONNX_PATH, "gqa": gqa_demo}
 TOKENS = [[1, 5, 9, 30, 12, 7]]
 
@@ -24,7 +25,7 @@ TOKENS = [[1, 5, 9, 30, 12, 7]]
 @pytest.fixture(params=FOLDERS)
 def model(request: pytest.FixtureRequest) -> onnx.ModelProto:
     """The demo model, in both flavours."""
-    return graph.load(FOLDERS[request.param]() / "onnx" / "model.onnx")
+    return external_data.load(FOLDERS[request.param]() / "onnx" / "model.onnx")
 
 
 def run(model: onnx.ModelProto, tokens: list[list[int]] = TOKENS) -> Arrays:
@@ -193,7 +194,7 @@ def test_logits_that_are_not_by_row_and_token_are_left_as_they_are(sizes: list[i
 
 def test_a_changed_graph_is_loaded_with_the_weights_beside_its_file(tmp_path: Path) -> None:
     path = graphs.keep_outside(tmp_path / "m.onnx", "m.onnx_data")
-    model = graph.load(path)
+    model = external_data.load(path)
     assert graph_edits.keep_last_logits(model, "logits")
     assert logits_of(model, path).shape == (1, 1, graphs.VOCAB)
     np.testing.assert_allclose(logits_of(model, path), run(graphs.tiny())["logits"][:, -1:], atol=1e-5)
@@ -207,7 +208,7 @@ def test_weights_may_be_links_to_another_folder_as_in_the_hubs_cache(tmp_path: P
     for name in ("m.onnx", "m.onnx_data"):
         (snapshot / name).rename(blobs / name)
         (snapshot / name).symlink_to(Path("../../blobs") / name)
-    np.testing.assert_allclose(logits_of(graph.load(path), path), run(graphs.tiny())["logits"], atol=1e-5)
+    np.testing.assert_allclose(logits_of(external_data.load(path), path), run(graphs.tiny())["logits"], atol=1e-5)
 
 
 def test_weights_that_are_too_short_are_refused_with_what_onnxruntime_says(tmp_path: Path) -> None:
@@ -215,7 +216,7 @@ def test_weights_that_are_too_short_are_refused_with_what_onnxruntime_says(tmp_p
     weights = tmp_path / "m.onnx_data"
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(ModelError, match=r"m\.onnx: onnxruntime [\d.]+ can't load it: "):
-        logits_of(graph.load(path), path)
+        logits_of(external_data.load(path), path)
 
 
 def logits_of(model: onnx.ModelProto, path: Path) -> np.ndarray[Any, Any]:

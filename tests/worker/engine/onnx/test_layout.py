@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tokenbus import demo
-from tokenbus.worker.engine.models import model_files
-from tokenbus.worker.engine.onnx import layout
+from tokenbus.worker.engine.models.model_files import ModelFiles
+from tokenbus.worker.engine.models.registry import served_name
+from tokenbus.worker.engine.onnx.layout import OnnxLayout, is_onnx_model
 from tokenbus.worker.engine.runner import ModelError
 
 COMMUNITY = [
@@ -27,7 +28,7 @@ COMMUNITY = [
     "config.json",
     "tokenizer.json",
 ]
-"""What a repository of onnx-community has."""
+"""The files of a repository of onnx-community."""
 
 
 def lay(folder: Path, *names: str) -> Path:
@@ -37,12 +38,12 @@ def lay(folder: Path, *names: str) -> Path:
     return folder
 
 
-def find(model: Path, *, on_gpu: bool = False) -> model_files.ModelFiles:
-    return layout.find(str(model), on_gpu, lambda share: None)
+def find(model: Path, *, on_gpu: bool = False) -> ModelFiles:
+    return OnnxLayout(on_gpu=on_gpu).find(str(model), lambda share: None)
 
 
 def choose(names: list[str], quant: str = "", *, on_gpu: bool = False) -> str:
-    return layout.choose(names, quant, "org/m", on_gpu)
+    return OnnxLayout(on_gpu=on_gpu).choose(names, quant, "org/m")
 
 
 # a folder
@@ -100,7 +101,7 @@ def test_several_graphs_between_which_nothing_decides_are_refused_by_name(tmp_pa
 
 def test_what_was_found_travels_in_settings_and_back(tmp_path: Path) -> None:
     found = find(lay(tmp_path, *COMMUNITY))
-    assert model_files.from_paths(model_files.to_paths(found)) == found
+    assert ModelFiles.from_paths(found.to_paths()) == found
 
 
 # genai
@@ -138,7 +139,7 @@ def test_a_graph_that_the_builders_file_names_and_that_is_not_there_is_refused(t
 def test_a_builders_file_that_is_wrong_is_named(tmp_path: Path, text: str) -> None:
     lay(tmp_path, "m.onnx")
     (tmp_path / "genai_config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-    with pytest.raises(ModelError, match=r"genai_config\.json: .*; correct it or take it away"):
+    with pytest.raises(ModelError, match=r"genai_config\.json: .*; correct or remove it"):
         find(tmp_path)
 
 
@@ -157,7 +158,7 @@ def test_a_builders_file_that_is_wrong_is_named(tmp_path: Path, text: str) -> No
     ],
 )
 def test_a_name_says_its_precision(name: str, precision: str) -> None:
-    assert layout.precision_of(name) == precision
+    assert OnnxLayout().variant_of(name) == precision
 
 
 def test_a_precision_that_was_asked_for_is_taken_on_any_device() -> None:
@@ -203,7 +204,7 @@ def test_graphs_that_are_not_served_by_themselves_do_not_count() -> None:
 
 
 def test_a_repositorys_graph_comes_with_all_files_of_its_weights_and_no_others() -> None:
-    host, gpu = layout.OnnxLayout(on_gpu=False), layout.OnnxLayout(on_gpu=True)
+    host, gpu = OnnxLayout(on_gpu=False), OnnxLayout(on_gpu=True)
     assert host.select(COMMUNITY, "", "org/m") == ["onnx/model_q4.onnx", "onnx/model_q4.onnx_data"]
     assert gpu.select(COMMUNITY, "", "org/m") == ["onnx/model_q4f16.onnx", "onnx/model_q4f16.onnx_data"]
     assert gpu.select(COMMUNITY, "int8", "org/m") == ["onnx/model_int8.onnx"]
@@ -217,7 +218,7 @@ def test_a_repositorys_graph_comes_with_all_files_of_its_weights_and_no_others()
 
 def test_a_repository_without_a_graph_is_refused_by_its_name() -> None:
     with pytest.raises(ModelError, match="org/m: there is no ONNX file"):
-        layout.OnnxLayout(on_gpu=False).select(["m.gguf", "config.json"], "", "org/m")
+        OnnxLayout(on_gpu=False).select(["m.gguf", "config.json"], "", "org/m")
 
 
 # names
@@ -231,10 +232,10 @@ def test_an_onnx_model_is_told_from_a_gguf_by_its_files(tmp_path: Path) -> None:
         ("gguf", ["m.gguf"], False),
         ("empty", ["config.json"], False),
     ):
-        assert layout.is_onnx_model(str(lay(tmp_path / folder, *names))) is is_onnx, folder
-    assert layout.is_onnx_model("nowhere/m.onnx")
-    assert not layout.is_onnx_model("nowhere/m.gguf")
-    assert not layout.is_onnx_model("org/repo")
+        assert is_onnx_model(str(lay(tmp_path / folder, *names))) is is_onnx, folder
+    assert is_onnx_model("nowhere/m.onnx")
+    assert not is_onnx_model("nowhere/m.gguf")
+    assert not is_onnx_model("org/repo")
 
 
 @pytest.mark.parametrize(
@@ -251,4 +252,4 @@ def test_an_onnx_model_is_told_from_a_gguf_by_its_files(tmp_path: Path) -> None:
     ],
 )
 def test_a_model_is_called_after_its_folder_or_repository(model: str, served: str) -> None:
-    assert model_files.served_name(model) == served
+    assert served_name(model) == served

@@ -397,5 +397,5 @@ def test_a_tokenizer_with_any_byte_changed_loads_or_is_refused(
 def test_a_config_that_is_wrong_is_named(tmp_path: Path, name: str, document: bytes) -> None:
     save(tmp_path, byte_level())
     (tmp_path / f"{name}.json").write_bytes(document)
-    with pytest.raises(ModelError, match=rf"{name}\.json: .*; correct it or take it away"):
+    with pytest.raises(ModelError, match=rf"{name}\.json: .*; correct or remove it"):
         of(tmp_path)

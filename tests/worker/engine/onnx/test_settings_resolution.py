@@ -98,7 +98,7 @@ def test_a_setting_one_past_its_limit_is_refused_by_its_flag(message: str, wrong
     ],
 )
 def test_a_setting_that_only_the_other_engine_has_is_refused_by_its_flag(flag: str, given_value: object) -> None:
-    with pytest.raises(ModelError, match=f"^{flag} is for --engine gguf; take it away$"):
+    with pytest.raises(ModelError, match=f"^{flag} is for --engine gguf; remove it$"):
         settings_resolution.validate(settings(**{flag.removeprefix("--").replace("-", "_"): given_value}))
 
 
@@ -223,7 +223,8 @@ def test_a_context_above_what_the_model_was_made_for_is_refused() -> None:
 
 
 def test_a_block_larger_than_the_context_is_refused() -> None:
-    assert shape(context_length=512, kv_block_size=512).row_blocks == 1
+    found = shape(context_length=512, kv_block_size=512)
+    assert found.total_blocks == found.num_rows
     with pytest.raises(ModelError, match=r"^--kv-block-size 513 is above the context, 512$"):
         shape(context_length=512, kv_block_size=513)
     with pytest.raises(ModelError, match=r"^--kv-block-size 5000 is above the context, 4096$"):

@@ -1,1 +1,1 @@
-"""The tokenizer of a GGUF file, as the `tokenizers` library takes it."""
+"""The tokenizer of a GGUF model: llama.cpp's own, and an exact copy of it for routers."""

@@ -1,4 +1,7 @@
-"""Offers a GGUF vocabulary to routers as a tokenizer of theirs, if that agrees with llama.cpp."""
+"""Makes the tokenizer bundle of a GGUF model, with which routers tokenize exactly as llama.cpp does.
+
+A tokenizer is rebuilt from the metadata and compared with llama.cpp's own on many texts. One that differs anywhere is
+not offered; routers then ask the worker to tokenize."""
 
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -8,7 +11,7 @@ import structlog
 from tokenbus.protocol.prompt import prompt
 from tokenbus.worker.engine.gguf.metadata import Metadata
 from tokenbus.worker.engine.gguf.tokenizer import bpe, probe_texts, sentencepiece, tokenizer_json
-from tokenbus.worker.engine.models import pretrained_tokenizer as publishing
+from tokenbus.worker.engine.models import pretrained_tokenizer
 
 _SPECS: dict[str, Callable[[Metadata, dict[str, int]], tokenizer_json.TokenizerSpec | None]] = {
     "gpt2": bpe.tokenizer_spec,
@@ -18,35 +21,40 @@ _SPECS: dict[str, Callable[[Metadata, dict[str, int]], tokenizer_json.TokenizerS
 
 
 class ReferenceTokenizer(Protocol):
-    """The vocabulary as llama.cpp has it."""
+    """llama.cpp's own tokenizer."""
 
-    rules: prompt.PromptRules
-    token_bytes: list[bytes]
-    user_defined: dict[str, int]
-    """Tokens that are found in every text, before anything else."""
+    @property
+    def rules(self) -> prompt.PromptRules: ...
+
+    @property
+    def token_bytes(self) -> list[bytes]: ...
+
+    @property
+    def user_defined(self) -> dict[str, int]:
+        """The tokens that are matched in every text, before anything else."""
+        ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text in which nothing is a special token."""
+        """Returns the token ids of a text in which no special token is parsed."""
         ...
 
 
-def build(metadata: Metadata, reference: ReferenceTokenizer, published: bytes | None = None) -> bytes | None:
-    """The packed bundle, or None where there is no exact one.
+def build(metadata: Metadata, reference: ReferenceTokenizer, pretrained: bytes | None = None) -> bytes | None:
+    """Returns the packed bundle, or None if no tokenizer agrees with the reference.
 
-    It is made of the vocabulary in the file; where that can't be, `published` is tried, the tokenizer.json that lies
-    beside the model or in the repository that it was made of."""
-    for text in _candidates(metadata, reference, published):
+    `pretrained` is the `tokenizer.json` beside the model. It is tried if the one that is rebuilt does not agree."""
+    for text in _candidates(metadata, reference, pretrained):
         if _agrees(text, reference):
             return prompt.pack(prompt.TokenizerBundle(tokenizer_json=text, rules=reference.rules))
     return None
 
 
-def _candidates(metadata: Metadata, reference: ReferenceTokenizer, published: bytes | None) -> Iterator[str]:
+def _candidates(metadata: Metadata, reference: ReferenceTokenizer, pretrained: bytes | None) -> Iterator[str]:
     model = metadata.text("tokenizer.ggml.model")
-    tokenizer_spec = _SPECS[model](metadata, reference.user_defined) if model in _SPECS else None
-    if tokenizer_spec is not None:
-        yield tokenizer_json.write(tokenizer_spec, reference.user_defined)
-    if published is not None and (text := publishing.without_special_tokens(published)) is not None:
+    spec = _SPECS[model](metadata, reference.user_defined) if model in _SPECS else None
+    if spec is not None:
+        yield tokenizer_json.write(spec, reference.user_defined)
+    if pretrained is not None and (text := pretrained_tokenizer.without_special_tokens(pretrained)) is not None:
         yield text
 
 

@@ -1,22 +1,24 @@
-r"""How llama.cpp cuts a text into words before merging, for each kind that `tokenizer.ggml.pre` can name.
+r"""The patterns by which llama.cpp splits a text before merging, for each value of `tokenizer.ggml.pre`.
 
-A kind is a sequence of patterns: each cuts every piece that the ones before it left, and what lies between two matches
-is a piece too. Source: `llm_tokenizer_bpe` and `llama_vocab::impl::load` in llama.cpp's src/llama-vocab.cpp, and
+A pre-tokenizer is a sequence of patterns. Each splits every part that the ones before it left; the text between two
+matches is a part too. Source: `llm_tokenizer_bpe` and `llama_vocab::impl::load` in llama.cpp's src/llama-vocab.cpp, and
 src/unicode.cpp, which decides what the patterns there mean:
 - A class of letters such as `\p{Lu}` means every letter, but the ASCII ranges beside it mean what they say.
 - In a pattern without any `\p`, white space beyond ASCII matches `\s` only, never a range that contains it.
-- Some patterns are stand-ins for code of its own: numbers cut from the right, Kimi's words without Han.
-Its tables know Unicode 15.1 and those of `tokenizers` a later one: characters newer than that may be cut differently.
+- Some patterns stand for code of llama.cpp's own: numbers split from the right, Kimi's words without Han.
+llama.cpp's tables know Unicode 15.1 and those of `tokenizers` a later version: newer characters may be split
+differently.
 """
 
 from typing import NamedTuple
 
 
 class PreTokenizer(NamedTuple):
+    """Patterns in the syntax of Oniguruma."""
+
     patterns: tuple[str, ...]
-    """In the syntax of Oniguruma."""
     ignore_merges: bool = False
-    """A word that is a token is never merged from parts."""
+    """Whether a word that is a token is taken whole, and never merged from parts."""
 
 
 _ENDINGS = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
@@ -68,7 +70,7 @@ _AFMOE_EASTERN = (
     r"\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
 _FROM_THE_RIGHT = r"\P{N}*(?:\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))|\z)"
-"""Numbers in threes from the right; the first piece of each keeps what stands before it. The end matches too, since a
+"""Numbers in threes from the right; the first part of each keeps what stands before it. The end matches too, because a
 search for a number that never comes would start again at each character."""
 
 _HAN = (
@@ -79,7 +81,7 @@ _KIMI = rf"[{_HAN}]+|{_LEAD}[\p{{L}}&&[^{_HAN}]]+(?:{_ENDINGS})?|\p{{N}}{{1,3}}|
 
 
 def _by_case(upper: str, lower: str, ending: str = "") -> str:
-    """Words that begin anew where a small letter is followed by a capital one."""
+    """Returns a pattern that starts a new word where a small letter is followed by a capital one."""
     return rf"{_LEAD}{upper}*{lower}+{ending}|{_LEAD}{upper}+{lower}*{ending}"
 
 
@@ -139,4 +141,4 @@ _KINDS = (
     ("exaone-moe", PreTokenizer((_EXAONE_MOE,))),
 )
 
-PRE_TOKENIZERS = {name: cut for names, cut in _KINDS for name in names.split()}
+PRE_TOKENIZERS = {name: one for names, one in _KINDS for name in names.split()}

@@ -1,9 +1,9 @@
-"""Texts on which a tokenizer has to agree with llama.cpp's own before it is offered."""
+"""The texts on which a rebuilt tokenizer must agree with llama.cpp's own before it is offered to routers."""
 
 from collections.abc import Iterable
 
 _MAX_PROBED = 200
-"""Tokens of each sort that are probed: texts of some thousand characters, which take milliseconds."""
+"""The tokens of each kind that are probed: the texts have some thousand characters and take milliseconds."""
 
 PROBE_TEXTS = (
     "",
@@ -48,22 +48,25 @@ PROBE_TEXTS = (
 )
 
 
-def vocabulary_texts(token_bytes: list[bytes], special: Iterable[str], whole: Iterable[str]) -> list[str]:
-    """Texts made of a vocabulary's own tokens: of some of all, of those that look special, of those found whole."""
-    words = _some([text for piece in token_bytes if (text := piece.decode(errors="ignore"))])
-    marks, found = _some(list(special)), list(whole)
-    joined = [by.join(texts) for texts in (words, marks, _some(found)) for by in ("", " ", "x", "\n")]
-    return joined + _some(_overlaps(found))
+def vocabulary_texts(token_bytes: list[bytes], special: Iterable[str], added_tokens: Iterable[str]) -> list[str]:
+    """Returns texts made of a vocabulary's own tokens: ordinary, special and added ones."""
+    words = _sample([text for one in token_bytes if (text := one.decode(errors="ignore"))])
+    marks, added = _sample(list(special)), list(added_tokens)
+    joined = [by.join(texts) for texts in (words, marks, _sample(added)) for by in ("", " ", "x", "\n")]
+    return joined + _sample(_overlaps(added))
 
 
-def _some(texts: list[str]) -> list[str]:
+def _sample(texts: list[str]) -> list[str]:
     return texts[:: len(texts) // _MAX_PROBED + 1]
 
 
 def _overlaps(texts: list[str]) -> list[str]:
-    """Texts in which one token ends within another, where which of them is found depends on the order of the search."""
+    """Returns texts in which one token ends within another, so that the order of the search decides which is found."""
     ordered = sorted(texts, key=len)
-    begun = {text[:end]: text for text in ordered for end in range(1, len(text))}
+    by_prefix = {text[:end]: text for text in ordered for end in range(1, len(text))}
     return [
-        text[:start] + begun[text[start:]] for text in ordered for start in range(1, len(text)) if text[start:] in begun
+        text[:start] + by_prefix[text[start:]]
+        for text in ordered
+        for start in range(1, len(text))
+        if text[start:] in by_prefix
     ]

@@ -1,17 +1,17 @@
-"""SentencePiece's kind of byte pair encoding (`llama`): the pair whose token has the highest score is merged first."""
+"""SentencePiece's kind of byte pair encoding (`llama`), which merges the pair with the highest score first."""
 
 from tokenbus.worker.engine.gguf.metadata import Metadata
 from tokenbus.worker.engine.gguf.tokenizer import tokenizer_json
 from tokenbus.worker.engine.gguf.tokenizer.tokenizer_json import TokenizerSpec
 
-_LONGEST_TOKEN = 512
-"""Characters beyond which a token is refused: to look for its parts takes the square of its length."""
+_MAX_TOKEN_CHARS = 512
+"""Finding the parts of a token takes the square of its length, so a vocabulary with a longer token is refused."""
 
 
 def tokenizer_spec(metadata: Metadata, _added_tokens: dict[str, int]) -> TokenizerSpec | None:
-    """None where there are no scores to merge by."""
+    """Returns None if there are no scores to merge by."""
     vocabulary, scores = metadata.vocabulary(), metadata.numbers("tokenizer.ggml.scores")
-    if len(scores) < len(vocabulary) or max(map(len, vocabulary)) > _LONGEST_TOKEN:
+    if len(scores) < len(vocabulary) or max(map(len, vocabulary)) > _MAX_TOKEN_CHARS:
         return None
     model = tokenizer_json.bpe(vocabulary, merges_of(vocabulary, scores), byte_fallback=True)
     prefix = () if metadata.values.get("tokenizer.ggml.add_space_prefix") is False else (tokenizer_json.PREPEND_SPACE,)
@@ -19,12 +19,12 @@ def tokenizer_spec(metadata: Metadata, _added_tokens: dict[str, int]) -> Tokeniz
 
 
 def merges_of(vocabulary: dict[str, int], scores: list[float]) -> list[str]:
-    """Every pair of tokens that together are a token, the best score first.
+    """Returns every pair of tokens that together are a token, the best score first.
 
-    Of pairs with the same score llama.cpp merges the leftmost, a list of merges the first. That is the same for pairs
-    that no text has side by side, and in a run of spaces, whose tokens may share a score, if the longer left side is
-    first. Tokens with a space are left out: no text has one, since spaces are escaped.
-    """
+    If scores are equal, llama.cpp merges the leftmost pair of the text, and the `tokenizers` library the first merge of
+    the list. Both come to the same for pairs that never stand side by side. In runs of spaces, whose tokens may share a
+    score, they come to the same if the merge with the longer left side is first. Tokens with a space are left out: no
+    text has one once spaces are replaced."""
     by_score: dict[float, list[str]] = {}
     for text, token_id in vocabulary.items():
         if " " not in text:

@@ -1,4 +1,4 @@
-"""Writes a tokenizer in the JSON format of the `tokenizers` library, in which routers read it."""
+"""Writes a tokenizer in the JSON format of the `tokenizers` library, which routers read."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,8 @@ Json = dict[str, object]
 
 
 class TokenizerSpec(NamedTuple):
-    """What becomes of a text: it is rewritten, then cut, then each piece is made into tokens."""
+    """The steps that make tokens of a text, in the library's words: it is normalized, pre-tokenized, and each part is
+    encoded by the model."""
 
     model: Json
     pre_tokenizers: tuple[Json, ...] = ()
@@ -16,38 +17,36 @@ class TokenizerSpec(NamedTuple):
 
 
 def bpe(vocabulary: dict[str, int], merges: list[str], **options: bool) -> Json:
-    """`merges` in their order, the two sides of each with a space between them."""
+    """Returns a model of byte pair encoding. Each merge has its two sides with a space between them."""
     return {"type": "BPE", "vocab": vocabulary, "merges": merges, **options}
 
 
 def split(pattern: str) -> Json:
-    """Each match is a piece, and so is what lies between two matches."""
+    """Returns a pre-tokenizer that makes a part of each match, and of what lies between two matches."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 BYTE_LEVEL: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 REPLACE_SPACES: Json = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 PREPEND_SPACE: Json = {"type": "Prepend", "prepend": "▁"}
+_VERBATIM = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
 
 
-def write(tokenizer_spec: TokenizerSpec, added_tokens: dict[str, int]) -> str:
-    """`added_tokens` are tokens that are found in a text before anything else."""
+def write(spec: TokenizerSpec, added_tokens: dict[str, int]) -> str:
+    """Returns the document. `added_tokens` are matched in a text before anything else is done to it."""
     added = [{"id": token_id, "content": text} | _VERBATIM for text, token_id in added_tokens.items()]
     document = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": added,
-        "normalizer": _sequence("normalizers", tokenizer_spec.normalizers),
-        "pre_tokenizer": _sequence("pretokenizers", tokenizer_spec.pre_tokenizers),
+        "normalizer": _sequence("normalizers", spec.normalizers),
+        "pre_tokenizer": _sequence("pretokenizers", spec.pre_tokenizers),
         "post_processor": None,
         "decoder": None,
-        "model": tokenizer_spec.model,
+        "model": spec.model,
     }
     return msgspec.json.encode(document).decode()
-
-
-_VERBATIM = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
 
 
 def _sequence(name: str, steps: tuple[Json, ...]) -> Json | None:

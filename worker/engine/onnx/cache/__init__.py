@@ -1,1 +1,1 @@
-"""The two kinds of KV cache that ONNX graphs have, and what is copied where."""
+"""The KV cache of the ONNX engine: which lane lies where, and what is copied."""

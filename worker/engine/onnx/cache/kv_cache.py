@@ -1,27 +1,28 @@
-"""What both kinds of cache do: keep the lanes' tokens, and compute new ones behind them."""
+"""The interface of both kinds of cache: they keep the tokens of all lanes, and compute new ones after them."""
 
 from collections.abc import Sequence as Listing
 from typing import NamedTuple, Protocol
 
 from tokenbus.worker.engine.onnx.arrays import Array
-from tokenbus.worker.engine.onnx.cache.lanes import Copy, Shrink, Transfer
+from tokenbus.worker.engine.onnx.cache.lanes import LaneChange
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
 
 
 class DecodeResult(NamedTuple):
-    """Parts in the order in which they lie in the cache, and their logits, (parts, vocabulary): to put those into
-    another order would copy them."""
+    """The parts in the order of the cache's rows, and their logits, of (parts, vocabulary).
+
+    Bringing the logits into another order would copy them."""
 
     parts: list[ScheduledTokens]
     logits: Array
 
 
 class KvCache(Protocol):
-    """The keys and values of all lanes. Runs raise InsufficientMemoryError and DeviceError; one that failed may be
-    tried again."""
+    """The keys and values of all lanes. `decode` and `prompt` raise InsufficientMemoryError, after which they can be
+    tried again, and DeviceError."""
 
-    def apply(self, changes: Listing[Copy | Transfer | Shrink]) -> None:
-        """Carries out what was resolved, in order."""
+    def apply(self, changes: Listing[LaneChange]) -> None:
+        """Carries out changes in order."""
         ...
 
     def decode(self, parts: Listing[ScheduledTokens]) -> DecodeResult:
@@ -29,5 +30,5 @@ class KvCache(Protocol):
         ...
 
     def prompt(self, part: ScheduledTokens, *, wants_logits: bool) -> Array:
-        """The logits behind a part of any length, (1, vocabulary), or (0, vocabulary) where they are not wanted."""
+        """Computes a part of any length. Returns its last logits, of (1, vocabulary), or (0, vocabulary)."""
         ...

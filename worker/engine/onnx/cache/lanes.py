@@ -1,8 +1,7 @@
-"""How many tokens each lane holds, and what has to be copied for the block pool's moves; pure.
+"""Keeps the length of each lane, and turns the block pool's operations into copies; pure.
 
-The pool's moves are made for lanes that can share memory. Here every lane has its own: to share is to copy, unless the
-lane that is shared from gives its tokens up right behind, when its memory changes hands. What a lane holds already is
-never copied onto it."""
+The pool assumes that lanes can share memory. Here each lane has its own, so sharing means copying, unless the lane
+that shares is emptied right after: then its memory changes hands. Tokens that a lane already holds are never copied."""
 
 from collections.abc import Sequence as Listing
 from typing import NamedTuple
@@ -28,29 +27,32 @@ class Transfer(NamedTuple):
 
 
 class Shrink(NamedTuple):
-    """A lane holds only `end` tokens from now on."""
+    """A lane keeps only its first `end` tokens."""
 
     lane: int
     end: int
 
 
+LaneChange = Copy | Transfer | Shrink
+
+
 class LaneLengths:
-    """The lengths of all lanes, in tokens."""
+    """The lengths of all lanes in tokens."""
 
     def __init__(self, num_lanes: int) -> None:
         self.lengths = [0] * num_lanes
 
     def __repr__(self) -> str:
-        return f"<Lanes {sum(map(bool, self.lengths))} of {len(self.lengths)} hold {sum(self.lengths)} tokens>"
+        return f"<LaneLengths {sum(map(bool, self.lengths))} of {len(self.lengths)} hold {sum(self.lengths)} tokens>"
 
     def grow(self, lane: int, start: int, end: int) -> None:
-        """Notes that tokens were computed."""
+        """Records that the tokens `start` to `end` of a lane were computed."""
         assert start <= self.lengths[lane], (self.lengths[lane], start)
         self.lengths[lane] = end
 
-    def resolve(self, kv_ops: Listing[KvOp]) -> list[Copy | Transfer | Shrink]:
-        """What the moves come to, in order; lengths are then as they will be when all is done."""
-        found: list[Copy | Transfer | Shrink] = []
+    def resolve(self, kv_ops: Listing[KvOp]) -> list[LaneChange]:
+        """Returns the changes that the operations come to, in order, and updates the lengths as if they were done."""
+        found: list[LaneChange] = []
         for place, op in enumerate(kv_ops):
             match op:
                 case Share(lane, to, start, end) if end > self.lengths[to]:
@@ -66,17 +68,17 @@ class LaneLengths:
                     self.lengths[lane] = start
                     found.append(Shrink(lane, start))
                 case Share() | Truncate():
-                    pass  # it has the tokens, or what replaces them is what it has
+                    pass  # the lane holds these tokens, or equal ones that would replace them
                 case _:
-                    raise AssertionError(f"there is no other memory to move to: {op}")
+                    raise AssertionError(f"there is no host memory to move to: {op}")
         return found
 
 
 def _empties_next(kv_ops: Listing[KvOp], lane: int) -> bool:
-    """Whether the next that is asked of a lane is to be empty."""
+    """Whether the next operation that concerns a lane empties it."""
     for op in kv_ops:
         match op:
-            case Truncate(cut, start, None) if cut == lane:
+            case Truncate(truncated, start, None) if truncated == lane:
                 return start == 0
             case Share(source, to, _, _) if lane in (source, to):
                 return False

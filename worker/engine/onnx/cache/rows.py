@@ -1,17 +1,17 @@
-"""Which row of the cache holds which lane: those that decode must lie side by side, from row 0 on; pure.
+"""Assigns lanes to rows of the cache: those that decode must lie side by side, from row 0 on; pure.
 
-    rows    | 0 1 2 | 3   4   5   6 |
-    lanes   | decode | prompts, cached prefixes, empty |
+    rows    | 0 1 2  | 3   4   5   6                    |
+    lanes   | decode | prompts, cached prefixes, empty  |
 
-A batch is a run of rows without holes, since every row in it costs a row's work. A lane that joins or leaves costs a
-copy or two; an empty one changes places for nothing."""
+A batch is a run of rows without gaps, since every row in it costs the work of a row. A lane that starts or stops
+decoding costs a copy or two; an empty lane changes rows for free."""
 
 from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
 
 class RowCopy(NamedTuple):
-    """The first `num_tokens` of row `source` are to be copied to row `target`."""
+    """The first `num_tokens` tokens of row `source` are to be copied to row `target`."""
 
     source: int
     target: int
@@ -19,7 +19,9 @@ class RowCopy(NamedTuple):
 
 
 class RowTable:
-    """`num_lanes` rows, and behind them one that is for exchanges alone. Lengths are those of the lanes, in tokens."""
+    """The rows of `num_lanes` lanes, and a spare row after them through which two full rows are exchanged.
+
+    `lengths` are those of the lanes, in tokens; whoever computes tokens updates them."""
 
     def __init__(self, num_lanes: int, lengths: Listing[int]) -> None:
         self._row_of = list(range(num_lanes))
@@ -28,34 +30,31 @@ class RowTable:
         self.spare = num_lanes
 
     def __repr__(self) -> str:
-        return f"<Rows {self._lane_at}>"
+        return f"<RowTable {self._lane_at}>"
 
     def row_of(self, lane: int) -> int:
         return self._row_of[lane]
 
     def claim_first_free_row(self, lane: int) -> None:
-        """Gives an empty lane the first row that nobody needs, since it will decode there."""
+        """Moves an empty lane to the first empty row, because the sequence in it will decode in the first rows."""
         assert not self._lengths[lane], lane
         first = next(row for row, other in enumerate(self._lane_at) if not self._lengths[other])
         if first < self._row_of[lane]:
             self.swap(lane, self._lane_at[first])
 
     def swap(self, one: int, other: int) -> None:
-        """Two lanes change rows: each has from then on what the other's row holds."""
+        """Exchanges the rows of two lanes; each then has what the other's row holds."""
         a, b = self._row_of[one], self._row_of[other]
         self._row_of[one], self._row_of[other] = b, a
         self._lane_at[a], self._lane_at[b] = other, one
 
     def gather(self, lanes: Listing[int]) -> list[RowCopy]:
-        """Has these lanes lie in the first rows; returns the copies for it, in order."""
+        """Moves these lanes to the first rows. Returns the copies that this takes, in order."""
         wanted = set(lanes)
         assert len(wanted) == len(lanes), lanes
         holes = [row for row in range(len(lanes)) if self._lane_at[row] not in wanted]
         outside = [lane for lane in lanes if self._row_of[lane] >= len(lanes)]
-        copies: list[RowCopy] = []
-        for hole, lane in zip(holes, outside, strict=True):
-            copies += self._move(lane, hole)
-        return copies
+        return [copy for hole, lane in zip(holes, outside, strict=True) for copy in self._move(lane, hole)]
 
     def check_integrity(self) -> None:
         assert sorted(self._row_of) == list(range(len(self._row_of))), self
@@ -67,6 +66,7 @@ class RowTable:
         if not self._lengths[other]:
             self.swap(lane, other)
             return [moved]
+        # The row is occupied: its lane moves to the last empty row, or changes places through the spare row.
         empty = next((last for last in reversed(self._lane_at) if not self._lengths[last]), None)
         if empty is None:
             self.swap(lane, other)

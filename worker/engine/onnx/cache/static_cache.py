@@ -1,8 +1,8 @@
-"""The cache of a graph with GroupQueryAttention: rows of fixed length, read and written where they lie.
+"""The cache of a graph with GroupQueryAttention: rows of fixed length, read and written in place.
 
-Past and present are bound to the same memory, a row for each lane. One run computes a token for a run of rows from
-row 0 on, each of its own length; a prompt's tokens are computed by runs over its row alone, because such a graph takes
-more than one token behind a past for one row only."""
+Past and present are bound to the same memory, with a row for each lane. One run computes a token for each of the first
+rows, whose lengths may differ. The tokens of a prompt are computed by a run over its row alone, because such a graph
+takes more than one token after a past for one row only."""
 
 from collections.abc import Sequence as Listing
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeResult
-from tokenbus.worker.engine.onnx.cache.lanes import Copy, LaneLengths, Shrink, Transfer
+from tokenbus.worker.engine.onnx.cache.lanes import Copy, LaneChange, LaneLengths, Shrink, Transfer
 from tokenbus.worker.engine.onnx.cache.rows import RowTable
 from tokenbus.worker.engine.onnx.graphs.graph_runner import GraphRunner
 from tokenbus.worker.engine.onnx.graphs.session import Binding
@@ -19,7 +19,7 @@ from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
 
 
 class StaticCache:
-    """`memory` is one for each tensor of the cache, of as many rows as there are lanes, and one more."""
+    """`memory` has one entry for each tensor of the cache, with one row more than there are lanes."""
 
     def __init__(self, graph_runner: GraphRunner, memory: Listing[RowMemory], lanes: LaneLengths) -> None:
         self._graph_runner = graph_runner
@@ -31,7 +31,7 @@ class StaticCache:
     def __repr__(self) -> str:
         return f"<StaticCache {self._lanes!r} {self._rows!r}>"
 
-    def apply(self, changes: Listing[Copy | Transfer | Shrink]) -> None:
+    def apply(self, changes: Listing[LaneChange]) -> None:
         for change in changes:
             match change:
                 case Copy(lane, to, start, end):
@@ -39,30 +39,26 @@ class StaticCache:
                 case Transfer(lane, to):
                     self._rows.swap(lane, to)
                 case Shrink():
-                    pass  # nothing looks at what lies behind a lane's length
+                    pass  # nothing reads what lies after a lane's length
 
     def decode(self, parts: Listing[ScheduledTokens]) -> DecodeResult:
-        """Raises InsufficientMemoryError and DeviceError."""
         for copy in self._rows.gather([part.lane for part in parts]):
             self._copy(copy.source, copy.target, 0, copy.num_tokens)
         in_rows = sorted(parts, key=lambda part: self._rows.row_of(part.lane))
         ids = np.array([[part.token_ids[0]] for part in in_rows])
         starts = np.array([[part.start] for part in in_rows])
         mask = np.arange(starts.max() + 1) <= starts
-        logits = self._graph_runner.run(self._binding(0, len(parts)), ids, mask, starts, has_past=True)
-        return DecodeResult(in_rows, logits)
+        return DecodeResult(
+            in_rows, self._graph_runner.run(self._binding(0, len(parts)), ids, mask, starts, has_past=True)
+        )
 
     def prompt(self, part: ScheduledTokens, *, wants_logits: bool) -> Array:
-        """The logits behind a part of any length, (1, vocabulary), or none. Raises InsufficientMemoryError and
-        DeviceError."""
         if not part.start:
             self._rows.claim_first_free_row(part.lane)
-        end = part.start + part.num_tokens
-        columns = np.arange(end)[None]
-        ids = np.array(part.token_ids, np.int64)[None]
+        columns = np.arange(part.start + part.num_tokens)[None]
         return self._graph_runner.run(
             self._binding(self._rows.row_of(part.lane), 1),
-            ids,
+            np.array(part.token_ids, np.int64)[None],
             np.ones_like(columns),
             columns[:, part.start :],
             has_past=part.start > 0,
@@ -74,7 +70,7 @@ class StaticCache:
             memory.copy(source, target, start, end)
 
     def _binding(self, first: int, count: int) -> Binding:
-        """With the cache of these rows bound, once for all steps."""
+        """Returns a binding with the cache of these rows, which is made once and serves all steps."""
         binding = self._bindings.get((first, count))
         if binding is None:
             binding = self._bindings[first, count] = self._graph_runner.bind()

@@ -1,1 +1,1 @@
-"""ONNX models: finding one, what its graph is, changing and loading it."""
+"""ONNX graphs: reading one, changing it, loading it into onnxruntime, and running it."""

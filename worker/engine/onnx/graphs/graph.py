@@ -1,17 +1,17 @@
-"""What an ONNX file says of itself: its inputs and outputs, its cache, and what it can't be served with.
+"""Reads from an ONNX graph how it has to be called: its inputs and outputs, its cache, and its sizes.
 
-Nothing is assumed: names, types and sizes are read from the graph, and what is not understood is refused by name."""
+Nothing is assumed: names, types and sizes come from the graph, and whatever is not understood is refused by name."""
 
-import os.path
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
 from onnx import TensorProto
 
+from tokenbus.worker.engine.onnx.graphs.external_data import nodes
+from tokenbus.worker.engine.onnx.model_config import HeadSizes
 from tokenbus.worker.engine.runner import ModelError
 
 _IDS = "input_ids"
@@ -38,8 +38,8 @@ _UNSUPPORTED_INPUTS = (
     (r"inputs_embeds|pixel_values|audio|image", "is of a multimodal model; a text-only export would work"),
     (
         r"conv|ssm|recurrent|rwkv|state",
-        "is state that can't be cut at a token (a hybrid or recurrent model); a model whose layers all attend would "
-        "work, or its GGUF",
+        "is state that can't be truncated at a token (a hybrid or recurrent model); a model whose layers all attend "
+        "would work, or its GGUF",
     ),
     (
         r"block_table|slot_mapping|cumulative|seqlens",
@@ -50,7 +50,7 @@ _UNSUPPORTED_INPUTS = (
 
 
 class KvTensor(NamedTuple):
-    """One tensor of the cache, of (batch, heads, tokens, width): its input and the output that goes on from it."""
+    """One tensor of the cache, of (batch, heads, tokens, width), as an input and as the output that continues it."""
 
     past: str
     present: str
@@ -64,12 +64,12 @@ class KvTensor(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """How to call a graph. Names are None where it has no such input or output."""
+    """The inputs and outputs of a graph. The name of one that it does not have is None."""
 
     kv: tuple[KvTensor, ...]
-    """Keys and values of every layer; none for an encoder."""
+    """The keys and values of every layer; empty for an encoder."""
     uses_gqa: bool
-    """Attention is GroupQueryAttention: rows begin at their first column, and cache may be written in place."""
+    """Whether attention is a GroupQueryAttention node: rows begin at column 0, and the cache is written in place."""
     ids_dtype: DType
     mask: str | None
     positions: str | None
@@ -80,94 +80,49 @@ class Graph(NamedTuple):
     logits_dtype: DType
     vocab_size: int | None
     hidden: str | None
-    """What each token has become, of (batch, tokens, width)."""
+    """The hidden states of (batch, tokens, width)."""
     pooled: str | None
-    """What the graph itself makes of a whole text, of (batch, width)."""
+    """The vectors of (batch, width) that the graph itself makes of whole texts."""
 
     @property
     def bytes_per_token(self) -> int:
         return sum(kv.bytes_per_token for kv in self.kv)
 
 
-class HeadSizes(NamedTuple):
-    """What the files beside a graph say of its cache, for exports that leave it open."""
-
-    kv_heads: int | None = None
-    head_width: int | None = None
-
-
 _UNKNOWN = HeadSizes()
 
 
-def load(path: Path) -> onnx.ModelProto:
-    """The graph without weights that lie in other files. Raises ModelError where it, or one of those, is no good."""
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except Exception as error:  # whatever protobuf says of bytes that are none of its own
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{path}: is no ONNX model ({reason}); fetch it again") from error
-    if not all(isinstance(name, str) for name in _names(model)):
-        raise ModelError(f"{path}: is no ONNX model (it has names that are no text); fetch it again")
-    missing = sorted({name for name in external_files(model) if not _is_beside(path, name)})
-    if missing:
-        raise ModelError(f"{path}: its weights are in {', '.join(missing)}, not beside it; fetch all its files")
-    return model
-
-
-def external_files(model: onnx.ModelProto) -> Iterator[str]:
-    """The files that hold weights, as the graph names them."""
-    for tensor in _tensors(model.graph):
-        if tensor.data_location == TensorProto.EXTERNAL:
-            yield next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
-
-
-def resolve_external_data(model: onnx.ModelProto, folder: Path) -> Path:
-    """Has the graph name the files of its weights as they lie where links lead; returns the folder that they are in.
-
-    onnxruntime follows no link out of a folder, and the Hub's cache is made of such links."""
-    real = {name: os.path.realpath(folder / name) for name in set(external_files(model))}
-    if not real:
-        return folder
-    common = os.path.commonpath([os.path.dirname(file) for file in real.values()])
-    for tensor in _tensors(model.graph):
-        for entry in tensor.external_data:
-            if tensor.data_location == TensorProto.EXTERNAL and entry.key == "location":
-                entry.value = Path(real[entry.value]).relative_to(common).as_posix()
-    return Path(common)
-
-
 def read(model: onnx.ModelProto, where: str, sizes: HeadSizes = _UNKNOWN) -> Graph:
-    """Raises ModelError saying what of the graph can't be served, and what would work instead."""
+    """Raises ModelError saying what about the graph can't be served, and what would work instead."""
     weights = {tensor.name for tensor in model.graph.initializer}
     inputs = {value.name: value for value in model.graph.input if value.name not in weights}
     outputs = {value.name: value for value in model.graph.output}
-    kinds = {node.op_type for node in _nodes(model.graph)}
-    for kind, reason in _UNSUPPORTED_NODES.items():
-        if kind in kinds:
+    op_types = {node.op_type for node in nodes(model.graph)}
+    for op_type, reason in _UNSUPPORTED_NODES.items():
+        if op_type in op_types:
             raise ModelError(f"{where}: {reason}")
     kv = tuple(_cache(inputs, outputs, where, sizes))
     _check_inputs(inputs, {tensor.past for tensor in kv}, where)
     logits = outputs.get("logits")
-    _check_use(logits is not None, bool(kv), set(outputs), where)
-    keep = inputs.get(_KEEP_LOGITS)
+    _check_outputs(logits is not None, bool(kv), set(outputs), where)
     return Graph(
         kv=kv,
-        uses_gqa="GroupQueryAttention" in kinds,
+        uses_gqa="GroupQueryAttention" in op_types,
         ids_dtype=_type(inputs[_IDS], _INTEGERS, where),
-        mask=_name_if_present(inputs, _MASK),
-        positions=_name_if_present(inputs, _POSITIONS),
-        keep_logits=keep.name if keep is not None else None,
-        cache_branch=_name_if_present(inputs, _CACHE_BRANCH),
-        token_types=_name_if_present(inputs, _TOKEN_TYPES),
+        mask=_if_present(inputs, _MASK),
+        positions=_if_present(inputs, _POSITIONS),
+        keep_logits=_if_present(inputs, _KEEP_LOGITS),
+        cache_branch=_if_present(inputs, _CACHE_BRANCH),
+        token_types=_if_present(inputs, _TOKEN_TYPES),
         logits=logits.name if logits is not None else None,
         logits_dtype=_type(logits, _FLOATS, where) if logits is not None else np.dtype(np.float32),
         vocab_size=next(reversed(_dimensions(logits)), None) if logits is not None else None,
-        hidden=next((name for name in _EMBEDDINGS if name in outputs), None),
-        pooled=next((name for name in _POOLED if name in outputs), None),
+        hidden=_if_present(outputs, *_EMBEDDINGS),
+        pooled=_if_present(outputs, *_POOLED),
     )
 
 
-def _check_use(has_logits: bool, has_cache: bool, outputs: set[str], where: str) -> None:
+def _check_outputs(has_logits: bool, has_cache: bool, outputs: set[str], where: str) -> None:
     if has_logits and not has_cache:
         raise ModelError(
             f"{where}: has no KV cache (no past_key_values inputs), so that every token would cost the whole prompt; "
@@ -198,45 +153,20 @@ def _cache(
         if found is None:
             continue
         layer, part = found[1] or found[4], found[2] or found[3]
+        # Exporters name the output in three ways.
         likely = (name.replace("past", "present", 1), f"present.{layer}.{part}", f"present_{part}_{layer}")
-        present = next((candidate for candidate in likely if candidate in outputs), None)
+        present = _if_present(outputs, *likely)
         if present is None:
-            raise ModelError(f"{where}: its cache input {name} has no output that goes on from it")
+            raise ModelError(f"{where}: its cache input {name} has no output that continues it")
         dimensions = _dimensions(value)
         if len(dimensions) != 4:
-            raise ModelError(f"{where}: its cache input {name} has {len(dimensions)} dimensions, not 4; export it anew")
+            raise ModelError(
+                f"{where}: its cache input {name} has {len(dimensions)} dimensions, not 4; export it again"
+            )
         heads, width = dimensions[1] or sizes.kv_heads, dimensions[3] or sizes.head_width
         if heads is None or width is None:
-            raise ModelError(f"{where}: says nowhere how large {name} is; its config.json would, put it beside")
+            raise ModelError(f"{where}: does not say how large {name} is; put its config.json beside it, which would")
         yield KvTensor(name, present, heads, width, _type(value, _FLOATS, where))
-
-
-def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Every node, those in branches too."""
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _nodes(attribute.g)
-
-
-def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """Every weight, those of constants and in branches too."""
-    yield from graph.initializer
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            if attribute.HasField("g"):
-                yield from _tensors(attribute.g)
-
-
-def _names(model: onnx.ModelProto) -> Iterator[object]:
-    """What is compared or shown: protobuf gives it as bytes, unasked, where it is no text."""
-    graph = model.graph
-    yield from (value.name for values in (graph.input, graph.output) for value in values)
-    yield from (node.op_type for node in _nodes(graph))
-    yield from external_files(model)
 
 
 def _dimensions(value: onnx.ValueInfoProto) -> list[int | None]:
@@ -245,19 +175,14 @@ def _dimensions(value: onnx.ValueInfoProto) -> list[int | None]:
 
 
 def _type(value: onnx.ValueInfoProto, known: Mapping[int, DType], where: str) -> DType:
-    kind = value.type.tensor_type.elem_type
-    if kind not in known:
+    element = value.type.tensor_type.elem_type
+    if element not in known:
         allowed = ", ".join(TensorProto.DataType.Name(one).lower() for one in known)
-        name = TensorProto.DataType.Name(kind).lower() if kind in TensorProto.DataType.values() else f"type {kind}"
+        is_named = element in TensorProto.DataType.values()
+        name = TensorProto.DataType.Name(element).lower() if is_named else f"type {element}"
         raise ModelError(f"{where}: {value.name} is of {name}, which can't be served; {allowed} can")
-    return known[kind]
+    return known[element]
 
 
-def _name_if_present(inputs: dict[str, onnx.ValueInfoProto], name: str) -> str | None:
-    return name if name in inputs else None
-
-
-def _is_beside(path: Path, name: str) -> bool:
-    """Whether there is such a file in the model's own folder; a name that leads out of it never counts."""
-    parts = Path(name).parts
-    return bool(parts) and ".." not in parts and not Path(name).is_absolute() and os.path.isfile(path.parent / name)
+def _if_present(values: dict[str, onnx.ValueInfoProto], *names: str) -> str | None:
+    return next((name for name in names if name in values), None)

@@ -1,4 +1,4 @@
-"""Calls a graph: gives it what it asks for beside the cache, and takes its logits."""
+"""Runs a graph: binds every input that is not the cache, and returns the logits."""
 
 import numpy as np
 
@@ -7,11 +7,11 @@ from tokenbus.worker.engine.onnx.graphs.graph import Graph
 from tokenbus.worker.engine.onnx.graphs.session import Binding, Session
 
 _MAX_LOGITS = 64 << 20
-"""Values of one run's logits, where a graph computes them for every token: 256 MiB."""
+"""The logits that one run may compute, 256 MiB of them, if a graph computes those of every token."""
 
 
 class GraphRunner:
-    """`last_logits_only`: the graph computes logits for the last token of each row alone."""
+    """A graph that is loaded. `last_logits_only` says whether it was changed to compute the last logits alone."""
 
     def __init__(self, graph: Graph, session: Session, vocab_size: int, *, last_logits_only: bool) -> None:
         self.graph = graph
@@ -20,34 +20,40 @@ class GraphRunner:
         self._last_logits_only = last_logits_only or graph.keep_logits is not None
 
     def __repr__(self) -> str:
-        return f"<Caller of {self._session!r}>"
+        return f"<GraphRunner of {self._session!r}>"
 
     @property
     def max_row_tokens(self) -> int:
-        """Tokens of one row that a run may compute."""
+        """The tokens of one row that a run may compute."""
         return 1 << 30 if self._last_logits_only else max(1, _MAX_LOGITS // self._vocab_size)
 
     def bind(self) -> Binding:
+        """Returns a binding to which the caller binds the cache."""
         return self._session.bind()
 
-    def run(
-        self, binding: Binding, ids: Array, mask: Array, positions: Array, *, has_past: bool, wants_logits: bool = True
-    ) -> Array:
-        """The logits behind the last token of each row, (rows, vocabulary); none, if they are not wanted.
-
-        `ids` and `positions` are (rows, tokens), `mask` is (rows, columns of past and tokens). Raises
-        InsufficientMemoryError and
-        DeviceError."""
+    def bind_inputs(self, binding: Binding, ids: Array, mask: Array, positions: Array, *, has_past: bool) -> None:
+        """Binds those inputs that the graph has. `ids` and `positions` are of (rows, tokens), `mask` of (rows, columns
+        of past and tokens)."""
         graph = self.graph
-        binding.bind_input(*self._named("input_ids", ids))
-        for name, array in ((graph.mask, mask), (graph.positions, positions)):
+        for name, array in (("input_ids", ids), (graph.mask, mask), (graph.positions, positions)):
             if name is not None:
-                binding.bind_input(*self._named(name, array))
+                binding.bind_input(name, np.ascontiguousarray(array, graph.ids_dtype))
+        if graph.token_types is not None:
+            binding.bind_input(graph.token_types, np.zeros(ids.shape, graph.ids_dtype))
         if graph.keep_logits is not None:
             binding.bind_input(graph.keep_logits, np.array(1, np.int64))
         if graph.cache_branch is not None:
             binding.bind_input(graph.cache_branch, np.array([has_past]))
+
+    def run(
+        self, binding: Binding, ids: Array, mask: Array, positions: Array, *, has_past: bool, wants_logits: bool = True
+    ) -> Array:
+        """Returns the logits after the last token of each row, of (rows, vocabulary); no rows if they are not wanted.
+
+        The inputs are those of `bind_inputs`. Raises InsufficientMemoryError and DeviceError."""
+        graph = self.graph
         assert graph.logits is not None
+        self.bind_inputs(binding, ids, mask, positions, has_past=has_past)
         rows, count = ids.shape
         shape = (rows, 1 if self._last_logits_only else count, self._vocab_size)
         logits: Array = np.empty(shape, graph.logits_dtype)
@@ -57,5 +63,6 @@ class GraphRunner:
         last: Array = logits[:, -1] if wants_logits else logits[:0, -1]
         return last if last.dtype == np.float32 else last.astype(np.float32)
 
-    def _named(self, name: str, array: Array) -> tuple[str, Array]:
-        return name, np.ascontiguousarray(array, self.graph.ids_dtype)
+    def fetch(self, binding: Binding, output: str) -> Array:
+        """Runs, and returns an output of any shape. Raises as `run` does."""
+        return self._session.fetch(binding, output)

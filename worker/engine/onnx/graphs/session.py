@@ -1,8 +1,7 @@
-"""onnxruntime: where a graph runs, how it is loaded there, and how its tensors are bound."""
+"""Loads a graph into onnxruntime and binds the tensors of its runs."""
 
-import ctypes
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx
@@ -10,48 +9,18 @@ import onnxruntime
 import structlog
 
 from tokenbus.worker.engine.onnx.arrays import Array
-from tokenbus.worker.engine.onnx.graphs import graph
+from tokenbus.worker.engine.onnx.device import EXECUTION_PROVIDERS, Device
+from tokenbus.worker.engine.onnx.graphs.external_data import resolve_external_data
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import DeviceError, InsufficientMemoryError, ModelError
 
-PROVIDERS = ("auto", "cpu", "cuda")
-_NAMES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 _ERRORS_ONLY = 3
 _OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "bad allocation")
-
-
-class Device(NamedTuple):
-    """Where tensors of the cache lie: `cpu` or `cuda`, and which one."""
-
-    kind: str
-    number: int = 0
-
-
-def choose_device(settings: EngineSettings) -> Device:
-    """Raises ModelError for a provider that was asked for and is not there."""
-    wanted = settings.onnx.provider
-    why_not = _why_no_cuda(settings.onnx.device_id) if wanted != "cpu" else "it was not asked for"
-    if wanted == "cuda" and why_not:
-        raise ModelError(f"--provider cuda: {why_not}; pass --provider cpu, or auto to have it chosen")
-    return Device("cpu") if why_not else Device("cuda", settings.onnx.device_id)
-
-
-def _why_no_cuda(number: int) -> str:
-    """Empty where there is such a GPU that onnxruntime can use."""
-    if _NAMES["cuda"] not in onnxruntime.get_available_providers():
-        return "this onnxruntime was built without CUDA (onnxruntime-gpu has it, on Linux x86-64)"
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "there is no NVIDIA driver here"
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or not count.value:
-        return "the NVIDIA driver finds no GPU"
-    return "" if number < count.value else f"there are GPUs 0 to {count.value - 1}, not {number}"
+"""Words by which a failure for lack of memory is recognised: onnxruntime has no error class for it."""
 
 
 class Session:
-    """A loaded graph. Raises ModelError when onnxruntime can't load it, with what it said."""
+    """A loaded graph. Raises ModelError, with onnxruntime's reason, if it can't be loaded."""
 
     def __init__(self, model: onnx.ModelProto, path: Path, settings: EngineSettings, device: Device) -> None:
         self.device = device
@@ -59,7 +28,7 @@ class Session:
             self._session = _open(model, path, settings, device)
         except Exception as error:  # onnxruntime raises a class of its own for each kind of failure
             raise ModelError(f"{path}: {_load_error(_reason(error), device)}") from error
-        if _NAMES[device.kind] not in self._session.get_providers():
+        if EXECUTION_PROVIDERS[device.kind] not in self._session.get_providers():
             raise ModelError(
                 f"{path}: onnxruntime could not start its CUDA provider, which needs the CUDA and cuDNN libraries that "
                 f"onnxruntime-gpu {onnxruntime.__version__} names; install them, or pass --provider cpu"
@@ -72,7 +41,7 @@ class Session:
         return Binding(self._session.io_binding(), self.device)
 
     def run(self, binding: "Binding") -> None:
-        """Raises InsufficientMemoryError where memory was wanting, and DeviceError."""
+        """Raises InsufficientMemoryError if memory ran out, and DeviceError for any other failure."""
         try:
             self._session.run_with_iobinding(binding.io_binding)
         except Exception as error:  # as above
@@ -82,7 +51,7 @@ class Session:
             raise DeviceError(f"onnxruntime failed: {reason}") from error
 
     def fetch(self, binding: "Binding", name: str) -> Array:
-        """Runs, and returns an output of whatever shape. Raises as `run` does."""
+        """Runs, and returns an output of any shape. Raises as `run` does."""
         binding.io_binding.bind_output(name, "cpu")
         self.run(binding)
         found: Array = binding.io_binding.get_outputs()[0].numpy()
@@ -90,7 +59,7 @@ class Session:
 
 
 class Binding:
-    """Inputs and outputs of a run by name; it keeps the arrays that it was given for as long as they are bound."""
+    """The inputs and outputs of a run, by name. It keeps the arrays alive as long as they are bound."""
 
     def __init__(self, io_binding: Any, device: Device) -> None:
         self.io_binding = io_binding
@@ -101,22 +70,22 @@ class Binding:
         return f"<Binding of {', '.join(self._kept)}>"
 
     def bind_input(self, name: str, array: Array) -> None:
-        """An input from host memory."""
+        """Binds an input in host memory."""
         self._kept[name] = array
         self.io_binding.bind_cpu_input(name, array)
 
     def bind_output(self, name: str, array: Array) -> None:
-        """An output into host memory."""
+        """Binds an output to host memory."""
         assert array.flags.c_contiguous, name
         self._kept[name] = array
         self.io_binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
     def bind_device_input(self, name: str, address: int, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> None:
-        """An input from the device's memory."""
+        """Binds an input in the device's memory."""
         self.io_binding.bind_input(name, self._device.kind, self._device.number, dtype.type, shape, address)
 
     def bind_device_output(self, name: str, address: int, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> None:
-        """An output into the device's memory."""
+        """Binds an output to the device's memory."""
         self.io_binding.bind_output(name, self._device.kind, self._device.number, dtype.type, shape, address)
 
 
@@ -128,12 +97,12 @@ def _open(model: onnx.ModelProto, path: Path, settings: EngineSettings, device: 
     options.intra_op_num_threads = settings.threads
     options.inter_op_num_threads = 1
     options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
-    # The graph comes from memory, where it was changed: it has no folder of its own in which to look for its weights.
-    folder = graph.resolve_external_data(model, path.parent)
+    # The graph is loaded from memory, where it was changed, so onnxruntime has to be told where its weights are.
+    folder = resolve_external_data(model, path.parent)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     if not settings.onnx.spin:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    providers = [(_NAMES[device.kind], _provider_options(settings, device))]
+    providers = [(EXECUTION_PROVIDERS[device.kind], _provider_options(settings, device))]
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=providers)
 
 
@@ -147,7 +116,7 @@ def _provider_options(settings: EngineSettings, device: Device) -> dict[str, str
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what onnxruntime says, without the path through its source."""
+    """Returns the first line of onnxruntime's message, without its prefix."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     structlog.get_logger().debug("onnxruntime", text=str(error))
     return line.removeprefix("[ONNXRuntimeError] : ")[:400]
@@ -156,9 +125,9 @@ def _reason(error: Exception) -> str:
 def _load_error(reason: str, device: Device) -> str:
     if "NOT_IMPLEMENTED" in reason:
         return (
-            f"the {device.kind} provider can't run a node of it ({reason}); take another export, in fp32 or q4, or "
+            f"the {device.kind} provider can't run one of its nodes ({reason}); take another export, in fp32 or q4, or "
             "another --provider"
         )
     if any(sign in reason for sign in _OUT_OF_MEMORY):
-        return f"there is no memory for it ({reason})"
+        return f"there is not enough memory for it ({reason})"
     return f"onnxruntime {onnxruntime.__version__} can't load it: {reason}"

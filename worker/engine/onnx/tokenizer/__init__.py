@@ -1,1 +1,1 @@
-"""The tokenizer of an ONNX model's folder."""
+"""The tokenizer in an ONNX model's folder."""

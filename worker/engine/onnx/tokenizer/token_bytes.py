@@ -1,26 +1,30 @@
-"""The bytes of each token's text, as the decoder of a published tokenizer would write them one after another."""
+"""Computes the bytes of text that each token of a `tokenizer.json` stands for.
+
+A decoder turns a list of tokens into text. There are two cases: in byte-level vocabularies each letter of a token is a
+byte, so that the bytes can be read off; for all others the decoder itself is asked, token by token."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def from_tokenizer(tokenizer: Tokenizer, document: bytes, size: int) -> list[bytes]:
-    """By token id, `size` of them; empty for special tokens, and for ids that stand for nothing."""
+    """Returns `size` entries by token id; those of special tokens and of unused ids are empty."""
     found = [b""] * size
-    is_of_bytes = _is_byte_level(msgspec.json.decode(document))
-    write = _byte_level if is_of_bytes else _WithDecoder(tokenizer)
+    is_byte_level = _is_byte_level(msgspec.json.decode(document))
+    to_bytes = _from_letters if is_byte_level else _by_decoder(tokenizer)
     added = tokenizer.get_added_tokens_decoder()
     for text, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
         if token_id not in added:
-            found[token_id] = write(text, token_id)
+            found[token_id] = to_bytes(text, token_id)
     for token_id, token in added.items():
-        if not token.special:  # among bytes written as letters it is written as it is
-            found[token_id] = token.content.encode() if is_of_bytes else write(token.content, token_id)
+        if not token.special:  # an added token of a byte-level vocabulary is plain text
+            found[token_id] = token.content.encode() if is_byte_level else to_bytes(token.content, token_id)
     return found
 
 
@@ -31,34 +35,35 @@ def _is_byte_level(document: dict[str, Any]) -> bool:
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's way of writing bytes: those that can be shown stand for themselves, the others for what follows 255."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    """Returns GPT-2's letters for bytes: printable ones stand for themselves, the others for U+0100 and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 _BYTE_OF_LETTER = _byte_letters()
 
 
-def _byte_level(text: str, token_id: int) -> bytes:
+def _from_letters(text: str, token_id: int) -> bytes:
     if all(letter in _BYTE_OF_LETTER for letter in text):
         return bytes(_BYTE_OF_LETTER[letter] for letter in text)
     return text.encode()
 
 
-class _WithDecoder:
-    """What a token adds to a text that is there already: decoders may do something else at a text's beginning."""
+def _by_decoder(tokenizer: Tokenizer) -> Callable[[str, int], bytes]:
+    """Returns a function that decodes a token after another one, and cuts that one's text off.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-        added = tokenizer.get_added_tokens_decoder()  # of which the special ones are no text
-        plain = {token_id for text, token_id in vocabulary.items() if text.isascii() and text.isalpha()}
-        self._before = min(plain - added.keys(), default=0)
-        self._length = len(tokenizer.decode([self._before]))
+    At the beginning of a text decoders may do something else, such as dropping a space."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    added = tokenizer.get_added_tokens_decoder()
+    words = {token_id for text, token_id in vocabulary.items() if text.isascii() and text.isalpha()}
+    before = min(words - added.keys(), default=0)  # special added tokens have no text
+    length = len(tokenizer.decode([before]))
 
-    def __call__(self, text: str, token_id: int) -> bytes:
-        if byte := _BYTE.fullmatch(text):
+    def to_bytes(text: str, token_id: int) -> bytes:
+        if byte := _BYTE_TOKEN.fullmatch(text):
             return bytes([int(byte[1], 16)])
-        decoded: str = self._tokenizer.decode([self._before, token_id])
-        return decoded[self._length :].encode()
+        decoded: str = tokenizer.decode([before, token_id])
+        return decoded[length:].encode()
+
+    return to_bytes

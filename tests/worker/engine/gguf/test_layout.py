@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tokenbus.worker.engine.models import model_files
+from tokenbus.worker.engine.gguf.layout import GgufLayout
+from tokenbus.worker.engine.models.model_files import ModelFiles, is_hub_name
+from tokenbus.worker.engine.models.registry import served_name
 from tokenbus.worker.engine.runner import ModelError
 
 
@@ -15,8 +17,8 @@ def files(folder: Path, *names: str) -> Path:
     return folder
 
 
-def found(model: Path) -> model_files.ModelFiles:
-    return model_files.find(str(model), lambda share: None)
+def found(model: Path) -> ModelFiles:
+    return GgufLayout().find(str(model), lambda share: None)
 
 
 def test_a_file_is_itself_with_the_small_files_beside_it(tmp_path: Path) -> None:
@@ -72,14 +74,14 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_name_says_its_quantization(name: str, quant: str) -> None:
-    assert model_files.quant_of(name) == quant
+    assert GgufLayout().variant_of(name) == quant
 
 
 def test_a_quantization_is_found_however_it_is_written_and_its_absence_names_the_others() -> None:
     names = ["m-Q4_0.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"]
-    assert model_files.choose(names, "q8_0", "org/m") == "m-Q8_0-00001-of-00002.gguf"
+    assert GgufLayout().choose(names, "q8_0", "org/m") == "m-Q8_0-00001-of-00002.gguf"
     with pytest.raises(ModelError, match="org/m: there is no Q2_K, only Q4_0, Q8_0"):
-        model_files.choose(names, "Q2_K", "org/m")
+        GgufLayout().choose(names, "Q2_K", "org/m")
 
 
 @pytest.mark.parametrize(
@@ -94,19 +96,19 @@ def test_a_quantization_is_found_however_it_is_written_and_its_absence_names_the
     ],
 )
 def test_a_hub_name_is_told_from_a_path(model: str, is_hub: bool, served: str) -> None:
-    assert model_files.is_hub_name(model) is is_hub
-    assert model_files.served_name(model) == served
+    assert is_hub_name(model) is is_hub
+    assert served_name(model) == served
 
 
 def test_a_folder_that_looks_like_a_hub_name_is_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     files(tmp_path / "org" / "repo", "m.gguf")
-    assert not model_files.is_hub_name("org/repo")
+    assert not is_hub_name("org/repo")
     assert found(Path("org/repo")).weights == Path("org/repo/m.gguf")
 
 
 def test_what_was_found_travels_in_settings_and_back(tmp_path: Path) -> None:
     one = found(files(tmp_path, "m.gguf", "config.json"))
-    assert model_files.from_paths(model_files.to_paths(one)) == one
-    assert model_files.from_paths({}) is None
+    assert ModelFiles.from_paths(one.to_paths()) == one
+    assert ModelFiles.from_paths({}) is None

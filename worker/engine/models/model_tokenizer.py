@@ -1,0 +1,35 @@
+"""The prompts of a loaded model: the part of a tokenizer that does not depend on the format of the model's files."""
+
+from collections.abc import Callable
+
+from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.wire import errors, internal
+
+
+class ModelTokenizer:
+    """Makes the token ids of prompts by a model's own rules. Safe to use from several threads."""
+
+    def __init__(self, rules: prompt.PromptRules, encode: Callable[[str], list[int]]) -> None:
+        self.rules = rules
+        self._builder = prompt.PromptBuilder(rules, encode)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.rules.vocab_size} tokens>"
+
+    @property
+    def size(self) -> int:
+        """The number of tokens in the vocabulary."""
+        return self.rules.vocab_size
+
+    @property
+    def supports_chat(self) -> bool:
+        """Whether the model has a chat template that works."""
+        return self._builder.supports_chat
+
+    def tokenize(self, request: internal.Tokenize) -> list[int]:
+        """Returns the token ids of a text or a conversation. Raises RequestError."""
+        if request.messages is not None:
+            return self._builder.from_messages(request.messages, request.chat_template_kwargs)
+        if request.text is None:
+            raise errors.request_error(errors.Code.INVALID_REQUEST, "text or messages is required", param="text")
+        return self._builder.from_text(request.text)

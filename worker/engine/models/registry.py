@@ -1,0 +1,29 @@
+"""Which engine serves a model, where its files are, and what it is called."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tokenbus.worker.engine.gguf.layout import GgufLayout, stem_of
+from tokenbus.worker.engine.models.model_files import Layout, ModelFiles, is_hub_name
+from tokenbus.worker.engine.onnx.layout import OnnxLayout, is_onnx_model, model_folder
+
+
+def engine_of(model: str) -> str:
+    """Returns the engine for a model from its files; names on the Hub are taken for GGUF."""
+    return "onnx" if is_onnx_model(model) else "gguf"
+
+
+def find(model: str, progress: Callable[[float], None]) -> ModelFiles:
+    """Finds a model as the engine that serves it on a CPU would. Raises ModelError, saying what to do, if it can't."""
+    layout: Layout = OnnxLayout() if is_onnx_model(model) else GgufLayout()
+    return layout.find(model, progress)
+
+
+def served_name(model: str) -> str:
+    """Returns the default name of a model on the wire: its repository, folder or file in lower case."""
+    if is_hub_name(model):
+        repository = model.partition(":")[0].rpartition("/")[2]
+        return repository.lower().removesuffix("-gguf").removesuffix("-onnx")
+    path = Path(model)
+    name = model_folder(path).resolve().name if path.suffix == ".onnx" else stem_of(path.name)
+    return name.lower()

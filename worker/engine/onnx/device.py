@@ -1,0 +1,67 @@
+"""Chooses the device that a graph runs on, and measures its free memory."""
+
+import ctypes
+from typing import NamedTuple
+
+import onnxruntime
+
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.runner import ModelError
+
+EXECUTION_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_CUDA_RUNTIMES = ("libcudart.so.12", "libcudart.so.13")
+
+
+class Device(NamedTuple):
+    """The place of graph and cache: `cpu`, or `cuda` with the number of a GPU."""
+
+    kind: str
+    number: int = 0
+
+
+def choose(settings: EngineSettings) -> Device:
+    """Raises ModelError if a GPU was asked for and can't be used."""
+    wanted = settings.onnx.provider
+    why_not = "it was not asked for" if wanted == "cpu" else _why_no_cuda(settings.onnx.device_id)
+    if wanted == "cuda" and why_not:
+        raise ModelError(f"--provider cuda: {why_not}; pass --provider cpu, or auto to have it chosen")
+    return Device("cpu") if why_not else Device("cuda", settings.onnx.device_id)
+
+
+def free_bytes(device: Device) -> int | None:
+    """Returns the memory that could be allocated now, or None if the system doesn't say."""
+    return _free_host_bytes() if device.kind == "cpu" else _free_gpu_bytes(device.number)
+
+
+def _why_no_cuda(number: int) -> str:
+    """Returns why onnxruntime can't use a GPU; empty if it can."""
+    if EXECUTION_PROVIDERS["cuda"] not in onnxruntime.get_available_providers():
+        return "this onnxruntime was built without CUDA (onnxruntime-gpu has it, on Linux x86-64)"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "there is no NVIDIA driver here"
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or not count.value:
+        return "the NVIDIA driver finds no GPU"
+    return "" if number < count.value else f"there are GPUs 0 to {count.value - 1}, not {number}"
+
+
+def _free_host_bytes() -> int | None:
+    try:
+        with open("/proc/meminfo") as lines:
+            return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+    except OSError:
+        return None
+
+
+def _free_gpu_bytes(number: int) -> int | None:
+    for name in _CUDA_RUNTIMES:
+        try:
+            runtime = ctypes.CDLL(name)
+        except OSError:
+            continue
+        free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        if not runtime.cudaSetDevice(number) and not runtime.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)):
+            return free.value
+    return None
