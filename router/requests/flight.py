@@ -94,7 +94,7 @@ class Flight:
 
     @property
     def is_streamed(self) -> bool:
-        return self.request.stream is not False
+        return self.request.is_streamed
 
     def remaining_ms(self, now: float) -> float | None:
         """What is left of the request's time; at most 0 when it has passed."""

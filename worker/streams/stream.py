@@ -64,7 +64,7 @@ class Stream:
     def head(self) -> messages.Chunk | None:
         """The first chunk, which says who has accepted the request; also an empty one later. None where only a
         terminal is wanted."""
-        if not self.run.params.stream:
+        if not self.run.params.is_streamed:
             return None
         return messages.Chunk(
             id=self._id,
@@ -90,8 +90,8 @@ class Stream:
         )
         if output.finish_reason is None:
             self._replay_buffer.append(output.token_ids, output.text, output.logprobs)
-            return self._segment_chunk(new) if self.run.params.stream else None
-        if self.run.params.stream:
+            return self._segment_chunk(new) if self.run.params.is_streamed else None
+        if self.run.params.is_streamed:
             return self._terminal(output, new)
         self._replay_buffer.append(output.token_ids, output.text, output.logprobs)
         return self._terminal(output, self._replay_buffer.all())
@@ -136,7 +136,7 @@ class Stream:
     def replay(self, offset: int, max_bytes: int) -> Iterator[messages.Chunk]:
         """Everything said from a token on, and the terminal if there is one; an empty chunk if there is nothing."""
         chunks = 0
-        if self.run.params.stream:
+        if self.run.params.is_streamed:
             end = self._replay_buffer.num_tokens if self.terminal is None else self.terminal.offset
             for segment in self._replay_buffer.segments(offset, max_bytes, end):
                 yield self._segment_chunk(segment)

@@ -10,6 +10,7 @@ import structlog
 from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import block_hash, errors, internal, limits, messages, subjects, validation
+from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.outbox import Outbox
@@ -329,16 +330,16 @@ def _request_of(run: internal.Run, config: contract.EngineConfig, max_new_tokens
         key=run.request_id,
         token_ids=token_ids,
         sampling=resolve(run.params, len(token_ids), config, max_new_tokens),
-        stop=tuple(run.params.stop),
+        stop=tuple(run.params.stop_strings),
         tenant=subjects.key_to_tenant(run.request_id),
-        cache_salt=run.params.cache_salt,
-        cache_prompt=run.params.cache_prompt,
-        priority=run.params.priority,
-        return_progress=run.params.return_progress and run.params.stream,
+        cache_salt=run.params.cache_salt or "",
+        cache_prompt=run.params.cache_prompt is not False,
+        priority=run.params.priority or 0,
+        return_progress=bool(run.params.return_progress) and run.params.is_streamed,
     )
 
 
-def _check_features(params: internal.GenerationParams, config: contract.EngineConfig) -> None:
+def _check_features(params: GenerationParams, config: contract.EngineConfig) -> None:
     for need in validation.required_run_features(params):
         if need.feature not in config.features:
             raise errors.request_error(

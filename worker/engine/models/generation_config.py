@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tokenbus.worker import contract
+from tokenbus.protocol.wire.params import SamplingParams, ranges_of
 from tokenbus.worker.engine.runner import ModelError
 
 
@@ -51,7 +51,7 @@ class _GenerationFile(msgspec.Struct, frozen=True):
 class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None where the files say nothing."""
 
-    defaults: contract.SamplingDefaults = contract.SamplingDefaults()
+    defaults: SamplingParams = SamplingParams()
     end_token_ids: frozenset[int] = frozenset()
     context_length: int | None = None
     max_num_seqs: int | None = None
@@ -63,12 +63,12 @@ class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
 def read(sidecars: dict[str, Path], in_weights: dict[str, float]) -> GenerationConfig:
     """Of the small files beside the weights. Raises ModelError naming a file that is wrong.
 
-    `in_weights` are sampling defaults that the weights carry themselves, under the names of `SamplingDefaults`; the
+    `in_weights` are sampling defaults that the weights carry themselves, under the names of `SamplingParams`; the
     files come first."""
     generation = read_json(sidecars.get("generation_config.json"), _GenerationFile)
     config = read_json(sidecars.get("config.json"), _GenerationFile)
     llm = _llm(read_json(sidecars.get("metadata.json"), _MetadataFile))
-    chosen = contract.SamplingDefaults()
+    chosen = SamplingParams()
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         value = getattr(generation, name)
         value = in_weights.get(name) if value is None else value
@@ -109,17 +109,7 @@ def _to_ids(given: int | list[int] | None) -> frozenset[int]:
     return frozenset(token_id for token_id in ids if token_id >= 0)
 
 
-_RANGES = {
-    "temperature": (0.0, 100.0),
-    "top_p": (1e-6, 1.0),
-    "top_k": (0, 2**31 - 1),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 10.0),
-}
-"""As for requests (wire.md). 0 for top_p, and -1 for top_k, which some files say, mean what is nearest."""
-
-
 def _clamped(name: str, value: float) -> float | int:
-    low, high = _RANGES[name]
-    bounded = min(max(value, low), high)
+    """Moves a value into its range: some files have 0 for top_p, and -1 for top_k."""
+    bounded = ranges_of(SamplingParams)[name].clamp(value)
     return int(bounded) if name == "top_k" else float(bounded)
