@@ -1,32 +1,31 @@
-"""Makes docs/wire.md of docs/wire.in.md and of what protocol/ says of itself: `python -m docs.reference`.
+"""Writes docs/wire.md from docs/wire.in.md and from the code of the wire: `python -m docs.reference`.
 
-A line `{{fields NAME}}` becomes a table of a message's fields, `{{errors}}` the table of error codes, `{{limits}}` that
-of the fixed bounds."""
+A line `{{fields NAME}}` becomes a table of a message's own fields, `{{errors}}` the table of error codes, `{{limits}}`
+that of the fixed limits."""
 
 import ast
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
-from tokenbus.protocol.wire import errors, internal, limits, messages
+import msgspec
+
+from tokenbus.protocol.wire import errors, internal, limits, messages, params
 
 FOLDER = Path(__file__).parent
 TARGET = FOLDER / "wire.md"
 _DIRECTIVE = re.compile(r"^\{\{(\w+)(?: (\w+))?\}\}$", re.MULTILINE)
 _TYPES = (
-    ("UnsetType | ", ""),
-    (" | UnsetType", ""),
-    (" | None", " or null"),
-    ("errors.", ""),
-    ("public.", ""),
-    ("codec.", ""),
-    (" | ", " or "),
+    (r"UnsetType \| | \| UnsetType", ""),
+    (r" \| None", " or null"),
+    (r"\b(errors|public|codec)\.", ""),
+    (r"\bSequence\b", "list"),
+    (r" \| ", " or "),
 )
 
 
 def render(source: str) -> str:
-    """The text with every directive replaced. Raises KeyError for one that names nothing."""
+    """Returns the text with every directive replaced. Raises KeyError for a directive that names nothing."""
     return _DIRECTIVE.sub(lambda match: _table(match[1], match[2]), source)
 
 
@@ -42,50 +41,51 @@ def _table(kind: str, name: str | None) -> str:
 
 
 def _fields(name: str) -> str:
-    rows = [
-        f"| `{field}` | {_type_of(annotation)} | {_one_line(text)} |"
-        for field, annotation, text in _notes(_home_of(name))[name]
-    ]
+    struct: type[msgspec.Struct] = (vars(params) | vars(internal) | vars(messages))[name]
+    ranges = params.ranges_of(struct)
+    classes = {node.name: node for node in _body_of(struct.__module__) if isinstance(node, ast.ClassDef)}
+    rows = []
+    for field, annotation, text in _documented(classes[name].body):
+        allowed = _range_text(ranges[field]) if field in ranges else ""
+        rows.append(f"| `{field}` | {_type_of(annotation)} | {allowed}{text} |")
     return "\n".join(["| field | type | meaning |", "|---|---|---|", *rows])
 
 
-def _home_of(name: str) -> ModuleType:
-    """The module that says what a message is."""
-    message = vars(messages).get(name) or vars(internal)[name]
-    return sys.modules[message.__module__]
-
-
 def _type_of(annotation: str) -> str:
-    for before, after in _TYPES:
-        annotation = annotation.replace(before, after)
-    return annotation.replace("|", "or")
+    for pattern, replacement in _TYPES:
+        annotation = re.sub(pattern, replacement, annotation)
+    return annotation
 
 
-def _notes(module: ModuleType) -> dict[str, list[tuple[str, str, str]]]:
-    """Name, type and docstring of each field, by class."""
-    assert module.__file__ is not None
-    tree = ast.parse(Path(module.__file__).read_text())
-    return {node.name: list(_documented(node.body)) for node in tree.body if isinstance(node, ast.ClassDef)}
+def _range_text(allowed: params.Range) -> str:
+    if allowed.high not in (limits.MAX_TOKENS, params.TIMEOUT_MS.high):
+        return f"{f'Above {allowed.low:,}, up' if allowed.above else f'{allowed.low:,}'} to {allowed.high:,}. "
+    if allowed.low < 0:
+        return ""
+    return f"{'Above' if allowed.above else 'At least'} {allowed.low:,}. "
+
+
+def _body_of(module: str) -> list[ast.stmt]:
+    path = sys.modules[module].__file__
+    assert path is not None
+    return ast.parse(Path(path).read_text()).body
 
 
 def _documented(body: list[ast.stmt]) -> list[tuple[str, str, str]]:
-    """The annotated names of a class or module that are followed by a docstring, or by none."""
+    """Returns name, annotation and docstring of each name that a class or module defines."""
     found = []
     for here, after in zip(body, [*body[1:], ast.Pass()], strict=True):
-        if isinstance(here, ast.AnnAssign) and isinstance(here.target, ast.Name):
-            found.append((here.target.id, ast.unparse(here.annotation), _text_of(after)))
+        text = ""
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            text = " ".join(str(after.value.value).split()).replace("|", "\\|")
+        match here:
+            case ast.AnnAssign(target=ast.Name(name), annotation=kind):
+                if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Annotated":
+                    kind = kind.slice.elts[0]  # type: ignore[attr-defined]
+                found.append((name, ast.unparse(kind), text))
+            case ast.Assign(targets=[ast.Name(name)]):
+                found.append((name, "", text))
     return found
-
-
-def _text_of(statement: ast.stmt) -> str:
-    match statement:
-        case ast.Expr(value=ast.Constant(value=str(text))):
-            return text
-    return ""
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 def _errors() -> str:
@@ -93,17 +93,13 @@ def _errors() -> str:
         f"| `{code}` | {info.http} | {'yes' if info.retryable else 'no'} | {info.message} |"
         for code, info in errors.CODES.items()
     ]
-    return "\n".join(["| code | HTTP | try again | when |", "|---|---|---|---|", *rows])
+    return "\n".join(["| code | HTTP | retry | default message |", "|---|---|---|---|", *rows])
 
 
 def _limits() -> str:
-    assert limits.__file__ is not None
-    body = ast.parse(Path(limits.__file__).read_text()).body
-    rows = []
-    for here, after in zip(body, [*body[1:], ast.Pass()], strict=True):
-        if isinstance(here, ast.Assign) and isinstance(here.targets[0], ast.Name):
-            name = here.targets[0].id
-            rows.append(f"| `{name}` | {getattr(limits, name):,} | {_one_line(_text_of(after))} |")
+    rows = [
+        f"| `{name}` | {getattr(limits, name):,} | {text} |" for name, _, text in _documented(_body_of(limits.__name__))
+    ]
     return "\n".join(["| name | value | |", "|---|---|---|", *rows])
 
 

@@ -33,39 +33,26 @@ from typing import Protocol
 import msgspec
 
 from tokenbus.protocol.wire import errors, internal, messages
-
-REPETITION_LAST_N = 64
-"""The wire's default for the number of tokens that penalties look at."""
+from tokenbus.protocol.wire.params import SamplingParams
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class Sampling(SamplingParams, frozen=True, kw_only=True):
     """The sampling parameters of a request, with every default filled in."""
 
     max_tokens: int
     min_tokens: int = 0
     temperature: float = 0.0
-    """0 takes the likeliest token."""
-    top_k: int = 0
-    """0 is off."""
     top_p: float = 1.0
+    top_k: int = 0
     min_p: float = 0.0
     seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    """The request's own stop tokens, besides the model's end tokens."""
-    ignore_eos: bool = False
-    """Whether the model's end tokens are never sampled: only the request's own stops and `max_tokens` end it."""
     repetition_penalty: float = 1.0
-    """Divides the logits of recent tokens that are positive and multiplies the others; 1 is off."""
-    repetition_last_n: int = REPETITION_LAST_N
-    """The number of recent tokens, of prompt and completion, that the penalties look at."""
+    repetition_last_n: int = 64
     presence_penalty: float = 0.0
-    """Subtracted from the logit of every recent token."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logit of every recent token, as often as it occurs."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids, and numbers that are added to their logits."""
-    logprobs: int | None = None
-    """The number of likeliest tokens to report with each sampled one; None reports no log probabilities at all."""
+    logit_bias: tuple[tuple[int, float], ...] = ()  # type: ignore[assignment]  # a tuple can't be changed by mistake
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
 
     @property
     def has_penalties(self) -> bool:
@@ -81,17 +68,6 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
     token_id: int
     logprob: float
     top: list[tuple[int, float]] = []
-
-
-class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The defaults that a model's files recommend; the wire's where they say nothing."""
-
-    temperature: float = 0.7
-    top_p: float = 0.9
-    top_k: int = 40
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_tokens: int | None = None
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,7 +128,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool
     vocab_size: int
     features: tuple[str, ...]
-    defaults: SamplingDefaults
+    defaults: SamplingParams
+    """Sampling parameters that the model's files recommend."""
     versions: dict[str, str]
     pid: int
     files: dict[str, str] = {}

@@ -1,2 +1,1 @@
-"""The connection to the broker: what may be expected of it, nats-py hardened to keep to that, and who a process
-is there."""
+"""The connection to the broker: its guarantees, nats-py hardened to keep them, credentials and TLS."""

@@ -1,14 +1,14 @@
-"""The bus as every part of the system sees it: what may be expected of whatever carries messages.
+"""The bus as every part of the system sees it: the guarantees of anything that carries messages.
 
-1. What one connection publishes reaches another in the order of publishing, over all its subscriptions, at most once.
-   Between what two connections publish there is no order.
+1. Messages that one connection publishes reach another in the order of publishing, over all its subscriptions, at most
+   once. Messages of two connections have no order.
 2. Messages may be lost where a connection breaks, in both directions, and nowhere else.
-3. Callbacks are plain functions and run one at a time; what they raise is logged and disturbs nobody.
-4. A request to a subject that nobody listens on fails at once. A message with a reply subject, published where nobody
-   listens, brings a notice to that reply subject (`is_no_responders`) if this connection subscribes it.
-5. Nothing waits: `publish` returns at once, also while the broker is away; what waits for the broker is bounded.
-6. `guard` is asked before anything is written to the broker. When it says no, everything that waits is thrown away
-   and the connection is made anew; what was published before that never reaches the broker.
+3. Callbacks are plain functions and run one at a time. An exception in one is logged and affects nothing else.
+4. A request to a subject without subscribers fails at once. A message with a reply subject, published to a subject
+   without subscribers, is answered there with a notice (`is_no_responders`).
+5. Nothing blocks: `publish` returns at once, even while the broker can't be reached. The bytes that wait are bounded.
+6. `guard` is asked before anything is written to the broker. If it returns False, everything that waits is discarded,
+   and the connection is cut and made again; what was published before never reaches the broker.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _NO_RESPONDERS = "503"
 
 
 class PayloadTooLargeError(ValueError):
-    """The message is larger than the broker takes; nothing was sent."""
+    """The message is larger than the broker allows; nothing was sent."""
 
 
 class BadSubjectError(ValueError):
@@ -30,26 +30,26 @@ class BadSubjectError(ValueError):
 
 
 class NoRespondersError(LookupError):
-    """Nobody listens on the subject."""
+    """Nobody subscribes to the subject."""
 
 
 class OutboundBufferLimitError(RuntimeError):
-    """More is waiting to be written than may wait; nothing was sent."""
+    """Too many bytes are waiting for the broker; nothing was sent."""
 
 
 class Subscription(Protocol):
-    """What `subscribe` returns, for `unsubscribe`."""
+    """The handle that `subscribe` returns and `unsubscribe` takes."""
 
 
 class Bus(Protocol):
-    """One process's connection to the broker; the guarantees are this module's docstring."""
+    """One process's connection to the broker; the guarantees are in this module's docstring."""
 
     on_permissions_violation: Callable[[str], None]
-    """Called with the broker's words where its permissions forbid a subject."""
+    """Called with the broker's error text when its permissions forbid a subject."""
     on_reconnect: Callable[[], None]
     """Called after the connection has been made again."""
     guard: Callable[[], bool]
-    """Whether what was published so far may still be said."""
+    """Returns whether what was published so far may still be sent."""
 
     @property
     def is_connected(self) -> bool: ...
@@ -61,62 +61,62 @@ class Bus(Protocol):
 
     @property
     def confirmed_at(self) -> float:
-        """When the last ping that the broker has answered was sent, by `protocol.clock`: everything published before
-        that has reached the broker."""
+        """When the newest ping that the broker has answered was sent, by `protocol.bus.clock`. Everything published
+        before that has reached the broker."""
         ...
 
     @property
     def max_payload(self) -> int:
-        """Bytes that the broker takes in one message, headers included."""
+        """Bytes that the broker allows in one message, headers included."""
         ...
 
     def ping(self) -> None:
-        """Asks the broker for a sign, behind everything published before. While it is away nothing is sent."""
+        """Sends a ping behind everything published before; nothing is sent while the broker can't be reached."""
         ...
 
     def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        """Sends a message, at the end of this loop turn, together with everything else published in it.
+        """Queues a message. Everything queued in one turn of the event loop is written at its end, or when the broker
+        can be reached again.
 
-        While the broker is away it waits for it.
-        Raises BadSubjectError, PayloadTooLargeError and OutboundBufferLimitError; ConnectionError once closed."""
+        Raises BadSubjectError, PayloadTooLargeError, OutboundBufferLimitError; ConnectionError once closed."""
         ...
 
     async def subscribe(self, subject: str, callback: Callback, queue: str = "") -> Subscription:
-        """Calls `callback` with each message, in order. Of one `queue` only one member gets each message."""
+        """Calls `callback` with each message, in order. In a queue group only one member gets each message."""
         ...
 
     async def unsubscribe(self, subscription: Subscription) -> None:
-        """Ends a subscription after the messages that the broker has already sent for it."""
+        """Ends a subscription, after delivering the messages that the broker has already sent for it."""
         ...
 
     async def request(
         self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
     ) -> Msg:
-        """The first reply. Raises NoRespondersError, TimeoutError, PayloadTooLargeError, ConnectionError."""
+        """Returns the first reply. Raises NoRespondersError, TimeoutError, PayloadTooLargeError, ConnectionError."""
         ...
 
     async def flush(self, timeout_s: float = 5.0) -> None:
-        """Returns when the broker has everything that was published before, and everything that it had for this
-        connection by then has been read. Raises TimeoutError, ConnectionError."""
+        """Returns once the broker has everything that was published before, and this process has read everything that
+        the broker had for it by then. Raises TimeoutError, ConnectionError."""
         ...
 
     async def wait_closed(self) -> None:
-        """Waits for ever, or raises ConnectionError when the broker has closed the connection for good."""
+        """Never returns; raises ConnectionError when the broker has closed the connection for good."""
         ...
 
     def new_inbox(self) -> str:
-        """A reply subject that nobody else uses."""
+        """Returns a reply subject that nobody else uses."""
         ...
 
     def abort(self) -> None:
-        """Cuts the connection, throws away what waits to be written, and connects anew."""
+        """Cuts the connection, discards what waits to be written, and connects again."""
         ...
 
     async def close(self) -> None:
-        """Writes out what is pending and disconnects. Safe to call twice."""
+        """Writes what is pending and disconnects. It may be called twice."""
         ...
 
 
 def is_no_responders(message: Msg) -> bool:
-    """Whether this is the broker's notice that nobody listens where something was published."""
+    """Whether a message is the broker's notice that nobody subscribes to the subject of a request."""
     return not message.data and message.headers is not None and message.headers.get("Status") == _NO_RESPONDERS

@@ -1,14 +1,15 @@
-"""Keeps a task's cancellation from being lost."""
+"""Keeps a task's cancellation from getting lost in nats-py.
+
+Before Python 3.12 `asyncio.wait_for` swallows a cancellation that arrives together with the result, and nats-py awaits
+everything by `wait_for`.
+"""
 
 import asyncio
 from types import TracebackType
 
 
 class CancellationGuard:
-    """Raises CancelledError at its end if the task was cancelled within it, and what it awaited did not say so.
-
-    Before Python 3.12 `asyncio.wait_for` returns a result that comes together with a cancel as if there had been none,
-    and nats-py awaits everything by `wait_for`."""
+    """A context manager that raises CancelledError at its end if the task was cancelled inside without noticing."""
 
     def __enter__(self) -> "CancellationGuard":
         self._before = _num_cancellations()
@@ -21,7 +22,7 @@ class CancellationGuard:
             self.check()
 
     def check(self) -> None:
-        """Raises CancelledError if the task was cancelled since the beginning."""
+        """Raises CancelledError if the task has been cancelled since the guard was entered."""
         if _num_cancellations() > self._before:
             raise asyncio.CancelledError
 

@@ -1,4 +1,4 @@
-"""Who a process is to the broker, and the file that proves it."""
+"""The identity of a process at the broker, and the file that proves it."""
 
 import base64
 import dataclasses
@@ -9,28 +9,28 @@ from pathlib import Path
 
 _JWT_BEGINS = "BEGIN NATS USER JWT"
 _SEED_BEGINS = "SU"
-"""Of a user; an account's begins with SA, an operator's with SO."""
+"""The seed of a user; an account's begins with SA, an operator's with SO."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """What proves a user: the seed of an nkey, and the JWT of an account where that names the user."""
+    """The keys of a user: the seed of an nkey, and a JWT if an account has issued one."""
 
     seed: bytes = dataclasses.field(repr=False)
     jwt: str = dataclasses.field(default="", repr=False)
 
     @property
     def public(self) -> str:
-        """Raises ValueError for a seed that is none."""
-        import nkeys  # with its cryptography: most processes need not wait for it
+        """The public key. Raises ValueError for an invalid seed."""
+        import nkeys  # imports its cryptography, which most processes don't need
 
         try:
             return str(nkeys.from_seed(self.seed).public_key.decode())
         except (nkeys.NkeysError, ValueError) as error:
-            raise ValueError("it is no seed of an nkey") from error
+            raise ValueError("not the seed of an nkey") from error
 
     def sign(self, nonce: str) -> bytes:
-        """What nats-py has to send to a broker that asks with that nonce."""
+        """Signs a broker's nonce, in the form that nats-py sends."""
         import nkeys
 
         return base64.b64encode(nkeys.from_seed(self.seed).sign(nonce.encode()))
@@ -38,7 +38,7 @@ class Keys:
 
 @dataclasses.dataclass(frozen=True)
 class Credentials:
-    """Who the process is, in one of the ways that NATS knows; nothing for a broker that does not ask."""
+    """Credentials in one of the forms that NATS knows; all empty for a broker without authentication."""
 
     user: str = ""
     password: str = dataclasses.field(default="", repr=False)
@@ -46,10 +46,10 @@ class Credentials:
     nkey_file: str = ""
     """A file with the seed of an nkey."""
     creds_file: str = ""
-    """A file with a user's JWT and seed, as nsc writes it."""
+    """A file with a user's JWT and seed, in the form that nsc writes."""
 
     def check(self) -> None:
-        """Raises ValueError for several ways at once, a user without a password, and a file that is no good."""
+        """Raises ValueError for several forms at once, a user without a password, and a file that can't be used."""
         given = [bool(self.user), bool(self.token), bool(self.nkey_file), bool(self.creds_file)]
         if sum(given) > 1:
             raise ValueError("give only one of a NATS user, token, nkey file and credentials file")
@@ -58,7 +58,7 @@ class Credentials:
         self.keys()
 
     def keys(self) -> Keys | None:
-        """What is in the file now, None without one. Raises ValueError that names the file and shows nothing of it."""
+        """Reads the file, if there is one. Raises ValueError, which names the file and shows nothing of its content."""
         path = self.creds_file or self.nkey_file
         if not path:
             return None
@@ -68,14 +68,16 @@ class Credentials:
         try:
             assert keys.public
         except ValueError as error:
-            raise ValueError(f"{path} holds no seed of a user's nkey: a line of SU and 56 more") from error
+            raise ValueError(f"{path} has no seed of a user's nkey: a line of SU and 56 more characters") from error
         if self.creds_file and not keys.jwt:
-            raise ValueError(f"{path} holds no user's JWT: nsc writes it beside the seed; a seed alone is --nats-nkey")
+            raise ValueError(
+                f"{path} has no user JWT: nsc writes one beside the seed; pass a seed alone as --nats-nkey"
+            )
         return keys
 
 
 def is_world_readable(path: str) -> bool:
-    """Whether a file of secrets is open to everybody on this machine."""
+    """Whether every user of this machine can read a file."""
     return os.name == "posix" and os.path.exists(path) and bool(os.stat(path).st_mode & stat.S_IROTH)
 
 
@@ -85,10 +87,10 @@ def _lines(path: str) -> list[str]:
     except OSError as error:
         raise ValueError(f"{path}: the NATS credentials can't be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: NATS credentials are a text file, and this is none") from error
+        raise ValueError(f"{path}: NATS credentials must be a text file") from error
 
 
 def _jwt_of(lines: list[str]) -> str:
-    """The line below its heading, if it looks like one."""
+    """Returns the line below the JWT's heading, if it looks like a JWT."""
     below = (line for heading, line in itertools.pairwise(lines) if _JWT_BEGINS in heading)
     return next((line for line in below if line.count(".") == 2), "")

@@ -1,11 +1,11 @@
-"""What is said before a connection to the broker stands: TLS, who the process is, and why the broker won't have it.
+"""The handshake with the broker: TLS, credentials, and errors that say why the broker refuses this process.
 
-nats-py leaves some edges open here too (docs/decisions/0004-nats-connection.md):
-- it goes on in plain text, secrets included, where TLS was wanted and the broker, or whoever plays it, offers none;
-- it takes a broker that hangs up without an answer for a connection, and makes it anew for ever;
-- after a TLS handshake that failed it waits for the end of the stream, of which uvloop never tells;
-- it closes for good when credentials expire, although they may have been renewed;
-- a file of secrets that has become bad ends its attempts to reconnect without a word, or hangs the process.
+Edges that nats-py leaves open here and that this module closes (docs/decisions/0004-nats-connection.md):
+- It goes on in plain text, secrets included, where TLS was wanted and the broker, or an impostor, offers none.
+- It takes a broker that hangs up without an answer for a connection, and reconnects for ever.
+- After a failed TLS handshake it waits for the end of the stream, which uvloop never reports.
+- It closes for good when credentials expire, although they may have been renewed.
+- A secret file that has become invalid ends its reconnect attempts silently, or hangs the process.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from tokenbus.protocol.bus.tls import Tls
 
 
 class BrokerRefusedError(ConnectionError):
-    """A broker is there and this process may not speak with it: trying again won't help. Begins with a verb whose
-    subject is the broker, and says what to do."""
+    """The broker refuses this process, and trying again won't help. The text is a predicate of which the broker is the
+    subject, and says what to do."""
 
 
 class HandshakeClient(client.Client):
-    """nats-py's, with these edges closed. Files are read at each connect, since they may have been renewed."""
+    """nats-py's client with these edges closed. Files are read at each connect, since they may have been renewed."""
 
     def __init__(self, url: str, credentials: Credentials, tls: Tls) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class HandshakeClient(client.Client):
             raise self._explained(error) from error
         if not self.is_connected:
             await self._hang_up()
-            raise self._explained(ConnectionResetError("it hangs up without an answer"))
+            raise self._explained(ConnectionResetError("it closes the connection without an answer"))
 
     async def _hang_up(self) -> None:
         for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
@@ -58,10 +58,10 @@ class HandshakeClient(client.Client):
         if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:
             self._transport._io_writer.transport.abort()
             self._transport = None  # the next attempt makes one
-            await asyncio.sleep(0)  # the turn in which the socket is closed
+            await asyncio.sleep(0)  # lets the event loop close the socket
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        """Comes before TLS begins, and before anything is sent."""
+        """Runs before TLS begins and before anything is sent."""
         if initial_connection:
             self._agree_on_tls(info)
         await super()._process_info(info, initial_connection)
@@ -75,10 +75,8 @@ class HandshakeClient(client.Client):
     def _agree_on_tls(self, info: dict[str, Any]) -> None:
         if self._insists_on_tls:
             if not info.get("tls_required") and not info.get("tls_available"):
-                raise BrokerRefusedError(
-                    "does not speak TLS: switch it on there, or use a nats:// URL and no --nats-ca"
-                )
-            info["tls_required"] = True  # of a broker that offers it, nats-py would make no use
+                raise BrokerRefusedError("does not speak TLS: enable it there, or use a nats:// URL without --nats-ca")
+            info["tls_required"] = True  # nats-py would not use TLS that the broker only offers
         if info.get("tls_required") and info.get("tls_verify") and not self._tls.cert_file:
             raise BrokerRefusedError("asks for a certificate: pass --nats-cert FILE and --nats-key FILE")
 
@@ -95,17 +93,17 @@ class HandshakeClient(client.Client):
         return super()._connect_command()
 
     def _explained(self, error: Exception) -> Exception:
-        """A refusal in place of what says, in whatever way, that the broker has refused."""
+        """Turns an error that means a refusal into one that says so; returns other errors as they are."""
         match error:
             case BrokerRefusedError() | ssl.SSLEOFError():
                 return error
             case ssl.SSLCertVerificationError():
-                advice = "pass --nats-ca FILE with the authority that signed it, and call it by a name that is in it"
+                advice = "pass --nats-ca FILE with the authority that signed it, and a host name that is in it"
                 return BrokerRefusedError(f"has a certificate that can't be trusted ({error.verify_message}): {advice}")
             case ssl.SSLError() | ConnectionError() if self._server_info.get("tls_verify"):
                 return BrokerRefusedError(f"does not accept the certificate ({error}): see --nats-cert and --nats-key")
             case ssl.SSLError():
-                return BrokerRefusedError(f"and this process find no TLS that both speak ({error.reason})")
+                return BrokerRefusedError(f"and this process have no TLS version or cipher in common ({error.reason})")
             case nats.errors.Error() if _is_refusal(reason := str(error).lower()):
                 return BrokerRefusedError(f"refuses the credentials ({reason}): {self._advice}")
         return error
@@ -114,16 +112,16 @@ class HandshakeClient(client.Client):
     def _advice(self) -> str:
         given = self._credentials
         if given.creds_file:
-            return f"are those of --nats-creds {given.creds_file} meant for this broker, and still valid?"
+            return f"is --nats-creds {given.creds_file} meant for this broker, and still valid?"
         if given.nkey_file:
-            return f"does it know the public key to --nats-nkey {given.nkey_file}?"
+            return f"does it know the public key of --nats-nkey {given.nkey_file}?"
         if given.token:
             return "see the variable TOKENBUS_NATS_TOKEN"
         if given.user:
             return "see --nats-user and the variable TOKENBUS_NATS_PASSWORD"
-        return "see --nats-user and the flags beside it"
+        return "pass --nats-user or another of the --nats flags for credentials"
 
 
 def _is_refusal(reason: str) -> bool:
-    """By the words of nats-server; a timeout of the authentication says nothing of the credentials."""
+    """Judges by the words of nats-server. A timeout of the authentication says nothing about the credentials."""
     return "authorization" in reason or ("authentication" in reason and "timeout" not in reason)

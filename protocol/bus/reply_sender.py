@@ -1,4 +1,4 @@
-"""Sends answers that nobody would ask for again: what the connection is too busy for now is sent a little later."""
+"""Sends replies that nobody would ask for again: those that find the outbound buffer full are retried later."""
 
 import asyncio
 from collections import deque
@@ -10,7 +10,7 @@ from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
 from tokenbus.protocol.wire import limits
 
 MAX_PENDING_BYTES = 32 * 1024 * 1024
-"""As much again as may wait in the connection."""
+"""Bytes of replies that may wait here, beside those that wait in the connection."""
 
 
 class _Reply(NamedTuple):
@@ -20,7 +20,7 @@ class _Reply(NamedTuple):
 
 
 class ReplySender:
-    """The answers of one process. Those that the bus is too busy for wait here, and are tried again every tick."""
+    """Sends the replies of one process, in no particular order."""
 
     def __init__(self, bus: Bus, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
         self._bus = bus
@@ -31,19 +31,24 @@ class ReplySender:
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<ReplySender, {len(self._pending)} kept>"
+        return f"<ReplySender, {len(self._pending)} pending>"
 
     def send(self, subject: str, payload: bytes, headers: dict[str, str] | None = None) -> None:
-        """Publishes an answer now or soon. Raises PayloadTooLargeError; ConnectionError once the bus is closed.
+        """Publishes a reply now or soon. Raises PayloadTooLargeError; ConnectionError once the bus is closed.
 
-        An answer may overtake others that wait, so nothing is sent this way whose order matters."""
+        A reply may overtake others that wait, so send nothing this way whose order matters."""
         try:
             self._bus.publish(subject, payload, headers=headers)
         except OutboundBufferLimitError as error:
-            self._enqueue(_Reply(subject, payload, headers), error)
+            if self._pending_bytes + len(payload) > self._max_pending_bytes:
+                self._log.error("reply_not_sent", subject=subject, error=str(error))
+                return
+            self._pending.append(_Reply(subject, payload, headers))
+            self._pending_bytes += len(payload)
+            self._start_timer()
 
     def send_pending(self) -> None:
-        """Sends what waits, as far as the bus takes it."""
+        """Publishes the replies that wait, as many as the outbound buffer takes."""
         while self._pending:
             reply = self._pending[0]
             try:
@@ -57,20 +62,12 @@ class ReplySender:
             self._pending.popleft()
             self._pending_bytes -= len(reply.payload)
 
-    def _enqueue(self, reply: _Reply, why: OutboundBufferLimitError) -> None:
-        if self._pending_bytes + len(reply.payload) > self._max_pending_bytes:
-            self._log.error("reply_not_sent", subject=reply.subject, error=str(why))
-            return
-        self._pending.append(reply)
-        self._pending_bytes += len(reply.payload)
-        self._try_later()
-
-    def _try_later(self) -> None:
+    def _start_timer(self) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(limits.TICK_S, self._try_again)
+            self._timer = asyncio.get_running_loop().call_later(limits.TICK_S, self._retry)
 
-    def _try_again(self) -> None:
+    def _retry(self) -> None:
         self._timer = None
         self.send_pending()
         if self._pending:
-            self._try_later()
+            self._start_timer()

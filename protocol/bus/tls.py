@@ -1,4 +1,4 @@
-"""The files of TLS between a process and the broker."""
+"""The TLS files of a process's connection to the broker."""
 
 import contextlib
 import dataclasses
@@ -9,24 +9,24 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Tls:
-    """Files in PEM; nothing for a broker without TLS, or whose certificate the system trusts (`tls://` URLs)."""
+    """Files in PEM; all empty for a broker without TLS, or if the system trusts its certificate (`tls://` URLs)."""
 
     ca_file: str = ""
     cert_file: str = ""
     key_file: str = ""
-    """Not needed where the key is in `cert_file`."""
+    """Not needed if the key is in `cert_file`."""
 
     @property
     def is_enabled(self) -> bool:
         return bool(self.ca_file or self.cert_file or self.key_file)
 
     def context(self) -> ssl.SSLContext:
-        """Made of what the files hold now. Raises ValueError that names those which are no good."""
+        """Reads the files. Raises ValueError naming those that can't be used."""
         if self.key_file and not self.cert_file:
-            raise ValueError("--nats-key is of no use without its certificate: give --nats-cert as well")
+            raise ValueError("--nats-key needs its certificate: pass --nats-cert as well")
         for path in filter(None, (self.ca_file, self.cert_file, self.key_file)):
             _check_readable(path)
-        with _named(f"{self.ca_file} holds no certificate of an authority in PEM"):
+        with _named(f"{self.ca_file} has no certificate of an authority in PEM"):
             context = ssl.create_default_context(cafile=self.ca_file or None)
         if self.cert_file:
             files = " and ".join(filter(None, (self.cert_file, self.key_file)))
@@ -39,7 +39,7 @@ def _check_readable(path: str) -> None:
     try:
         Path(path).open("rb").close()
     except OSError as error:
-        raise ValueError(f"{path}: this file of TLS can't be read: {error.strerror}") from error
+        raise ValueError(f"{path}: this TLS file can't be read: {error.strerror}") from error
 
 
 @contextlib.contextmanager
@@ -51,5 +51,5 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _refuse_to_ask() -> str:
-    """Without this OpenSSL asks for the passphrase on the terminal, and a process waits there."""
-    raise ValueError("the key of --nats-key has a passphrase: processes that nobody attends need one without")
+    """Keeps OpenSSL from asking for the passphrase on the terminal, where the process would wait."""
+    raise ValueError("the key of --nats-key has a passphrase: servers need a key without one")

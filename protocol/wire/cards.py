@@ -1,4 +1,4 @@
-"""The messages that say who serves what: a worker's card, and what a router answers to `models`."""
+"""The messages that say who serves what: a worker's card, and a router's reply to `models`."""
 
 import enum
 from typing import Literal
@@ -6,48 +6,48 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tokenbus.protocol.wire.message import Message
+from tokenbus.protocol.wire.codec import Message
 from tokenbus.protocol.wire.subjects import WorkerAddress
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy a worker is."""
+    """Requests, tokens and KV blocks of a worker: how busy it is."""
 
     running: int = 0
-    """Requests that have a lane."""
+    """Requests that have a lane, which is a place in the batch."""
     waiting: int = 0
-    """Accepted requests that wait for one."""
+    """Accepted requests that wait for a lane."""
     queued_prefill_tokens: int = 0
-    """Prompt tokens that are not computed yet."""
+    """Prompt tokens that have not been computed yet."""
     used_blocks: int = 0
-    """Blocks of KV memory that running requests hold."""
+    """KV blocks that running requests hold."""
     cached_blocks: int = 0
-    """Blocks that are kept for requests to come."""
+    """KV blocks that no request holds and that are kept for later ones."""
     free_blocks: int = 0
-    """Blocks that can be promised."""
+    """KV blocks that can still be reserved."""
     generated_tokens: int = 0
     """Tokens sampled since the engine started."""
     computed_tokens: int = 0
-    """Tokens that its steps have computed since it started, of prompts and completions: the work that caches spare."""
+    """Tokens that its steps have computed since it started, of prompts and completions."""
     prompt_tokens: int = 0
-    """Of the prompts that it has computed since it started."""
+    """Tokens of the prompts that it has served since it started."""
     cached_tokens: int = 0
-    """Those of them that were cached and did not have to be."""
+    """Those of these tokens that were cached and did not have to be computed."""
     step_age_ms: float = 0.0
     """Time since the step in progress began; 0 while idle."""
 
 
 class Pids(msgspec.Struct, frozen=True, kw_only=True):
-    """Operating-system process ids of a worker's two processes; `engine` is 0 while there is none."""
+    """Operating-system process ids of a worker's two processes."""
 
     front: int
-    """Of the process that speaks NATS."""
+    """The frontend, which is connected to NATS."""
     engine: int
-    """Of the process that owns the device; 0 while there is none."""
+    """The engine, which owns the device; 0 while there is none."""
 
 
 class WorkerState(enum.StrEnum):
-    """What a worker can do for a router now."""
+    """Whether a worker takes requests, and why not."""
 
     STARTING = "starting"
     READY = "ready"
@@ -55,21 +55,21 @@ class WorkerState(enum.StrEnum):
     """Its engine died and a new one is being started."""
     DRAINING = "draining"
     STOPPED = "stopped"
-    """Its last word: it has withdrawn."""
+    """It has withdrawn; this is the last thing it says."""
 
 
 class WorkerTracking(msgspec.Struct, frozen=True, kw_only=True):
-    """What the router that answers knows of a worker beyond what the worker says of itself."""
+    """Says how well the answering router can follow a worker."""
 
     events: Literal["live", "behind", "silent"]
-    """`behind`: something was missed, and a snapshot is awaited. `silent`: it computes prompts and never says that it
-    holds their blocks, so that only its load counts."""
+    """`behind`: the router missed events and waits for a snapshot. `silent`: the worker computes prompts and never
+    announces their blocks, so that only its load counts."""
     indexed_blocks: int
-    """Blocks that it is known to hold."""
+    """KV blocks that the router knows the worker to hold."""
     lost_events: int
-    """Events that never came, in this life of the worker."""
+    """Events of the worker's present epoch that never arrived."""
     booked: int
-    """Requests that were sent there and that it has not confirmed yet."""
+    """Requests that were sent to the worker and that no event has confirmed yet."""
 
 
 class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -78,123 +78,123 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     worker_id: str
     """Stable name of the worker."""
     epoch: str
-    """One life of its frontend, `<unix ms>-<random>`: new at every start and self-fence."""
+    """Identifies one life of its frontend, `<unix ms>-<random>`: new at every start and after every self-fence."""
     model: str
-    """Served name."""
+    """The name under which it is served."""
     source: str
-    """File or repository of the model."""
+    """The model's file or repository."""
     engine: str
     """`gguf`, `onnx` or `sim`."""
     engine_version: str
-    """Of the library."""
+    """Version of the engine's library."""
     context_length: int
-    """Tokens of one request, prompt and completion together."""
+    """Tokens that one request may have, prompt and completion together."""
     max_num_seqs: int
-    """Requests that run at the same time."""
+    """Requests that can run at the same time."""
     max_num_batched_tokens: int
-    """Tokens of one step."""
+    """Tokens that one step can compute."""
     hash_scheme: str
-    """How blocks are hashed, and the model's fingerprint."""
+    """The hash function of its blocks, and the fingerprint of the model."""
     features: list[str]
-    """What requests may ask for."""
+    """Features that requests may use."""
     state: WorkerState
-    """What it can do now."""
+    """Whether it takes requests."""
     host: str
     """Name of the machine."""
     pids: Pids
-    """Its processes."""
+    """Ids of its processes."""
     versions: dict[str, str]
-    """Of the libraries that matter."""
+    """Versions of the libraries that matter."""
     kv_block_size: int | None = None
-    """Tokens of a block; absent where there is no block cache."""
+    """Tokens in a KV block; absent where there is no prefix cache."""
     total_kv_blocks: int | None = None
-    """Blocks of its KV memory; likewise."""
+    """KV blocks in device memory; absent where there is no prefix cache."""
     host_kv_blocks: int | None = None
-    """Blocks of which it can keep a copy in host memory beside these, and bring it back; likewise."""
+    """KV blocks that can be offloaded to host memory beside these; absent where there is no prefix cache."""
     tokenizer_digest: str | None = None
-    """Absent: the worker offers no tokenizer bundle; ask it to tokenize."""
+    """Digest of its tokenizer bundle; absent where it offers none and has to be asked to tokenize."""
     adapters: list[str] = []
-    """Adapters that are loaded."""
+    """Names of the adapters that are loaded."""
     role: str = "both"
-    """`both`: it computes prompts and completions."""
+    """`both`: the worker computes prompts and completions."""
     load: Load | None = None
-    """Only in a `models` reply."""
+    """Its load; only in a `models` reply."""
     watched: WorkerTracking | None = None
-    """Likewise."""
+    """The answering router's view of it; only in a `models` reply."""
 
     @property
     def address(self) -> WorkerAddress:
-        """Whose card it is: a name is a worker's only within its model."""
+        """The worker whose card this is; a worker's name is unique only within its model."""
         return WorkerAddress(self.model, self.worker_id)
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One model, and the workers that serve it."""
+    """A model, and the workers that serve it."""
 
     model: str
-    """Served name."""
+    """The name under which it is served."""
     context_length: int
-    """The smallest of its workers."""
+    """The smallest context length of its workers."""
     features: list[str]
-    """What all its workers can do."""
+    """Features that all its workers have."""
     workers: list[Card] | UnsetType = UNSET
-    """Their cards, with load."""
+    """The workers' cards, with load."""
 
 
 class RefusedCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that gets no requests, because its card contradicts those of the others."""
+    """A worker that gets no requests because its card contradicts the others."""
 
     worker_id: str
-    """Whose card it is."""
+    """The worker whose card was refused."""
     model: str
-    """Which model it says it serves."""
+    """The model that it says it serves."""
     reason: str
-    """What contradicts what."""
+    """Which of its values contradict which others."""
 
 
 class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The router that answers, since it started."""
+    """Statistics of the answering router since it started."""
 
     router_id: str
     """Its name in logs."""
     decisions: int
-    """Placements."""
+    """Requests that it has placed."""
     decisions_per_s: float
-    """Over the last ten seconds or so."""
+    """Requests placed per second, over about the last ten seconds."""
     decision_p50_us: float
-    """Of the time that the last thousand placements took, from token ids to the booking: the median."""
+    """Median duration of the last thousand placements, from token ids to the booking."""
     decision_p99_us: float
-    """And what one in a hundred took longer than."""
+    """99th percentile of the same."""
     waiting: int
-    """Requests that wait here because every worker is busy."""
+    """Requests that wait in this router because every worker is busy."""
     indexed_blocks: int
-    """Blocks in its index, over all models."""
+    """KV blocks in its prefix index, over all models."""
     predicted_hit_rate: float
-    """Prompt tokens that were expected to be cached where they were sent, of all."""
+    """Share of prompt tokens that were expected to be cached where they were sent."""
     hit_rate: float
-    """Prompt tokens that the workers of now have found cached since they started, of all."""
+    """Share of prompt tokens that the present workers have found cached since they started."""
     refused_cards: list[RefusedCard] = []
-    """Workers that are not believed."""
+    """Workers whose cards were refused."""
     refused_messages: int = 0
-    """What workers said that was malformed, out of order, or of nobody known."""
+    """Messages of workers that were malformed, out of order, or from unknown workers."""
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_request_bytes: int
-    """Largest request that the router takes."""
+    """Size of the largest request that the router takes."""
 
 
 class ModelsReply(Message, frozen=True, kw_only=True):
-    """What is being served; `truncated` when the workers had to be left out to fit a message."""
+    """Everything that is being served."""
 
     models: list[ServedModel]
-    """Each model that is being served."""
+    """The models that are being served."""
     limits: ServerLimits
-    """What clients must keep to."""
+    """Limits that clients must keep to."""
     router: RouterStats | UnsetType = UNSET
-    """Who answers."""
+    """The router that answers."""
     truncated: bool | UnsetType = UNSET
-    """true where the workers did not fit the message."""
+    """true if the workers were left out because they did not fit in one message."""
     unserved: list[str] | UnsetType = UNSET
-    """Models that were served and are not now: requests for these end in `no_worker`, and for any that is neither here
-    nor in `models` in `model_not_found`. Absent where the router is too young to tell, or they are too many."""
+    """Models that were served once and are not now. Requests for these end in `no_worker`, and requests for models that
+    are in neither list in `model_not_found`. Absent where the router is too young to tell, or there are too many."""

@@ -1,4 +1,4 @@
-"""Bytes to typed messages and back, in JSON or MessagePack, with errors that name the field at fault."""
+"""Encodes and decodes messages, as JSON or MessagePack; errors name the field at fault."""
 
 import enum
 import math
@@ -13,7 +13,6 @@ from tokenbus.protocol.wire import errors, limits
 
 MessageT = TypeVar("MessageT")
 ValueT = TypeVar("ValueT")
-StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 CONTENT_TYPE = "Content-Type"
 _FREE_FORM = frozenset({"chat_template_kwargs", "tools", "tool_choice", "json_schema", "tool_calls"})
@@ -21,7 +20,11 @@ _LARGEST_EXACT = 2.0**53
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _NOT_FINITE_64 = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]").search
 _NOT_FINITE_32 = re.compile(rb"\xca[\x7f\xff][\x80-\xff]").search
-"""How a MessagePack float begins that may be no number. It may stand inside a text too, so a hit proves nothing."""
+"""The first bytes of a MessagePack float that may be NaN or infinite. They may also stand inside a string."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of every struct that is sent as one NATS message."""
 
 
 class Encoding(enum.StrEnum):
@@ -29,27 +32,28 @@ class Encoding(enum.StrEnum):
     MSGPACK = "msgpack"
 
 
+_ENCODINGS = {"application/json": Encoding.JSON, "application/msgpack": Encoding.MSGPACK}
+
+
 class MediaTypeError(ValueError):
-    """The content type is neither of the two that are spoken here."""
+    """The content type is neither JSON nor MessagePack."""
 
 
 def encoding_of(headers: Mapping[str, str] | None) -> Encoding:
-    """The encoding that a message's headers declare: JSON unless they say MessagePack.
+    """Returns the encoding that a message's headers declare, JSON by default.
 
     Raises MediaTypeError for any other content type; answer that in JSON."""
     for name, value in (headers or {}).items():
         if name.lower() == "content-type":
-            media_type = value.partition(";")[0].strip().lower()
-            if media_type == "application/json":
-                return Encoding.JSON
-            if media_type == "application/msgpack":
-                return Encoding.MSGPACK
-            raise MediaTypeError(f"{value[:100]!r} is not understood here: use application/json or application/msgpack")
+            encoding = _ENCODINGS.get(value.partition(";")[0].strip().lower())
+            if encoding is None:
+                raise MediaTypeError(f"{value[:100]!r} is not supported: use application/json or application/msgpack")
+            return encoding
     return Encoding.JSON
 
 
 def content_headers(encoding: Encoding) -> dict[str, str] | None:
-    """The headers with which a request in that encoding is sent."""
+    """Returns the headers of a request in that encoding, None where it needs none."""
     return {CONTENT_TYPE: "application/msgpack"} if encoding is Encoding.MSGPACK else None
 
 
@@ -58,14 +62,12 @@ _msgpack_encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: msgspec.Struct, encoding: Encoding = Encoding.MSGPACK) -> bytes:
-    """A message as bytes. Raises UnicodeEncodeError for text with lone surrogates."""
-    if encoding is Encoding.JSON:
-        return _json_encoder.encode(message)
-    return _msgpack_encoder.encode(message)
+    """Encodes a message. Raises UnicodeEncodeError for strings with lone surrogates."""
+    return (_json_encoder if encoding is Encoding.JSON else _msgpack_encoder).encode(message)
 
 
 class Decoder(Generic[MessageT]):
-    """Decodes one type of message; make one for each type, once."""
+    """Decodes one type of message. Make one for each type, once: building a decoder costs ten times a decode."""
 
     def __init__(self, message_type: type[MessageT]) -> None:
         self._type = message_type
@@ -76,10 +78,10 @@ class Decoder(Generic[MessageT]):
         return f"<Decoder of {self._type.__name__}>"
 
     def decode(self, payload: bytes, encoding: Encoding = Encoding.MSGPACK) -> MessageT:
-        """The message in `payload`. Raises RequestError(invalid_request) with the path of the field at fault.
+        """Decodes a message. Raises RequestError(invalid_request) with the path of the field at fault.
 
-        The strict decoder serves nearly everything. What it refuses is read once more without types, so that an
-        integral float can pass for an int, a null for an absent field, and the last of duplicate keys wins."""
+        The strict decoder handles nearly everything. What it refuses is decoded once more without types, so that an
+        integral float passes for an int, null for an absent field, and the last of duplicate keys wins."""
         try:
             return self._strict(payload, encoding)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -89,6 +91,8 @@ class Decoder(Generic[MessageT]):
         if encoding is Encoding.JSON:
             return self._json.decode(payload)
         message = self._msgpack.decode(payload)
+        # JSON has no NaN, MessagePack does. Walking every message would cost more than decoding it: this looks for the
+        # few bytes that such a float begins with, and walks only the messages that have them.
         if _NOT_FINITE_64(payload) or _NOT_FINITE_32(payload):
             _check_finite(msgspec.msgpack.decode(payload, strict=False))
         return message
@@ -100,7 +104,7 @@ class Decoder(Generic[MessageT]):
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _invalid(f"the message is not valid {_LABELS[encoding]}: {error}") from error
         except RecursionError as error:
-            raise _invalid("the message nests too deeply") from error
+            raise _invalid("the message is nested too deeply") from error
         try:
             return msgspec.convert(_normalize(raw, depth=0), self._type, str_keys=encoding is Encoding.JSON)
         except msgspec.ValidationError as error:
@@ -121,9 +125,9 @@ _LABELS = {Encoding.JSON: "JSON", Encoding.MSGPACK: "MessagePack"}
 
 
 def check_free_form(value: object, path: str) -> None:
-    """Refuses a free-form value that nests beyond the limit. Raises RequestError(invalid_request)."""
+    """Raises RequestError(invalid_request) for a free-form value that is nested too deeply."""
     if _deeper_than(value, limits.MAX_NESTING):
-        raise _invalid(f"{path} nests deeper than {limits.MAX_NESTING} levels", param=path)
+        raise _invalid(f"{path} is nested deeper than {limits.MAX_NESTING} levels", param=path)
 
 
 def _deeper_than(value: object, levels: int) -> bool:
@@ -133,7 +137,7 @@ def _deeper_than(value: object, levels: int) -> bool:
 
 def _normalize(value: Any, depth: int) -> Any:
     if depth > limits.MAX_NESTING:
-        raise _invalid(f"the message nests deeper than {limits.MAX_NESTING} levels")
+        raise _invalid(f"the message is nested deeper than {limits.MAX_NESTING} levels")
     if isinstance(value, dict):
         return {
             key: child if key in _FREE_FORM else _normalize(child, depth + 1)
@@ -152,16 +156,14 @@ def _invalid(message: str, param: str | None = None) -> errors.RequestError:
 
 
 def unset_if_none(value: ValueT | None) -> ValueT | UnsetType:
-    """A value for a field that is left out of the message when there is none."""
+    """Returns UNSET in place of None, so that the field is left out of the message."""
     return UNSET if value is None else value
 
 
 def error_headers(error: errors.Error) -> dict[str, str]:
-    """Headers of an error terminal, so that ordinary NATS tools show it."""
+    """Returns the headers of an error terminal; ordinary NATS tools show them."""
     info = errors.CODES[error.code]
     return {"Nats-Service-Error-Code": str(info.http), "Nats-Service-Error": f"{error.code}: {error.message}"[:512]}
 
 
-def replace(message: StructT, **changes: Any) -> StructT:
-    """A copy of a frozen message with some fields changed."""
-    return msgspec.structs.replace(message, **changes)
+replace = msgspec.structs.replace

@@ -1,22 +1,20 @@
-"""Checks a request for embeddings field by field, and writes the vectors as the client wants them."""
+"""Validates requests for embeddings, and writes vectors in the form that the client wants."""
 
 import base64
 import sys
 from array import array
 
-from tokenbus.protocol.wire import errors, internal, limits, messages
-from tokenbus.protocol.wire.validation import Range, check_id
+from tokenbus.protocol.wire import internal, limits, messages
+from tokenbus.protocol.wire.errors import invalid_field
+from tokenbus.protocol.wire.validation import check_id, check_ranges
 
-_TIMEOUT_MS = Range(0, 1e12, above=True)
 DEFAULT_TIMEOUT_MS = 60_000.0
-_FLOAT_BYTES = 4
 
 
 def check_request(request: messages.EmbedRequest) -> internal.Embed:
-    """What a worker is asked. Raises RequestError(invalid_request), naming the field and what it may be."""
+    """Returns the message for a worker. Raises RequestError for the first field that is not allowed."""
     check_id(request.id)
-    if request.timeout_ms is not None and not _TIMEOUT_MS.contains(request.timeout_ms):
-        raise _invalid("timeout_ms", f"must be {_TIMEOUT_MS}")
+    check_ranges(request)
     work = internal.Embed(
         inputs=[request.input] if isinstance(request.input, str) else request.input or [],
         dimensions=request.dimensions,
@@ -28,19 +26,21 @@ def check_request(request: messages.EmbedRequest) -> internal.Embed:
 
 
 def check_embed(work: internal.Embed) -> None:
-    """What a worker holds a router's words against. Raises RequestError(invalid_request) in the same way."""
-    if not work.remaining_ms <= _TIMEOUT_MS.high:
-        raise _invalid("remaining_ms", f"must be at most {_TIMEOUT_MS.high:.12g}")
-    if work.dimensions is not None and work.dimensions < 1:
-        raise _invalid("dimensions", f"must be at least 1, got {work.dimensions}")
+    """Raises RequestError for the first field of a router's message that is not allowed."""
+    check_ranges(work)
     if not 1 <= len(work.inputs) <= limits.MAX_EMBED_INPUTS:
-        raise _invalid("input", f"must be a text, or 1 to {limits.MAX_EMBED_INPUTS} texts or lists of token ids")
-    for place, one in enumerate(work.inputs):
-        _check_input(one, f"input[{place}]")
+        raise invalid_field(
+            "input", f"must be a string, or 1 to {limits.MAX_EMBED_INPUTS} strings or lists of token ids"
+        )
+    for index, one in enumerate(work.inputs):
+        if not one:
+            raise invalid_field(f"input[{index}]", "must not be empty")
+        if isinstance(one, list) and not 0 <= min(one) <= max(one) <= limits.MAX_TOKEN_ID:
+            raise invalid_field(f"input[{index}]", f"token ids must be 0 to {limits.MAX_TOKEN_ID}")
 
 
 def to_rows(vectors: bytes, count: int, encoding: str | None) -> list[list[float] | str]:
-    """One for each of `count` inputs, from 32-bit little-endian numbers: as numbers, or those bytes in base64."""
+    """Splits packed 32-bit little-endian floats into `count` rows: lists of numbers, or those bytes in base64."""
     size = len(vectors) // count
     assert size * count == len(vectors), (len(vectors), count)
     rows = [vectors[start : start + size] for start in range(0, len(vectors), size)]
@@ -54,14 +54,3 @@ def _floats(row: bytes) -> list[float]:
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers.tolist()
-
-
-def _check_input(one: str | list[int], param: str) -> None:
-    if not one:
-        raise _invalid(param, "must not be empty")
-    if isinstance(one, list) and not 0 <= min(one) <= max(one) <= limits.MAX_TOKEN_ID:
-        raise _invalid(param, f"token ids must be 0 to {limits.MAX_TOKEN_ID}")
-
-
-def _invalid(param: str, problem: str) -> errors.RequestError:
-    return errors.request_error(errors.Code.INVALID_REQUEST, f"{param}: {problem}", param=param)

@@ -1,4 +1,4 @@
-"""The one list of everything that can go wrong on the wire, and the exception that carries it."""
+"""Every error that the wire knows, and the exception that carries one."""
 
 import enum
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import msgspec
 
 
 class Code(enum.StrEnum):
-    """The closed set of error codes; see `CODES` for what each one means."""
+    """The closed set of error codes; `CODES` says what each of them means."""
 
     INVALID_REQUEST = "invalid_request"
     PROMPT_TOO_LONG = "prompt_too_long"
@@ -28,11 +28,11 @@ class Code(enum.StrEnum):
 
 class CodeInfo(NamedTuple):
     http: int
-    """The status that an HTTP gateway answers with."""
+    """Status code with which an HTTP gateway answers."""
     retryable: bool
     """Whether the same request may succeed later, or elsewhere."""
     message: str
-    """What is said when the place that failed has nothing more exact to say."""
+    """Default error text, for places that know nothing more precise."""
 
 
 CODES: dict[Code, CodeInfo] = {
@@ -40,35 +40,35 @@ CODES: dict[Code, CodeInfo] = {
     Code.PROMPT_TOO_LONG: CodeInfo(400, False, "the prompt and one more token do not fit the model's context"),
     Code.UNSUPPORTED: CodeInfo(400, False, "the model or its engine can't do what was asked"),
     Code.MODEL_NOT_FOUND: CodeInfo(404, False, "no worker has ever served this model"),
-    Code.DUPLICATE_REQUEST: CodeInfo(409, False, "a request with this id is in flight"),
+    Code.DUPLICATE_REQUEST: CodeInfo(409, False, "another request with this id is in flight"),
     Code.PAYLOAD_TOO_LARGE: CodeInfo(413, False, "the message is larger than the limit"),
-    Code.REQUEST_CRASHES_ENGINE: CodeInfo(422, False, "the request has ended two engines"),
+    Code.REQUEST_CRASHES_ENGINE: CodeInfo(422, False, "the request has crashed two engines"),
     Code.OVERLOADED: CodeInfo(429, True, "all queues are full"),
-    Code.NO_WORKER: CodeInfo(503, True, "nothing serves the model now"),
-    Code.INSUFFICIENT_MEMORY: CodeInfo(503, True, "there is no memory to hold the request now"),
-    Code.WORKER_LOST: CodeInfo(502, True, "the worker died and the stream can't go on"),
+    Code.NO_WORKER: CodeInfo(503, True, "no worker serves the model now"),
+    Code.INSUFFICIENT_MEMORY: CodeInfo(503, True, "there is not enough memory for the request now"),
+    Code.WORKER_LOST: CodeInfo(502, True, "the worker died and the stream can't continue"),
     Code.ENGINE_POISONED: CodeInfo(503, True, "the device failed and the engine is being restarted"),
     Code.DEADLINE_EXCEEDED: CodeInfo(504, False, "timeout_ms passed before the answer was complete"),
     Code.SHUTTING_DOWN: CodeInfo(503, True, "the worker was drained before the request could start"),
-    Code.INTERNAL: CodeInfo(500, True, "a bug; the request's id is in the log"),
+    Code.INTERNAL: CodeInfo(500, True, "a bug; the log has the details under the request's id"),
 }
 
 
 class Error(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error as it travels: in a terminal, in a reply to a router, in an embeddings reply."""
+    """An error as it is sent: in a terminal, in a reply to a router, in an embeddings reply."""
 
     code: Code
     message: str
     retryable: bool
     param: str | None = None
-    """Path of the field at fault, as in `messages[0].content`."""
+    """Path of the field at fault, such as `messages[0].content`."""
     retry_after_ms: float | None = None
 
 
 def make_error(
     code: Code, message: str | None = None, *, param: str | None = None, retry_after_ms: float | None = None
 ) -> Error:
-    """An `Error` of that code, with the code's own message and retryability unless a better message is given."""
+    """Makes an error, with the code's default message unless a better one is given."""
     info = CODES[code]
     return Error(
         code=code,
@@ -80,7 +80,7 @@ def make_error(
 
 
 class RequestError(Exception):
-    """Ends one request with `error`; nothing else is disturbed by it."""
+    """Ends one request with `error` and disturbs nothing else."""
 
     def __init__(self, error: Error) -> None:
         super().__init__(f"{error.code}: {error.message}")
@@ -88,5 +88,10 @@ class RequestError(Exception):
 
 
 def request_error(code: Code, message: str | None = None, *, param: str | None = None) -> RequestError:
-    """The exception to raise where a request turns out to be wrong."""
+    """Makes the exception to raise where a request turns out to be wrong."""
     return RequestError(make_error(code, message, param=param))
+
+
+def invalid_field(param: str, problem: str) -> RequestError:
+    """Makes the exception for a field whose value is not allowed; `problem` says what is wrong or what is allowed."""
+    return request_error(Code.INVALID_REQUEST, f"{param}: {problem}", param=param)

@@ -1,270 +1,232 @@
-"""The internal messages between routers and workers; always MessagePack."""
+"""The internal messages between routers and workers, always in MessagePack."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from tokenbus.protocol.wire import codec, errors
+from tokenbus.protocol.wire import codec, errors, limits
 from tokenbus.protocol.wire import messages as public
-
-
-class GenerationParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a client asked of its completion; None means the model's own default, which only the worker knows."""
-
-    max_tokens: int | None = None
-    """As in the request."""
-    min_tokens: int = 0
-    """As in the request."""
-    temperature: float | None = None
-    """As in the request."""
-    top_p: float | None = None
-    """As in the request."""
-    top_k: int | None = None
-    """As in the request."""
-    min_p: float | None = None
-    """As in the request."""
-    seed: int | None = None
-    """As in the request."""
-    repetition_penalty: float | None = None
-    """As in the request."""
-    repetition_last_n: int | None = None
-    """As in the request."""
-    presence_penalty: float = 0.0
-    """As in the request."""
-    frequency_penalty: float = 0.0
-    """As in the request."""
-    logit_bias: dict[int, float] = {}
-    """As in the request, the token ids always numbers."""
-    logprobs: int | None = None
-    """As in the request."""
-    stop: list[str] = []
-    """As in the request, always a list."""
-    stop_token_ids: list[int] = []
-    """As in the request."""
-    ignore_eos: bool = False
-    """As in the request."""
-    stream: bool = True
-    """As in the request."""
-    return_token_ids: bool = False
-    """As in the request."""
-    return_progress: bool = False
-    """As in the request."""
-    cache_prompt: bool = True
-    """As in the request."""
-    cache_salt: str = ""
-    """As in the request."""
-    session_id: str | None = None
-    """As in the request."""
-    priority: int = 0
-    """As in the request."""
+from tokenbus.protocol.wire.params import COUNT, REMAINING_MS, GenerationParams, Range
 
 
 class RunResume(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a handed-over or resumed generation goes on."""
+    """The point at which a resumed generation continues."""
 
     completion_token_ids: bytes
     """Unsigned 32-bit little-endian integers."""
     text_offset: int
-    """UTF-8 bytes of text that the client holds."""
+    """UTF-8 bytes of text that the client already has."""
     sampler: bytes | None = None
     """State of the sampler."""
 
 
 class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
-    """A placed request, from a router to one worker."""
+    """A request that a router has placed on a worker."""
 
     request_id: str
     """`<tenant token>:<id>`."""
-    attempt: int
-    """One higher at every dispatch."""
+    attempt: Annotated[int, COUNT]
+    """Raised by one at every dispatch of the request."""
     epoch: str
-    """The life of the worker that is meant: any other refuses."""
+    """The epoch of the worker that is meant; in any other the worker refuses the run."""
     router_id: str
-    """Who sends it."""
+    """The router that sends it."""
     reply: str
-    """The client's inbox: chunks go there."""
+    """The client's reply subject, to which chunks are published."""
     encoding: codec.Encoding
-    """How chunks are encoded: `json` or `msgpack`."""
+    """Encoding of the chunks: `json` or `msgpack`."""
     token_ids: bytes
     """Unsigned 32-bit little-endian integers."""
     params: GenerationParams
-    """How to generate."""
-    remaining_ms: float | None = None
-    """Of the request's time."""
-    age_ms: float | None = None
-    """Since the router received the request: a cancel that came before that was not meant for it."""
+    """The generation parameters of the request."""
+    remaining_ms: Annotated[float | None, REMAINING_MS] = None
+    """Time left of the request's `timeout_ms`."""
+    age_ms: Annotated[float | None, REMAINING_MS] = None
+    """Time since the router received the request; a cancel that arrived earlier was not meant for it."""
     crashes: int = 0
-    """Engines that died in a step holding this request."""
+    """Engines that have died in a step with this request in it."""
     resume_from: RunResume | None = None
-    """Where an earlier stream is to go on."""
+    """The point at which an earlier stream continues."""
     routing: public.RoutingReport | None = None
-    """For the terminal, when the client asked why."""
+    """The routing report for the terminal, if the client asked for it."""
 
 
 class RunReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker's answer to a run."""
+
     accepted: bool
-    """The terminal is the worker's from now on."""
+    """Whether the worker takes the run; if so, it owns the terminal from now on."""
     error: errors.Error | None = None
-    """Why it was refused."""
+    """Why the run was refused."""
     same_reply: bool = False
-    """Refused because the id is in flight, by a stream that speaks to the very same inbox: say nothing there."""
+    """The id is in flight in a stream to the very same reply subject: publish nothing there."""
     cancelled: bool = False
-    """Refused because its cancel was here first."""
+    """The run was refused because its cancel arrived first."""
 
 
 class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """A command from a router or an operator to a worker."""
+
     op: Literal["drop", "drain", "clear_cache", "load", "unload"]
-    """What to do."""
+    """The command."""
     request_id: str | None = None
-    """With `drop`: which request."""
-    attempt: int | None = None
-    """With `drop`: that attempt, and all before."""
+    """The request to `drop`."""
+    attempt: Annotated[int | None, COUNT] = None
+    """The attempt to `drop`, together with all earlier ones."""
     model: str | None = None
-    """With `load`: a file, a directory or a name on the Hub, as the worker finds it."""
+    """The model to `load`: a file, a directory or a name on the Hub, as seen from the worker."""
     served_name: str | None = None
-    """With `load`: the model's name on the wire; the file's name where absent."""
+    """The name under which to serve the model to `load`; the file's name if absent."""
     replicas: int = 1
-    """With `load`: how many replicas of it."""
+    """Replicas of the model to `load`."""
     settings: dict[str, Any] = {}
-    """With `load`: engine settings by name, where they shall differ from the worker's own."""
+    """Engine settings of the model to `load`, by name, where they differ from the worker's own."""
 
 
 class ControlReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker's answer to a command."""
+
     ok: bool
-    """It was done. For `drop` false means that the attempt has spoken and goes on."""
+    """Whether the command was carried out. A `drop` is not if the attempt has already published text or ended."""
     error: errors.Error | None = None
-    """What was wrong with the message, or why it could not be carried out."""
+    """Why the command was not carried out."""
     progress: float | None = None
-    """Of `load`: the share that is done. Replies follow until it is 1, or `ok` is false."""
+    """The share of a `load` that is done, 0 to 1. More replies follow until it is 1 or `ok` is false."""
     worker_ids: list[str] = []
-    """Of `load`, when it is done: the new replicas."""
+    """The new replicas, once a `load` is done."""
 
 
 class Tokenize(public.Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Asks a worker to make token ids of a text, or of a conversation by its template."""
+    """Asks a worker for the token ids of a text or of a conversation."""
 
     text: str | None = None
-    """A text, in which nothing is a special token."""
+    """A text, in which names of special tokens are plain text."""
     messages: list[public.ChatMessage] | None = None
-    """Or a conversation."""
+    """A conversation, to be rendered with the model's chat template."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for its template."""
+    """Variables for the template."""
 
 
 class TokenizeReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """The token ids, or the error."""
+
     token_ids: bytes | None = None
     """Unsigned 32-bit little-endian integers."""
     error: errors.Error | None = None
-    """Instead."""
+    """Why there are no token ids."""
 
 
 class Embed(public.Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Asks a worker for embeddings. It may be asked again, or another: the answer is the same."""
+    """Asks a worker for embeddings. Asking again, or asking another worker, gives the same answer."""
 
     inputs: list[str | list[int]]
-    """Texts, or lists of token ids."""
-    dimensions: int | None = None
-    """Length of the vectors; all that the model makes where absent."""
+    """Strings or lists of token ids."""
+    dimensions: Annotated[int | None, Range(1, limits.MAX_TOKENS)] = None
+    """Length of the vectors; the model's own if absent."""
     normalize: bool = True
-    """To unit length."""
-    remaining_ms: float
-    """Of the request's time."""
+    """Whether the vectors are scaled to unit length."""
+    remaining_ms: Annotated[float, REMAINING_MS]
+    """Time left of the request's `timeout_ms`."""
 
 
 class EmbedResult(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """The embeddings, or the error."""
+
     vectors: bytes = b""
-    """A row for each input: 32-bit little-endian floating-point numbers."""
+    """One row for each input, as 32-bit little-endian floats."""
     prompt_tokens: int = 0
-    """Of all inputs."""
+    """Tokens of all inputs."""
     error: errors.Error | None = None
-    """Instead."""
+    """Why there are no embeddings."""
 
 
 class TokenizerPart(public.Message, frozen=True, kw_only=True):
-    """One of the parts that together are a `TokenizerBundle`."""
+    """One part of a worker's tokenizer bundle."""
 
     digest: str
-    """Of the whole bundle, as in the card."""
+    """Digest of the whole bundle, the one in the card."""
     part: int
-    """From 0."""
+    """Number of this part, from 0."""
     parts: int
-    """How many there are."""
+    """Number of all parts."""
     data: bytes
-    """Bytes of the bundle."""
+    """This part of the bundle."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that the worker has accepted."""
+    """Announces a request that the worker has accepted."""
 
     id: str
     """`<tenant token>:<id>`."""
     prompt_tokens: int
-    """Tokens of its prompt."""
+    """Tokens of the prompt."""
     overlap_blocks: int
-    """Leading blocks that were there already."""
+    """Leading blocks of the prompt that were cached."""
 
 
 class BlockRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Consecutive blocks of one chain, and the block before the first."""
+    """Consecutive blocks of one hash chain."""
 
     parent: int
-    """Hash of the block before the first."""
+    """Hash of the block before the first one."""
     hashes: list[int]
-    """Hashes in order."""
+    """Hashes of the blocks, in their order."""
 
 
 class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
-    """One entry of a worker's numbered event log; an empty one is its heartbeat."""
+    """One entry of a worker's numbered event log. An empty one is a heartbeat."""
 
     worker_id: str
-    """Whose log it is."""
+    """The worker whose log it is."""
     epoch: str
-    """Which life's."""
+    """The worker's epoch."""
     seq: int
-    """From 0 in each epoch, without gaps."""
+    """Number of the entry, from 0 in each epoch, without gaps."""
     load: public.Load
-    """After this event."""
+    """Load after this event."""
     state: public.WorkerState
-    """After this event."""
+    """State after this event."""
     cleared: bool = False
-    """Nothing that an earlier engine held is left."""
+    """Whether all blocks of before are gone, because a new engine has started."""
     removed: list[int] = []
     """Hashes of blocks that are gone."""
     stored: list[BlockRun] = []
     """Blocks that are new."""
     started: list[Started] = []
-    """Requests that were accepted."""
+    """Requests that the worker has accepted."""
     first_token_sent: list[str] = []
-    """Requests whose client is about to get text."""
+    """Keys of requests whose client is about to get text."""
     finished: list[str] = []
-    """Requests that have ended, in whatever way, behind their terminal."""
+    """Keys of requests that have ended, sent after their terminal."""
 
 
 class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request in a worker's snapshot."""
+
     id: str
     """`<tenant token>:<id>`."""
     attempt: int
-    """Which attempt runs."""
+    """The attempt that is running."""
     first_token_sent: bool
-    """Its client has got text."""
+    """Whether its client has received text."""
 
 
 class SnapshotPart(public.Message, frozen=True, kw_only=True):
-    """One of the parts that together say what a worker held after event `seq`."""
+    """One part of a snapshot: everything that a worker held after event `seq`."""
 
     worker_id: str
-    """Who answers."""
+    """The worker that answers."""
     epoch: str
-    """In which life."""
+    """The worker's epoch."""
     seq: int
     """The last event before the snapshot."""
     part: int
-    """From 0."""
+    """Number of this part, from 0."""
     parts: int
-    """How many there are."""
+    """Number of all parts."""
     runs: list[BlockRun]
-    """Blocks that it holds."""
+    """Blocks that the worker holds."""
     running: list[RunningRequest]
-    """Requests that it holds."""
+    """Requests that the worker holds."""
     load: public.Load
-    """How busy it is."""
+    """Load of the worker."""

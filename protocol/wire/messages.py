@@ -1,13 +1,13 @@
-"""The public messages of the wire: what clients send and what they receive.
+"""The public messages of the wire: everything that clients send and receive.
 
 Every struct is frozen. null means absent, unknown fields are ignored. A field whose default is `UNSET` is left out of
-the message when it has nothing to say; the others are always present.
+the message when it has no value; the others are always present.
 
-Those of `generate` and `cards` are named here too: who uses messages need not know in which file each is.
+The messages of `generate.py` and `cards.py` are exported here too, so that their users need not know where each stands.
 """
 
 import enum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -25,6 +25,7 @@ from tokenbus.protocol.wire.cards import (
     WorkerState,
     WorkerTracking,
 )
+from tokenbus.protocol.wire.codec import Message
 from tokenbus.protocol.wire.generate import (
     ChatMessage,
     ContentPart,
@@ -34,7 +35,7 @@ from tokenbus.protocol.wire.generate import (
     ResumeFrom,
     RoutingOptions,
 )
-from tokenbus.protocol.wire.message import Message
+from tokenbus.protocol.wire.params import TIMEOUT_MS
 
 __all__ = [
     "CancelReply",
@@ -83,27 +84,27 @@ class FinishReason(enum.StrEnum):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one request; `completion_tokens` counts every sampled token, the end token included."""
+    """Tokens of one request."""
 
     prompt_tokens: int
     """Tokens of the prompt."""
     completion_tokens: int
-    """Every sampled token, the one that ended it included: the last `offset + tokens`."""
+    """Every sampled token, including the one that ended the completion: the last `offset + tokens`."""
     total_tokens: int
-    """Both."""
+    """The sum of both."""
     cached_tokens: int
-    """Prompt tokens whose KV was there already."""
+    """Prompt tokens whose KV was cached and did not have to be computed."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of one request went, in ms, from the worker's accept on."""
+    """Where the time of one request went, in ms, counted from the worker's accept."""
 
     queue_ms: float
     """From the accept to the first step."""
     prefill_ms: float
-    """From there to the first token."""
+    """From the first step to the first token."""
     ttft_ms: float
-    """Both: to the first token."""
+    """From the accept to the first token."""
     decode_ms: float
     """From the first token to the end."""
     total_ms: float
@@ -111,14 +112,14 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the prompt has been computed."""
+    """Progress of the prompt's computation."""
 
     prompt_tokens: int
-    """All there are."""
+    """Tokens of the prompt."""
     processed_tokens: int
-    """Computed so far."""
+    """Tokens done so far."""
     cached_tokens: int
-    """Of these, not computed but found."""
+    """Those of them that were cached and did not have to be computed."""
 
 
 class TokenAlternative(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +136,7 @@ class TokenAlternative(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """The log probability of a sampled token, and of the likeliest ones at its place."""
+    """The log probability of a sampled token, and of the likeliest tokens at its position."""
 
     id: int
     """Token id."""
@@ -146,44 +147,44 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     logprob: float
     """Natural logarithm of its probability."""
     top: list[TokenAlternative]
-    """The likeliest at its place."""
+    """The likeliest tokens at its position."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """What the router knew of one worker when it chose."""
+    """The values that the router knew of one worker when it made its choice."""
 
     worker_id: str
-    """Which worker."""
+    """Name of the worker."""
     cost: float
-    """The lowest was chosen."""
+    """The cost of placing the request there; the lowest was chosen."""
     overlap_blocks: int
-    """Leading blocks of the prompt that it holds."""
+    """Leading blocks of the prompt that the worker holds."""
     prefill_blocks: int
-    """Blocks to be computed there."""
+    """Blocks that would have to be computed there."""
     decode_blocks: int
-    """Blocks that are being decoded there."""
+    """Blocks held by requests that are being decoded there."""
     state: str
-    """Its state."""
+    """State of the worker."""
 
 
 class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a worker was chosen."""
+    """Explains why a worker was chosen."""
 
     chosen: str
-    """Which worker."""
+    """Name of the worker."""
     policy: str
-    """By which policy."""
+    """Name of the policy that chose it."""
     candidates: list[Candidate]
-    """All that could have been."""
+    """All workers that could have been chosen."""
 
 
 class Chunk(Message, frozen=True, kw_only=True):
-    """One numbered piece of a streamed completion; the one with a `finish_reason` is the terminal."""
+    """One numbered message of a streamed completion; the one with a `finish_reason` is the terminal."""
 
     id: str
-    """The request's id; empty in a refusal whose id could not be read."""
+    """The request's id; empty in the refusal of a request whose id could not be read."""
     attempt: int = 0
-    """0, and one higher at every dispatch to a worker. Ignore chunks of a lower attempt than one already seen."""
+    """Counts the dispatches of the request to workers. Ignore chunks of a lower attempt than one already seen."""
     offset: int = 0
     """Sampled tokens before this chunk."""
     tokens: int = 0
@@ -191,51 +192,51 @@ class Chunk(Message, frozen=True, kw_only=True):
     text_offset: int = 0
     """UTF-8 bytes of completion text before this chunk."""
     text: str = ""
-    """New text: whole characters, may be empty."""
+    """New text, in whole characters; may be empty."""
     finish_reason: FinishReason | None = None
-    """null, or in the terminal, and only there, one of `stop` `length` `tool_calls` `cancelled` `error`."""
+    """`stop`, `length`, `tool_calls`, `cancelled` or `error` in the terminal, null in all other chunks."""
     worker_id: str | UnsetType | None = UNSET
-    """In the head of each attempt, empty chunks and the terminal; null where a router speaks."""
+    """In the head of each attempt, in empty chunks and in the terminal; null if a router sent the chunk."""
     model: str | UnsetType = UNSET
-    """Likewise."""
+    """In the head of each attempt, in empty chunks and in the terminal."""
     created: int | UnsetType = UNSET
-    """Unix seconds."""
+    """Unix time in seconds, in the same chunks."""
     token_ids: list[int] | UnsetType = UNSET
-    """When asked for: exactly `tokens` of them."""
+    """Ids of the `tokens` tokens, if asked for."""
     logprobs: list[TokenLogprob] | UnsetType = UNSET
-    """When asked for: exactly `tokens` of them."""
+    """Log probabilities of the `tokens` tokens, if asked for."""
     tool_calls: list[dict[str, Any]] | UnsetType = UNSET
-    """When tools were given."""
+    """Calls of the tools that were given."""
     progress: Progress | UnsetType = UNSET
-    """When asked for, while the prompt is computed."""
+    """Progress of the prompt's computation, if asked for."""
     usage: Usage | UnsetType = UNSET
-    """In the terminal, unless it is a refusal."""
+    """Token counts, in every terminal except a refusal."""
     timings: Timings | UnsetType = UNSET
-    """In the terminal, unless it is a refusal."""
+    """Durations, in every terminal except a refusal."""
     stop_match: str | int | UnsetType = UNSET
-    """In a terminal with `stop`: the stop text or token id that matched."""
+    """The stop string or token id that matched, in a terminal with `stop`."""
     error: errors.Error | UnsetType = UNSET
-    """In a terminal with `error`."""
+    """Why the request failed, in a terminal with `error`."""
     routing: RoutingReport | UnsetType = UNSET
-    """In the terminal, when it was asked for."""
+    """Why the worker was chosen, in the terminal, if asked for."""
 
 
 class CancelReply(Message, frozen=True, kw_only=True):
-    """Sent by whoever carries out a cancel."""
+    """Sent by the router or worker that carries out a cancel."""
 
     cancelled: bool
     """Always true: nobody answers for an unknown id."""
 
 
 class ResyncRequest(Message, frozen=True, kw_only=True):
-    """Asks for everything from that sampled token on, published again."""
+    """Asks for everything from a token on to be published again."""
 
     offset: int
-    """Sampled tokens that the client holds."""
+    """Sampled tokens that the client already has."""
 
 
 class ResyncReply(Message, frozen=True, kw_only=True):
-    """Sent by whoever holds the stream."""
+    """Sent by the router or worker that holds the stream."""
 
     found: bool
     """Always true: nobody answers for an unknown id."""
@@ -245,29 +246,29 @@ class EmbedRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Asks for embeddings of one or several inputs, as text or as token ids."""
 
     id: str | None = None
-    """As in `generate`."""
+    """Like the id of a `generate` request."""
     input: str | list[str | list[int]] | None = None
-    """A text, texts, or lists of token ids."""
+    """A string, or a list whose items are strings or lists of token ids."""
     dimensions: int | None = None
-    """Length of the vectors, where the model can shorten them."""
+    """Length of the vectors, if the model can shorten them."""
     encoding: Literal["float", "base64"] | None = None
-    """`float` or `base64`."""
+    """`float`: lists of numbers. `base64`: 32-bit little-endian floats in base64."""
     normalize: bool | None = None
-    """To unit length; true where absent."""
-    timeout_ms: float | None = None
-    """60,000 where absent."""
+    """Whether the vectors are scaled to unit length. true if absent."""
+    timeout_ms: Annotated[float | None, TIMEOUT_MS] = None
+    """Time from the router's receipt to its answer. 60,000 if absent."""
 
 
 class EmbedReply(Message, frozen=True, kw_only=True):
-    """The embeddings, one for each input, or the error."""
+    """The embeddings of all inputs, or the error."""
 
     id: str
     """The request's id."""
     model: str | UnsetType = UNSET
-    """Who made them."""
+    """The model that made them."""
     embeddings: list[list[float] | str] | UnsetType = UNSET
-    """One for each input."""
+    """One vector for each input, in their order."""
     usage: Usage | UnsetType = UNSET
     """Tokens of all inputs."""
     error: errors.Error | UnsetType = UNSET
-    """Instead of all else."""
+    """Why there are no embeddings."""

@@ -18,7 +18,7 @@ import structlog
 from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, PayloadTooLargeError
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects, validation
-from tokenbus.protocol.wire.message import Message
+from tokenbus.protocol.wire.codec import Message
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement.placement import Placement
 from tokenbus.router.requests.flight import Flight, Flights

@@ -7,7 +7,7 @@ import structlog
 
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.wire import codec, errors, messages, subjects
-from tokenbus.protocol.wire.message import Message
+from tokenbus.protocol.wire.codec import Message
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
 

@@ -22,7 +22,7 @@ async def url(tmp_path: Path) -> AsyncIterator[str]:
 @pytest.mark.parametrize("model", ["", "x" * 129])
 async def test_a_model_that_can_be_no_name_is_refused_and_leaves_nothing_behind(url: str, model: str) -> None:
     async with await Client.connect(url) as client:
-        with pytest.raises(ValueError, match="a name has 1 to 128 bytes"):
+        with pytest.raises(ValueError, match="a name must have 1 to 128 bytes"):
             client.generate(model, prompt="hi")
         assert "0 streams" in repr(client)
 

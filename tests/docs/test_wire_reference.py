@@ -7,6 +7,7 @@ import pytest
 
 from docs import reference
 from tokenbus.protocol.wire import internal, messages
+from tokenbus.protocol.wire.params import GenerationParams
 
 
 def test_the_reference_is_up_to_date() -> None:
@@ -25,14 +26,17 @@ def test_the_reference_is_up_to_date() -> None:
         messages.Load,
         internal.Run,
         internal.RunReply,
-        internal.GenerationParams,
+        GenerationParams,
         internal.Events,
         internal.SnapshotPart,
         internal.Control,
     ],
 )
 def test_every_field_of_a_message_is_in_the_reference_with_its_meaning(message: type[msgspec.Struct]) -> None:
-    table = reference.render(f"{{{{fields {message.__name__}}}}}")
+    structs = [kind for kind in message.__mro__ if kind.__module__.startswith("tokenbus.") and kind.__annotations__]
+    tables = [reference.render(f"{{{{fields {kind.__name__}}}}}") for kind in structs]
+    assert all(table in reference.TARGET.read_text() for table in tables)
+    table = "".join(tables)
     for field in msgspec.structs.fields(message):
         assert re.search(rf"^\| `{field.name}` \| [^|]+ \| [^|]{{5,}}", table, re.MULTILINE), field.name
 

@@ -147,6 +147,6 @@ async def test_files_that_are_no_good_end_every_process_with_one_line_and_status
     lines = [one.stderr.removeprefix("tokenbus: ") for one in ended]
     assert lines == [
         "/missing: the NATS credentials can't be read: No such file or directory\n",
-        f"{empty} holds no seed of a user's nkey: a line of SU and 56 more\n",
-        f"{empty} holds no certificate of an authority in PEM (NO_CERTIFICATE_OR_CRL_FOUND)\n",
+        f"{empty} has no seed of a user's nkey: a line of SU and 56 more characters\n",
+        f"{empty} has no certificate of an authority in PEM (NO_CERTIFICATE_OR_CRL_FOUND)\n",
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
+from tokenbus.protocol.wire.params import GenerationParams
 
 PATH = Path(__file__).parent / "golden.json"
 
@@ -228,7 +229,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             reply="_INBOX.a.b",
             encoding=codec.Encoding.JSON,
             token_ids=block_hash.pack_token_ids([1, 2, 4_294_967_295]),
-            params=internal.GenerationParams(),
+            params=GenerationParams(),
         ),
     ),
     (
@@ -241,7 +242,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             reply="_INBOX_acme.a.b",
             encoding=codec.Encoding.MSGPACK,
             token_ids=block_hash.pack_token_ids([1]),
-            params=internal.GenerationParams(
+            params=GenerationParams(
                 max_tokens=64,
                 min_tokens=1,
                 temperature=0.0,

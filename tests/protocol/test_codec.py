@@ -493,7 +493,7 @@ def test_an_error_leaves_out_what_it_does_not_know() -> None:
     sent = msgspec.msgpack.decode(codec.encode(reply))
     assert sent == {
         "accepted": False,
-        "error": {"code": "no_worker", "message": "nothing serves the model now", "retryable": True},
+        "error": {"code": "no_worker", "message": "no worker serves the model now", "retryable": True},
     }
 
 

@@ -58,7 +58,7 @@ def test_a_file_without_a_user_s_seed_is_refused_by_name(
 def test_a_credentials_file_without_a_jwt_is_refused_by_name(write: Callable[[str | bytes], str]) -> None:
     for content in (Key().seed, creds("", Key()), "-----BEGIN NATS USER JWT-----\n" + Key().seed.decode()):
         path = write(content)
-        with pytest.raises(ValueError, match="holds no user's JWT"):
+        with pytest.raises(ValueError, match="has no user JWT"):
             Credentials(creds_file=path).check()
 
 

@@ -114,7 +114,6 @@ def test_a_key_names_one_request_of_one_tenant_and_gives_the_id_back(tenant: str
         (SUBJECTS.cancel("r-1", "acme"), "tokenbus.v1.cancel.acme.r-1"),
         (SUBJECTS.resync("r-1"), "tokenbus.v1.resync.r-1"),
         (SUBJECTS.resync("r-1", "acme"), "tokenbus.v1.resync.acme.r-1"),
-        (SUBJECTS.handover(MODEL), f"tokenbus.v1.handover.{MODEL_TOKEN}"),
         (SUBJECTS.worker(MODEL, "w.1", "run"), f"tokenbus.v1.worker.{MODEL_TOKEN}.w=2E1.run"),
         (SUBJECTS.worker(MODEL, "w1", "control"), f"tokenbus.v1.worker.{MODEL_TOKEN}.w1.control"),
         (SUBJECTS.worker(MODEL, "w1", "snapshot"), f"tokenbus.v1.worker.{MODEL_TOKEN}.w1.snapshot"),
@@ -157,7 +156,6 @@ def test_a_prefix_that_is_no_plain_subject_is_refused(prefix: str) -> None:
 def test_model_and_tenant_come_back_from_generate_and_embed(model: str, tenant: str) -> None:
     assert SUBJECTS.parse_model(SUBJECTS.generate(model, tenant)) == (model, tenant)
     assert SUBJECTS.parse_model(SUBJECTS.embed(model, tenant)) == (model, tenant)
-    assert SUBJECTS.parse_models(SUBJECTS.models_for(tenant)) == tenant
 
 
 @given(REQUEST_IDS, st.one_of(st.just(DEFAULT_TENANT), NAMES))
@@ -177,7 +175,6 @@ def test_model_and_worker_come_back_from_cards_and_events(model: str, worker_id:
 def test_the_form_without_a_tenant_means_the_tenant_default() -> None:
     assert SUBJECTS.parse_model("tokenbus.v1.generate.m").tenant == "default"
     assert SUBJECTS.parse_model("tokenbus.v1.generate.m.default").tenant == "default"
-    assert SUBJECTS.parse_models("tokenbus.v1.models") == "default"
     assert SUBJECTS.parse_request("tokenbus.v1.cancel.r-1").key == "default:r-1"
 
 
@@ -186,7 +183,6 @@ def test_names_in_no_subject_form_are_refused_wherever_they_stand(token: str) ->
     for parse, subject in (
         (SUBJECTS.parse_model, f"tokenbus.v1.generate.{token}"),
         (SUBJECTS.parse_model, f"tokenbus.v1.generate.m.{token}"),
-        (SUBJECTS.parse_models, f"tokenbus.v1.models.{token}"),
         (SUBJECTS.parse_request, f"tokenbus.v1.cancel.{token}"),
         (SUBJECTS.parse_request, f"tokenbus.v1.resync.{token}.r"),
         (SUBJECTS.parse_worker, f"tokenbus.v1.card.{token}.w"),

@@ -17,9 +17,11 @@ from tokenbus.protocol.wire.messages import (
     ResumeFrom,
     RoutingOptions,
 )
+from tokenbus.protocol.wire.params import GenerationParams, ranges_of
 from tokenbus.protocol.wire.validation import RequiredFeature
 
 PROMPT: dict[str, object] = {"prompt": "hello"}
+RANGES = ranges_of(GenerateRequest)
 
 
 def make(**fields: object) -> GenerateRequest:
@@ -74,7 +76,7 @@ def test_a_number_may_be_at_each_end_of_its_range_and_not_one_step_past_it(name:
         assert error.message.startswith(f"{name}: must be ")
 
 
-@pytest.mark.parametrize("name", validation.RANGES)
+@pytest.mark.parametrize("name", RANGES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, -(10**400)])
 def test_no_range_holds_what_is_not_a_number_or_beyond_all_of_them(name: str, value: float) -> None:
     assert refusal(make(**{name: value})).param == name
@@ -323,7 +325,7 @@ def test_every_need_is_named_in_a_request_that_has_several() -> None:
 
 
 def test_a_bare_request_leaves_everything_to_the_model() -> None:
-    assert validation.to_params(make()) == internal.GenerationParams()
+    assert validation.to_params(make()) == GenerationParams()
 
 
 def test_everything_that_was_asked_goes_on_to_the_worker() -> None:
@@ -351,8 +353,8 @@ def test_everything_that_was_asked_goes_on_to_the_worker() -> None:
         "session_id": "session",
         "priority": -3,
     }
-    assert set(asked) | {"logit_bias"} == set(internal.GenerationParams.__struct_fields__)
-    expected = internal.GenerationParams(**asked, logit_bias={12: 1.5, 13: -2.0})  # type: ignore[arg-type]
+    assert set(asked) | {"logit_bias"} == set(GenerationParams.__struct_fields__)
+    expected = GenerationParams(**asked, logit_bias={"12": 1.5, 13: -2.0})  # type: ignore[arg-type]
     assert validation.to_params(make(**asked, logit_bias={"12": 1.5, 13: -2.0})) == expected
 
 
@@ -371,10 +373,9 @@ def test_a_logit_bias_has_limits() -> None:
 
 
 def test_one_stop_string_is_a_list_of_one() -> None:
-    assert validation.to_params(make(stop="end")).stop == ["end"]
-    assert validation.stop_strings(make(stop="end")) == ["end"]
-    assert validation.stop_strings(make(stop=["a", "b"])) == ["a", "b"]
-    assert validation.stop_strings(make()) == []
+    assert validation.to_params(make(stop="end")).stop_strings == ["end"]
+    assert make(stop=["a", "b"]).stop_strings == ["a", "b"]
+    assert make().stop_strings == []
 
 
 def test_the_parts_of_a_content_are_joined() -> None:
@@ -388,14 +389,13 @@ def test_the_parts_of_a_content_are_joined() -> None:
     st.fixed_dictionaries(
         {},
         optional={
-            name: st.one_of(st.integers(-(2**40), 2**40), st.floats(), st.sampled_from([0, 1]))
-            for name in validation.RANGES
+            name: st.one_of(st.integers(-(2**40), 2**40), st.floats(), st.sampled_from([0, 1])) for name in RANGES
         },
     )
 )
 @settings(max_examples=150)
 def test_a_request_is_taken_or_the_field_that_is_out_of_range_is_named(fields: dict[str, float]) -> None:
-    wrong = [name for name, value in fields.items() if not validation.RANGES[name].contains(value)]
+    wrong = [name for name, value in fields.items() if not RANGES[name].contains(value)]
     if not wrong:
         validation.check_request(make(**fields))
     else:
@@ -414,7 +414,7 @@ def run(**fields: object) -> internal.Run:
         "reply": "_INBOX.a",
         "encoding": "json",
         "token_ids": b"",
-        "params": internal.GenerationParams(),
+        "params": GenerationParams(),
     }
     return internal.Run(**(right | fields))  # type: ignore[arg-type]
 
@@ -425,12 +425,12 @@ def refusal_of_run(asked: internal.Run) -> errors.Error:
     return caught.value.error
 
 
-@pytest.mark.parametrize("name", sorted(set(validation.RANGES) - {"timeout_ms"}))
+@pytest.mark.parametrize("name", sorted(set(RANGES) - {"timeout_ms"}))
 def test_a_run_is_held_to_the_ranges_of_a_request(name: str) -> None:
-    for outside in (validation.RANGES[name].low - 1, validation.RANGES[name].high + 1):
-        error = refusal_of_run(run(params=internal.GenerationParams(**{name: outside})))
+    for outside in (RANGES[name].low - 1, RANGES[name].high + 1):
+        error = refusal_of_run(run(params=GenerationParams(**{name: outside})))
         assert (error.code, error.param) == (Code.INVALID_REQUEST, name)
-    validation.check_run(run(params=internal.GenerationParams(**{name: validation.RANGES[name].high})))
+    validation.check_run(run(params=GenerationParams(**{name: RANGES[name].high})))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tests.sim.world import Process, World
 from tokenbus.client import Client, Stream
 from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
+from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.router.serve import Router
 from tokenbus.router.settings import RouterSettings
 from tokenbus.worker import contract
@@ -45,7 +46,7 @@ class TimedEngine:
             prefix_cache=False,
             vocab_size=1_000,
             features=("generate", "embed", "prompt", "token_ids"),
-            defaults=contract.SamplingDefaults(),
+            defaults=SamplingParams(),
             versions={},
             pid=0,
         )

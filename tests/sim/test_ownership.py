@@ -9,6 +9,7 @@ from tests.sim.network import Broker, SimBus
 from tests.sim.system import MODEL, FrontendProcess, RouterProcess
 from tests.sim.world import World, world
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
+from tokenbus.protocol.wire.params import GenerationParams
 
 NAMES = subjects.Subjects()
 KEY = "default:r1"
@@ -56,7 +57,7 @@ class Stage:
             reply=self.peer.inbox,
             encoding=codec.Encoding.JSON,
             token_ids=block_hash.pack_token_ids([1, 2, 3]),
-            params=internal.GenerationParams(max_tokens=20, return_token_ids=True),
+            params=GenerationParams(max_tokens=20, return_token_ids=True),
             **fields,  # type: ignore[arg-type]
         )
         answer = self.peer.ask(NAMES.worker(MODEL, "w0", "run"), run)

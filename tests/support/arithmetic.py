@@ -11,6 +11,7 @@ from collections.abc import Sequence as Listing
 import numpy as np
 
 from tokenbus.protocol.wire import errors, internal
+from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
 from tokenbus.worker.engine.runner import Embedder
@@ -48,7 +49,7 @@ def make_config(**changes: object) -> contract.EngineConfig:
         "prefix_cache": True,
         "vocab_size": len(PIECES),
         "features": ("generate",),
-        "defaults": contract.SamplingDefaults(),
+        "defaults": SamplingParams(),
         "versions": {},
         "pid": os.getpid(),
         "embedding_width": Sums.width,

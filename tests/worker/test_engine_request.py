@@ -3,23 +3,24 @@
 import pytest
 
 from tests.support.arithmetic import make_config
-from tokenbus.protocol.wire import errors, internal
+from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire.params import GenerationParams, SamplingParams
 from tokenbus.worker import contract
 from tokenbus.worker.streams.engine_request import resolve_sampling
 
-OWN = contract.SamplingDefaults(temperature=0.3, top_p=0.8, top_k=20, min_p=0.1, max_tokens=50)
+OWN = SamplingParams(temperature=0.3, top_p=0.8, top_k=20, min_p=0.1, max_tokens=50)
 
 
 def resolved(
     prompt_tokens: int = 10,
     *,
     context_length: int = 100,
-    defaults: contract.SamplingDefaults = contract.SamplingDefaults(),  # noqa: B008
+    defaults: SamplingParams = SamplingParams(),  # noqa: B008
     max_new_tokens: int = 40,
     **params: object,
 ) -> contract.Sampling:
     config = make_config(context_length=context_length, defaults=defaults)
-    return resolve_sampling(internal.GenerationParams(**params), prompt_tokens, config, max_new_tokens)  # type: ignore[arg-type]
+    return resolve_sampling(GenerationParams(**params), prompt_tokens, config, max_new_tokens)  # type: ignore[arg-type]
 
 
 def test_a_request_that_says_nothing_gets_the_wires_defaults() -> None:
@@ -62,7 +63,7 @@ def test_what_a_request_says_of_repetition_and_of_single_tokens_is_passed_on() -
 
 
 def test_a_models_own_repetition_penalty_holds_unless_the_request_says_that_there_is_none() -> None:
-    own = contract.SamplingDefaults(repetition_penalty=1.1)
+    own = SamplingParams(repetition_penalty=1.1)
     assert resolved(defaults=own).repetition_penalty == 1.1
     assert not resolved(defaults=own, repetition_penalty=1.0).has_penalties
 

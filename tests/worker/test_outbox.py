@@ -7,6 +7,7 @@ from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
 from tokenbus.protocol.bus.bus import OutboundBufferLimitError
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
+from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.outbox import Outbox
@@ -61,7 +62,7 @@ def stream(name: str = "r1", **params: object) -> Stream:
         reply=f"_INBOX.{name}",
         encoding=codec.Encoding.JSON,
         token_ids=b"",
-        params=internal.GenerationParams(**params),  # type: ignore[arg-type]
+        params=GenerationParams(**params),  # type: ignore[arg-type]
     )
     return Stream(run, "demo", "w1", now=0.0)
 

@@ -4,6 +4,7 @@ import msgspec
 from msgspec import UNSET
 
 from tokenbus.protocol.wire import codec, errors, internal, messages
+from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker import contract
 from tokenbus.worker.streams.stream import Stream
 
@@ -21,7 +22,7 @@ def stream(attempt: int = 0, routing: messages.RoutingReport | None = None, **pa
         reply="_INBOX.a",
         encoding=codec.Encoding.JSON,
         token_ids=b"",
-        params=internal.GenerationParams(**params),  # type: ignore[arg-type]
+        params=GenerationParams(**params),  # type: ignore[arg-type]
         routing=routing,
     )
     return Stream(run, "demo", "worker-1", now=5.0, token_bytes=PIECES)

@@ -2,12 +2,10 @@
 the seed, which is random if the client gave none."""
 
 import secrets
-from typing import TypeVar
+from typing import Any
 
-from tokenbus.protocol.wire import block_hash, errors, internal, subjects, validation
+from tokenbus.protocol.wire import block_hash, errors, internal, params, subjects, validation
 from tokenbus.worker import contract
-
-NumberT = TypeVar("NumberT", int, float)
 
 
 def to_engine_request(run: internal.Run, config: contract.EngineConfig, max_new_tokens: int) -> contract.EngineRequest:
@@ -18,26 +16,25 @@ def to_engine_request(run: internal.Run, config: contract.EngineConfig, max_new_
         raise errors.request_error(errors.Code.INVALID_REQUEST, str(error), param="token_ids") from error
     if not token_ids:
         raise errors.request_error(errors.Code.INVALID_REQUEST, "the prompt has no tokens", param="token_ids")
-    params = run.params
-    for need in validation.required_run_features(params):
+    for need in validation.required_run_features(run.params):
         if need.feature not in config.features:
             problem = f"{need.param} is not served by this engine"
             raise errors.request_error(errors.Code.UNSUPPORTED, problem, param=need.param)
     return contract.EngineRequest(
         key=run.request_id,
         token_ids=token_ids,
-        sampling=resolve_sampling(params, len(token_ids), config, max_new_tokens),
-        stop=tuple(params.stop),
+        sampling=resolve_sampling(run.params, len(token_ids), config, max_new_tokens),
+        stop=tuple(run.params.stop_strings),
         tenant=subjects.key_to_tenant(run.request_id),
-        cache_salt=params.cache_salt,
-        cache_prompt=params.cache_prompt,
-        priority=params.priority,
-        return_progress=params.return_progress and params.stream,
+        cache_salt=run.params.cache_salt or "",
+        cache_prompt=run.params.cache_prompt is not False,
+        priority=run.params.priority or 0,
+        return_progress=bool(run.params.return_progress) and run.params.is_streamed,
     )
 
 
 def resolve_sampling(
-    params: internal.GenerationParams, prompt_tokens: int, config: contract.EngineConfig, max_new_tokens: int
+    requested: params.SamplingParams, prompt_tokens: int, config: contract.EngineConfig, max_new_tokens: int
 ) -> contract.Sampling:
     """Fills in what the client left open. Raises RequestError(prompt_too_long) if the context has no room for a token.
 
@@ -49,26 +46,15 @@ def resolve_sampling(
             errors.Code.PROMPT_TOO_LONG,
             f"the prompt has {prompt_tokens} tokens; with one to generate it must fit {config.context_length}",
         )
-    defaults = config.defaults
-    wanted = params.max_tokens or defaults.max_tokens or max_new_tokens
-    return contract.Sampling(
-        max_tokens=min(wanted, left),
-        min_tokens=params.min_tokens,
-        temperature=_first(params.temperature, defaults.temperature),
-        top_p=_first(params.top_p, defaults.top_p),
-        top_k=_first(params.top_k, defaults.top_k),
-        min_p=_first(params.min_p, defaults.min_p),
-        seed=_first(params.seed, secrets.randbits(32)),
-        stop_token_ids=tuple(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        repetition_penalty=_first(params.repetition_penalty, defaults.repetition_penalty),
-        repetition_last_n=_first(params.repetition_last_n, contract.REPETITION_LAST_N),
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=tuple(sorted(params.logit_bias.items())),
-        logprobs=params.logprobs,
-    )
+    values = _given(params.DEFAULTS) | _given(config.defaults) | _given(requested)
+    values["max_tokens"] = min(values.get("max_tokens", max_new_tokens), left)
+    values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
+    biases = requested.logit_bias or {}
+    values["logit_bias"] = tuple(sorted((int(token_id), bias) for token_id, bias in biases.items()))
+    return contract.Sampling(**({"seed": secrets.randbits(32)} | values))
 
 
-def _first(value: NumberT | None, default: NumberT) -> NumberT:
-    return default if value is None else value
+def _given(sampling: params.SamplingParams) -> dict[str, Any]:
+    """Returns the parameters that are not None, by name."""
+    values = {name: getattr(sampling, name) for name in params.SamplingParams.__struct_fields__}
+    return {name: value for name, value in values.items() if value is not None}

@@ -68,7 +68,7 @@ class Stream:
     def head(self) -> messages.Chunk | None:
         """Returns an empty chunk at the current offset, or None if the client wants only a terminal."""
         buffer = self._replay_buffer
-        return self._empty(buffer.num_tokens, buffer.text_bytes) if self.run.params.stream else None
+        return self._empty(buffer.num_tokens, buffer.text_bytes) if self.run.params.is_streamed else None
 
     def chunk(self, output: contract.Output) -> messages.Chunk | None:
         """Returns the chunk that carries an output, or None if the terminal will."""
@@ -85,8 +85,8 @@ class Stream:
         )
         if output.finish_reason is None:
             self._replay_buffer.append(output.token_ids, output.text, output.logprobs)
-            return self._segment_chunk(new) if self.run.params.stream else None
-        if self.run.params.stream:
+            return self._segment_chunk(new) if self.run.params.is_streamed else None
+        if self.run.params.is_streamed:
             return self._terminal(output, new)
         self._replay_buffer.append(output.token_ids, output.text, output.logprobs)
         return self._terminal(output, self._replay_buffer.all())
@@ -127,7 +127,7 @@ class Stream:
         """Yields the chunks from token `offset` on, each of at most `max_bytes`, and the terminal if there is one; if
         there is neither, an empty chunk shows that the stream is alive."""
         chunks = 0
-        if self.run.params.stream:
+        if self.run.params.is_streamed:
             end = self._replay_buffer.num_tokens if self.terminal is None else self.terminal.offset
             for segment in self._replay_buffer.segments(offset, max_bytes, end):
                 yield self._segment_chunk(segment)

@@ -7,18 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from tokenbus.worker import contract
+from tokenbus.protocol.wire.params import SamplingParams, ranges_of
 from tokenbus.worker.engine.models.model_files import read_json
 
-_RANGES = {
-    "temperature": (0.0, 100.0),
-    "top_p": (1e-6, 1.0),
-    "top_k": (0, 2**31 - 1),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 10.0),
-}
-"""The ranges that requests must keep (wire.md). Values outside are clamped: some files have a top_p of 0 or a top_k of
--1, and the nearest valid value means the same."""
+_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""The sampling parameters that generation_config.json may recommend."""
 
 
 class _Scheduler(msgspec.Struct, frozen=True):
@@ -63,7 +56,7 @@ class _GenerationFile(msgspec.Struct, frozen=True):
 class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The recommendations of a model's files. None if they recommend nothing."""
 
-    defaults: contract.SamplingDefaults = contract.SamplingDefaults()
+    defaults: SamplingParams = SamplingParams()
     end_token_ids: frozenset[int] = frozenset()
     context_length: int | None = None
     max_num_seqs: int | None = None
@@ -73,7 +66,7 @@ class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(sidecars: dict[str, Path], in_weights: dict[str, float]) -> GenerationConfig:
-    """Reads the sidecars, which take precedence over the sampling defaults `in_weights`, named as `SamplingDefaults`.
+    """Reads the sidecars, which take precedence over the sampling defaults `in_weights`, named as in `SamplingParams`.
 
     Raises ModelError naming a file that is malformed."""
     generation = read_json(sidecars.get("generation_config.json"), _GenerationFile)
@@ -81,7 +74,7 @@ def read(sidecars: dict[str, Path], in_weights: dict[str, float]) -> GenerationC
     metadata = read_json(sidecars.get("metadata.json"), _MetadataFile)
     llm = metadata.llm or metadata.metadata.llm
     chosen: dict[str, float] = {}
-    for name in _RANGES:
+    for name in _NAMES:
         value = getattr(generation, name)
         value = in_weights.get(name) if value is None else value
         if value is not None:
@@ -89,7 +82,7 @@ def read(sidecars: dict[str, Path], in_weights: dict[str, float]) -> GenerationC
     if generation.max_new_tokens:
         chosen["max_tokens"] = max(1, generation.max_new_tokens)
     return GenerationConfig(
-        defaults=msgspec.structs.replace(contract.SamplingDefaults(), **chosen),
+        defaults=msgspec.structs.replace(SamplingParams(), **chosen),
         end_token_ids=to_token_ids(generation.eos_token_id) | to_token_ids(config.eos_token_id),
         context_length=llm.max_sequence_length,
         max_num_seqs=llm.scheduler.max_num_seqs,
@@ -106,6 +99,6 @@ def to_token_ids(eos_token_id: int | list[int] | None) -> frozenset[int]:
 
 
 def _clamped(name: str, value: float) -> float | int:
-    low, high = _RANGES[name]
-    bounded = min(max(value, low), high)
+    """Moves a value into its range: some files have 0 for top_p, and -1 for top_k."""
+    bounded = ranges_of(SamplingParams)[name].clamp(value)
     return int(bounded) if name == "top_k" else float(bounded)

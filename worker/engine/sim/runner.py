@@ -8,6 +8,7 @@ from collections.abc import Sequence as Listing
 import xxhash
 
 from tokenbus.protocol.wire import errors, internal, validation
+from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.process.settings import EngineSettings
@@ -136,7 +137,7 @@ def _config(preset: str, settings: EngineSettings, lose_events: int) -> contract
         prefix_cache=True,
         vocab_size=VOCAB_SIZE,
         features=_FEATURES,
-        defaults=contract.SamplingDefaults(),
+        defaults=SamplingParams(),
         versions={},
         pid=os.getpid(),
         lose_events=lose_events,

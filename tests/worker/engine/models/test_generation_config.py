@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenbus.worker import contract
+from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker.engine.models import generation_config
 from tokenbus.worker.engine.models.generation_config import GenerationConfig
 from tokenbus.worker.engine.runner import ModelError
@@ -36,9 +36,7 @@ def test_the_generation_config_gives_defaults_and_end_tokens(tmp_path: Path) -> 
         "transformers_version": "4",
     }
     one = read_config(tmp_path, generation_config=generation, config={"eos_token_id": 9, "hidden_size": 64})
-    assert one.defaults == contract.SamplingDefaults(
-        temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1, max_tokens=512
-    )
+    assert one.defaults == SamplingParams(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1, max_tokens=512)
     assert one.end_token_ids == {7, 8, 9}
 
 

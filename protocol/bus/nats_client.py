@@ -1,0 +1,170 @@
+"""nats-py's client, with the edges closed that it leaves open while connected.
+
+Versions and measurements: docs/decisions/0004-nats-connection.md. handshake.py closes the edges of the handshake.
+- nats-py's PING overtakes queued commands, so that a flush is no barrier: here it waits behind them.
+- A flush that is cancelled or times out breaks nats-py's read loop: here a PONG that nobody waits for is dropped.
+- A callback that raises ends its subscription's task: here callbacks are plain functions, called by the read loop.
+- nats-py's inboxes can be guessed from earlier ones: here they are random, so that only who was asked can answer.
+- nats-py's `publish` is a coroutine: here it is a plain call, and one turn of the event loop is one write.
+- nats-py has no way to cut a connection at once: here `abort` does, and `may_write` is asked before every write.
+"""
+
+import asyncio
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+from nats.aio.transport import TcpTransport
+
+from tokenbus.protocol.bus import bus, clock, handshake
+
+_PING = b"PING\r\n"
+_NO_LINGER = struct.pack("ii", 1, 0)
+"""Makes closing a socket discard what it has not sent yet."""
+OPTIONS: dict[str, Any] = {
+    "max_reconnect_attempts": -1,
+    "reconnect_time_wait": 0.2,
+    "connect_timeout": 2,
+    "ping_interval": 2,
+    "max_outstanding_pings": 2,
+    "skip_subject_validation": True,  # protocol/wire/subjects.py builds all of ours
+}
+"""For `connect`: by default nats-py gives up after two minutes and notices a dead broker only after six."""
+
+
+class _PingMarker:
+    """Stands among nats-py's futures for a PING that nobody waits for, and remembers when it was sent."""
+
+    def __init__(self) -> None:
+        self.sent_at = clock.now()
+
+    def done(self) -> bool:
+        return True
+
+
+class _RandomNuid:
+    """Makes names of inboxes. nats-py counts its own up by a fixed step, so that two of them tell all later ones."""
+
+    def next(self) -> bytearray:
+        return bytearray(secrets.token_hex(11), "ascii")
+
+
+class HardenedClient(handshake.HandshakeClient):
+    """nats-py's client as `Connection` needs it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._nuid = _RandomNuid()  # type: ignore[assignment]
+        self.may_write: Callable[[], bool] = lambda: True
+        self.last_received_at = time.monotonic()
+        self.confirmed_at = clock.now()
+        self.callbacks: dict[int, bus.Callback] = {}
+        """By subscription id. The read loop calls them, so that messages keep their order over all subscriptions."""
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether nats-py has stopped reading or writing although it says that it is connected."""
+        loops = (self._reading_task, self._flusher_task)
+        return any(task is None or task.done() for task in loops)
+
+    def ping(self) -> None:
+        """Sends a PING behind everything queued; its answer moves `confirmed_at`."""
+        self._pongs.append(cast(Any, _PingMarker()))
+        self.enqueue(_PING)
+
+    def enqueue(self, command: bytes) -> None:
+        """Queues a command and wakes the flusher, which writes everything queued in this turn of the event loop."""
+        self._pending.append(command)
+        self._pending_data_size += len(command)
+        queue = self._flush_queue
+        if self.is_connected and queue is not None and queue.empty():
+            queue.put_nowait(asyncio.get_running_loop().create_future())
+
+    def discard_pending(self) -> None:
+        """Forgets what could not be sent: on close nats-py would write it to a transport that is gone, and fail."""
+        if not self.is_connected:
+            self._pending.clear()
+            self._pending_data_size = 0
+
+    def abort(self) -> None:
+        """Cuts the connection, so that nothing more of it reaches the broker, and starts to reconnect."""
+        self._pending.clear()
+        self._pending_data_size = 0
+        if not self.is_connected:
+            return
+        if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:
+            stream = self._transport._io_writer.transport
+            stream.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            stream.abort()
+        self._status = handshake.HandshakeClient.RECONNECTING
+        self._ps.reset()
+        if self._reconnection_task is not None:
+            self._reconnection_task.cancel()
+        self._reconnection_task = asyncio.get_running_loop().create_task(self._attempt_reconnect())
+
+    async def _process_connect_init(self) -> None:
+        began_at = clock.now()
+        await super()._process_connect_init()
+        self.confirmed_at = began_at  # the handshake ends with a PING and its answer
+        # A PING that was queued on the last connection would be answered on this one, and its answer would be taken for
+        # that of a later PING.
+        self._pending = [command for command in self._pending if command is not _PING]
+        self._pending_data_size = sum(map(len, self._pending))
+
+    async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
+        self._pongs.append(future or asyncio.get_running_loop().create_future())
+        self._pending.append(_PING)
+        self._pending_data_size += len(_PING)
+        await self._flush_pending()
+
+    async def _process_pong(self) -> None:
+        self.last_received_at = time.monotonic()
+        if self._pongs and self._pongs[0].done():
+            answered = self._pongs.pop(0)
+            if isinstance(answered, _PingMarker):
+                self.confirmed_at = answered.sent_at
+            self._pings_outstanding = 0
+            return
+        await super()._process_pong()
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        """Drops a message whose subject or headers can't be decoded: it would end nats-py's read loop."""
+        self.last_received_at = time.monotonic()
+        try:
+            callback = self.callbacks.get(sid)
+            if callback is None:
+                await super()._process_msg(sid, subject, reply, data, headers)
+            else:
+                parsed = await self._process_headers(headers)
+                callback(self._build_message(sid, subject, reply, data, parsed))
+        except (ValueError, LookupError) as error:
+            await self._error_cb(error)
+
+    async def _flusher(self) -> None:
+        """Does what nats-py's does, but asks `may_write` first."""
+        queue = self._flush_queue
+        assert queue is not None
+        while self.is_connected:
+            done: asyncio.Future[Any] = await queue.get()
+            try:
+                if self._pending_data_size > 0 and not self.may_write():
+                    self.abort()
+                    return
+                await self._write_pending()
+            except OSError as error:
+                await self._process_op_err(error)
+                return
+            finally:
+                if not done.done():
+                    done.set_result(None)
+
+    async def _write_pending(self) -> None:
+        transport, pending = self._transport, self._pending
+        if transport is None or not pending:
+            return
+        self._pending, self._pending_data_size = [], 0
+        transport.writelines(pending)
+        await transport.drain()  # type: ignore[no-untyped-call]

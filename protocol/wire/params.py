@@ -1,0 +1,123 @@
+"""The parameters of a generation, declared once: their types, ranges and meaning.
+
+`generate` and `run` carry them as they are, with None for what the client left open; an engine gets them with every
+default filled in (`worker.contract.Sampling`). A range stands in the field's annotation and is checked after decoding
+(validation.py), not by the decoder, so that a refusal can carry the request's id and both ends of the range.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Annotated, NamedTuple, get_type_hints
+
+import msgspec
+
+from tokenbus.protocol.wire import limits
+
+_EXCLUSIVE_STEP = 1e-6
+"""Distance that `clamp` keeps from an exclusive bound."""
+
+
+class Range(NamedTuple):
+    """The values that a number may have, from `low` to `high`; `low` itself is excluded where `above` is set."""
+
+    low: float
+    high: float
+    above: bool = False
+
+    def contains(self, value: float) -> bool:
+        """Whether the value is in the range; NaN never is."""
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def clamp(self, value: float) -> float:
+        """Returns the nearest value that is in the range."""
+        return min(max(value, self.low + _EXCLUSIVE_STEP if self.above else self.low), self.high)
+
+    def __str__(self) -> str:
+        return f"{'above' if self.above else 'at least'} {self.low:.12g} and at most {self.high:.12g}"
+
+
+COUNT = Range(0, limits.MAX_TOKENS)
+TIMEOUT_MS = Range(0, 1e12, above=True)
+REMAINING_MS = Range(-1e12, 1e12)
+"""Time that is left until a deadline, or has passed since some event; negative where clocks differ."""
+
+
+@functools.cache
+def ranges_of(struct: type[msgspec.Struct]) -> Mapping[str, Range]:
+    """Returns the ranges that a struct's annotations declare, by field."""
+    hints = get_type_hints(struct, include_extras=True)
+    notes = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    return {name: note for name, found in notes.items() for note in found if isinstance(note, Range)}
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Says how tokens are chosen, and when the completion ends."""
+
+    max_tokens: Annotated[int | None, Range(1, limits.MAX_TOKENS)] = None
+    """Tokens to generate. If absent: the model's own limit, else what the context leaves, but no more than the worker's
+    `--max-new-tokens`."""
+    min_tokens: Annotated[int | None, COUNT] = None
+    """Tokens before which the completion does not stop. 0 if absent."""
+    temperature: Annotated[float | None, Range(0, 100)] = None
+    """0 is greedy. The model's own if absent, else 0.7."""
+    top_p: Annotated[float | None, Range(0, 1, above=True)] = None
+    """Samples among the likeliest tokens whose probabilities add up to this. The model's own if absent, else 0.9."""
+    top_k: Annotated[int | None, COUNT] = None
+    """Samples among this many of the likeliest tokens; 0 is off. The model's own if absent, else 40."""
+    min_p: Annotated[float | None, Range(0, 1)] = None
+    """Drops tokens that have less than this share of the likeliest one's probability; 0 is off. The model's own if
+    absent, else 0."""
+    seed: Annotated[int | None, Range(0, 2**32 - 1)] = None
+    """Repeats an answer: the same request, run alone on the same build, gives the same tokens."""
+    repetition_penalty: Annotated[float | None, Range(0.01, 10)] = None
+    """Divides the positive logits of recent tokens by this and multiplies the others; 1 is off. The model's own if
+    absent, else 1."""
+    repetition_last_n: Annotated[int | None, COUNT] = None
+    """Recent tokens, of prompt and completion, that the penalties look at. 64 if absent."""
+    presence_penalty: Annotated[float | None, Range(-2, 2)] = None
+    """Subtracted from the logit of every recent token. 0 if absent."""
+    frequency_penalty: Annotated[float | None, Range(-2, 2)] = None
+    """Subtracted from the logit of every recent token, once for each time it occurs. 0 if absent."""
+    logit_bias: dict[str | int, float] | None = None
+    """Added to the logits of tokens, by token id: a decimal string, or in MessagePack also a number."""
+    logprobs: Annotated[int | None, Range(0, limits.MAX_LOGPROBS)] = None
+    """Likeliest tokens to report beside each sampled one. If absent, no probabilities are reported."""
+    stop_token_ids: Sequence[int] | None = None
+    """Tokens that end the completion, beside the model's own end tokens; at most 128."""
+    ignore_eos: bool | None = None
+    """Whether the model's own end tokens are never sampled. false if absent."""
+
+
+DEFAULTS = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, min_p=0.0, repetition_penalty=1.0)
+"""Values for what neither the request nor the model's files say."""
+
+
+class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
+    """Everything that a client asks of a completion and that the worker needs to know, except the prompt."""
+
+    stop: str | list[str] | None = None
+    """Strings that end the completion and are not part of it: one, or up to 16, each of 1 to 1,024 bytes."""
+    stream: bool | None = None
+    """If false, the terminal is the only message and holds the whole text. true if absent."""
+    return_token_ids: bool | None = None
+    """Asks for `token_ids` in every chunk."""
+    return_progress: bool | None = None
+    """Asks for `progress` while the prompt is computed."""
+    cache_prompt: bool | None = None
+    """Whether this prompt's KV may be reused and kept. true if absent."""
+    cache_salt: str | None = None
+    """Keeps caches apart within a tenant: only requests with the same salt share one. At most 256 bytes."""
+    session_id: str | None = None
+    """A hint that keeps the requests of a conversation on one worker. At most 256 bytes."""
+    priority: Annotated[int | None, Range(-1_000, 1_000)] = None
+    """Lower is served sooner. 0 if absent."""
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the client wants chunks before the terminal."""
+        return self.stream is not False
