@@ -55,7 +55,7 @@ class Recovery:
         """Makes up for the events that were missed before the snapshot."""
         worker = self._fleet.find(address)
         assert worker is not None, address
-        self._metrics.snapshots.labels().inc()
+        self._metrics.snapshots.inc()
         self._log.info("snapshot_applied", worker_id=address.worker_id, running=len(snapshot.running))
         for flight in self._flights.accepted_by(address):
             running = snapshot.running.get(flight.key)
