@@ -1,4 +1,4 @@
-"""A fleet in virtual time: nothing is lost, nothing depends on anything but the seed, and routers see each other."""
+"""A simulation loses no request, depends on nothing but its seed, and lets routers see each other."""
 
 from collections import Counter
 
@@ -26,7 +26,7 @@ def outcomes(workload: str, policy: Policy, **changes: object) -> list[RequestOu
 
 
 @pytest.mark.parametrize("routers", [1, 3])
-def test_every_request_comes_to_its_end_however_many_wait(routers: int) -> None:
+def test_every_request_ends_however_many_wait(routers: int) -> None:
     done = outcomes("shared:requests=400,rate=400,shared_tokens=256", KvAware(), num_routers=routers)
     assert len(done) == 400
     assert all(one.arrived_at <= one.placed_at <= one.first_at <= one.ended_at for one in done)
@@ -39,13 +39,13 @@ def test_the_same_seed_gives_the_same_numbers_to_the_last_byte() -> None:
     assert one == other
 
 
-def test_what_the_router_expects_is_what_is_cached() -> None:
+def test_the_router_predicts_what_is_cached() -> None:
     done = outcomes("conversations:requests=300,rate=3,shared_tokens=64", KvAware())
     close = sum(abs(one.predicted_tokens - one.cached_tokens) <= 16 for one in done)
     assert close >= 0.95 * len(done)
 
 
-def test_conversations_are_computed_less_than_half_as_often_as_in_turns() -> None:
+def test_kv_computes_less_than_half_of_what_round_robin_computes_for_conversations() -> None:
     workload = "conversations:requests=400,rate=6,shared_tokens=64,turns=10"
     computed = [
         sum(one.request.prompt_tokens - one.cached_tokens for one in outcomes(workload, policy))
@@ -54,8 +54,8 @@ def test_conversations_are_computed_less_than_half_as_often_as_in_turns() -> Non
     assert computed[0] < 0.5 * computed[1]
 
 
-def test_of_three_routers_none_herds_what_they_have_in_common_onto_one_worker() -> None:
-    """All prompts begin alike and come in bursts; each router hears of the others' placements late."""
+def test_three_routers_do_not_send_a_common_prefix_to_one_worker() -> None:
+    """All prompts have a common prefix and arrive in bursts, and each router learns of the others' placements late."""
     workload = "shared:requests=400,rate=60,burst=12,groups=1,shared_tokens=256,prompt_tokens=64"
     done = outcomes(workload, KvAware(), num_routers=3, delay_s=0.02)
     counts = Counter(one.worker for one in done)

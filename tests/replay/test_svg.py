@@ -1,4 +1,4 @@
-"""Plots are well-formed, put every value where it belongs, and leave out what an axis can't show."""
+"""Plots are well-formed, and draw every value in the right place or leave it out."""
 
 from xml.etree import ElementTree
 
@@ -19,13 +19,13 @@ def texts(svg: str) -> list[str]:
 
 
 def corners(svg: str) -> tuple[float, float, float, float]:
-    """Of the plot's frame: left, right, top, bottom."""
+    """Returns the edges of the plot: left, right, top, bottom."""
     rules = drawn(svg, "line")
     xs, ys = ([float(rule[name]) for rule in rules] for name in ("x1", "y1"))
     return min(xs), max(float(rule["x2"]) for rule in rules), min(ys), max(ys)
 
 
-def test_a_linear_axis_begins_at_0_and_ends_at_a_round_number() -> None:
+def test_a_linear_axis_starts_at_0_and_ends_at_a_round_number() -> None:
     svg = line_chart("t", [Series("a", [(0, 0), (4, 40)])], LINEAR, LINEAR)
     left, right, top, bottom = corners(svg)
     first, last = [(float(dot["cx"]), float(dot["cy"])) for dot in drawn(svg, "circle")]
@@ -61,18 +61,18 @@ def test_a_logarithmic_axis_ends_at_round_numbers(low: float, high: float, first
     assert left <= min(xs) <= max(xs) <= right
 
 
-def test_what_a_logarithmic_axis_cannot_show_is_left_out() -> None:
+def test_values_that_a_logarithmic_axis_cannot_show_are_left_out() -> None:
     svg = line_chart("t", [Series("a", [(1, 0), (2, 5), (0, 5)])], LOG, LOG)
     assert len(drawn(svg, "circle")) == 1
 
 
 @pytest.mark.parametrize("points", [[], [(1.0, 0.0)]])
-def test_nothing_measured_is_said(points: list[tuple[float, float]]) -> None:
+def test_an_empty_plot_says_that_nothing_was_measured(points: list[tuple[float, float]]) -> None:
     assert "nothing was measured" in line_chart("t", [Series("a", points)], LINEAR, LOG)
     assert "nothing was measured" in bar_chart("t", ["g"], [Series("a", points)], LOG)
 
 
-def test_bars_of_a_group_stand_beside_each_other_and_are_as_high_as_their_values() -> None:
+def test_the_bars_of_a_group_are_side_by_side_and_as_high_as_their_values() -> None:
     svg = bar_chart("t", ["g", "h"], [Series("a", [(0, 10), (1, 5)]), Series("b", [(0, 0), (1, 10)])], LINEAR)
     _, _, top, bottom = corners(svg)
     bars = [bar for bar in drawn(svg, "rect") if bar["width"] != "10"]
@@ -81,7 +81,7 @@ def test_bars_of_a_group_stand_beside_each_other_and_are_as_high_as_their_values
     assert float(bars[1]["x"]) + float(bars[1]["width"]) == pytest.approx(float(bars[2]["x"]), abs=0.2)
 
 
-def test_names_can_hold_anything() -> None:
+def test_names_are_escaped() -> None:
     svg = line_chart("<t> & 'u'", [Series('"a" < b', [(1, 1)])], Axis("<x>"), Axis("&y"))
     assert {"<t> & 'u'", '"a" < b', "<x>", "&y"} <= set(texts(svg))
 

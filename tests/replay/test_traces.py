@@ -1,4 +1,4 @@
-"""Traces and workloads: what is in them, and what is said of those that are wrong."""
+"""Traces are read and workloads generated as documented, and invalid ones are refused with a reason."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ def test_a_trace_is_read_by_time_zipped_or_not(tmp_path: Path, zipped: bool) -> 
     assert found[1] == traces.TracedRequest(1.5, 1000, 7, (4, 9))
 
 
-def test_equal_ids_are_equal_tokens_and_others_differ_at_once() -> None:
+def test_equal_ids_give_equal_tokens_and_others_differ_from_their_first_token_on() -> None:
     one = traces.TracedRequest(0.0, 1000, 1, (4, 9)).token_ids(1000)
     other = traces.TracedRequest(0.0, 1024, 1, (4, 10)).token_ids(1000)
     assert len(one) == 1000
@@ -51,12 +51,12 @@ def test_ids_beyond_the_vocabulary_are_told_apart() -> None:
         ((LINE | {"hash_ids": ["a", "b"]},), "line 1"),
     ],
 )
-def test_a_trace_that_is_wrong_is_refused_by_line(tmp_path: Path, lines: tuple[object, ...], said: str) -> None:
+def test_an_invalid_trace_is_refused_with_its_line(tmp_path: Path, lines: tuple[object, ...], said: str) -> None:
     with pytest.raises(traces.TraceError, match=said):
         traces.read(written(tmp_path, *lines))
 
 
-def test_a_zipped_trace_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_gzip_file_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, *[LINE] * 100, zipped=True)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(traces.TraceError):
@@ -74,20 +74,20 @@ def test_a_workload_is_the_same_for_the_same_seed_and_in_order(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["shared", "conversations", "agents", "unrelated"])
-def test_requests_come_as_fast_as_they_should(name: str) -> None:
+def test_requests_arrive_at_the_workloads_rate(name: str) -> None:
     workload = generators.DEFAULTS[name]._replace(requests=4_000, rate=20.0, think_s=1.0)
     made = generators.generate(name, workload, 3)
     assert 4_000 / made[-1].at_s == pytest.approx(20.0, rel=0.25)
 
 
-def test_bursts_bring_as_many_in_the_same_time_but_together() -> None:
+def test_bursts_have_the_same_rate_but_arrive_together() -> None:
     calm = generators.generate("shared", generators.DEFAULTS["shared"]._replace(requests=4_000, rate=20.0), 1)
     bursts = generators.generate("shared", generators.parse("shared:requests=4000,rate=20,burst=20")[1], 1)
     assert bursts[-1].at_s == pytest.approx(calm[-1].at_s, rel=0.2)
     assert len({one.at_s for one in bursts}) < 400
 
 
-def test_turns_of_a_conversation_go_on_where_the_last_ended() -> None:
+def test_each_turn_of_a_conversation_continues_the_last() -> None:
     made = generators.generate("paced", generators.DEFAULTS["paced"], 0)
     assert made[16].hash_ids[: len(made[0].hash_ids)] == made[0].hash_ids
     assert made[16].at_s - made[15].at_s == 2.0
@@ -103,6 +103,6 @@ def test_turns_of_a_conversation_go_on_where_the_last_ended() -> None:
         ("shared:rate=nan", "rate must be"),
     ],
 )
-def test_a_workload_that_is_wrong_is_refused(text: str, said: str) -> None:
+def test_an_invalid_workload_is_refused(text: str, said: str) -> None:
     with pytest.raises(generators.WorkloadError, match=said):
         generators.parse(text)

@@ -1,4 +1,4 @@
-"""A worker in virtual time: what it does between two looks does not depend on how often somebody looks."""
+"""A virtual worker does the same however often it is advanced."""
 
 import random
 from typing import NamedTuple
@@ -17,7 +17,7 @@ SMALL = VirtualWorkerSettings(
 
 
 class Seen(NamedTuple):
-    """Everything that a worker has shown."""
+    """Everything that a worker has done."""
 
     progress: list[RequestProgress]
     tokens: int
@@ -47,7 +47,7 @@ def play(requests: list[tuple[float, TracedRequest]], worker: VirtualWorker, *, 
         st.tuples(st.floats(0, 0.5), st.integers(1, 60), st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=8
     )
 )
-def test_steps_taken_several_at_a_time_are_those_taken_one_by_one(asked: list[tuple[float, int, int, int]]) -> None:
+def test_coalesced_steps_are_the_same_as_steps_taken_one_by_one(asked: list[tuple[float, int, int, int]]) -> None:
     requests, now = [], 0.0
     for after_s, prompt, output, group in asked:
         now += after_s
@@ -62,7 +62,7 @@ def test_steps_taken_several_at_a_time_are_those_taken_one_by_one(asked: list[tu
     assert hurried.step_ends_at is None
 
 
-def test_an_idle_worker_takes_the_time_of_its_prompt_and_then_of_each_token() -> None:
+def test_an_idle_worker_takes_as_long_as_its_timing_model_says() -> None:
     worker = VirtualWorker("w", SMALL)
     request = TracedRequest(0.0, 20, 3, tuple(range(5)), 4)
     seen = play([(1.0, request)], worker, coalesce=True)
@@ -73,7 +73,7 @@ def test_an_idle_worker_takes_the_time_of_its_prompt_and_then_of_each_token() ->
     assert seen.progress[0].cached_tokens == 0
 
 
-def test_a_prompt_that_comes_again_is_cached_but_for_its_last_token() -> None:
+def test_a_repeated_prompt_is_cached_except_for_its_last_token() -> None:
     request = TracedRequest(0.0, 20, 3, tuple(range(5)), 4)
     seen = play([(0.0, request), (9.0, request)], VirtualWorker("w", SMALL), coalesce=True)
     assert [one.cached_tokens for one in seen.progress if one.cached_tokens is not None] == [0, 19]

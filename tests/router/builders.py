@@ -1,15 +1,24 @@
-"""Builders for what a router hears of its workers."""
+"""Builders for the messages of workers, and for fleets that have received them."""
 
 from collections.abc import Sequence
 
 from tokenbus.protocol.wire import codec, internal, messages, subjects
+from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.requests.flight import Flight
 
 READY = messages.WorkerState.READY
+DRAINING, RESTARTING, STARTING, STOPPED = (
+    messages.WorkerState.DRAINING,
+    messages.WorkerState.RESTARTING,
+    messages.WorkerState.STARTING,
+    messages.WorkerState.STOPPED,
+)
+LOAD_OF_3 = messages.Load(running=2, waiting=1)
 
 
 def at(worker_id: str, model: str = "demo") -> subjects.WorkerAddress:
-    """A worker of the model `demo`, unless another is named."""
+    """Returns a worker's address, for the model `demo` unless another is named."""
     return subjects.WorkerAddress(model, worker_id)
 
 
@@ -61,7 +70,7 @@ def events(
 
 
 def stored(hashes: Sequence[int]) -> tuple[internal.BlockRun, ...]:
-    """One run of blocks from the beginning of a chain."""
+    """Returns one run of blocks at the start of a chain, as events report it."""
     return (internal.BlockRun(parent=0, hashes=list(hashes)),) if hashes else ()
 
 
@@ -91,3 +100,34 @@ def part(
         running=[internal.RunningRequest(id=key, attempt=1, first_token_sent=first_token_sent) for key in running],
         load=messages.Load(),
     )
+
+
+def fleet_of(*cards: messages.Card, now: float = 0.0) -> Fleet:
+    fleet = Fleet(began_at=0.0)
+    for one in cards:
+        fleet.apply_card(one, now)
+    return fleet
+
+
+def known(fleet: Fleet, worker_id: str = "w1") -> Worker:
+    worker = fleet.find(at(worker_id))
+    assert worker is not None
+    return worker
+
+
+def named(workers: list[Worker]) -> list[str]:
+    return [worker.card.worker_id for worker in workers]
+
+
+def candidates(fleet: Fleet, now: float, model: str = "demo") -> list[str]:
+    """Returns the workers that may be given a request now."""
+    return named(fleet.eligible_workers(model, now))
+
+
+def expired(fleet: Fleet, now: float) -> list[str]:
+    return [lost.card.worker_id for lost in fleet.expire_leases(now)]
+
+
+def forget_silent(fleet: Fleet, now: float) -> None:
+    for lost in fleet.expire_leases(now):
+        fleet.remove(lost.card, now)

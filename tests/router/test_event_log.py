@@ -1,4 +1,4 @@
-"""An event log is applied in order and without gaps; what is missing comes from a snapshot and the events behind it."""
+"""Events are applied in order and without gaps. A snapshot and the events after it close a gap."""
 
 import pytest
 from hypothesis import given
@@ -20,7 +20,7 @@ def live_at(seq: int) -> EventLog:
     return log
 
 
-def test_a_log_heard_from_its_first_event_on_needs_no_snapshot() -> None:
+def test_a_log_that_is_followed_from_its_first_event_needs_no_snapshot() -> None:
     log = EventLog()
     assert log.is_behind
     assert [seqs(log.receive(events(seq=number))) for number in range(3)] == [[0], [1], [2]]
@@ -28,7 +28,7 @@ def test_a_log_heard_from_its_first_event_on_needs_no_snapshot() -> None:
     assert not log.request_snapshot(0.0, 1.0)
 
 
-def test_one_who_joins_late_waits_for_a_snapshot() -> None:
+def test_a_router_that_joins_late_waits_for_a_snapshot() -> None:
     log = EventLog()
     assert seqs(log.receive(events(seq=5))) == []
     assert log.request_snapshot(0.0, 1.0)
@@ -40,7 +40,7 @@ def test_one_who_joins_late_waits_for_a_snapshot() -> None:
 
 
 @pytest.mark.parametrize("missing", [1, 5])
-def test_a_gap_stops_everything_until_a_snapshot_has_closed_it(missing: int) -> None:
+def test_after_a_gap_no_event_is_applied_until_a_snapshot_closes_it(missing: int) -> None:
     log = live_at(2)
     assert seqs(log.receive(events(seq=3 + missing))) == []
     assert (log.is_behind, log.num_lost) == (True, missing)
@@ -51,13 +51,13 @@ def test_a_gap_stops_everything_until_a_snapshot_has_closed_it(missing: int) -> 
     assert seqs(caught.events) == [4 + missing]
 
 
-def test_events_heard_again_or_out_of_order_are_not_applied() -> None:
+def test_repeated_events_and_events_out_of_order_are_not_applied() -> None:
     log = live_at(3)
     assert [seqs(log.receive(events(seq=number))) for number in (3, 0, 1)] == [[], [], []]
     assert not log.is_behind
 
 
-def test_a_snapshot_is_asked_for_again_only_after_a_while_and_counts_from_the_first_time() -> None:
+def test_a_snapshot_is_requested_again_only_after_a_while_and_counts_from_the_first_request() -> None:
     log = EventLog()
     log.receive(events(seq=5))
     assert [log.request_snapshot(at, 1.0) for at in (10.0, 10.9, 11.0, 11.5)] == [True, False, True, False]
@@ -66,7 +66,7 @@ def test_a_snapshot_is_asked_for_again_only_after_a_while_and_counts_from_the_fi
     assert caught.requested_at == 10.0
 
 
-def test_parts_come_in_any_order_and_count_only_all_together() -> None:
+def test_parts_may_arrive_in_any_order_and_count_only_when_complete() -> None:
     log = EventLog()
     log.request_snapshot(0.0, 1.0)
     assert log.receive_part(part(seq=4, number=2, parts=3, running=("c",))) is None
@@ -88,19 +88,19 @@ def test_parts_of_two_snapshots_are_never_mixed() -> None:
 
 
 @pytest.mark.parametrize(("number", "parts"), [(1, 1), (-1, 1), (0, 0), (5, 3)])
-def test_a_part_that_can_not_be_is_ignored(number: int, parts: int) -> None:
+def test_an_impossible_part_is_ignored(number: int, parts: int) -> None:
     log = EventLog()
     log.request_snapshot(0.0, 1.0)
     assert log.receive_part(part(seq=4, number=number, parts=parts)) is None
     assert log.is_behind
 
 
-def test_a_snapshot_that_nobody_asked_for_is_ignored() -> None:
+def test_a_snapshot_that_was_not_requested_is_ignored() -> None:
     assert EventLog().receive_part(part(seq=4)) is None
     assert live_at(3).receive_part(part(seq=4)) is None
 
 
-def test_a_snapshot_with_a_gap_behind_it_is_asked_for_again_at_once() -> None:
+def test_a_snapshot_followed_by_a_gap_is_requested_again_at_once() -> None:
     log = EventLog()
     log.receive(events(seq=5))
     log.request_snapshot(0.0, 1.0)
@@ -112,7 +112,7 @@ def test_a_snapshot_with_a_gap_behind_it_is_asked_for_again_at_once() -> None:
     assert seqs(log.receive(events(seq=8))) == [8]
 
 
-def test_more_events_than_may_wait_ask_for_a_new_snapshot() -> None:
+def test_when_the_buffer_overflows_a_new_snapshot_is_requested() -> None:
     log = EventLog()
     log.receive(events(seq=1))
     log.request_snapshot(0.0, 1.0)
@@ -127,8 +127,8 @@ def test_more_events_than_may_wait_ask_for_a_new_snapshot() -> None:
 
 
 @given(data=st.data())
-def test_whatever_is_lost_the_log_and_its_snapshots_say_together_all_that_happened(data: st.DataObject) -> None:
-    """A worker whose state is the set of its running requests, seen through a wire that loses events and parts."""
+def test_whatever_is_lost_a_log_that_is_not_behind_knows_the_true_state(data: st.DataObject) -> None:
+    """The state is a worker's set of running requests, seen through a network that loses events and parts."""
     log, truth, belief = EventLog(), set[str](), set[str]()
     for seq in range(data.draw(st.integers(1, 30))):
         started = data.draw(st.sets(st.sampled_from("abcdef"), max_size=2)) - truth

@@ -1,4 +1,4 @@
-"""A request goes to the worker with the lowest cost, and nobody is favoured by an order of tables."""
+"""A request goes to the worker with the lowest cost, and ties favour nobody."""
 
 import random
 from collections import Counter
@@ -30,7 +30,7 @@ ANYONE = PlacementOptions()
 
 
 def fleet_of(*max_num_seqs: int) -> Fleet:
-    """Workers w0, w1 and so on, with so many places each."""
+    """Returns a fleet of workers w0, w1 and so on, which run at most that many requests each."""
     fleet = Fleet(began_at=0.0)
     for number, places in enumerate(max_num_seqs):
         fleet.apply_card(card(f"w{number}", max_num_seqs=places), 0.0)
@@ -50,7 +50,7 @@ def place(
 
 
 def placed(fleet: Fleet, policy: Policy, rng: random.Random) -> str:
-    """Places one request as a router does: with its booking, in one step."""
+    """Places one request and returns the id of its worker."""
     placement = place(fleet, policy, rng)
     assert isinstance(placement, Placement)
     return placement.worker.card.worker_id
@@ -61,12 +61,12 @@ def requests_at(fleet: Fleet) -> list[int]:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_where_there_is_nobody_there_is_no_placement(name: str) -> None:
+def test_without_workers_there_is_no_placement(name: str) -> None:
     assert place(Fleet(began_at=0.0), make_policies()[name], random.Random(1)) == NoWorker()
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_only_worker_is_chosen_and_the_policy_named(name: str) -> None:
+def test_the_only_worker_is_chosen_and_the_policy_is_named(name: str) -> None:
     fleet = fleet_of(8)
     placement = place(fleet, make_policies()[name], random.Random(1))
     assert placement == Placement(fleet.workers_of("demo")[0], name)
@@ -83,7 +83,7 @@ class Favourite:
         return -view.max_num_seqs
 
 
-def test_an_installed_package_brings_its_own_policy_and_replaces_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_can_add_a_policy_but_not_replace_one(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [EntryPoint(name, f"{__name__}:Favourite", ENTRY_POINTS) for name in ("favourite", "kv")]
     monkeypatch.setattr(metadata, "entry_points", lambda group: found if group == ENTRY_POINTS else [])
     policies = make_policies()
@@ -99,7 +99,7 @@ def test_the_worker_with_the_lowest_cost_wins_whatever_is_drawn() -> None:
         assert placed(fleet, LeastLoaded(), random.Random(seed)) == "w1"
 
 
-def test_waiting_requests_weigh_as_much_as_running_ones() -> None:
+def test_waiting_requests_count_as_much_as_running_ones() -> None:
     fleet = fleet_of(8, 8)
     fleet.apply_events("demo", events("w0", load=messages.Load(running=1, waiting=2)), 0.0)
     fleet.apply_events("demo", events("w1", load=messages.Load(running=2)), 0.0)
@@ -121,7 +121,7 @@ def test_ties_are_drawn_evenly_and_only_from_the_cheapest() -> None:
     assert all(900 < count < 1_100 for count in drawn.values()), drawn
 
 
-def test_a_temperature_draws_the_dearer_the_less_often() -> None:
+def test_with_a_temperature_higher_costs_are_drawn_less_often() -> None:
     rng = random.Random(42)
     drawn = Counter(draw(np.array([0.0, 5.0, 10.0]), rng, temperature=0.5) for _ in range(4_000))
     assert drawn[0] > drawn[1] > drawn[2] > 0
@@ -153,7 +153,7 @@ def test_a_worker_that_may_take_no_work_is_not_chosen_however_cheap() -> None:
     assert placed(fleet, LeastLoaded(), random.Random(1)) == "w0"
 
 
-def test_a_round_robin_gives_everyone_a_turn_before_anyone_has_a_second() -> None:
+def test_round_robin_chooses_every_worker_once_before_any_twice() -> None:
     fleet = fleet_of(1, 8, 64)
     policy, rng = RoundRobin(), random.Random(5)
     turns = [placed(fleet, policy, rng) for _ in range(12)]
@@ -161,7 +161,7 @@ def test_a_round_robin_gives_everyone_a_turn_before_anyone_has_a_second() -> Non
     assert turns == turns[:3] * 4
 
 
-def test_a_round_robin_gives_a_newcomer_its_turn_next() -> None:
+def test_round_robin_chooses_a_new_worker_next() -> None:
     fleet = fleet_of(8, 8)
     policy, rng = RoundRobin(), random.Random(5)
     for _ in range(5):
@@ -171,7 +171,7 @@ def test_a_round_robin_gives_a_newcomer_its_turn_next() -> None:
     assert sorted(placed(fleet, policy, rng) for _ in range(3)) == ["new", "w0", "w1"]
 
 
-def test_a_round_robin_passes_over_those_that_may_take_nothing() -> None:
+def test_round_robin_skips_workers_that_are_not_eligible() -> None:
     fleet = fleet_of(8, 8, 8)
     policy, rng = RoundRobin(), random.Random(5)
     for _ in range(3):
@@ -180,19 +180,18 @@ def test_a_round_robin_passes_over_those_that_may_take_nothing() -> None:
     assert {placed(fleet, policy, rng) for _ in range(4)} == {"w0", "w2"}
 
 
-def test_a_worker_that_says_it_has_no_places_does_not_end_placement_for_the_others() -> None:
-    """Whatever a card says, the other workers of the model are still served."""
+def test_a_worker_with_max_num_seqs_0_does_not_stop_placement_on_the_others() -> None:
     fleet = fleet_of(0, 8)
     assert placed(fleet, LeastLoaded(), random.Random(1)) == "w1"
 
 
 BLOCKS = {"kv_block_size": 16, "total_kv_blocks": 100}
 PROMPT = range(1_000, 1_010)
-"""Hashes of ten blocks."""
+"""The hashes of ten blocks."""
 
 
 def fleet_with_blocks(*held: int, **more: int) -> Fleet:
-    """Workers w0, w1 and so on, of which each holds so many leading blocks of the prompt."""
+    """Returns a fleet of workers w0, w1 and so on, which hold that many leading blocks of the prompt each."""
     fleet = Fleet(began_at=0.0)
     for number, count in enumerate(held):
         fleet.apply_card(card(f"w{number}", **(BLOCKS | more)), 0.0)
@@ -207,12 +206,12 @@ def chosen(fleet: Fleet, hashes: Sequence[int] = PROMPT, now: float = 0.0, seed:
     return placement
 
 
-def test_a_prompt_goes_where_most_of_it_is_held() -> None:
+def test_a_prompt_goes_to_the_worker_that_holds_most_of_it() -> None:
     placement = chosen(fleet_with_blocks(0, 7, 3))
     assert (placement.worker.card.worker_id, placement.overlap_blocks) == ("w1", 7)
 
 
-def test_what_was_just_placed_counts_as_held_at_once_and_no_longer_than_it_may_take() -> None:
+def test_a_placed_prompt_is_predicted_to_be_cached_at_once_and_for_a_while_only() -> None:
     fleet = fleet_with_blocks(0, 0, 0, 0)
     first = chosen(fleet)
     assert first.overlap_blocks == 0
@@ -224,15 +223,15 @@ def test_what_was_just_placed_counts_as_held_at_once_and_no_longer_than_it_may_t
     assert chosen(fleet, now=6.0).overlap_blocks == 0
 
 
-def test_a_worker_with_too_much_to_do_does_not_get_more_for_what_it_holds() -> None:
+def test_an_overloaded_worker_gets_no_more_for_the_prefix_that_it_holds() -> None:
     fleet = fleet_with_blocks(10, 0)
     busy = messages.Load(running=1, queued_prefill_tokens=1_000)
     fleet.apply_events("demo", events("w0", seq=1, load=busy), 0.0)
     assert chosen(fleet).worker.card.worker_id == "w1"
 
 
-def test_a_prefix_that_all_share_does_not_send_everything_to_one_worker() -> None:
-    """Running sequences that share their blocks hold little, and slow each other all the same."""
+def test_a_prefix_that_all_requests_share_does_not_send_them_all_to_one_worker() -> None:
+    """Sequences that share their blocks use little memory, but still slow each other down."""
     fleet = fleet_with_blocks(0, 0, 0, 0, context_length=4_096, max_num_seqs=64)
     shared, at = list(range(60)), Counter[str]()
     for number in range(1, 65):
@@ -247,8 +246,8 @@ def test_a_prefix_that_all_share_does_not_send_everything_to_one_worker() -> Non
     assert max(at.values()) <= 32, at
 
 
-def test_requests_that_come_one_by_one_are_spread() -> None:
-    """A fleet that is idle again before each request: without a trace of recent work one worker would get them all."""
+def test_requests_that_arrive_one_by_one_are_spread() -> None:
+    """The fleet is idle again before each request. Without utilization one worker would get them all."""
     fleet = fleet_with_blocks(0, 0, 0, 0, context_length=4_096)
     rng, counts, done = random.Random(1), Counter[str](), Counter[str]()
     for number in range(1, 101):
@@ -264,7 +263,7 @@ def test_requests_that_come_one_by_one_are_spread() -> None:
     assert max(counts.values()) <= 30, counts
 
 
-def test_blocks_that_were_removed_are_held_no_more_and_those_of_an_engine_that_died_neither() -> None:
+def test_removed_blocks_and_those_of_a_dead_engine_are_no_longer_held() -> None:
     fleet = fleet_with_blocks(10, 4)
     fleet.apply_events("demo", events("w0", seq=1, removed=tuple(PROMPT[2:])), 0.0)
     assert chosen(fleet).overlap_blocks == 4
@@ -283,7 +282,7 @@ def test_a_worker_without_blocks_is_chosen_by_its_load() -> None:
     assert chosen(fleet).worker.card.worker_id == "w1"
 
 
-def test_a_pin_and_a_refusal_leave_only_the_others() -> None:
+def test_a_request_can_be_pinned_to_a_worker_and_kept_from_others() -> None:
     fleet = fleet_with_blocks(9, 5, 0)
     rng = random.Random(1)
     other = place(fleet, KvAware(), rng, PROMPT, options=PlacementOptions(exclude=("w0",)))
@@ -295,11 +294,11 @@ def test_a_pin_and_a_refusal_leave_only_the_others() -> None:
     assert place(fleet, KvAware(), rng, PROMPT, options=PlacementOptions(only="w0", exclude=("w0",))) == NoWorker()
 
 
-def test_a_prompt_that_fits_no_context_goes_nowhere() -> None:
+def test_a_prompt_that_fits_no_workers_context_is_not_placed() -> None:
     assert place(fleet_with_blocks(0, context_length=100), KvAware(), random.Random(1), PROMPT) == NoWorker()
 
 
-def test_a_report_says_what_was_known_of_every_candidate() -> None:
+def test_a_report_lists_every_candidate_with_its_overlap_load_and_cost() -> None:
     fleet = fleet_with_blocks(4, 0)
     load = messages.Load(running=1, used_blocks=7, queued_prefill_tokens=32)
     fleet.apply_events("demo", events("w1", seq=1, load=load), 0.0)
@@ -329,7 +328,7 @@ def test_a_policy_has_a_finite_cost_for_every_candidate(policy: Policy) -> None:
     assert np.isfinite(costs).all()
 
 
-def test_a_worker_that_never_says_what_it_holds_is_called_silent_and_nothing_is_expected_of_it() -> None:
+def test_a_worker_that_never_reports_blocks_is_called_silent_and_nothing_is_predicted_for_it() -> None:
     fleet = fleet_with_blocks(0, context_length=4_096)
     rng = random.Random(1)
     for number in range(3):
@@ -346,7 +345,7 @@ def test_a_worker_that_never_says_what_it_holds_is_called_silent_and_nothing_is_
     assert fleet.card_view(worker).watched.events == "live"  # type: ignore[union-attr]
 
 
-def test_a_session_goes_where_it_was_last_unless_that_is_dear() -> None:
+def test_a_session_returns_to_its_worker_unless_that_costs_much_more() -> None:
     fleet = Fleet(began_at=0.0)
     for name in ("w0", "w1", "w2", "w3"):
         fleet.apply_card(card(name), 0.0)
@@ -365,8 +364,8 @@ def test_a_session_goes_where_it_was_last_unless_that_is_dear() -> None:
     assert away.worker.card.worker_id != home
 
 
-def test_a_worker_that_takes_four_times_as_long_gets_a_fraction() -> None:
-    """Known by its events alone: the same work between them, and four times as long."""
+def test_a_worker_that_is_four_times_slower_gets_fewer_requests() -> None:
+    """The router learns it from the events: the same work between them takes four times as long."""
     fleet = Fleet(began_at=0.0)
     slow_s = {"w0": 0.1, "w1": 0.4}
     for name, step_s in slow_s.items():

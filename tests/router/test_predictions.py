@@ -1,4 +1,4 @@
-"""What was placed is expected at its worker for a while, however often, and nothing is left of it afterwards."""
+"""Placed prompts are predicted to be cached at their workers for a while, and nothing is left of them afterwards."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,14 +9,14 @@ from tokenbus.router.placement.prefix_index import MatchLevel
 PROMPT = range(10)
 
 
-def test_a_placed_prompt_reaches_as_far_as_it_is_long() -> None:
+def test_a_placed_prompt_is_predicted_in_full() -> None:
     predictions = Predictions()
     predictions.add(2, PROMPT[:6], 0, now=0.0)
     assert predictions.match(PROMPT, []) == {2: 6}
     assert predictions.match(range(50, 60), []) == {}
 
 
-def test_it_reaches_on_from_what_is_held() -> None:
+def test_predictions_extend_what_a_worker_holds() -> None:
     predictions = Predictions()
     predictions.add(2, PROMPT, 4, now=0.0)
     assert predictions.match(PROMPT, [MatchLevel(4, 1 << 2)]) == {2: 10}
@@ -24,7 +24,7 @@ def test_it_reaches_on_from_what_is_held() -> None:
     assert predictions.match(PROMPT, [MatchLevel(10, 1 << 2)]) == {}
 
 
-def test_another_prompt_reaches_as_far_as_it_goes_along() -> None:
+def test_another_prompt_matches_as_far_as_it_has_the_prefix_in_common() -> None:
     predictions = Predictions()
     predictions.add(2, PROMPT, 3, now=0.0)
     for common in range(4, 11):
@@ -33,7 +33,7 @@ def test_another_prompt_reaches_as_far_as_it_goes_along() -> None:
     assert predictions.match([*PROMPT[:3], 77], [MatchLevel(3, 1 << 2)]) == {}
 
 
-def test_it_is_expected_no_longer_than_it_may_take() -> None:
+def test_a_prediction_expires() -> None:
     predictions = Predictions()
     predictions.add(1, PROMPT, 0, now=0.0)
     predictions.add(1, PROMPT, 0, now=3.0)
@@ -44,7 +44,7 @@ def test_it_is_expected_no_longer_than_it_may_take() -> None:
     assert len(predictions) == 0
 
 
-def test_nothing_is_expected_of_a_worker_that_has_left() -> None:
+def test_a_removed_worker_has_no_predictions() -> None:
     predictions = Predictions()
     predictions.add(1, PROMPT, 0, now=0.0)
     predictions.add(2, PROMPT, 0, now=0.0)
@@ -64,7 +64,7 @@ def test_nothing_is_expected_of_a_worker_that_has_left() -> None:
         max_size=30,
     )
 )
-def test_any_history_keeps_its_counts(history: list[tuple[object, ...]]) -> None:
+def test_the_tables_stay_consistent_over_any_history(history: list[tuple[object, ...]]) -> None:
     predictions, now = Predictions(), 0.0
     for kind, *rest in history:
         if kind == "put":

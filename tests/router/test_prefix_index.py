@@ -1,4 +1,4 @@
-"""The prefix index says what a table of every worker's blocks would say, and stays within what they advertised."""
+"""The prefix index agrees with a set of blocks for each worker, and stays within the advertised numbers."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ A, B, C = 1, 2, 4
 
 
 def chains(*depths: int) -> PrefixIndex:
-    """An index of workers that hold so many leading blocks of the prompt 0, 1, 2, ..."""
+    """Returns an index of workers that hold that many leading blocks each of the prompt 0, 1, 2, ..."""
     index = PrefixIndex()
     for depth in depths:
         row = index.add_worker(1_000)
@@ -23,18 +23,18 @@ def test_levels_come_with_the_most_overlap_first() -> None:
     assert chains(3, 7, 3).match(range(10)) == [MatchLevel(7, B), MatchLevel(3, A | C)]
 
 
-def test_a_prompt_without_a_full_block_is_held_by_nobody() -> None:
+def test_a_prompt_without_a_full_block_matches_nobody() -> None:
     assert chains(3).match([]) == []
 
 
-def test_a_block_after_a_gap_is_no_overlap() -> None:
+def test_a_block_after_a_gap_is_not_part_of_the_overlap() -> None:
     index = PrefixIndex()
     index.store(index.add_worker(10), [0, 1, 3, 4])
     assert index.match(range(2, 6)) == []
     assert index.match([0, 1]) == [MatchLevel(2, A)]
 
 
-def test_blocks_beyond_what_was_advertised_are_not_believed() -> None:
+def test_blocks_beyond_the_advertised_number_are_ignored() -> None:
     index = PrefixIndex()
     row = index.add_worker(3)
     index.store(row, range(5))
@@ -44,7 +44,7 @@ def test_blocks_beyond_what_was_advertised_are_not_believed() -> None:
     assert (index.num_blocks_of(row), index.num_refused) == (3, 2)
 
 
-def test_what_is_stored_twice_counts_once_and_what_is_not_there_is_not_removed() -> None:
+def test_a_block_that_is_stored_twice_counts_once_and_an_unknown_block_is_not_removed() -> None:
     index = chains(3)
     index.store(0, range(3))
     index.remove(0, [7, 8])
@@ -52,7 +52,7 @@ def test_what_is_stored_twice_counts_once_and_what_is_not_there_is_not_removed()
     index.check_integrity()
 
 
-def test_a_worker_that_has_left_is_not_found_and_its_place_not_given_away_before_it_is_swept() -> None:
+def test_a_removed_worker_is_not_found_and_its_row_is_not_reused_before_it_is_swept() -> None:
     index = chains(5, 5)
     index.remove_worker(0)
     assert index.add_worker(10) == 2
@@ -68,7 +68,7 @@ def test_a_worker_that_has_left_is_not_found_and_its_place_not_given_away_before
     assert len(index) == 0
 
 
-def test_one_that_leaves_during_a_sweep_is_swept_out_by_the_next() -> None:
+def test_a_worker_that_is_removed_during_a_sweep_is_swept_by_the_next_one() -> None:
     index = PrefixIndex()
     for _ in range(2):
         index.store(index.add_worker(20_000), range(10_000))
@@ -82,7 +82,7 @@ def test_one_that_leaves_during_a_sweep_is_swept_out_by_the_next() -> None:
 
 @settings(max_examples=300)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(0, 40))
-def test_depths_are_found_exactly_where_everyone_holds_leading_blocks(depths: list[int], length: int) -> None:
+def test_the_overlap_of_every_worker_is_found_exactly(depths: list[int], length: int) -> None:
     overlap = np.zeros(len(depths))
     for level in chains(*depths).match(range(length)):
         level.write_to(overlap)
@@ -93,7 +93,7 @@ NAMES = st.lists(st.integers(0, 30), max_size=12)
 
 
 class AgainstATable(RuleBasedStateMachine):
-    """Any history of workers, against a set of blocks for each."""
+    """Compares the index with a set of blocks for each worker, over any history."""
 
     @initialize()
     def begin(self) -> None:

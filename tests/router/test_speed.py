@@ -1,4 +1,4 @@
-"""How fast a worker is, from what two events in a row say of the time between them."""
+"""A worker's speed is estimated from consecutive events, and a router's decisions are counted."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tokenbus.router.fleet.stats import DecisionStats
 
 
 def prompts(tokens: int, left: int = 0) -> tuple[messages.Load, messages.Load]:
-    """Events between which a worker computed so many tokens of prompts."""
+    """Returns the loads of two events between which a worker computed that many prompt tokens."""
     before = messages.Load(running=1, queued_prefill_tokens=tokens + left, computed_tokens=0)
     return before, messages.Load(running=1, queued_prefill_tokens=left, computed_tokens=tokens)
 
@@ -17,24 +17,24 @@ def streams(running: int, tokens: int) -> tuple[messages.Load, messages.Load]:
     return messages.Load(running=running), messages.Load(running=running, generated_tokens=tokens)
 
 
-def test_nothing_is_said_before_there_are_enough_signs() -> None:
+def test_there_is_no_estimate_before_there_are_enough_samples() -> None:
     speed = Speed()
     for _ in range(19):
         speed.observe(*prompts(1_000), 0.1)
-    assert speed.prefill_s_per_token == 0.0, "two of them are a sign"
+    assert speed.prefill_s_per_token == 0.0, "two of them make one sample"
     speed.observe(*prompts(1_000), 0.1)
     assert speed.prefill_s_per_token == pytest.approx(0.0001)
     assert speed.itl_s == 0.0
 
 
-def test_a_stream_gets_its_next_token_after_the_time_of_a_step_however_many_run() -> None:
+def test_the_inter_token_latency_is_that_of_a_step_however_many_sequences_run() -> None:
     speed = Speed()
     for running in (1, 4, 8, 16) * 6:
         speed.observe(*streams(running, 2 * running), 0.1)
     assert speed.itl_s == pytest.approx(0.05)
 
 
-def test_what_a_worker_does_at_its_best_counts_and_not_how_busy_it_is_now() -> None:
+def test_the_best_speed_counts_and_not_how_busy_the_worker_is_now() -> None:
     speed = Speed()
     for _ in range(40):
         speed.observe(*prompts(1_000), 0.1)
@@ -46,7 +46,7 @@ def test_what_a_worker_does_at_its_best_counts_and_not_how_busy_it_is_now() -> N
     assert speed.prefill_s_per_token == pytest.approx(0.00005, rel=0.1)
 
 
-def test_idle_time_and_new_arrivals_say_nothing() -> None:
+def test_idle_time_and_new_arrivals_are_no_samples() -> None:
     speed = Speed()
     for _ in range(40):
         speed.observe(messages.Load(), messages.Load(running=1, queued_prefill_tokens=100), 5.0)
@@ -54,7 +54,7 @@ def test_idle_time_and_new_arrivals_say_nothing() -> None:
     assert (speed.prefill_s_per_token, speed.itl_s) == (0.0, 0.0)
 
 
-def test_events_that_come_late_and_then_two_at_once_say_the_same() -> None:
+def test_late_events_make_no_difference() -> None:
     speed = Speed()
     for _ in range(40):
         speed.observe(*streams(2, 4), 0.199)
@@ -62,7 +62,7 @@ def test_events_that_come_late_and_then_two_at_once_say_the_same() -> None:
     assert speed.itl_s == pytest.approx(0.05)
 
 
-def test_placements_are_counted_with_their_rate_and_what_was_expected_of_them() -> None:
+def test_decisions_are_counted_with_their_rate_hit_rate_and_duration() -> None:
     stats = DecisionStats()
     assert (stats.predicted_hit_rate, stats.decision_percentiles_us()) == (0.0, (0.0, 0.0))
     for second in range(60):

@@ -1,4 +1,4 @@
-"""A simulated broker and the connections to it: ordered on each, unordered between them, lossy where they break."""
+"""A simulated broker and its connections: ordered on each, unordered between them, lossy when they break."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ class Subscription:
 
 
 class Link:
-    """One TCP connection: a line of messages each way. What is under way when it breaks is lost."""
+    """One TCP connection, with a queue of messages each way. Messages under way are lost when it breaks."""
 
     def __init__(self, broker: "Broker", owner: "SimBus") -> None:
         self.broker = broker
@@ -41,16 +41,16 @@ class Link:
         self.subscriptions: list[Subscription] = []
         self.is_open = True
         self.hears = True
-        """Whether what the broker sends still arrives."""
+        """Whether messages from the broker still arrive."""
         self._stalled: list[Callable[[Link], None]] | None = None
-        """What was sent since the way to the broker was blocked."""
+        """Actions sent since the way to the broker was blocked; None while it is open."""
         self.lag_s = 0.0
-        """How long what the broker sends lies unread."""
+        """The time that messages from the broker lie unread."""
         self._to_broker_at = 0.0
         self._to_owner_at = 0.0
 
     def stall(self, seconds: float) -> None:
-        """Blocks the way to the broker for so long, while the way back stays open."""
+        """Blocks the way to the broker for that time, while the way back stays open."""
         self._stalled = []
         self.broker.world.at(self.broker.world.now + seconds, self._go_on)
 
@@ -61,7 +61,7 @@ class Link:
                 self.send(action)
 
     def send(self, action: Callable[["Link"], None]) -> None:
-        """Towards the broker, behind everything sent before."""
+        """Sends to the broker, after everything sent before."""
         if self._stalled is not None:
             self._stalled.append(action)
             return
@@ -70,7 +70,7 @@ class Link:
         world.at(self._to_broker_at, lambda: self.broker.take(self, action))
 
     def deliver(self, subscription: Subscription | None, message: Msg | None) -> None:
-        """Towards the owner, behind everything delivered before; without a message it is the answer to a ping."""
+        """Sends to the owner, after everything delivered before; without a message it is the answer to a ping."""
         world = self.broker.world
         self._to_owner_at = max(self._to_owner_at, world.now + self.broker.delay() + self.lag_s)
         world.at(self._to_owner_at, lambda: self._arrive(subscription, message))
@@ -81,7 +81,7 @@ class Link:
 
 
 class Broker:
-    """Routes what it is sent. It may stand still, and it may die and come back."""
+    """Routes messages. It can be paused, and it can die and come back."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -104,7 +104,7 @@ class Broker:
         self.is_paused = True
 
     def resume(self) -> None:
-        """Goes on with what has come meanwhile: in order on each connection, anyhow between them."""
+        """Handles what has arrived meanwhile: in order on each connection, in random order between them."""
         self.is_paused = False
         lines: dict[int, deque[tuple[Link, Callable[[Link], None]]]] = {}
         for link, action in self._waiting:
@@ -126,7 +126,7 @@ class Broker:
         self.is_up = True
 
     def cut(self, link: Link, *, lingers: bool = False) -> None:
-        """Breaks a connection. With `lingers` the broker still takes what was sent over it, for a moment."""
+        """Breaks a connection. With `lingers` the broker still handles what was sent over it, for a moment."""
         link.is_open = False
         link.hears = False
         if lingers:
@@ -180,7 +180,7 @@ class SimBus:
         self._pings: deque[tuple[float, asyncio.Future[None] | None]] = deque()
         self._requests: dict[str, asyncio.Future[Msg]] = {}
         self._inbox = f"_INBOX.{next(self._numbers)}"
-        self._link: Link | None = None
+        self.link: Link | None = None
         self._is_closed = False
         self._flushing = False
         self.on_permissions_violation: Callable[[str], None] = lambda words: None
@@ -188,9 +188,9 @@ class SimBus:
         self.guard: Callable[[], bool] = lambda: True
         self.num_reconnects = 0
         self.is_busy = False
-        """Whether more waits for the broker than may wait."""
+        """Whether the outbound buffer counts as full."""
         self.tap: Callable[[Msg], None] = lambda message: None
-        """Told of every message that arrives."""
+        """Called with every message that arrives."""
         self.last_received_at = self.confirmed_at = process.world.now
         self._connect()
 
@@ -199,7 +199,7 @@ class SimBus:
 
     @property
     def is_connected(self) -> bool:
-        return self._link is not None
+        return self.link is not None
 
     @property
     def max_payload(self) -> int:
@@ -266,15 +266,15 @@ class SimBus:
 
     def abort(self) -> None:
         self._pending.clear()
-        if self._link is not None:
-            self._broker.cut(self._link, lingers=self.process.world.rng.random() < 0.5)
+        if self.link is not None:
+            self._broker.cut(self.link, lingers=self.process.world.rng.random() < 0.5)
 
     async def close(self) -> None:
         self._is_closed = True
 
     def receive(self, link: Link, subscription: Subscription | None, message: Msg | None) -> None:
-        """Something has come over a connection."""
-        if link is not self._link:
+        """Handles a message or an answer to a ping that has arrived."""
+        if link is not self.link:
             return
         self.last_received_at = self.process.world.now
         if subscription is None:
@@ -284,15 +284,15 @@ class SimBus:
             subscription.callback(message)
 
     def broke(self, link: Link) -> None:
-        if link is self._link:
-            self._link = None
+        if link is self.link:
+            self.link = None
             self._pings.clear()
             self.process.loop.call_later(_RECONNECT_S, self._try_again)
 
     def kill(self) -> None:
-        """The process is no more, and so is its connection."""
-        if self._link is not None:
-            self._broker.cut(self._link, lingers=True)
+        """Breaks the connection of a process that was killed."""
+        if self.link is not None:
+            self._broker.cut(self.link, lingers=True)
 
     def _ping(self, waiting: asyncio.Future[None] | None) -> None:
         self._pings.append((self.process.world.now, waiting))
@@ -308,7 +308,7 @@ class SimBus:
             waiting.set_result(None)
 
     def _try_again(self) -> None:
-        if self._link is not None or self._is_closed:
+        if self.link is not None or self._is_closed:
             return
         if not self._broker.is_up or self._broker.is_paused:
             self.process.loop.call_later(_RECONNECT_S, self._try_again)
@@ -318,9 +318,9 @@ class SimBus:
         self.on_reconnect()
 
     def _connect(self) -> None:
-        self._link = Link(self._broker, self)
+        self.link = Link(self._broker, self)
         self.confirmed_at = self.process.world.now
-        self._broker.links.append(self._link)
+        self._broker.links.append(self.link)
         kept, self._pending = [action for action in self._pending if action is not _pong], []
         for subscription in self._subscriptions:
             self._put(lambda link, one=subscription: self._register(link, one))  # type: ignore[misc]
@@ -339,14 +339,14 @@ class SimBus:
 
     def _write(self) -> None:
         self._flushing = False
-        if self._link is None or not self._pending:
+        if self.link is None or not self._pending:
             return
         if not self.guard():
             self.abort()
             return
         pending, self._pending = self._pending, []
         for action in pending:
-            self._link.send(action)
+            self.link.send(action)
 
     def _answer(self, reply: str, message: Msg) -> None:
         future: asyncio.Future[Any] | None = self._requests.get(reply)

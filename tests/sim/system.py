@@ -1,4 +1,4 @@
-"""Frontends, routers and clients as simulated processes, and what the clients saw."""
+"""Frontends, routers and clients as simulated processes, with a record of what the clients received."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ _chunks = codec.Decoder(messages.Chunk)
 
 
 class TimedEngine:
-    """An engine that makes a token every `token_s`. Each says which generation it belongs to, and its number."""
+    """An engine that generates a token every `token_s`. Each token names its generation and its own number."""
 
     _serials = itertools.count(1)
 
@@ -143,7 +143,7 @@ class TimedEngine:
 
 
 class FrontendProcess:
-    """A worker whose engine may die and is started again."""
+    """A worker whose engine can die and is then restarted."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class RouterProcess:
 
 
 class Asked:
-    """One request of a client, and every chunk that its reader was given."""
+    """One request of a client, and every chunk that its reader received."""
 
     def __init__(self, stream: Stream, max_tokens: int, at: float) -> None:
         self.stream = stream
@@ -224,7 +224,7 @@ class Asked:
         return self.chunks[-1] if self.chunks and self.chunks[-1].finish_reason is not None else None
 
     def check(self) -> None:
-        """One text, of one generation, without a hole, and one terminal at its end."""
+        """Asserts that there is one text, of one generation, without a gap, with one terminal at its end."""
         token_bytes = _TOKEN.findall(self.text)
         assert "".join(f"<{serial}:{number}>" for serial, number in token_bytes) == self.text, self
         assert len({serial for serial, _ in token_bytes}) <= 1, self
@@ -236,15 +236,15 @@ class Asked:
 
 
 class Heard:
-    """One reply subject as the simplest client that keeps to the wire hears it: it ignores lower attempts, and stops at
-    the first terminal."""
+    """One reply subject as the simplest client sees it that follows docs/wire.md: it ignores lower attempts, and stops
+    at the first terminal."""
 
     def __init__(self) -> None:
         self.attempt = 0
         self.serials: set[str] = set()
         self.ends: list[tuple[str, int, str | None]] = []
         self.strays = 0
-        """Signs of life from a router behind the terminal: only what a resync has published again may come there."""
+        """A router's keepalives after the terminal, where only chunks that a resync repeats may come."""
 
     def take(self, chunk: messages.Chunk) -> None:
         if self.ends and chunk.finish_reason is None and chunk.worker_id is None and not chunk.tokens:
@@ -256,7 +256,7 @@ class Heard:
             self.serials |= {serial for serial, _ in _TOKEN.findall(chunk.text)}
 
     def check(self) -> None:
-        """One live text, and one end, however often it is said, with no sign of life behind it."""
+        """Asserts that there is one text and one end, however often it is repeated, with no keepalive after it."""
         assert self.strays == 0, self.ends
         assert len(self.serials) <= 1, self.serials
         assert len(set(self.ends)) <= 1, self.ends
@@ -287,7 +287,7 @@ class ClientProcess:
         worker_id: str = "",
         model: str = MODEL,
     ) -> None:
-        """Asks with a text, if there is one, else with token ids."""
+        """Sends a request with a text prompt, if there is one, or with token ids."""
 
         def go() -> None:
             request = messages.GenerateRequest(
@@ -305,7 +305,7 @@ class ClientProcess:
         self.process.call(go)
 
     def embed(self, model: str = MODEL) -> "asyncio.Task[messages.EmbedReply]":
-        """Asks for the embedding of one text."""
+        """Requests the embedding of one text."""
         request = messages.EmbedRequest(input="x", timeout_ms=30_000.0)
         return self.process.spawn(self.client.embed(model, request))
 
@@ -324,7 +324,7 @@ async def _read(one: Asked) -> None:
 
 
 def kill(process: Process, *buses: SimBus) -> None:
-    """As kill -9 does."""
+    """Kills a process and its connections, like kill -9."""
     process.kill()
     for bus in buses:
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Thousands of histories of clients, routers and frontends over a network that loses, delays, pauses and breaks.
+"""Random histories of clients, routers and frontends over a network that loses, delays, pauses and breaks.
 
 After each one, when everything works again: every request has had exactly one terminal, no client was ever given text
 of two generations or with a hole, and nothing is left in any table. TOKENBUS_HISTORIES sets how many are played."""
@@ -17,7 +17,7 @@ from tests.sim.world import Process, world
 HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "60"))
 NUMBERS = st.integers(0, 5)
 THEN_S = st.sampled_from([0.0, 0.05, 0.4, 1.5])
-"""Time that passes after something has happened."""
+"""The time that passes after each fault."""
 
 
 class History(RuleBasedStateMachine):
@@ -50,7 +50,7 @@ class History(RuleBasedStateMachine):
 
     @rule(who=NUMBERS)
     def load(self, who: int) -> None:
-        """Several long streams that speak."""
+        """Starts several long streams."""
         for _ in range(3):
             self.of(self.clients, who).ask(80)
         self.world.run(0.5)
@@ -82,24 +82,24 @@ class History(RuleBasedStateMachine):
     @rule(who=NUMBERS, then_s=THEN_S)
     def cut(self, who: int, then_s: float) -> None:
         bus = self.of(self.buses(), who)
-        if bus._link is not None:
-            self.broker.cut(bus._link)
+        if bus.link is not None:
+            self.broker.cut(bus.link)
         self.world.run(then_s)
 
     @rule(who=NUMBERS, seconds=st.sampled_from([0.3, 1.4, 4.0]), then_s=THEN_S)
     def way_out_blocked(self, who: int, seconds: float, then_s: float) -> None:
-        """What a process says does not arrive for a while, and all that others say to it does."""
+        """Blocks for a while what a process sends, but not what it receives."""
         bus = self.of(self.buses(), who)
-        if bus._link is not None:
-            bus._link.stall(seconds)
+        if bus.link is not None:
+            bus.link.stall(seconds)
         self.world.run(then_s)
 
     @rule(who=NUMBERS, lag_s=st.sampled_from([0.0, 0.3, 1.4, 3.0]), then_s=THEN_S)
     def reads_late(self, who: int, lag_s: float, then_s: float) -> None:
-        """A router has so much to read that it is behind by this, until its next connection."""
+        """Makes a router read its messages this late, until its next connection."""
         bus = self.of(self.routers, who).bus
-        if bus._link is not None:
-            bus._link.lag_s = lag_s
+        if bus.link is not None:
+            bus.link.lag_s = lag_s
         self.world.run(then_s)
 
     @rule(slowest_s=st.sampled_from([0.002, 0.05, 0.4]))

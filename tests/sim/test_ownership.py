@@ -1,4 +1,4 @@
-"""Who owns a stream's end: what a frontend answers to routers, and a router to clients, message by message."""
+"""Tests who ends a stream: what a frontend answers routers, and a router clients, message by message."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ KEY = "default:r1"
 
 
 class Peer:
-    """A bare process that speaks for a router, and listens for a client."""
+    """A bare process that sends as a router would, and listens as a client would."""
 
     def __init__(self, world: World, broker: Broker) -> None:
         self.process = world.process("peer")
@@ -242,7 +242,7 @@ def test_while_a_worker_may_have_a_request_its_router_answers_for_it_and_says_no
 
 
 def end_of(stage: Stage) -> str | None:
-    """How the stream has ended: once, and with its last chunk."""
+    """Returns how the stream ended, which it did once, with its last chunk."""
     *before, last = [chunk.finish_reason for chunk in stage.peer.chunks]
     assert before == [None] * len(before)
     return last
@@ -254,8 +254,8 @@ def test_an_accept_that_lies_unread_lets_no_sign_of_life_follow_the_terminal(sta
     request = b'{"id": "r1", "token_ids": [1, 2, 3], "max_tokens": 3}'
     stage.peer.publish(NAMES.generate(MODEL), request, stage.peer.inbox)
     stage.world.run(0.002)
-    assert router.bus._link is not None
-    router.bus._link.lag_s = 1.5
+    assert router.bus.link is not None
+    router.bus.link.lag_s = 1.5
     stage.world.run(6.0)
     assert end_of(stage) == "length"
 
@@ -268,8 +268,8 @@ def test_a_worker_whose_way_out_is_blocked_while_others_speak_to_it_says_nothing
     request = b'{"id": "r1", "token_ids": [1, 2, 3], "max_tokens": 200}'
     stage.peer.publish(NAMES.generate(MODEL), request, stage.peer.inbox)
     stage.world.run(1.0)
-    assert stage.frontend.bus._link is not None
-    stage.frontend.bus._link.stall(4.0)
+    assert stage.frontend.bus.link is not None
+    stage.frontend.bus.link.stall(4.0)
     for number in range(40):
         cancelled_at = stage.world.now + number * 0.2
         stage.world.at(cancelled_at, lambda: stage.peer.publish(NAMES.cancel("somebody-elses"), b""))
@@ -283,7 +283,7 @@ def test_a_worker_whose_signs_lie_unread_in_a_routers_connection_is_not_given_up
     request = b'{"id": "r1", "token_ids": [1, 2, 3], "max_tokens": 100}'
     stage.peer.publish(NAMES.generate(MODEL), request, stage.peer.inbox)
     stage.world.run(0.5)
-    assert router.bus._link is not None
-    router.bus._link.lag_s = 4.0
+    assert router.bus.link is not None
+    router.bus.link.lag_s = 4.0
     stage.world.run(20.0)
     assert end_of(stage) == "length"

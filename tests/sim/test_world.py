@@ -1,4 +1,4 @@
-"""Single histories in the simulated world: what each fault looks like to a client, to the second."""
+"""Single faults in the simulated world, and what a client sees of each, to the second."""
 
 from collections.abc import Iterator
 
@@ -50,8 +50,8 @@ def test_a_client_that_is_killed_frees_its_lane_within_three_seconds(one: System
 def test_a_client_that_reconnects_in_time_keeps_its_stream_and_misses_nothing(one: System) -> None:
     one.client.ask(60)
     one.world.run(1.0)
-    assert one.client.bus._link is not None
-    one.broker.cut(one.client.bus._link)
+    assert one.client.bus.link is not None
+    one.broker.cut(one.client.bus.link)
     one.world.run(10.0)
     (asked,) = one.client.asked
     asked.check()

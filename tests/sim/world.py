@@ -1,4 +1,4 @@
-"""Virtual time: every process has an event loop of its own, and may stand still while the others go on."""
+"""Virtual time: every process has an event loop of its own, and can be paused while the others go on."""
 
 import asyncio
 import heapq
@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 _LONGEST_TURNS = 20_000
-"""Turns without any time passing after which something loops for ever."""
+"""Turns without any time passing after which a test fails, since something loops for ever."""
 
 
 class _NoSelector:
-    """Nothing comes from outside a simulated process."""
+    """A selector without events, since nothing comes from outside a simulated process."""
 
     def select(self, timeout: float | None) -> list[Any]:
         return []
 
 
 class ProcessLoop(asyncio.BaseEventLoop):
-    """An event loop that runs one turn at a time, on a clock that others move."""
+    """An event loop that runs one turn at a time, on the world's clock."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
         self.run_forever()
 
     def next_at(self) -> float | None:
-        """When there is something to do; None for never."""
+        """Returns when it has something to do; None for never."""
         if self._ready:  # type: ignore[attr-defined]
             return self._now()
         waiting = [handle for handle in self._scheduled if not handle.cancelled()]  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
 
 
 class Process:
-    """Something that runs, may be paused, and may be killed."""
+    """A simulated process, which can be paused and killed."""
 
     def __init__(self, world: "World", name: str) -> None:
         self.world = world
@@ -66,8 +66,6 @@ class Process:
         self.loop.set_exception_handler(self._note)
         self.is_paused = False
         self.is_alive = True
-        self.paused_at = 0
-        """How often it was paused."""
         self.faults: list[str] = []
 
     def __repr__(self) -> str:
@@ -77,12 +75,12 @@ class Process:
         return self.loop.create_task(life)
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Has the process do something in one of its turns."""
+        """Calls a function in one of the process's turns."""
         if self.is_alive:
             self.loop.call_soon(function, *arguments)
 
     def do(self, life: Coroutine[Any, Any, Any]) -> Any:
-        """Has the process do something to its end, at once."""
+        """Runs a coroutine in the process to its end, and returns its result."""
         task = self.spawn(life)
         self.world.run_until(task.done)
         return task.result()
@@ -96,7 +94,7 @@ class Process:
 
 
 class World:
-    """All processes and the clock that they share."""
+    """All processes, and the clock that they share."""
 
     def __init__(self, seed: int) -> None:
         self.now = 1_000.0
@@ -111,7 +109,7 @@ class World:
         return process
 
     def at(self, when: float, what: Callable[[], None]) -> None:
-        """Has something happen outside all processes."""
+        """Calls a function at that time, outside all processes."""
         heapq.heappush(self._due, (max(when, self.now), next(self._numbers), what))
 
     def run(self, seconds: float) -> None:
@@ -127,7 +125,7 @@ class World:
     def close(self) -> None:
         for process in self.processes:
             for _ in range(20):
-                for task in asyncio.all_tasks(process.loop):  # also those that a message in the first turns has begun
+                for task in asyncio.all_tasks(process.loop):  # also tasks that a message in the first turns has started
                     task.cancel()
                 process.loop.turn()
             process.loop.close()
@@ -141,7 +139,7 @@ class World:
             if soonest > self.now:
                 self.now, turns = soonest, 0
             turns += 1
-            assert turns < _LONGEST_TURNS, "the world stands still"
+            assert turns < _LONGEST_TURNS, "time stands still"
             self._step()
 
     def _step(self) -> None:
@@ -164,7 +162,7 @@ class World:
 
 @contextmanager
 def world(seed: int) -> Iterator[World]:
-    """A world whose clock is also that of everything that asks the time in it."""
+    """Yields a world whose clock replaces the functions of `time` for all code that runs in it."""
     made = World(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", lambda: made.now)

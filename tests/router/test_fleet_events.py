@@ -1,0 +1,118 @@
+"""Events and snapshots keep loads, owners of requests and gaps up to date."""
+
+import pytest
+
+from tests.router.builders import DRAINING, LOAD_OF_3, at, card, events, expired, fleet_of, known, named, part
+from tokenbus.protocol.wire import messages
+from tokenbus.router.fleet.updates import FleetUpdate
+
+
+def test_events_of_an_unknown_worker_or_incarnation_ask_for_a_discovery() -> None:
+    fleet = fleet_of(card())
+    assert fleet.apply_events("demo", events("w2"), 0.0) is None
+    assert fleet.apply_events("demo", events(epoch="101-a"), 0.0) is None
+    assert fleet.apply_events("demo", events(), 0.0) == FleetUpdate()
+
+
+def test_events_report_first_tokens_and_finished_requests() -> None:
+    fleet = fleet_of(card())
+    update = fleet.apply_events("demo", events(first_token_sent=("a", "b"), finished=("c",)), 0.0)
+    assert update == FleetUpdate(first_token_sent=("a", "b"), finished=("c",))
+
+
+def test_events_set_load_and_state() -> None:
+    fleet = fleet_of(card())
+    fleet.apply_events("demo", events(load=LOAD_OF_3, state=DRAINING), 0.0)
+    assert (known(fleet).load, known(fleet).state, known(fleet).num_requests) == (LOAD_OF_3, DRAINING, 3)
+
+
+@pytest.mark.parametrize("seq", [4, 5])
+def test_old_events_are_ignored_and_do_not_renew_the_lease(seq: int) -> None:
+    fleet = fleet_of(card())
+    fleet.apply_events("demo", events(seq=5), 0.0)
+    update = fleet.apply_events("demo", events(seq=seq, load=LOAD_OF_3, first_token_sent=("a",), finished=("b",)), 1.5)
+    assert update == FleetUpdate()
+    assert known(fleet).load == messages.Load()
+    assert expired(fleet, 2.0) == ["w1"]
+
+
+def test_the_owner_of_a_request_is_the_worker_that_started_it_until_its_end() -> None:
+    fleet = fleet_of(card(), card("w2"))
+    fleet.apply_events("demo", events("w2", started=("a",)), 0.0)
+    assert fleet.owner_of("a", "demo") is known(fleet, "w2")
+    assert (fleet.owner_of("a", "other"), fleet.owner_of("b", "demo")) == (None, None)
+    fleet.apply_events("demo", events("w2", seq=1, finished=("a",)), 0.0)
+    assert fleet.owner_of("a", "demo") is None
+
+
+def test_a_snapshot_replaces_the_requests_that_a_worker_owns() -> None:
+    fleet = fleet_of(card())
+    fleet.apply_events("demo", events(seq=7, started=("old",)), 0.0)
+    fleet.snapshots_due(0.0, 1.0)
+    fleet.apply_snapshot_part("demo", part(seq=7, running=("a",)), 0.0)
+    assert fleet.owner_of("a", "demo") is known(fleet)
+    assert fleet.owner_of("old", "demo") is None
+
+
+def test_a_snapshot_closes_the_gap_and_then_the_events_after_it_are_applied() -> None:
+    fleet = fleet_of(card())
+    fleet.apply_events("demo", events(seq=7), 0.0)
+    fleet.apply_events("demo", events(seq=8, started=("b",)), 0.0)
+    assert known(fleet).running == set()
+    assert named(fleet.snapshots_due(1.0, 1.0)) == ["w1"]
+    assert fleet.snapshots_due(1.5, 1.0) == []
+    assert named(fleet.snapshots_due(2.0, 1.0)) == ["w1"]
+    update = fleet.apply_snapshot_part("demo", part(seq=7, running=("c",)), 2.0)
+    assert known(fleet).running == {"b", "c"}
+    assert update.snapshot is not None
+    assert (set(update.snapshot.running), update.snapshot.requested_at) == ({"c"}, 1.0)
+    assert fleet.snapshots_due(9.0, 1.0) == []
+    assert fleet.apply_events("demo", events(seq=9, finished=("d",)), 2.0) == FleetUpdate(finished=("d",))
+
+
+def test_load_and_state_are_taken_over_even_behind_a_gap() -> None:
+    fleet = fleet_of(card())
+    fleet.apply_events("demo", events(seq=7, load=LOAD_OF_3), 0.0)
+    assert known(fleet).num_requests == 3
+
+
+def test_first_tokens_and_ends_are_reported_once_and_at_once_even_behind_a_gap() -> None:
+    fleet = fleet_of(card())
+    fleet.snapshots_due(0.0, 1.0)
+    said = events(seq=7, started=("a", "b"), first_token_sent=("a",), finished=("b",))
+    assert fleet.apply_events("demo", said, 0.0) == FleetUpdate(first_token_sent=("a",), finished=("b",))
+    assert fleet.apply_events("demo", said, 0.0) == FleetUpdate()
+    update = fleet.apply_snapshot_part("demo", part(seq=6, running=("b",)), 0.0)
+    assert (update.first_token_sent, update.finished) == ((), ())
+    assert known(fleet).running == {"a"}
+
+
+def test_after_a_disconnect_of_the_router_every_worker_is_asked_for_a_snapshot() -> None:
+    fleet = fleet_of(card(), card("w2"))
+    for name in ("w1", "w2"):
+        fleet.apply_events("demo", events(name, seq=0), 0.0)
+    assert fleet.snapshots_due(0.0, 1.0) == []
+    fleet.mark_all_behind()
+    assert named(fleet.snapshots_due(0.0, 1.0)) == ["w1", "w2"]
+
+
+def test_an_incarnation_that_ended_behind_a_gap_is_remembered_as_behind() -> None:
+    fleet = fleet_of(card(epoch="100-a"))
+    fleet.apply_events("demo", events(epoch="100-a", seq=0), 0.0)
+    assert not fleet.was_behind(card(epoch="100-a"), 0.0)
+    fleet.apply_events("demo", events(epoch="100-a", seq=2), 0.0)
+    assert fleet.was_behind(card(epoch="100-a"), 0.0)
+    fleet.apply_card(card(epoch="101-a"), 0.0)
+    assert fleet.was_behind(card(epoch="100-a"), 0.0)
+
+
+def test_events_count_only_for_the_workers_own_model() -> None:
+    fleet = fleet_of(card("mine"), card("theirs", model="other"))
+    fleet.apply_events("demo", events("mine", started=("default:r",)), 0.0)
+    assert fleet.apply_events("other", events("mine", seq=1, finished=("default:r",)), 0.0) is None
+    fleet.apply_events("other", events("theirs", started=("default:r",)), 0.0)
+    owner = fleet.owner_of("default:r", "demo")
+    assert owner is fleet.find(at("mine"))
+    fleet.apply_events("other", events("theirs", seq=1, finished=("default:r",)), 0.0)
+    assert fleet.owner_of("default:r", "demo") is owner
+    fleet.check_integrity()
