@@ -201,7 +201,7 @@ class History(RuleBasedStateMachine):
         for client in self.clients:
             assert all(asked.terminal is not None for asked in client.asked)
             assert not client.client._streams
-            assert not client.client._places
+            assert not client.client._reply_tokens
         for frontend in self.frontends:
             assert frontend.engine is not None
             assert frontend.engine.load().running == 0, frontend.frontend
