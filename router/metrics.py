@@ -13,7 +13,7 @@ from tokenbus.protocol.telemetry.metrics import (
 from tokenbus.protocol.wire import errors, messages
 
 _P = "tokenbus_router"
-PHASES = ("tokenize", "hash", "place", "accept")
+_PHASES = ("tokenize", "hash", "place", "accept")
 """A request's way to its worker: its prompt is tokenized, its blocks are hashed, a worker is chosen, and accepts."""
 
 
@@ -57,7 +57,7 @@ class RouterMetrics:
         self.index_bytes = Gauge(f"{_P}_index_bytes", "Estimated memory of the prefix index.", ("model",), models)
         self.lost_events = Counter(f"{_P}_events_lost", "Entries of workers' event logs that were never received.")
         self.snapshots = Counter(f"{_P}_snapshots", "Snapshots that closed a gap in a worker's event log.")
-        for phase in PHASES:
+        for phase in _PHASES:
             self.phases.labels(phase)
         for code in errors.Code:  # export zeros now: Prometheus does not see a counter that starts at 1 increase
             self.request_errors.labels(code)

@@ -133,7 +133,7 @@ class FleetWatch:
             self._log.error("card_refused", subject=message.subject, error=str(error))
             return
         if address != (card.model, card.worker_id):
-            self._log.error("card_refused", subject=message.subject, error="it is another worker's")
+            self._log.error("card_refused", subject=message.subject, error="its subject belongs to another worker")
             return
         known = self._fleet.find(address)
         update = self._fleet.apply_card(card, time.monotonic())
@@ -152,7 +152,7 @@ class FleetWatch:
             self._log.error("events_refused", subject=message.subject, error=str(error))
             return
         if address.worker_id != events.worker_id:
-            self._log.error("events_refused", subject=message.subject, error="they are another worker's")
+            self._log.error("events_refused", subject=message.subject, error="their subject belongs to another worker")
             return
         now = time.monotonic()
         known = self._fleet.find(address)
@@ -176,7 +176,7 @@ class FleetWatch:
             self._log.error("snapshot_refused", error=str(error))
             return
         if address.worker_id != part.worker_id:
-            self._log.error("snapshot_refused", error=f"it is not {address.worker_id}'s")
+            self._log.error("snapshot_refused", error=f"{address.worker_id} sent another worker's snapshot")
             return
         self._recovery.apply(self._fleet.apply_snapshot_part(address.model, part, time.monotonic()), address)
 

@@ -12,7 +12,7 @@ from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.flight import Flight
 from tokenbus.router.requests.placement_queue import PlacementQueue
 
-MAX_TRIES = 12
+_MAX_TRIES = 12
 """Refusals after which a request ends with the last one. A worker that could not be reached is no try."""
 _RETRY_S = 0.1
 _UNREACHABLE = (errors.Code.NO_WORKER, errors.Code.WORKER_LOST, errors.Code.ENGINE_POISONED)
@@ -38,7 +38,7 @@ class Dispatcher:
         Raises RequestError if no worker accepts it, and AlreadyStreamingError if one has it already."""
         refused: dict[str, errors.Error] = {}
         tries = 0
-        while tries < MAX_TRIES:
+        while tries < _MAX_TRIES:
             if flight.cancelled:
                 return
             if flight.first_token_sent:  # another worker streamed it while this router was asking one that refused

@@ -21,7 +21,7 @@ from tokenbus.router.placement.placement import Capacity
 from tokenbus.router.requests.worker_client import Headers, Operation, WorkerClient, invalid_reply, workers_for
 
 _EMBED = Operation("embed", codec.Decoder(internal.EmbedResult))
-MAX_OPEN = 1_024
+_MAX_OPEN = 1_024
 """Embedding requests that one router holds at a time."""
 _MAX_TRIES = 3
 
@@ -71,7 +71,7 @@ class Embeddings:
 
     def start(self, request: EmbeddingRequest, headers: tracing.Headers) -> None:
         """Takes a request. Raises RequestError(overloaded) if too many are open."""
-        if len(self._tasks) >= MAX_OPEN:
+        if len(self._tasks) >= _MAX_OPEN:
             raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=1_000.0))
         model, request_id = request.address.model, request.request_id
         self._log.info("embed_received", request_id=request_id, model=model)
@@ -162,9 +162,9 @@ class Embeddings:
     def _choose(self, model: str, refused: dict[str, errors.Error]) -> Worker | None:
         """Returns the least busy worker; None if none is available now. Raises RequestError if none can ever be."""
         now = time.monotonic()
-        workers_for(self._fleet, model, now)
+        workers_for(self._fleet, model, now)  # raises RequestError if nothing serves the model
         if not any("embed" in worker.card.features for worker in self._fleet.workers_of(model)):
-            raise errors.request_error(errors.Code.UNSUPPORTED, "no worker of it makes embeddings", param="model")
+            raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes no embeddings", param="model")
 
         def utilization(worker: Worker) -> tuple[int, int, float]:
             return self._open[worker.card.address], worker.load.running + worker.load.waiting, self._rng.random()

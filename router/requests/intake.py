@@ -28,7 +28,7 @@ _DUPLICATE_GRACE_S = 0.05
 """A request whose id is in flight is tried again after this long: its client may have seen the end of the earlier one
 before this router has."""
 _MAX_DUPLICATES = 256
-MAX_LOGGED_DROPS = 100
+_MAX_LOGGED_DROPS = 100
 """Dropped messages that are logged; further ones are only counted."""
 
 
@@ -190,7 +190,7 @@ class Intake:
         if subjects.is_inbox(message.reply, self._inbox_prefixes, tenant):
             return True
         self.num_dropped += 1
-        if self.num_dropped <= MAX_LOGGED_DROPS:
+        if self.num_dropped <= _MAX_LOGGED_DROPS:
             self._log.warning("reply_subject_refused", subject=message.subject, reply=message.reply[:200])
         return False
 

@@ -16,7 +16,7 @@ from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.flight import Flight
 
 _MAX_KEY_CHARS = 256
-MAX_ENDED = 4_096
+_MAX_ENDED = 4_096
 """Terminals that are kept."""
 
 
@@ -36,7 +36,7 @@ class TerminalPublisher:
         self._replies = replies
         self._router_id = router_id
         self._metrics = metrics
-        self._sent: TTLCache[_SentTerminal] = TTLCache(limits.ENDED_STREAM_TTL_S, MAX_ENDED)
+        self._sent: TTLCache[_SentTerminal] = TTLCache(limits.ENDED_STREAM_TTL_S, _MAX_ENDED)
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:

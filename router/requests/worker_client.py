@@ -57,4 +57,4 @@ def workers_for(fleet: Fleet, model: str, now: float) -> list[Worker]:
         return workers
     if fleet.is_unknown(model, now):
         raise errors.request_error(errors.Code.MODEL_NOT_FOUND, f"no worker has ever served {model!r}")
-    raise errors.request_error(errors.Code.NO_WORKER, f"no worker serves {model!r} now")
+    raise errors.request_error(errors.Code.NO_WORKER, f"nothing serves {model!r} now")

@@ -21,7 +21,7 @@ from tokenbus.router.fleet.registry import MAX_WORKERS, incarnation_key
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.requests.tokenization.fair_executor import FairExecutor
 
-MAX_BUNDLES = 64
+_MAX_BUNDLES = 64
 """Tokenizers that are kept; the least recently used one is dropped."""
 _PART_TIMEOUT_S = 2.0
 """Longest pause between two parts of a bundle."""
@@ -98,7 +98,7 @@ class TokenizerCache:
             self._log.warning("tokenizer_not_fetched", worker_id=worker.card.worker_id, error=str(error))
             return None
         tokenizer = self._tokenizers[key] = Tokenizer(builder, FairExecutor(1, "render"))
-        if len(self._tokenizers) > MAX_BUNDLES:
+        if len(self._tokenizers) > _MAX_BUNDLES:
             _, oldest = self._tokenizers.popitem(last=False)
             oldest.renderer.close(oldest.builder.close)
         self._log.info("tokenizer_fetched", worker_id=worker.card.worker_id, digest=key.digest)
