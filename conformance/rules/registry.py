@@ -1,4 +1,4 @@
-"""All rules, in the order in which they are told."""
+"""All rules, in the order in which they are reported."""
 
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
@@ -20,12 +20,12 @@ Check = Callable[[Probe], Awaitable[None]]
 
 
 class Rule(NamedTuple):
-    """One sentence of the wire, and how to hold a system against it."""
+    """One sentence of the wire contract and its check."""
 
     name: str
     check: Check
     exclusive: bool
-    """Nothing else may run meanwhile."""
+    """Whether no other rule may run at the same time."""
 
 
 def all_rules() -> list[Rule]:
@@ -49,6 +49,6 @@ def _made(checks: tuple[Check, ...], *, exclusive: bool = False) -> list[Rule]:
 
 
 def rule_text(check: Check) -> str:
-    """The rule as it is printed: its docstring."""
+    """Returns the text of a rule: the docstring of its check."""
     assert check.__doc__, check
     return " ".join(check.__doc__.split()).removesuffix(".")
