@@ -140,19 +140,3 @@ async def _check_invalid(probe: Probe, name: str, payload: bytes, encoding: str 
 def _check_accepted(answer: Exchange, what: str) -> None:
     error = answer.messages[-1].get("error")
     expect(error is None, f"a request {what} is refused: {error}")
-
-
-RULES = (
-    msgpack,
-    content_type,
-    other_content_type,
-    declared_encoding,
-    null_is_absent,
-    unknown_fields,
-    last_key_wins,
-    integral_floats,
-    not_finite,
-    malformed,
-    wrong_types,
-    replies_use_request_encoding,
-)

@@ -120,6 +120,3 @@ async def _abandoned_finish_reason(probe: Probe, answer: Exchange) -> str:
     await asyncio.sleep(0.1)
     await probe.stop_listening(again)
     return str((await again.terminal())["finish_reason"]) if again.is_ended else "running"
-
-
-RULES = (cancelled, cancelled_without_reply, cancel_unknown, cancel_immediately, deadline, client_gone)

@@ -104,6 +104,3 @@ async def _short_answer(probe: Probe, **fields: object) -> Exchange:
     error = answer.messages[-1].get("error")
     expect(error is None, f"it ends with {shorten(error)}")
     return answer
-
-
-RULES = (supported_or_refused, chat, pinned, logprobs, progress, explained, resumed)

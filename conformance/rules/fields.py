@@ -112,6 +112,3 @@ async def _ask_all(probe: Probe, cases: list[tuple[str, object]]) -> list[Exchan
         bodies = [{"prompt": "x", "max_tokens": 1, field: value} for field, value in cases[at : at + _CONCURRENCY]]
         answers += await asyncio.gather(*(probe.ask(body) for body in bodies))
     return answers
-
-
-RULES = (at_the_limits, beyond_the_limits, one_prompt, token_ids_as_they_are, too_long, too_large, unknown_model)

@@ -109,16 +109,3 @@ def _messages(probe: Probe, request_id: str) -> list[tuple[str, bytes]]:
         (probe.resync_subject(request_id), b'{"offset": 0}'),
         (probe.cancel_subject(request_id), b""),
     ]
-
-
-RULES = (
-    id_echoed,
-    id_in_refusal,
-    id_unreadable,
-    id_generated,
-    id_reused,
-    duplicate_other_inbox,
-    duplicate_same_inbox,
-    reply_not_inbox,
-    no_reply_subject,
-)

@@ -99,15 +99,3 @@ def check_embeddings(reply: Message, request_id: str, count: int) -> None:
     assert isinstance(rows, list)
     expect(len(rows) == count, f"{len(rows)} embeddings for {count} inputs")
     field_types.check(reply, {"model": field_types.NAME, "usage": field_types.MAP}, "the reply")
-
-
-RULES = (
-    models,
-    models_limit,
-    models_of_tenant,
-    tenants_isolated,
-    tenants_cancels,
-    default_tenant,
-    embed,
-    embed_invalid,
-)

@@ -148,6 +148,3 @@ def _text_offset(fresh: Sequence[Message], offset: int) -> int:
             found: int = message["text_offset"]
             return found
     raise AssertionError(f"no message begins with token {offset}")
-
-
-RULES = (live_stream, ended_stream, not_streamed, unknown, without_reply, rate_limited)

@@ -129,6 +129,3 @@ async def _card(probe: Probe) -> Message:
 
 def _service(probe: Probe, service: str) -> str:
     return probe.names.worker(probe.target.model, require_workers(probe)[0], service)
-
-
-RULES = (run, wrong_epoch, dropped, drop_after_first_token, tokenizer, tokenize)

@@ -115,16 +115,3 @@ def _check_equal(one: Exchange, other: Exchange) -> None:
     for answer in (one, other):
         expect(answer.messages[-1].get("error") is None, f"the stream ends with {answer.messages[-1].get('error')}")
     expect(one.text == other.text, f"first {shorten(one.text)}, then {shorten(other.text)}")
-
-
-RULES = (
-    max_tokens,
-    greedy,
-    seeded,
-    same_when_not_streamed,
-    same_in_both_encodings,
-    stop_string,
-    stop_token,
-    min_tokens,
-    returned_token_ids,
-)

@@ -83,18 +83,3 @@ async def concurrent_streams(probe: Probe) -> None:
         stream_checks.check_ids(answer.messages, answer.request_id)
         stream_checks.check_order(answer.messages)
         stream_checks.check_numbers(answer.messages)
-
-
-RULES = (
-    one_terminal,
-    fields,
-    fields_of_errors,
-    numbers,
-    usage,
-    timings,
-    attempts,
-    not_streamed,
-    headers,
-    only_on_request,
-    concurrent_streams,
-)

@@ -172,6 +172,3 @@ def check_snapshot_order(order: int, seq: int, events: Sequence[tuple[int, int]]
     early = [number for place, number in events if place > order and number <= seq]
     expect(not late, f"a snapshot after event {seq} arrived after event {late[-1:]}")
     expect(not early, f"a snapshot after event {seq} arrived before event {early[:1]}")
-
-
-RULES = (cards, heartbeats, epochs, events_of_a_request, snapshot)
