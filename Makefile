@@ -1,4 +1,4 @@
-# Everything sets itself up: `make up` and `make test` work on a fresh clone with Python, make and a C++ compiler.
+# `make up` and `make test` set everything up on a fresh clone; they need Python, make and a C++ compiler.
 
 PYTHON ?= python3
 ARGS ?=
@@ -20,7 +20,7 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/laws
 
-# The hostile suite in its long form, with a report at its end: 20,000 messages, 60 Ctrl-Cs, 50 forged cards and runs.
+# The long form of the hostile tests, with a report at the end: 20,000 messages, 60 Ctrl-Cs, 50 forged cards and runs.
 hostile: $(READY)
 	TOKENBUS_HOSTILE=long $(BIN)/pytest -q tests/hostile $(ARGS)
 

@@ -1,1 +1,1 @@
-"""Benchmarks of the worker and the router, and the models and traces that they need."""
+"""Benchmarks of the worker and the router, and the models they need."""

@@ -2,10 +2,10 @@
 
 Run: .venv/bin/python -m bench.checkouts ../other [--pairs 7] [--only frontend_cpu choice] [--model FILE.gguf]
 
-The other checkout must have an environment of its own (`make .venv/.ready` there) and benchmarks of the same names.
-Each figure is read from what a benchmark prints. Ratios are costs, this checkout / the other: a rate is turned over, so
-that above 1 always means that this checkout is worse. `worse` and `better` are said only where both quartiles are more
-than 3 % away from 1."""
+The other checkout needs its own environment (`make .venv/.ready` there) and benchmarks of the same file names, in any
+folder of bench/. Figures are read from a benchmark's output. Ratios are costs, this checkout / the other; rates are
+inverted, so that above 1 always means that this checkout is worse. `worse` and `better` appear only if both quartiles
+are more than 3 % away from 1."""
 
 import argparse
 import re
@@ -22,7 +22,7 @@ MARGIN = 0.03
 
 
 class Figure(NamedTuple):
-    """A number in a benchmark's output: the first group of a pattern."""
+    """A number in a benchmark's output, found by the first group of a pattern."""
 
     name: str
     pattern: str
@@ -31,40 +31,40 @@ class Figure(NamedTuple):
 
 BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[Figure, ...]]] = {
     "decode": (
-        ("bench.decode", "--pairs", "2", "--tokens", "32"),
+        ("--pairs", "2", "--tokens", "32"),
         (Figure("decoding, tokens/s", r"the whole system +([\d.]+)", is_rate=True),),
     ),
     "first_chunk": (
-        ("bench.first_chunk", "--pairs", "41"),
+        ("--pairs", "41"),
         (Figure("first chunk, ms over the bare engine", r"difference +([\d.]+)"),),
     ),
     "frontend_cpu": (
-        ("bench.frontend_cpu", "--rounds", "3"),
+        ("--rounds", "3"),
         (
             Figure("frontend CPU, µs a token", r"front\w* +([\d.]+)"),
             Figure("client CPU, µs a token", r"client +([\d.]+)"),
         ),
     ),
     "choice": (
-        ("bench.choice", "--workers", "64"),
+        ("--workers", "64"),
         (
             Figure("choice, 1,024 tokens, µs", r"1024 tokens: median ([\d.]+)"),
             Figure("choice, 8,192 tokens, µs", r"8192 tokens: median ([\d.]+)"),
         ),
     ),
     "ingest": (
-        ("bench.ingest", "--pairs", "3"),
+        ("--pairs", "3"),
         (
             Figure("blocks stored, thousand/s", r"stored +([\d,.]+)", is_rate=True),
             Figure("stored and removed, thousand/s", r"mixed +([\d,.]+)", is_rate=True),
         ),
     ),
     "index_memory": (
-        ("bench.index_memory", "--times", "1", "--blocks", "260000"),
+        ("--times", "1", "--blocks", "260000"),
         (Figure("index, bytes a block", r"\d{3},\d{3} +(\d+)"),),
     ),
     "router_cost": (
-        ("bench.router_cost", "--rounds", "2", "--requests", "400"),
+        ("--rounds", "2", "--requests", "400"),
         (
             Figure("router CPU, µs a request of ids", r"CPU of a request of token ids +([\d.]+)"),
             Figure("router CPU, µs of text beyond encode", r"CPU of text beyond that +([\d.]+)"),
@@ -75,8 +75,10 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[Figure, ...]]] = {
 
 
 def run(checkout: Path, name: str, model: Path) -> dict[str, float]:
-    """The figures of one run of a benchmark in a checkout, as costs. Raises SystemExit if the benchmark fails."""
-    command, figures = BENCHMARKS[name]
+    """Runs a benchmark in a checkout and returns its figures as costs. Raises SystemExit if it fails."""
+    flags, figures = BENCHMARKS[name]
+    (path,) = (checkout / "bench").rglob(f"{name}.py")
+    command = (".".join(path.relative_to(checkout).with_suffix("").parts), *flags)
     if name == "decode":
         command += ("--model", str(model))
     python = checkout / ".venv/bin/python"
@@ -128,7 +130,7 @@ def main() -> None:
             make = (
                 sys.executable,
                 "-m",
-                "bench.random_model",
+                "bench.models.random_model",
                 str(model),
                 "--preset",
                 "0.5b",

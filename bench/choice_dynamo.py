@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import uvloop
 
-from bench import cached_blocks, dynamo_wheel, paired
+from bench import cached_blocks, paired
+from bench.baselines import dynamo_wheel
 from tokenbus.protocol.wire import block_hash
 from tokenbus.router.placement.placement import Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import KvAware

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from bench import dynamo_wheel, ingest
+from bench import ingest
+from bench.baselines import dynamo_wheel
 
 _FRAME = struct.Struct("<II")
 _WORKERS = 64

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from bench import cached_blocks, dynamo_wheel, paired
+from bench import cached_blocks, paired
+from bench.baselines import dynamo_wheel
 from tokenbus.protocol.wire import block_hash, codec, internal, messages
 from tokenbus.router.placement.placement import Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import KvAware

@@ -1,4 +1,4 @@
-"""Compares two ways of doing the same thing in interleaved pairs (A B A B ...) of CPU seconds."""
+"""Compares the CPU time of two ways of doing the same thing, in interleaved pairs (A B A B ...)."""
 
 import statistics
 import time
@@ -24,7 +24,7 @@ def cpu_seconds(work: Callable[[], None]) -> float:
 
 
 def compare(first: Callable[[], None], second: Callable[[], None], pairs: int = 9) -> tuple[float, float, Ratio]:
-    """Median CPU seconds of each, and the ratio second / first. One unmeasured pair goes before."""
+    """Returns the median CPU seconds of both and the ratio second / first, after one pair that is not measured."""
     first()
     second()
     times = [(cpu_seconds(first), cpu_seconds(second)) for _ in range(pairs)]

@@ -1,4 +1,4 @@
-"""Streams of the whole system as the measurements need them: when each token came."""
+"""Streams of the whole system, with the time at which each token arrived."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ async def complete(
     on_token: Callable[[], None] = lambda: None,
     **fields: object,
 ) -> list[float]:
-    """When each token of a greedy completion came, on the clock of `time.perf_counter`."""
+    """Returns when each token of a greedy completion arrived, by `time.perf_counter`."""
     request = messages.GenerateRequest(
         token_ids=list(token_ids),
         max_tokens=max_tokens,

@@ -1,4 +1,4 @@
-"""A whole system for measurements: broker, router and one worker, as processes of their own on this machine."""
+"""A whole system for measurements: broker, router and one worker, each in its own process on this machine."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @contextlib.asynccontextmanager
 async def running(model: Path, *worker: str) -> AsyncIterator[Client]:
-    """A client of a system that serves `model` as `m`; `worker` are further arguments of its worker."""
+    """Yields a client of a system that serves `model` as `m`; `worker` are further arguments of its worker."""
     async with started(model, worker) as (client, _, _):
         yield client
 
@@ -33,8 +33,8 @@ async def started(
     router: Sequence[str] = (),
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[tuple[Client, int, Path]]:
-    """The same with further arguments of its router and variables for both: a client, the router's process id and the
-    folder of the logs."""
+    """Does the same with further arguments of the router and variables for both; yields a client, the router's pid and
+    the log folder."""
     with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as name:
         folder = Path(name)
         nats = await nats_server.start(0, folder / "nats.log")
@@ -56,13 +56,13 @@ async def started(
 
 
 def status_port(log: Path) -> int:
-    """Where a process shows its metrics, by its log."""
+    """Returns the port of a process's metrics, from its log."""
     lines = (json.loads(line) for line in log.read_text().splitlines() if line.startswith("{"))
     return int(next(line["port"] for line in lines if line["event"] == "status_page"))
 
 
 async def card(client: Client) -> messages.Card:
-    """The worker's card, once it serves."""
+    """Waits until the worker is ready and returns its card."""
     async with asyncio.timeout(300):
         while True:
             with contextlib.suppress(errors.RequestError):
@@ -74,7 +74,7 @@ async def card(client: Client) -> messages.Card:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time that a process has taken so far, all its threads together; exact to 10 ms."""
+    """Returns the CPU seconds that all threads of a process have used so far, exact to 10 ms."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 

@@ -1,8 +1,7 @@
-"""Holds a running system against the wire's rules, one by one, for people who write their own parts of it.
+"""Checks a running system against the rules of docs/wire.md, for people who write clients, routers or workers.
 
-Nothing here uses the project's message structs: it reads and writes raw JSON and MessagePack, so that it would notice
-if they were wrong.
-"""
+It reads and writes raw JSON and MessagePack and uses none of the project's own message types, so that mistakes in those
+are found too."""
 
 if __name__ != "tokenbus.conformance":
     raise ImportError("import tokenbus.conformance: it is no package of its own")

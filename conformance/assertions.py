@@ -1,26 +1,26 @@
-"""What can be said of a rule: it holds, it is broken, or it could not be tried here."""
+"""The result of a check: it returns if its rule holds, and raises if the rule is broken or can't be checked."""
 
 from typing import Any
 
 Message = dict[str, Any]
-"""A message as its encoding gives it, with nothing assumed about it."""
+"""A decoded message, about which nothing is known yet."""
 
 
 class BrokenError(Exception):
-    """The system did something else than the rule says; the text is what was seen instead."""
+    """The system broke the rule. The text says what it did."""
 
 
 class SkippedError(Exception):
-    """The rule can't be tried against this system; the text is why."""
+    """The rule can't be checked against this system. The text says why."""
 
 
 def expect(holds: bool, seen: str) -> None:
-    """Raises BrokenError with what was seen instead unless the condition holds."""
+    """Raises BrokenError with what was seen, unless the condition holds."""
     if not holds:
         raise BrokenError(seen)
 
 
 def shorten(value: object) -> str:
-    """A value as it is shown in a verdict: on one line, and not much of it."""
+    """Returns a value as text for a report, on one line and cut after 160 characters."""
     text = repr(value)
     return text if len(text) <= 160 else text[:157] + "..."

@@ -1,4 +1,4 @@
-"""Types of the fields of raw messages, as tables. null means absent, and integral floats pass for integers."""
+"""Types for the fields of raw messages. null means absent, and integral floats count as integers."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from tokenbus.conformance.assertions import BrokenError, shorten
 
 
 class FieldType(NamedTuple):
-    """What a field may hold, and how to say so."""
+    """A field's type, with a name for error messages."""
 
     name: str
     holds: Callable[[object], bool]
@@ -28,14 +28,12 @@ def _is_count(value: object) -> bool:
     return _is_number(value) and isinstance(value, int | float) and value >= 0 and value == int(value)
 
 
-COUNT = FieldType("an integer of 0 or more", _is_count)
-POSITIVE = FieldType("an integer above 0", lambda value: _is_count(value) and value != 0)
-DURATION = FieldType(
-    "a number of 0 or more", lambda value: isinstance(value, int | float) and _is_number(value) and value >= 0
-)
+COUNT = FieldType("an integer >= 0", _is_count)
+POSITIVE = FieldType("an integer > 0", lambda value: _is_count(value) and value != 0)
+DURATION = FieldType("a number >= 0", lambda value: isinstance(value, int | float) and _is_number(value) and value >= 0)
 NUMBER = FieldType("a number", _is_number)
 TEXT = FieldType("a string", lambda value: isinstance(value, str))
-NAME = FieldType("a string that is not empty", lambda value: isinstance(value, str) and value != "")
+NAME = FieldType("a non-empty string", lambda value: isinstance(value, str) and value != "")
 FLAG = FieldType("a boolean", lambda value: isinstance(value, bool))
 BYTES = FieldType("bytes", lambda value: isinstance(value, bytes))
 LIST = FieldType("a list", lambda value: isinstance(value, list))
@@ -51,7 +49,7 @@ def list_of(kind: FieldType) -> FieldType:
     def holds(value: object) -> bool:
         return isinstance(value, list) and all(kind.holds(item) for item in value)
 
-    return FieldType(f"a list, each item {kind.name}", holds)
+    return FieldType(f"a list with each item {kind.name}", holds)
 
 
 def one_of(*values: object) -> FieldType:
@@ -63,19 +61,19 @@ def matching(pattern: str) -> FieldType:
     return FieldType(f"a string like {pattern}", lambda value: isinstance(value, str) and bool(whole.fullmatch(value)))
 
 
-def map_of(shape: Schema) -> FieldType:
-    """A map whose fields are as that table says; use `check` for a message of its own, which names the field."""
+def map_of(schema: Schema) -> FieldType:
+    """Returns the type of maps that follow a schema. For a whole message use `check`, which names the wrong field."""
 
     def holds(value: object) -> bool:
-        return isinstance(value, dict) and all(kind.holds(value.get(name)) for name, kind in shape.items())
+        return isinstance(value, dict) and all(kind.holds(value.get(name)) for name, kind in schema.items())
 
-    return FieldType("a map of " + ", ".join(shape), holds)
+    return FieldType("a map of " + ", ".join(schema), holds)
 
 
-def check(message: object, shape: Schema, where: str) -> None:
-    """Raises BrokenError naming the first field that is not as the table says. Other fields are nobody's business."""
+def check(message: object, schema: Schema, where: str) -> None:
+    """Raises BrokenError naming the first field of a wrong type. Fields that the schema lacks may hold anything."""
     if not isinstance(message, dict):
         raise BrokenError(f"{where} is {shorten(message)}, not a map")
-    for name, kind in shape.items():
+    for name, kind in schema.items():
         if not kind.holds(message.get(name)):
             raise BrokenError(f"{where}: {name} is {shorten(message.get(name))}, not {kind.name}")

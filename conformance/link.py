@@ -1,4 +1,4 @@
-"""The bare connection: what is published, what comes, in the order in which it comes, and what is forbidden."""
+"""The raw connection to the broker: publishes, receives in order, and records what permissions forbid."""
 
 import asyncio
 import contextlib
@@ -18,10 +18,10 @@ _CONNECT_TIMEOUT_S = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """One message as it came."""
+    """One message as it arrived."""
 
     order: int
-    """Its place among all messages of the connection: what one part of the system publishes keeps its order."""
+    """Its number among all messages of the connection. NATS keeps the order of what one process publishes."""
     at: float
     subject: str
     data: bytes
@@ -29,7 +29,7 @@ class Received:
 
     @property
     def is_no_responders(self) -> bool:
-        """The broker's word that nobody listens."""
+        """Whether this is the broker's reply that nobody subscribes to the subject."""
         return not self.data and self.headers.get("Status") == "503"
 
 
@@ -37,8 +37,7 @@ Callback = Callable[[Received], None]
 
 
 class _Client(handshake.HandshakeClient):
-    """Hands messages over as they are read, and leaves none to nats-py: its callbacks keep the order only within a
-    subscription, and cost as much again."""
+    """Hands messages over while they are read. nats-py's own callbacks keep the order only within a subscription."""
 
     def __init__(self, settings: connection.Settings) -> None:
         super().__init__(settings.url, settings.credentials, settings.tls)
@@ -54,20 +53,20 @@ class _Client(handshake.HandshakeClient):
 
 
 class Link:
-    """The one connection over which all rules speak."""
+    """The one connection that all rules share."""
 
     def __init__(self, client: _Client) -> None:
         self._client = client
         self._denials: list[str] = []
         self._denied = asyncio.Event()
-        """Set and cleared at once, whenever the broker has refused something."""
+        """Set and cleared at once whenever the broker denies something, to wake those who wait."""
 
     def __repr__(self) -> str:
-        return f"<Link {'up' if self._client.is_connected else 'down'}, {len(self._denials)} forbidden>"
+        return f"<Link {'up' if self._client.is_connected else 'down'}, {len(self._denials)} denials>"
 
     @classmethod
     async def open(cls, settings: connection.Settings, inbox_prefix: str) -> "Link":
-        """Raises ConnectionError saying what to do."""
+        """Connects. Raises ConnectionError saying what to do."""
         link = cls(_Client(settings))
         credentials = settings.credentials
         try:
@@ -84,7 +83,7 @@ class Link:
                     token=credentials.token or None,
                 )
         except (TimeoutError, OSError, nats.errors.Error) as error:
-            with contextlib.suppress(Exception):  # whatever a half-made client raises, the reason is already known
+            with contextlib.suppress(Exception):  # a half-open client may raise anything
                 await link._client.close()
             raise connection.connect_error(settings, error, "no answer") from error
         return link
@@ -102,7 +101,7 @@ class Link:
         return subscription
 
     async def unsubscribe(self, subscription: Subscription) -> None:
-        """At once: nothing more of it is taken, and the broker knows when the next flush returns."""
+        """Takes effect here at once, and at the broker when the next flush returns."""
         self._client.callbacks.pop(subscription._id, None)
         with contextlib.suppress(nats.errors.Error):
             await subscription.unsubscribe()
@@ -110,15 +109,15 @@ class Link:
     async def publish(
         self, subject: str, payload: bytes, reply: str = "", headers: dict[str, Any] | None = None
     ) -> None:
-        """Raises nats.errors.Error once the broker has closed the connection."""
+        """Publishes a message. Raises nats.errors.Error once the broker has closed the connection."""
         await self._client.publish(subject, payload, reply=reply, headers=headers)
 
     async def flush(self) -> None:
-        """Returns when the broker has everything that was published and subscribed before."""
+        """Waits until the broker has processed everything sent before."""
         await self._client.flush()
 
     def denied_reason(self, subjects: set[str]) -> str | None:
-        """What the broker said when it refused one of those subjects, if it did."""
+        """Returns the broker's error text if it has denied one of these subjects."""
         lowered = [subject.lower() for subject in subjects]
         for refusal in self._denials:
             if any(f'"{subject}"' in refusal for subject in lowered):
@@ -126,7 +125,7 @@ class Link:
         return None
 
     async def wait_denied(self, subjects: set[str]) -> None:
-        """Returns when the broker has refused one of those subjects, which may become more meanwhile."""
+        """Waits until the broker denies one of these subjects. The set may grow meanwhile."""
         while self.denied_reason(subjects) is None:
             await self._denied.wait()
 
@@ -141,4 +140,4 @@ class Link:
 
 
 async def _nothing(message: Msg) -> None:
-    """Everything is taken as it is read."""
+    """Does nothing: `_build_message` has handed the message over already."""

@@ -1,4 +1,4 @@
-"""The bare client that one rule speaks through: raw requests out, all that comes back collected, nothing left."""
+"""The raw client of one rule: sends requests, collects the replies, and cleans up after itself."""
 
 import asyncio
 import itertools
@@ -18,12 +18,13 @@ from tokenbus.protocol.wire import subjects
 MSGPACK = "application/msgpack"
 PROMPT = "Once upon a time"
 _LONG_TOKENS = 2_000
-"""A stream that is to run for a while: seconds, even where tokens come quickly."""
+"""Length of a stream that must run for seconds, even on a fast engine."""
 _ROOM_FOR_PROMPT = 64
+"""Tokens of the context left for the prompt."""
 
 
 class Target(NamedTuple):
-    """What the `models` reply says of the model that is being checked."""
+    """The model to check, as the models reply describes it."""
 
     model: str
     context_length: int
@@ -32,7 +33,7 @@ class Target(NamedTuple):
 
 
 class Probe:
-    """One rule's own client. Close it: whatever it has begun is cancelled then."""
+    """One rule's own client. Closing it cancels every request it has started."""
 
     def __init__(self, link: Link, names: subjects.Subjects, tenant: str, inbox_prefix: str, target: Target) -> None:
         self.link = link
@@ -41,7 +42,7 @@ class Probe:
         self.inbox_prefix = inbox_prefix
         self.target = target
         self.used_subjects: set[str] = set()
-        """The subjects that were published or subscribed to."""
+        """All subjects published or subscribed to, to tell whether permissions got in the way."""
         self._nonce = secrets.token_hex(4)
         self._numbers = itertools.count(1)
         self._subscriptions: dict[str, Subscription] = {}
@@ -55,7 +56,7 @@ class Probe:
 
     @property
     def subject(self) -> str:
-        """Where this tenant's generations are asked for."""
+        """The subject of this tenant's generate requests."""
         return self.names.generate(self.target.model, self.tenant)
 
     async def send(
@@ -67,7 +68,7 @@ class Probe:
         inbox: str | None = None,
         tenant: str | None = None,
     ) -> Exchange:
-        """Publishes a request with a reply subject of its own, or that one."""
+        """Publishes a request, with a new reply subject unless `inbox` is given."""
         tenant = tenant or self.tenant
         msgpack = (content_type or "").lower().startswith(MSGPACK)
         request_id = body.get("id") if isinstance(body, dict) else None
@@ -83,58 +84,58 @@ class Probe:
     async def ask(
         self, body: bytes | Message, *, content_type: str | None = None, tenant: str | None = None
     ) -> Exchange:
-        """A generation up to its terminal."""
+        """Sends a generate request and waits for its terminal."""
         exchange = await self.send(body, content_type=content_type, tenant=tenant)
         await exchange.terminal()
         return exchange
 
     async def short(self, max_tokens: int = 16, **fields: object) -> Exchange:
-        """A whole short stream, as many tokens long as was asked for."""
+        """Runs a whole short stream of exactly `max_tokens` tokens, and returns it."""
         return await self.ask(short_request(max_tokens, **fields))
 
     def long_request(self, **fields: object) -> Message:
-        """A request with an id whose stream would go on for long."""
+        """Returns a request with an id whose stream runs for a long time."""
         wanted = min(_LONG_TOKENS, self.target.context_length - _ROOM_FOR_PROMPT)
         return {"id": self.new_id(), **short_request(max(wanted, 1)), **fields}
 
     async def live(self, *, inbox: str | None = None, tenant: str | None = None, **fields: object) -> Exchange:
-        """A stream with an id that has begun to speak and goes on for long."""
+        """Starts a long stream with an id and waits for its first tokens."""
         exchange = await self.send(self.long_request(**fields), inbox=inbox, tenant=tenant)
         if fields.get("stream") is not False:
             await exchange.tokens(4)
         return exchange
 
     async def call(self, subject: str, body: bytes | Message = b"", *, content_type: str | None = None) -> Message:
-        """The first reply to a client's message."""
+        """Sends a client's message and returns the first reply."""
         exchange = await self.send(body, subject=subject, content_type=content_type)
         return await exchange.first(f"a reply on {subject}")
 
     async def send_internal(self, subject: str, body: bytes | Message = b"") -> Exchange:
-        """As one part of the system asks another: always MessagePack, without a word about it."""
+        """Sends a message between routers and workers, which is MessagePack without a Content-Type."""
         exchange = await self.listen(self.link.new_inbox(), msgpack=True)
         await self.publish(subject, body if isinstance(body, bytes) else _encode(body, msgpack=True), exchange.inbox)
         return exchange
 
     async def call_internal(self, subject: str, body: bytes | Message = b"") -> Message:
-        """The first reply to an internal message."""
+        """Sends an internal message and returns the first reply."""
         exchange = await self.send_internal(subject, body)
         return await exchange.first(f"a reply on {subject}")
 
     async def is_answered(self, subject: str, body: bytes | Message = b"", within_s: float = 0.6) -> bool:
-        """Whether anybody says anything to a message; the broker's own notice is nobody."""
+        """Returns whether anybody but the broker replies to a message."""
         exchange = await self.send(body, subject=subject)
         await asyncio.sleep(within_s)
         return any(not received.is_no_responders for received in exchange.received)
 
     async def listen(self, subject: str, *, msgpack: bool, request_id: str | None = None) -> Exchange:
-        """Collects what comes to a subject from now on."""
+        """Collects the messages on a subject from now on."""
         exchange = Exchange(subject, msgpack=msgpack, request_id=request_id)
         self.used_subjects.add(subject)
         self._subscriptions[subject] = await self.link.subscribe(subject, exchange.take)
         return exchange
 
     async def stop_listening(self, exchange: Exchange) -> None:
-        """As a client that goes away."""
+        """Unsubscribes like a client that goes away."""
         await self.link.unsubscribe(self._subscriptions.pop(exchange.inbox))
         await self.link.flush()
 
@@ -151,13 +152,13 @@ class Probe:
         return self.names.resync(request_id, tenant or self.tenant)
 
     async def cancel(self, exchange: Exchange) -> None:
-        """Ends a stream and waits for that."""
+        """Cancels a stream and waits for its terminal."""
         assert exchange.request_id is not None, exchange
         await self.publish(self.cancel_subject(exchange.request_id), b"")
         await exchange.terminal()
 
     async def close(self) -> None:
-        """Cancels what still runs and listens to nothing any more."""
+        """Cancels the streams that still run, and unsubscribes from everything."""
         for subject, exchange in self._started:
             if not exchange.is_ended:
                 await self.link.publish(subject, b"")
@@ -166,15 +167,15 @@ class Probe:
 
 
 def short_request(max_tokens: int = 16, **fields: object) -> Message:
-    """A request for so many tokens, no fewer, the likeliest ones."""
+    """Returns a request for exactly `max_tokens` tokens, sampled greedily."""
     return {"prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, **fields}
 
 
 def skip_if_unsupported(terminal: Message) -> None:
-    """Raises SkippedError where the model can't do what was asked of it."""
+    """Raises SkippedError if the model does not support the request."""
     error = terminal.get("error")
     if isinstance(error, dict) and error.get("code") == "unsupported":
-        raise SkippedError(f"the model does not do that: {shorten(error.get('message'))}")
+        raise SkippedError(f"the model does not support that: {shorten(error.get('message'))}")
 
 
 def _encode(body: Message, *, msgpack: bool) -> bytes:

@@ -1,4 +1,4 @@
-"""How the outcome of each rule is told."""
+"""The outcomes of rules, as lines of text or JSON."""
 
 import enum
 import json
@@ -14,7 +14,7 @@ class Verdict(enum.StrEnum):
 
 
 class Outcome(NamedTuple):
-    """What came of one rule, and why."""
+    """The result of one rule and its reason."""
 
     rule: str
     verdict: Verdict
@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
 
 
 def line(outcome: Outcome) -> str:
-    """`ok  A rule`, or with the reason behind it."""
+    """Returns the outcome as a line of text."""
     if outcome.verdict is Verdict.OK:
         return f"ok       {outcome.rule}"
     label = "BROKEN" if outcome.verdict is Verdict.BROKEN else "skipped"

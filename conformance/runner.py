@@ -1,4 +1,4 @@
-"""Tries rules: some alone, the others a few at a time, each for a bounded time and with a client of its own."""
+"""Runs the rules: some alone, the others a few at a time, each with its own client and a time limit."""
 
 import asyncio
 import contextlib
@@ -13,11 +13,11 @@ from tokenbus.conformance.report import Outcome, Verdict
 from tokenbus.conformance.rules.registry import Rule
 
 _CONCURRENCY = 6
-"""Rules that are tried together, of those that may be."""
+"""Rules that run at the same time."""
 
 
 async def run_all(rules: Sequence[Rule], make_probe: Callable[[], Probe], timeout_s: float) -> AsyncIterator[Outcome]:
-    """The outcomes in the order of the rules, each as soon as it and those before it are known."""
+    """Yields the outcomes in the order of the rules, each as soon as it and those before it are known."""
     exclusive: dict[str, Outcome] = {}
     for rule in rules:
         if rule.exclusive:
@@ -39,7 +39,7 @@ async def run_all(rules: Sequence[Rule], make_probe: Callable[[], Probe], timeou
 
 
 async def run_one(rule: Rule, probe: Probe, timeout_s: float) -> Outcome:
-    """Never raises: a rule that can't be tried to its end is broken, and says why."""
+    """Runs one rule. Never raises: a check that fails in any way counts as a broken rule."""
     began = time.monotonic()
     judging = asyncio.create_task(_judge(rule, probe, timeout_s))
     refusal = asyncio.create_task(probe.link.wait_denied(probe.used_subjects))
@@ -49,11 +49,11 @@ async def run_one(rule: Rule, probe: Probe, timeout_s: float) -> Outcome:
         judging.cancel()
         refusal.cancel()
         await asyncio.wait((judging, refusal))
-    if forbidden := probe.link.denied_reason(probe.used_subjects):  # what seems to hold may only not have been heard
-        verdict, reason = Verdict.SKIPPED, f"the broker says {forbidden}"
+    if denial := probe.link.denied_reason(probe.used_subjects):  # denied subjects make rules seem to hold
+        verdict, reason = Verdict.SKIPPED, f"denied by the broker: {denial}"
     else:
         verdict, reason = judging.result()
-    with contextlib.suppress(nats.errors.Error):  # the connection may be what has failed
+    with contextlib.suppress(nats.errors.Error):  # the connection itself may have failed
         await probe.close()
     return Outcome(rule.name, verdict, reason, (time.monotonic() - began) * 1e3)
 
@@ -67,7 +67,7 @@ async def _judge(rule: Rule, probe: Probe, timeout_s: float) -> tuple[Verdict, s
     except SkippedError as error:
         return Verdict.SKIPPED, str(error)
     except TimeoutError:
-        return Verdict.BROKEN, f"not decided within {timeout_s:g} s"
-    except Exception as error:  # outermost frame of a rule: messages that it could not even read break it
+        return Verdict.BROKEN, f"no result within {timeout_s:g} s"
+    except Exception as error:  # outermost frame of a rule: messages of any shape may make its check fail
         return Verdict.BROKEN, f"{type(error).__name__}: {error}"
     return Verdict.OK, ""

@@ -1,4 +1,4 @@
-"""The wire's messages as tables of their fields, written from its text and not from this project's structs."""
+"""The schemas of the wire's messages, written from docs/wire.md and not from this project's structs."""
 
 from tokenbus.conformance import field_types
 from tokenbus.conformance.field_types import (
@@ -33,7 +33,7 @@ ERRORS: dict[str, tuple[int, bool]] = {
     "shutting_down": (503, True),
     "internal": (500, True),
 }
-"""HTTP status and whether the same request may be tried again. Of its own: it checks the project's table too."""
+"""HTTP status and `retryable` of each error code. A copy on purpose: it checks the project's own table too."""
 
 REQUEST_ID = field_types.matching("[A-Za-z0-9_-]{1,128}")
 
@@ -46,10 +46,10 @@ CHUNK: Schema = {
     "text": TEXT,
     "finish_reason": optional(field_types.one_of(*FINISH_REASONS)),
 }
-"""In every message of a stream."""
+"""The fields of every message of a stream."""
 
 ORIGIN: Schema = {"worker_id": optional(NAME), "model": NAME, "created": POSITIVE}
-"""In the head of each attempt, in empty chunks and in the terminal; a router's own have no worker."""
+"""Further fields of the head of each attempt, of empty chunks and of the terminal. A router's have no worker."""
 
 USAGE: Schema = {
     "prompt_tokens": COUNT,

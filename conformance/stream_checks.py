@@ -1,4 +1,4 @@
-"""What holds for the messages of one stream, in the order in which they came; pure."""
+"""Checks of one stream's messages, in the order of arrival. Pure."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from tokenbus.conformance.assertions import BrokenError, Message, expect, shorte
 
 
 def current(messages: Sequence[Message]) -> list[Message]:
-    """The messages that a client heeds: none of a lower attempt than one already seen."""
+    """Returns the messages a client uses: none whose attempt is lower than one before."""
     kept: list[Message] = []
     highest = 0
     for message in messages:
@@ -19,17 +19,17 @@ def current(messages: Sequence[Message]) -> list[Message]:
 
 
 def check_order(messages: Sequence[Message]) -> None:
-    """A head, then chunks, then one terminal, and nothing behind it."""
+    """Checks for a head, then chunks, then one terminal, and nothing after it."""
     ends = [number for number, message in enumerate(messages, 1) if message.get("finish_reason") is not None]
     expect(bool(ends), f"no terminal among {len(messages)} messages")
     expect(len(ends) == 1, f"{len(ends)} terminals: messages {ends} of {len(messages)}")
     behind = len(messages) - ends[0]
-    expect(behind == 0, f"{behind} messages behind the terminal: {shorten(messages[-1])}")
+    expect(behind == 0, f"{behind} messages after the terminal: {shorten(messages[-1])}")
     _check_head(messages)
 
 
 def _check_head(messages: Sequence[Message]) -> None:
-    """A router's empty chunks may come before it."""
+    """Checks the first message that is not a router's empty chunk."""
     spoken = (message for message in messages if message.get("worker_id") is not None or message.get("tokens"))
     head = next(spoken, messages[-1])
     is_empty = head.get("text") == "" and head.get("tokens") == 0 and head.get("finish_reason") is None
@@ -37,7 +37,7 @@ def _check_head(messages: Sequence[Message]) -> None:
 
 
 def check_fields(messages: Sequence[Message]) -> None:
-    """Every message has the fields of its kind."""
+    """Checks that every message has the fields of its kind."""
     for number, message in enumerate(messages, 1):
         where = f"message {number}"
         field_types.check(message, schemas.CHUNK, where)
@@ -50,7 +50,7 @@ def check_fields(messages: Sequence[Message]) -> None:
             _check_end_fields(message)
         else:
             for name in ("usage", "timings", "error", "stop_match"):
-                expect(message.get(name) is None, f"{where} is no terminal but has {name}")
+                expect(message.get(name) is None, f"{where} is not a terminal but has {name}")
 
 
 def _check_end_fields(terminal: Message) -> None:
@@ -71,15 +71,15 @@ def _check_end_fields(terminal: Message) -> None:
 
 
 def check_error(error: object) -> None:
-    """An error's own fields; what its code says of `retryable` is fixed."""
+    """Checks an error's fields, and `retryable` against its code."""
     field_types.check(error, schemas.ERROR, "the error")
     assert isinstance(error, dict)
     _, retryable = schemas.ERRORS[error["code"]]
-    expect(error["retryable"] is retryable, f"{error['code']} says retryable: {error['retryable']}")
+    expect(error["retryable"] is retryable, f"{error['code']} has retryable: {error['retryable']}")
 
 
 def check_numbers(messages: Sequence[Message]) -> None:
-    """Offsets in tokens and in UTF-8 bytes go on without gaps."""
+    """Checks that offsets in tokens and in UTF-8 bytes have no gaps."""
     offset = text_offset = 0
     for number, message in enumerate(current(messages), 1):
         seen = (message.get("offset"), message.get("text_offset"))
@@ -90,38 +90,39 @@ def check_numbers(messages: Sequence[Message]) -> None:
 
 
 def check_usage(messages: Sequence[Message]) -> None:
-    """The terminal counts what the chunks counted."""
+    """Checks the terminal's usage against the tokens in the chunks."""
     terminal = messages[-1]
     usage = terminal.get("usage")
     field_types.check(usage, schemas.USAGE, "the terminal's usage")
     assert isinstance(usage, dict)
     counted = terminal["offset"] + terminal["tokens"]
-    expect(usage["completion_tokens"] == counted, f"completion_tokens {usage['completion_tokens']}, chunks {counted}")
+    expect(
+        usage["completion_tokens"] == counted,
+        f"completion_tokens {usage['completion_tokens']}, but {counted} in chunks",
+    )
     total = usage["prompt_tokens"] + usage["completion_tokens"]
     expect(usage["total_tokens"] == total, f"total_tokens {usage['total_tokens']} instead of {total}")
-    expect(
-        usage["cached_tokens"] <= usage["prompt_tokens"], f"more tokens cached than the prompt has: {shorten(usage)}"
-    )
+    expect(usage["cached_tokens"] <= usage["prompt_tokens"], f"more cached tokens than prompt tokens: {shorten(usage)}")
 
 
 def check_timings(terminal: Message) -> None:
-    """All five, and none longer than the whole."""
+    """Checks that all five timings are there and none exceeds the total."""
     timings = terminal.get("timings")
     field_types.check(timings, schemas.TIMINGS, "the terminal's timings")
     assert isinstance(timings, dict)
     for name, value in timings.items():
         if name in schemas.TIMINGS:
-            expect(value <= timings["total_ms"] + 1, f"{name} {value} is longer than total_ms {timings['total_ms']}")
+            expect(value <= timings["total_ms"] + 1, f"{name} {value} exceeds total_ms {timings['total_ms']}")
 
 
 def check_attempts(messages: Sequence[Message]) -> None:
-    """A worker's messages are of attempt 1 or a later one, and a stream never falls back."""
+    """Checks that workers' messages have an attempt of at least 1, and that it never decreases."""
     highest = 0
     for number, message in enumerate(messages, 1):
         attempt = message["attempt"]
         expect(attempt >= highest, f"message {number} has attempt {attempt} after {highest}")
         expect(attempt >= 1 or message.get("worker_id") is None, f"message {number} of a worker has attempt {attempt}")
-        expect(attempt >= 1 or not message["tokens"], f"message {number} speaks in attempt {attempt}")
+        expect(attempt >= 1 or not message["tokens"], f"message {number} has tokens in attempt {attempt}")
         highest = attempt
 
 
@@ -132,7 +133,7 @@ def check_ids(messages: Sequence[Message], request_id: str) -> None:
 
 
 def check_token_ids(messages: Sequence[Message]) -> None:
-    """Exactly `tokens` entries in each."""
+    """Checks that each message has exactly `tokens` ids."""
     for number, message in enumerate(messages, 1):
         ids = message.get("token_ids") or []
         expect(field_types.list_of(field_types.COUNT).holds(ids), f"message {number} has token_ids {shorten(ids)}")
@@ -140,9 +141,9 @@ def check_token_ids(messages: Sequence[Message]) -> None:
 
 
 def check_refusal(messages: Sequence[Message], *codes: str, param: str | None = None) -> Message:
-    """A terminal alone, with zeros and one of those codes; returns its error.
+    """Checks for a lone error terminal with zero offsets and one of these codes; returns its error.
 
-    `param` is the field at fault; its path may go on below that field."""
+    `param` is the field at fault. The error's own param may name a part of it."""
     expect(len(messages) == 1, f"{len(messages)} messages instead of a refusal: {shorten(messages[0])}")
     (refusal,) = messages
     field_types.check(refusal, schemas.CHUNK, "the refusal")
@@ -166,9 +167,9 @@ def check_param(error: Message, param: str) -> None:
 
 
 def check_alone(messages: Sequence[Message]) -> None:
-    """The one message of a request that was not to be streamed."""
-    expect(len(messages) == 1, f"{len(messages)} messages instead of a terminal alone")
+    """Checks the single message of a request with stream: false."""
+    expect(len(messages) == 1, f"{len(messages)} messages instead of a lone terminal")
     terminal = messages[0]
     seen = (terminal.get("offset"), terminal.get("text_offset"))
-    expect(seen == (0, 0), f"offset, text_offset {seen} in a terminal that holds everything")
+    expect(seen == (0, 0), f"offset, text_offset {seen} in a terminal that holds the whole answer")
     check_usage(messages)

@@ -1,1 +1,1 @@
-"""The rules of the wire, a module for each part of it."""
+"""The rules of the wire contract, one module for each part of it."""

@@ -1,4 +1,4 @@
-"""Rules of the encodings: what is read, and in which one the answer comes."""
+"""Rules of the encodings: which requests can be read, and how the replies are encoded."""
 
 import json
 
@@ -17,54 +17,54 @@ _OPTIONAL = (
     "return_progress", "routing",
 )  # fmt: skip
 _MALFORMED = {
-    "no JSON": b"hello",
-    "nothing": b"",
+    "a text that is not JSON": b"hello",
+    "an empty message": b"",
     "a list": b"[]",
-    "a JSON text that is cut short": b'{"prompt": "x"',
-    "nesting without end": b"[" * 100_000,
+    "truncated JSON": b'{"prompt": "x"',
+    "endless nesting": b"[" * 100_000,
     "deeply nested arguments": b'{"prompt":"x","chat_template_kwargs":' + b'{"a":' * 5_000 + b"1" + b"}" * 5_001,
     "a lone surrogate": b'{"prompt": "\\ud800"}',
-    "broken UTF-8": b'{"prompt": "\xff"}',
+    "invalid UTF-8": b'{"prompt": "\xff"}',
 }
 _NOT_FINITE = {
     "NaN": b'{"prompt": "x", "temperature": NaN}',
     "an infinity": b'{"prompt": "x", "temperature": Infinity}',
-    "a number beyond all floats": b'{"prompt": "x", "temperature": 1e999}',
+    "a number larger than any float": b'{"prompt": "x", "temperature": 1e999}',
 }
 
 
 async def msgpack(probe: Probe) -> None:
-    """A MessagePack request is answered in MessagePack."""
+    """A MessagePack request gets MessagePack replies."""
     answer = await probe.ask(short_request(), content_type=MSGPACK)
     stream_checks.check_fields(answer.messages)
     stream_checks.check_numbers(answer.messages)
 
 
 async def content_type(probe: Probe) -> None:
-    """The content type is matched whatever its case, parameters ignored."""
+    """Content-Type is compared case-insensitively, and its parameters are ignored."""
     for name in ("Application/MsgPack; charset=binary", "application/msgpack;a=b", "Application/JSON; charset=utf-8"):
         answer = await probe.ask(short_request(4), content_type=name)
         expect(answer.messages[-1].get("error") is None, f"{name} is refused: {answer.messages[-1].get('error')}")
 
 
 async def other_content_type(probe: Probe) -> None:
-    """Any other content type is refused in JSON."""
+    """Any other Content-Type is refused, in JSON."""
     for name in ("text/plain", "application/cbor"):
         answer = await probe.ask(short_request(), content_type=name)
         stream_checks.check_refusal(answer.messages, "invalid_request")
 
 
 async def declared_encoding(probe: Probe) -> None:
-    """What can't be decoded is answered in the encoding that it declares."""
+    """A request that can't be decoded is refused in the encoding that it declares."""
     answer = await probe.ask(b"\xc1 is never used", content_type=MSGPACK)
     stream_checks.check_refusal(answer.messages, "invalid_request")
 
 
 async def null_is_absent(probe: Probe) -> None:
-    """null means absent, in every optional field."""
+    """null means absent, for every optional field."""
     body = dict.fromkeys(_OPTIONAL) | {"prompt": "x", "max_tokens": 2}
     for encoding in (None, MSGPACK):
-        _check_taken(await probe.ask(body, content_type=encoding), "with nulls")
+        _check_accepted(await probe.ask(body, content_type=encoding), "with null fields")
 
 
 async def unknown_fields(probe: Probe) -> None:
@@ -72,23 +72,23 @@ async def unknown_fields(probe: Probe) -> None:
     message = {"role": "user", "content": "x", "wire-check": {"a": [1]}}
     for body in (short_request(2), {"messages": [message], "max_tokens": 2}):
         answer = await probe.ask({**body, "wire-check": {"deep": [1, None]}, "routing": {"wire-check": 1}})
-        if (answer.messages[-1].get("error") or {}).get("code") != "unsupported":  # a model without a chat template
-            _check_taken(answer, "with unknown fields")
+        if (answer.messages[-1].get("error") or {}).get("code") != "unsupported":  # the model has no chat template
+            _check_accepted(answer, "with unknown fields")
 
 
 async def last_key_wins(probe: Probe) -> None:
-    """Of duplicate keys the last wins."""
+    """The last of duplicate keys wins."""
     answer = await probe.ask(b'{"prompt": "x", "ignore_eos": true, "max_tokens": 0, "max_tokens": 2}')
-    _check_taken(answer, "with duplicate keys")
+    _check_accepted(answer, "with duplicate keys")
     seen = answer.messages[-1]["usage"]["completion_tokens"]
-    expect(seen == 2, f"{seen} tokens instead of the last key's 2")
+    expect(seen == 2, f"{seen} tokens, but the last key asks for 2")
 
 
 async def integral_floats(probe: Probe) -> None:
-    """Integral floats are taken as integers, others are refused where an integer is wanted."""
+    """Integral floats are accepted as integers; other floats are refused there."""
     for encoding in (None, MSGPACK):
         answer = await probe.ask(short_request(2) | {"max_tokens": 2.0, "seed": 7.0}, content_type=encoding)
-        _check_taken(answer, "with integral floats")
+        _check_accepted(answer, "with integral floats")
         refused = await probe.ask({"prompt": "x", "max_tokens": 2.5}, content_type=encoding)
         stream_checks.check_refusal(refused.messages, "invalid_request", param="max_tokens")
 
@@ -103,13 +103,13 @@ async def not_finite(probe: Probe) -> None:
 
 
 async def malformed(probe: Probe) -> None:
-    """What is malformed, nests too deeply or is no Unicode text is refused as invalid_request."""
+    """Malformed, too deeply nested and non-Unicode requests are refused as invalid_request."""
     for name, payload in _MALFORMED.items():
         await _check_invalid(probe, name, payload)
 
 
 async def wrong_types(probe: Probe) -> None:
-    """A field of a wrong type is refused with its path in param."""
+    """A field of the wrong type is refused, with its path in param."""
     part = {"role": "user", "content": [{"type": 1}]}
     cases = {"prompt": 5, "max_tokens": "5", "stream": "no", "stop": [1], "token_ids": ["a"], "messages": [part]}
     for name, value in cases.items():
@@ -119,15 +119,15 @@ async def wrong_types(probe: Probe) -> None:
 
 
 async def replies_use_request_encoding(probe: Probe) -> None:
-    """The replies to models, cancel and resync use their request's encoding too."""
+    """Replies to models, cancel and resync use the encoding of the request."""
     await probe.call(probe.names.models_for(probe.tenant), {}, content_type=MSGPACK)
     live = await probe.live()
     assert live.request_id is not None
     resync = probe.resync_subject(live.request_id)
     found = await probe.call(resync, {"offset": 0}, content_type=MSGPACK)
-    expect(found.get("found") is True, f"resync is answered {found}")
+    expect(found.get("found") is True, f"resync got {found}")
     cancelled = await probe.call(probe.cancel_subject(live.request_id), {}, content_type=MSGPACK)
-    expect(cancelled.get("cancelled") is True, f"cancel is answered {cancelled}")
+    expect(cancelled.get("cancelled") is True, f"cancel got {cancelled}")
 
 
 async def _check_invalid(probe: Probe, name: str, payload: bytes, encoding: str | None = None) -> None:
@@ -137,22 +137,6 @@ async def _check_invalid(probe: Probe, name: str, payload: bytes, encoding: str 
         raise BrokenError(f"{name}: {error}") from error
 
 
-def _check_taken(answer: Exchange, what: str) -> None:
+def _check_accepted(answer: Exchange, what: str) -> None:
     error = answer.messages[-1].get("error")
     expect(error is None, f"a request {what} is refused: {error}")
-
-
-RULES = (
-    msgpack,
-    content_type,
-    other_content_type,
-    declared_encoding,
-    null_is_absent,
-    unknown_fields,
-    last_key_wins,
-    integral_floats,
-    not_finite,
-    malformed,
-    wrong_types,
-    replies_use_request_encoding,
-)

@@ -1,4 +1,4 @@
-"""Rules of how a stream ends before its time: cancel, deadline, and a client that has gone."""
+"""Rules of streams that end early: by a cancel, a deadline, or a client that is gone."""
 
 import asyncio
 import time
@@ -10,24 +10,24 @@ from tokenbus.conformance.exchange import Exchange, any_tokens
 from tokenbus.conformance.probe import Probe
 
 _TIMEOUT_MS = 250
-_LATE_MS = 10_000
-"""A stream without a deadline would take longer; a busy machine may need some of it."""
-_GONE_S = (4.5, 9.0)
-"""Seconds before the first look, and before a second one at streams that still run. A worker needs two up to the chunk
-that makes sure, then its notice; the rest is time for a busy machine."""
-_NUM_GONE = 12
-"""Enough that none of them is answered in full before it is missed."""
-_BY_THEN = 16
-"""Tokens of whichever speaks first, when all speak that the worker has room for. The others would have to wait for
-these: which ones that are is decided by the routers that had them, and not by the order in which they were sent."""
+_SLACK_MS = 10_000
+"""Slack for busy machines. A stream that ignored its deadline would take longer."""
+_CHECK_AFTER_S = (4.5, 9.0)
+"""Seconds before the first look, and before a second one if a stream still runs. A worker needs two of them to probe a
+client that seems gone; the rest is slack for busy machines."""
+_NUM_REQUESTS = 12
+"""Requests sent at once: enough that none is finished before its client is missed."""
+_STARTED_TOKENS = 16
+"""Tokens of the fastest stream, by which time all streams that the worker has room for have begun. The others wait for
+them, and which ones those are depends on the routers, not on the order of sending."""
 
 
 async def cancelled(probe: Probe) -> None:
-    """A cancel is answered {"cancelled": true} and ends the stream with cancelled."""
+    """A cancel is answered {"cancelled": true} and ends the stream with finish reason cancelled."""
     live = await probe.live()
     assert live.request_id is not None
     reply = await probe.call(probe.cancel_subject(live.request_id))
-    expect(reply.get("cancelled") is True, f"the answer is {reply}")
+    expect(reply.get("cancelled") is True, f"the reply is {reply}")
     terminal = await live.terminal()
     expect(terminal["finish_reason"] == "cancelled", f"the stream ends with {terminal['finish_reason']}")
     stream_checks.check_order(live.messages)
@@ -36,7 +36,7 @@ async def cancelled(probe: Probe) -> None:
 
 
 async def cancelled_without_reply(probe: Probe) -> None:
-    """A cancel needs no reply subject."""
+    """A cancel works without a reply subject."""
     live = await probe.live(stream=False)
     await asyncio.sleep(0.2)
     await probe.cancel(live)
@@ -46,15 +46,18 @@ async def cancelled_without_reply(probe: Probe) -> None:
 
 
 async def cancel_unknown(probe: Probe) -> None:
-    """Nobody answers the cancel of an unknown id, nor of one that has ended."""
+    """Nobody answers the cancel of an unknown or ended request."""
     ended = probe.new_id()
     await probe.short(2, id=ended)
     for request_id in (probe.new_id(), ended):
-        expect(not await probe.is_answered(probe.cancel_subject(request_id)), f"the cancel of {request_id} is answered")
+        expect(
+            not await probe.is_answered(probe.cancel_subject(request_id)),
+            f"somebody answers the cancel of {request_id}",
+        )
 
 
 async def cancel_immediately(probe: Probe) -> None:
-    """A cancel right behind its request ends it, wherever it is by then."""
+    """A cancel sent right after its request ends it, wherever the request is by then."""
     for _ in range(4):
         answer = await probe.send(probe.long_request())
         await probe.publish(probe.cancel_subject(str(answer.request_id)), b"")
@@ -63,7 +66,7 @@ async def cancel_immediately(probe: Probe) -> None:
 
 
 async def deadline(probe: Probe) -> None:
-    """timeout_ms ends a stream with deadline_exceeded, in time."""
+    """timeout_ms ends a stream with deadline_exceeded, on time."""
     began = time.monotonic()
     live = await probe.live(timeout_ms=_TIMEOUT_MS)
     terminal = await live.terminal()
@@ -71,46 +74,49 @@ async def deadline(probe: Probe) -> None:
     code = (terminal.get("error") or {}).get("code")
     expect(code == "deadline_exceeded", f"the stream ends with {terminal['finish_reason']} {code}")
     stream_checks.check_error(terminal["error"])
-    expect(_TIMEOUT_MS - 50 < took_ms < _TIMEOUT_MS + _LATE_MS, f"after {took_ms:.0f} ms with timeout_ms {_TIMEOUT_MS}")
+    expect(
+        _TIMEOUT_MS - 50 < took_ms < _TIMEOUT_MS + _SLACK_MS,
+        f"it ended after {took_ms:.0f} ms with timeout_ms {_TIMEOUT_MS}",
+    )
     stream_checks.check_order(live.messages)
     stream_checks.check_numbers(live.messages)
 
 
 async def client_gone(probe: Probe) -> None:
-    """A client that has gone has its requests cancelled within a few seconds."""
+    """Requests of a client that stops listening are cancelled within a few seconds."""
     routing = {"worker_id": probe.target.worker_ids[0]} if probe.target.worker_ids else {}
-    asked = [await probe.send(probe.long_request(routing=routing)) for _ in range(_NUM_GONE)]
-    await any_tokens(asked, _BY_THEN)
+    asked = [await probe.send(probe.long_request(routing=routing)) for _ in range(_NUM_REQUESTS)]
+    await any_tokens(asked, _STARTED_TOKENS)
     live = [answer for answer in asked if answer.num_tokens]
-    expect(bool(live), "none of them has spoken")
+    expect(bool(live), "no stream has begun")
     await asyncio.gather(*(probe.stop_listening(answer) for answer in live))
     await asyncio.gather(*(probe.cancel(answer) for answer in asked if answer not in live))
     reasons = await _wait_abandoned_ended(probe, live)
     if set(reasons) == {"length"}:
-        raise SkippedError("the model had said everything before a client could be missed")
-    expect("cancelled" in reasons and "runs" not in reasons, f"{sum(_GONE_S):g} s later: {', '.join(reasons)}")
+        raise SkippedError("the model finished every answer before a client could be missed")
+    expect(
+        "cancelled" in reasons and "running" not in reasons,
+        f"finish reasons {sum(_CHECK_AFTER_S):g} s later: {', '.join(reasons)}",
+    )
 
 
 async def _wait_abandoned_ended(probe: Probe, live: Sequence[Exchange]) -> list[str]:
-    """Waits until streams that nobody listens to have ended, and tells how. Gives up on one that still runs."""
+    """Waits for streams without a listener to end; returns their finish reasons, `running` for those that do not."""
     reasons: list[str] = []
-    for wait_s in _GONE_S:
+    for wait_s in _CHECK_AFTER_S:
         await asyncio.sleep(wait_s)
         reasons = await asyncio.gather(*(_abandoned_finish_reason(probe, answer) for answer in live))
-        if "runs" not in reasons:
+        if "running" not in reasons:
             break
     return reasons
 
 
 async def _abandoned_finish_reason(probe: Probe, answer: Exchange) -> str:
-    """The finish reason of a stream that nobody listens to, before and after; `runs` if it has not ended."""
+    """Returns the finish reason of a stream by listening for a moment and asking for a resync."""
     assert answer.request_id is not None
     again = await probe.listen(answer.inbox, msgpack=False)
     await probe.call(probe.resync_subject(answer.request_id), {"offset": 0})
-    await again.first("anything after a resync")
+    await again.first("a message after the resync")
     await asyncio.sleep(0.1)
     await probe.stop_listening(again)
-    return str((await again.terminal())["finish_reason"]) if again.is_ended else "runs"
-
-
-RULES = (cancelled, cancelled_without_reply, cancel_unknown, cancel_immediately, deadline, client_gone)
+    return str((await again.terminal())["finish_reason"]) if again.is_ended else "running"

@@ -1,4 +1,4 @@
-"""Rules of what only some models can do: done as the wire says, or refused as unsupported."""
+"""Rules of optional features: a model supports one as the contract says, or refuses it as unsupported."""
 
 from tokenbus.conformance import field_types, schemas, stream_checks
 from tokenbus.conformance.assertions import BrokenError, SkippedError, expect, shorten
@@ -7,7 +7,7 @@ from tokenbus.conformance.probe import Probe, short_request, skip_if_unsupported
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 _TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
-_ASKED: dict[str, object] = {
+_FEATURES: dict[str, object] = {
     "logprobs": 1,
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
@@ -23,8 +23,8 @@ _ASKED: dict[str, object] = {
 
 
 async def supported_or_refused(probe: Probe) -> None:
-    """What a model can't do is refused as unsupported, and param names the field."""
-    for name, value in _ASKED.items():
+    """A feature that the model lacks is refused as unsupported, with the field's name in param."""
+    for name, value in _FEATURES.items():
         answer = await probe.ask({"prompt": "x", "max_tokens": 4, name: value})
         if answer.messages[-1].get("error") is not None:
             try:
@@ -34,15 +34,15 @@ async def supported_or_refused(probe: Probe) -> None:
 
 
 async def chat(probe: Probe) -> None:
-    """messages are rendered with the chat template, content a string or text parts."""
+    """messages are rendered with the chat template, and content may be a string or text parts."""
     text, parts = "Hello", [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
-    answers = [await _served(probe, messages=[{"role": "user", "content": content}]) for content in (text, parts)]
+    answers = [await _short_answer(probe, messages=[{"role": "user", "content": content}]) for content in (text, parts)]
     seen = [answer.messages[-1]["usage"]["prompt_tokens"] for answer in answers]
-    expect(seen[0] == seen[1], f"prompt_tokens {seen[0]} as a string, {seen[1]} as parts")
+    expect(seen[0] == seen[1], f"prompt_tokens {seen[0]} for a string, {seen[1]} for parts")
 
 
 async def pinned(probe: Probe) -> None:
-    """routing.worker_id pins a request to that worker."""
+    """routing.worker_id sends a request to that worker."""
     if not probe.target.worker_ids:
         raise SkippedError("the models reply names no workers")
     for worker_id in probe.target.worker_ids[:4]:
@@ -51,8 +51,8 @@ async def pinned(probe: Probe) -> None:
 
 
 async def logprobs(probe: Probe) -> None:
-    """logprobs gives each message exactly `tokens` entries of their fields."""
-    for message in (await _served(probe, logprobs=2)).messages:
+    """logprobs gives each message exactly one entry per token."""
+    for message in (await _short_answer(probe, logprobs=2)).messages:
         entries = message.get("logprobs") or []
         expect(len(entries) == message["tokens"], f"{len(entries)} logprobs for {message['tokens']} tokens")
         for entry in entries:
@@ -61,38 +61,41 @@ async def logprobs(probe: Probe) -> None:
 
 
 async def progress(probe: Probe) -> None:
-    """return_progress tells how far the prompt is."""
-    answer = await _served(probe, return_progress=True)
-    told = [message["progress"] for message in answer.messages if message.get("progress") is not None]
-    for report in told:
+    """return_progress reports how much of the prompt has been processed."""
+    answer = await _short_answer(probe, return_progress=True)
+    reports = [message["progress"] for message in answer.messages if message.get("progress") is not None]
+    for report in reports:
         field_types.check(report, schemas.PROGRESS, "progress")
-        expect(report["processed_tokens"] <= report["prompt_tokens"], f"beyond the prompt: {report}")
+        expect(
+            report["processed_tokens"] <= report["prompt_tokens"],
+            f"more processed tokens than the prompt has: {report}",
+        )
 
 
 async def explained(probe: Probe) -> None:
-    """routing.explain says in the terminal why the worker was chosen."""
-    terminal = (await _served(probe, routing={"explain": True})).messages[-1]
+    """routing.explain makes the terminal say why its worker was chosen."""
+    terminal = (await _short_answer(probe, routing={"explain": True})).messages[-1]
     field_types.check(terminal.get("routing"), schemas.ROUTING, "routing")
     chosen = terminal["routing"]["chosen"]
     expect(chosen == terminal.get("worker_id"), f"chosen {chosen}, answered by {terminal.get('worker_id')}")
 
 
 async def resumed(probe: Probe) -> None:
-    """resume_from goes on behind the tokens given, and counts on."""
-    whole = await _served(probe, return_token_ids=True)
-    held = [token_id for message in whole.messages for token_id in message.get("token_ids") or []][:6]
-    text_offset = next(message["text_offset"] for message in whole.messages if message["offset"] == len(held))
-    answer = await _served(probe, resume_from={"token_ids": held, "text_offset": text_offset})
+    """resume_from continues after the given tokens, and so do the offsets."""
+    whole = await _short_answer(probe, return_token_ids=True)
+    given = [token_id for message in whole.messages for token_id in message.get("token_ids") or []][:6]
+    text_offset = next(message["text_offset"] for message in whole.messages if message["offset"] == len(given))
+    answer = await _short_answer(probe, resume_from={"token_ids": given, "text_offset": text_offset})
     rest = whole.text.encode()[text_offset:].decode()
     expect(answer.text == rest, f"{shorten(answer.text)} instead of {shorten(rest)}")
-    spoken = next(message for message in answer.messages if message["tokens"])
-    expect(spoken["offset"] == len(held), f"offset {spoken['offset']} behind {len(held)} tokens")
-    seen, expected = (answer_.messages[-1]["usage"]["completion_tokens"] for answer_ in (answer, whole))
+    first = next(message for message in answer.messages if message["tokens"])
+    expect(first["offset"] == len(given), f"offset {first['offset']} after {len(given)} given tokens")
+    seen, expected = (one.messages[-1]["usage"]["completion_tokens"] for one in (answer, whole))
     expect(seen == expected, f"completion_tokens {seen} instead of {expected}")
 
 
-async def _served(probe: Probe, **fields: object) -> Exchange:
-    """A short answer. Raises SkippedError where the model does not do that."""
+async def _short_answer(probe: Probe, **fields: object) -> Exchange:
+    """Returns a short answer. Raises SkippedError if the model does not support the request."""
     body = short_request(16, **fields)
     if "messages" in fields:
         del body["prompt"]
@@ -101,6 +104,3 @@ async def _served(probe: Probe, **fields: object) -> Exchange:
     error = answer.messages[-1].get("error")
     expect(error is None, f"it ends with {shorten(error)}")
     return answer
-
-
-RULES = (supported_or_refused, chat, pinned, logprobs, progress, explained, resumed)

@@ -1,20 +1,49 @@
-"""Rules of a request's fields: ranges, what must be there, and which model it is for."""
+"""Rules of a request's fields: ranges, the prompt's three forms, sizes and the model."""
 
 import asyncio
+from typing import NamedTuple
 
-from tokenbus.conformance import ranges, stream_checks
+from tokenbus.conformance import stream_checks
 from tokenbus.conformance.assertions import BrokenError, Message, SkippedError, expect, shorten
 from tokenbus.conformance.exchange import Exchange
 from tokenbus.conformance.probe import MSGPACK, Probe
 
+
+class FieldLimits(NamedTuple):
+    """Values of one field: the outermost allowed ones and the first ones beyond them."""
+
+    field: str
+    accepted: tuple[object, ...]
+    rejected: tuple[object, ...]
+
+
+_STOP = "s" * 1_024
+
+LIMITS = (
+    FieldLimits("max_tokens", (1,), (0, -1)),
+    FieldLimits("min_tokens", (0,), (-1,)),
+    FieldLimits("temperature", (0, 100), (-0.001, 100.1)),
+    FieldLimits("top_p", (0.000001, 1), (0, -0.1, 1.001)),
+    FieldLimits("top_k", (0,), (-1,)),
+    FieldLimits("min_p", (0, 1), (-0.001, 1.001)),
+    FieldLimits("repetition_penalty", (0.01, 10), (0.009, 10.01)),
+    FieldLimits("presence_penalty", (-2, 2), (-2.01, 2.01)),
+    FieldLimits("frequency_penalty", (-2, 2), (-2.01, 2.01)),
+    FieldLimits("seed", (0, 2**32 - 1), (-1, 2**32)),
+    FieldLimits("logprobs", (0, 20), (-1, 21)),
+    FieldLimits("priority", (-1_000, 1_000), (-1_001, 1_001)),
+    FieldLimits("timeout_ms", (600_000,), (0, -1)),
+    FieldLimits("stop", ("s", _STOP, [_STOP] * 16), ("", _STOP + "s", ["a"] * 17, ["a", ""])),
+    FieldLimits("id", ("i", "A-Za-z0-9_" + "x" * 118), ("", "x" * 129, "a.b", "a b", "ü", "a*", ">")),
+)
 _CONCURRENCY = 8
-"""Requests that are sent together: more might meet a limit of the tenant."""
+"""Requests sent at the same time. More might exceed a tenant's limit."""
 _UNKNOWN_MODEL_CODES = ("model_not_found", "no_worker")
 
 
 async def at_the_limits(probe: Probe) -> None:
-    """Every value at the limit of its documented range is taken."""
-    cases = [(limits.field, value) for limits in ranges.LIMITS for value in limits.accepted]
+    """Every value at the limit of its field's range is accepted."""
+    cases = [(limits.field, value) for limits in LIMITS for value in limits.accepted]
     for (field, value), answer in zip(cases, await _ask_all(probe, cases), strict=True):
         error = answer.messages[-1].get("error") or {}
         is_refused = error.get("code") == "invalid_request"
@@ -22,8 +51,8 @@ async def at_the_limits(probe: Probe) -> None:
 
 
 async def beyond_the_limits(probe: Probe) -> None:
-    """Every value beyond its range is refused as invalid_request, and param names the field."""
-    cases = [(limits.field, value) for limits in ranges.LIMITS for value in limits.rejected]
+    """Every value just beyond it is refused as invalid_request, with the field's name in param."""
+    cases = [(limits.field, value) for limits in LIMITS for value in limits.rejected]
     for (field, value), answer in zip(cases, await _ask_all(probe, cases), strict=True):
         try:
             stream_checks.check_refusal(answer.messages, "invalid_request", param=field)
@@ -32,7 +61,7 @@ async def beyond_the_limits(probe: Probe) -> None:
 
 
 async def one_prompt(probe: Probe) -> None:
-    """Exactly one of messages, prompt and token_ids."""
+    """A request must have exactly one of messages, prompt and token_ids."""
     forms: Message = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "token_ids": [1]}
     wrong = [[], ["messages", "prompt"], ["prompt", "token_ids"], ["messages", "token_ids"], list(forms)]
     for names in wrong:
@@ -44,7 +73,7 @@ async def one_prompt(probe: Probe) -> None:
 
 
 async def token_ids_as_they_are(probe: Probe) -> None:
-    """token_ids are the prompt as it is."""
+    """token_ids are the prompt, unchanged."""
     answer = await probe.ask({"token_ids": [1, 2, 3, 4, 5], "max_tokens": 1})
     stream_checks.check_usage(answer.messages)
     seen = answer.messages[-1]["usage"]["prompt_tokens"]
@@ -52,16 +81,16 @@ async def token_ids_as_they_are(probe: Probe) -> None:
 
 
 async def too_long(probe: Probe) -> None:
-    """A prompt that leaves no room for one token in the context is prompt_too_long."""
+    """A prompt that leaves no room for a single token is refused as prompt_too_long."""
     count = probe.target.context_length
     if count + 100 > probe.target.max_request_bytes:
-        raise SkippedError(f"{count} token ids do not fit a request")
+        raise SkippedError(f"{count} token ids do not fit into a request")
     answer = await probe.ask({"token_ids": [1] * count, "max_tokens": 1}, content_type=MSGPACK)
     stream_checks.check_refusal(answer.messages, "prompt_too_long")
 
 
 async def too_large(probe: Probe) -> None:
-    """A message above max_request_bytes is refused as payload_too_large."""
+    """A message larger than max_request_bytes is refused as payload_too_large."""
     size = probe.target.max_request_bytes + 1
     if size + 4_096 > probe.link.max_payload:
         raise SkippedError("max_request_bytes is the broker's own limit")
@@ -70,7 +99,7 @@ async def too_large(probe: Probe) -> None:
 
 
 async def unknown_model(probe: Probe) -> None:
-    """A model that nobody serves is no_worker or model_not_found, at once."""
+    """A request for a model that is not served ends at once, as no_worker or model_not_found."""
     subject = probe.names.generate(probe.new_id(), probe.tenant)
     answer = await probe.send({"prompt": "x"}, subject=subject)
     await answer.terminal(timeout_s=2.0)
@@ -83,6 +112,3 @@ async def _ask_all(probe: Probe, cases: list[tuple[str, object]]) -> list[Exchan
         bodies = [{"prompt": "x", "max_tokens": 1, field: value} for field, value in cases[at : at + _CONCURRENCY]]
         answers += await asyncio.gather(*(probe.ask(body) for body in bodies))
     return answers
-
-
-RULES = (at_the_limits, beyond_the_limits, one_prompt, token_ids_as_they_are, too_long, too_large, unknown_model)

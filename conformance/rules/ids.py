@@ -1,4 +1,4 @@
-"""Rules of request ids and reply subjects: who is answered, where, and under which name."""
+"""Rules of request ids and reply subjects."""
 
 import asyncio
 
@@ -11,13 +11,13 @@ _SILENCE_S = 0.6
 
 
 async def id_echoed(probe: Probe) -> None:
-    """Every message carries the request's id."""
+    """Every message has the id of its request."""
     longest = probe.new_id().ljust(_LONGEST_ID, "x")
     stream_checks.check_ids((await probe.short(id=longest)).messages, longest)
 
 
 async def id_in_refusal(probe: Probe) -> None:
-    """A refusal carries the id even where other fields are wrong."""
+    """A refusal has the request's id even if other fields are wrong."""
     request_id = probe.new_id()
     for wrong in ({"temperature": -1}, {"max_tokens": "many"}, {"prompt": 5}):
         answer = await probe.ask({"id": request_id, "prompt": "x", **wrong})
@@ -26,18 +26,18 @@ async def id_in_refusal(probe: Probe) -> None:
 
 
 async def id_unreadable(probe: Probe) -> None:
-    """A refusal whose id could not be read has an empty one."""
+    """A refusal has an empty id if the request's id could not be read."""
     stream_checks.check_ids((await probe.ask(b"not a message")).messages, "")
 
 
 async def id_generated(probe: Probe) -> None:
-    """An absent id is made, valid and never the same."""
+    """A request without an id gets a valid and unique one."""
     made = [(await probe.short(1)).messages for _ in range(2)]
     for messages in made:
         request_id = messages[0].get("id")
-        expect(schemas.REQUEST_ID.holds(request_id), f"the id made is {shorten(request_id)}")
+        expect(schemas.REQUEST_ID.holds(request_id), f"the generated id is {shorten(request_id)}")
         stream_checks.check_ids(messages, str(request_id))
-    expect(made[0][0]["id"] != made[1][0]["id"], f"twice the same id was made: {made[0][0]['id']}")
+    expect(made[0][0]["id"] != made[1][0]["id"], f"two requests got the id {made[0][0]['id']}")
 
 
 async def id_reused(probe: Probe) -> None:
@@ -50,7 +50,7 @@ async def id_reused(probe: Probe) -> None:
 
 
 async def duplicate_other_inbox(probe: Probe) -> None:
-    """An id in flight is refused as duplicate_request on another reply subject."""
+    """The id of a running request is refused as duplicate_request on another reply subject."""
     live = await probe.live()
     twin = await probe.ask(short_request(4, id=live.request_id))
     stream_checks.check_refusal(twin.messages, "duplicate_request")
@@ -60,7 +60,7 @@ async def duplicate_other_inbox(probe: Probe) -> None:
 
 
 async def duplicate_same_inbox(probe: Probe) -> None:
-    """An id in flight that comes again with the same reply subject brings nothing there."""
+    """The id of a running request is ignored if it comes again with the same reply subject."""
     live = await probe.live()
     await probe.publish(probe.subject, b'{"prompt": "x", "id": "%s"}' % str(live.request_id).encode(), live.inbox)
     await asyncio.sleep(0.3)
@@ -71,7 +71,7 @@ async def duplicate_same_inbox(probe: Probe) -> None:
 
 
 async def reply_not_inbox(probe: Probe) -> None:
-    """Nothing is published to a reply subject that is no inbox, whatever was asked."""
+    """Nothing is ever published to a reply subject that is not an inbox."""
     nonce = probe.new_id()
     strange = {
         f"{nonce}.victim": f"{nonce}.victim",
@@ -85,17 +85,19 @@ async def reply_not_inbox(probe: Probe) -> None:
             await probe.publish(subject, payload, reply)
     await asyncio.sleep(_SILENCE_S)
     for victim, reply in zip(victims, strange.values(), strict=True):
-        expect(not victim.received, f"{len(victim.received)} messages came to {reply}: {shorten(victim.received[:1])}")
-    expect(not live.is_ended, "a cancel whose reply subject is no inbox was carried out")
+        expect(
+            not victim.received, f"{len(victim.received)} messages arrived at {reply}: {shorten(victim.received[:1])}"
+        )
+    expect(not live.is_ended, "a cancel with such a reply subject was carried out")
 
 
 async def no_reply_subject(probe: Probe) -> None:
-    """A generation without a reply subject is not begun."""
+    """A generate request without a reply subject does not run."""
     request_id = probe.new_id()
     body = b'{"id": "%s", "prompt": "x", "max_tokens": 500, "ignore_eos": true}' % request_id.encode()
     await probe.publish(probe.subject, body)
     await asyncio.sleep(0.1)
-    expect(not await probe.is_answered(probe.cancel_subject(request_id)), "it runs: its cancel is answered")
+    expect(not await probe.is_answered(probe.cancel_subject(request_id)), "it runs: somebody answers its cancel")
 
 
 def _messages(probe: Probe, request_id: str) -> list[tuple[str, bytes]]:
@@ -107,16 +109,3 @@ def _messages(probe: Probe, request_id: str) -> list[tuple[str, bytes]]:
         (probe.resync_subject(request_id), b'{"offset": 0}'),
         (probe.cancel_subject(request_id), b""),
     ]
-
-
-RULES = (
-    id_echoed,
-    id_in_refusal,
-    id_unreadable,
-    id_generated,
-    id_reused,
-    duplicate_other_inbox,
-    duplicate_same_inbox,
-    reply_not_inbox,
-    no_reply_subject,
-)

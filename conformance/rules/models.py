@@ -1,4 +1,4 @@
-"""Rules of what else a client may ask: models, embeddings, and tenants that keep apart."""
+"""Rules of models, embeddings and the separation of tenants."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from tokenbus.conformance.probe import Probe, short_request
 from tokenbus.protocol.wire.subjects import DEFAULT_TENANT
 
 _OTHER_TENANT = "wire-check.é"
-"""Its subject form is escaped."""
+"""A tenant whose name must be escaped in subjects."""
 
 
 async def models(probe: Probe) -> None:
@@ -17,39 +17,39 @@ async def models(probe: Probe) -> None:
 
 
 async def models_limit(probe: Probe) -> None:
-    """max_request_bytes is within what the broker takes."""
+    """max_request_bytes does not exceed the broker's own limit."""
     most = probe.target.max_request_bytes
-    expect(most <= probe.link.max_payload, f"{most} is above the broker's {probe.link.max_payload}")
+    expect(most <= probe.link.max_payload, f"{most} is more than the broker's {probe.link.max_payload}")
 
 
 async def models_of_tenant(probe: Probe) -> None:
-    """models answers the form with a tenant and the one without."""
+    """models is answered with and without a tenant in its subject."""
     for tenant in (_OTHER_TENANT, DEFAULT_TENANT):
         check_models(await probe.call(probe.names.models_for(tenant), {}))
 
 
 async def tenants_isolated(probe: Probe) -> None:
-    """The same id may run in two tenants at once."""
+    """Two tenants may use the same id at the same time."""
     mine = await probe.live()
     theirs = await probe.ask(short_request(8, id=mine.request_id), tenant=_OTHER_TENANT)
     error = theirs.messages[-1].get("error")
-    expect(error is None, f"the second one is refused: {error}")
+    expect(error is None, f"the second tenant's request is refused: {error}")
     expect(not mine.is_ended, "the end of one tenant's request ended the other's")
 
 
 async def tenants_cancels(probe: Probe) -> None:
-    """A tenant's cancel and resync do not reach another's request."""
+    """A tenant's cancel and resync do not affect another tenant's request."""
     mine = await probe.live()
     request_id = str(mine.request_id)
     for subject in (probe.cancel_subject(request_id, _OTHER_TENANT), probe.resync_subject(request_id, _OTHER_TENANT)):
-        expect(not await probe.is_answered(subject, {"offset": 0}, 0.3), f"{subject} is answered")
+        expect(not await probe.is_answered(subject, {"offset": 0}, 0.3), f"somebody answers {subject}")
     expect(not mine.is_ended, "another tenant's cancel ended the request")
     await probe.cancel(mine)
     stream_checks.check_numbers(mine.messages)
 
 
 async def default_tenant(probe: Probe) -> None:
-    """The form of a subject without a tenant means tenant default."""
+    """A subject without a tenant stands for the tenant default."""
     mine = await probe.live(tenant=DEFAULT_TENANT)
     body = short_request(4, id=mine.request_id)
     twin = await probe.send(body, subject=f"{probe.names.generate(probe.target.model)}.{DEFAULT_TENANT}")
@@ -58,13 +58,13 @@ async def default_tenant(probe: Probe) -> None:
 
 
 async def embed(probe: Probe) -> None:
-    """embed answers once, with embeddings or with an error, under the request's id."""
+    """embed is answered once, with embeddings or with an error, under the request's id."""
     request_id = probe.new_id()
     subject = probe.names.embed(probe.target.model, probe.tenant)
     exchange = await probe.send({"id": request_id, "input": ["one", "two"]}, subject=subject)
-    await exchange.first("an answer")
+    await exchange.first("a reply")
     await asyncio.sleep(0.2)
-    expect(len(exchange.messages) == 1, f"{len(exchange.messages)} answers")
+    expect(len(exchange.messages) == 1, f"{len(exchange.messages)} replies")
     check_embeddings(exchange.messages[0], request_id, 2)
 
 
@@ -76,7 +76,7 @@ async def embed_invalid(probe: Probe) -> None:
 
 
 def check_models(reply: Message) -> None:
-    """The whole reply; where it is truncated the cards may be missing."""
+    """Checks the whole reply. Cards may be missing from a truncated one."""
     field_types.check(reply, {"models": field_types.list_of(field_types.MAP)}, "the reply")
     field_types.check(reply.get("limits"), schemas.LIMITS, "limits")
     for served in reply["models"]:
@@ -86,7 +86,7 @@ def check_models(reply: Message) -> None:
         for card in cards or []:
             field_types.check(card, schemas.CARD, "a card")
             field_types.check(card.get("load"), schemas.LOAD, "a card's load")
-            expect(card["model"] == served["model"], f"a card of {card['model']} below {served['model']}")
+            expect(card["model"] == served["model"], f"a card of model {card['model']} under {served['model']}")
 
 
 def check_embeddings(reply: Message, request_id: str, count: int) -> None:
@@ -99,15 +99,3 @@ def check_embeddings(reply: Message, request_id: str, count: int) -> None:
     assert isinstance(rows, list)
     expect(len(rows) == count, f"{len(rows)} embeddings for {count} inputs")
     field_types.check(reply, {"model": field_types.NAME, "usage": field_types.MAP}, "the reply")
-
-
-RULES = (
-    models,
-    models_limit,
-    models_of_tenant,
-    tenants_isolated,
-    tenants_cancels,
-    default_tenant,
-    embed,
-    embed_invalid,
-)

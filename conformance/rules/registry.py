@@ -1,54 +1,41 @@
-"""All rules, in the order in which they are told."""
+"""All rules, in the order in which they are reported: every public coroutine of a rules module is one."""
 
+import inspect
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from tokenbus.conformance.probe import Probe
-from tokenbus.conformance.rules import encoding as rules_encoding
-from tokenbus.conformance.rules import endings as rules_endings
-from tokenbus.conformance.rules import features as rules_features
-from tokenbus.conformance.rules import fields as rules_fields
-from tokenbus.conformance.rules import ids as rules_ids
-from tokenbus.conformance.rules import models as rules_models
-from tokenbus.conformance.rules import resync as rules_resync
-from tokenbus.conformance.rules import runs as rules_runs
-from tokenbus.conformance.rules import sampling as rules_sampling
-from tokenbus.conformance.rules import stream as rules_stream
-from tokenbus.conformance.rules import workers as rules_workers
+from tokenbus.conformance.rules import (
+    encoding,
+    endings,
+    features,
+    fields,
+    ids,
+    models,
+    resync,
+    runs,
+    sampling,
+    stream,
+    workers,
+)
 
-Check = Callable[[Probe], Awaitable[None]]
+_MODULES = (stream, sampling, encoding, fields, ids, endings, resync, features, models, workers, runs)
 
 
 class Rule(NamedTuple):
-    """One sentence of the wire, and how to hold a system against it."""
+    """One sentence of the wire contract and its check."""
 
     name: str
-    check: Check
+    check: Callable[[Probe], Awaitable[None]]
     exclusive: bool
-    """Nothing else may run meanwhile."""
+    """Whether no other rule may run at the same time."""
 
 
 def all_rules() -> list[Rule]:
+    """Returns the rules. The text of each is the docstring of its check."""
     return [
-        *_made(rules_stream.RULES),
-        *_made(rules_sampling.RULES, exclusive=True),
-        *_made(rules_encoding.RULES),
-        *_made(rules_fields.RULES),
-        *_made(rules_ids.RULES),
-        *_made(rules_endings.RULES),
-        *_made(rules_resync.RULES),
-        *_made(rules_features.RULES),
-        *_made(rules_models.RULES),
-        *_made(rules_workers.RULES),
-        *_made(rules_runs.RULES),
+        Rule(" ".join((check.__doc__ or name).split()).removesuffix("."), check, exclusive=module is sampling)
+        for module in _MODULES
+        for name, check in vars(module).items()
+        if inspect.iscoroutinefunction(check) and check.__module__ == module.__name__ and not name.startswith("_")
     ]
-
-
-def _made(checks: tuple[Check, ...], *, exclusive: bool = False) -> list[Rule]:
-    return [Rule(rule_text(check), check, exclusive) for check in checks]
-
-
-def rule_text(check: Check) -> str:
-    """The rule as it is printed: its docstring."""
-    assert check.__doc__, check
-    return " ".join(check.__doc__.split()).removesuffix(".")

@@ -1,8 +1,10 @@
-"""Rules of resync: what a client that has lost messages is given again."""
+"""Rules of resync: a client that has lost messages gets them again."""
 
 import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from tokenbus.conformance import replayed, stream_checks
+from tokenbus.conformance import stream_checks
 from tokenbus.conformance.assertions import Message, expect
 from tokenbus.conformance.exchange import Exchange
 from tokenbus.conformance.probe import Probe
@@ -11,16 +13,16 @@ _SETTLE_S = 0.5
 
 
 async def live_stream(probe: Probe) -> None:
-    """Resync of a live stream publishes exactly its chunks from that token on, and the stream goes on."""
+    """Resync of a running stream publishes exactly its chunks from that token on again, and the stream continues."""
     live = await probe.live()
     await live.tokens(12)
     since, until = _some_offset(live.messages), live.num_tokens
     await _resync(probe, live, since)
-    await live.until(lambda: bool(replayed.split_replayed(live.messages[-400:]).replayed), "anything again", 5.0)
+    await live.until(lambda: bool(split_replayed(live.messages[-400:]).replayed), "a replayed message", 5.0)
     await probe.cancel(live)
     await asyncio.sleep(_SETTLE_S)
-    split = replayed.split_replayed(live.messages)
-    replayed.check_replayed(split, since, until, ended=False)
+    split = split_replayed(live.messages)
+    check_replayed(split, since, until, ended=False)
     stream_checks.check_order(split.first)
     stream_checks.check_numbers(split.first)
 
@@ -32,26 +34,26 @@ async def ended_stream(probe: Probe) -> None:
     until = ended.num_tokens
     await _resync(probe, ended, since)
     await asyncio.sleep(_SETTLE_S)
-    replayed.check_replayed(replayed.split_replayed(ended.messages), since, until, ended=True)
+    check_replayed(split_replayed(ended.messages), since, until, ended=True)
 
 
 async def not_streamed(probe: Probe) -> None:
-    """With stream: false only the terminal is repeated."""
+    """Resync of a request with stream: false repeats only the terminal."""
     ended = await probe.short(8, id=probe.new_id(), stream=False)
     await _resync(probe, ended, 0)
     await asyncio.sleep(_SETTLE_S)
     expect(len(ended.messages) == 2, f"{len(ended.messages) - 1} messages were repeated instead of one")
-    expect(ended.messages[0] == ended.messages[1], "the terminal is another one than the first time")
+    expect(ended.messages[0] == ended.messages[1], "the terminal differs from the first one")
 
 
 async def unknown(probe: Probe) -> None:
-    """Nobody answers the resync of an unknown id."""
+    """Nobody answers the resync of an unknown request."""
     subject = probe.resync_subject(probe.new_id())
-    expect(not await probe.is_answered(subject, {"offset": 0}), "it is answered")
+    expect(not await probe.is_answered(subject, {"offset": 0}), "somebody answers it")
 
 
 async def without_reply(probe: Probe) -> None:
-    """A resync without a reply subject is dropped."""
+    """A resync without a reply subject is ignored."""
     ended = await probe.short(4, id=probe.new_id())
     before = len(ended.received)
     await probe.publish(probe.resync_subject(str(ended.request_id)), b'{"offset": 0}')
@@ -78,7 +80,7 @@ async def _resync(probe: Probe, exchange: Exchange, offset: int) -> None:
 
 
 def _some_offset(messages: list[Message]) -> int:
-    """The first token of the third message that has any, or of the last such."""
+    """Returns the offset of the third message with tokens, or of the last if there are fewer."""
     offsets = [message["offset"] for message in messages if message["tokens"]]
     found: int = offsets[min(2, len(offsets) - 1)]
     return found
@@ -89,4 +91,60 @@ def _expect_terminals(exchange: Exchange, count: int) -> None:
     expect(seen == count, f"{seen} terminals in all instead of {count}")
 
 
-RULES = (live_stream, ended_stream, not_streamed, unknown, without_reply, rate_limited)
+class SplitStream(NamedTuple):
+    """The messages of one stream in order of arrival, those sent for the first time and those sent again."""
+
+    first: list[Message]
+    replayed: list[Message]
+
+
+def split_replayed(messages: Sequence[Message]) -> SplitStream:
+    """Splits a stream. A message is a replayed one if its tokens came before, or if it is a second terminal."""
+    split = SplitStream([], [])
+    num_seen = 0
+    has_ended = False
+    for message in messages:
+        is_end = message.get("finish_reason") is not None
+        is_replayed = message["offset"] < num_seen or (has_ended and is_end)
+        (split.replayed if is_replayed else split.first).append(message)
+        num_seen = max(num_seen, message["offset"] + message["tokens"])
+        has_ended = has_ended or is_end
+    return split
+
+
+def check_replayed(split: SplitStream, since: int, until: int, *, ended: bool) -> None:
+    """Checks that all tokens from `since` up to at least `until` were replayed with the same text.
+
+    A stream that has `ended` must have replayed its terminal too."""
+    pieces = [message for message in split.replayed if message["tokens"]]
+    expect(bool(pieces), f"nothing was published again from token {since} on")
+    offset = since
+    for message in pieces:
+        expect(message["offset"] == offset, f"token {message['offset']} was published again instead of {offset}")
+        offset += message["tokens"]
+    expect(offset >= until, f"published again only up to token {offset}, not {until}")
+    whole = "".join(message["text"] for message in split.first).encode()
+    start = split.replayed[0]["text_offset"]
+    expected = _text_offset(split.first, since)
+    expect(start == expected, f"text_offset {start} instead of {expected} where it is published again")
+    said = "".join(message["text"] for message in split.replayed).encode()
+    expect(whole[start : start + len(said)] == said, "the text differs from the first time")
+    if ended:
+        _check_terminal_replayed(split, offset, len(whole) - start == len(said))
+
+
+def _check_terminal_replayed(split: SplitStream, offset: int, is_whole: bool) -> None:
+    ends = [message for message in split.replayed if message.get("finish_reason") is not None]
+    expect(len(ends) == 1, f"{len(ends)} terminals were published again instead of one")
+    expect(ends[0] == split.first[-1], "the terminal differs from the first one")
+    counted = split.first[-1]["offset"] + split.first[-1]["tokens"]
+    expect(is_whole and offset == counted, f"{offset} tokens when published again instead of {counted}")
+
+
+def _text_offset(fresh: Sequence[Message], offset: int) -> int:
+    """Returns the text offset of the message that begins with this token."""
+    for message in fresh:
+        if message["offset"] == offset and message["tokens"]:
+            found: int = message["text_offset"]
+            return found
+    raise AssertionError(f"no message begins with token {offset}")

@@ -1,4 +1,4 @@
-"""Rules of what routers ask workers: runs, drops, tokenizers."""
+"""Rules of the messages from routers to workers: run, drop, tokenizer, tokenize."""
 
 import asyncio
 import struct
@@ -17,8 +17,8 @@ _SILENCE_S = 0.4
 
 async def run(probe: Probe) -> None:
     """A run is answered {accepted: true} to the router, and its chunks go to the client."""
-    own, client = await _run(probe, attempt=3)
-    expect(own.get("accepted") is True, f"the run is answered {own}")
+    reply, client = await _run(probe, attempt=3)
+    expect(reply.get("accepted") is True, f"the run got {reply}")
     await client.terminal()
     stream_checks.check_order(client.messages)
     seen = {message["attempt"] for message in client.messages}
@@ -26,29 +26,29 @@ async def run(probe: Probe) -> None:
 
 
 async def wrong_epoch(probe: Probe) -> None:
-    """A run with another epoch is refused, to the router only."""
-    own, client = await _run(probe, attempt=1, epoch="1-foreign")
-    await _check_refused(own, client)
+    """A run with the wrong epoch is refused to the router, and its client gets nothing."""
+    reply, client = await _run(probe, attempt=1, epoch="1-foreign")
+    await _check_refused(reply, client)
 
 
 async def dropped(probe: Probe) -> None:
-    """drop of an unknown attempt is ok; that attempt and lower ones are refused then, a higher one is not."""
+    """drop of an unknown attempt succeeds; that attempt and lower ones are refused then, a higher one is not."""
     key = subjects.request_key(probe.tenant, probe.new_id())
     reply = await _drop(probe, key, 2)
-    expect(reply.get("ok") is True, f"the drop is answered {reply}")
+    expect(reply.get("ok") is True, f"the drop got {reply}")
     for attempt in (2, 1):
         await _check_refused(*await _run(probe, attempt=attempt, key=key))
-    own, client = await _run(probe, attempt=3, key=key)
-    expect(own.get("accepted") is True, f"the next attempt is answered {own}")
+    reply, client = await _run(probe, attempt=3, key=key)
+    expect(reply.get("accepted") is True, f"the next attempt got {reply}")
     await client.terminal()
 
 
 async def drop_after_first_token(probe: Probe) -> None:
-    """drop of an attempt that has spoken is refused, and its stream goes on."""
+    """drop of an attempt that has sent a token is refused, and its stream continues."""
     live = await probe.live(routing={"worker_id": require_workers(probe)[0]})
     key = subjects.request_key(probe.tenant, str(live.request_id))
     reply = await _drop(probe, key, live.messages[-1]["attempt"])
-    expect(reply.get("ok") is False, f"the drop is answered {reply}")
+    expect(reply.get("ok") is False, f"the drop got {reply}")
     count = live.num_tokens
     await live.tokens(count + 4)
     await probe.cancel(live)
@@ -56,16 +56,16 @@ async def drop_after_first_token(probe: Probe) -> None:
 
 
 async def tokenizer(probe: Probe) -> None:
-    """The tokenizer's parts fit together and have the digest that the card says."""
+    """The parts of a tokenizer fit together and match the digest in the worker's card."""
     card = await _card(probe)
     if card.get("tokenizer_digest") is None:
-        raise SkippedError("the worker offers no tokenizer")
+        raise SkippedError("the worker has no tokenizer to offer")
     exchange = await probe.send_internal(_service(probe, "tokenizer"))
     check_parts(await exchange.parts("a tokenizer"), card["tokenizer_digest"])
 
 
 async def tokenize(probe: Probe) -> None:
-    """tokenize gives token ids, or an error."""
+    """tokenize returns token ids or an error."""
     reply = await probe.call_internal(_service(probe, "tokenize"), {"text": "Once upon a time"})
     ids = reply.get("token_ids")
     is_packed = isinstance(ids, bytes) and len(ids) > 0 and len(ids) % 4 == 0
@@ -75,7 +75,7 @@ async def tokenize(probe: Probe) -> None:
 
 
 def check_parts(parts: list[Message], digest: str) -> None:
-    """All parts of a tokenizer, which came in any order, against the digest that was announced."""
+    """Checks all parts of a tokenizer, in any order, against the digest in the card."""
     for message in parts:
         field_types.check(message, schemas.TOKENIZER, "a part")
         expect(message["digest"] == digest, f"a part with digest {message['digest']} instead of {digest}")
@@ -83,13 +83,13 @@ def check_parts(parts: list[Message], digest: str) -> None:
     numbers = [message["part"] for message in parts]
     expect(numbers == list(range(parts[0]["parts"])), f"parts {numbers} of {parts[0]['parts']}")
     seen = xxhash.xxh3_128_hexdigest(b"".join(message["data"] for message in parts))
-    expect(seen == digest, f"the parts together have digest {seen} instead of {digest}")
+    expect(seen == digest, f"all parts together have digest {seen} instead of {digest}")
 
 
 async def _run(
     probe: Probe, *, attempt: int, epoch: str | None = None, key: str | None = None
 ) -> tuple[Message, Exchange]:
-    """A run as a router sends it: the worker's answer to it, and what the client hears."""
+    """Sends a run like a router; returns the worker's reply and the client's exchange."""
     client = await probe.listen(probe.link.new_inbox(), msgpack=False)
     body = {
         "request_id": key or subjects.request_key(probe.tenant, probe.new_id()),
@@ -107,11 +107,11 @@ async def _run(
     return await probe.call_internal(_service(probe, "run"), body), client
 
 
-async def _check_refused(own: Message, client: Exchange) -> None:
-    expect(own.get("accepted") is False, f"the run is answered {own}")
-    stream_checks.check_error(own.get("error"))
+async def _check_refused(reply: Message, client: Exchange) -> None:
+    expect(reply.get("accepted") is False, f"the run got {reply}")
+    stream_checks.check_error(reply.get("error"))
     await asyncio.sleep(_SILENCE_S)
-    expect(not client.received, f"its client hears of it: {client.received[:1]}")
+    expect(not client.received, f"its client got {client.received[:1]}")
 
 
 async def _drop(probe: Probe, key: str, attempt: int) -> Message:
@@ -120,15 +120,12 @@ async def _drop(probe: Probe, key: str, attempt: int) -> Message:
 
 async def _card(probe: Probe) -> Message:
     worker_id = require_workers(probe)[0]
-    heard = await probe.listen(probe.names.card(probe.target.model, worker_id), msgpack=True)
+    exchange = await probe.listen(probe.names.card(probe.target.model, worker_id), msgpack=True)
     await probe.publish(probe.names.discover, b"")
-    card = await heard.first(f"the card of {worker_id}")
-    await probe.stop_listening(heard)
+    card = await exchange.first(f"the card of {worker_id}")
+    await probe.stop_listening(exchange)
     return card
 
 
 def _service(probe: Probe, service: str) -> str:
     return probe.names.worker(probe.target.model, require_workers(probe)[0], service)
-
-
-RULES = (run, wrong_epoch, dropped, drop_after_first_token, tokenizer, tokenize)

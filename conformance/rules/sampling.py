@@ -1,4 +1,4 @@
-"""Rules of what is generated: lengths, stops, seeds. Each is tried alone, since a seed repeats only what runs alone."""
+"""Rules of sampling: lengths, stops, seeds. They run alone, since a batch of other sequences may change the numbers."""
 
 from tokenbus.conformance import stream_checks
 from tokenbus.conformance.assertions import Message, SkippedError, expect, shorten
@@ -9,7 +9,7 @@ _STOP_CHARACTERS = 3
 
 
 async def max_tokens(probe: Probe) -> None:
-    """max_tokens ends a stream with length after exactly so many tokens."""
+    """max_tokens ends a stream with finish reason length after exactly that many tokens."""
     for count in (1, 7):
         terminal = (await probe.short(count)).messages[-1]
         seen = (terminal.get("finish_reason"), terminal["usage"]["completion_tokens"])
@@ -17,12 +17,12 @@ async def max_tokens(probe: Probe) -> None:
 
 
 async def greedy(probe: Probe) -> None:
-    """Temperature 0 gives the same text each time."""
+    """Temperature 0 gives the same text every time."""
     _check_equal(await probe.short(), await probe.short())
 
 
 async def seeded(probe: Probe) -> None:
-    """A seed repeats the same answer."""
+    """The same seed gives the same text again."""
     fields = {"temperature": 1.0, "seed": 11, **_pinned(probe)}
     _check_equal(await probe.short(24, **fields), await probe.short(24, **fields))
 
@@ -33,12 +33,12 @@ async def same_when_not_streamed(probe: Probe) -> None:
 
 
 async def same_in_both_encodings(probe: Probe) -> None:
-    """JSON and MessagePack bring the same text."""
+    """JSON and MessagePack give the same text."""
     _check_equal(await probe.short(), await probe.ask(short_request(), content_type="application/msgpack"))
 
 
 async def stop_string(probe: Probe) -> None:
-    """A stop string ends the text before it, is never sent, and is named in stop_match."""
+    """A stop string ends the text before it, is never sent, and is reported in stop_match."""
     whole = (await probe.short(32)).text
     stop = _middle(whole)
     for wanted in (stop, [stop], ["\x00never", stop]):
@@ -52,7 +52,7 @@ async def stop_string(probe: Probe) -> None:
 
 
 async def stop_token(probe: Probe) -> None:
-    """A stop token ends the stream, counts as sampled, and is named in stop_match."""
+    """A stop token ends the stream, counts as a sampled token, and is reported in stop_match."""
     token_ids = await _token_ids(probe)
     stop = _first_new(token_ids)
     terminal = (await probe.short(len(token_ids), stop_token_ids=[stop], ignore_eos=False)).messages[-1]
@@ -62,7 +62,7 @@ async def stop_token(probe: Probe) -> None:
 
 
 async def min_tokens(probe: Probe) -> None:
-    """There is no stop before min_tokens."""
+    """A stream does not stop before min_tokens."""
     token_ids = await _token_ids(probe)
     least = token_ids.index(_first_new(token_ids)) + 3
     fields = {"stop_token_ids": [_first_new(token_ids)], "ignore_eos": False, "min_tokens": least}
@@ -72,14 +72,14 @@ async def min_tokens(probe: Probe) -> None:
 
 
 async def returned_token_ids(probe: Probe) -> None:
-    """return_token_ids gives each message exactly `tokens` ids."""
+    """return_token_ids gives each message exactly one id per token."""
     answer = await probe.short(return_token_ids=True)
     skip_if_unsupported(answer.messages[-1])
     stream_checks.check_token_ids(answer.messages)
     whole = await probe.short(return_token_ids=True, stream=False)
     stream_checks.check_token_ids(whole.messages)
     streamed = [token_id for message in answer.messages for token_id in message.get("token_ids") or []]
-    expect(whole.messages[0].get("token_ids") == streamed, "other ids without a stream than with one")
+    expect(whole.messages[0].get("token_ids") == streamed, "the ids differ from those of a streamed answer")
 
 
 async def _token_ids(probe: Probe) -> list[int]:
@@ -89,42 +89,29 @@ async def _token_ids(probe: Probe) -> list[int]:
 
 
 def _first_new(token_ids: list[int]) -> int:
-    """A token that the answer does not begin with. Raises SkippedError where there is none."""
+    """Returns the first token that differs from the very first. Raises SkippedError if there is none."""
     for token_id in token_ids:
         if token_id != token_ids[0]:
             return token_id
-    raise SkippedError("the model says nothing but one token")
+    raise SkippedError("the model repeats a single token")
 
 
 def _middle(text: str) -> str:
-    """A piece from the middle of a text. Raises SkippedError for a text that has none."""
+    """Returns a few characters from the middle of a text. Raises SkippedError if the text is too short for that."""
     at = len(text) // 2
     piece = text[at : at + _STOP_CHARACTERS]
     if len(piece) < _STOP_CHARACTERS or "\ufffd" in piece:
-        raise SkippedError(f"the model's text has no middle to stop at: {shorten(text)}")
+        raise SkippedError(f"the model's text has no usable stop string: {shorten(text)}")
     return piece
 
 
 def _pinned(probe: Probe) -> Message:
-    """A seed repeats on the same build: two workers might not be of one."""
+    """Returns fields that pin requests to one worker, since a seed need not repeat across builds."""
     workers = probe.target.worker_ids
     return {"routing": {"worker_id": workers[0]}} if workers else {}
 
 
 def _check_equal(one: Exchange, other: Exchange) -> None:
     for answer in (one, other):
-        expect(answer.messages[-1].get("error") is None, f"it ends with {answer.messages[-1].get('error')}")
-    expect(one.text == other.text, f"{shorten(one.text)}, and then {shorten(other.text)}")
-
-
-RULES = (
-    max_tokens,
-    greedy,
-    seeded,
-    same_when_not_streamed,
-    same_in_both_encodings,
-    stop_string,
-    stop_token,
-    min_tokens,
-    returned_token_ids,
-)
+        expect(answer.messages[-1].get("error") is None, f"the stream ends with {answer.messages[-1].get('error')}")
+    expect(one.text == other.text, f"first {shorten(one.text)}, then {shorten(other.text)}")

@@ -1,4 +1,4 @@
-"""Rules of what workers tell routers: cards, the event log, snapshots."""
+"""Rules of the messages from workers to routers: cards, events, snapshots."""
 
 import asyncio
 import itertools
@@ -12,58 +12,58 @@ from tokenbus.conformance.probe import Probe, short_request
 from tokenbus.protocol.wire import subjects
 
 _WATCH_S = 2.0
-_BEAT_S = 0.25
+_HEARTBEAT_S = 0.25
 _JITTER = 3
-"""Heartbeats that a busy machine may bring too late to be counted."""
-_LEAST = int(_WATCH_S / _BEAT_S) - _JITTER
-"""Events of a worker in one watch."""
+"""Heartbeats that may arrive too late to be counted on a busy machine."""
+_MIN_EVENTS = int(_WATCH_S / _HEARTBEAT_S) - _JITTER
+"""Fewest events of a worker in one watch."""
 _WATCHES = 3
-"""How often a watch is repeated whose events were too few: a machine's other work may have delayed them."""
+"""Attempts to see enough events, since other work on the machine may delay them."""
 
 
 async def cards(probe: Probe) -> None:
     """Each worker answers discover with its card, on its own subject."""
     workers = require_workers(probe)
-    heard = await probe.listen(probe.names.all_cards, msgpack=True)
+    exchange = await probe.listen(probe.names.all_cards, msgpack=True)
     await probe.publish(probe.names.discover, b"")
     model = probe.target.model
-    await heard.until(
-        lambda: set(workers) <= {m.get("worker_id") for m in heard.messages if m.get("model") == model},
+    await exchange.until(
+        lambda: set(workers) <= {m.get("worker_id") for m in exchange.messages if m.get("model") == model},
         "every worker's card",
     )
-    for received, card in zip(heard.received, heard.messages, strict=True):
+    for received, card in zip(exchange.received, exchange.messages, strict=True):
         field_types.check(card, schemas.CARD, f"the card on {received.subject}")
         own = probe.names.card(card["model"], card["worker_id"])
-        expect(received.subject == own, f"the card of {card['worker_id']} came on {received.subject}")
+        expect(received.subject == own, f"the card of {card['worker_id']} arrived on {received.subject}")
 
 
 async def heartbeats(probe: Probe) -> None:
-    """Each worker's events come on its own subject at least every 250 ms, numbered without gaps."""
+    """Each worker publishes events on its own subject at least every 250 ms, numbered without gaps."""
     workers = require_workers(probe)
-    heard = await probe.listen(probe.names.all_events, msgpack=True)
+    exchange = await probe.listen(probe.names.all_events, msgpack=True)
     known = 0
     for _ in range(_WATCHES):
-        known = len(heard.messages)
+        known = len(exchange.messages)
         await asyncio.sleep(_WATCH_S)
-        if all(len(_of(probe, worker_id, heard, known)) >= _LEAST for worker_id in workers):
+        if all(len(_of(probe, worker_id, exchange, known)) >= _MIN_EVENTS for worker_id in workers):
             break
-    for received, message in zip(heard.received, heard.messages, strict=True):
+    for received, message in zip(exchange.received, exchange.messages, strict=True):
         speaker = probe.names.parse_worker(received.subject).worker_id
-        expect(message.get("worker_id") == speaker, f"{received.subject} speaks for {message.get('worker_id')}")
+        expect(message.get("worker_id") == speaker, f"{received.subject} carries events of {message.get('worker_id')}")
     for worker_id in workers:
-        check_event_log(_of(probe, worker_id, heard, 0), worker_id)
-        check_event_log(_of(probe, worker_id, heard, known), worker_id)
+        check_event_log(_of(probe, worker_id, exchange, 0), worker_id)
+        check_event_log(_of(probe, worker_id, exchange, known), worker_id)
 
 
-def _of(probe: Probe, worker_id: str, heard: Exchange, since: int) -> list[Message]:
-    """The events that one worker has said on its own subject, from one of all that were heard on."""
+def _of(probe: Probe, worker_id: str, exchange: Exchange, since: int) -> list[Message]:
+    """Returns the events on a worker's own subject, among all events from number `since` on."""
     own = probe.names.events(probe.target.model, worker_id)
-    told = list(zip(heard.received, heard.messages, strict=True))[since:]
+    told = list(zip(exchange.received, exchange.messages, strict=True))[since:]
     return [message for received, message in told if received.subject == own]
 
 
 async def epochs(probe: Probe) -> None:
-    """A worker's card, events, snapshot and place in the models reply are of one epoch."""
+    """A worker's card, events, snapshot and entry in the models reply have the same epoch."""
     worker_id = require_workers(probe)[0]
     model = probe.target.model
     told = {
@@ -82,11 +82,12 @@ async def epochs(probe: Probe) -> None:
 
 
 async def events_of_a_request(probe: Probe) -> None:
-    """A request is started, spoken before its first token and finished after its terminal, once each."""
+    """A request is reported once each as started, as first_token_sent before its first token, and as finished
+    after its terminal."""
     require_workers(probe)
     events = await probe.listen(probe.names.all_events, msgpack=True)
-    await asyncio.sleep(2 * _BEAT_S)
-    expect(bool(events.received), "no events at all")
+    await asyncio.sleep(2 * _HEARTBEAT_S)
+    expect(bool(events.received), "no events arrived")
     answer = await probe.ask(short_request(16, id=probe.new_id()))
     key = subjects.request_key(probe.tenant, str(answer.request_id))
     await events.until(lambda: any(key in (m.get("finished") or []) for m in events.messages), f"finished {key}")
@@ -94,14 +95,14 @@ async def events_of_a_request(probe: Probe) -> None:
 
 
 async def snapshot(probe: Probe) -> None:
-    """A snapshot comes in parts of one instant, in its place among the events, and holds the running request."""
+    """A snapshot's parts are of one instant, come in order with the events, and list the running request."""
     worker_id = require_workers(probe)[0]
     events = await probe.listen(probe.names.events(probe.target.model, worker_id), msgpack=True)
     live = await probe.live(routing={"worker_id": worker_id})
     subject = probe.names.worker(probe.target.model, worker_id, "snapshot")
     exchange = await probe.send_internal(subject)
     check_snapshot(await exchange.parts("a snapshot"), subjects.request_key(probe.tenant, str(live.request_id)))
-    await asyncio.sleep(2 * _BEAT_S)
+    await asyncio.sleep(2 * _HEARTBEAT_S)
     told = [
         (received.order, message["seq"]) for received, message in zip(events.received, events.messages, strict=True)
     ]
@@ -109,28 +110,28 @@ async def snapshot(probe: Probe) -> None:
 
 
 def require_workers(probe: Probe) -> tuple[str, ...]:
-    """The workers' names. Raises SkippedError where the models reply has none."""
+    """Returns the workers' names. Raises SkippedError if the models reply has none."""
     if not probe.target.worker_ids:
         raise SkippedError("the models reply names no workers")
     return probe.target.worker_ids
 
 
 def check_event_log(events: Sequence[Message], worker_id: str) -> None:
-    """One worker's events over a watch, or over several."""
+    """Checks one worker's events of one or several watches."""
     for message in events:
         field_types.check(message, schemas.EVENTS, f"an event of {worker_id}")
     for before, after in itertools.pairwise(events):
         if before["epoch"] == after["epoch"]:
             expect(after["seq"] == before["seq"] + 1, f"{worker_id}: event {after['seq']} follows {before['seq']}")
-    expect(len(events) >= _LEAST, f"{worker_id}: {len(events)} events in {_WATCH_S:g} s, fewer than {_LEAST}")
+    expect(len(events) >= _MIN_EVENTS, f"{worker_id}: {len(events)} events in {_WATCH_S:g} s, fewer than {_MIN_EVENTS}")
 
 
 def check_request_events(key: str, events: Sequence[tuple[Received, Message]], answer: Exchange) -> None:
-    """What the events say of one request, and when, against its chunks on the same connection."""
+    """Checks the events about one request, and their order relative to its chunks on the same connection."""
     places: dict[str, int] = {}
     for what in ("started", "first_token_sent", "finished"):
         told = [(received.order, message) for received, message in events if key in _named(message, what)]
-        expect(len(told) == 1, f"{what} was said {len(told)} times")
+        expect(len(told) == 1, f"{what} was reported {len(told)} times")
         places[what] = told[0][0]
     chunks = list(zip(answer.received, answer.messages, strict=True))
     first = next(received.order for received, message in chunks if message["tokens"])
@@ -146,7 +147,7 @@ def _named(message: Message, what: str) -> list[str]:
 
 
 def check_snapshot(parts: Sequence[Message], key: str) -> None:
-    """All parts, which came in any order."""
+    """Checks all parts of a snapshot, in any order."""
     for message in parts:
         field_types.check(message, schemas.SNAPSHOT, "a part")
     numbers = sorted(message["part"] for message in parts)
@@ -156,16 +157,18 @@ def check_snapshot(parts: Sequence[Message], key: str) -> None:
     running = {entry["id"]: entry for message in parts for entry in message.get("running") or []}
     expect(key in running, f"{key} is not among the {len(running)} running")
     entry = running[key]
-    expect(entry["first_token_sent"] is True and entry["attempt"] >= 1, f"a request that has spoken is {entry}")
+    expect(
+        entry["first_token_sent"] is True and entry["attempt"] >= 1,
+        f"a request that has sent tokens is listed as {entry}",
+    )
 
 
 def check_snapshot_order(order: int, seq: int, events: Sequence[tuple[int, int]]) -> None:
-    """A snapshot after event `seq` comes behind that event and before the next one. `events` are orders and seqs."""
-    expect(bool(events), "no events at all")
+    """Checks that a snapshot taken after event `seq` arrives between that event and the next.
+
+    `events` are pairs of arrival order and seq."""
+    expect(bool(events), "no events arrived")
     late = [number for place, number in events if place < order and number > seq]
     early = [number for place, number in events if place > order and number <= seq]
-    expect(not late, f"a snapshot after event {seq} came behind event {late[-1:]}")
-    expect(not early, f"a snapshot after event {seq} came before event {early[:1]}")
-
-
-RULES = (cards, heartbeats, epochs, events_of_a_request, snapshot)
+    expect(not late, f"a snapshot after event {seq} arrived after event {late[-1:]}")
+    expect(not early, f"a snapshot after event {seq} arrived before event {early[:1]}")

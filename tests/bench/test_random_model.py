@@ -11,8 +11,8 @@ import gguf
 import msgspec
 import pytest
 
-from bench import quantization, random_model, random_vocabulary
-from bench.shape import PRESETS, ImpossibleModelError, Shape, check, tensors
+from bench.models import quantization, random_model, random_vocabulary
+from bench.models.shape import PRESETS, ImpossibleModelError, Shape, check, tensors
 from tests.support import engines
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker import contract
@@ -58,7 +58,7 @@ def tensor_types(path: Path) -> dict[str, gguf.GGMLQuantizationType]:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench.random_model", *arguments]
+    command = [sys.executable, "-m", "bench.models.random_model", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import xxhash
 
-from tokenbus.conformance import field_types, ranges, replayed, stream_checks
+from tokenbus.conformance import field_types, stream_checks
 from tokenbus.conformance.assertions import BrokenError
 from tokenbus.conformance.exchange import Exchange, any_tokens, decode
 from tokenbus.conformance.link import Received
 from tokenbus.conformance.report import Outcome, Verdict, json_line, line, summary
+from tokenbus.conformance.rules import fields
 from tokenbus.conformance.rules.models import check_embeddings, check_models
 from tokenbus.conformance.rules.registry import all_rules
+from tokenbus.conformance.rules.resync import check_replayed, split_replayed
 from tokenbus.conformance.rules.runs import check_parts
 from tokenbus.conformance.rules.workers import (
     check_event_log,
@@ -83,7 +85,7 @@ def test_a_routers_empty_chunks_may_come_before_the_head() -> None:
     [
         (lambda m: m.pop(), "no terminal among 3"),
         (lambda m: m.append(dict(m[-1])), "2 terminals"),
-        (lambda m: m.append(chunk(3, 4, "d")), "1 messages behind the terminal"),
+        (lambda m: m.append(chunk(3, 4, "d")), "1 messages after the terminal"),
         (lambda m: m.pop(0), "no head before"),
         (lambda m: m[0].pop("worker_id"), "no head before"),
         (lambda m: m[0].update(text="x"), "no head before"),
@@ -107,7 +109,7 @@ def test_a_wrong_order_is_seen(change: Change, seen: str) -> None:
         (lambda m: m[1].update(finish_reason="done"), "finish_reason is 'done'"),
         (lambda m: m[0].pop("created"), "message 1: created is None"),
         (lambda m: m[3].pop("model"), "message 4: model is None"),
-        (lambda m: m[2].update(usage=USAGE), "message 3 is no terminal but has usage"),
+        (lambda m: m[2].update(usage=USAGE), "message 3 is not a terminal but has usage"),
         (lambda m: m[3].pop("usage"), "the terminal's usage is None"),
         (lambda m: m[3]["timings"].pop("ttft_ms"), "ttft_ms is None"),
         (lambda m: m[3].update(finish_reason="stop"), "finish_reason stop with stop_match None"),
@@ -153,14 +155,14 @@ def test_chunks_of_a_lower_attempt_are_not_heeded() -> None:
         (
             stream_checks.check_usage,
             lambda m: m[-1]["usage"].update(completion_tokens=2),
-            "completion_tokens 2, chunks 3",
+            "completion_tokens 2, but 3 in chunks",
         ),
         (stream_checks.check_usage, lambda m: m[-1]["usage"].update(total_tokens=7), "total_tokens 7 instead of 6"),
-        (stream_checks.check_usage, lambda m: m[-1]["usage"].update(cached_tokens=4), "more tokens cached"),
+        (stream_checks.check_usage, lambda m: m[-1]["usage"].update(cached_tokens=4), "more cached tokens"),
         (stream_checks.check_attempts, lambda m: m[0].update(attempt=0), "message 1 of a worker has attempt 0"),
         (stream_checks.check_token_ids, lambda m: None, "0 token_ids for 1 tokens"),
         (stream_checks.check_token_ids, lambda m: m[1].update(token_ids=["a"]), "message 2 has token_ids"),
-        (stream_checks.check_alone, lambda m: None, "4 messages instead of a terminal alone"),
+        (stream_checks.check_alone, lambda m: None, "4 messages instead of a lone terminal"),
         (stream_checks.check_alone, lambda m: m.__delitem__(slice(3)), r"\(2, 3\) in a terminal"),
     ],
 )
@@ -174,7 +176,7 @@ def test_wrong_counts_are_seen(check: Callable[[list[Message]], None], change: C
 def test_wrong_timings_and_ids_are_seen() -> None:
     messages = right()
     messages[-1]["timings"]["decode_ms"] = 100
-    with pytest.raises(BrokenError, match="decode_ms 100 is longer"):
+    with pytest.raises(BrokenError, match="decode_ms 100 exceeds"):
         stream_checks.check_timings(messages[-1])
     with pytest.raises(BrokenError, match="message 1 has id 'r' instead of 's'"):
         stream_checks.check_ids(messages, "s")
@@ -193,7 +195,7 @@ def test_a_right_refusal_passes() -> None:
         ({"finish_reason": "stop"}, "finish_reason stop instead of error"),
         ({"error": {"code": "wrong", "message": "x", "retryable": False}}, "code is 'wrong'"),
         ({"error": {"code": "invalid_request", "message": "", "retryable": False}}, "message is ''"),
-        ({"error": {"code": "invalid_request", "message": "x", "retryable": True}}, "says retryable: True"),
+        ({"error": {"code": "invalid_request", "message": "x", "retryable": True}}, "has retryable: True"),
         ({"error": {"code": "internal", "message": "x", "retryable": True}}, "internal .* instead of invalid_request"),
         ({"error": {"code": "invalid_request", "message": "x", "retryable": False}}, "param is None"),
         ({"error": {"code": "invalid_request", "message": "x", "retryable": False, "param": "stops"}}, "'stops'"),
@@ -211,10 +213,10 @@ def test_a_refusal_is_alone() -> None:
 
 def test_what_is_said_again_is_told_from_what_is_new() -> None:
     first = right()
-    replayed.check_replayed(replayed.split_replayed([*first, *first[2:]]), 1, 3, ended=True)
-    replayed.check_replayed(replayed.split_replayed([*first[:3], first[2], first[3]]), 1, 2, ended=False)
+    check_replayed(split_replayed([*first, *first[2:]]), 1, 3, ended=True)
+    check_replayed(split_replayed([*first[:3], first[2], first[3]]), 1, 2, ended=False)
     joined = chunk(0, 0, "üb", 2)
-    replayed.check_replayed(replayed.split_replayed([*first, joined, first[3]]), 0, 3, ended=True)
+    check_replayed(split_replayed([*first, joined, first[3]]), 0, 3, ended=True)
 
 
 @pytest.mark.parametrize(
@@ -230,22 +232,22 @@ def test_what_is_said_again_is_told_from_what_is_new() -> None:
 def test_a_wrong_repeat_is_seen(again: list[int], seen: str) -> None:
     first = right()
     with pytest.raises(BrokenError, match=seen):
-        replayed.check_replayed(replayed.split_replayed(first + [first[number] for number in again]), 1, 3, ended=True)
+        check_replayed(split_replayed(first + [first[number] for number in again]), 1, 3, ended=True)
 
 
 @pytest.mark.parametrize(
     ("change", "seen"),
     [
-        ({"text": "d"}, "other text"),
-        ({"text_offset": 2}, "the terminal is another one|other text"),
-        ({"usage": None}, "the terminal is another one"),
+        ({"text": "d"}, "the text differs"),
+        ({"text_offset": 2}, "the terminal differs|the text differs"),
+        ({"usage": None}, "the terminal differs"),
         ({"finish_reason": None}, "0 terminals were published again"),
     ],
 )
 def test_a_repeat_that_says_something_else_is_seen(change: Message, seen: str) -> None:
     first = right()
     with pytest.raises(BrokenError, match=seen):
-        replayed.check_replayed(replayed.split_replayed([*first, first[2], first[3] | change]), 1, 3, ended=True)
+        check_replayed(split_replayed([*first, first[2], first[3] | change]), 1, 3, ended=True)
 
 
 def event(seq: int, **more: object) -> Message:
@@ -272,7 +274,7 @@ def told(orders: dict[str, int]) -> list[tuple[Received, Message]]:
     ("orders", "seen"),
     [
         ({"started": 11, "first_token_sent": 15, "finished": 50}, None),
-        ({"started": 11, "finished": 50}, "first_token_sent was said 0 times"),
+        ({"started": 11, "finished": 50}, "first_token_sent was reported 0 times"),
         ({"started": 15, "first_token_sent": 11, "finished": 50}, "first_token_sent came before started"),
         ({"started": 11, "first_token_sent": 25, "finished": 50}, "the first token came before first_token_sent"),
         ({"started": 11, "first_token_sent": 15, "finished": 35}, "finished came before the terminal"),
@@ -303,7 +305,10 @@ def snapshot(**changes: object) -> Message:
         ([snapshot(parts=2)], r"parts \[0\] of 2"),
         ([snapshot(parts=2), snapshot(part=1, parts=2, seq=5)], "parts of 2 instants"),
         ([snapshot(running=[])], "is not among the 0 running"),
-        ([snapshot(running=[{"id": "t:r", "attempt": 1, "first_token_sent": False}])], "a request that has spoken is"),
+        (
+            [snapshot(running=[{"id": "t:r", "attempt": 1, "first_token_sent": False}])],
+            "a request that has sent tokens is",
+        ),
         ([snapshot(load=None)], "load is None"),
     ],
 )
@@ -317,9 +322,9 @@ def test_a_snapshots_parts_are_of_one_instant(parts: list[Message], seen: str | 
 
 def test_a_snapshot_stands_between_the_events() -> None:
     check_snapshot_order(15, 4, [(5, 3), (10, 4), (20, 5)])
-    with pytest.raises(BrokenError, match=r"after event 3 came behind event \[4\]"):
+    with pytest.raises(BrokenError, match=r"after event 3 arrived after event \[4\]"):
         check_snapshot_order(15, 3, [(5, 3), (10, 4), (20, 5)])
-    with pytest.raises(BrokenError, match=r"after event 5 came before event \[5\]"):
+    with pytest.raises(BrokenError, match=r"after event 5 arrived before event \[5\]"):
         check_snapshot_order(15, 5, [(5, 3), (10, 4), (20, 5)])
     with pytest.raises(BrokenError, match="no events"):
         check_snapshot_order(15, 5, [])
@@ -333,7 +338,7 @@ def test_a_tokenizers_parts_must_fit_the_digest() -> None:
     check_parts(parts[::-1], digest)
     for wrong, seen in (
         ([parts[0]], "parts"),
-        ([parts[0], parts[1] | {"data": b"x"}], "the parts together have digest"),
+        ([parts[0], parts[1] | {"data": b"x"}], "all parts together have digest"),
         ([parts[0], parts[1] | {"digest": "other"}], "a part with digest other"),
         ([parts[0], parts[1] | {"data": "two"}], "data is 'two', not bytes"),
     ):
@@ -353,7 +358,7 @@ def test_a_models_reply_has_the_fields_of_models_cards_loads_and_limits() -> Non
         (models(workers=None), "workers is None"),
         (models(features="chat"), "features is 'chat'"),
         (models(workers=[CARD | {"load": None}]), "a card's load is None"),
-        (models(workers=[CARD | {"model": "n"}]), "a card of n below m"),
+        (models(workers=[CARD | {"model": "n"}]), "a card of model n under m"),
         (models(workers=[CARD | {"pids": {"front": 1}}]), "pids is"),
         (models(workers=[CARD | {"epoch": "x"}]), "epoch is 'x'"),
         (models() | {"limits": {}}, "max_request_bytes is None"),
@@ -434,10 +439,10 @@ def test_every_rule_has_a_sentence_of_its_own() -> None:
 
 
 def test_every_range_is_tried_at_its_limit_and_beyond() -> None:
-    for limits in ranges.LIMITS:
+    for limits in fields.LIMITS:
         assert limits.accepted, limits
         assert limits.rejected, limits
-    longest = [value for limits in ranges.LIMITS if limits.field == "id" for value in limits.accepted][-1]
+    longest = [value for limits in fields.LIMITS if limits.field == "id" for value in limits.accepted][-1]
     assert len(str(longest)) == 128
 
 

@@ -1,4 +1,4 @@
-"""The hardest clients: each is bounded, and nobody else notices."""
+"""Misbehaving clients are kept within bounds, and no other client notices them."""
 
 import asyncio
 import json
@@ -13,6 +13,7 @@ from tests.support.exact_client import ExactStream, ask, until_idle, until_ready
 from tests.support.raw_client import PREFIX, Answer
 from tests.support.system import System
 from tokenbus.client import Client
+from tokenbus.protocol.bus import connection as nats
 
 _READER = """
 import asyncio, sys
@@ -31,12 +32,12 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
 
 
 def simulated(system: System) -> None:
-    """A worker whose streams take 10 ms a token, however many there are."""
+    """Starts a worker whose streams take 10 ms per token, however many there are."""
     system.worker("worker", "--engine", "sim", "--sim-speedup", "5", model="steps-of-50ms")
 
 
 async def reader(url: str, count: int, max_tokens: int) -> Process:
-    """A client process with so many streams, all of which have spoken."""
+    """Starts a client process with `count` streams, all of which have sent tokens."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _READER, url, str(count), str(max_tokens), stdout=asyncio.subprocess.PIPE
     )
@@ -64,13 +65,14 @@ async def test_a_client_that_reconnects_keeps_its_streams(system: System) -> Non
     simulated(system)
     bare = await system.connect()
     await until_ready(bare, 1)
-    async with await Client.connect(system.url) as client:
+    connection = await nats.connect(nats.Settings(url=system.url), name="reconnecting")
+    async with await Client.from_connection(connection) as client:
         undisturbed = await ask(client, 250).end()
         told = [ask(client, 250) for _ in range(8)]
         await asyncio.gather(*(one.speaks() for one in told))
         for _ in range(3):
-            client._connection.abort()
-            await asyncio.sleep(0.6)
+            connection.abort()
+            await asyncio.gather(*(one.speaks_on() for one in told))
         for one in await asyncio.gather(*(one.end() for one in told)):
             one.check(undisturbed)
             assert one.is_whole
@@ -158,13 +160,14 @@ async def test_a_client_that_reconnects_every_second_only_harms_itself(system: S
     simulated(system)
     bare = await system.connect()
     await until_ready(bare, 1)
-    async with await Client.connect(system.url) as calm_client, await Client.connect(system.url) as restless:
+    connection = await nats.connect(nats.Settings(url=system.url), name="restless")
+    async with await Client.connect(system.url) as calm_client, await Client.from_connection(connection) as restless:
         calm = [ask(calm_client, 500) for _ in range(4)]
         told: list[ExactStream] = []
         for _ in range(4):
             told.append(ask(restless, 200))
             await asyncio.sleep(1.0)
-            restless._connection.abort()
+            connection.abort()
         for one in await asyncio.gather(*(one.end() for one in calm + told)):
             one.check()
         assert all(one.is_whole for one in calm)

@@ -61,6 +61,10 @@ class _Rows(HostRows):
     def address(self, row: int) -> int:
         return row
 
+    def tokens(self, row: int) -> Any:
+        """Returns the token ids in a row's keys; writing to them changes the row."""
+        return self._array[row, 0, :, 0]
+
 
 class EchoGraphRunner:
     """Its logits are the token ids that a row can see, in the order of their columns."""
@@ -89,7 +93,7 @@ class EchoGraphRunner:
             assert places.tolist() == list(range(int(shown.sum()) - count, int(shown.sum()))), "positions"
             if self.graph.uses_gqa:
                 assert shown[: shown.sum()].all(), "a row has to begin at column 0"
-                memory = self.rows.array[binding.first_row + row, 0, :, 0]
+                memory = self.rows.tokens(binding.first_row + row)
                 memory[places] = new
                 visible = memory[: shown.sum()]
             else:

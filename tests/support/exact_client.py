@@ -13,11 +13,11 @@ from tokenbus.protocol.wire import messages
 PROMPT = "Once upon a time"
 
 NEAR_TIE = 0.02
-"""Of the logarithms of two probabilities: closer ones are decided by how a step's numbers are rounded."""
+"""Difference of two log probabilities below which rounding may decide which token comes first."""
 
 
 class ExactStream:
-    """What the reader of one stream was given."""
+    """One stream, read to its end in a task, and what must hold for it."""
 
     def __init__(self, stream: Stream, max_tokens: int) -> None:
         self.stream = stream
@@ -44,7 +44,14 @@ class ExactStream:
         return self.terminal.finish_reason is messages.FinishReason.LENGTH
 
     async def speaks(self) -> None:
+        """Waits for the first text, or the end."""
         await self._spoken.wait()
+
+    async def speaks_on(self) -> None:
+        """Waits for more tokens than there are now, or the end."""
+        seen = self.num_tokens
+        while self.num_tokens == seen and not self.task.done():
+            await asyncio.sleep(0.01)
 
     async def end(self, timeout_s: float = 90.0) -> "ExactStream":
         async with asyncio.timeout(timeout_s):
@@ -52,10 +59,11 @@ class ExactStream:
         return self
 
     def check(self, whole: "ExactStream | None" = None) -> None:
-        """One terminal, at the end; nothing missing before it; of a whole one all tokens.
+        """Checks for one terminal, at the end, and for all tokens if the stream ran to its full length.
 
-        `whole`, asked for with `logprobs`, is what it must begin like, up to where the model itself could not decide:
-        steps that carry other sequences round otherwise."""
+        `whole` is a stream of the same prompt, requested with `logprobs`. The text must begin like its text, except
+        from a token on between which and the next one rounding may decide: batches of other sequences round
+        differently."""
         assert [chunk.finish_reason is None for chunk in self.chunks] == [True] * (len(self.chunks) - 1) + [False]
         if self.is_whole:
             assert self.num_tokens == self.max_tokens
@@ -68,10 +76,9 @@ class ExactStream:
             assert whole.doubt_at(parted) < NEAR_TIE, (whole.text[parted - 40 :], self.text[parted - 40 :])
 
     def doubt_at(self, place: int) -> float:
-        """By how much the token at that place of the text was likelier than the next one, as logarithms.
+        """Returns the log probability by which the token at this position of the text led the second likeliest.
 
-        The end of the text, which has none, is not to be had. Two tokens may begin alike, so that of the token before
-        it counts too if that ends there."""
+        Two tokens may begin alike, so the lead of the token before counts too if it ends here."""
         end, before = 0, math.inf
         for chunk in self.chunks:
             for logprob in chunk.logprobs or []:
@@ -96,7 +103,7 @@ def ask(client: Client, max_tokens: int, **fields: Any) -> ExactStream:
 
 
 async def cards(bare: RawClient) -> list[dict[str, Any]]:
-    """The workers that a router knows; none while no router answers."""
+    """Returns the cards that a router knows; none while no router answers."""
     try:
         reply = await bare.nats.request(f"{PREFIX}.models", b"", timeout=1)
     except Exception:  # no router yet, or no broker
@@ -114,7 +121,7 @@ async def until_ready(bare: RawClient, count: int, timeout_s: float = 60.0) -> l
 
 
 async def until_idle(bare: RawClient, timeout_s: float = 60.0) -> None:
-    """Every worker says that it holds nothing."""
+    """Waits until no worker has a request, by its own count."""
     async with asyncio.timeout(timeout_s):
         while any(card["load"]["running"] + card["load"]["waiting"] for card in await until_ready(bare, 1)):
             await asyncio.sleep(0.05)

@@ -26,7 +26,7 @@ scrape_configs:
 """
 _POLL_S = 0.1
 WINDOW = "5s"
-"""What `$__rate_interval` is then."""
+"""The value of `$__rate_interval` at that scrape interval."""
 
 
 def hastened(text: str) -> str:
@@ -62,7 +62,7 @@ class Prometheus:
     async def start(cls, folder: Path) -> "Prometheus":
         started = cls(folder)
         async with asyncio.timeout(30):
-            while not await asyncio.to_thread(started._is_ready):
+            while not await asyncio.to_thread(started.is_ready):
                 assert started._process.poll() is None, (folder / "log").read_text()
                 await asyncio.sleep(_POLL_S)
         return started
@@ -77,7 +77,7 @@ class Prometheus:
         self._write(job)
 
     async def get(self, path: str, **asked: str) -> Any:
-        """What the API answers."""
+        """Returns the response of the API."""
 
         def fetch() -> Any:
             url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(asked)}"
@@ -90,7 +90,7 @@ class Prometheus:
         return await asyncio.to_thread(fetch)
 
     async def values(self, expression: str) -> list[float]:
-        """Of all series of an expression now, those that are numbers."""
+        """Returns the current values of an expression's series, without those that are not numbers."""
         found = (await self.get("query", query=expression))["result"]
         return [value for value in (float(one["value"][1]) for one in found) if not math.isnan(value)]
 
@@ -114,7 +114,7 @@ class Prometheus:
         fresh.write_text(json.dumps([{"targets": targets}]))
         fresh.rename(self._folder / f"{job}.json")
 
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self._url}/-/ready", timeout=5):
                 return True

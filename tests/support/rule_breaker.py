@@ -11,7 +11,7 @@ from nats.aio.client import Client as Nats
 from nats.aio.msg import Msg
 
 PREFIX = "tokenbus.v1"
-MODEL, WORKER = "sloppy", "careless"
+MODEL, WORKER = "breaker", "careless"
 
 _CARD = {"worker_id": WORKER, "model": MODEL, "state": "ready", "epoch": "yesterday", "context_length": 100}
 _MODELS = {
@@ -38,7 +38,7 @@ class RuleBreaker:
 
     @classmethod
     async def start(cls, url: str) -> "RuleBreaker":
-        sloppy = cls(await nats.connect(url, allow_reconnect=False))
+        breaker = cls(await nats.connect(url, allow_reconnect=False))
         answers = {
             "models": _MODELS,
             "models.*": _MODELS,
@@ -46,14 +46,14 @@ class RuleBreaker:
             "embed.>": {"id": 5},
         }
         for subject, answer in answers.items():
-            await sloppy._answer(subject, json.dumps(answer).encode())
+            await breaker._answer(subject, json.dumps(answer).encode())
         for service in ("run", "control", "snapshot", "tokenizer", "tokenize"):
-            await sloppy._answer(f"worker.*.*.{service}", msgspec.msgpack.encode({"fine": True}))
-        await sloppy._nats.subscribe(f"{PREFIX}.generate.>", cb=sloppy._generate)
-        await sloppy._nats.subscribe(f"{PREFIX}.resync.>", cb=sloppy._resync)
-        await sloppy._nats.subscribe(f"{PREFIX}.discover", cb=sloppy._card)
-        await sloppy._nats.flush()
-        return sloppy
+            await breaker._answer(f"worker.*.*.{service}", msgspec.msgpack.encode({"fine": True}))
+        await breaker._nats.subscribe(f"{PREFIX}.generate.>", cb=breaker._generate)
+        await breaker._nats.subscribe(f"{PREFIX}.resync.>", cb=breaker._resync)
+        await breaker._nats.subscribe(f"{PREFIX}.discover", cb=breaker._card)
+        await breaker._nats.flush()
+        return breaker
 
     async def stop(self) -> None:
         self._beat.cancel()
@@ -75,7 +75,7 @@ class RuleBreaker:
 
     async def _stream(self, reply: str) -> None:
         for chunk in _STREAM:
-            await self._nats.publish(reply, json.dumps(chunk).encode(), headers={"X-Sloppy": "yes"})
+            await self._nats.publish(reply, json.dumps(chunk).encode(), headers={"X-Rule-Breaker": "yes"})
 
     async def _resync(self, message: Msg) -> None:
         await self._nats.publish(message.reply or "nowhere", b'{"found": true}')
@@ -85,7 +85,7 @@ class RuleBreaker:
         await self._nats.publish(f"{PREFIX}.card.other.{WORKER}", msgspec.msgpack.encode(_CARD))
 
     async def _speak(self) -> None:
-        """Every second event is lost."""
+        """Publishes events whose numbers have gaps."""
         seq = 0
         while True:
             events = {"worker_id": WORKER, "epoch": "1-a", "seq": seq, "state": "ready"}

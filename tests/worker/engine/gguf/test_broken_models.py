@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from llama_cpp import llama_cpp as llama
 
-from bench import random_model
-from bench.shape import Shape
+from bench.models import random_model
+from bench.models.shape import Shape
 from tests.support import broken_models
 from tests.support.engines import DEMO, demo_engine
 from tokenbus.protocol.wire import errors, internal

@@ -1,0 +1,1 @@
+"""The programs that Tokenbus is compared with, each in its own process."""

@@ -1,0 +1,39 @@
+"""The model of a measurement: the one given, or a temporary 0.5B model with random weights."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from bench.models import random_model, random_onnx
+from bench.models.shape import PRESETS
+
+VOCABULARY = 1_000
+"""Random prompts use ids from 10 up to this, which every model has."""
+
+
+def model(given: Path | None) -> contextlib.AbstractContextManager[Path]:
+    """Yields the path of a GGUF file."""
+    return _made(
+        given, "random-0.5b-q8_0.gguf", lambda path: random_model.write(path, PRESETS["0.5b"], "q8_0", threads=2)
+    )
+
+
+def onnx_model(given: Path | None) -> contextlib.AbstractContextManager[Path]:
+    """Yields the path of an ONNX folder, in F32 with GroupQueryAttention."""
+    return _made(given, "random-0.5b-onnx", lambda path: random_onnx.write(path, PRESETS["0.5b"]))
+
+
+def same_in_gguf(given: Path | None) -> contextlib.AbstractContextManager[Path]:
+    """Yields the path of a GGUF file with the same weights as `onnx_model`."""
+    return _made(given, "random-0.5b-f32.gguf", lambda path: random_model.write(path, PRESETS["0.5b"], "f32"))
+
+
+@contextlib.contextmanager
+def _made(given: Path | None, name: str, write: Callable[[Path], None]) -> Iterator[Path]:
+    if given is not None:
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as folder:
+        write(Path(folder) / name)
+        yield Path(folder) / name

@@ -1,0 +1,63 @@
+"""Counts the prompt tokens that a returning conversation computes, with twenty others between any two turns.
+
+Run: .venv/bin/python -m bench.serving.conversation [--turns 10] [--others 20]
+
+The demo model runs in one worker. The result is an exact count that depends on no clock: the tokens the engine computed
+for the conversation's prompts, relative to those that were new in them."""
+
+import argparse
+import asyncio
+import random
+
+from bench import system
+from tokenbus.client import Client
+from tokenbus.demo import MODEL_PATH
+from tokenbus.protocol.wire import messages
+
+_WORDS = ("the", "fox", "went", "over", "a", "hill", "and", "saw", "some", "blue", "birds", "sing", "at", "night")
+
+
+async def say(client: Client, turns: list[messages.ChatMessage]) -> messages.Usage:
+    """Sends a conversation and appends the model's answer to it."""
+    text, usage = "", None
+    request = messages.GenerateRequest(messages=list(turns), max_tokens=24, temperature=0)
+    async for chunk in client.generate("m", request):
+        text += chunk.text
+        usage = chunk.usage if isinstance(chunk.usage, messages.Usage) else usage
+    assert usage is not None
+    turns.append(messages.ChatMessage(role="assistant", content=text))
+    return usage
+
+
+async def measure(num_turns: int, num_others: int) -> None:
+    rng = random.Random(1)
+
+    def words(count: int) -> messages.ChatMessage:
+        return messages.ChatMessage(role="user", content=" ".join(rng.choice(_WORDS) for _ in range(count)))
+
+    async with system.running(MODEL_PATH, "--threads", "1") as client:
+        turns: list[messages.ChatMessage] = []
+        computed = new = before = 0
+        for _ in range(num_turns):
+            turns.append(words(20))
+            usage = await say(client, turns)
+            computed += usage.prompt_tokens - usage.cached_tokens
+            new += usage.prompt_tokens - before
+            before = usage.total_tokens
+            for _ in range(num_others):
+                await say(client, [words(60)])
+    print(f"demo model, {num_turns} turns, {num_others} other conversations after each")
+    print(f"  new prompt tokens        {new:6}")
+    print(f"  computed prompt tokens   {computed:6}   {computed / new:.3f} of the new ones")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--others", type=int, default=20)
+    options = parser.parse_args()
+    asyncio.run(measure(options.turns, options.others))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Compares the decoding speed of the whole system with the same loop written directly on llama_cpp.
+
+Run: .venv/bin/python -m bench.serving.decode [--model FILE.gguf] [--streams 1] [--tokens 48] [--threads 1] [--pairs 7]
+
+Both decode the same number of tokens on the same model with the same threads, in interleaved pairs. The time runs from
+the first token of all streams to the last. Without --model, a 0.5B model in Q8_0 with random weights is made."""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from bench import system
+from bench.baselines import bare_llama
+from bench.models import random_model
+from bench.models.shape import PRESETS
+from bench.paired import Ratio
+from tokenbus.client import Client
+from tokenbus.protocol.wire import messages
+
+CONTEXT = 4_096
+
+
+class Timing(NamedTuple):
+    wall_s: float
+    cpu_s: float
+
+
+class Bare:
+    """The loop on llama_cpp, in its own process."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.baselines.bare_llama", str(model), str(threads), str(CONTEXT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._read() == "ready"
+
+    def decode(self, streams: int, tokens: int) -> Timing:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{streams} {tokens}\n")
+        self._process.stdin.flush()
+        return Timing(**json.loads(self._read()))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+async def through_the_system(client: Client, engine_pid: int, streams: int, tokens: int) -> Timing:
+    """Returns the time from when every stream has its first token until every stream has its last."""
+    everyone = asyncio.Barrier(streams)
+    times: list[float] = []
+    cpu: list[float] = []
+
+    async def read(number: int) -> None:
+        request = messages.GenerateRequest(
+            token_ids=bare_llama.PROMPT, max_tokens=tokens, temperature=0, ignore_eos=True
+        )
+        num_tokens = 0
+        async for chunk in client.generate("m", request):
+            if chunk.error:
+                raise SystemExit(f"the system refused: {chunk.error.message}")
+            if chunk.tokens and not num_tokens:
+                await everyone.wait()
+                times.append(time.perf_counter())
+                cpu.append(system.cpu_seconds(engine_pid))
+            num_tokens += chunk.tokens
+        assert num_tokens == tokens
+
+    await asyncio.gather(*(read(number) for number in range(streams)))
+    return Timing(time.perf_counter() - max(times), system.cpu_seconds(engine_pid) - max(cpu))
+
+
+def ratio_of(shares: list[float]) -> Ratio:
+    return Ratio(*statistics.quantiles(shares, n=4))
+
+
+async def measure(model: Path, streams: int, tokens: int, threads: int, pairs: int) -> None:
+    bare = Bare(model, threads)
+    settings = ("--threads", str(threads), "--kv-tokens", str(CONTEXT), "--max-num-seqs", "64")
+    try:
+        async with system.running(model, *settings, "--context-length", "1024") as client:
+            pid = (await system.card(client)).pids.engine
+            bare.decode(streams, tokens)
+            await through_the_system(client, pid, streams, tokens)
+            seen = []
+            for _ in range(pairs):
+                alone = await asyncio.to_thread(bare.decode, streams, tokens)
+                seen.append((alone, await through_the_system(client, pid, streams, tokens)))
+    finally:
+        bare.close()
+    decoded = streams * (tokens - 1)
+    alone_s = statistics.median(alone.wall_s for alone, _ in seen)
+    system_s = statistics.median(whole.wall_s for _, whole in seen)
+    print(f"{model.name}, {streams} streams of {tokens} tokens, {threads} threads, {pairs} interleaved pairs")
+    print(f"  llama_cpp alone     {decoded / alone_s:8.1f} tokens/s")
+    print(f"  the whole system    {decoded / system_s:8.1f} tokens/s")
+    print(f"  speed, system / alone        {ratio_of([a.wall_s / w.wall_s for a, w in seen])}")
+    print(f"  engine CPU, alone / system   {ratio_of([a.cpu_s / w.cpu_s for a, w in seen])}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--pairs", type=int, default=7)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as folder:
+        model = options.model
+        if model is None:
+            model = Path(folder) / "random-0.5b-q8_0.gguf"
+            random_model.write(model, PRESETS["0.5b"], "q8_0", threads=2)
+        asyncio.run(measure(model, options.streams, options.tokens, options.threads, options.pairs))
+
+
+if __name__ == "__main__":
+    main()

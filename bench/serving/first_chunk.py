@@ -1,0 +1,84 @@
+"""Measures how much time the path over client, broker, router and worker adds to the first token.
+
+Run: .venv/bin/python -m bench.serving.first_chunk [--pairs 101]
+
+It sends prompts of 16 tokens to the demo model, one at a time, in interleaved pairs: directly to an engine through an
+`EngineClient` in this process, and through a whole system on this machine."""
+
+import argparse
+import asyncio
+import statistics
+import time
+
+from bench import system
+from tokenbus.client import Client
+from tokenbus.demo import MODEL_PATH
+from tokenbus.protocol.wire import messages
+from tokenbus.worker import contract
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine_client import engine_process
+from tokenbus.worker.engine_client.client import EngineClient
+
+_PROMPT = list(range(10, 26))
+_SETTINGS = EngineSettings(model=str(MODEL_PATH), threads=1, context_length=512, kv_tokens=4_096)
+
+
+async def from_the_engine(engine: EngineClient, number: int) -> float:
+    """Returns the seconds from the request to the first token."""
+    began = time.perf_counter()
+    first: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+    ended = asyncio.Event()
+
+    def take(output: contract.Output) -> None:
+        if not first.done():
+            first.set_result(time.perf_counter() - began)
+        if output.finish_reason is not None:
+            ended.set()
+
+    sampling = contract.Sampling(max_tokens=2, ignore_eos=True)
+    engine.generate(contract.EngineRequest(key=f"r{number}", token_ids=_PROMPT, sampling=sampling), take)
+    await ended.wait()
+    return await first
+
+
+async def through_the_system(client: Client) -> float:
+    began = time.perf_counter()
+    first = 0.0
+    request = messages.GenerateRequest(token_ids=_PROMPT, max_tokens=2, temperature=0, ignore_eos=True)
+    async for chunk in client.generate("m", request):
+        if chunk.tokens and not first:
+            first = time.perf_counter() - began
+    return first
+
+
+async def measure(pairs: int) -> None:
+    process = engine_process.EngineProcess()
+    engine = EngineClient(lambda: process.open(_SETTINGS), max_waiting=4)
+    await engine.start("bench")
+    settings = ("--threads", "1", "--context-length", "512", "--kv-tokens", "4096")
+    try:
+        async with system.running(MODEL_PATH, *settings) as client:
+            seen = [
+                (await from_the_engine(engine, number), await through_the_system(client)) for number in range(pairs + 5)
+            ][5:]
+    finally:
+        await engine.cleanup()
+    print(f"demo model, {len(_PROMPT)}-token prompt, {pairs} interleaved pairs, time to the first token")
+    columns = {
+        "bare engine": [bare for bare, _ in seen],
+        "whole system": [whole for _, whole in seen],
+        "difference": [whole - bare for bare, whole in seen],
+    }
+    for name, column in columns.items():
+        low, middle, high = (1e3 * value for value in statistics.quantiles(column, n=4))
+        print(f"  {name:<14} {middle:6.2f} ms (quartiles {low:.2f} to {high:.2f})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=101)
+    asyncio.run(measure(parser.parse_args().pairs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Measures how much a cache full of unused prefixes slows decoding down.
+
+Run: .venv/bin/python -m bench.serving.idle_cache [--model FILE.gguf] [--streams 4] [--pairs 7] [-- worker flags]
+
+Two workers take turns: one caches nothing (--max-cached-blocks 0, no host memory), the other has computed prompts of
+500 tokens until its KV cache is full."""
+
+import argparse
+import asyncio
+import itertools
+import statistics
+from pathlib import Path
+
+from bench import streams, system
+from bench.models import benchmark_model
+from bench.serving.decode import ratio_of
+from bench.serving.decode_server import of_streams
+from tokenbus.client import Client
+
+_PROMPT_TOKENS = 500
+_serials = itertools.count()
+
+
+async def fill(client: Client, kv_tokens: int) -> None:
+    for _ in range(kv_tokens // _PROMPT_TOKENS + 1):
+        serial = next(_serials)
+        prompt = [
+            10 + (serial * 7 + place * place) % (benchmark_model.VOCABULARY - 10) for place in range(_PROMPT_TOKENS)
+        ]
+        await streams.complete(client, prompt, 1)
+
+
+async def measure(model: Path, count: int, tokens: int, pairs: int, kv_tokens: int, flags: list[str]) -> None:
+    common = ("--threads", "2", "--kv-tokens", str(kv_tokens), "--context-length", "1024")
+    async with (
+        system.running(model, *common, "--max-cached-blocks", "0", "--host-cache-mib", "0") as empty_client,
+        system.running(model, *common, *flags) as full_client,
+    ):
+
+        async def speed(client: Client) -> float:
+            return await of_streams(lambda prompt, most: streams.complete(client, prompt, most), count, tokens)
+
+        await fill(full_client, kv_tokens)
+        seen = []
+        for number in range(pairs):
+            seen.append((await speed(empty_client), await speed(full_client)))
+            load = (await system.card(full_client)).load
+            print(f"  round {number + 1}: {seen[-1][0]:.1f}, {seen[-1][1]:.1f} tokens/s with {load}", flush=True)
+    print(f"{model.name}, {count} streams of {tokens} tokens, {kv_tokens} tokens of KV memory, {pairs} pairs")
+    print(f"  empty cache   {statistics.median(empty for empty, _ in seen):6.1f} tokens/s")
+    print(f"  full cache    {statistics.median(full for _, full in seen):6.1f} tokens/s")
+    print(f"  speed, full / empty   {ratio_of([full / empty for empty, full in seen])}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--kv-tokens", type=int, default=8_192)
+    options, flags = parser.parse_known_args()
+    with benchmark_model.model(options.model) as model:
+        asyncio.run(measure(model, options.streams, options.tokens, options.pairs, options.kv_tokens, flags))
+
+
+if __name__ == "__main__":
+    main()
