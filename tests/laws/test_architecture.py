@@ -45,6 +45,7 @@ PURE = (
     "worker/streams/sampling.py",
     "worker/engine_client/admission.py",
     "worker/engine_client/crash_attribution.py",
+    "worker/engine/draws.py",
     "worker/engine/scheduling/*.py",
     "worker/engine/kv/*.py",
     "worker/engine/onnx/cache/*.py",

@@ -11,15 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.sampler import (
-    Matrix,
-    Sampler,
-    draw_from_all,
-    draw_from_top_k,
-    draw_sorted,
-    likeliest,
-    uniform,
-)
+from tokenbus.worker.engine.draws import Matrix, draw_from_all, draw_from_top_k, draw_sorted, top_k_ids, uniform
+from tokenbus.worker.engine.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import SampledToken
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
@@ -110,7 +103,7 @@ def test_the_likeliest_are_those_of_a_full_sort(
     width = max(1, 64 * groups + beside)
     count = min(count, width)
     logits = np.random.default_rng(seed).integers(0, distinct, (rows, width)).astype(np.float32)
-    ids = likeliest(logits, count)
+    ids = top_k_ids(logits, count)
     assert ids.shape == (rows, count)
     assert all(len(set(row)) == count for row in ids.tolist())
     assert np.array_equal(np.take_along_axis(logits, ids, axis=1), -np.sort(-logits, axis=1)[:, :count])
@@ -120,13 +113,13 @@ def test_the_likeliest_are_those_of_a_full_sort(
 def test_the_likeliest_of_a_row_around_the_width_where_groups_are_formed_are_those_of_a_full_sort(width: int) -> None:
     logits = some_logits(width, 2, width)
     logits[:, -1] = 100.0
-    assert np.array_equal(likeliest(logits, 256), np.argsort(-logits, axis=1)[:, :256])
+    assert np.array_equal(top_k_ids(logits, 256), np.argsort(-logits, axis=1)[:, :256])
 
 
 def test_the_likeliest_may_all_lie_in_one_group() -> None:
     logits = some_logits(1, 1, 64 * 64)
     logits[0, 640:672] += 1_000
-    assert np.array_equal(likeliest(logits, 16), np.argsort(-logits, axis=1)[:, :16])
+    assert np.array_equal(top_k_ids(logits, 16), np.argsort(-logits, axis=1)[:, :16])
 
 
 # greedy
@@ -273,7 +266,7 @@ def test_top_p_shares_what_top_k_has_left() -> None:
         assert {draw_from_all(matrix(row)[0], params, place / 50) for place in range(50)} == kept
 
 
-def test_min_p_is_a_share_of_the_likeliest() -> None:
+def test_min_p_is_a_share_of_the_top_k_ids() -> None:
     row = [math.log(share) for share in (0.5, 0.3, 0.2)]
     for min_p, kept in ((0.39, {0, 1, 2}), (0.41, {0, 1}), (0.59, {0, 1}), (0.61, {0}), (1.0, {0})):
         params = asked(temperature=1.0, min_p=min_p)

@@ -4,6 +4,7 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
+from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.onnx import pooling
 from tokenbus.worker.engine.onnx.graphs.graph import Graph
 from tokenbus.worker.engine.onnx.graphs.session import Session
@@ -11,7 +12,6 @@ from tokenbus.worker.engine.onnx.model import OnnxModel
 from tokenbus.worker.engine.onnx.tokenizer.onnx_tokenizer import OnnxTokenizer
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.engine.sampler import Matrix
 
 _CLOSE = 1e-2
 """Of a vector's length: how far it may be from itself when it is computed in a batch."""
