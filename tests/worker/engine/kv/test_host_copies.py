@@ -119,9 +119,7 @@ def test_a_block_that_cannot_be_offloaded_in_time_is_gone_with_the_copies_behind
 
 
 @pytest.mark.parametrize(("offloads", "evictable"), [(0, 3), (1, 2), (3, 0), (4, 0)])
-def test_evictable_blocks_beyond_the_limit_stay_until_they_can_be_offloaded(
-    offloads: int, evictable: int
-) -> None:
+def test_evictable_blocks_beyond_the_limit_stay_until_they_can_be_offloaded(offloads: int, evictable: int) -> None:
     cache = Cache(host_blocks=8)
     cache.run("aaaabbbbcccc")
     cache.events()

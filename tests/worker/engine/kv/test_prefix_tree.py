@@ -1,4 +1,4 @@
-"""The tree finds a prefix by its tokens alone, and names it as the wire does."""
+"""The tree finds a prefix by its tokens alone, and hashes it as the wire does."""
 
 from collections.abc import Sequence
 
@@ -18,12 +18,12 @@ def tree() -> PrefixTree:
 
 
 def tokens(text: str | Sequence[int]) -> bytes:
-    """A token for each character."""
+    """The token ids of a text as bytes, one for each character."""
     return block_hash.pack_token_ids([ord(one) for one in text] if isinstance(text, str) else text)
 
 
 def chain(tree: PrefixTree, *texts: str, domain: Domain = Domain()) -> list[Block]:  # noqa: B008
-    """Blocks behind one another."""
+    """Inserts blocks one behind the other."""
     made: list[Block] = []
     for text in texts:
         made.append(tree.insert(made[-1] if made else tree.make_root(domain), tokens(text)))
