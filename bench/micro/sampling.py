@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.sampler import Row, _place, draw_from_all
+from tokenbus.worker.engine.draws import Row, draw_from_all, draw_from_sorted
 
 Draw = Callable[[Row, contract.Sampling, float], int]
 
 
-def draw_sorting(row: Row, sampling: contract.Sampling, place: float) -> int:
+def draw_sorting(row: Row, sampling: contract.Sampling, u: float) -> int:
     """Draws with NumPy's fastest sort, which is not stable for equally likely tokens."""
     order = np.argsort(row)[::-1]
-    return int(order[_place(row[order].astype(np.float64)[None], [sampling], np.array([[place]]))[0]])
+    return int(order[draw_from_sorted(row[order].astype(np.float64)[None], [sampling], np.array([[u]]))[0]])
 
 
 def _ms(draw: Draw, rows: Sequence[Row], sampling: contract.Sampling) -> float:

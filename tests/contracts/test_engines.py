@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from tests.contracts import kit
+from tests.contracts import kit, stream_rules
+from tests.contracts.driving import prompt, request, run, settled, start
 from tests.support.arithmetic import ArithmeticRunner
 from tests.support.engines import DEMO, ONNX, demo_engine, gqa_demo, thread_engine
 from tokenbus.protocol.wire import errors
@@ -26,7 +27,7 @@ FACTORIES: dict[str, Callable[[], EngineClient]] = {
 }
 
 
-FATAL_RULES = (kit.ends_every_stream_at_cleanup,)
+FATAL_RULES = (stream_rules.ends_every_stream_at_cleanup,)
 OTHER_RULES = [rule for rule in kit.RULES if rule not in FATAL_RULES]
 Started = tuple[contract.Engine, contract.EngineConfig]
 
@@ -45,8 +46,8 @@ async def emptied(shared: Started) -> Started:
     engine, config = shared
     engine.on_kv_events = lambda removed, stored: None
     engine.clear_cache()
-    await kit.run(engine, kit.request(kit.prompt(config), cache=False, max_tokens=1))
-    await kit.settled(engine)
+    await run(engine, request(prompt(config), cache=False, max_tokens=1))
+    await settled(engine)
     assert engine.load().free_blocks == config.total_kv_blocks
     return shared
 
@@ -86,16 +87,16 @@ async def test_a_model_that_cannot_be_loaded_fails_the_start_with_its_reason() -
 async def test_streams_of_an_engine_that_dies_go_on_in_the_next_where_they_were(name: str) -> None:
     first, second = FACTORIES[name](), FACTORIES[name]()
     config = await first.start("kit")
-    asked = [kit.request(kit.prompt(config, number), max_tokens=100) for number in range(4)]
-    calm = [(await kit.run(first, request)).token_ids for request in asked]
-    recorders = [kit.start(first, request) for request in asked]
+    asked = [request(prompt(config, number), max_tokens=100) for number in range(4)]
+    calm = [(await run(first, request)).token_ids for request in asked]
+    recorders = [start(first, request) for request in asked]
     await recorders[0].until(lambda seen: len(seen.token_ids) >= 2)
     os.kill(config.pid, signal.SIGKILL)
     async with asyncio.timeout(60):
         assert "closed" in await first.died()
     assert not any(recorder.terminals for recorder in recorders)
     with pytest.raises(errors.RequestError):
-        first.generate(kit.request(kit.prompt(config)), lambda output: None)
+        first.generate(request(prompt(config)), lambda output: None)
     await second.start("kit")
     second.take_over(first)
     for recorder in recorders:
@@ -108,7 +109,7 @@ async def test_streams_of_an_engine_that_dies_go_on_in_the_next_where_they_were(
 async def test_streams_of_an_engine_that_died_end_in_worker_lost_when_nobody_takes_them_over() -> None:
     engine = demo_engine()
     config = await engine.start("kit")
-    recorders = [kit.start(engine, kit.request(kit.prompt(config, number), max_tokens=300)) for number in range(6)]
+    recorders = [start(engine, request(prompt(config, number), max_tokens=300)) for number in range(6)]
     await recorders[0].until(lambda seen: len(seen.token_ids) >= 2)
     os.kill(config.pid, signal.SIGKILL)
     async with asyncio.timeout(60):

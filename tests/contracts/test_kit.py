@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 import pytest
 
-from tests.contracts import kit
+from tests.contracts import cache_rules, driving, kit, stream_rules
 from tests.support.arithmetic import ArithmeticRunner, make_config
-from tests.support.engines import thread_engine
+from tests.support.engines import Recorder, thread_engine
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.worker import contract
 from tokenbus.worker.validator import ContractError, StreamValidator
@@ -302,40 +302,40 @@ class LeavesStreamsOpenAtCleanup(Honest):
 
 
 BROKEN = {
-    SaysTheTerminalTwice: kit.ends_with_exactly_one_terminal,
-    SpeaksAfterTheTerminal: kit.ends_with_exactly_one_terminal,
-    ForgetsTheTerminal: kit.ends_with_exactly_one_terminal,
-    CallsLengthStop: kit.tells_length_truthfully,
-    CountsWrong: kit.tells_length_truthfully,
-    LosesATokenId: kit.tells_length_truthfully,
-    SaysNothingWasCached: kit.computes_what_is_cached_only_once,
-    SaysOneTooManyWasCached: kit.computes_what_is_cached_only_once,
-    SharesWithEverySalt: kit.keeps_caches_apart,
-    SharesWithEveryTenant: kit.keeps_caches_apart,
-    CachesWhatItMustNot: kit.leaves_nothing_where_it_must_not,
-    SharesNothing: kit.shares_a_prefix_with_what_runs,
-    KeepsNewBlocksToItself: kit.tells_which_blocks_it_holds,
-    NeverSaysThatBlocksAreGone: kit.tells_which_blocks_it_holds,
-    NamesTheWrongParent: kit.tells_which_blocks_it_holds,
-    OverlooksStopTokens: kit.stops_at_stop_tokens,
-    OverlooksStopStrings: kit.stops_at_stop_strings_wherever_they_are_split,
-    LetsTheStopStringOut: kit.stops_at_stop_strings_wherever_they_are_split,
-    SwallowsHeldText: kit.releases_text_held_for_a_stop_string_that_never_comes,
-    StopsTooEarly: kit.does_not_stop_before_min_tokens,
-    IgnoresTheSeed: kit.repeats_an_answer_for_a_seed,
-    AlwaysTheSameSeed: kit.repeats_an_answer_for_a_seed,
-    MixesStreamsUp: kit.keeps_eight_interleaved_streams_apart,
-    CancelsWhenItLikes: kit.cancels_before_the_first_step,
-    NeverCancels: kit.cancels_in_mid_stream,
-    HoldsFewerThanItSays: kit.has_the_capacity_it_advertises,
-    RefusesWhatFits: kit.has_the_capacity_it_advertises,
-    AnswersWhatItRefuses: kit.refuses_without_a_trace,
-    AcceptsEverything: kit.refuses_without_a_trace,
-    ReportsLoadForEver: kit.drains_to_zero,
-    FailsAbortsOfTheUnknown: kit.ignores_aborts_of_the_unknown,
+    SaysTheTerminalTwice: stream_rules.ends_with_exactly_one_terminal,
+    SpeaksAfterTheTerminal: stream_rules.ends_with_exactly_one_terminal,
+    ForgetsTheTerminal: stream_rules.ends_with_exactly_one_terminal,
+    CallsLengthStop: stream_rules.tells_length_truthfully,
+    CountsWrong: stream_rules.tells_length_truthfully,
+    LosesATokenId: stream_rules.tells_length_truthfully,
+    SaysNothingWasCached: cache_rules.computes_what_is_cached_only_once,
+    SaysOneTooManyWasCached: cache_rules.computes_what_is_cached_only_once,
+    SharesWithEverySalt: cache_rules.keeps_caches_apart,
+    SharesWithEveryTenant: cache_rules.keeps_caches_apart,
+    CachesWhatItMustNot: cache_rules.leaves_nothing_where_it_must_not,
+    SharesNothing: cache_rules.shares_a_prefix_with_what_runs,
+    KeepsNewBlocksToItself: cache_rules.tells_which_blocks_it_holds,
+    NeverSaysThatBlocksAreGone: cache_rules.tells_which_blocks_it_holds,
+    NamesTheWrongParent: cache_rules.tells_which_blocks_it_holds,
+    OverlooksStopTokens: stream_rules.stops_at_stop_tokens,
+    OverlooksStopStrings: stream_rules.stops_at_stop_strings_wherever_they_are_split,
+    LetsTheStopStringOut: stream_rules.stops_at_stop_strings_wherever_they_are_split,
+    SwallowsHeldText: stream_rules.releases_text_held_for_a_stop_string_that_never_comes,
+    StopsTooEarly: stream_rules.does_not_stop_before_min_tokens,
+    IgnoresTheSeed: stream_rules.repeats_an_answer_for_a_seed,
+    AlwaysTheSameSeed: stream_rules.repeats_an_answer_for_a_seed,
+    MixesStreamsUp: stream_rules.keeps_eight_interleaved_streams_apart,
+    CancelsWhenItLikes: stream_rules.cancels_before_the_first_step,
+    NeverCancels: stream_rules.cancels_in_mid_stream,
+    HoldsFewerThanItSays: stream_rules.has_the_capacity_it_advertises,
+    RefusesWhatFits: stream_rules.has_the_capacity_it_advertises,
+    AnswersWhatItRefuses: stream_rules.refuses_without_a_trace,
+    AcceptsEverything: stream_rules.refuses_without_a_trace,
+    ReportsLoadForEver: stream_rules.drains_to_zero,
+    FailsAbortsOfTheUnknown: stream_rules.ignores_aborts_of_the_unknown,
     MixesEmbeddingsUp: kit.embeds_each_input_by_itself,
     ForgetsAnEmbedding: kit.embeds_each_input_by_itself,
-    LeavesStreamsOpenAtCleanup: kit.ends_every_stream_at_cleanup,
+    LeavesStreamsOpenAtCleanup: stream_rules.ends_every_stream_at_cleanup,
 }
 
 
@@ -350,9 +350,9 @@ async def broken(request: pytest.FixtureRequest) -> AsyncIterator[Honest]:
     ("broken", "rule"), list(BROKEN.items()), indirect=["broken"], ids=lambda value: value.__name__
 )
 async def test_the_kit_catches_an_engine_that(broken: Honest, rule: kit.Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kit, "SETTLE_S", 0.5)
-    monkeypatch.setattr(kit.Recorder.terminal, "__defaults__", (0.5,))
-    monkeypatch.setattr(kit.Recorder.until, "__defaults__", (0.5,))
+    monkeypatch.setattr(driving, "SETTLE_S", 0.5)
+    monkeypatch.setattr(Recorder.terminal, "__defaults__", (0.5,))
+    monkeypatch.setattr(Recorder.until, "__defaults__", (0.5,))
     config = await broken.start("kit")
     loop_errors: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_errors.append(context.get("exception")))
@@ -399,7 +399,7 @@ async def test_the_kit_passes_an_engine_that_breaks_nothing(rule: kit.Check) -> 
 
 
 def test_the_validator_raises_at_the_first_output_after_a_terminal() -> None:
-    asked = kit.request([1], max_tokens=1)
+    asked = driving.request([1], max_tokens=1)
     validator = StreamValidator(asked, lambda output: None)
     usage = messages.Usage(prompt_tokens=1, completion_tokens=0, total_tokens=1, cached_tokens=0)
     validator(contract.Output(token_ids=[], text="", finish_reason=messages.FinishReason.CANCELLED, usage=usage))

@@ -46,6 +46,7 @@ PURE = (
     "worker/engine_client/admission.py",
     "worker/engine_client/crash_attribution.py",
     "worker/engine_client/watchdog.py",
+    "worker/engine/draws.py",
     "worker/engine/scheduling/*.py",
     "worker/engine/kv/*.py",
     "worker/engine/onnx/cache/*.py",

@@ -13,9 +13,9 @@ import numpy as np
 from tokenbus.protocol.wire import errors, internal
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract
+from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
 from tokenbus.worker.engine.runner import Embedder
-from tokenbus.worker.engine.sampler import Matrix
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 

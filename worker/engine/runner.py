@@ -10,7 +10,7 @@ from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
 if TYPE_CHECKING:  # a frontend imports this module, and numpy would cost it a tenth of a second
-    from tokenbus.worker.engine.sampler import Matrix
+    from tokenbus.worker.engine.draws import Matrix
 
 
 class InsufficientMemoryError(RuntimeError):

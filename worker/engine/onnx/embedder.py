@@ -4,12 +4,12 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
+from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.model import OnnxModel
 from tokenbus.worker.engine.onnx.model_config import pooling_mode
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.engine.sampler import Matrix
 
 _CLOSE = 1e-2
 """The largest difference, as a share of a vector's length, between a vector computed alone and in a batch."""

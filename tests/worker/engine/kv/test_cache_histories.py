@@ -1,4 +1,5 @@
-"""Thousands of random histories of scheduler and pool, on a runner that notices every wrong token, lane and cell."""
+"""Scheduler and pool go through thousands of random histories, on a runner that notices wrong tokens, lanes and
+cells."""
 
 import os
 from array import array
@@ -22,12 +23,12 @@ from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Seque
 BLOCK = 4
 DOMAINS = (Domain("a"), Domain("b"), Domain("a", "salt"), None)
 KINDS = ("shared", "shared", "gqa", "plain", "plain without gaps")
-"""What lanes are: cells that several may hold, or memory of their own."""
+"""The kinds of lanes: cells that several may hold, or memory of their own."""
 HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "60")) * 5
 
 
 class Mirror:
-    """What a router believes that a worker holds, from its events alone."""
+    """The blocks that a router believes a worker to hold, from its events alone."""
 
     def __init__(self) -> None:
         self.parents: dict[int, int] = {}
@@ -43,7 +44,7 @@ class Mirror:
 
 
 class CacheHistory(RuleBasedStateMachine):
-    """A scheduler whose plans are carried out at once."""
+    """A scheduler whose plans are executed at once."""
 
     @initialize(
         total=st.integers(4, 14),
@@ -77,7 +78,7 @@ class CacheHistory(RuleBasedStateMachine):
         max_tokens=st.integers(1, 9),
         domain=st.sampled_from(DOMAINS),
         priority=st.integers(-2, 2),
-        alone=st.sampled_from([False, False, False, True]),
+        isolated=st.sampled_from([False, False, False, True]),
     )
     def ask(
         self,
@@ -87,9 +88,9 @@ class CacheHistory(RuleBasedStateMachine):
         max_tokens: int,
         domain: Domain | None,
         priority: int,
-        alone: bool,
+        isolated: bool,
     ) -> None:
-        """Prompts of few families, which fork at some place."""
+        """Adds a sequence with a prompt of one of few families, which fork somewhere."""
         prompt = [1 + (family + place) % 7 for place in range(min(length, fork))]
         prompt += [50 + self.number % 3] * (length - len(prompt))
         self.number += 1
@@ -103,7 +104,7 @@ class CacheHistory(RuleBasedStateMachine):
             domain=domain,
             priority=priority,
             arrived_at=self.now,
-            isolated=alone,
+            isolated=isolated,
         )
         if self.pool.can_ever_allocate(sequence.max_num_tokens):
             self.open[self.number] = sequence
@@ -119,9 +120,9 @@ class CacheHistory(RuleBasedStateMachine):
     @rule(which=st.integers(0, 50))
     def abort(self, which: int) -> None:
         number = sorted(self.open)[which % len(self.open)]
-        advance = self.scheduler.abort(number)
-        assert advance is not None
-        self.take([advance])
+        result = self.scheduler.abort(number)
+        assert result is not None
+        self.take([result])
 
     @rule()
     def clear(self) -> None:
@@ -131,8 +132,8 @@ class CacheHistory(RuleBasedStateMachine):
     @rule()
     def reclaim_memory(self) -> None:
         if self.scheduler.load().running:
-            advance = self.scheduler.reclaim_memory()
-            self.take([] if advance is None else [advance])
+            result = self.scheduler.reclaim_memory()
+            self.take([] if result is None else [result])
 
     @invariant()
     def everything_adds_up(self) -> None:
@@ -176,8 +177,8 @@ class CacheHistory(RuleBasedStateMachine):
             except InsufficientMemoryError:
                 raise AssertionError("no room") from None
 
-    def take(self, advances: list[StepResult]) -> None:
-        for sequence, sampled, end in advances:
+    def take(self, results: list[StepResult]) -> None:
+        for sequence, sampled, end in results:
             if sampled is not None:
                 self.told[sequence.seq_no].append(sampled.token_id)
             if end is not None:
@@ -187,7 +188,8 @@ class CacheHistory(RuleBasedStateMachine):
                 self.check_answer(sequence)
 
     def check_answer(self, sequence: Sequence) -> None:
-        """As if it had run alone, whatever was shared, saved, brought back and computed again."""
+        """Asserts that a sequence got the tokens that it gets alone, whatever was shared, offloaded and computed
+        again."""
         alone = ArithmeticRunner(make_config(total_kv_blocks=99))
         pool = BlockPool(99, 16, 1, can_share=False)
         scheduler = Scheduler(pool, 1)

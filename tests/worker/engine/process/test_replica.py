@@ -1,4 +1,4 @@
-"""A replica answers whoever asks, keeps no command waiting for texts, and ends where a thread of it ends."""
+"""A replica answers every call, keeps no command waiting for a text, and ends when one of its threads ends."""
 
 import contextlib
 import queue
@@ -17,21 +17,21 @@ _report = ipc.report_decoder.decode
 
 
 class Texts(ArithmeticRunner):
-    """A runner whose texts are tokenized when a gate is open, but for the empty one, as long as `fault` is None."""
+    """A runner that tokenizes texts, but for the empty one, when a gate is open; raises `fault` where there is one."""
 
     def __init__(self) -> None:
         super().__init__()
         assert self.embedder is not None
-        self.embedder.tokenize = self._ids_of  # type: ignore[method-assign]
+        self.embedder.tokenize = self._token_ids  # type: ignore[method-assign]
         self.is_asked = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
         self.fault: Exception | None = None
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
-        return self._ids_of(request.text or "")
+        return self._token_ids(request.text or "")
 
-    def _ids_of(self, text: str) -> list[int]:
+    def _token_ids(self, text: str) -> list[int]:
         self.is_asked.set()
         assert not text or self.gate.wait(10)
         if self.fault is not None:
@@ -40,7 +40,7 @@ class Texts(ArithmeticRunner):
 
 
 class Replica:
-    """One that runs on a thread, as its frontend sees it."""
+    """A replica on a thread, as its frontend sees it."""
 
     def __init__(self, runner: Texts) -> None:
         self.runner = runner
@@ -60,7 +60,7 @@ class Replica:
         return next(report for report in self._reports if is_it(report))
 
     def ended(self) -> BaseException | None:
-        """What it ended with, once it has."""
+        """Waits for its end; returns the exception that it raised."""
         return self._end.get(timeout=10)
 
     def close(self) -> None:
@@ -128,9 +128,7 @@ def test_a_prompt_is_tokenized_while_inputs_to_embed_are(one: Replica) -> None:
 
 
 @pytest.mark.parametrize("ask", ASKS)
-def test_a_tokenizer_that_fails_in_a_way_that_nobody_expected_costs_one_request_and_no_replica(
-    one: Replica, ask: ipc.Command
-) -> None:
+def test_an_unexpected_error_of_a_tokenizer_costs_one_request_and_no_replica(one: Replica, ask: ipc.Command) -> None:
     one.runner.fault = ZeroDivisionError("by a text")
     one.send(ask)
     assert code_of(one.until(lambda report: True)) is errors.Code.INTERNAL
@@ -141,7 +139,7 @@ def test_a_tokenizer_that_fails_in_a_way_that_nobody_expected_costs_one_request_
     assert code_of(one.until(lambda report: not isinstance(report, ipc.StepReport))) is None
 
 
-def test_a_replica_ends_where_the_thread_that_reads_its_commands_ends(one: Replica) -> None:
+def test_a_replica_ends_when_the_thread_that_reads_its_commands_ends(one: Replica) -> None:
     one.sock.sendall(b"\x01\x00\x00\x00\xc1")
     assert isinstance(one.ended(), ValueError)
     assert one.runner.closed

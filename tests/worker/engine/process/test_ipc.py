@@ -1,4 +1,4 @@
-"""Frames come out as they went in, however the bytes between frontend and engine arrive."""
+"""Messages arrive as they were sent, however the bytes between frontend and engine come in."""
 
 import itertools
 import socket
@@ -96,12 +96,12 @@ def test_a_report_comes_back_as_it_was(report: ipc.Report) -> None:
     assert ipc.report_decoder.decode(body) == report
 
 
-def test_every_kind_of_frame_is_tried_here() -> None:
+def test_every_kind_of_message_is_tried_here() -> None:
     tried = {type(frame) for frame in (*COMMANDS, *REPORTS)} | {ipc.OpenReplica, ipc.ReplicaClosed, ipc.ExitReason}
     assert tried == set(ipc.Message.__subclasses__())
 
 
-def test_replicas_sockets_come_beside_their_frames_in_order() -> None:
+def test_the_sockets_of_replicas_come_beside_their_messages_in_order() -> None:
     frontend, process = socket.socketpair()
     pairs = [socket.socketpair() for _ in range(3)]
     for number, (_, theirs) in enumerate(pairs):
@@ -127,29 +127,29 @@ def test_the_end_of_a_replica_or_process_comes_back_as_it_was(frame: ipc.Replica
 
 
 @pytest.mark.parametrize("end", EngineFinishReason)
-def test_every_end_travels(end: EngineFinishReason) -> None:
+def test_every_finish_reason_arrives(end: EngineFinishReason) -> None:
     report = ipc.StepReport([], [ipc.SequenceOutput(1, None, end)], messages.Load())
     (body,) = ipc.FrameDecoder().feed(ipc.encode(report))
     assert ipc.report_decoder.decode(body) == report
 
 
-def test_frames_fed_whole_come_out_one_by_one() -> None:
+def test_frames_fed_at_once_are_decoded_one_by_one() -> None:
     assert list(ipc.FrameDecoder().feed(STREAM)) == BODIES
 
 
-def test_frames_fed_byte_by_byte_come_out_whole() -> None:
+def test_frames_fed_byte_by_byte_are_decoded() -> None:
     decoder = ipc.FrameDecoder()
     assert [body for byte in STREAM for body in decoder.feed(bytes([byte]))] == BODIES
 
 
 @pytest.mark.parametrize("place", [*range(20), 200, 405, 406, 410, len(STREAM) - 1, len(STREAM)])
-def test_frames_cut_in_two_come_out_whole(place: int) -> None:
+def test_frames_cut_in_two_are_decoded(place: int) -> None:
     decoder = ipc.FrameDecoder()
     assert [*decoder.feed(STREAM[:place]), *decoder.feed(STREAM[place:])] == BODIES
 
 
 @pytest.mark.parametrize("length", range(1, 9))
-def test_a_tail_waits_for_the_rest_of_its_frame(length: int) -> None:
+def test_an_incomplete_frame_waits_for_its_rest(length: int) -> None:
     tail = framed(b"tail.")
     decoder = ipc.FrameDecoder()
     assert list(decoder.feed(STREAM + tail[:length])) == BODIES
@@ -159,7 +159,7 @@ def test_a_tail_waits_for_the_rest_of_its_frame(length: int) -> None:
 
 @given(bodies=st.lists(st.binary(max_size=30), max_size=8), places=st.lists(st.integers(0, 300), max_size=10))
 @settings(max_examples=150)
-def test_frames_cut_anywhere_come_out_whole(bodies: list[bytes], places: list[int]) -> None:
+def test_frames_cut_anywhere_are_decoded(bodies: list[bytes], places: list[int]) -> None:
     stream = b"".join(map(framed, bodies))
     edges = [0, *sorted(place % (len(stream) + 1) for place in places), len(stream)]
     decoder = ipc.FrameDecoder()
@@ -167,21 +167,21 @@ def test_frames_cut_anywhere_come_out_whole(bodies: list[bytes], places: list[in
     assert [body for part in parts for body in decoder.feed(part)] == bodies
 
 
-def test_the_longest_frame_is_waited_for_and_one_byte_more_is_corrupt() -> None:
+def test_the_longest_frame_is_awaited_and_one_byte_more_is_corrupt() -> None:
     decoder = ipc.FrameDecoder()
     assert list(decoder.feed(struct.pack("<I", ipc.MAX_FRAME_BYTES) + b"x")) == []
     with pytest.raises(ValueError, match=str(ipc.MAX_FRAME_BYTES + 1)):
         list(ipc.FrameDecoder().feed(struct.pack("<I", ipc.MAX_FRAME_BYTES + 1)))
 
 
-def test_frames_before_a_corrupt_length_are_still_handed_out() -> None:
+def test_frames_before_a_corrupt_length_are_still_decoded() -> None:
     bodies = ipc.FrameDecoder().feed(framed(b"good") + b"\xff\xff\xff\xff")
     assert next(bodies) == b"good"
     with pytest.raises(ValueError, match="a frame of"):
         next(bodies)
 
 
-def test_a_socket_gives_its_frames_until_its_other_end_closes_and_drops_a_tail() -> None:
+def test_frames_are_received_until_the_other_end_closes_and_an_incomplete_one_is_dropped() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(STREAM + framed(b"cut short")[:-1])

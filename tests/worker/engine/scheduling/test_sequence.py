@@ -1,4 +1,4 @@
-"""A sequence knows by its counters alone what is to be computed, and when it ends."""
+"""A sequence knows from its counters alone which tokens are to be computed, and when it ends."""
 
 from array import array
 
@@ -97,7 +97,7 @@ def test_its_prompt_is_its_own_copy() -> None:
     assert list(one.token_ids) == [1, 2, 5]
 
 
-def test_one_that_an_earlier_engine_began_has_its_last_tokens_sampled_already_and_all_to_be_computed() -> None:
+def test_a_sequence_taken_over_has_sampled_its_last_tokens_and_computes_all() -> None:
     token_ids = array("I", [PLAIN] * 3 + [4, 5])
     one = Sequence(1, token_ids, contract.Sampling(max_tokens=3), frozenset({EOS}), num_sampled=2)
     assert (one.num_prompt, one.num_sampled, one.num_uncomputed, one.max_num_tokens) == (3, 2, 5, 6)
@@ -106,12 +106,12 @@ def test_one_that_an_earlier_engine_began_has_its_last_tokens_sampled_already_an
     assert sampled(one, PLAIN) == [EngineFinishReason.LENGTH]
 
 
-def test_one_of_which_all_tokens_are_sampled_cannot_be_made() -> None:
+def test_a_sequence_of_sampled_tokens_only_cannot_be_made() -> None:
     with pytest.raises(AssertionError):
         Sequence(1, array("I", [1, 2]), contract.Sampling(max_tokens=3), frozenset(), num_sampled=2)
 
 
-def test_one_that_must_be_alone_need_not_be_after_its_next_token() -> None:
+def test_an_isolated_sequence_is_isolated_until_its_next_token() -> None:
     one = Sequence(1, array("I", [1]), contract.Sampling(max_tokens=3), frozenset(), isolated=True)
     assert one.isolated
     sampled(one, PLAIN)
@@ -133,7 +133,7 @@ def test_integrity_is_broken_by_more_computed_than_there_is_and_by_less_than_not
         one.check_integrity()
 
 
-def test_what_it_adopts_of_its_prompt_counts_as_cached_and_what_it_computed_before_does_not() -> None:
+def test_reused_tokens_of_the_prompt_count_as_cached_and_computed_ones_do_not() -> None:
     one = sequence(num_prompt=10)
     one.reuse_prefix(4)
     one.num_computed = 6
@@ -141,7 +141,7 @@ def test_what_it_adopts_of_its_prompt_counts_as_cached_and_what_it_computed_befo
     assert (one.num_computed, one.num_cached, one.num_uncomputed) == (9, 4 + 3, 1)
 
 
-def test_it_may_adopt_all_but_its_last_token_and_never_less_than_it_has() -> None:
+def test_all_tokens_but_the_last_may_be_reused_and_never_fewer_than_it_has() -> None:
     one = sequence(num_prompt=5)
     one.reuse_prefix(4)
     for num_computed in (3, 5):
@@ -150,7 +150,7 @@ def test_it_may_adopt_all_but_its_last_token_and_never_less_than_it_has() -> Non
     assert (one.num_computed, one.num_cached) == (4, 4)
 
 
-def test_one_that_is_preempted_in_its_prompt_begins_anew_and_nothing_was_cached() -> None:
+def test_a_sequence_preempted_in_its_prompt_starts_over_and_nothing_was_cached() -> None:
     one = sequence(num_prompt=10)
     one.lane = 3
     one.reuse_prefix(4)
@@ -160,7 +160,7 @@ def test_one_that_is_preempted_in_its_prompt_begins_anew_and_nothing_was_cached(
     assert one.lane is None
 
 
-def test_one_that_is_preempted_later_keeps_what_it_sampled_and_what_it_said_of_its_cache() -> None:
+def test_a_sequence_preempted_later_keeps_its_sampled_and_cached_tokens() -> None:
     one = sequence(num_prompt=10)
     one.reuse_prefix(4)
     sampled(one, PLAIN, PLAIN)

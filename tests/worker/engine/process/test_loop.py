@@ -1,4 +1,4 @@
-"""The step loop carries commands out, survives what only one sequence is to blame for, and rests when idle."""
+"""The step loop carries out commands, survives errors that belong to one sequence, and waits when it is idle."""
 
 import queue
 import sys
@@ -24,7 +24,7 @@ Command = ipc.Add | ipc.Abort | ipc.ClearCache | None
 
 
 class Inbox(queue.SimpleQueue[Command]):
-    """An inbox that says None when the loop would wait for ever, so that a test's own thread can run the loop."""
+    """An inbox that returns None when the loop would wait for ever, so that a test's own thread can run the loop."""
 
     def __init__(self, *commands: Command) -> None:
         super().__init__()
@@ -42,12 +42,12 @@ class Inbox(queue.SimpleQueue[Command]):
 
 
 class Story(NamedTuple):
-    """What a loop reported until it had nothing more to do."""
+    """The reports of a loop until it had nothing more to do."""
 
     reports: list[ipc.StepReport]
     inbox: Inbox
-    alone: list[tuple[int, int]]
-    """Whose steps were announced as its own, and behind how many reports."""
+    isolated: list[tuple[int, int]]
+    """The number of reports before each announcement of isolated steps, and its sequence."""
 
     @property
     def outputs(self) -> list[ipc.SequenceOutput]:
@@ -73,7 +73,7 @@ def add(seq_no: int, num_prompt: int = 3, max_tokens: int = 6, **sampling: objec
 
 
 def shared_add(seq_no: int, num_prompt: int, max_tokens: int = 6) -> ipc.Add:
-    """Sequences that begin alike and find what others of them left."""
+    """A command for sequences that share their prompts' prefixes."""
     return msgspec.structs.replace(add(1, num_prompt, max_tokens), seq_no=seq_no, domain=("acme", ""))
 
 
@@ -87,7 +87,7 @@ def run(
 
     def report(said: ipc.StepReport | ipc.StepIsolated) -> None:
         if isinstance(said, ipc.StepIsolated):
-            story.alone.append((len(story.reports), said.seq_no))
+            story.isolated.append((len(story.reports), said.seq_no))
             return
         story.reports.append(said)
         then(said, story.inbox)
@@ -96,7 +96,7 @@ def run(
     return story
 
 
-def test_a_sequence_is_announced_then_hands_out_a_token_a_step_and_ends_once() -> None:
+def test_a_sequence_is_reported_as_started_then_has_a_token_a_step_and_ends_once() -> None:
     story = run(add(1, max_tokens=3))
     assert [report.started for report in story.reports] == [[1], [], [], []]
     assert [[output.seq_no for output in report.outputs] for report in story.reports] == [[], [1], [1], [1]]
@@ -124,14 +124,14 @@ def test_an_idle_loop_waits_for_a_command_and_neither_steps_nor_reports() -> Non
     assert len(story.reports) == 5
 
 
-def test_all_commands_there_are_are_taken_before_a_step() -> None:
+def test_all_waiting_commands_are_taken_before_a_step() -> None:
     runner = ArithmeticRunner()
     story = run(*(add(number, num_prompt=1, max_tokens=1) for number in range(1, 9)), runner=runner)
     assert runner.num_steps == 1
     assert story.reports[0].started == list(range(1, 9))
 
 
-def test_an_abort_of_the_unknown_or_ended_answers_nothing() -> None:
+def test_an_abort_of_an_unknown_or_finished_sequence_reports_nothing() -> None:
     assert run(ipc.Abort(99)).reports == []
 
     def abort_the_ended(report: ipc.StepReport, inbox: Inbox) -> None:
@@ -143,7 +143,7 @@ def test_an_abort_of_the_unknown_or_ended_answers_nothing() -> None:
     assert len(story.reports) == 3
 
 
-def test_an_abort_before_the_first_step_is_answered_once_and_computes_nothing() -> None:
+def test_an_abort_before_the_first_step_is_reported_once_and_computes_nothing() -> None:
     runner = ArithmeticRunner()
     story = run(add(1), ipc.Abort(1), ipc.Abort(1), runner=runner)
     assert story.outputs == [ipc.SequenceOutput(1, None, EngineFinishReason.ABORTED)]
@@ -167,7 +167,7 @@ def test_an_abort_of_a_running_sequence_frees_its_lane_and_blocks_within_the_ste
     assert len(story.tokens(2)) == 2
 
 
-def test_where_there_is_no_room_the_youngest_waits_and_then_goes_on_as_if_nothing_had_been() -> None:
+def test_without_memory_the_youngest_is_preempted_and_goes_on_later() -> None:
     commands = [add(number, max_tokens=6) for number in (1, 2, 3)]
     calm = run(*commands)
     story = run(*commands, runner=ArithmeticRunner(failures={3: InsufficientMemoryError()}))
@@ -176,7 +176,7 @@ def test_where_there_is_no_room_the_youngest_waits_and_then_goes_on_as_if_nothin
     assert [report.started for report in story.reports if report.started] == [[1, 2, 3]]
 
 
-def test_where_there_is_no_room_idle_blocks_go_before_anybody_waits() -> None:
+def test_without_memory_cached_blocks_go_before_anyone_is_preempted() -> None:
     runner = ArithmeticRunner(failures={7: InsufficientMemoryError()})
 
     def go_on(report: ipc.StepReport, inbox: Inbox) -> None:
@@ -191,7 +191,7 @@ def test_where_there_is_no_room_idle_blocks_go_before_anybody_waits() -> None:
     assert runner.num_steps == 6 + 1 + 6
 
 
-def test_room_that_is_missing_again_and_again_costs_steps_and_nobody_a_token() -> None:
+def test_running_out_of_memory_again_and_again_costs_steps_but_no_tokens() -> None:
     calm = run(*map(add, (1, 2, 3)))
     runner = ArithmeticRunner(failures={2: InsufficientMemoryError(), 3: InsufficientMemoryError()})
     story = run(*map(add, (1, 2, 3)), runner=runner)
@@ -210,14 +210,14 @@ def test_room_that_is_missing_again_and_again_costs_steps_and_nobody_a_token() -
         msgspec.structs.replace(add(2), token_ids=b"odd"),
     ],
 )
-def test_a_sequence_that_cannot_be_taken_ends_and_harms_no_other(wrong: ipc.Add) -> None:
+def test_a_sequence_that_cannot_be_started_ends_and_harms_no_other(wrong: ipc.Add) -> None:
     story = run(add(1), wrong, add(3))
     assert story.ends() == {1: EngineFinishReason.LENGTH, 2: EngineFinishReason.FAILED, 3: EngineFinishReason.LENGTH}
     assert [story.tokens(number) for number in (1, 3)] == [run(add(number)).tokens(number) for number in (1, 3)]
 
 
 def calls_at_rest(num_cached: int) -> int:
-    """How many functions an engine calls, beside so many cached blocks, for a token of a stranger and then to rest."""
+    """The functions that an engine calls for a token of an unrelated sequence and when it is idle then."""
     runner = ArithmeticRunner(make_config(total_kv_blocks=600, context_length=9_000, max_num_batched_tokens=9_000))
     counted = 0
 
@@ -240,11 +240,11 @@ def calls_at_rest(num_cached: int) -> int:
     return counted
 
 
-def test_what_a_loop_does_when_it_comes_to_rest_does_not_depend_on_how_much_is_cached() -> None:
+def test_the_work_of_an_idle_check_does_not_depend_on_how_much_is_cached() -> None:
     assert calls_at_rest(500) == calls_at_rest(5)
 
 
-def test_the_one_that_gave_way_comes_back_when_another_has_ended() -> None:
+def test_a_preempted_sequence_comes_back_when_another_has_ended() -> None:
     story = run(*map(add, (1, 2, 3)), runner=ArithmeticRunner(failures={2: InsufficientMemoryError()}))
     running = [report.load.running for report in story.reports]
     assert running[2] == 2
@@ -252,7 +252,7 @@ def test_the_one_that_gave_way_comes_back_when_another_has_ended() -> None:
     assert story.ends() == {1: EngineFinishReason.LENGTH, 2: EngineFinishReason.LENGTH, 3: EngineFinishReason.LENGTH}
 
 
-def test_a_sequence_alone_without_room_ends_and_the_loop_goes_on() -> None:
+def test_a_lone_sequence_without_memory_ends_and_the_loop_goes_on() -> None:
     story = run(add(1), runner=ArithmeticRunner(failures={1: InsufficientMemoryError()}))
     assert story.outputs == [ipc.SequenceOutput(1, None, EngineFinishReason.INSUFFICIENT_MEMORY)]
     assert story.reports[-1].load.running == 0
@@ -275,7 +275,7 @@ class BadLogits(ArithmeticRunner):
         ]
 
 
-def test_logits_that_are_no_numbers_end_their_own_sequence_only() -> None:
+def test_logits_that_are_not_numbers_end_only_their_own_sequence() -> None:
     commands = [add(number, num_prompt=3, max_tokens=6) for number in (1, 2, 3)]
     calm = run(*commands)
     story = run(*commands, runner=BadLogits(victim=2, length=5))
@@ -288,7 +288,7 @@ def test_logits_that_are_no_numbers_end_their_own_sequence_only() -> None:
     assert story.tokens(2) == calm.tokens(2)[:2]
 
 
-def test_a_prompt_whose_beginning_is_cached_is_computed_from_there_on_and_the_first_token_says_so() -> None:
+def test_the_rest_of_a_cached_prompt_is_computed_and_the_first_token_counts_the_cached_ones() -> None:
     runner = ArithmeticRunner()
 
     def go_on(report: ipc.StepReport, inbox: Inbox) -> None:
@@ -300,7 +300,7 @@ def test_a_prompt_whose_beginning_is_cached_is_computed_from_there_on_and_the_fi
     assert runner.num_evaluated == 30 + 1 + 10 + 1
 
 
-def test_blocks_come_in_the_report_of_the_step_that_stored_them_and_go_in_that_of_the_command() -> None:
+def test_blocks_are_reported_with_the_step_that_stored_them_and_the_command_that_removed_them() -> None:
     def clear_at_the_end(report: ipc.StepReport, inbox: Inbox) -> None:
         if any(output.finish_reason for output in report.outputs):
             inbox.put(ipc.ClearCache())
@@ -314,7 +314,7 @@ def test_blocks_come_in_the_report_of_the_step_that_stored_them_and_go_in_that_o
     assert [report.load.cached_blocks for report in story.reports] == [0, 0, 3, 0]
 
 
-def test_a_prompt_that_somebody_watches_is_reported_until_its_first_token() -> None:
+def test_the_progress_of_a_prompt_is_reported_until_its_first_token() -> None:
     watched = msgspec.structs.replace(add(1, num_prompt=70), return_progress=True)
     runner = ArithmeticRunner(make_config(max_num_batched_tokens=28))
     story = run(watched, add(2, num_prompt=70), runner=runner)
@@ -324,21 +324,21 @@ def test_a_prompt_that_somebody_watches_is_reported_until_its_first_token() -> N
     assert not any(seen[first:])
 
 
-def test_steps_that_one_sequence_must_have_for_itself_are_announced_before_and_end_with_its_token() -> None:
+def test_isolated_steps_are_announced_before_and_end_with_a_token() -> None:
     runner = ArithmeticRunner()
-    suspect = msgspec.structs.replace(add(2, num_prompt=40), isolated=True)
-    commands = [add(1), suspect, add(3)]
+    isolated = msgspec.structs.replace(add(2, num_prompt=40), isolated=True)
+    commands = [add(1), isolated, add(3)]
     story = run(*commands, runner=runner)
-    assert story.alone == [(0, 2)]
+    assert story.isolated == [(0, 2)]
     assert [[output.seq_no for output in report.outputs] for report in story.reports[1:4]] == [[], [2], [2, 1, 3]]
     assert [story.tokens(number) for number in (1, 2, 3)] == [
         run(add(1)).tokens(1),
-        run(suspect).tokens(2),
+        run(isolated).tokens(2),
         run(add(3)).tokens(3),
     ]
 
 
-def test_a_sequence_that_another_engine_began_goes_on_where_it_was() -> None:
+def test_a_sequence_of_an_earlier_engine_goes_on_where_it_was() -> None:
     whole = run(add(1, num_prompt=5)).tokens(1)
     started = add(1, num_prompt=5)
     token_ids = block_hash.unpack_token_ids(started.token_ids) + whole[:2]
@@ -347,12 +347,12 @@ def test_a_sequence_that_another_engine_began_goes_on_where_it_was() -> None:
     assert story.ends() == {1: EngineFinishReason.LENGTH}
 
 
-def test_a_failed_device_leaves_the_loop() -> None:
+def test_a_device_error_leaves_the_loop() -> None:
     with pytest.raises(DeviceError, match="gone"):
         run(add(1), runner=ArithmeticRunner(failures={2: DeviceError("gone")}))
 
 
-def test_a_long_prompt_is_computed_in_steps_that_the_runner_can_carry_while_others_decode() -> None:
+def test_a_long_prompt_is_computed_in_chunks_while_others_decode() -> None:
     runner = ArithmeticRunner(make_config(max_num_batched_tokens=16))
     story = run(add(1, max_tokens=40), add(2, num_prompt=100, max_tokens=2), runner=runner)
     assert story.ends() == {1: EngineFinishReason.LENGTH, 2: EngineFinishReason.LENGTH}
@@ -361,7 +361,7 @@ def test_a_long_prompt_is_computed_in_steps_that_the_runner_can_carry_while_othe
     assert sum(output.seq_no == 1 for output in story.outputs[:first_of_2]) >= 10
 
 
-def test_a_stop_token_ends_a_sequence_and_is_handed_out() -> None:
+def test_a_stop_token_ends_a_sequence_and_is_reported() -> None:
     free = run(add(1, max_tokens=10)).tokens(1)
     stop = free[4]
     story = run(add(1, max_tokens=10, stop_token_ids=(stop,)))

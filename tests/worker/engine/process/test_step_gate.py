@@ -1,4 +1,4 @@
-"""Loops step side by side, and one that has the device for itself shares no moment with another."""
+"""Loops step side by side, but never while one of them has the device for itself."""
 
 import threading
 
@@ -41,7 +41,7 @@ def test_closing_waits_for_the_steps_that_have_begun() -> None:
     assert story == ["stepped", "closed"]
 
 
-def test_nobody_steps_and_nobody_else_closes_while_one_is_alone() -> None:
+def test_nobody_steps_or_closes_while_the_gate_is_closed() -> None:
     step_gate = StepGate()
     entered: list[str] = []
     step_gate.close()
@@ -66,7 +66,7 @@ def test_nobody_steps_and_nobody_else_closes_while_one_is_alone() -> None:
     assert sorted(entered) == ["close", "step"]
 
 
-def test_a_step_that_fails_is_over_too() -> None:
+def test_a_step_that_raises_is_over_too() -> None:
     step_gate = StepGate()
     try:
         with step_gate.step():

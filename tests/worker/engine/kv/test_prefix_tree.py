@@ -1,4 +1,4 @@
-"""The tree finds a prefix by its tokens alone, and names it as the wire does."""
+"""The tree finds a prefix by its tokens alone, and hashes it as the wire does."""
 
 from collections.abc import Sequence
 
@@ -18,12 +18,12 @@ def tree() -> PrefixTree:
 
 
 def tokens(text: str | Sequence[int]) -> bytes:
-    """A token for each character."""
+    """The token ids of a text as bytes, one for each character."""
     return block_hash.pack_token_ids([ord(one) for one in text] if isinstance(text, str) else text)
 
 
 def chain(tree: PrefixTree, *texts: str, domain: Domain = Domain()) -> list[Block]:  # noqa: B008
-    """Blocks behind one another."""
+    """Inserts blocks one behind the other."""
     made: list[Block] = []
     for text in texts:
         made.append(tree.insert(made[-1] if made else tree.make_root(domain), tokens(text)))
@@ -38,7 +38,7 @@ def naive_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 @given(one=TOKENS, other=TOKENS, both=TOKENS)
-def test_two_runs_begin_with_as_many_equal_tokens_as_a_count_one_by_one_says(
+def test_the_number_of_common_tokens_is_that_of_a_count_one_by_one(
     one: list[int], other: list[int], both: list[int]
 ) -> None:
     assert num_common_tokens(tokens(both + one), tokens(both + other)) == naive_common(both + one, both + other)
@@ -48,7 +48,7 @@ def test_two_runs_begin_with_as_many_equal_tokens_as_a_count_one_by_one_says(
     known=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=SIZE), max_size=12, unique_by=tuple),
     wanted=st.lists(st.integers(0, 3), max_size=SIZE),
 )
-def test_the_nearest_child_has_the_longest_beginning_in_common(known: list[list[int]], wanted: list[int]) -> None:
+def test_the_longest_match_has_the_most_leading_tokens_in_common(known: list[list[int]], wanted: list[int]) -> None:
     one = tree()
     root = one.make_root(Domain())
     for ids in known:
@@ -63,7 +63,7 @@ def test_the_nearest_child_has_the_longest_beginning_in_common(known: list[list[
         assert count == most == num_common_tokens(child.tokens, tokens(wanted))
 
 
-def test_a_child_that_was_dropped_is_not_found() -> None:
+def test_a_removed_child_is_not_found() -> None:
     one = tree()
     (child,) = chain(one, "abcd")
     root = one.make_root(Domain())
@@ -72,7 +72,7 @@ def test_a_child_that_was_dropped_is_not_found() -> None:
     assert root.longest_match(tokens("abxx")) is None
 
 
-def test_children_that_are_a_proper_beginning_are_found_shortest_first() -> None:
+def test_children_that_are_proper_prefixes_are_found_shortest_first() -> None:
     one = tree()
     root = one.make_root(Domain())
     a, abc, _, _ = (one.insert(root, tokens(text)) for text in ("a", "abc", "abcd", "b"))
@@ -80,7 +80,7 @@ def test_children_that_are_a_proper_beginning_are_found_shortest_first() -> None
     assert root.proper_prefixes(tokens("a")) == []
 
 
-def test_a_block_is_named_by_the_chained_hash_and_a_tail_has_no_name() -> None:
+def test_a_block_has_the_chained_hash_and_a_partial_block_has_none() -> None:
     domain = Domain("acme", "salt", (block_hash.Adapter("lora", 0.5),))
     one, two, tail = chain(tree(), "abcd", "efgh", "ij", domain=domain)
     root = block_hash.root_hash(block_hash.PrefixDomain("f", domain.adapters, "acme", "salt"))
@@ -88,7 +88,7 @@ def test_a_block_is_named_by_the_chained_hash_and_a_tail_has_no_name() -> None:
     assert tail.hash == 0
 
 
-def test_a_block_knows_its_place() -> None:
+def test_a_block_knows_its_position() -> None:
     made = chain(tree(), "abcd", "efgh", "ij")
     assert [(block.start, block.end) for block in made] == [(0, 4), (4, 8), (8, 10)]
     assert list(made[2].path()) == made[::-1]
@@ -99,7 +99,7 @@ def test_only_a_block_is_full() -> None:
     assert [one.is_full(block) for block in chain(one, "abcd", "efg")] == [True, False]
 
 
-def test_what_is_behind_a_block_comes_deepest_first() -> None:
+def test_descendants_come_deepest_first() -> None:
     one = tree()
     first, second = chain(one, "abcd", "efgh")
     third, other = one.insert(second, tokens("ij")), one.insert(first, tokens("kl"))
@@ -115,7 +115,7 @@ def test_equal_tokens_of_other_domains_are_other_blocks() -> None:
     assert set(one.all_blocks()) == set(made)
 
 
-def test_a_domain_goes_with_its_last_block_and_its_last_user() -> None:
+def test_a_root_is_removed_with_its_last_block_and_its_last_user() -> None:
     one = tree()
     (child,) = chain(one, "abcd")
     root = one.make_root(Domain())

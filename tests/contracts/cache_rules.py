@@ -1,0 +1,127 @@
+"""Rules of the contract about cached prefixes: who shares them, what they save, and what routers are told."""
+
+from tests.contracts.driving import prompt, request, run, settled, start
+from tests.support.engines import Recorder
+from tokenbus.protocol.wire import block_hash, messages
+from tokenbus.worker import contract
+
+
+class Held:
+    """The blocks that a router believes the engine to hold. Fails for events that contradict each other."""
+
+    def __init__(
+        self,
+        engine: contract.Engine,
+        config: contract.EngineConfig,
+        domain: block_hash.PrefixDomain,
+        others: block_hash.PrefixDomain,
+    ) -> None:
+        self.parents: dict[int, int] = {}
+        self._most = config.total_kv_blocks + config.host_kv_blocks
+        self._root = block_hash.root_hash(domain)
+        self._other_root = block_hash.root_hash(others)
+        self._block_size = config.kv_block_size
+        engine.on_kv_events = self._take
+
+    def has(self, token_ids: list[int]) -> list[bool]:
+        """Whether each full block of a prompt of the domain is held."""
+        return [name in self.parents for name in block_hash.block_hashes(token_ids, self._block_size, self._root)]
+
+    def _take(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
+        for name in removed:
+            del self.parents[name]
+        for parent, name in stored:
+            assert name not in self.parents, "stored twice"
+            self.parents[name] = parent
+        for parent in self.parents.values():
+            assert parent in self.parents or parent in (self._root, self._other_root), "a block hangs in the air"
+        assert len(self.parents) <= self._most, "more blocks than were advertised"
+
+
+async def measured(engine: contract.Engine, asked: contract.EngineRequest) -> tuple[Recorder, messages.Usage, int]:
+    """Returns a request's outputs, its usage, and the number of tokens that were computed for it."""
+    before = engine.load().computed_tokens
+    recorder = await run(engine, asked)
+    await settled(engine)
+    usage = recorder.outputs[-1].usage
+    assert usage is not None
+    return recorder, usage, engine.load().computed_tokens - before
+
+
+def long_prompt(config: contract.EngineConfig, number: int) -> list[int]:
+    """Several blocks and half of one."""
+    size = config.kv_block_size
+    return prompt(config, number, length=min(5 * size + size // 2, config.context_length - 32))
+
+
+async def computes_what_is_cached_only_once(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    token_ids = long_prompt(config, 41)
+    answers = []
+    for turn in range(3):
+        recorder, usage, computed = await measured(engine, request(token_ids, salt="once", max_tokens=5))
+        assert computed == usage.prompt_tokens - usage.cached_tokens + usage.completion_tokens - 1
+        assert (usage.cached_tokens > 0) == (config.prefix_cache and turn > 0), (turn, usage)
+        answers.append(recorder.token_ids)
+    assert answers[0] == answers[1] == answers[2]
+    if config.prefix_cache:
+        assert usage.cached_tokens == len(token_ids) - 1
+        longer = token_ids + answers[0]
+        _, usage, _ = await measured(engine, request([*longer, *prompt(config, 42)], salt="once", max_tokens=5))
+        assert usage.cached_tokens == len(longer) - 1
+
+
+async def shares_a_prefix_with_what_runs(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    """Those that come while it is being computed, and while its sequence runs, compute only their own part."""
+    prefix = long_prompt(config, 43)
+    tails = [prompt(config, 44 + number) for number in range(4)]
+    asked = [request(prefix + tail, salt="apart", cache=False, max_tokens=12) for tail in tails]
+    alone = [(await run(engine, one)).token_ids for one in asked]
+    before = engine.load().computed_tokens
+    recorders = [start(engine, request(prefix + tails[0], salt="together", max_tokens=12))]
+    recorders += [start(engine, request(prefix + tail, salt="together", max_tokens=12)) for tail in tails[1:3]]
+    await recorders[0].until(lambda seen: len(seen.token_ids) >= 2)
+    recorders.append(start(engine, request(prefix + tails[3], salt="together", max_tokens=12)))
+    for recorder in recorders:
+        await recorder.terminal()
+    await settled(engine)
+    assert [recorder.token_ids for recorder in recorders] == alone
+    if config.prefix_cache:
+        shared = len(prefix) // config.kv_block_size * config.kv_block_size
+        everything = sum(len(prefix) + len(tail) + 11 for tail in tails)
+        assert engine.load().computed_tokens - before <= everything - 3 * shared
+        assert all(seen.outputs[-1].usage.cached_tokens >= shared for seen in recorders[1:])  # type: ignore[union-attr]
+
+
+async def keeps_caches_apart(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    token_ids = long_prompt(config, 50)
+    await run(engine, request(token_ids, tenant="one", salt="a"))
+    for tenant, salt, cache in (("two", "a", True), ("one", "b", True), ("one", "", True), ("one", "a", False)):
+        asked = request(token_ids, tenant=tenant, salt=salt, cache=cache, max_tokens=3)
+        _, usage, computed = await measured(engine, asked)
+        assert usage.cached_tokens == 0, (tenant, salt, cache)
+        assert computed == len(token_ids) + 2
+
+
+async def leaves_nothing_where_it_must_not(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    token_ids = long_prompt(config, 51)
+    await run(engine, request(token_ids, salt="bare", cache=False))
+    _, usage, _ = await measured(engine, request(token_ids, salt="bare"))
+    assert usage.cached_tokens == 0
+
+
+async def tells_which_blocks_it_holds(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    domain = block_hash.PrefixDomain(config.fingerprint, (), "a tenant", "told")
+    held = Held(engine, config, domain, block_hash.PrefixDomain(config.fingerprint, cache_salt="others"))
+    token_ids = long_prompt(config, 52)
+    recorder = await run(engine, request(token_ids, tenant="a tenant", salt="told"))
+    await settled(engine)
+    whole = token_ids + recorder.token_ids[:-1]
+    assert held.has(whole) == [config.prefix_cache] * (len(whole) // config.kv_block_size)
+    for number in range(12):  # many others, each as large as fits, so that blocks have to go
+        await run(engine, request(prompt(config, 60 + number, config.context_length - 24), salt="others"))
+    engine.clear_cache()
+    _, usage, _ = await measured(engine, request(token_ids, tenant="a tenant", salt="told", max_tokens=1))
+    assert usage.cached_tokens == 0
+    assert held.has(token_ids) == [config.prefix_cache] * (len(token_ids) // config.kv_block_size)
+    await run(engine, request(prompt(config, 53), cache=False, max_tokens=1))
+    assert len(held.parents) == sum(held.has(token_ids))

@@ -1,0 +1,73 @@
+"""Drives an engine through its contract: requests, streams, and what they leave behind."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+
+from tests.support.engines import Recorder
+from tokenbus.worker import contract
+from tokenbus.worker.validator import StreamValidator
+
+SETTLE_S = 10.0
+
+_keys = itertools.count()
+
+
+def request(
+    token_ids: list[int],
+    *,
+    stop: tuple[str, ...] = (),
+    tenant: str = "",
+    salt: str = "",
+    cache: bool = True,
+    **sampling: object,
+) -> contract.EngineRequest:
+    fields: dict[str, object] = {"max_tokens": 24, "ignore_eos": True} | sampling
+    return contract.EngineRequest(
+        key=f"default:kit-{next(_keys)}",
+        token_ids=token_ids,
+        sampling=contract.Sampling(**fields),  # type: ignore[arg-type]
+        stop=stop,
+        tenant=tenant,
+        cache_salt=salt,
+        cache_prompt=cache,
+    )
+
+
+def start(engine: contract.Engine, asked: contract.EngineRequest) -> Recorder:
+    recorder = Recorder()
+    engine.generate(asked, StreamValidator(asked, recorder))
+    return recorder
+
+
+async def run(engine: contract.Engine, asked: contract.EngineRequest) -> Recorder:
+    recorder = start(engine, asked)
+    await recorder.terminal()
+    return recorder
+
+
+async def stream(engine: contract.Engine, asked: contract.EngineRequest) -> AsyncIterator[contract.Output]:
+    """The outputs one by one; leaving early aborts."""
+    queue: asyncio.Queue[contract.Output] = asyncio.Queue()
+    engine.generate(asked, queue.put_nowait)
+    try:
+        while True:
+            output = await queue.get()
+            yield output
+            if output.finish_reason is not None:
+                return
+    finally:
+        engine.abort(asked.key)
+
+
+def prompt(config: contract.EngineConfig, number: int = 0, length: int = 6) -> list[int]:
+    """Different prompts of ordinary tokens."""
+    return [7 + (31 * number + 13 * place + place * place) % (config.vocab_size - 8) for place in range(length)]
+
+
+async def settled(engine: contract.Engine) -> None:
+    """Everything is given back."""
+    async with asyncio.timeout(SETTLE_S):
+        await engine.drain()
+    load = engine.load()
+    assert (load.running, load.waiting, load.used_blocks, load.queued_prefill_tokens) == (0, 0, 0, 0), load

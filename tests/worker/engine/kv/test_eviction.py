@@ -1,0 +1,206 @@
+"""Cached blocks go in the order of their last use, and routers are told."""
+
+import pytest
+
+from tests.support.block_cache import Cache, hashes, offloaded_cache, root_of
+from tokenbus.worker.engine.kv.ops import Discard, Truncate
+from tokenbus.worker.engine.kv.prefix_tree import KvEvents, StoredBlock
+
+
+def test_the_least_recently_used_block_is_evicted_first_and_of_a_path_its_end() -> None:
+    cache = Cache(total_blocks=4)
+    cache.run("aaaabbbb")
+    cache.run("ccccdddd")
+    cache.kv_ops()
+    cache.events()
+    (a, b), (c, d) = hashes("aaaabbbb"), hashes("ccccdddd")
+    cache.allocate(101, "", max_tokens=16, domain=None)
+    for num_blocks, gone, cut in (
+        (1, b, Truncate(0, 4)),
+        (2, a, Truncate(0, 0)),
+        (3, d, Truncate(1, 4)),
+        (4, c, Truncate(1, 0)),
+    ):
+        cache.fill(num_blocks)
+        assert cache.kv_ops() == [cut]
+        assert cache.events() == KvEvents([gone], [])
+    assert cache.pool.cache.evicted_blocks == 4
+
+
+def test_blocks_that_were_used_again_are_evicted_last() -> None:
+    cache = Cache(total_blocks=5)
+    cache.run("aaaabbbb")
+    cache.run("ccccdddd")
+    cache.run("aaaabbbb")
+    assert cache.blocks == (0, 4, 1)
+    cache.events()
+    cache.fill(3)
+    assert cache.events().removed == hashes("ccccdddd")[::-1]
+
+
+def test_several_truncations_of_one_lane_are_one_op() -> None:
+    cache = Cache(total_blocks=4)
+    cache.run("aaaabbbbcccc")
+    cache.kv_ops()
+    cache.fill(4)
+    assert cache.kv_ops() == [Truncate(0, 0)]
+
+
+def test_blocks_that_sequences_use_are_never_evicted() -> None:
+    cache = Cache(total_blocks=3, overcommit=2.0)
+    cache.allocate(1, "aaaabbbb")
+    cache.compute(1, 8)
+    cache.allocate(2, "cccccccc")
+    assert cache.allocate_blocks(2, 4)
+    assert not cache.allocate_blocks(2, 8)
+    assert cache.pool.cache.evicted_blocks == 0
+
+
+def test_the_part_of_an_idle_lane_that_others_carry_stays_where_it_is() -> None:
+    cache = Cache(num_lanes=3)
+    cache.allocate(1, "aaaabbbb")
+    cache.compute(1, 8)
+    cache.allocate(2, "aaaacccc")
+    cache.reuse_prefix(2)
+    cache.compute(2, 8)
+    cache.free(1)
+    cache.free(2)
+    cache.events()
+    cache.kv_ops()
+    cache.pool.cache.trim(2)
+    assert cache.kv_ops() == [Truncate(0, 0)]
+    assert cache.events() == KvEvents([hashes("aaaabbbb")[1]], [])
+    assert cache.reused("aaaaccccd") == 8
+
+
+def test_where_lanes_run_out_the_least_recently_used_idle_one_is_emptied() -> None:
+    cache = Cache(num_lanes=2)
+    cache.run("aaaabbbb")
+    cache.run("cccc")
+    cache.kv_ops()
+    cache.events()
+    assert cache.allocate(1, "d") == 0
+    assert cache.kv_ops() == [Truncate(0, 0)]
+    assert cache.events() == KvEvents(hashes("aaaabbbb")[::-1], [])
+    assert cache.blocks == (0, 1, 15)
+
+
+def test_a_lane_whose_blocks_others_carry_too_is_free_after_its_own_ones() -> None:
+    cache = Cache(num_lanes=2)
+    cache.allocate(1, "aaaabbbb")
+    cache.compute(1, 8)
+    cache.allocate(2, "aaaacccc")
+    cache.reuse_prefix(2)
+    cache.compute(2, 8)
+    cache.free(1)
+    cache.free(2)
+    cache.kv_ops()
+    cache.events()
+    assert cache.allocate(3, "d") == 0
+    assert cache.kv_ops() == [Truncate(0, 0)]
+    assert cache.events() == KvEvents([hashes("aaaabbbb")[1]], [])
+
+
+@pytest.mark.parametrize(("most", "removed"), [(0, 3), (2, 1), (3, 0), (4, 0)])
+def test_evictable_blocks_beyond_the_limit_are_evicted(most: int, removed: int) -> None:
+    cache = Cache()
+    cache.run("aaaabbbbcccc")
+    cache.events()
+    cache.pool.cache.trim(most)
+    cache.pool.check_integrity()
+    assert cache.events().removed == hashes("aaaabbbbcccc")[::-1][:removed]
+
+
+def test_new_blocks_are_announced_once_with_the_blocks_before_them() -> None:
+    cache = Cache()
+    cache.allocate(1, "aaaabbbbcc")
+    cache.compute(1, 3)
+    assert cache.events() == KvEvents([], [])
+    a, b = hashes("aaaabbbb")
+    cache.compute(1, 10)
+    assert cache.events() == KvEvents([], [StoredBlock(root_of(), a), StoredBlock(a, b)])
+    assert cache.events() == KvEvents([], [])
+
+
+def test_a_block_that_others_complete_too_is_not_announced_again() -> None:
+    cache = Cache()
+    cache.allocate(1, "aaaab")
+    cache.allocate(2, "aaaac")
+    cache.compute(1, 4)
+    cache.events()
+    cache.compute(2, 4)
+    cache.free(1)
+    cache.free(2)
+    assert cache.events() == KvEvents([], [])
+
+
+def test_a_block_that_came_and_went_in_between_is_in_neither_list() -> None:
+    cache = Cache()
+    cache.run("aaaabbbb")
+    cache.pool.cache.clear()
+    assert cache.events() == KvEvents([], [])
+
+
+def test_a_block_that_went_and_came_back_is_removed_first_and_then_stored() -> None:
+    cache = Cache()
+    cache.run("aaaa")
+    cache.events()
+    cache.pool.cache.clear()
+    cache.run("aaaa")
+    (a,) = hashes("aaaa")
+    assert cache.events() == KvEvents([a], [StoredBlock(root_of(), a)])
+
+
+def test_partial_blocks_are_never_announced() -> None:
+    cache = Cache()
+    cache.run("aaa")
+    assert cache.blocks == (0, 1, 15)
+    assert cache.events() == KvEvents([], [])
+    cache.pool.cache.clear()
+    assert cache.events() == KvEvents([], [])
+
+
+def test_a_block_is_removed_only_when_its_copy_is_gone_too() -> None:
+    cache = offloaded_cache()
+    assert cache.events() == KvEvents([], [])
+    cache.pool.cache.clear()
+    cache.pool.check_integrity()
+    assert sorted(cache.events().removed) == sorted(hashes("aaaabbbb"))
+
+
+def test_clearing_removes_only_blocks_that_no_sequence_uses() -> None:
+    cache = Cache()
+    cache.run("aaaabbbb")
+    cache.run("ccccdddd")
+    cache.allocate(1, "aaaae")
+    cache.reuse_prefix(1)
+    cache.kv_ops()
+    cache.events()
+    cache.pool.cache.clear()
+    cache.pool.check_integrity()
+    assert cache.blocks == (1, 0, 15)
+    assert cache.kv_ops() == [Truncate(0, 0), Truncate(1, 0)]
+    assert cache.events() == KvEvents([hashes("aaaabbbb")[1], *hashes("ccccdddd")[::-1]], [])
+
+
+def test_clearing_discards_copies_of_used_blocks_too() -> None:
+    cache = offloaded_cache()
+    cache.free(101)
+    cache.reused("aaaabbbbc")
+    cache.kv_ops()
+    cache.pool.cache.clear()
+    cache.pool.check_integrity()
+    assert set(cache.kv_ops()) == {Discard(1), Discard(2)}
+    assert (cache.blocks, len(cache.pool.cache.host)) == ((2, 0, 1), 0)
+    assert cache.events() == KvEvents([], [])
+
+
+def test_clearing_offloads_nothing() -> None:
+    cache = Cache(host_blocks=8)
+    cache.run("aaaabbbb")
+    cache.pool.cache.host.set_limits(9, 9)
+    cache.kv_ops()
+    cache.pool.cache.clear()
+    cache.pool.check_integrity()
+    assert cache.kv_ops() == [Truncate(0, 0)]
+    assert len(cache.pool.cache.host) == 0
