@@ -160,8 +160,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of the device's memory, for the keys and values of all sequences; 0 where it is not known."""
     embedding_width: int = 0
     """Numbers of one embedding; 0 where the engine makes none."""
-    lose_events: int = 0
-    """Of a simulator: every n-th entry of its event log is to be lost on its way; 0: none."""
 
 
 class EngineStartError(RuntimeError):

@@ -1,6 +1,7 @@
 """A simulated step takes what its timing says, and a simulator says that it is one."""
 
 from array import array
+from typing import Any
 
 import pytest
 
@@ -81,8 +82,28 @@ def test_a_fault_that_there_is_not_is_refused_with_those_that_there_are(text: st
         SimRunner(EngineSettings(model="dynamo", engine="sim", sim_faults=text))
 
 
-def test_a_simulator_that_loses_events_says_how_many_in_its_config() -> None:
-    assert SimRunner(EngineSettings(model="dynamo", engine="sim", sim_faults="lose@7")).config.lose_events == 7
+class Wire:
+    """The part of a bus that publishes, and what it has published."""
+
+    def __init__(self) -> None:
+        self.published: list[tuple[str, bytes]] = []
+
+    def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
+        self.published.append((subject, payload))
+
+
+@pytest.mark.parametrize(
+    ("engine", "script", "lost"),
+    [("sim", "crash@9,lose@3", {3, 6}), ("sim", "", set()), ("sim", "lose@x", set()), ("gguf", "lose@3", set())],
+)
+def test_every_nth_event_of_a_simulator_is_lost_and_no_other_message(engine: str, script: str, lost: set[int]) -> None:
+    wire: Any = Wire()
+    faults.lose_events(wire, "events", EngineSettings(model="dynamo", engine=engine, sim_faults=script))
+    for number in range(1, 8):
+        wire.publish("events", b"%d" % number)
+        wire.publish("chunks", b"%d" % number)
+    assert {int(payload) for subject, payload in wire.published if subject == "events"} == set(range(1, 8)) - lost
+    assert sum(subject == "chunks" for subject, _ in wire.published) == 7
 
 
 def test_a_step_is_never_shorter_than_its_least() -> None:
