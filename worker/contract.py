@@ -138,8 +138,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The device memory for the keys and values of all sequences; 0 where it is not known."""
     embedding_width: int = 0
     """The numbers of one embedding; 0 if the engine makes none."""
-    lose_events: int = 0
-    """A simulator's fault: every n-th entry of the event log is lost on its way; 0 loses none."""
 
 
 class EngineStartError(RuntimeError):

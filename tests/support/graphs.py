@@ -1,4 +1,4 @@
-"""Small ONNX graphs: those that are only read have no nodes, those that are run are the demo model, changed."""
+"""Small ONNX graphs. Those that are only read have no nodes; those that are run are changed copies of the demo."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -30,7 +30,7 @@ def decoder(
     more_inputs: Iterable[onnx.ValueInfoProto] = (),
     nodes: Iterable[onnx.NodeProto] = (),
 ) -> onnx.ModelProto:
-    """What a decoder says of itself. `kv` names the output of each cache input; `sizes` are of all or of each."""
+    """A decoder without nodes. `kv` has the output of each cache input; `sizes` are those of all inputs or of each."""
     kv = pairs(1) if kv is None else kv
     of = sizes if isinstance(sizes, Mapping) else dict.fromkeys(kv, sizes)
     cache = [value(name, of[name], kind) for name in kv]
@@ -41,7 +41,7 @@ def decoder(
 
 
 def pairs(layers: int, past: str = "past_key_values.{}.{}", present: str = "present.{}.{}") -> dict[str, str]:
-    """The names of a cache's inputs and outputs."""
+    """Returns the outputs of a cache by their inputs."""
     return {past.format(n, part): present.format(n, part) for n in range(layers) for part in ("key", "value")}
 
 
@@ -69,7 +69,7 @@ def tiny(flavour: onnx_graph.Flavour = "plain") -> onnx.ModelProto:
 
 
 def keep_outside(path: Path, location: str) -> Path:
-    """Writes a graph whose larger weights are said to be at `location`, where this puts them too."""
+    """Writes a graph with its larger weights in a file at `location`."""
     onnx.save(tiny(), path, save_as_external_data=True, location="weights", size_threshold=256)
     graph = onnx.load(path, load_external_data=False)
     for tensor in graph.graph.initializer:
@@ -81,7 +81,7 @@ def keep_outside(path: Path, location: str) -> Path:
 
 
 class Change:
-    """Adds nodes in front of a graph's last one, the projection."""
+    """Adds nodes before a graph's last one, which is the projection."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self._graph = graph
@@ -107,13 +107,13 @@ class Change:
 
 
 def mix_rows(graph: onnx.GraphProto) -> None:
-    """What a token becomes depends on the tokens of the other rows."""
+    """Makes the states of a token depend on the tokens of the other rows."""
     change = Change(graph)
     change.hidden = change.add("Add", [change.hidden, change.add("ReduceMean", [change.hidden, change.ints(0)])])
 
 
 def run_out_of_memory(graph: onnx.GraphProto, *, above: int) -> None:
-    """A run of more tokens than that asks for memory that no machine has."""
+    """Makes a run of more tokens than `above` ask for memory that no machine has."""
     change = Change(graph)
     over = change.add("Sub", [change.add("Shape", ["input_ids"], start=1), change.ints(above)])
     size = change.add("Mul", [change.add("Max", [over, change.ints(0)]), change.ints(1 << 44)])
@@ -122,20 +122,20 @@ def run_out_of_memory(graph: onnx.GraphProto, *, above: int) -> None:
 
 
 def compute_no_numbers(graph: onnx.GraphProto) -> None:
-    """Its logits are infinite."""
+    """Makes all logits infinite."""
     change = Change(graph)
     change.hidden = change.add("Log", [change.add("Sub", [change.hidden, change.hidden])])
 
 
 def shake(graph: onnx.GraphProto, *, by: float) -> None:
-    """What a token becomes is off by about that share, each time differently."""
+    """Multiplies states by noise of that standard deviation, which differs from run to run."""
     change = Change(graph)
     noise = change.add("RandomNormalLike", [change.hidden], mean=1.0, scale=by, seed=1.0)
     change.hidden = change.add("Mul", [change.hidden, noise])
 
 
 def ignore_mask(graph: onnx.GraphProto) -> None:
-    """Every token sees all columns before its own, those without a token too."""
+    """Makes every token attend to all columns before its own, including padding."""
     cast = next(node for node in graph.node if node.op_type == "Cast" and node.input[0] == "attention_mask")
     cast.input[0] = "everything"
     one = helper.make_tensor("one", TensorProto.INT64, [1], [1])
@@ -144,13 +144,13 @@ def ignore_mask(graph: onnx.GraphProto) -> None:
 
 
 def have_one_row(graph: onnx.GraphProto) -> None:
-    """Its batches are of one row, as some exports have it."""
+    """Limits batches to one row, as some exports do."""
     for end in (*graph.input, *graph.output):
         end.type.tensor_type.shape.dim[0].dim_value = 1
 
 
 def quantize(graph: onnx.GraphProto) -> None:
-    """Its weights are of 4 bits, in blocks of 32, and what they are multiplied with is rounded to 8 bits."""
+    """Quantizes weights to 4 bits in blocks of 32, and rounds what they are multiplied with to 8 bits."""
     weights = {tensor.name: tensor for tensor in graph.initializer}
     for node in [node for node in graph.node if node.op_type == "MatMul" and node.input[1] in weights]:
         tensor = weights.pop(node.input[1])

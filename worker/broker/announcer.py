@@ -146,16 +146,12 @@ class Announcer:
             removed = self._removed[:_HASHES_PER_EVENT]
             stored = list(itertools.islice(self._stored.items(), _HASHES_PER_EVENT - len(removed)))
             try:
-                if not self._is_to_be_lost(self._config):
-                    self._connection.publish(self._events_subject, codec.encode(self._events(removed, stored)))
+                self._connection.publish(self._events_subject, codec.encode(self._events(removed, stored)))
             except OutboundBufferLimitError:
                 return  # the broker is away: the next event carries all of it
             self._mark_published(removed, stored)
             if not self._removed and not self._stored:
                 return
-
-    def _is_to_be_lost(self, config: contract.EngineConfig) -> bool:
-        return config.lose_events > 0 and self._seq % config.lose_events == config.lose_events - 1
 
     async def run_heartbeat(self) -> None:
         """Publishes an event whenever none was published for a while; runs until cancelled."""

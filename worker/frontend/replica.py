@@ -16,6 +16,7 @@ from tokenbus.protocol.wire import internal, subjects
 from tokenbus.worker import contract
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.sim import faults
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.engine_client.listener import EngineListener
@@ -89,6 +90,7 @@ class Replica(EngineListener):
                 return
             connections.callback(self._metrics.forget)
             names = subjects.Subjects(self._settings.prefix)
+            faults.lose_events(connection, names.events(self.served_name, self.worker_id), self._engine)
             settings, shown = self._settings.frontend, self._metrics
             frontend = Frontend(connection, names, self.served_name, self.worker_id, settings, shown, self._tracer)
             self.frontend = frontend

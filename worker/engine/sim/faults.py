@@ -1,6 +1,11 @@
-"""Parses the script of faults that a simulator injects; pure."""
+"""Parses the script of faults that a simulator injects, and injects those that its engine can't; pure."""
+
+import itertools
 
 import msgspec
+
+from tokenbus.protocol.bus.bus import Bus
+from tokenbus.worker.engine.process.settings import EngineSettings
 
 _KINDS = ("crash", "hang", "slow", "lose")
 
@@ -41,3 +46,21 @@ def _milliseconds(text: str) -> float:
     if not 0 < value <= 3_600_000:
         raise ValueError(f"a slow step takes more than 0 and at most 3,600,000 ms, got {text!r}")
     return value
+
+
+def lose_events(bus: Bus, events_subject: str, settings: EngineSettings) -> None:
+    """Has `bus` lose every n-th message to `events_subject`, if the settings are of a simulator that asks
+    for it. A malformed script does nothing here: the engine refuses it."""
+    try:
+        every = parse(settings.sim_faults).lose if settings.engine == "sim" else 0
+    except ValueError:
+        return
+    if not every:
+        return
+    publish, count = bus.publish, itertools.count(1)
+
+    def lossy(subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
+        if subject != events_subject or next(count) % every:
+            publish(subject, payload, reply, headers)
+
+    bus.publish = lossy  # type: ignore[method-assign]

@@ -54,7 +54,7 @@ class SimRunner:
         self.token_bytes += [b" simulated-%d" % number for number in range(_NUM_WORDS)]
         self.bundle: bytes | None = None
         self.embedder: Embedder | None = None
-        self.config = _config(preset, settings, self._faults.lose)
+        self.config = _config(preset, settings)
         self.num_lanes = self.config.max_num_seqs + self.config.total_kv_blocks
 
     def __repr__(self) -> str:
@@ -114,7 +114,7 @@ class SimRunner:
         return SampledToken(_FIRST_WORD + word % _NUM_WORDS, None)
 
 
-def _config(preset: str, settings: EngineSettings, lose_events: int) -> contract.EngineConfig:
+def _config(preset: str, settings: EngineSettings) -> contract.EngineConfig:
     block_size = settings.kv_block_size if settings.kv_block_size > 0 else _DEFAULT_BLOCK_SIZE
     context = settings.context_length or _DEFAULT_CONTEXT
     kv_tokens = settings.kv_tokens or max(context, _DEFAULT_KV_TOKENS)
@@ -140,5 +140,4 @@ def _config(preset: str, settings: EngineSettings, lose_events: int) -> contract
         defaults=SamplingParams(),
         versions={},
         pid=os.getpid(),
-        lose_events=lose_events,
     )

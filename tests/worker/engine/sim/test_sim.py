@@ -1,6 +1,7 @@
-"""A simulated step takes what its timing says, and a simulator says that it is one."""
+"""A simulated step takes as long as its timing model says, and a simulator says that it is one."""
 
 from array import array
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ def test_a_step_of_prompt_tokens_takes_their_polynomial() -> None:
     assert of(part(600, 0, 512)) == pytest.approx(4.209989e-07 * 512**2 + 1.518344e-02 * 512 + 16.50142)
 
 
-def test_a_step_of_decodes_takes_what_the_held_share_says() -> None:
+def test_a_step_of_decodes_takes_what_the_kv_usage_says() -> None:
     assert of(part(499, 499, 1, sampled=1)) == pytest.approx(-25.74 * 0.25 + 54.01 * 0.5 + 5.74)
 
 
@@ -81,8 +82,28 @@ def test_a_fault_that_there_is_not_is_refused_with_those_that_there_are(text: st
         SimRunner(EngineSettings(model="dynamo", engine="sim", sim_faults=text))
 
 
-def test_a_simulator_that_loses_events_says_how_many_in_its_config() -> None:
-    assert SimRunner(EngineSettings(model="dynamo", engine="sim", sim_faults="lose@7")).config.lose_events == 7
+class Wire:
+    """The part of a bus that publishes, with a list of what was published."""
+
+    def __init__(self) -> None:
+        self.published: list[tuple[str, bytes]] = []
+
+    def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
+        self.published.append((subject, payload))
+
+
+@pytest.mark.parametrize(
+    ("engine", "script", "lost"),
+    [("sim", "crash@9,lose@3", {3, 6}), ("sim", "", set()), ("sim", "lose@x", set()), ("gguf", "lose@3", set())],
+)
+def test_every_nth_event_of_a_simulator_is_lost_and_no_other_message(engine: str, script: str, lost: set[int]) -> None:
+    wire: Any = Wire()
+    faults.lose_events(wire, "events", EngineSettings(model="dynamo", engine=engine, sim_faults=script))
+    for number in range(1, 8):
+        wire.publish("events", b"%d" % number)
+        wire.publish("chunks", b"%d" % number)
+    assert {int(payload) for subject, payload in wire.published if subject == "events"} == set(range(1, 8)) - lost
+    assert sum(subject == "chunks" for subject, _ in wire.published) == 7
 
 
 def test_a_step_is_never_shorter_than_its_least() -> None:
