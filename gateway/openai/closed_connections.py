@@ -8,7 +8,7 @@ import structlog
 
 from tokenbus.gateway.metrics import GatewayMetrics
 from tokenbus.gateway.openai.error_responses import ErrorResponse
-from tokenbus.protocol.http.http_server import Headers, Reason, Refusal
+from tokenbus.protocol.http.refusals import Headers, Reason, Refusal
 
 _LINE_EVERY_S = 10.0
 _TRY_AGAIN_MS = 1_000.0
