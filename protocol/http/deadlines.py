@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True)
 class Timeouts:
-    """How long a server waits for its clients."""
+    """The times that a server waits for its clients."""
 
     head_s: float = 10.0
     """For a complete head, from its first byte; for the first request of a connection, from the connection's start."""
