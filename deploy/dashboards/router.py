@@ -1,4 +1,4 @@
-"""What a router does: how it places requests, who waits there, and what it knows of the workers' caches."""
+"""The routers: how they place requests, what waits in them, and what they know about the workers' caches."""
 
 from deploy.dashboards.promql import (
     MODEL_FILTER,
@@ -17,42 +17,43 @@ _NAME = "{{instance}}"
 
 _PLACING = (
     Panel(
-        "Requests that come in, by router",
-        "The broker deals them out evenly. If one router gets none, it has lost the broker or is drained.",
+        "Requests received, by router",
+        "The broker distributes them evenly. If one router gets none, it has lost the broker or is draining.",
         "reqps",
         (Query(rate(f"{_P}_requests_total", MODEL_ROUTER_FILTER, "instance"), _NAME),),
         "stacked",
     ),
     Panel(
         "Placements, by policy",
-        "If a policy shows that you have not chosen, requests ask for it themselves by `routing.policy`.",
+        "If a policy appears that you have not configured, requests ask for it with `routing.policy`.",
         "suffix: /s",
         (Query(rate(f"{_P}_placements_total", MODEL_ROUTER_FILTER, "model, policy"), "{{model}} {{policy}}"),),
     ),
     Panel(
-        "Time on the way to a worker, by part",
-        "The slowest in twenty. If `tokenize` or `place` grow, the router lacks CPU: start another; if `accept` does, "
-        "workers or the broker answer late.",
+        "Time to place a request (p95), by phase",
+        "If `tokenize` or `place` grow, the router lacks CPU: start another; if `accept` grows, workers or the broker "
+        "answer late.",
         "s",
         (Query(quantile(0.95, f"{_P}_phase_seconds", ROUTER_FILTER, "phase"), "{{phase}}"),),
     ),
     Panel(
-        "Placements that workers refused, by code",
-        "The router tries the next worker. If `overloaded` is common, workers are fuller than their events say.",
+        "Placements rejected by workers, by code",
+        "The router then tries the next worker. If `overloaded` is common, workers are fuller than their events say.",
         "suffix: /s",
         (Query(rate(f"{_P}_placements_rejected_total", ROUTER_FILTER, "code"), "{{code}}"),),
         "stacked",
     ),
     Panel(
-        "Requests that end here in an error, by code",
-        "If it is `overloaded`, add workers; `no_worker`, see why none is ready; the rest is mostly clients' mistakes.",
+        "Requests ended in an error by routers, by code",
+        "If the code is `overloaded`, add workers; if `no_worker`, see why none is ready; others are mostly clients' "
+        "mistakes.",
         "reqps",
         (Query(rate(f"{_P}_request_errors_total", ROUTER_FILTER, "code"), "{{code}}"),),
         "stacked",
     ),
     Panel(
-        "Requests for embeddings, by how they end",
-        "If anything but `ok` grows, `embed_finished` in the router's log has it.",
+        "Embedding requests, by result",
+        "If anything but `ok` grows, see `embed_finished` in the router's log.",
         "reqps",
         (Query(rate(f"{_P}_embeddings_total", ROUTER_FILTER, "code"), "{{code}}"),),
         "stacked",
@@ -61,8 +62,9 @@ _PLACING = (
 
 _WAITING = (
     Panel(
-        "Requests that wait here, and how many may",
-        "For each model. If it nears the limit, add workers: beyond it the tenant with the most waiting is refused.",
+        "Requests waiting, and their limit",
+        "The queue of each model. If it approaches the limit, add workers: beyond the limit, the tenant with the most "
+        "waiting requests is refused.",
         "short",
         (
             Query(sum_of(f"{_P}_queue_depth", MODEL_ROUTER_FILTER, "instance, model"), f"{_NAME} {{{{model}}}}"),
@@ -70,9 +72,9 @@ _WAITING = (
         ),
     ),
     Panel(
-        "How long those that wait do so",
-        "Median and the slowest in twenty of the requests that had to wait. If it is longer than clients have "
-        "patience, lower --max-queued-requests, or add workers.",
+        "Waiting time of queued requests",
+        "Median and 95th percentile of the requests that had to wait. If it is longer than clients are willing to "
+        "wait, lower --max-queued-requests, or add workers.",
         "s",
         (
             Query(quantile(0.5, f"{_P}_queue_wait_seconds", MODEL_ROUTER_FILTER, "model"), "{{model}} p50"),
@@ -80,9 +82,9 @@ _WAITING = (
         ),
     ),
     Panel(
-        "Requests in flight",
-        "Those that a router has placed or is about to. If it grows without end while workers are idle, terminals are "
-        "not heard: see the gaps in events.",
+        "Requests in flight, by router",
+        "Requests that a router has placed or is about to place. If the number keeps growing while workers are idle, "
+        "the router misses terminals: see the gaps in events.",
         "short",
         (Query(sum_of(f"{_P}_requests_in_flight", ROUTER_FILTER, "instance"), _NAME),),
     ),
@@ -90,23 +92,23 @@ _WAITING = (
 
 _KNOWING = (
     Panel(
-        "Workers that a router knows, by state",
-        "If routers disagree for more than some seconds, one of them does not hear all workers.",
+        "Workers known to a router, by state",
+        "If routers disagree for more than a few seconds, one of them does not hear all workers.",
         "short",
         (Query(sum_of(f"{_P}_workers", MODEL_ROUTER_FILTER, "instance, state"), f"{_NAME} {{{{state}}}}"),),
     ),
     Panel(
-        "Workers by whether their blocks are known",
-        "If some stay `behind`, their snapshots do not come; if some are `silent`, they compute prompts and never say "
-        "what they hold: their versions differ.",
+        "Workers, by state of their event log",
+        "If some stay `behind`, their snapshots do not arrive; if some are `silent`, they compute prompts without "
+        "publishing their blocks: their versions differ.",
         "short",
         (Query(sum_of(f"{_P}_event_logs", MODEL_ROUTER_FILTER, "instance, events"), f"{_NAME} {{{{events}}}}"),),
         "stacked",
     ),
     Panel(
-        "Prompt tokens expected to be cached, and those that were",
-        "If fewer were than expected, caches are evicted before the request comes, or events are lost; if more, "
-        "several routers place alike prompts at once.",
+        "Prompt tokens cached, expected and actual",
+        "If fewer are cached than expected, blocks are evicted before the request arrives, or events are lost; if "
+        "more, several routers place similar prompts at the same time.",
         "percentunit",
         (
             Query(
@@ -123,19 +125,19 @@ _KNOWING = (
     ),
     Panel(
         "Blocks in the prefix index",
-        "If it keeps growing beyond what the workers can hold, report it: cards bound it.",
+        "If the number exceeds what the workers can hold, report a bug: their cards limit it.",
         "short",
         (Query(sum_of(f"{_P}_index_blocks", MODEL_ROUTER_FILTER, "instance, model"), f"{_NAME} {{{{model}}}}"),),
     ),
     Panel(
-        "Memory that the index takes, about",
-        "If it nears the router's limit, raise the limit: it follows from what the workers hold.",
+        "Estimated memory of the index",
+        "If it approaches the router's memory limit, raise the limit: it depends on what the workers hold.",
         "bytes",
         (Query(sum_of(f"{_P}_index_bytes", MODEL_ROUTER_FILTER, "instance"), _NAME),),
     ),
     Panel(
-        "Entries of event logs missed, and gaps closed",
-        "If entries go on being missed, see the broker for slow consumers, and the router's CPU.",
+        "Event log entries missed, and gaps closed",
+        "If entries keep being missed, check the broker for slow consumers, and the router's CPU.",
         "short",
         (
             Query(increase(f"{_P}_events_lost_total", ROUTER_FILTER, "instance"), f"{_NAME} missed"),
@@ -143,8 +145,8 @@ _KNOWING = (
         ),
     ),
     Panel(
-        "Messages that may not be answered",
-        "Their reply subject is no inbox. If there are any, a client is wrong or means ill: `reply_subject_refused` in "
+        "Messages dropped without a reply",
+        "Their reply subject is no inbox. If there are any, a client is broken or malicious: see `reply_subject_refused` in "
         "the log.",
         "suffix: /s",
         (Query(rate(f"{_P}_messages_dropped_total", ROUTER_FILTER, "instance"), _NAME),),
@@ -154,7 +156,7 @@ _KNOWING = (
 DASHBOARD = Dashboard(
     "router",
     "Tokenbus router",
-    "How routers place requests, who waits there, and what they know of the workers' caches.",
+    "How routers place requests, what waits in them, and what they know about the workers' caches.",
     (MODEL, ROUTER),
-    (Row("Placing", _PLACING), Row("Waiting", _WAITING), Row("Knowing", _KNOWING)),
+    (Row("Placement", _PLACING), Row("Queue", _WAITING), Row("Knowledge", _KNOWING)),
 )
