@@ -1,1 +1,1 @@
-"""What it takes to run Tokenbus in containers, and to watch it there."""
+"""Files for running Tokenbus in containers and monitoring it."""

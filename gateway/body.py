@@ -1,4 +1,4 @@
-"""Reads the body of a request within bounds, and notices when its sender goes away."""
+"""Reads the body of a request within limits, and notices when its client disconnects."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -10,20 +10,21 @@ from starlette.types import Receive
 from tokenbus.gateway.openai.error_responses import BODY_TIMEOUT, UNSUPPORTED_MEDIA_TYPE, ApiError, too_large
 
 BODY_TIMEOUT_S = 30.0
-"""In which a body must have come."""
 _MAX_DISCARDED_BYTES = 16 * 1024 * 1024
-"""Of a body that is too large so much is read and thrown away: who still sends would not read why it was refused."""
+"""Bytes of a body that are read and discarded once it is too large: a client that still sends would not read why."""
 
 
 class ClientDisconnectedError(Exception):
-    """The HTTP client went away."""
+    """The HTTP client has closed its connection."""
 
 
 async def read(request: Request, limit_bytes: int) -> bytes:
-    """The JSON body of a request. Raises ApiError for one that is none, too large or too slow;
-    ClientDisconnectedError."""
+    """Returns the JSON body of a request.
+
+    Raises ApiError if it is no JSON, too large or too slow, and ClientDisconnectedError."""
+    # A foreign web page in a browser can send any other content type without asking the server first.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(UNSUPPORTED_MEDIA_TYPE)  # a foreign page in a browser can send any other without being asked
+        raise ApiError(UNSUPPORTED_MEDIA_TYPE)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             body, num_bytes = await _read(request.receive, limit_bytes)
@@ -35,7 +36,7 @@ async def read(request: Request, limit_bytes: int) -> bytes:
 
 
 async def _read(receive: Receive, limit_bytes: int) -> tuple[bytes, int]:
-    """As much of the body as may be, and how much there was."""
+    """Returns the part of the body within the limit, and the number of bytes that were received."""
     parts: list[bytes] = []
     num_bytes = 0
     while num_bytes <= limit_bytes + _MAX_DISCARDED_BYTES:
@@ -52,9 +53,9 @@ async def _read(receive: Receive, limit_bytes: int) -> tuple[bytes, int]:
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Does the work; breaks it off and raises ClientDisconnectedError when the client goes away.
+    """Runs `work`; if the client disconnects first, cancels it and raises ClientDisconnectedError.
 
-    To be called when the whole body has been read. An answer that is complete looks like a client that is gone."""
+    The body must have been read. ASGI reports a disconnect after a complete response too."""
     working, watching = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""What is served, as a router says: asked for at most once a second, whoever and however many want to know."""
+"""Lists the models of a system, asking a router at most once a second however many clients want to know."""
 
 import asyncio
 import time
@@ -15,14 +15,14 @@ _MAX_NAME = 128
 
 
 class Listing(NamedTuple):
-    """What a router has said."""
+    """The answer of a router."""
 
     models: list[schemas.Model]
     unserved: frozenset[str] | None
-    """Names of those that were served and are not now; None where the router can't tell them from any other name."""
+    """Models that were served and are not now; None if the router doesn't know which these are."""
 
     def find(self, name: str) -> schemas.Model:
-        """One model. Raises RequestError as a request for it would end."""
+        """Returns one model, or raises the RequestError in which a request for it would end."""
         for model in self.models:
             if model.id == name:
                 return model
@@ -32,12 +32,12 @@ class Listing(NamedTuple):
 
 
 class Catalog:
-    """The models of a system. Those who ask while a question is open share its answer, or its failure."""
+    """A cached listing of the models. Callers that come while a router is asked share its answer, or its failure."""
 
     def __init__(
         self, ask: Callable[[], Awaitable[messages.ModelsReply]], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`ask` may raise RequestError."""
+        """`ask` sends a `models` request and may raise RequestError."""
         self._ask = ask
         self._clock = clock
         self._asking: asyncio.Future[Listing] | None = None
@@ -47,12 +47,12 @@ class Catalog:
         return f"<Catalog {self._asking}>"
 
     async def listing(self) -> Listing:
-        """All that are served. Raises RequestError when no router answers."""
+        """Returns the current listing. Raises RequestError if no router answers."""
         asking = self._asking
         if asking is None or (asking.done() and self._clock() - self._answered_at >= _KEEP_S):
             asking = self._asking = asyncio.create_task(self._fetch())
             asking.add_done_callback(self._note)
-        return await asyncio.shield(asking)  # one who goes away leaves the others their answer
+        return await asyncio.shield(asking)  # a caller that is cancelled must not cancel the others
 
     async def _fetch(self) -> Listing:
         reply = await self._ask()
@@ -62,7 +62,7 @@ class Catalog:
     def _note(self, asked: "asyncio.Future[Listing]") -> None:
         self._answered_at = self._clock()
         if not asked.cancelled():
-            asked.exception()  # all who wanted to know may be gone
+            asked.exception()  # marks it as retrieved: all callers may have been cancelled
 
 
 def _model(served: messages.ServedModel) -> schemas.Model:

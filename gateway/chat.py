@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: one request from its body to its last event."""
+"""Serves `POST /v1/chat/completions`: one request from its body to its last event."""
 
 import functools
 import secrets
@@ -13,7 +13,10 @@ from tokenbus.client import Stream
 from tokenbus.gateway import body
 from tokenbus.gateway.concurrency_limit import ConcurrencyLimit
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.gateway.openai import answer, chat_request, chat_response, error_responses
+from tokenbus.gateway.openai import chat_request, chat_response, error_responses
+from tokenbus.gateway.openai.chat_request import ParsedChatRequest
+from tokenbus.gateway.openai.chat_response import ChunkEncoder, CompletionBuilder
+from tokenbus.gateway.openai.error_responses import ErrorResponse
 from tokenbus.gateway.openai.response_writer import ResponseWriter
 from tokenbus.gateway.request_log import RequestLog
 from tokenbus.gateway.tenants import Tenants
@@ -21,91 +24,109 @@ from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import errors
 
+STATUS_HOLD_S = 10.0
+"""A streamed response starts after its first text, or after this time. Until then an error can still be its status."""
+
 
 class ChatCompletions:
-    """An ASGI application: it watches for the client's end while it answers."""
+    """The ASGI application of this endpoint. It watches whether the client disconnects while it is answered."""
 
     def __init__(
-        self,
-        concurrency_limit: ConcurrencyLimit,
-        tenants: Tenants,
-        broker: Bus,
-        metrics: GatewayMetrics,
-        tracer: tracing.Tracer,
+        self, limit: ConcurrencyLimit, tenants: Tenants, broker: Bus, metrics: GatewayMetrics, tracer: tracing.Tracer
     ) -> None:
-        self._concurrency_limit = concurrency_limit
+        self._limit = limit
         self._tenants = tenants
         self._broker = broker
         self._metrics = metrics
         self._tracer = tracer
 
     def __repr__(self) -> str:
-        return f"<Chat {self._concurrency_limit!r}>"
+        return f"<ChatCompletions {self._limit!r}>"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, request_id = Request(scope, receive), secrets.token_urlsafe(16)
-        request_log, writer = RequestLog(request_id, self._metrics), ResponseWriter(send, request_id)
+        log, writer = RequestLog(request_id, self._metrics), ResponseWriter(send, request_id)
         known = {"http.request.method": "POST", "http.route": scope["path"], tracing.REQUEST_ID: request_id}
         span = tracing.start_span(self._tracer, f"POST {scope['path']}", "server", request.headers, known)
         try:
-            with self._concurrency_limit.admit():
-                await self._serve(request, writer, request_log, request_id, span)
+            with self._limit.admit():
+                await self._serve(request, writer, log, request_id, span)
         except body.ClientDisconnectedError:
-            request_log.disconnected(is_answered=writer.is_complete)
+            log.disconnected(is_answered=writer.is_complete)
         except error_responses.ApiError as error:
-            await _refuse(error.response, writer, request_log)
+            await _send_error(error.response, writer, log)
         except errors.RequestError as error:
-            await _refuse(error_responses.from_error(error.error), writer, request_log)
+            await _send_error(error_responses.from_error(error.error), writer, log)
         except Exception:  # outermost frame of a request: it must be answered, and the others must not notice
             structlog.get_logger().exception("request_failed", request_id=request_id)
-            await _refuse(error_responses.INTERNAL_ERROR, writer, request_log)
+            await _send_error(error_responses.INTERNAL_ERROR, writer, log)
         finally:
-            request_log.finished(writer.status)
-            _end(span, writer.status)
+            log.finished(writer.status)
+            span.set_attributes({"http.response.status_code": writer.status})
+            if writer.status is None or writer.status >= 500:
+                span.set_error(str(writer.status or "none"))
+            span.end()
 
     async def _serve(
-        self, request: Request, writer: ResponseWriter, request_log: RequestLog, request_id: str, span: tracing.Span
+        self, request: Request, writer: ResponseWriter, log: RequestLog, request_id: str, span: tracing.Span
     ) -> None:
         tenant = self._tenants.authenticate(request)
-        request_log.set_tenant(tenant.name)
-        wanted = await self._read(request, request_log, request_id)
-        ask = functools.partial(tenant.client.generate, wanted.model, wanted.request, headers=span.headers())
-        await body.cancel_on_disconnect(request.receive, self._answer(ask, wanted, writer, request_log))
+        log.set_tenant(tenant.name)
+        parsed = await self._read(request, log, request_id)
+        submit = functools.partial(tenant.client.generate, parsed.model, parsed.request, headers=span.headers())
+        await body.cancel_on_disconnect(request.receive, self._respond(submit, parsed, writer, log))
 
-    async def _read(self, request: Request, request_log: RequestLog, request_id: str) -> chat_request.ParsedChatRequest:
-        """What is asked for; nothing else holds the body while it is answered."""
+    async def _read(self, request: Request, log: RequestLog, request_id: str) -> ParsedChatRequest:
+        # In a method of its own, so that nothing holds the body while the request is served.
         payload = await body.read(request, self._broker.max_payload)
-        wanted = chat_request.parse(payload, request_id)
-        request_log.received(wanted, len(payload))
-        return wanted
+        parsed = chat_request.parse(payload, request_id)
+        log.received(parsed, len(payload))
+        return parsed
 
-    async def _answer(
-        self,
-        ask: Callable[[], Stream],
-        wanted: chat_request.ParsedChatRequest,
-        writer: ResponseWriter,
-        request_log: RequestLog,
+    async def _respond(
+        self, submit: Callable[[], Stream], parsed: ParsedChatRequest, writer: ResponseWriter, log: RequestLog
     ) -> None:
-        stream = ask()
-        header = chat_response.CompletionHeader(f"chatcmpl-{stream.request_id}", int(time.time()), wanted.model)
-        with self._concurrency_limit.track(stream):
-            async with stream:  # leaving it cancels the request
-                if wanted.stream:
-                    events = chat_response.ChunkEncoder(header, include_usage=wanted.include_usage)
-                    await answer.stream_response(stream, events, writer, request_log)
+        stream = submit()
+        header = chat_response.CompletionHeader(f"chatcmpl-{stream.request_id}", int(time.time()), parsed.model)
+        with self._limit.track(stream):
+            async with stream:  # leaving the block cancels the request
+                if parsed.stream:
+                    encoder = ChunkEncoder(header, include_usage=parsed.include_usage)
+                    await stream_response(stream, encoder, writer, log)
                 else:
-                    await answer.respond(stream, chat_response.CompletionBuilder(header), writer, request_log)
+                    await respond(stream, CompletionBuilder(header), writer, log)
 
 
-def _end(span: tracing.Span, status: int | None) -> None:
-    span.set_attributes({"http.response.status_code": status})
-    if status is None or status >= 500:
-        span.set_error(str(status or "none"))
-    span.end()
+async def respond(stream: Stream, builder: CompletionBuilder, writer: ResponseWriter, log: RequestLog) -> None:
+    """Waits for the end of a stream, and sends one chat completion or error."""
+    async for chunk in stream:
+        log.on_chunk(chunk)
+        builder.add(chunk)
+    response = error_responses.from_terminal(chunk)
+    if response is None:
+        await writer.send_json(200, builder.build(chunk))
+    else:
+        await writer.send_error(response)
 
 
-async def _refuse(response: error_responses.ErrorResponse, writer: ResponseWriter, request_log: RequestLog) -> None:
-    """Where an answer has begun already it is cut off: uvicorn closes the connection."""
-    request_log.set_code(response.code)
+async def stream_response(
+    stream: Stream, encoder: ChunkEncoder, writer: ResponseWriter, log: RequestLog, hold_s: float = STATUS_HOLD_S
+) -> None:
+    """Sends a stream's chunks as events, or one error if it fails before its first text."""
+    async for chunk in stream:
+        log.on_chunk(chunk)
+        response = error_responses.from_terminal(chunk)
+        if response is not None and not writer.has_started and not chunk.text:
+            await writer.send_error(response)
+            return
+        if events := encoder.encode(chunk):
+            await writer.send_events(*events, last=chunk.finish_reason is not None)
+        elif not chunk.tokens and log.age_s >= hold_s:
+            await writer.send_events(chat_response.KEEP_ALIVE)
+
+
+async def _send_error(response: ErrorResponse, writer: ResponseWriter, log: RequestLog) -> None:
+    """Sends an error. If a response has started already it is cut off instead: uvicorn closes the connection."""
+    log.set_code(response.code)
     if not writer.has_started:
         await writer.send_error(response)

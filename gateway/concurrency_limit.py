@@ -1,4 +1,4 @@
-"""How many requests are open at a time, and how the gateway is left: nothing new, then what is open ends."""
+"""Limits the number of open requests, and drains them when the gateway shuts down."""
 
 import asyncio
 import contextlib
@@ -10,21 +10,21 @@ from tokenbus.protocol.wire import errors
 
 
 class ConcurrencyLimit:
-    """The one through which every request comes."""
+    """Admits requests up to a limit, and none while the gateway drains."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._num_open = 0
         self._streams: set[Stream] = set()
         self._is_draining = False
-        self._is_over = False
-        self._emptied = asyncio.Event()
+        self._grace_is_over = False
+        self._drained = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"<ConcurrencyLimit {self._num_open} of {self._max_requests}{' closed' if self._is_draining else ''}>"
+        return f"<ConcurrencyLimit {self._num_open} of {self._max_requests}{', draining' if self._is_draining else ''}>"
 
     def resize(self, max_requests: int) -> None:
-        """How many may be open, from now on."""
+        """Changes the maximum number of open requests; those that are open stay."""
         self._max_requests = max_requests
 
     @property
@@ -37,7 +37,7 @@ class ConcurrencyLimit:
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:
-        """While a request is open. Raises ApiError where there is no room, or no more will be taken."""
+        """Counts a request as open during the block. Raises ApiError at the limit, and while the gateway drains."""
         if self._is_draining:
             raise ApiError(SHUTTING_DOWN)
         if self._num_open >= self._max_requests:
@@ -48,27 +48,27 @@ class ConcurrencyLimit:
         finally:
             self._num_open -= 1
             if self._is_draining and not self._num_open:
-                self._emptied.set()
+                self._drained.set()
 
     @contextlib.contextmanager
     def track(self, stream: Stream) -> Iterator[None]:
-        """While a request waits for its stream."""
+        """Registers the stream of an open request during the block, so that draining can end it."""
         self._streams.add(stream)
         try:
-            if self._is_over:
+            if self._grace_is_over:
                 _end(stream)
             yield
         finally:
             self._streams.discard(stream)
 
     async def drain(self, grace_s: float) -> None:
-        """Takes nothing new, waits so long for what is open, and has the rest end with `shutting_down`."""
+        """Admits nothing more, waits up to `grace_s` for open requests, and ends the rest with `shutting_down`."""
         self._is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 if self._num_open:
-                    await self._emptied.wait()
-        self._is_over = True
+                    await self._drained.wait()
+        self._grace_is_over = True
         for stream in list(self._streams):
             _end(stream)
 

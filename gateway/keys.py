@@ -1,4 +1,4 @@
-"""API keys, and the tenants whose they are; pure. A key itself is not kept, and never shown."""
+"""API keys and their tenants; pure. Only digests of keys are kept, so that a key can't be shown by accident."""
 
 import hashlib
 import hmac
@@ -11,10 +11,10 @@ _SCHEME = "bearer "
 
 
 class ApiKeys:
-    """Who may ask, and on whose behalf. Without keys everybody may, for one tenant."""
+    """The API keys of a gateway. Without any, everyone may send requests, for one tenant."""
 
     def __init__(self, pairs: Iterable[str], anonymous_tenant: str = subjects.DEFAULT_TENANT) -> None:
-        """`pairs` are `key=tenant`. Raises ValueError for what is no such pair, without saying what it was."""
+        """`pairs` are `key=tenant`. Raises ValueError for anything else, without showing it: it may hold a key."""
         self._digests = [_parse(pair, number) for number, pair in enumerate(pairs, 1)]
         self._anonymous_tenant = anonymous_tenant
 
@@ -23,18 +23,18 @@ class ApiKeys:
 
     @property
     def allows_anonymous(self) -> bool:
-        """Whether everybody may ask."""
+        """Whether requests need no key."""
         return not self._digests
 
     @property
     def tenants(self) -> set[str]:
-        """All on whose behalf may be asked."""
+        """All tenants for which requests may be made."""
         return {tenant for _, tenant in self._digests} or {self._anonymous_tenant}
 
     def tenant_of(self, authorization: str) -> str | None:
-        """Whose the key of an `Authorization` header is, decoded as Latin-1; None for none of ours.
+        """Returns the tenant of an `Authorization` header, decoded as Latin-1, or None if its key is unknown.
 
-        Takes as long for a wrong key as for a right one, wherever it differs."""
+        Takes constant time, so that a key can't be guessed byte by byte."""
         if not self._digests:
             return self._anonymous_tenant
         if not authorization.lower().startswith(_SCHEME):

@@ -1,4 +1,4 @@
-"""The socket that the gateway listens on: bound here, or handed down by who started the process."""
+"""The listening socket of the gateway: bound here, or inherited from the process that started it."""
 
 import contextlib
 import os
@@ -10,30 +10,32 @@ if sys.platform != "win32":
 
 _BACKLOG = 2_048
 _GONE_AFTER_S = 30
-"""A reader who takes nothing for so long, or a machine that is silent, counts as gone."""
+"""A client that reads nothing for this long, or whose machine does not answer, counts as gone."""
 _MOST_CONNECTIONS = 1 << 20
 _OTHER_FILES = 416
-"""What the process opens beside its clients' connections: for the status page, clients that it refuses, and itself."""
+"""Files for anything but clients' connections: the status page, refused clients, and the process itself."""
 
 
 class ListenError(ValueError):
-    """The address can't be bound; says what to do."""
+    """The gateway can't listen where it should."""
 
 
 def bind(host: str, port: int, hint: str = "") -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises ListenError, with `hint`."""
+    """Returns a listening socket; port 0 means any free port. Raises ListenError, whose text ends with `hint`."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         number = error.errno or 0
-        reason = os.strerror(number) if number > 0 else error.strerror  # a name's errors have numbers of their own
+        reason = (
+            os.strerror(number) if number > 0 else error.strerror
+        )  # getaddrinfo has error numbers of its own, below 0
         raise ListenError(f"can't listen on {host}:{port} ({reason}){hint}") from error
     return listening
 
 
 def inherit(number: int) -> socket.socket:
-    """The listening socket that this file descriptor is. Raises ListenError."""
+    """Returns the listening socket with this file descriptor. Raises ListenError if it is none."""
     try:
         listening = socket.socket(fileno=number)
         is_listening = listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -45,7 +47,7 @@ def inherit(number: int) -> socket.socket:
 
 
 def detect_dead_clients(listening: socket.socket) -> None:
-    """Has the kernel notice clients that are gone without a word, on every connection; Linux takes it over to them."""
+    """Makes the kernel notice clients that vanished. On Linux, accepted connections inherit these options."""
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GONE_AFTER_S * 1_000)
@@ -54,8 +56,9 @@ def detect_dead_clients(listening: socket.socket) -> None:
 
 
 def raise_open_file_limit() -> int:
-    """Has the process open as many files as the system lets it: 1,024, as many shells have it, are too few. Gives how
-    many connections that allows."""
+    """Raises the limit of open files to what the system allows; many shells set 1,024, which is too low.
+
+    Returns the number of connections that the limit allows."""
     if sys.platform == "win32":
         return _MOST_CONNECTIONS
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -68,7 +71,7 @@ def raise_open_file_limit() -> int:
 
 
 def base_url(listening: socket.socket) -> str:
-    """What a client's `base_url` is."""
+    """Returns the `base_url` for OpenAI's clients."""
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

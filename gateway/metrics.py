@@ -1,4 +1,4 @@
-"""Every metric of a gateway, declared once."""
+"""Every metric of a gateway."""
 
 from tokenbus.protocol.telemetry.metrics import REQUEST_BUCKETS, TTFT_BUCKETS, Counter, Gauge, Histogram
 
@@ -6,32 +6,34 @@ _P = "tokenbus_gateway"
 
 
 class GatewayMetrics:
-    """Of completions; models and their like are not counted."""
+    """Counts chat completions and connections; requests for `/v1/models` and health are not counted."""
 
     def __init__(self) -> None:
-        self.finished = Counter(f"{_P}_requests", "Completions that have ended, by HTTP status.", ("status",))
-        self.disconnects = Counter(f"{_P}_client_disconnects", "Completions whose client went away before they ended.")
-        self.open = Gauge(f"{_P}_requests_open", "Completions that are open now.")
-        self.connections = Gauge(
-            f"{_P}_connections", "Connections: those that work on a request, and those that wait for one.", ("state",)
+        self.finished = Counter(f"{_P}_requests", "Chat completions that have ended, by HTTP status.", ("status",))
+        self.disconnects = Counter(
+            f"{_P}_client_disconnects", "Chat completions whose client disconnected before they ended."
         )
+        self.open = Gauge(f"{_P}_requests_open", "Chat completions that are open.")
+        self.connections = Gauge(f"{_P}_connections", "Open connections: busy with a request, or idle.", ("state",))
         self.closed = Counter(
-            f"{_P}_connections_closed", "Connections that the gateway has ended, by why.", ("reason",)
+            f"{_P}_connections_closed", "Connections that the gateway has closed, by reason.", ("reason",)
         )
-        self.prompt_tokens = Counter(f"{_P}_prompt_tokens", "Tokens of their prompts.")
-        self.completion_tokens = Counter(f"{_P}_completion_tokens", "Tokens of their answers.")
+        self.prompt_tokens = Counter(f"{_P}_prompt_tokens", "Prompt tokens of chat completions.")
+        self.completion_tokens = Counter(f"{_P}_completion_tokens", "Generated tokens of chat completions.")
         self.ttft = Histogram(
-            f"{_P}_time_to_first_token_seconds", "From the request to the first token.", (), TTFT_BUCKETS
+            f"{_P}_time_to_first_token_seconds", "Time from the request to the first token.", (), TTFT_BUCKETS
         )
-        self.e2e = Histogram(f"{_P}_e2e_request_latency_seconds", "From the request to its end.", (), REQUEST_BUCKETS)
+        self.e2e = Histogram(
+            f"{_P}_e2e_request_latency_seconds", "Time from the request to its end.", (), REQUEST_BUCKETS
+        )
         self.finished.labels("200")
 
-    def show(self, num_requests: int, num_connections: int, num_idle: int) -> None:
-        """Brings levels up to date, for a scrape."""
+    def update_gauges(self, num_requests: int, num_connections: int, num_idle: int) -> None:
+        """Sets the gauges, for a scrape."""
         self.open.set(num_requests)
         self.connections.labels("busy").set(num_connections - num_idle)
         self.connections.labels("idle").set(num_idle)
 
     def families(self) -> list[Counter | Gauge | Histogram]:
-        """In the order in which they are declared."""
+        """Returns the metrics in the order of their declaration."""
         return [family for family in vars(self).values() if isinstance(family, Counter | Gauge | Histogram)]

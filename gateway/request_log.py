@@ -1,4 +1,4 @@
-"""The two lines that a request leaves in the log: one when it has come, one when it has ended. Nothing of its texts."""
+"""Logs two lines for each request, one when it is received and one when it has finished; none has any of its texts."""
 
 import time
 
@@ -12,65 +12,65 @@ _MAX_MODEL = 128
 
 
 class RequestLog:
-    """Of one request."""
+    """Collects what is logged and counted about one request."""
 
     def __init__(self, request_id: str, metrics: GatewayMetrics) -> None:
         self._request_id = request_id
         self._metrics = metrics
         self._began = time.monotonic()
         self._tenant: str | None = None
-        self._has_come = False
+        self._was_logged = False
         self._first_s: float | None = None
         self._terminal: messages.Chunk | None = None
         self._code: str | None = None
-        self._is_gone = False
+        self._client_gone = False
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<Journal of {self._key}>"
+        return f"<RequestLog of {self._key}>"
 
     @property
     def age_s(self) -> float:
-        """Since the request came."""
+        """Seconds since the request was received."""
         return time.monotonic() - self._began
 
     @property
     def _key(self) -> str:
-        """As routers and workers call it."""
+        """The name of the request in the logs of routers and workers."""
         return subjects.request_key(self._tenant, self._request_id) if self._tenant else self._request_id
 
     def set_tenant(self, tenant: str) -> None:
         self._tenant = tenant
 
-    def received(self, asked: ParsedChatRequest | None = None, body_bytes: int = 0) -> None:
-        """Writes the first line; `asked` where the request could be read."""
-        self._has_come = True
+    def received(self, parsed: ParsedChatRequest | None = None, body_bytes: int = 0) -> None:
+        """Writes the first line; `parsed` is None if the request could not be parsed."""
+        self._was_logged = True
         self._log.info(
             "request_received",
             request_id=self._key,
-            model=asked.model[:_MAX_MODEL] if asked else None,
-            stream=asked.stream if asked else None,
+            model=parsed.model[:_MAX_MODEL] if parsed else None,
+            stream=parsed.stream if parsed else None,
             body_bytes=body_bytes,
         )
 
     def on_chunk(self, chunk: messages.Chunk) -> None:
-        """Takes note of what came of its stream."""
+        """Notes the time of the first token, and the terminal."""
         if chunk.tokens and self._first_s is None:
             self._first_s = self.age_s
         if chunk.finish_reason is not None:
             self._terminal = chunk
 
     def set_code(self, code: str) -> None:
-        """Takes note of why it was refused."""
+        """Notes the error code with which the request was refused."""
         self._code = code
 
     def disconnected(self, *, is_answered: bool) -> None:
-        """Takes note that its client has gone away; that means nothing where it has its answer."""
-        self._is_gone = not is_answered
+        """Notes that the client has disconnected, which is normal if it has its whole answer."""
+        self._client_gone = not is_answered
 
     def finished(self, status: int | None) -> None:
-        """Writes the last line. `status` is None where nothing could be answered."""
-        if not self._has_come:
+        """Writes the last line, and counts the request. `status` is None if nothing was sent."""
+        if not self._was_logged:
             self.received()
         terminal = self._terminal
         usage = terminal.usage if terminal and terminal.usage else None
@@ -83,7 +83,7 @@ class RequestLog:
             status=status,
             finish_reason=str(terminal.finish_reason) if terminal else None,
             code=str(error.code) if error else self._code,
-            client_gone=self._is_gone,
+            client_gone=self._client_gone,
             worker_id=terminal.worker_id or None if terminal else None,
             prompt_tokens=usage.prompt_tokens if usage else 0,
             completion_tokens=usage.completion_tokens if usage else 0,
@@ -95,7 +95,7 @@ class RequestLog:
     def _count(self, status: int | None, usage: messages.Usage | None) -> None:
         metrics = self._metrics
         metrics.finished.labels(str(status or "none")).inc()
-        metrics.disconnects.inc(self._is_gone)
+        metrics.disconnects.inc(self._client_gone)
         metrics.e2e.observe(self.age_s)
         if self._first_s is not None:
             metrics.ttft.observe(self._first_s)

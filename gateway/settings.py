@@ -1,4 +1,4 @@
-"""What can be set of a gateway."""
+"""The settings of a gateway."""
 
 import dataclasses
 
@@ -16,21 +16,20 @@ class GatewaySettings:
     prefix: str = subjects.DEFAULT_PREFIX
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 takes a free one."""
+    """0 means any free port."""
     fd: int | None = None
-    """A listening socket that the process was started with, instead of host and port."""
+    """File descriptor of an inherited listening socket, in place of host and port."""
     tenant: str = subjects.DEFAULT_TENANT
-    """On whose behalf it asks for models, and for everything where there are no keys."""
+    """The tenant for which models are listed, and all requests are made if there are no keys."""
     tenant_inbox: str = ""
-    """What the reply subjects of a tenant begin with, with `{tenant}` for its name; as the connection's where empty."""
+    """Prefix of a tenant's reply subjects, with `{tenant}` for its name; if empty, the connection's own prefix."""
     keys: ApiKeys = dataclasses.field(default_factory=lambda: ApiKeys(()))
     max_requests: int = 1_024
-    """Completions that are open at a time; beyond that they are refused with 503."""
+    """Chat completions that may be open at a time; further ones are refused with 503."""
     max_connections_per_address: int = 512
-    """HTTP connections of one client address; 0 is no bound, for where a proxy bounds its own clients."""
+    """HTTP connections of one client address; 0 means no limit, for use behind a proxy that limits its clients."""
     status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
-    """Where it shows its metrics."""
     otlp_traces_endpoint: str = ""
-    """Where spans of requests are sent; nowhere where empty."""
+    """URL to which spans are sent; none are recorded if it is empty."""
     grace_s: float = 30.0
-    """For running completions after SIGTERM."""
+    """Seconds that open chat completions have after SIGTERM."""

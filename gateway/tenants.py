@@ -1,4 +1,4 @@
-"""On whose behalf a request is made: the tenant of its API key, and the client that asks for that tenant."""
+"""Finds the tenant of a request by its API key, and the NATS client that makes that tenant's requests."""
 
 from typing import NamedTuple
 
@@ -19,11 +19,11 @@ class Tenant(NamedTuple):
 
 
 class Tenants:
-    """All there are, over one connection."""
+    """The tenants of a gateway, each with a client over one shared connection."""
 
-    def __init__(self, own: Client, settings: GatewaySettings) -> None:
-        self.gateway_client = own
-        """Of the gateway itself: to ask what concerns no tenant, and to close, which closes all."""
+    def __init__(self, gateway_client: Client, settings: GatewaySettings) -> None:
+        self.gateway_client = gateway_client
+        """The client of the gateway itself, for what concerns no tenant. Closing it closes all clients."""
         self._settings = settings
         self._keys = settings.keys
         self._clients: dict[str, Client] = {}
@@ -33,16 +33,16 @@ class Tenants:
 
     @classmethod
     async def create(cls, connection: Bus, settings: GatewaySettings, tracer: tracing.Tracer) -> "Tenants":
-        """All those of the keys, known from the start."""
-        own = await Client.from_connection(connection, tenant=settings.tenant, prefix=settings.prefix, tracer=tracer)
-        tenants = cls(own, settings)
+        """Opens a client for each tenant that has a key."""
+        client = await Client.from_connection(connection, tenant=settings.tenant, prefix=settings.prefix, tracer=tracer)
+        tenants = cls(client, settings)
         await tenants.set_keys(settings.keys)
         return tenants
 
     async def set_keys(self, keys: ApiKeys) -> None:
-        """Other keys, from now on; what is open goes on. Raises what keeps a tenant that is new from asking."""
+        """Replaces the keys; open requests go on. Raises ConnectionError if a new tenant's inbox can't be opened."""
         settings = self._settings
-        self._keys = keys  # before anything is waited for: a key that was taken away is gone at once
+        self._keys = keys  # before the first await, so that a revoked key is void at once
         for name in keys.tenants - self._clients.keys():
             if name == settings.tenant and not settings.tenant_inbox:
                 self._clients[name] = self.gateway_client
@@ -51,7 +51,7 @@ class Tenants:
                 self._clients[name] = await self.gateway_client.for_tenant(name, inbox)
 
     def authenticate(self, request: Request) -> Tenant:
-        """Who asks. Raises ApiError."""
+        """Returns the tenant of a request. Raises ApiError if its key is unknown, or too new to have a client."""
         name = self._keys.tenant_of(request.headers.get("authorization", ""))
         if name is None:
             raise ApiError(INVALID_API_KEY)

@@ -1,1 +1,1 @@
-"""The Grafana dashboards, as code: what each shows is plain values, and one file makes Grafana's JSON of them."""
+"""The Grafana dashboards as code: plain values, from which `grafana.py` makes Grafana's JSON."""

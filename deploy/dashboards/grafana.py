@@ -1,4 +1,4 @@
-"""Makes Grafana's JSON of a dashboard, with Grafana's own library for that."""
+"""Converts a dashboard to Grafana's JSON, with Grafana's own library."""
 
 import json
 from typing import Any
@@ -14,11 +14,11 @@ from deploy.dashboards.spec import Dashboard, Panel, Query, Variable
 
 _SOURCE = parts.DataSourceRef("prometheus", "${datasource}")
 _HIDDEN = ("Time", "Value", "__name__")
-"""Columns of a table of labels that say nothing."""
+"""Columns that a table of labels does not show."""
 
 
 def to_json(of: Dashboard) -> str:
-    """The text of a dashboard's file."""
+    """Returns the JSON file of a dashboard."""
     made = dashboard.Dashboard(of.title).uid(f"tokenbus-{of.name}").description(of.description).tags(["tokenbus"])
     made.timezone("browser").refresh("10s").time("now-30m", "now").tooltip(parts.DashboardCursorSync.CROSSHAIR)
     made.link(dashboard.DashboardLink("Tokenbus").type(parts.DashboardLinkType.DASHBOARDS).tags(["tokenbus"]))
@@ -48,7 +48,7 @@ def _target(query: Query, number: int) -> Any:
 
 
 def _base_panel(builder: Any, panel: Panel, span: int, height: int) -> Any:
-    """What all shapes have."""
+    """Sets what all kinds of panels have."""
     return builder.title(panel.title).description(panel.description).unit(panel.unit).span(span).height(height)
 
 

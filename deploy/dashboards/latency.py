@@ -1,4 +1,4 @@
-"""What users wait for: the first token, the next ones, and the whole answer; and where that time goes."""
+"""Latency as users see it: the first token, the next ones, whole requests, and where the time goes."""
 
 from deploy.dashboards.promql import MODEL_FILTER, WORKER_FILTER, increase, mean, quantile, rate, share_below
 from deploy.dashboards.spec import MODEL, WORKER, Dashboard, Panel, Query, Row
@@ -20,27 +20,28 @@ def _quantiles(metric: str) -> tuple[Query, ...]:
 _FIRST = (
     Panel(
         "Time to the first token",
-        "From a worker's accept on; what was waited in a router comes on top, below. If p95 leaves p50 behind, some "
-        "prompts are long or find no cache; if both rise, workers are full.",
+        "Measured from the worker's accept; time in a router's queue (below) comes on top. If only p95 rises, some "
+        "prompts are long or not cached; if p50 rises too, workers are full.",
         "s",
         _quantiles(_TTFT),
     ),
     Panel(
         "Time from one token to the next",
-        "What makes a stream smooth. If p99 rises, prompts of others take long steps: lower --step-target-ms; if p50 "
-        "does, too many run at once: lower --max-num-seqs.",
+        "The smoothness of streams. If p99 rises, prompts of other requests make steps long: lower --step-target-ms; "
+        "if p50 rises, too many requests run at once: lower --max-num-seqs.",
         "s",
         _quantiles(_ITL),
     ),
     Panel(
         "Time of whole requests",
-        "From the accept to the terminal. If it rises and the two beside it do not, answers have become longer.",
+        "From the worker's accept to the terminal. If it rises and the other two do not, generations have become "
+        "longer.",
         "s",
         _quantiles(_E2E),
     ),
     Panel(
-        "Requests whose first token came within 1 s and within 5 s",
-        "Their share. If it falls under what you have promised, add workers, or look for what fills them.",
+        "First tokens within 1 s and within 5 s",
+        "The share of requests. If it falls below what you have promised, add workers, or find out what fills them.",
         "percentunit",
         (
             Query(share_below(_TTFT, "1.0", WORKER_FILTER, "model"), "{{model}} in 1 s"),
@@ -48,14 +49,14 @@ _FIRST = (
         ),
     ),
     Panel(
-        "Tokens that came within 100 ms of the one before",
-        "Their share. If it falls, streams are read faster than they come.",
+        "Tokens within 100 ms of the previous one",
+        "The share of tokens. If it falls, readers notice that streams are slow.",
         "percentunit",
         (Query(share_below(_ITL, "0.1", WORKER_FILTER, "model"), "{{model}}"),),
     ),
     Panel(
         "Time to the first token, by worker",
-        "The slowest in twenty. If one worker is much slower than the others, see its steps in the worker dashboard.",
+        "The 95th percentile. If one worker is much slower than the others, see its steps in the worker dashboard.",
         "s",
         (Query(quantile(0.95, _TTFT, WORKER_FILTER, "worker_id"), "{{worker_id}}"),),
     ),
@@ -63,15 +64,15 @@ _FIRST = (
 
 _SPREAD = (
     Panel(
-        "How many first tokens came how fast",
-        "If there are two bands, the upper one is of prompts that found no cache, or of requests that waited.",
+        "Distribution of times to first token",
+        "If there are two bands, the upper one is of prompts that were not cached, or of requests that waited.",
         "s",
         (Query(increase(f"{_TTFT}_bucket", WORKER_FILTER, "le"), "{{le}}"),),
         "heatmap",
     ),
     Panel(
-        "How many tokens came how fast after the one before",
-        "If a second band appears above the first, those are steps that carry prompts of others.",
+        "Distribution of times between tokens",
+        "If a second band appears above the first, it comes from steps that also compute prompts of other requests.",
         "s",
         (Query(increase(f"{_ITL}_bucket", WORKER_FILTER, "le"), "{{le}}"),),
         "heatmap",
@@ -80,20 +81,20 @@ _SPREAD = (
 
 _WHERE = (
     Panel(
-        "Where the time of a request goes, on average",
-        "In its worker: it waits for a lane, its prompt is computed, its answer is. If waiting is most of it, add "
-        "workers; if prompts are, look for better cache hits.",
+        "Average time of a request, by phase",
+        "In its worker, a request waits for a lane, its prompt is computed, then its tokens are generated. If most of "
+        "the time is waiting, add workers; if it is prefill, improve the cache hit rate.",
         "s",
         (
-            Query(mean(f"{_P}_queue_time_seconds", WORKER_FILTER), "waits"),
-            Query(mean(f"{_P}_prefill_time_seconds", WORKER_FILTER), "prompt"),
-            Query(mean(f"{_P}_decode_time_seconds", WORKER_FILTER), "answer"),
+            Query(mean(f"{_P}_queue_time_seconds", WORKER_FILTER), "queue"),
+            Query(mean(f"{_P}_prefill_time_seconds", WORKER_FILTER), "prefill"),
+            Query(mean(f"{_P}_decode_time_seconds", WORKER_FILTER), "decode"),
         ),
         "stacked",
     ),
     Panel(
-        "Time in a router's queue, of those that wait",
-        "Comes on top of the time to the first token. If it is not empty for long, add workers.",
+        "Time in a router's queue, if queued",
+        "This time comes on top of the time to the first token. If there are values for long, add workers.",
         "s",
         (
             Query(quantile(0.5, _WAIT, MODEL_FILTER, "model"), "{{model}} p50"),
@@ -101,8 +102,8 @@ _WHERE = (
         ),
     ),
     Panel(
-        "Requests that have to wait in a router",
-        "Their share. If it is above 0 outside of bursts, the fleet is too small for its load.",
+        "Requests queued in a router",
+        "The share of requests. If it is above 0 outside of bursts, the fleet is too small for its load.",
         "percentunit",
         (
             Query(
@@ -119,14 +120,14 @@ _WHERE = (
         _quantiles(f"{_P}_queue_time_seconds"),
     ),
     Panel(
-        "Time in which prompts are computed",
-        "If it rises, prompts are longer or find less in the cache; --step-target-ms trades it against smooth streams.",
+        "Time to compute the prompt",
+        "If it rises, prompts are longer or less of them is cached; --step-target-ms trades it against smooth streams.",
         "s",
         _quantiles(f"{_P}_prefill_time_seconds"),
     ),
     Panel(
-        "Time in which answers are computed",
-        "If it rises and the time from token to token does not, answers have become longer.",
+        "Time to generate the tokens",
+        "If it rises and the time between tokens does not, generations have become longer.",
         "s",
         _quantiles(f"{_P}_decode_time_seconds"),
     ),
@@ -135,7 +136,7 @@ _WHERE = (
 DASHBOARD = Dashboard(
     "latency",
     "Tokenbus users' latency",
-    "What users wait for, and where that time goes.",
+    "Latency as users see it, and where the time goes.",
     (MODEL, WORKER),
     (Row("What users feel", _FIRST), Row("How it is spread", _SPREAD), Row("Where the time goes", _WHERE)),
 )

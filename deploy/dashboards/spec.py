@@ -1,4 +1,4 @@
-"""What a dashboard is made of."""
+"""The parts of a dashboard, independent of Grafana's JSON."""
 
 from typing import Literal, NamedTuple
 
@@ -10,18 +10,18 @@ class Query(NamedTuple):
 
     expr: str
     legend: str = ""
-    """How Grafana names each series, as `{{model}}`."""
+    """The name of each series, such as `{{model}}`."""
 
 
 class Panel(NamedTuple):
-    """One picture."""
+    """One graph, number or table."""
 
     title: str
-    """What one sees: a part of a sentence."""
+    """A noun phrase that says what is shown."""
     description: str
-    """What it means, and what to do when it looks bad."""
+    """The meaning of the panel, and what to do if it looks bad."""
     unit: str
-    """One of Grafana's."""
+    """A unit of Grafana."""
     queries: tuple[Query, ...]
     shape: Shape = "timeseries"
 
@@ -34,19 +34,19 @@ class Row(NamedTuple):
 
 
 class Variable(NamedTuple):
-    """What the reader of a dashboard can choose: any of the values of a label."""
+    """A selection among the values of a label, at the top of a dashboard."""
 
     name: str
     label: str
     of: str
-    """The series whose values are offered."""
+    """The series whose label values are offered."""
 
 
 class Dashboard(NamedTuple):
-    """One page."""
+    """One dashboard."""
 
     name: str
-    """Of its file."""
+    """The name of its file and, with a prefix, its uid."""
     title: str
     description: str
     variables: tuple[Variable, ...]

@@ -1,4 +1,4 @@
-"""What OpenAI's clients ask for, and the request of the wire that it becomes; pure."""
+"""Parses the body of a chat completion and turns it into a request of our wire protocol; pure."""
 
 from typing import Any
 
@@ -10,17 +10,17 @@ from tokenbus.protocol.wire import messages as wire
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
-    """One more event with the usage before the end."""
+    """Adds one more event, with the usage, before the end."""
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a chat completion. Fields that are not named here are ignored, as OpenAI's clients expect."""
+    """The body of a chat completion. Unknown fields are ignored, as OpenAI's clients expect."""
 
     model: str | None = None
     messages: list[wire.ChatMessage] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    """The newer name; it wins."""
+    """The newer name of `max_tokens`, which takes precedence."""
     temperature: float | None = None
     top_p: float | None = None
     stop: str | list[str] | None = None
@@ -37,7 +37,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     top_k: int | None = None
-    """From here on: not OpenAI's. As on the wire."""
+    """This field and those below are not OpenAI's; they mean what they mean on the wire."""
     min_p: float | None = None
     repetition_penalty: float | None = None
     cache_salt: str | None = None
@@ -49,17 +49,18 @@ _decoder = codec.Decoder(ChatRequest)
 
 
 class ParsedChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A chat completion that may be asked for."""
+    """A valid request for a chat completion."""
 
     model: str
     request: wire.GenerateRequest
     stream: bool
-    """The HTTP answer is a stream of events."""
+    """Whether the response is a stream of events."""
     include_usage: bool
 
 
 def parse(body: bytes, request_id: str) -> ParsedChatRequest:
-    """What a body asks for, checked as a router would. Raises RequestError naming the field as it is called here."""
+    """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name of the field at
+    fault."""
     chat = _decoder.decode(body, codec.Encoding.JSON)
     model = _checked_model(chat)
     _check(chat)
@@ -73,7 +74,7 @@ def parse(body: bytes, request_id: str) -> ParsedChatRequest:
 
 
 def with_openai_names(error: errors.Error, chat: ChatRequest) -> errors.Error:
-    """An error with the name that its field has in this API."""
+    """Returns the error with OpenAI's name of its field."""
     theirs = _openai_name(error.param, chat)
     if error.param is None or theirs == error.param:
         return error
@@ -101,7 +102,7 @@ def _checked_model(chat: ChatRequest) -> str:
 
 
 def _check(chat: ChatRequest) -> None:
-    """What the wire can't know of this API."""
+    """Checks what has no counterpart on the wire."""
     if chat.messages is None:
         raise _invalid("messages", "is required")
     if chat.n not in (None, 1):
@@ -111,7 +112,7 @@ def _check(chat: ChatRequest) -> None:
 
 
 def _to_wire(chat: ChatRequest, request_id: str) -> wire.GenerateRequest:
-    """Streamed on the wire in any case: so a worker notices when this process is gone."""
+    """Converts to a wire request, which is streamed in any case, so that a worker notices if this gateway dies."""
     return wire.GenerateRequest(
         id=request_id,
         messages=chat.messages,

@@ -1,4 +1,4 @@
-"""Makes OpenAI's answers of the chunks of a stream: event by event, or one whole; pure."""
+"""Turns the chunks of a stream into chat completion chunks, or into one chat completion; pure."""
 
 from typing import Any, NamedTuple
 
@@ -10,12 +10,12 @@ from tokenbus.protocol.wire import messages
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": still here\n\n"
-"""A comment, which clients of event streams skip: it keeps proxies from giving up."""
+"""A comment, which clients of event streams skip. It keeps proxies from closing the connection."""
 _encoder = msgspec.json.Encoder()
 
 
 class CompletionHeader(NamedTuple):
-    """What all parts of one answer begin with."""
+    """The fields that all chunks of one chat completion share."""
 
     id: str
     created: int
@@ -24,42 +24,42 @@ class CompletionHeader(NamedTuple):
 
 
 class ChunkEncoder:
-    """One answer as a stream of events."""
+    """Encodes a stream as server-sent events."""
 
     def __init__(self, header: CompletionHeader, *, include_usage: bool) -> None:
         self._header = header
         self._include_usage = include_usage
-        self._has_begun = False
+        self._has_started = False
 
     def __repr__(self) -> str:
-        return f"<Events of {self._header.id}>"
+        return f"<ChunkEncoder of {self._header.id}>"
 
     def encode(self, chunk: messages.Chunk) -> list[bytes]:
-        """What a chunk becomes: nothing where it says nothing, and everything up to `[DONE]` for the terminal."""
-        events = self._piece(chunk)
+        """Returns the events of a chunk: none if it has no content, and all up to `[DONE]` if it is the terminal."""
+        events = self._chunk_events(chunk)
         if chunk.finish_reason is None:
             return events
         response = error_responses.from_terminal(chunk)
         if response is not None:
             events.append(b"data: %b\n\n" % response.body)
         elif self._include_usage:
-            events.append(_event(self._part([], usage=_usage(chunk))))
+            events.append(_event(self._chunk([], usage=_usage(chunk))))
         return [*events, DONE]
 
-    def _piece(self, chunk: messages.Chunk) -> list[bytes]:
+    def _chunk_events(self, chunk: messages.Chunk) -> list[bytes]:
         reason = _finish_reason(chunk)
         if not (chunk.text or chunk.logprobs or chunk.tool_calls or reason):
             return []
         delta = schemas.ChoiceDelta(content=chunk.text or UNSET, tool_calls=chunk.tool_calls or UNSET)
         choice = schemas.ChunkChoice(delta=delta, logprobs=_logprobs(chunk.logprobs or []), finish_reason=reason)
-        events = [_event(self._part([choice]))]
-        if not self._has_begun:
-            self._has_begun = True
+        events = [_event(self._chunk([choice]))]
+        if not self._has_started:
+            self._has_started = True
             opening = schemas.ChunkChoice(delta=schemas.ChoiceDelta(role="assistant", content=""))
-            events.insert(0, _event(self._part([opening])))
+            events.insert(0, _event(self._chunk([opening])))
         return events
 
-    def _part(
+    def _chunk(
         self, choices: list[schemas.ChunkChoice], usage: schemas.CompletionUsage | None = None
     ) -> schemas.ChatCompletionChunk:
         return schemas.ChatCompletionChunk(
@@ -68,7 +68,7 @@ class ChunkEncoder:
 
 
 class CompletionBuilder:
-    """One answer that is given at its end."""
+    """Collects a stream into one chat completion."""
 
     def __init__(self, header: CompletionHeader) -> None:
         self._header = header
@@ -77,7 +77,7 @@ class CompletionBuilder:
         self._calls: list[dict[str, Any]] = []
 
     def __repr__(self) -> str:
-        return f"<Whole {self._header.id}: {len(self._texts)} texts>"
+        return f"<CompletionBuilder {self._header.id}: {len(self._texts)} texts>"
 
     def add(self, chunk: messages.Chunk) -> None:
         self._texts.append(chunk.text)
@@ -85,7 +85,7 @@ class CompletionBuilder:
         self._calls += chunk.tool_calls or []
 
     def build(self, terminal: messages.Chunk) -> bytes:
-        """The body, after all chunks have been taken; the last of them ended well."""
+        """Returns the JSON body, once all chunks were added; `terminal` must not be an error."""
         text = "".join(self._texts)
         said = schemas.ChatCompletionMessage(
             content=None if self._calls and not text else text, tool_calls=self._calls or UNSET
@@ -103,7 +103,7 @@ def _event(piece: schemas.ChatCompletionChunk) -> bytes:
 
 
 def _finish_reason(chunk: messages.Chunk) -> str | None:
-    """Of an answer that ended well: the wire's names are OpenAI's."""
+    """Returns the finish reason of a successful terminal. The wire has OpenAI's names."""
     return None if chunk.finish_reason is None or error_responses.from_terminal(chunk) else str(chunk.finish_reason)
 
 

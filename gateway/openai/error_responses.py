@@ -1,4 +1,4 @@
-"""What went wrong, in OpenAI's words: status, body and headers of an answer that is an error; pure."""
+"""Error responses in the format of OpenAI's API; pure."""
 
 import math
 from typing import NamedTuple
@@ -9,24 +9,24 @@ from tokenbus.gateway.openai import schemas
 from tokenbus.protocol.wire import errors, messages
 
 _OPENAI_CODES = {errors.Code.PROMPT_TOO_LONG: "context_length_exceeded"}
-"""Codes of which clients make decisions under OpenAI's name."""
+"""OpenAI's names of codes on which its clients act."""
 _encoder = msgspec.json.Encoder()
 
 
 class ErrorResponse(NamedTuple):
-    """An answer that is an error."""
+    """An HTTP response with an error."""
 
     status: int
     code: str
     message: str
     param: str | None = None
     retryable: bool = False
-    """Whether the same request may succeed later: clients of OpenAI's try by themselves, unless told not to."""
+    """Whether the same request may succeed later. OpenAI's clients retry by themselves unless told not to."""
     retry_after_ms: float | None = None
 
     @property
     def type(self) -> str:
-        """One of OpenAI's coarse names."""
+        """One of the types of errors that OpenAI distinguishes."""
         if self.status == 429:
             return "rate_limit_error"
         return "server_error" if self.status >= 500 else "invalid_request_error"
@@ -48,7 +48,7 @@ class ErrorResponse(NamedTuple):
 
 
 class ApiError(Exception):
-    """Ends one HTTP request with `response`."""
+    """Ends an HTTP request with an error response."""
 
     def __init__(self, response: ErrorResponse) -> None:
         super().__init__(f"{response.code}: {response.message}")
@@ -56,7 +56,7 @@ class ApiError(Exception):
 
 
 def from_error(error: errors.Error) -> ErrorResponse:
-    """An error of the wire."""
+    """Returns the response for an error of the wire."""
     return ErrorResponse(
         errors.CODES[error.code].http,
         _OPENAI_CODES.get(error.code, str(error.code)),
@@ -68,14 +68,15 @@ def from_error(error: errors.Error) -> ErrorResponse:
 
 
 def from_terminal(chunk: messages.Chunk) -> ErrorResponse | None:
-    """Why a stream failed; None for a chunk that is no terminal, or the end of a whole answer."""
+    """Returns the response for a failed stream, or None if the chunk is no terminal or a successful one."""
     if chunk.finish_reason is messages.FinishReason.ERROR:
         return from_error(chunk.error or errors.make_error(errors.Code.INTERNAL))
     return CANCELLED if chunk.finish_reason is messages.FinishReason.CANCELLED else None
 
 
 CANCELLED = ErrorResponse(499, "cancelled", "the request was cancelled")
-"""By somebody else: `tokenbus cancel`. OpenAI's API knows nothing like it, and its clients don't try a 499 again."""
+"""Somebody else has cancelled the request (`tokenbus cancel`). OpenAI has no such error; its clients don't retry a
+499."""
 INVALID_API_KEY = ErrorResponse(401, "invalid_api_key", "a valid API key is needed: Authorization: Bearer KEY")
 OVERLOADED = ErrorResponse(503, "overloaded", "this gateway has as many open requests as it may", None, True, 1_000.0)
 SHUTTING_DOWN = ErrorResponse(503, str(errors.Code.SHUTTING_DOWN), "this gateway is shutting down", None, True, 1_000.0)
@@ -94,5 +95,5 @@ def too_large(limit_bytes: int) -> ErrorResponse:
 
 
 def unknown_path(status: int, method: str, path: str) -> ErrorResponse:
-    """A path that is not there, or not with that method."""
+    """Returns the response for a path that does not exist, or not with that method."""
     return ErrorResponse(status, "unknown_url", f"there is no {method} {path[:200]} here")

@@ -1,4 +1,4 @@
-"""Writes the answer to one HTTP request: whole, or as a stream of events."""
+"""Writes the response to an HTTP request: in one piece, or as a stream of events."""
 
 from collections.abc import Mapping
 
@@ -7,38 +7,38 @@ from starlette.types import Send
 from tokenbus.gateway.openai.error_responses import ErrorResponse
 
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
-"""The last tells nginx to pass on what comes."""
+"""The last header makes nginx pass events on as they come."""
 
 
 class ResponseWriter:
-    """To one request. Writing waits for a reader who is slow."""
+    """Writes one response. Writing waits while the client reads slowly."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
         self._request_id = request_id
         self.status: int | None = None
-        """None until something has been written."""
+        """None until the response has started."""
         self.is_complete = False
 
     def __repr__(self) -> str:
-        return f"<Reply {self.status or 'not begun'}{' complete' if self.is_complete else ''}>"
+        return f"<ResponseWriter {self.status or 'not started'}{' complete' if self.is_complete else ''}>"
 
     @property
     def has_started(self) -> bool:
         return self.status is not None
 
     async def send_json(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-        """The only answer."""
+        """Sends a whole JSON response."""
         length = {"content-type": "application/json", "content-length": str(len(body))}
         await self._start(status, length | dict(headers or {}))
         await self._write(body, more=False)
 
     async def send_error(self, response: ErrorResponse) -> None:
-        """The only answer, and an error."""
+        """Sends a whole error response."""
         await self.send_json(response.status, response.body, response.headers)
 
     async def send_events(self, *events: bytes, last: bool = False) -> None:
-        """Some of a stream of events."""
+        """Sends events, starting the response if these are the first; `last` completes it."""
         if not self.has_started:
             await self._start(200, _EVENTS)
         await self._write(b"".join(events), more=not last)

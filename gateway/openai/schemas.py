@@ -1,4 +1,4 @@
-"""The JSON that OpenAI's clients expect to receive. Names and nulls are theirs."""
+"""The JSON objects of OpenAI's API, with its names, and null where its clients expect null."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of every answer that is an error, and the last event but one of a stream that fails."""
+    """The body of an error response, and the last event but one of a stream that fails."""
 
     error: ErrorDetail
 
@@ -49,7 +49,7 @@ class ChoiceLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletionMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The message of a whole answer."""
+    """The message of a chat completion."""
 
     role: str = "assistant"
     content: str | None
@@ -65,7 +65,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer."""
+    """The response to a request that is not streamed."""
 
     id: str
     object: str = "chat.completion"
@@ -77,7 +77,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new."""
+    """The new part of a streamed message."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -92,7 +92,7 @@ class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a streamed answer."""
+    """One event of a streamed response."""
 
     id: str
     object: str = "chat.completion.chunk"
@@ -101,17 +101,17 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChunkChoice]
     usage: CompletionUsage | UnsetType | None = UNSET
-    """Only when asked for: null, and the numbers in an event of their own at the end."""
+    """Only if requested: null, until the numbers come in an event of their own at the end."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: str = "model"
     created: int
-    """Unix seconds: since when a worker has served it."""
+    """Unix seconds at which the oldest of its workers started."""
     owned_by: str = "tokenbus"
     context_length: int
-    """Ours: tokens of a prompt and its completion together."""
+    """Not OpenAI's: the maximum number of tokens of a prompt and its completion together."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,1 +1,1 @@
-"""The HTTP server behind status pages and the gateway, bounded against whoever reaches its port."""
+"""The HTTP server behind status pages and the gateway, with limits on what strangers can take of it."""

@@ -1,4 +1,4 @@
-"""Which HTTP connections are open, from which addresses, and which gives way when there are too many; pure."""
+"""Keeps track of open HTTP connections, and chooses the one to evict when a limit is reached; pure."""
 
 import dataclasses
 import enum
@@ -8,33 +8,35 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 _IPV6_PREFIX = 64
-"""Who has one address of IPv6 has as many as they like: all that share so many bits count as one."""
+"""Whoever has one IPv6 address has as many as they like, so all that share this prefix count as one."""
 
 
 class LimitReached(enum.StrEnum):
     """Why a connection is refused."""
 
     PER_ADDRESS = "too_many_connections"
-    """Its address has as many requests open as it may have connections."""
+    """The client's address has its maximum of connections, and all of them are busy."""
     TOTAL = "overloaded"
-    """As many requests are open as there may be connections."""
+    """There is the maximum of connections, and all of them are busy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ConnectionLimits:
-    """How many connections may be open."""
+    """The maximum number of open connections."""
 
     total: int
     per_address: int = 0
-    """0 is no bound."""
+    """0 means no limit."""
 
 
 ConnectionT = TypeVar("ConnectionT", bound=Hashable)
 
 
 class ConnectionTable(Generic[ConnectionT]):
-    """A connection waits for a request, or works on one. One that waits gives way to one that comes, the one that has
-    waited longest first; so those that never finish a request push out each other, and a new one is always heard."""
+    """Open connections by client address, each either idle (it waits for a request) or busy (it works on one).
+
+    At the limit, a new connection evicts the one that has been idle longest. So connections that never complete a
+    request evict each other, and a new client always gets through unless all connections are busy."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
@@ -51,35 +53,36 @@ class ConnectionTable(Generic[ConnectionT]):
 
     @property
     def num_idle(self) -> int:
-        """Those that have no request."""
+        """The number of connections that have no request."""
         return len(self._idle)
 
     def add(self, connection: ConnectionT, address: str) -> ConnectionT | LimitReached | None:
-        """Takes in a connection, which waits. Returns the one that must be closed for it, or why it can't be taken."""
-        leaving: ConnectionT | None = None
+        """Adds an idle connection. Returns the one that the caller must close to make room, or the limit that was
+        hit."""
+        evicted: ConnectionT | None = None
         if address and 0 < self.limits.per_address <= self._per_address[address]:
-            leaving = next(iter(self._idle_by_address.get(address, ())), None)
-            if leaving is None:
+            evicted = next(iter(self._idle_by_address.get(address, ())), None)
+            if evicted is None:
                 return LimitReached.PER_ADDRESS
         elif len(self) >= self.limits.total:
-            leaving = next(iter(self._idle), None)
-            if leaving is None:
+            evicted = next(iter(self._idle), None)
+            if evicted is None:
                 return LimitReached.TOTAL
-        if leaving is not None:
-            self.remove(leaving)
+        if evicted is not None:
+            self.remove(evicted)
         self._addresses[connection] = address
         self._per_address[address] += 1
         self.mark_idle(connection)
-        return leaving
+        return evicted
 
     def mark_idle(self, connection: ConnectionT) -> None:
-        """It waits for a request from now on."""
+        """Marks a connection as waiting for a request; does nothing if it is not in the table."""
         if connection in self._addresses:
             self._idle[connection] = None
             self._idle_by_address.setdefault(self._addresses[connection], {})[connection] = None
 
     def mark_busy(self, connection: ConnectionT) -> None:
-        """It has a request."""
+        """Marks a connection as working on a request."""
         self._idle.pop(connection, None)
         address = self._addresses.get(connection)
         if address is not None and (waiting := self._idle_by_address.get(address)) is not None:
@@ -88,7 +91,7 @@ class ConnectionTable(Generic[ConnectionT]):
                 del self._idle_by_address[address]
 
     def remove(self, connection: ConnectionT) -> None:
-        """It is open no more. May be said twice."""
+        """Removes a connection, if it is in the table."""
         self.mark_busy(connection)
         address = self._addresses.pop(connection, None)
         if address is not None:
@@ -97,7 +100,7 @@ class ConnectionTable(Generic[ConnectionT]):
                 del self._per_address[address]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the books disagree."""
+        """Raises AssertionError if the indexes contradict each other."""
         assert self._per_address == Counter(self._addresses.values()), self
         assert self._idle.keys() <= self._addresses.keys(), self
         waiting_of = {(address, one) for address, those in self._idle_by_address.items() for one in those}
@@ -106,7 +109,7 @@ class ConnectionTable(Generic[ConnectionT]):
 
 
 def client_address(host: str) -> str:
-    """What counts as one address: one of IPv4, or a network of IPv6; nothing for what is no address of IP."""
+    """Returns the unit that a host's connections are counted by: an IPv4 address or an IPv6 network, '' for neither."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""Parses HTTP/1.1 with h11, and refuses what h11 lets through and a server that strangers reach must not; pure."""
+"""Parses HTTP/1.1 with h11, and rejects what h11 accepts but a server open to strangers must not; pure."""
 
 import re
 from typing import Any
@@ -8,31 +8,30 @@ import h11
 MAX_HEAD_BYTES = 16 * 1024
 MAX_HEADERS = 100
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
-_FREE_PIECES = 1_024
-_LEAST_BYTES_A_PIECE = 16
-"""A chunk of one byte takes 5 us to parse: 256 KiB of them would hold the process up for a fifth of a second."""
+_FREE_CHUNKS = 1_024
+_MIN_CHUNK_BYTES = 16
+"""Minimum mean size of chunks, once there are more than these. Parsing a chunk takes 5 us however small it is: a read
+of 256 KiB full of one-byte chunks would block the event loop for a fifth of a second."""
 
 
 class Parser(h11.Connection):
-    """A server's side of one connection. `next_event` raises RemoteProtocolError, with the status of the answer."""
+    """The server's side of one connection. After a RemoteProtocolError, `status` and `problem` say how to answer it."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
-        self._num_pieces = 0
+        self._num_chunks = 0
         self._num_bytes = 0
         self.is_head = False
-        """Whether the last request asks for a head alone."""
+        """Whether the last request was a HEAD request, whose response has no body."""
         self.status = 400
-        """What the last RemoteProtocolError is to be answered with, and why."""
         self.problem = ""
 
     @property
     def has_begun(self) -> bool:
-        """Whether something of a request has come that is not complete."""
+        """Whether part of a request has been received."""
         return self.their_state is not h11.IDLE or bool(self.trailing_data[0])
 
     def next_event(self) -> Any:
-        """As h11's."""
         try:
             self._check_head_size()
             event = super().next_event()
@@ -43,7 +42,7 @@ class Parser(h11.Connection):
         return event
 
     def _check_head_size(self) -> None:
-        """h11 bounds a head that is not complete, but parses any that comes in one piece."""
+        """Limits heads that arrive in one piece: h11 only limits those that are still incomplete."""
         if self.their_state is h11.IDLE:
             waiting, _ = self.trailing_data
             if len(waiting) > MAX_HEAD_BYTES and not _END_OF_HEAD.search(waiting, 0, MAX_HEAD_BYTES):
@@ -51,18 +50,18 @@ class Parser(h11.Connection):
 
     def _check(self, event: Any) -> None:
         if isinstance(event, h11.Request):
-            self._num_pieces = self._num_bytes = 0
+            self._num_chunks = self._num_bytes = 0
             self.is_head = event.method == b"HEAD"
             _check_request(event)
         elif isinstance(event, h11.Data):
-            self._num_pieces += 1
+            self._num_chunks += 1
             self._num_bytes += len(event.data)
-            if self._num_pieces > _FREE_PIECES and self._num_bytes < self._num_pieces * _LEAST_BYTES_A_PIECE:
-                raise h11.RemoteProtocolError("the body comes in too many small pieces", 400)
+            if self._num_chunks > _FREE_CHUNKS and self._num_bytes < self._num_chunks * _MIN_CHUNK_BYTES:
+                raise h11.RemoteProtocolError("the body comes in too many small chunks", 400)
 
 
 def _check_request(request: h11.Request) -> None:
-    """A proxy that reads a body's length otherwise than this server would take its end for another request."""
+    """Rejects ambiguous body lengths: a proxy that reads one differently would take part of a body for a request."""
     names = [name for name, _ in request.headers]
     if len(names) > MAX_HEADERS:
         raise h11.RemoteProtocolError(f"there are more than {MAX_HEADERS} headers", 431)

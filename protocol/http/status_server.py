@@ -1,7 +1,8 @@
-"""The HTTP server behind a process's status page."""
+"""The HTTP server of the status page."""
 
 import inspect
 import socket
+from collections.abc import Awaitable, Callable
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
@@ -11,27 +12,29 @@ from starlette.routing import Route
 
 from tokenbus.protocol.http.connection_table import ConnectionLimits
 from tokenbus.protocol.http.http_server import EmbeddedServer, ServerConfig
-from tokenbus.protocol.telemetry.status import ReadinessCheck, Settings
 
 _LIMITS = ConnectionLimits(total=256, per_address=64)
 
 
 class StatusServer:
-    """`unready_reason` says why the process can't do its work now; nothing where it can."""
+    """Serves `/metrics`, `/livez` and `/readyz` on the first free port of a range."""
 
-    def __init__(self, settings: Settings, registry: CollectorRegistry, unready_reason: ReadinessCheck) -> None:
+    def __init__(
+        self, host: str, ports: range, registry: CollectorRegistry, unready_reason: Callable[[], str | Awaitable[str]]
+    ) -> None:
+        """`unready_reason` returns an empty string while the process is ready. Raises ValueError if no port is free."""
         self._registry = registry
         self._unready_reason = unready_reason
         routes = [Route("/metrics", self._metrics), Route("/livez", self._livez), Route("/readyz", self._readyz)]
         self._server = EmbeddedServer(ServerConfig(Starlette(routes=routes), _LIMITS))
-        self._socket = _bind(settings)
+        self._socket = _bind(host, ports)
         self.port: int = self._socket.getsockname()[1]
 
     def __repr__(self) -> str:
         return f"<StatusServer on port {self.port}>"
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Serves until cancelled."""
         try:
             await self._server.serve(sockets=[self._socket])
         finally:
@@ -50,15 +53,13 @@ class StatusServer:
         return PlainTextResponse(f"{reason or 'ok'}\n", status_code=503 if reason else 200)
 
 
-def _bind(settings: Settings) -> socket.socket:
-    """Raises ValueError where every port is taken, or the address nobody's."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+def _bind(host: str, ports: range) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     reason = ""
-    for port in settings.ports:
+    for port in ports:
         try:
-            return socket.create_server((settings.host, port), family=family)
+            return socket.create_server((host, port), family=family)
         except OSError as error:
             reason = error.strerror or str(error)
-    first, last = settings.ports[0], settings.ports[-1]
-    asked = str(first) if first == last else f"{first}-{last}"
-    raise ValueError(f"--metrics-port {asked} on {settings.host}: {reason}; take another")
+    shown = str(ports[0]) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
+    raise ValueError(f"--metrics-port {shown} on {host}: {reason}; choose another port")

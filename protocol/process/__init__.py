@@ -1,1 +1,1 @@
-"""What every server process does about its process: signals, reloading of settings, freed memory."""
+"""The process side of every server: signals, reloading of settings, freed memory."""

@@ -9,7 +9,7 @@ import structlog
 
 Settings = TypeVar("Settings")
 _APPLY_TIMEOUT_S = 10.0
-"""How long applying new settings may take: without a limit, one that hangs would block every later reload."""
+"""Applying new settings may take this long: without a limit, one that hangs would block every later reload."""
 Apply = Callable[[Settings], Awaitable[None] | None]
 
 

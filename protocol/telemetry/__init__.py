@@ -1,1 +1,1 @@
-"""What every process shows of itself: metrics, logs, traces, and the page that has them."""
+"""Metrics, logs, traces and the status page of every process."""

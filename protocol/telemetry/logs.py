@@ -1,4 +1,4 @@
-"""Structured logs: one configuration for every process, JSON lines or readable ones."""
+"""Configures structured logs, the same in every process: lines of JSON, or readable ones."""
 
 import logging
 import os
@@ -15,35 +15,36 @@ FORMAT_VARIABLE = "TOKENBUS_LOG_FORMAT"
 
 
 class LevelFilter:
-    """What is logged and what is not; may be changed while a process runs."""
+    """A structlog processor that drops lines below a level, which may change while the process runs."""
 
     def __init__(self, name: str) -> None:
         self.set(name)
 
     def __repr__(self) -> str:
-        return f"<Level {self._least}>"
+        return f"<Level {self._lowest}>"
 
     def set(self, name: str) -> None:
-        """One of LEVELS; what is none of them is `info`."""
-        self._least = LEVELS.get(name.lower(), logging.INFO)
+        """Sets the lowest level that is logged: one of LEVELS; anything else means `info`."""
+        self._lowest = LEVELS.get(name.lower(), logging.INFO)
 
     def __call__(
         self, logger: structlog.typing.WrappedLogger, name: str, line: structlog.typing.EventDict
     ) -> structlog.typing.EventDict:
-        """Lets a line pass, or drops it. `name` is the method that was called."""
-        if LEVELS.get(name, logging.ERROR) < self._least:
+        """Returns the line or raises DropEvent. `name` is the method that was called, such as `info`."""
+        if LEVELS.get(name, logging.ERROR) < self._lowest:
             raise structlog.DropEvent
         return line
 
 
 class Settings(NamedTuple):
-    """What is empty is taken from the variables; without those it is lines of `info`, as JSON unless on a terminal."""
+    """Level and format of the log. Empty ones are taken from the environment; the defaults are `info`, and JSON unless
+    standard error is a terminal."""
 
     level: str = ""
     form: str = ""
 
     def variables(self) -> dict[str, str]:
-        """Has a child process log alike."""
+        """Returns environment variables that make a child process log like this one."""
         pairs = ((LEVEL_VARIABLE, self.level), (FORMAT_VARIABLE, self.form))
         return {variable: value for variable, value in pairs if value}
 
@@ -52,7 +53,7 @@ DEFAULTS = Settings()
 
 
 def configure(process: str, settings: Settings = DEFAULTS) -> LevelFilter:
-    """Sends logs to standard error, with `process` bound to every line; gives what changes their level."""
+    """Sends logs to standard error, with `process` on every line. Returns the filter, to change the level later."""
     level = LevelFilter(settings.level or os.environ.get(LEVEL_VARIABLE, "info"))
     form = settings.form or os.environ.get(FORMAT_VARIABLE, "console" if sys.stderr.isatty() else "json")
     renderer: structlog.typing.Processor = (
@@ -61,7 +62,7 @@ def configure(process: str, settings: Settings = DEFAULTS) -> LevelFilter:
         else structlog.processors.JSONRenderer(serializer=_as_json)
     )
     tracebacks = structlog.processors.ExceptionRenderer(
-        structlog.tracebacks.ExceptionDictTransformer(show_locals=False)  # they hold prompts and texts
+        structlog.tracebacks.ExceptionDictTransformer(show_locals=False)  # local variables hold prompts and texts
     )
     structlog.configure(
         processors=[
@@ -77,13 +78,13 @@ def configure(process: str, settings: Settings = DEFAULTS) -> LevelFilter:
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it would write lines of its own among these
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it would write unstructured lines among these
     return level
 
 
 def log_errors_only() -> None:
-    """Of a command that asks others: only errors, on standard error. What its requests end in says what is wrong."""
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns when a broker ends TLS, which nats-py does not mind
+    """Logs only errors, to standard error: for commands whose output already says how their requests ended."""
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns when a broker ends TLS, which nats-py handles
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
@@ -91,5 +92,5 @@ def log_errors_only() -> None:
 
 
 def _as_json(line: object, **_: object) -> str:
-    """Quicker than the standard library's: a router writes three lines for each request."""
+    """Encodes a log line with msgspec, which is faster than json: a router writes three lines for each request."""
     return msgspec.json.encode(line, enc_hook=repr).decode()

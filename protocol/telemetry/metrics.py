@@ -12,7 +12,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 MAX_LABEL_VALUES = 256
-"""How many values of a bounded label have series of their own; a histogram has two dozen lines for each."""
+"""Values of a bounded label that have series of their own; a histogram has two dozen lines for each."""
 OTHER = "other"
 
 TTFT_BUCKETS = (

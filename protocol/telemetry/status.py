@@ -1,4 +1,4 @@
-"""What every server process shows over HTTP: `/metrics`, `/livez` and `/readyz`."""
+"""The status page of every server process: `/metrics`, `/livez` and `/readyz` over HTTP."""
 
 import asyncio
 import contextlib
@@ -9,29 +9,30 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 ReadinessCheck = Callable[[], str | Awaitable[str]]
-"""Says why a process can't do its work now; nothing where it can."""
+"""Returns why a process is not ready, or an empty string if it is."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Where a process shows its metrics and health."""
+    """The address of a process's status page."""
 
     host: str = "127.0.0.1"
     ports: range = range(0)
-    """The first that is free is taken, and of 0 any; an empty range shows nothing."""
+    """The first free port of these is taken; 0 takes any free port, and an empty range switches the page off."""
 
 
 @contextlib.asynccontextmanager
 async def serving(
     settings: Settings, registry: CollectorRegistry, unready_reason: ReadinessCheck
 ) -> AsyncIterator[None]:
-    """Serves the page while the block runs. Raises ValueError where the port can't be had."""
+    """Serves the status page while the block runs. Raises ValueError if no port is free."""
     if not settings.ports:
         yield
         return
-    from tokenbus.protocol.http.status_server import StatusServer  # a fifth of a second that no other process needs
+    # Imported late: it takes a fifth of a second, which processes without the page need not spend.
+    from tokenbus.protocol.http.status_server import StatusServer
 
-    server = StatusServer(settings, registry, unready_reason)
+    server = StatusServer(settings.host, settings.ports, registry, unready_reason)
     structlog.get_logger().info("status_page", port=server.port)
     task = asyncio.create_task(server.run())
     try:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from tests.support.fed_stream import FakeTransport, stream_over
+from tokenbus.gateway import chat
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.gateway.openai import answer, chat_response
+from tokenbus.gateway.openai import chat_response
 from tokenbus.gateway.openai.response_writer import ResponseWriter
 from tokenbus.gateway.request_log import RequestLog
 from tokenbus.protocol.wire import errors, messages
@@ -52,7 +53,7 @@ def failed(offset: int = 0) -> messages.Chunk:
 async def events_of(*chunks: messages.Chunk, hold_s: float) -> Peer:
     peer = Peer()
     stream, events = stream_over(FakeTransport(), *chunks), chat_response.ChunkEncoder(HEADING, include_usage=False)
-    await answer.stream_response(
+    await chat.stream_response(
         stream, events, ResponseWriter(peer.take, "r"), RequestLog("r", GatewayMetrics()), hold_s
     )
     assert peer.is_complete
@@ -91,7 +92,7 @@ async def test_a_whole_answer_has_the_status_of_its_end(reason: messages.FinishR
     peer = Peer()
     end = chunk("b", 1, reason, **({"error": LOST} if status == 502 else {}))
     stream = stream_over(FakeTransport(), HEAD, chunk("a"), end)
-    await answer.respond(
+    await chat.respond(
         stream,
         chat_response.CompletionBuilder(HEADING),
         ResponseWriter(peer.take, "r"),

@@ -6,7 +6,7 @@ from structlog.testing import capture_logs
 
 from tokenbus.gateway.metrics import GatewayMetrics
 from tokenbus.gateway.openai.closed_connections import ClosedConnections, refusal_response
-from tokenbus.protocol.http.http_server import Reason, Refusal
+from tokenbus.protocol.http.refusals import Reason, Refusal
 
 
 def test_thousands_of_ended_connections_are_counted_and_leave_a_line_every_ten_seconds() -> None:

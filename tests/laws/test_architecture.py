@@ -29,6 +29,7 @@ PURE = (
     "protocol/telemetry/backoff.py",
     "protocol/http/connection_table.py",
     "protocol/http/http_parser.py",
+    "protocol/http/refusals.py",
     "protocol/ttl_cache.py",
     "router/fleet/*.py",
     "router/placement/*.py",

@@ -9,7 +9,9 @@ from starlette.types import Receive, Scope, Send
 
 from tokenbus.gateway.openai.closed_connections import refusal_response
 from tokenbus.protocol.http.connection_table import ConnectionLimits
-from tokenbus.protocol.http.http_server import EmbeddedServer, Reason, ServerConfig, Timeouts
+from tokenbus.protocol.http.deadlines import Timeouts
+from tokenbus.protocol.http.http_server import EmbeddedServer, ServerConfig
+from tokenbus.protocol.http.refusals import Reason
 
 LIVEZ = b"GET /livez HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 WIDE, USUAL = ConnectionLimits(1_000), Timeouts()

@@ -1,0 +1,51 @@
+"""Responses that the server itself sends to what never becomes a request of the application; pure."""
+
+import dataclasses
+import enum
+
+from tokenbus.protocol.http.connection_table import LimitReached
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Reason(enum.StrEnum):
+    """Why the server has closed a connection."""
+
+    MALFORMED = "malformed"
+    SLOW_HEAD = "slow_head"
+    SLOW_READER = "slow_reader"
+    EVICTED = "evicted"
+    """It was idle, and made room for another."""
+    TOO_MANY_PER_ADDRESS = "too_many_per_address"
+    TOO_MANY = "too_many"
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A response of the server itself."""
+
+    status: int
+    message: str
+    code: str
+
+
+LIMIT_REFUSALS = {
+    LimitReached.PER_ADDRESS: (
+        Reason.TOO_MANY_PER_ADDRESS,
+        Refusal(429, "too many connections from this address", LimitReached.PER_ADDRESS),
+    ),
+    LimitReached.TOTAL: (Reason.TOO_MANY, Refusal(503, "too many connections", LimitReached.TOTAL)),
+}
+SLOW_HEAD = Refusal(408, "the head of the request did not come in time", "request_timeout")
+EVICTED = Refusal(408, "there are too many connections, and this one has been idle longest", "request_timeout")
+
+
+def malformed(status: int, problem: str) -> Refusal:
+    """Returns the response to what can't be parsed as a request."""
+    code = "headers_too_large" if status == 431 else "invalid_http"
+    return Refusal(status, f"this is not a valid HTTP request: {problem}", code)
+
+
+def plain_text_response(refusal: Refusal) -> tuple[Headers, bytes]:
+    """Returns headers and body of a refusal, for people to read."""
+    return [(b"content-type", b"text/plain; charset=utf-8")], f"{refusal.message}\n".encode()
