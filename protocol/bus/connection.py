@@ -239,7 +239,7 @@ def default_max_request_bytes(max_payload: int) -> int:
 
 
 async def _raise_refusals(cancellation: CancellationGuard, error: Exception) -> None:
-    """Ends the first connect where the broker refuses this process or the task was cancelled. `open` reports the rest."""
+    """Ends the first connect if the broker refuses this process or the task was cancelled; `open` reports the rest."""
     cancellation.check()
     if isinstance(error, BrokerRefusedError):
         raise error

@@ -67,7 +67,7 @@ def test_half_of_what_is_needed_is_refused(tmp_path: Path) -> None:
         Credentials(user="acme").check()
     with pytest.raises(ValueError, match="only one"):
         Credentials(user="acme", password="x", token="t").check()
-    with pytest.raises(ValueError, match="give --nats-cert as well"):
+    with pytest.raises(ValueError, match="pass --nats-cert as well"):
         Settings(tls=Tls(key_file="key.pem")).check()
 
 
