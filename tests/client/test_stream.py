@@ -46,7 +46,7 @@ class FakeTransport:
     def send_resync(self, stream: Stream, offset: int) -> None:
         self.resyncs.append(offset)
 
-    def resubmit(self, stream: Stream, request: messages.GenerateRequest) -> None:
+    def submit(self, stream: Stream, request: messages.GenerateRequest) -> None:
         self.resubmitted.append(request)
 
     def forget(self, stream: Stream) -> None:
