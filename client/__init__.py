@@ -15,4 +15,4 @@ def application_tracer() -> tracing.Tracer:
 __all__ = ["Client", "Stream", "application_tracer"]
 
 if __name__ != "tokenbus.client":
-    raise ImportError("import tokenbus.client: it is no package of its own")
+    raise ImportError("import tokenbus.client: it is not a top-level package")

@@ -1,4 +1,4 @@
-"""A table that forgets: entries live for a time, and the oldest go when there are too many."""
+"""A cache whose entries expire after a time, and whose oldest entries are evicted when it is full."""
 
 from collections import OrderedDict
 from typing import Generic, NamedTuple, TypeVar
@@ -13,7 +13,7 @@ class _Entry(NamedTuple, Generic[ValueT]):
 
 
 class TTLCache(Generic[ValueT]):
-    """Values by key, each for `ttl_s` seconds of the caller's clock and all together at most `capacity` of weight."""
+    """Keeps each value for `ttl_s` seconds of the caller's clock, and values of at most `capacity` total weight."""
 
     def __init__(self, ttl_s: float, capacity: int) -> None:
         assert capacity > 0, capacity
@@ -29,7 +29,7 @@ class TTLCache(Generic[ValueT]):
         return len(self._entries)
 
     def put(self, key: str, value: ValueT, now: float, weight: int = 1) -> None:
-        """Keeps a value in place of what was there; one that alone is too heavy is not kept."""
+        """Stores a value, replacing an older one. A value heavier than the capacity is not stored."""
         self.pop(key)
         self.expire(now)
         if weight > self._capacity:
@@ -44,11 +44,11 @@ class TTLCache(Generic[ValueT]):
         return entry.value if entry is not None and now - entry.put_at < self._ttl_s else None
 
     def values(self, now: float) -> list[ValueT]:
-        """Everything that is kept, the oldest first."""
+        """Returns all values that have not expired, oldest first."""
         return [entry.value for entry in self._entries.values() if now - entry.put_at < self._ttl_s]
 
     def pop(self, key: str) -> None:
-        """Forgets one, if it is there."""
+        """Removes a value, if it is there."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._weight -= entry.weight
@@ -58,7 +58,7 @@ class TTLCache(Generic[ValueT]):
         self._weight = 0
 
     def expire(self, now: float) -> None:
-        """Forgets what has been kept for long enough."""
+        """Removes all expired values."""
         while self._entries:
             key, entry = next(iter(self._entries.items()))
             if now - entry.put_at < self._ttl_s:

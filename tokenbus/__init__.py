@@ -1,7 +1,7 @@
 """LLM inference workers behind a NATS broker: `from tokenbus import Client`.
 
-Everything of an installed Tokenbus is in this package. Its parts lie beside it in the repository, one folder each, and
-are linked into it. Importing it loads none of them: the public names are looked up when they are first used."""
+An installed Tokenbus is this one package. In the repository its parts are folders beside it that are linked into it.
+Importing it loads none of them: the public names are looked up when they are first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

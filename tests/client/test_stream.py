@@ -1,4 +1,4 @@
-"""A client's stream always ends: with the terminal that came, or with one of its own that says what went wrong."""
+"""A client's stream always ends: with the terminal that came, or with one made by the client that says why."""
 
 import asyncio
 from collections.abc import Callable

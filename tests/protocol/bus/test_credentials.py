@@ -1,4 +1,4 @@
-"""Files of credentials and of TLS that are no good are told of by name, and shown of them is nothing."""
+"""Credential and TLS files that can't be used are named in the error, and nothing of their content is shown."""
 
 from collections.abc import Callable
 from pathlib import Path
