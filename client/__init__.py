@@ -3,6 +3,7 @@
 from tokenbus.client.client import Client
 from tokenbus.client.stream import Stream
 from tokenbus.protocol.telemetry import tracing
+from tokenbus.protocol.wire.errors import RequestError
 
 
 def application_tracer() -> tracing.Tracer:
@@ -12,7 +13,7 @@ def application_tracer() -> tracing.Tracer:
     return otel.ApplicationTracer()
 
 
-__all__ = ["Client", "Stream", "application_tracer"]
+__all__ = ["Client", "RequestError", "Stream", "application_tracer"]
 
 if __name__ != "tokenbus.client":
     raise ImportError("import tokenbus.client: it is not a top-level package")

@@ -51,6 +51,7 @@ class Inbox:
         return len(self._streams)
 
     async def open(self) -> None:
+        # One subscription for all streams: a subscription for each would cost the broker two messages a request.
         await self._connection.subscribe(f"{self._prefix}.*", self._deliver)
         self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
 

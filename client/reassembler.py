@@ -77,6 +77,7 @@ class Reassembler:
 
     def _is_known(self, chunk: messages.Chunk) -> bool:
         ends_at = chunk.offset + chunk.tokens, chunk.text_offset + len(chunk.text.encode())
+        # A terminal is never a duplicate: the stream must end, even if all its text is known.
         return chunk.finish_reason is None and ends_at[0] <= self.num_tokens and ends_at[1] <= self.text_bytes
 
     def _new_part(self, chunk: messages.Chunk) -> messages.Chunk:
@@ -95,7 +96,9 @@ class Reassembler:
             offset=self.num_tokens,
             tokens=chunk.tokens - known_tokens,
             text_offset=self.text_bytes,
-            text=text[known_bytes:].decode(errors="replace"),
+            text=text[known_bytes:].decode(
+                errors="replace"
+            ),  # "replace": a worker that divides characters breaks the wire
             token_ids=UNSET if chunk.token_ids is UNSET else chunk.token_ids[known_tokens:],
             logprobs=UNSET if chunk.logprobs is UNSET else chunk.logprobs[known_tokens:],
         )

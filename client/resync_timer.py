@@ -50,6 +50,7 @@ class ResyncTimer:
         self._num_resyncs = 0
         if self._gap_since is None:
             self._gap_since = now
+        # Every chunk after the gap calls this: they must not send a resync each.
         self._resync_at = max(now, self._resync_sent_at + RESYNC_INTERVAL_S)
 
     def resync_answered(self, now: float) -> None:

@@ -133,7 +133,7 @@ class Stream:
                     self._take(new, now)
                 case Gap():
                     self._resync_timer.gap_found(now)
-                    self.tick(now)
+                    self.tick(now)  # sends the resync at once
                 case Duplicate():
                     pass
         except (BrokenStreamError, errors.RequestError) as error:
@@ -220,7 +220,7 @@ class Stream:
                 self.fail(errors.make_error(errors.Code.DEADLINE_EXCEEDED))
                 return
         self._num_resubmits += 1
-        self._send_cancel()
+        self._send_cancel()  # should somebody hold the old request after all, it must not run twice
         self._transport.forget(self)
         self._reassembler = Reassembler()
         self._resync_timer = ResyncTimer(now, streamed=self._request.is_streamed)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenbus.client import Client as Client
+    from tokenbus.client import RequestError as RequestError
     from tokenbus.client import Stream as Stream
     from tokenbus.client import application_tracer as application_tracer
 
-__all__ = ["Client", "Stream", "application_tracer"]
+__all__ = ["Client", "RequestError", "Stream", "application_tracer"]
 
 
 def __getattr__(name: str) -> Any:
