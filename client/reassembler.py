@@ -98,7 +98,7 @@ class Reassembler:
             text_offset=self.text_bytes,
             text=text[known_bytes:].decode(
                 errors="replace"
-            ),  # "replace": a worker that divides characters breaks the wire
+            ),  # workers must not divide characters
             token_ids=UNSET if chunk.token_ids is UNSET else chunk.token_ids[known_tokens:],
             logprobs=UNSET if chunk.logprobs is UNSET else chunk.logprobs[known_tokens:],
         )
