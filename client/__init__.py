@@ -2,8 +2,9 @@
 
 from tokenbus.client.client import Client
 from tokenbus.client.stream import Stream
+from tokenbus.protocol.wire.errors import RequestError
 
-__all__ = ["Client", "Stream"]
+__all__ = ["Client", "RequestError", "Stream"]
 
 if __name__ != "tokenbus.client":
-    raise ImportError("import tokenbus.client: it is no package of its own")
+    raise ImportError("import tokenbus.client: it is not a top-level package")

@@ -1,4 +1,10 @@
-"""Orders the chunks of a stream: takes what continues it, cuts off what is known, notices what is missing; pure."""
+"""Reassembles a stream from its chunks: passes on what continues it, cuts off duplicates, notices gaps; pure.
+
+known           |==========|
+chunk         |------|            duplicate: nothing new
+chunk             |--------|      overlap: its new part is passed on
+chunk                        |--| gap: something before it is missing
+"""
 
 from typing import NamedTuple
 
@@ -8,25 +14,25 @@ from tokenbus.protocol.wire import codec, messages
 
 
 class BrokenStreamError(RuntimeError):
-    """Chunks contradict each other: what follows can't be trusted."""
+    """Chunks contradict each other, so that nothing after them can be trusted."""
 
 
 class Ready(NamedTuple):
-    """A chunk, or what of it is new."""
+    """A chunk, or its new part."""
 
     chunk: messages.Chunk
 
 
 class Duplicate(NamedTuple):
-    """Nothing new."""
+    """The chunk has nothing new."""
 
 
 class Gap(NamedTuple):
-    """Something before this chunk is missing; it is to be had again."""
+    """Something before the chunk is missing. The chunk was not taken: it will be published again."""
 
 
 class Reassembler:
-    """Counts tokens and text of one stream, attempt by attempt."""
+    """Counts the tokens and the text of one stream, over all its attempts."""
 
     def __init__(self) -> None:
         self.attempt = 0
@@ -41,13 +47,12 @@ class Reassembler:
         return not (self.num_tokens or self.text_bytes)
 
     def add(self, chunk: messages.Chunk) -> Ready | Duplicate | Gap:
-        """What to do with a chunk. Raises BrokenStreamError when it contradicts what has come so far.
-
-        A router's chunks carry nothing, and no offsets that mean anything: it does not know how far the stream is."""
+        """Takes a chunk if it continues the stream. Raises BrokenStreamError if it contradicts earlier ones."""
         if chunk.attempt < self.attempt:
             return Duplicate()
         carries = chunk.tokens or chunk.text
         if carries and chunk.attempt > self.attempt and chunk.offset < self.num_tokens:
+            # An attempt that starts over would repeat, in other words, what the reader has already seen.
             raise BrokenStreamError(
                 f"attempt {chunk.attempt} begins at token {chunk.offset}, attempt {self.attempt} had {self.num_tokens}"
             )
@@ -58,9 +63,13 @@ class Reassembler:
             return Gap()
         if self._is_known(chunk):
             return Duplicate()
-        return self._advance(self._cut(chunk))
+        new = self._new_part(chunk)
+        self.num_tokens += new.tokens
+        self.text_bytes += len(new.text.encode())
+        return Ready(new)
 
     def _add_empty(self, chunk: messages.Chunk) -> Ready | Gap:
+        # The offsets of a router's chunks mean nothing: it does not know how far the stream is.
         by_router = chunk.worker_id is None or chunk.worker_id is UNSET
         if chunk.offset > self.num_tokens and not by_router and chunk.finish_reason is not messages.FinishReason.ERROR:
             return Gap()
@@ -68,30 +77,26 @@ class Reassembler:
 
     def _is_known(self, chunk: messages.Chunk) -> bool:
         ends_at = chunk.offset + chunk.tokens, chunk.text_offset + len(chunk.text.encode())
+        # A terminal is never a duplicate: the stream must end, even if all its text is known.
         return chunk.finish_reason is None and ends_at[0] <= self.num_tokens and ends_at[1] <= self.text_bytes
 
-    def _cut(self, chunk: messages.Chunk) -> messages.Chunk:
-        """The part of a chunk that is new: chunks that are published again may be cut elsewhere than before."""
+    def _new_part(self, chunk: messages.Chunk) -> messages.Chunk:
+        """Cuts off what is known: chunks that are published again may be divided differently than before."""
         known_tokens, known_bytes = self.num_tokens - chunk.offset, self.text_bytes - chunk.text_offset
         if (known_tokens, known_bytes) == (0, 0):
             return chunk
         text = chunk.text.encode()
         if not (0 <= known_tokens <= chunk.tokens and 0 <= known_bytes <= len(text)):
             raise BrokenStreamError(
-                f"a chunk from token {chunk.offset}, byte {chunk.text_offset} does not fit "
-                f"token {self.num_tokens}, byte {self.text_bytes}"
+                f"a chunk at token {chunk.offset}, byte {chunk.text_offset} does not fit "
+                f"a stream at token {self.num_tokens}, byte {self.text_bytes}"
             )
         return codec.replace(
             chunk,
             offset=self.num_tokens,
             tokens=chunk.tokens - known_tokens,
             text_offset=self.text_bytes,
-            text=text[known_bytes:].decode(errors="replace"),
+            text=text[known_bytes:].decode(errors="replace"),  # workers must not divide characters
             token_ids=UNSET if chunk.token_ids is UNSET else chunk.token_ids[known_tokens:],
             logprobs=UNSET if chunk.logprobs is UNSET else chunk.logprobs[known_tokens:],
         )
-
-    def _advance(self, chunk: messages.Chunk) -> Ready:
-        self.num_tokens += chunk.tokens
-        self.text_bytes += len(chunk.text.encode())
-        return Ready(chunk)

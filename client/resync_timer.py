@@ -1,19 +1,23 @@
-"""Decides how long a client waits for its stream, and what it does then: the silence rule of the wire; pure."""
+"""Decides when a client asks for its stream to be published again, and when it gives the stream up; pure.
+
+quiet --silence, gap, reconnect--> RESYNC --answer or chunk--> quiet
+                                    |--1 s--> RESYNC again --1 s--> LOST
+"""
 
 import enum
 
 MAX_FIRST_SILENCE_S = 3.0
-"""Before the first message of a stream."""
+"""Silence before a stream's first message after which the client sends a resync."""
 MAX_SILENCE_S = 10.0
-"""After it, and all along where only a terminal is wanted."""
+"""The same after the first message, and always if only a terminal is wanted."""
 RESYNC_TIMEOUT_S = 1.0
-"""The holder of a stream answers a resync within this time."""
+"""Whoever holds a stream answers a resync within this time."""
 MAX_RESYNCS = 2
-"""Resyncs in a row that nobody has answered; then nobody holds the stream."""
+"""If so many resyncs in a row are not answered, nobody holds the stream."""
 RESYNC_INTERVAL_S = 0.25
-"""A little longer than the pause after which a holder publishes a stream again."""
+"""A little longer than `limits.REPLAY_INTERVAL_S`, so that each resync is carried out."""
 MAX_GAP_S = 10.0
-"""A gap that is not filled after so long never will be."""
+"""A gap that has not been filled after this time never will be."""
 
 
 class Action(enum.Enum):
@@ -23,51 +27,49 @@ class Action(enum.Enum):
 
 
 class ResyncTimer:
-    """With one stream. Times are seconds of one monotonic clock.
-
-    quiet --silence, gap, doubt--> RESYNC --found or message--> quiet
-                                    |--1 s--> RESYNC again --1 s--> LOST
-    """
+    """The timer of one stream. Times are seconds of one monotonic clock."""
 
     def __init__(self, now: float, *, streamed: bool) -> None:
         self._resync_at = now + (MAX_FIRST_SILENCE_S if streamed else MAX_SILENCE_S)
         self._num_resyncs = 0
+        """Resyncs that have been sent since the last sign of life."""
         self._resync_sent_at = -RESYNC_INTERVAL_S
         self._gap_since: float | None = None
 
     def __repr__(self) -> str:
-        return f"<ResyncTimer asked {self._num_resyncs} times{' with a gap' if self._gap_since is not None else ''}>"
+        return f"<ResyncTimer, {self._num_resyncs} resyncs{', gap' if self._gap_since is not None else ''}>"
 
     def chunk_received(self, now: float) -> None:
-        """Something came that is in order."""
+        """Notes a chunk that continues the stream."""
         self._num_resyncs = 0
         self._gap_since = None
         self._resync_at = now + MAX_SILENCE_S
 
     def gap_found(self, now: float) -> None:
-        """Something came that shows a gap."""
+        """Notes a chunk before which something is missing."""
         self._num_resyncs = 0
         if self._gap_since is None:
             self._gap_since = now
+        # Every chunk after the gap calls this: they must not send a resync each.
         self._resync_at = max(now, self._resync_sent_at + RESYNC_INTERVAL_S)
 
     def resync_answered(self, now: float) -> None:
-        """Somebody holds the stream; only the first answer to a question counts."""
+        """Notes that somebody holds the stream. Only the first answer to a resync counts."""
         if self._num_resyncs == 0:
             return
         self._num_resyncs = 0
         self._resync_at = now + (MAX_SILENCE_S if self._gap_since is None else RESYNC_INTERVAL_S)
 
     def resync_soon(self, now: float) -> None:
-        """Something may have been missed."""
+        """Brings the next resync forward, because something may have been missed."""
         self._resync_at = min(self._resync_at, max(now, self._resync_sent_at + RESYNC_INTERVAL_S))
 
-    def extend(self, gap_s: float) -> None:
-        """The client itself stood still for so long."""
-        self._resync_at += gap_s
+    def extend(self, pause_s: float) -> None:
+        """Waits longer, because the client itself was blocked for so long."""
+        self._resync_at += pause_s
 
     def poll(self, now: float) -> Action:
-        """What to do now; an RESYNC is noted as done."""
+        """Returns what to do now; counts a RESYNC as sent."""
         if now < self._resync_at:
             return Action.WAIT
         if self._num_resyncs >= MAX_RESYNCS or (self._gap_since is not None and now - self._gap_since >= MAX_GAP_S):

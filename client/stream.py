@@ -1,7 +1,8 @@
-"""One generation as its client sees it: an async iterator of chunks that always ends with one terminal."""
+"""A completion as its client sees it: an async iterator of chunks that always ends with one terminal."""
 
 import asyncio
 import contextlib
+import secrets
 from collections import deque
 from types import TracebackType
 from typing import Protocol
@@ -16,32 +17,33 @@ _chunks = codec.Decoder(messages.Chunk)
 _resyncs = codec.Decoder(messages.ResyncReply)
 
 MAX_UNREAD_CHUNKS = 65_536
-"""Chunks that may wait for a reader who is slow; then the stream ends with an error."""
+"""Chunks that may wait for a slow reader. If there are more, the stream ends with an error."""
 MAX_RESUBMITS = 3
-"""Times that a request which nobody holds any more, and of which nothing has come, is made again."""
+"""Times that a request is submitted again, if nobody holds it any more and nothing of it has come."""
 
 
 class Transport(Protocol):
-    """What a stream needs of its client."""
+    """Everything that a stream needs of its client."""
+
+    def submit(self, stream: "Stream", request: messages.GenerateRequest) -> None:
+        """Publishes a request under a new reply subject."""
+        ...
 
     def send_cancel(self, stream: "Stream") -> None: ...
 
     def send_resync(self, stream: "Stream", offset: int) -> None: ...
 
-    def resubmit(self, stream: "Stream", request: messages.GenerateRequest) -> None:
-        """Makes the request again, under a new id and a new reply subject."""
+    def forget(self, stream: "Stream") -> None:
+        """Stops delivering to the stream; it may be forgotten already."""
         ...
-
-    def forget(self, stream: "Stream") -> None: ...
 
 
 class Stream:
-    """Iterate over it for chunks. The last one is the terminal: the only one with a `finish_reason`.
+    """An async iterator of chunks. The last one is the terminal, the only one with a `finish_reason`.
 
-    What goes missing on the way is asked for again. A request that nobody holds any more, and of which nothing has
-    come, is made again under a new id, at most `MAX_RESUBMITS` times; `request_id` is the latest. What can't be
-    mended ends the stream with a terminal made here: `no_worker` where nobody listens, `worker_lost` where the rest
-    can't be fetched.
+    Lost chunks are asked for again. A request that nobody holds any more, and of which nothing has come, is submitted
+    again under a new id, at most `MAX_RESUBMITS` times; `request_id` is the latest. If that doesn't help, the stream
+    ends with a terminal made here: `no_worker` if there is no router, `worker_lost` if the rest can't be fetched.
     Leaving an `async with` block early, or `aclose`, cancels the request."""
 
     def __init__(
@@ -51,6 +53,7 @@ class Stream:
         transport: Transport,
         now: float,
         span: tracing.Span = tracing.NOOP_SPAN,
+        subject: str = "",
     ) -> None:
         assert request.id is not None
         self.request_id = request.id
@@ -58,13 +61,13 @@ class Stream:
         self._encoding = encoding
         self._transport = transport
         self._submitted_at = now
-        self.subject = ""
-        """Where it was asked for."""
+        self.subject = subject
+        """Subject to which the request is published."""
         self._span = span
         self._first_chunk_seen = False
         self._num_resubmits = 0
         self._reassembler = Reassembler()
-        self._resync_timer = ResyncTimer(now, streamed=request.stream is not False)
+        self._resync_timer = ResyncTimer(now, streamed=request.is_streamed)
         self._unread: deque[messages.Chunk] = deque()
         self._arrived = asyncio.Event()
         self._is_cancelled = False
@@ -72,7 +75,7 @@ class Stream:
 
     @property
     def trace_headers(self) -> dict[str, str]:
-        """What goes with its messages, so that all spans of it are one trace."""
+        """Headers for its messages, which make all spans of the request one trace."""
         return self._span.headers()
 
     def __repr__(self) -> str:
@@ -98,18 +101,19 @@ class Stream:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancels the request unless it has ended. Safe to call again."""
+        """Ends the stream and cancels the request, unless it has ended. It may be called again."""
         if not self._ended:
-            self._give_up()
+            self._finish()
+            self._send_cancel()
 
     def cancel(self) -> None:
-        """Asks for the end; the stream goes on until its terminal, `cancelled` if nothing else came first."""
+        """Cancels the request. The stream goes on until its terminal: `cancelled`, unless another came first."""
         if not self._ended:
             self._is_cancelled = True
             self._send_cancel()
 
     async def text(self) -> str:
-        """The whole text, at the end. Raises RequestError if the stream ends in an error."""
+        """Waits for the end and returns the whole text. Raises RequestError if the stream ends in an error."""
         texts = []
         async for chunk in self:
             texts.append(chunk.text)
@@ -118,7 +122,7 @@ class Stream:
         return "".join(texts)
 
     def feed(self, payload: bytes, now: float) -> None:
-        """Takes a message from the broker."""
+        """Takes a message that came to the stream's reply subject."""
         if self._ended:
             return
         try:
@@ -129,7 +133,7 @@ class Stream:
                     self._take(new, now)
                 case Gap():
                     self._resync_timer.gap_found(now)
-                    self.tick(now)
+                    self.tick(now)  # sends the resync at once
                 case Duplicate():
                     pass
         except (BrokenStreamError, errors.RequestError) as error:
@@ -141,12 +145,12 @@ class Stream:
             if _resyncs.decode(payload, self._encoding).found:
                 self._resync_timer.resync_answered(now)
 
-    def tick(self, now: float, gap_s: float = 0.0) -> None:
-        """To be called several times a second; `gap_s` is how long the client itself stood still before."""
+    def tick(self, now: float, pause_s: float = 0.0) -> None:
+        """Must be called several times a second; `pause_s` is the time for which the client itself was blocked."""
         if self._ended:
             return
-        if gap_s:
-            self._resync_timer.extend(gap_s)
+        if pause_s:
+            self._resync_timer.extend(pause_s)
         match self._resync_timer.poll(now):
             case Action.RESYNC:
                 self._transport.send_resync(self, self._reassembler.num_tokens)
@@ -156,17 +160,17 @@ class Stream:
                 pass
 
     def reconnected(self, now: float) -> None:
-        """The connection was gone for a while: asks for what may have been missed."""
+        """Asks for chunks that may have been lost while the client was disconnected."""
         self._resync_timer.resync_soon(now)
         self.tick(now)
 
     def fail_if_empty(self, error: errors.Error) -> None:
-        """The broker has forbidden something: ends the stream if it may have been this one's."""
+        """Ends the stream if nothing of it has come: the broker forbids something that may be its request."""
         if self._reassembler.is_empty:
             self.fail(error)
 
     def fail(self, error: errors.Error) -> None:
-        """Ends the stream with a terminal of our own."""
+        """Ends the stream with a terminal made here."""
         if self._ended:
             return
         terminal = messages.Chunk(
@@ -183,7 +187,7 @@ class Stream:
 
     def _take(self, chunk: messages.Chunk, now: float) -> None:
         if len(self._unread) >= MAX_UNREAD_CHUNKS:
-            raise BrokenStreamError(f"{MAX_UNREAD_CHUNKS} chunks were not read")
+            raise BrokenStreamError(f"more than {MAX_UNREAD_CHUNKS} chunks were not read")
         self._unread.append(chunk)
         self._arrived.set()
         if chunk.tokens and not self._first_chunk_seen:
@@ -201,42 +205,37 @@ class Stream:
             self._span.set_error(str(terminal.error.code))
 
     def _resubmit(self, now: float) -> None:
-        """Nobody holds the request: makes it again if nothing of it has come, else there is no way to go on."""
+        """Submits the request again if nothing of it has come; ends the stream otherwise."""
         if self._is_cancelled:
             self._lose("nobody holds the cancelled request any more")
             return
         if not self._reassembler.is_empty or self._num_resubmits >= MAX_RESUBMITS:
-            self._lose("nothing came, and nobody holds the request any more")
+            self._lose("nothing more came, and nobody holds the request any more")
             return
-        remaining_ms = self._remaining_ms(now)
-        if remaining_ms is not None and remaining_ms <= 0:
-            self._send_cancel()
-            self.fail(errors.make_error(errors.Code.DEADLINE_EXCEEDED))
-            return
+        remaining_ms = self._request.timeout_ms
+        if remaining_ms is not None:
+            remaining_ms -= (now - self._submitted_at) * 1e3
+            if remaining_ms <= 0:
+                self._send_cancel()
+                self.fail(errors.make_error(errors.Code.DEADLINE_EXCEEDED))
+                return
         self._num_resubmits += 1
-        self._send_cancel()
+        self._send_cancel()  # should somebody hold the old request after all, it must not run twice
         self._transport.forget(self)
         self._reassembler = Reassembler()
-        self._resync_timer = ResyncTimer(now, streamed=self._request.stream is not False)
-        self._transport.resubmit(self, codec.replace(self._request, timeout_ms=remaining_ms))
-
-    def _remaining_ms(self, now: float) -> float | None:
-        if self._request.timeout_ms is None:
-            return None
-        return self._request.timeout_ms - (now - self._submitted_at) * 1e3
+        self._resync_timer = ResyncTimer(now, streamed=self._request.is_streamed)
+        # A new id: the holder of the old one may only have been out of reach.
+        self.request_id = secrets.token_urlsafe(16)
+        self._transport.submit(self, codec.replace(self._request, id=self.request_id, timeout_ms=remaining_ms))
 
     def _lose(self, reason: str) -> None:
         self.fail(errors.make_error(errors.Code.WORKER_LOST, reason))
         self._send_cancel()
 
     def _send_cancel(self) -> None:
-        """Where it can't be sent the worker finds out by itself that nobody listens."""
+        # Where it can't be sent, the worker notices by itself that nobody subscribes to the inbox.
         with contextlib.suppress(ConnectionError, OutboundBufferLimitError):
             self._transport.send_cancel(self)
-
-    def _give_up(self) -> None:
-        self._finish()
-        self._send_cancel()
 
     def _finish(self) -> None:
         self._ended = True

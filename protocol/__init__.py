@@ -1,4 +1,4 @@
-"""What clients, routers and workers must agree on: messages, subjects, codec, errors, limits, hashing, prompts."""
+"""Everything that clients, routers and workers share: the wire, the connection to the broker, prompts, telemetry."""
 
 if __name__ != "tokenbus.protocol":
-    raise ImportError("import tokenbus.protocol: it is no package of its own")
+    raise ImportError("import tokenbus.protocol: it is not a top-level package")

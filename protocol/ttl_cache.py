@@ -1,4 +1,4 @@
-"""A cache whose entries expire, and whose oldest entries make room when it is full."""
+"""A cache whose entries expire after a time, and whose oldest entries are evicted when it is full."""
 
 from collections import OrderedDict
 from typing import Generic, NamedTuple, TypeVar
@@ -29,7 +29,7 @@ class TTLCache(Generic[ValueT]):
         return len(self._entries)
 
     def put(self, key: str, value: ValueT, now: float, weight: int = 1) -> None:
-        """Stores a value in place of an earlier one. A value that is heavier than the capacity is not stored."""
+        """Stores a value, replacing an older one. A value heavier than the capacity is not stored."""
         self.pop(key)
         self.expire(now)
         if weight > self._capacity:
@@ -48,7 +48,7 @@ class TTLCache(Generic[ValueT]):
         return [entry.value for entry in self._entries.values() if now - entry.put_at < self._ttl_s]
 
     def pop(self, key: str) -> None:
-        """Removes an entry, if it exists."""
+        """Removes a value, if it is there."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._weight -= entry.weight
@@ -58,7 +58,7 @@ class TTLCache(Generic[ValueT]):
         self._weight = 0
 
     def expire(self, now: float) -> None:
-        """Removes the entries that have expired."""
+        """Removes all expired values."""
         while self._entries:
             key, entry = next(iter(self._entries.items()))
             if now - entry.put_at < self._ttl_s:

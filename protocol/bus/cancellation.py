@@ -18,6 +18,7 @@ class CancellationGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        # Another exception may hide the cancellation just as a result does.
         if kind is None or not issubclass(kind, asyncio.CancelledError):
             self.check()
 

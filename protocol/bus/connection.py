@@ -94,7 +94,7 @@ class Connection:
             if isinstance(error, TimeoutError | OSError | nats.errors.Error):
                 raise connect_error(settings, error, str(client.last_error or "no answer")) from error
             raise
-        client._error_cb = self._error
+        client._error_cb = self._error  # from now on errors are reported, and end nothing
 
     def ping(self) -> None:
         if self._client.is_connected:
@@ -140,6 +140,7 @@ class Connection:
     async def request(
         self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
     ) -> Msg:
+        # nats-py builds the message, so its exact size isn't known here.
         if len(payload) + limits.MESSAGE_RESERVE_BYTES > self.max_payload:
             raise PayloadTooLargeError(f"{len(payload)} bytes do not fit in the broker's {self.max_payload}")
         try:
@@ -246,5 +247,6 @@ async def _raise_refusals(cancellation: CancellationGuard, error: Exception) -> 
 
 
 def _header_block(headers: dict[str, str]) -> bytes:
+    # A line break in a value would begin a header, or a command, of the sender's choice.
     lines = "".join(f"{name}: {' '.join(value.split())}\r\n" for name, value in headers.items())
     return f"NATS/1.0\r\n{lines}\r\n".encode()

@@ -98,7 +98,7 @@ class HandshakeClient(client.Client):
             case BrokerRefusedError() | ssl.SSLEOFError():
                 return error
             case ssl.SSLCertVerificationError():
-                advice = "pass --nats-ca FILE with the authority that signed it, and a host name that is in it"
+                advice = "pass --nats-ca FILE with the authority that signed it, and use a name that is in it"
                 return BrokerRefusedError(f"has a certificate that can't be trusted ({error.verify_message}): {advice}")
             case ssl.SSLError() | ConnectionError() if self._server_info.get("tls_verify"):
                 return BrokerRefusedError(f"does not accept the certificate ({error}): see --nats-cert and --nats-key")

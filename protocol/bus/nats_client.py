@@ -72,6 +72,7 @@ class HardenedClient(handshake.HandshakeClient):
 
     def ping(self) -> None:
         """Sends a PING behind everything queued; its answer moves `confirmed_at`."""
+        # nats-py answers the PONGs that arrive in the order of this list, one future each.
         self._pongs.append(cast(Any, _PingMarker()))
         self.enqueue(_PING)
 
@@ -80,6 +81,7 @@ class HardenedClient(handshake.HandshakeClient):
         self._pending.append(command)
         self._pending_data_size += len(command)
         queue = self._flush_queue
+        # One entry in the queue is enough: the flusher writes everything that is pending.
         if self.is_connected and queue is not None and queue.empty():
             queue.put_nowait(asyncio.get_running_loop().create_future())
 
@@ -99,6 +101,7 @@ class HardenedClient(handshake.HandshakeClient):
             stream = self._transport._io_writer.transport
             stream.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             stream.abort()
+        # The rest is what nats-py does when it notices by itself that a connection is broken.
         self._status = handshake.HandshakeClient.RECONNECTING
         self._ps.reset()
         if self._reconnection_task is not None:
@@ -122,6 +125,7 @@ class HardenedClient(handshake.HandshakeClient):
 
     async def _process_pong(self) -> None:
         self.last_received_at = time.monotonic()
+        # nats-py would set a result on a future that is done (one of ours, or of a cancelled flush) and stop reading.
         if self._pongs and self._pongs[0].done():
             answered = self._pongs.pop(0)
             if isinstance(answered, _PingMarker):
@@ -165,6 +169,7 @@ class HardenedClient(handshake.HandshakeClient):
         transport, pending = self._transport, self._pending
         if transport is None or not pending:
             return
+        # Taken before the await: what is published meanwhile belongs to the next write.
         self._pending, self._pending_data_size = [], 0
         transport.writelines(pending)
         await transport.drain()  # type: ignore[no-untyped-call]

@@ -50,12 +50,12 @@ class ReplySender:
     def send_pending(self) -> None:
         """Publishes the replies that wait, as many as the outbound buffer takes."""
         while self._pending:
-            reply = self._pending[0]
+            reply = self._pending[0]  # stays in the queue until it is published
             try:
                 self._bus.publish(reply.subject, reply.payload, headers=reply.headers)
             except OutboundBufferLimitError:
                 return
-            except ConnectionError:
+            except ConnectionError:  # closed: nobody will ever get them
                 self._pending.clear()
                 self._pending_bytes = 0
                 return

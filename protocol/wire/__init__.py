@@ -1,1 +1,1 @@
-"""The contract: messages, their encoding, subjects, errors, limits and block hashes."""
+"""The contract between clients, routers and workers: messages, encoding, subjects, errors, limits, block hashes."""

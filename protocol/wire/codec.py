@@ -109,7 +109,7 @@ class Decoder(Generic[MessageT]):
             return msgspec.convert(_normalize(raw, depth=0), self._type, str_keys=encoding is Encoding.JSON)
         except msgspec.ValidationError as error:
             text = str(error)
-            match = _ERROR_PATH.search(text)
+            match = _ERROR_PATH.search(text)  # anchored at the end: a key of the client's could look like a path
             path = match[1] if match else None
             raise _invalid(_ERROR_PATH.sub("", text) + (f" at {path}" if path else ""), param=path) from error
 
@@ -140,12 +140,14 @@ def _normalize(value: Any, depth: int) -> Any:
         raise _invalid(f"the message is nested deeper than {limits.MAX_NESTING} levels")
     if isinstance(value, dict):
         return {
+            # null and 1.0 mean something to templates and tools: they get what the client wrote.
             key: child if key in _FREE_FORM else _normalize(child, depth + 1)
             for key, child in value.items()
             if child is not None
         }
     if isinstance(value, list):
         return [_normalize(child, depth + 1) for child in value]
+    # Above 2**53 a float no longer says which integer was meant.
     if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT:
         return int(value)
     return value

@@ -26,6 +26,7 @@ class Range(NamedTuple):
 
     def contains(self, value: float) -> bool:
         """Whether the value is in the range; NaN never is."""
+        # Comparisons with NaN are false, so this must say what is allowed and not what is forbidden.
         return (self.low < value if self.above else self.low <= value) and value <= self.high
 
     def clamp(self, value: float) -> float:

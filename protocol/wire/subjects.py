@@ -43,6 +43,7 @@ def decode_name(token: str) -> str:
     if not _TOKEN.fullmatch(token):
         raise ValueError(f"{token[:150]!r} is not an encoded name")
     name = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), token).encode("latin-1").decode()
+    # Each name has one encoded form: `=41` for `A` would be a second subject for the same name.
     if encode_name(name) != token:
         raise ValueError(f"{token!r} is not the encoded form of {name!r}")
     return name
@@ -80,6 +81,7 @@ def key_to_request_id(key: str) -> str:
 def epoch_sort_key(epoch: str) -> tuple[int, str]:
     """Returns a key by which epochs (`<unix ms>-<random>`) sort from old to new."""
     born, _, rest = epoch.partition("-")
+    # Epochs come from other processes: anything that is no number sorts before all that are.
     return (int(born) if born.isascii() and born.isdigit() and len(born) < 20 else 0, rest)
 
 

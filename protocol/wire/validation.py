@@ -202,9 +202,10 @@ def _check_logit_bias(logit_bias: Mapping[str | int, float]) -> None:
         )
     most = limits.MAX_LOGIT_BIAS
     for name, bias in logit_bias.items():
+        # isdigit alone would let other scripts' digits pass, and int() takes its time with very long strings.
         is_id = isinstance(name, int) or (name.isascii() and name.isdigit() and len(name) <= 10)
         if not is_id or not 0 <= int(name) <= limits.MAX_TOKEN_ID:
             problem = f"must map token ids from 0 to {limits.MAX_TOKEN_ID}, got {str(name)[:20]!r}"
             raise invalid_field("logit_bias", problem)
-        if not abs(bias) <= most:
+        if not abs(bias) <= most:  # written so that NaN is refused
             raise invalid_field("logit_bias", f"a bias must be at least -{most:g} and at most {most:g}")

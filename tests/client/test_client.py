@@ -1,4 +1,4 @@
-"""A client's requests, and those of other tenants over its connection."""
+"""A client's requests, and those of other tenants over the same connection."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The order takes what continues a stream, once, whatever is repeated or cut anew, and notices what is missing."""
+"""The reassembler passes on what continues a stream, once, however chunks are repeated or divided, and notices gaps."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""The silence rule: when a client asks for its stream, and when it gives it up."""
+"""A silent stream is asked for, and given up in a bounded time."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""A client's stream always ends: with the terminal that came, or with one of its own that says what went wrong."""
+"""A client's stream always ends: with the terminal that came, or with one made by the client that says why."""
 
 import asyncio
 from collections.abc import Callable
@@ -46,7 +46,7 @@ class FakeTransport:
     def send_resync(self, stream: Stream, offset: int) -> None:
         self.resyncs.append(offset)
 
-    def resubmit(self, stream: Stream, request: messages.GenerateRequest) -> None:
+    def submit(self, stream: Stream, request: messages.GenerateRequest) -> None:
         self.resubmitted.append(request)
 
     def forget(self, stream: Stream) -> None:

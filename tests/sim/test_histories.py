@@ -200,8 +200,7 @@ class History(RuleBasedStateMachine):
         self.every_text_is_one()
         for client in self.clients:
             assert all(asked.terminal is not None for asked in client.asked)
-            assert not client.client._streams
-            assert not client.client._reply_tokens
+            assert client.client.num_streams == 0
         for frontend in self.frontends:
             assert frontend.engine is not None
             assert frontend.engine.load().running == 0, frontend.frontend

@@ -90,7 +90,7 @@ def by_token(folder: Path) -> AuthSetup:
         ClientAuth(token=token),
         {
             "another token": WrongAuth(ClientAuth(token=secrets.token_hex(16)), "TOKENBUS_NATS_TOKEN"),
-            "nothing": WrongAuth(ClientAuth(), "see --nats-user"),
+            "nothing": WrongAuth(ClientAuth(), "pass --nats-user"),
         },
     )
 

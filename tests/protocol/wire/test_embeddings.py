@@ -1,4 +1,4 @@
-"""Requests for embeddings: what is allowed, and how vectors are written."""
+"""Requests for embeddings are validated, and vectors are written in both encodings."""
 
 import base64
 import struct

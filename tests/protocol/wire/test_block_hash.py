@@ -1,4 +1,4 @@
-"""Block hashes are what the contract's formula says: here it is written down a second time, and fixed by vectors."""
+"""Block hashes follow the contract's formula, which is written down here a second time and fixed by vectors."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Files of credentials and of TLS that are no good are told of by name, and shown of them is nothing."""
+"""Credential and TLS files that can't be used are named in the error, and nothing of their content is shown."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_half_of_what_is_needed_is_refused(tmp_path: Path) -> None:
         Credentials(user="acme").check()
     with pytest.raises(ValueError, match="only one"):
         Credentials(user="acme", password="x", token="t").check()
-    with pytest.raises(ValueError, match="give --nats-cert as well"):
+    with pytest.raises(ValueError, match="pass --nats-cert as well"):
         Settings(tls=Tls(key_file="key.pem")).check()
 
 

@@ -1,4 +1,4 @@
-"""Nothing is told to a broker that is not the one that was meant, and renewed secrets are taken up."""
+"""No secret is sent to a broker other than the one that was meant, and renewed secrets are used."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,7 @@
-"""One instance of every message of the wire, and the script that writes down the bytes they are.
+"""One instance of every message of the wire, and the script that writes down their bytes.
 
-`python -m tests.protocol.golden` writes golden.json anew. Do it only for an added optional field: anything else that
-changes a byte of it is version 2 of the wire."""
+`python -m tests.protocol.wire.golden` writes golden.json. Run it only for an added optional field or another order of
+keys: everything else that changes a byte is version 2 of the wire."""
 
 import json
 from pathlib import Path
@@ -342,7 +342,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
 
 
 def entries() -> list[Entry]:
-    """What golden.json holds."""
+    """Returns the content of golden.json."""
     written = [(what, message, True) for what, message in PUBLIC] + [
         (what, message, False) for what, message in INTERNAL
     ]

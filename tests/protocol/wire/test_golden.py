@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from tests.protocol import golden
+from tests.protocol.wire import golden
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.protocol.wire.codec import Decoder, Encoding, encode
 

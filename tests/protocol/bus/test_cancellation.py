@@ -1,4 +1,4 @@
-"""A cancel is never lost on the way through nats-py, whenever it comes."""
+"""A cancellation never gets lost in nats-py, whenever it comes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine

@@ -1,0 +1,146 @@
+"""The inbox of one client: a reply subject for each open stream, and everything that streams need of the connection."""
+
+import asyncio
+import contextlib
+import secrets
+import time
+
+from nats.aio.msg import Msg
+
+from tokenbus.client.stream import Stream
+from tokenbus.protocol.bus import bus
+from tokenbus.protocol.ttl_cache import TTLCache
+from tokenbus.protocol.wire import codec, errors, messages, subjects
+
+_chunks = codec.Decoder(messages.Chunk)
+
+_TICK_S = 0.1
+_MAX_PAUSE_S = 0.5
+"""A client that was blocked for longer has received nothing meanwhile, so that silence proves nothing."""
+_RESYNC_SUFFIX = "-resync"
+"""Ends the reply subject of a resync: its answer is not a chunk."""
+_MAX_ORPHANS = 1_024
+
+
+class Inbox:
+    """Sends the requests of one tenant's streams and delivers what comes back; the `Transport` of these streams."""
+
+    def __init__(
+        self, connection: bus.Bus, names: subjects.Subjects, tenant: str, encoding: codec.Encoding, prefix: str = ""
+    ) -> None:
+        self._connection = connection
+        self._names = names
+        self._tenant = tenant
+        self._encoding = encoding
+        self._prefix = f"{prefix}.{secrets.token_hex(8)}" if prefix else connection.new_inbox()
+        self._streams: dict[str, Stream] = {}
+        """Open streams, by the last token of their reply subjects."""
+        self._reply_tokens: dict[Stream, str] = {}
+        self._orphans: TTLCache[bool] = TTLCache(ttl_s=10.0, capacity=_MAX_ORPHANS)
+        """Ids of requests that were cancelled lately, so that none is cancelled for each of its late chunks."""
+        self._error: errors.Error | None = None
+        """Why nothing can be received here."""
+        self._ticker: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Inbox {self._prefix}, {len(self._streams)} streams>"
+
+    @property
+    def num_streams(self) -> int:
+        assert len(self._streams) == len(self._reply_tokens), (self._streams, self._reply_tokens)
+        return len(self._streams)
+
+    async def open(self) -> None:
+        # One subscription for all streams: a subscription for each would cost the broker two messages a request.
+        await self._connection.subscribe(f"{self._prefix}.*", self._deliver)
+        self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
+
+    async def close(self) -> None:
+        """Cancels every open stream."""
+        for stream in list(self._streams.values()):
+            await stream.aclose()
+        if self._ticker is not None:
+            self._ticker.cancel()
+
+    def submit(self, stream: Stream, request: messages.GenerateRequest) -> None:
+        """Publishes a stream's request under a new reply subject. If that fails, the stream ends with the reason."""
+        payload = codec.encode(request, self._encoding)  # may raise, so before the stream is registered
+        token = secrets.token_hex(8)
+        self._streams[token] = stream
+        self._reply_tokens[stream] = token
+        if self._error is not None:
+            stream.fail(self._error)
+            return
+        headers = stream.trace_headers | (codec.content_headers(self._encoding) or {})
+        try:
+            self._connection.publish(stream.subject, payload, reply=f"{self._prefix}.{token}", headers=headers)
+        except bus.PayloadTooLargeError as error:
+            stream.fail(errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error)))
+        except (bus.OutboundBufferLimitError, ConnectionError) as error:
+            stream.fail(errors.make_error(errors.Code.NO_WORKER, str(error)))
+
+    def send_cancel(self, stream: Stream) -> None:
+        self._orphans.put(stream.request_id, True, time.monotonic())
+        self._connection.publish(self._names.cancel(stream.request_id, self._tenant), b"")
+
+    def send_resync(self, stream: Stream, offset: int) -> None:
+        with contextlib.suppress(ConnectionError, bus.OutboundBufferLimitError):
+            self._connection.publish(
+                self._names.resync(stream.request_id, self._tenant),
+                codec.encode(messages.ResyncRequest(offset=offset), self._encoding),
+                reply=f"{self._prefix}.{self._reply_tokens[stream]}{_RESYNC_SUFFIX}",
+                headers=codec.content_headers(self._encoding),
+            )
+
+    def forget(self, stream: Stream) -> None:
+        token = self._reply_tokens.pop(stream, None)
+        if token is not None:
+            del self._streams[token]
+
+    def reconnected(self) -> None:
+        """Has every stream ask for what it may have missed."""
+        now = time.monotonic()
+        for stream in list(self._streams.values()):
+            stream.reconnected(now)
+
+    def permissions_violated(self, words: str) -> None:
+        """Ends the streams whose request the broker forbids; all of them if it forbids the inbox."""
+        hint = "check that tenant and inbox prefix belong to this user (--tenant, --nats-inbox)"
+        error = errors.make_error(errors.Code.NO_WORKER, f"{words}: {hint}")
+        forbidden = words.lower()  # nats-py reports the subject in lower case
+        if self._prefix.lower() in forbidden:
+            self._error = error
+        for stream in list(self._streams.values()):
+            if self._error is not None or f'"{stream.subject}"'.lower() in forbidden:
+                stream.fail_if_empty(error)
+
+    def _deliver(self, message: Msg) -> None:
+        token = message.subject.rpartition(".")[2]
+        stream = self._streams.get(token.removesuffix(_RESYNC_SUFFIX))
+        if stream is None:
+            if not token.endswith(_RESYNC_SUFFIX):
+                self._cancel_orphan(message)
+        elif token.endswith(_RESYNC_SUFFIX):
+            stream.feed_resync(message.data, time.monotonic())
+        elif bus.is_no_responders(message):
+            stream.fail(errors.make_error(errors.Code.NO_WORKER, "no router listens on this broker"))
+        else:
+            stream.feed(message.data, time.monotonic())
+
+    def _cancel_orphan(self, message: Msg) -> None:
+        """Cancels, once, a stream that was given up and still sends chunks."""
+        with contextlib.suppress(errors.RequestError, ValueError, ConnectionError, bus.OutboundBufferLimitError):
+            chunk = _chunks.decode(message.data, self._encoding)
+            if chunk.finish_reason is None and self._orphans.get(chunk.id, time.monotonic()) is None:
+                self._orphans.put(chunk.id, True, time.monotonic())
+                self._connection.publish(self._names.cancel(chunk.id, self._tenant), b"")
+
+    async def _tick_forever(self) -> None:
+        ticked_at = time.monotonic()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = time.monotonic()
+            pause_s = now - ticked_at
+            ticked_at = now
+            for stream in list(self._streams.values()):
+                stream.tick(now, pause_s if pause_s > _MAX_PAUSE_S else 0.0)
