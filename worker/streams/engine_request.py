@@ -50,6 +50,7 @@ def resolve_sampling(
             f"the prompt has {prompt_tokens} tokens; with one to generate it must fit {config.context_length}",
         )
     defaults = config.defaults
+    # 0 is refused earlier, so `or` means: not given
     wanted = params.max_tokens or defaults.max_tokens or max_new_tokens
     return contract.Sampling(
         max_tokens=min(wanted, left),
