@@ -114,7 +114,7 @@ async def test_a_load_that_can_not_be_done_says_why_and_disturbs_nobody(system: 
         ({"model": "/nowhere.gguf"}, "/nowhere.gguf: there is no such file"),
         ({"model": str(broken)}, "broken.gguf"),
         ({"model": str(demo.MODEL_PATH), "replicas": 0}, "replicas must be 1 to"),
-        ({"model": str(demo.MODEL_PATH), "settings": {"colour": 1}}, "settings.colour is no setting"),
+        ({"model": str(demo.MODEL_PATH), "settings": {"colour": 1}}, "settings.colour is not an engine setting"),
         ({"model": str(demo.MODEL_PATH), "settings": {"kv_tokens": "many"}}, "settings: "),
         ({"model": str(demo.MODEL_PATH), "replicas": 30}, "--kv-budget leaves"),
         ({}, "with these fields"),

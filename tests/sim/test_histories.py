@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.sim.network import Broker, SimBus
-from tests.sim.system import ClientProcess, FrontendProcess, RouterProcess, kill
+from tests.sim.system import MODEL, ClientProcess, FrontendProcess, RouterProcess, kill
 from tests.sim.world import Process, world
+from tokenbus.protocol.wire import codec, internal, subjects
 
 HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "60"))
 NUMBERS = st.integers(0, 5)
@@ -204,7 +205,7 @@ class History(RuleBasedStateMachine):
         for frontend in self.frontends:
             assert frontend.engine is not None
             assert frontend.engine.load().running == 0, frontend.frontend
-            assert not frontend.frontend._streams.running_requests()
+            assert self.snapshot(frontend).running == []
         for router in self.routers:
             assert len(router.router.flights) == 0, router.router
             router.router.flights.check_integrity()
@@ -213,6 +214,12 @@ class History(RuleBasedStateMachine):
         terminal = self.clients[0].asked[-1].terminal
         assert terminal is not None
         assert terminal.finish_reason == "length", terminal
+
+    def snapshot(self, frontend: FrontendProcess) -> internal.SnapshotPart:
+        """The first part of a worker's snapshot, as a router gets it."""
+        bus, subject = self.routers[0].bus, subjects.Subjects().worker(MODEL, frontend.name, "snapshot")
+        answer = self.routers[0].process.do(bus.request(subject, b"", 1.0))
+        return codec.Decoder(internal.SnapshotPart).decode(answer.data)
 
     def buses(self) -> list[SimBus]:
         ends = [one.bus for one in (*self.clients, *self.routers, *self.frontends)]

@@ -76,7 +76,9 @@ class Stage:
 
     @property
     def epoch(self) -> str:
-        return self.frontend.frontend._announcer.epoch
+        part = self.peer.ask(NAMES.worker(MODEL, "w0", "snapshot"), b"")
+        assert part is not None
+        return codec.Decoder(internal.SnapshotPart).decode(part).epoch
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""How many requests an engine holds, and what is said of those beyond."""
+"""An engine holds so many requests and no more, and tells those beyond when to try again."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tokenbus.protocol.wire import errors
 from tokenbus.worker.engine_client.admission import CapacityLimit
 
 
-def test_as_many_are_held_as_run_and_may_wait_and_not_one_more() -> None:
+def test_as_many_requests_are_held_as_may_run_and_wait_and_no_more() -> None:
     capacity = CapacityLimit(max_waiting=2)
     capacity.check(held=5, max_num_seqs=4)
     with pytest.raises(errors.RequestError) as caught:
@@ -14,14 +14,14 @@ def test_as_many_are_held_as_run_and_may_wait_and_not_one_more() -> None:
     assert caught.value.error.code is errors.Code.OVERLOADED
 
 
-def test_a_bound_that_was_lowered_meanwhile_refuses_the_next() -> None:
+def test_a_limit_that_was_lowered_refuses_the_next_request() -> None:
     capacity = CapacityLimit(max_waiting=2)
     capacity.max_waiting = 0
     with pytest.raises(errors.RequestError):
         capacity.check(held=4, max_num_seqs=4)
 
 
-def test_who_is_refused_is_told_to_wait_as_long_as_requests_take_lately() -> None:
+def test_a_refusal_names_a_wait_that_follows_the_duration_of_recent_requests() -> None:
     capacity = CapacityLimit(max_waiting=0)
     for _ in range(100):
         capacity.request_ended(8.0)

@@ -1,4 +1,4 @@
-"""The announcer tells routers which blocks came and went: each once, parents first, in events of a bounded size."""
+"""The announcer publishes stored and removed blocks: each once, parents first, in events of bounded size."""
 
 import pytest
 from hypothesis import given, settings
@@ -30,28 +30,28 @@ class Wire:
             self.payloads.append(payload)
 
 
-class Voice:
+class Harness:
     """An announcer whose engine serves, and what it says."""
 
     def __init__(self) -> None:
         self.wire = Wire()
         self.announcer = Announcer(self.wire, subjects.Subjects(), "demo", "w1")  # type: ignore[arg-type]
         self.serve()
-        self.said()
+        self.published()
 
     def serve(self) -> None:
         engine = thread_engine(lambda _: ArithmeticRunner())
         self.announcer.engine_started(engine, make_config(), None)
 
-    def said(self) -> list[internal.Events]:
+    def published(self) -> list[internal.Events]:
         """The events since the last time."""
-        said = [_events.decode(payload) for payload in self.wire.payloads]
+        events = [_events.decode(payload) for payload in self.wire.payloads]
         self.wire.payloads.clear()
-        return said
+        return events
 
     def publish(self) -> list[internal.Events]:
         self.announcer.publish_events()
-        return self.said()
+        return self.published()
 
 
 def chain(first: int, last: int) -> list[tuple[int, int]]:
@@ -63,42 +63,42 @@ def stored_in(events: internal.Events) -> list[tuple[int, int]]:
     return [pair for one in events.stored for pair in zip([one.parent, *one.hashes], one.hashes, strict=False)]
 
 
-def test_blocks_are_said_once_and_with_the_next_event() -> None:
-    voice = Voice()
-    voice.announcer.blocks_changed([], chain(10, 12))
-    assert voice.announcer.has_events_before_chunks
-    (events,) = voice.publish()
+def test_blocks_are_published_once_with_the_next_event() -> None:
+    harness = Harness()
+    harness.announcer.blocks_changed([], chain(10, 12))
+    assert harness.announcer.has_events_before_chunks
+    (events,) = harness.publish()
     assert (events.removed, events.stored) == ([], [internal.BlockRun(parent=ROOT, hashes=[10, 11, 12])])
-    assert not voice.announcer.has_events_before_chunks
-    (events,) = voice.publish()
+    assert not harness.announcer.has_events_before_chunks
+    (events,) = harness.publish()
     assert (events.removed, events.stored) == ([], [])
 
 
-def test_a_block_that_came_and_went_before_an_event_is_in_none() -> None:
-    voice = Voice()
-    voice.announcer.blocks_changed([], chain(10, 12))
-    voice.announcer.blocks_changed([12, 11], [])
-    (events,) = voice.publish()
+def test_a_block_that_was_stored_and_removed_before_an_event_is_in_none() -> None:
+    harness = Harness()
+    harness.announcer.blocks_changed([], chain(10, 12))
+    harness.announcer.blocks_changed([12, 11], [])
+    (events,) = harness.publish()
     assert (events.removed, stored_in(events)) == ([], [(ROOT, 10)])
 
 
-def test_a_block_that_went_and_came_back_before_an_event_is_removed_and_stored_in_it() -> None:
-    voice = Voice()
-    voice.announcer.blocks_changed([], chain(10, 10))
-    voice.publish()
-    voice.announcer.blocks_changed([10], [])
-    voice.announcer.blocks_changed([], chain(10, 10))
-    (events,) = voice.publish()
+def test_a_block_that_was_removed_and_stored_again_before_an_event_is_in_both_lists() -> None:
+    harness = Harness()
+    harness.announcer.blocks_changed([], chain(10, 10))
+    harness.publish()
+    harness.announcer.blocks_changed([10], [])
+    harness.announcer.blocks_changed([], chain(10, 10))
+    (events,) = harness.publish()
     assert (events.removed, stored_in(events)) == ([10], [(ROOT, 10)])
 
 
-def test_what_goes_comes_back_and_goes_again_before_an_event_is_only_removed() -> None:
-    voice = Voice()
-    voice.announcer.blocks_changed([], chain(10, 10))
-    voice.publish()
-    voice.announcer.blocks_changed([10], chain(10, 10))
-    voice.announcer.blocks_changed([10], [])
-    (events,) = voice.publish()
+def test_a_block_that_was_removed_stored_and_removed_again_is_only_removed() -> None:
+    harness = Harness()
+    harness.announcer.blocks_changed([], chain(10, 10))
+    harness.publish()
+    harness.announcer.blocks_changed([10], chain(10, 10))
+    harness.announcer.blocks_changed([10], [])
+    (events,) = harness.publish()
     assert (events.removed, events.stored) == ([10], [])
 
 
@@ -107,108 +107,108 @@ def test_what_goes_comes_back_and_goes_again_before_an_event_is_only_removed() -
     [(MOST, [MOST]), (MOST + 1, [MOST, 1]), (2 * MOST, [MOST, MOST]), (2 * MOST + 1, [MOST, MOST, 1])],
 )
 def test_blocks_are_split_over_events_at_the_limit_and_the_numbers_have_no_gaps(count: int, sizes: list[int]) -> None:
-    voice = Voice()
-    (before,) = voice.publish()
+    harness = Harness()
+    (before,) = harness.publish()
     new = chain(10, 9 + count)
-    voice.announcer.blocks_changed([], new)
-    said = voice.publish()
-    assert [len(stored_in(events)) for events in said] == sizes
-    assert [pair for events in said for pair in stored_in(events)] == new
-    assert [events.seq for events in said] == list(range(before.seq + 1, before.seq + 1 + len(sizes)))
-    voice.announcer.blocks_changed([number for _, number in reversed(new)], [])
-    said = voice.publish()
-    assert [len(events.removed) for events in said] == sizes
+    harness.announcer.blocks_changed([], new)
+    events = harness.publish()
+    assert [len(stored_in(one)) for one in events] == sizes
+    assert [pair for one in events for pair in stored_in(one)] == new
+    assert [one.seq for one in events] == list(range(before.seq + 1, before.seq + 1 + len(sizes)))
+    harness.announcer.blocks_changed([number for _, number in reversed(new)], [])
+    events = harness.publish()
+    assert [len(one.removed) for one in events] == sizes
 
 
-def test_what_is_removed_goes_first_and_shares_an_event_with_what_is_new() -> None:
-    voice = Voice()
-    voice.announcer.blocks_changed([], chain(10, 9 + MOST))
-    voice.publish()
+def test_removed_blocks_go_first_and_share_an_event_with_stored_ones() -> None:
+    harness = Harness()
+    harness.announcer.blocks_changed([], chain(10, 9 + MOST))
+    harness.publish()
     gone = list(range(9 + MOST, 12, -1))
-    voice.announcer.blocks_changed(gone, chain(20_000, 20_009))
-    first, second = voice.publish()
+    harness.announcer.blocks_changed(gone, chain(20_000, 20_009))
+    first, second = harness.publish()
     assert (first.removed, stored_in(first)) == (gone, chain(20_000, 20_002))
     assert (second.removed, [new for _, new in stored_in(second)]) == ([], list(range(20_003, 20_010)))
 
 
-def test_what_happened_to_requests_is_in_the_first_of_several_events_and_only_there() -> None:
-    voice = Voice()
-    voice.announcer.blocks_changed([], chain(10, 10 + MOST))
-    voice.announcer.request_started("acme:r", 5)
-    voice.announcer.first_token_sent("acme:r")
-    first, second = voice.publish()
+def test_requests_are_in_the_first_of_several_events_only() -> None:
+    harness = Harness()
+    harness.announcer.blocks_changed([], chain(10, 10 + MOST))
+    harness.announcer.request_started("acme:r", 5)
+    harness.announcer.first_token_sent("acme:r")
+    first, second = harness.publish()
     assert ([one.id for one in first.started], first.first_token_sent) == (["acme:r"], ["acme:r"])
     assert (second.started, second.first_token_sent) == ([], [])
 
 
 def test_the_largest_event_stays_far_below_what_a_broker_takes() -> None:
-    voice = Voice()
+    harness = Harness()
     top = 2**64 - 1
-    voice.announcer.blocks_changed([], [(top - 2 * number, top - 2 * number - 1) for number in range(MOST)])
-    voice.announcer.publish_events()
-    (payload,) = voice.wire.payloads
+    harness.announcer.blocks_changed([], [(top - 2 * number, top - 2 * number - 1) for number in range(MOST)])
+    harness.announcer.publish_events()
+    (payload,) = harness.wire.payloads
     assert len(payload) <= limits.PART_BYTES
 
 
 def test_while_the_broker_is_away_nothing_is_lost_and_no_number_is_used() -> None:
-    voice = Voice()
-    (before,) = voice.publish()
-    voice.wire.is_busy = True
-    voice.announcer.blocks_changed([], chain(10, 11))
-    assert voice.publish() == []
-    voice.announcer.blocks_changed([11], [])
-    voice.wire.is_busy = False
-    (events,) = voice.publish()
+    harness = Harness()
+    (before,) = harness.publish()
+    harness.wire.is_busy = True
+    harness.announcer.blocks_changed([], chain(10, 11))
+    assert harness.publish() == []
+    harness.announcer.blocks_changed([11], [])
+    harness.wire.is_busy = False
+    (events,) = harness.publish()
     assert (events.seq, events.removed, stored_in(events)) == (before.seq + 1, [], [(ROOT, 10)])
 
 
-def test_a_new_life_says_all_that_is_held_from_number_zero_on() -> None:
-    voice = Voice()
-    voice.announcer.blocks_changed([], chain(10, 12))
-    voice.publish()
-    voice.announcer.start_epoch()
-    voice.announcer.blocks_changed([12], chain(20, 20))
-    assert voice.publish() == []
-    voice.announcer.announce_epoch()
-    (events,) = voice.said()
+def test_a_new_epoch_starts_at_number_zero_and_stores_every_cached_block() -> None:
+    harness = Harness()
+    harness.announcer.blocks_changed([], chain(10, 12))
+    harness.publish()
+    harness.announcer.start_epoch()
+    harness.announcer.blocks_changed([12], chain(20, 20))
+    assert harness.publish() == []
+    harness.announcer.announce_epoch()
+    (events,) = harness.published()
     assert (events.seq, events.removed, stored_in(events)) == (0, [], [(ROOT, 10), (10, 11), (ROOT, 20)])
 
 
-def test_with_its_engine_everything_is_gone_and_a_new_one_begins_with_nothing() -> None:
-    voice = Voice()
-    voice.announcer.blocks_changed([], chain(10, 12))
-    voice.publish()
-    voice.announcer.blocks_changed([], [(12, 13)])
-    voice.announcer.engine_died()
-    (events,) = voice.said()
+def test_an_engine_that_dies_clears_every_block_and_the_next_starts_with_none() -> None:
+    harness = Harness()
+    harness.announcer.blocks_changed([], chain(10, 12))
+    harness.publish()
+    harness.announcer.blocks_changed([], [(12, 13)])
+    harness.announcer.engine_died()
+    (events,) = harness.published()
     assert (events.cleared, events.removed, events.stored) == (True, [], [])
     assert events.state is messages.WorkerState.RESTARTING
-    voice.serve()
-    voice.announcer.blocks_changed([], chain(10, 10))
-    (started, events) = voice.said() + voice.publish()
+    harness.serve()
+    harness.announcer.blocks_changed([], chain(10, 10))
+    (started, events) = harness.published() + harness.publish()
     assert (started.cleared, events.cleared, stored_in(events)) == (False, False, [(ROOT, 10)])
 
 
-def test_a_snapshot_says_all_blocks_after_the_event_that_told_the_last_of_them() -> None:
-    voice = Voice()
-    voice.announcer.blocks_changed([], chain(10, 12))
-    (part,) = voice.announcer.snapshot([])
-    (events,) = voice.said()
+def test_a_snapshot_follows_the_event_that_published_its_last_block() -> None:
+    harness = Harness()
+    harness.announcer.blocks_changed([], chain(10, 12))
+    (part,) = harness.announcer.snapshot([])
+    (events,) = harness.published()
     assert (part.seq, part.runs) == (events.seq, [internal.BlockRun(parent=ROOT, hashes=[10, 11, 12])])
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 7)), max_size=40))
 @settings(max_examples=60)
-def test_whoever_hears_all_events_holds_what_the_engine_holds(steps: list[tuple[bool, int]]) -> None:
+def test_whoever_reads_every_event_knows_every_block(steps: list[tuple[bool, int]]) -> None:
     """Ten blocks that come and go, with an event now and then."""
-    voice, heard, held = Voice(), dict[int, int](), dict[int, int]()
+    harness, heard, held = Harness(), dict[int, int](), dict[int, int]()
     for is_event, number in [*steps, (True, 0)]:
         if not is_event:
             gone, new = ([number], []) if number in held else ([], [(ROOT, number)])
-            voice.announcer.blocks_changed(gone, new)
+            harness.announcer.blocks_changed(gone, new)
             held = {name: parent for name, parent in held.items() if name not in gone} | {n: p for p, n in new}
             continue
-        for events in voice.publish():
+        for events in harness.publish():
             for name in events.removed:
                 del heard[name]
             for parent, name in stored_in(events):

@@ -1,16 +1,16 @@
-"""Whoever may have been in the step that ended an engine process is blamed, and nobody else."""
+"""Every sequence that may have been in the step that ended an engine process is suspect, and no other."""
 
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
 
 ONE, OTHER = "one", "other"
 
 
-def test_everybody_may_have_done_it() -> None:
+def test_every_sequence_is_suspect_at_first() -> None:
     assert CrashAttribution().may_be_caused_by(ONE, 1)
     assert CrashAttribution().may_be_caused_by(OTHER, 2)
 
 
-def test_only_one_that_was_alone_has_done_it() -> None:
+def test_an_isolated_sequence_is_the_only_suspect() -> None:
     attribution = CrashAttribution()
     attribution.step_isolated(ONE, 1)
     assert attribution.may_be_caused_by(ONE, 1)
@@ -18,7 +18,7 @@ def test_only_one_that_was_alone_has_done_it() -> None:
     assert not attribution.may_be_caused_by(OTHER, 1)
 
 
-def test_one_that_was_alone_and_got_on_is_one_of_all_again() -> None:
+def test_a_step_that_succeeds_ends_the_isolation() -> None:
     attribution = CrashAttribution()
     attribution.step_isolated(ONE, 1)
     attribution.step_succeeded(OTHER, 1)
@@ -27,7 +27,7 @@ def test_one_that_was_alone_and_got_on_is_one_of_all_again() -> None:
     assert attribution.may_be_caused_by(OTHER, 1)
 
 
-def test_a_step_that_never_ends_is_its_own_replicas() -> None:
+def test_a_stuck_step_makes_its_own_replicas_sequences_suspect() -> None:
     attribution = CrashAttribution()
     attribution.step_stuck(ONE)
     assert attribution.may_be_caused_by(ONE, 1)

@@ -1,4 +1,4 @@
-"""Text comes out in whole characters, never with what is or could become a stop string, and none of it is lost."""
+"""Text comes out in whole characters, without stop strings or what could become one, and none of it is lost."""
 
 import itertools
 
@@ -33,7 +33,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("place", range(len(GREETING.encode()) + 1))
-def test_a_text_cut_in_two_anywhere_is_said_whole(place: int) -> None:
+def test_a_text_split_in_two_anywhere_comes_out_whole(place: int) -> None:
     data = GREETING.encode()
     token_bytes = [data[:place], data[place:]]
     one = detokenizer(token_bytes)
@@ -43,7 +43,7 @@ def test_a_text_cut_in_two_anywhere_is_said_whole(place: int) -> None:
     assert first + one.push(1).text + one.flush() == GREETING
 
 
-def test_a_character_is_said_with_its_last_byte() -> None:
+def test_a_character_comes_out_with_its_last_byte() -> None:
     token_bytes = [bytes([byte]) for byte in "😀".encode()]
     one = detokenizer(token_bytes)
     assert [one.push(number).text for number in range(4)] == ["", "", "", "😀"]
@@ -57,7 +57,7 @@ def test_half_a_character_at_the_end_becomes_a_replacement_character() -> None:
 @example(data=b"\xf0\x9f\x98", places=[1, 2])
 @example(data=b"\xe2\x28\xa1\xff\xc0\xaf", places=[1, 2, 3, 4, 5])
 @settings(max_examples=200)
-def test_any_bytes_cut_anywhere_are_said_as_they_decode_whole(data: bytes, places: list[int]) -> None:
+def test_any_bytes_split_anywhere_come_out_as_they_decode_whole(data: bytes, places: list[int]) -> None:
     assert said(cut(data, places)) == (data.decode(errors="replace"), None)
 
 
@@ -74,7 +74,7 @@ def test_no_piece_of_a_text_holds_half_a_character(text: str, places: list[int])
     assert one.flush() == ""
 
 
-def test_every_token_counts_also_one_without_text() -> None:
+def test_every_token_counts_even_one_without_text() -> None:
     one = detokenizer([b"", b"a"])
     one.push(0)
     one.push(1)
@@ -96,20 +96,20 @@ def test_a_stop_string_of_split_characters_is_found() -> None:
     assert said([bytes([byte]) for byte in "ab€😀cd".encode()], "€😀") == ("ab", "€😀")
 
 
-def test_what_could_become_a_stop_string_is_held_until_it_can_not() -> None:
+def test_text_that_could_become_a_stop_string_is_held_back_until_it_can_not() -> None:
     matcher = StopMatcher(["abcd"])
     assert matcher.push("xab") == Text("x")
     assert matcher.push("c") == Text("")
     assert matcher.push("x") == Text("abcx")
 
 
-def test_only_what_can_still_become_a_stop_string_is_held() -> None:
+def test_only_text_that_can_still_become_a_stop_string_is_held_back() -> None:
     matcher = StopMatcher(["aab"])
     assert matcher.push("aaa") == Text("a")
     assert matcher.push("b") == Text("", "aab")
 
 
-def test_the_longest_end_that_begins_any_of_the_stop_strings_is_held() -> None:
+def test_the_longest_suffix_that_starts_any_stop_string_is_held_back() -> None:
     matcher = StopMatcher(["yz", "xyzw", "z!"])
     assert matcher.push("-xy") == Text("-")
     assert matcher.push("q") == Text("xyq")
@@ -146,7 +146,7 @@ def test_held_text_is_released_once() -> None:
     assert matcher.flush() == ""
 
 
-def test_the_text_that_a_completion_holds_is_released_at_its_end() -> None:
+def test_held_back_text_is_released_at_the_end() -> None:
     assert said([b"so ", b"ST"], "STOP") == ("so ST", None)
 
 
@@ -185,9 +185,7 @@ def test_stop_strings_are_found_as_a_search_of_the_whole_text_finds_them(parts: 
 
 @given(parts=st.lists(st.text(alphabet="ab", max_size=4), max_size=12), stops=st.lists(few_letters, max_size=4))
 @settings(max_examples=200)
-def test_what_is_said_could_never_become_a_stop_string_and_nothing_else_is_held(
-    parts: list[str], stops: list[str]
-) -> None:
+def test_only_what_could_become_a_stop_string_is_held_back(parts: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     text = so_far = ""
     for part in parts:

@@ -1,4 +1,4 @@
-"""What a request leaves open is filled in: by the request, else by the model's defaults, else by the wire's."""
+"""A request's sampling is its own where it says so, else the model's default, else the wire's."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def resolved(
     return resolve_sampling(GenerationParams(**params), prompt_tokens, config, max_new_tokens)  # type: ignore[arg-type]
 
 
-def test_a_request_that_says_nothing_gets_the_wires_defaults() -> None:
+def test_a_request_without_settings_gets_the_wires_defaults() -> None:
     sampling = resolved()
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.7, 0.9, 40, 0.0)
     assert (sampling.min_tokens, sampling.stop_token_ids, sampling.ignore_eos) == (0, (), False)
@@ -38,7 +38,7 @@ def test_the_models_defaults_come_before_the_wires() -> None:
     assert sampling.max_tokens == 50
 
 
-def test_what_the_request_says_comes_first_also_where_it_says_zero() -> None:
+def test_the_requests_own_settings_come_first_even_if_they_are_zero() -> None:
     asked = resolved(defaults=OWN, temperature=0.0, top_p=0.5, top_k=0, min_p=0.0, seed=0, max_tokens=3)
     assert asked == contract.Sampling(max_tokens=3, temperature=0.0, top_p=0.5, top_k=0, min_p=0.0, seed=0)
 
@@ -48,7 +48,7 @@ def test_the_rest_of_a_request_is_passed_on() -> None:
     assert (sampling.min_tokens, sampling.stop_token_ids, sampling.ignore_eos) == (4, (7, 8), True)
 
 
-def test_what_a_request_says_of_repetition_and_of_single_tokens_is_passed_on() -> None:
+def test_penalties_and_logit_biases_are_passed_on() -> None:
     sampling = resolved(
         repetition_penalty=1.5,
         repetition_last_n=0,
@@ -62,7 +62,7 @@ def test_what_a_request_says_of_repetition_and_of_single_tokens_is_passed_on() -
     assert (sampling.logit_bias, sampling.logprobs) == (((3, -100.0), (7, 1.5)), 0)
 
 
-def test_a_models_own_repetition_penalty_holds_unless_the_request_says_that_there_is_none() -> None:
+def test_a_models_repetition_penalty_applies_unless_the_request_turns_it_off() -> None:
     own = SamplingParams(repetition_penalty=1.1)
     assert resolved(defaults=own).repetition_penalty == 1.1
     assert not resolved(defaults=own, repetition_penalty=1.0).has_penalties
@@ -84,7 +84,7 @@ def test_penalties_count_where_they_look_at_a_token_and_change_something(
     assert sampling.has_penalties is has_penalties
 
 
-def test_a_seed_that_nobody_chose_is_drawn_anew_each_time() -> None:
+def test_a_seed_that_nobody_chose_is_random() -> None:
     seeds = {resolved().seed for _ in range(8)}
     assert len(seeds) > 1
     assert all(0 <= seed < 2**32 for seed in seeds)

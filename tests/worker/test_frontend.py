@@ -1,4 +1,4 @@
-"""A frontend that leaves says so where it still can, and hides nothing where it can't."""
+"""A frontend announces that it has stopped if it can, and hides no error if it can't."""
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
@@ -24,7 +24,7 @@ class Line:
         self.published.append(subject)
 
 
-async def test_the_last_word_of_a_front_whose_connection_is_closed_does_not_hide_why_it_ended() -> None:
+async def test_a_closed_connection_does_not_hide_why_a_frontend_ended() -> None:
     line = Line()
     metrics = ReplicaMetrics(WorkerMetrics(), "demo", "w1")
     names = subjects.Subjects()

@@ -32,7 +32,7 @@ def made(
     return ipc.SequenceOutput(1, token_id, end, logprob, cached_tokens)
 
 
-class Told:
+class Recording:
     """A generation with everything its sink was told, checked against the contract on the way."""
 
     def __init__(self, *stop: str, max_tokens: int = 100, min_tokens: int = 0, logprobs: int | None = None) -> None:
@@ -60,63 +60,63 @@ class Told:
 
 
 def test_each_token_is_an_output_with_its_text() -> None:
-    told = Told()
-    assert not told.take(A, B)
-    assert [(output.token_ids, output.text) for output in told.outputs] == [([A], "a"), ([B], "b")]
+    recording = Recording()
+    assert not recording.take(A, B)
+    assert [(output.token_ids, output.text) for output in recording.outputs] == [([A], "a"), ([B], "b")]
 
 
-def test_the_last_token_by_length_is_in_the_terminal_with_all_held_text() -> None:
-    told = Told("STOP", max_tokens=3)
-    assert told.take(A, ST, HALF_EURO, end=EngineFinishReason.LENGTH)
-    terminal = told.terminal
+def test_the_last_token_by_length_is_in_the_terminal_with_all_held_back_text() -> None:
+    recording = Recording("STOP", max_tokens=3)
+    assert recording.take(A, ST, HALF_EURO, end=EngineFinishReason.LENGTH)
+    terminal = recording.terminal
     assert (terminal.token_ids, terminal.text, terminal.finish_reason) == ([HALF_EURO], "ST\ufffd", LENGTH)
-    assert told.text == "aST\ufffd"
+    assert recording.text == "aST\ufffd"
     assert terminal.stop_match is None
 
 
-def test_a_stop_token_is_counted_and_not_said_and_releases_what_was_held() -> None:
-    told = Told("STOP")
-    assert told.take(A, ST, B, ST, C, end=EngineFinishReason.STOP_TOKEN)
-    terminal = told.terminal
+def test_a_stop_token_counts_adds_no_text_and_releases_held_back_text() -> None:
+    recording = Recording("STOP")
+    assert recording.take(A, ST, B, ST, C, end=EngineFinishReason.STOP_TOKEN)
+    terminal = recording.terminal
     assert (terminal.token_ids, terminal.finish_reason, terminal.stop_match) == ([C], STOP, C)
-    assert told.text == "aSTbST"
+    assert recording.text == "aSTbST"
     assert terminal.usage == messages.Usage(prompt_tokens=3, completion_tokens=5, total_tokens=8, cached_tokens=0)
 
 
 def test_a_stop_string_ends_it_before_the_engine_knows() -> None:
-    told = Told("STOP")
-    assert told.take(A, ST, OP)
-    terminal = told.terminal
+    recording = Recording("STOP")
+    assert recording.take(A, ST, OP)
+    terminal = recording.terminal
     assert (terminal.token_ids, terminal.finish_reason, terminal.stop_match) == ([OP], STOP, "STOP")
-    assert told.text == "a"
-    assert told.generation.finished_by is EngineFinishReason.STOP_TOKEN
+    assert recording.text == "a"
+    assert recording.generation.finished_by is EngineFinishReason.STOP_TOKEN
 
 
-def test_a_stop_string_in_the_last_token_is_a_stop_and_no_length() -> None:
-    told = Told("STOP", max_tokens=2)
-    assert told.take(ST, OP, end=EngineFinishReason.LENGTH)
-    assert (told.terminal.finish_reason, told.terminal.stop_match, told.text) == (STOP, "STOP", "")
+def test_a_stop_string_in_the_last_token_is_a_stop_not_a_length() -> None:
+    recording = Recording("STOP", max_tokens=2)
+    assert recording.take(ST, OP, end=EngineFinishReason.LENGTH)
+    assert (recording.terminal.finish_reason, recording.terminal.stop_match, recording.text) == (STOP, "STOP", "")
 
 
-def test_a_stop_string_is_let_out_before_min_tokens_are_there() -> None:
-    told = Told("STOP", min_tokens=2)
-    assert not told.take(ST, OP, A)
-    assert told.take(ST, OP)
-    assert (told.text, told.terminal.stop_match) == ("STOPa", "STOP")
+def test_a_stop_string_within_min_tokens_is_text() -> None:
+    recording = Recording("STOP", min_tokens=2)
+    assert not recording.take(ST, OP, A)
+    assert recording.take(ST, OP)
+    assert (recording.text, recording.terminal.stop_match) == ("STOPa", "STOP")
 
 
-def test_a_character_split_over_tokens_is_said_whole() -> None:
-    told = Told()
-    told.take(HALF_EURO, REST_OF_EURO)
-    assert [output.text for output in told.outputs] == ["", "€"]
-    assert [output.token_ids for output in told.outputs] == [[HALF_EURO], [REST_OF_EURO]]
+def test_a_character_split_over_tokens_comes_out_whole() -> None:
+    recording = Recording()
+    recording.take(HALF_EURO, REST_OF_EURO)
+    assert [output.text for output in recording.outputs] == ["", "€"]
+    assert [output.token_ids for output in recording.outputs] == [[HALF_EURO], [REST_OF_EURO]]
 
 
-def test_a_cancel_releases_what_was_held_and_counts_what_was_sampled() -> None:
-    told = Told("STOP")
-    told.take(A, ST)
-    told.generation.cancel(now=12.0)
-    terminal = told.terminal
+def test_a_cancel_releases_held_back_text_and_counts_sampled_tokens() -> None:
+    recording = Recording("STOP")
+    recording.take(A, ST)
+    recording.generation.cancel(now=12.0)
+    terminal = recording.terminal
     assert (terminal.token_ids, terminal.text, terminal.finish_reason) == ([], "ST", CANCELLED)
     assert terminal.usage is not None
     assert terminal.usage.completion_tokens == 2
@@ -130,80 +130,84 @@ def test_a_cancel_releases_what_was_held_and_counts_what_was_sampled() -> None:
         (EngineFinishReason.ABORTED, errors.Code.INTERNAL),
     ],
 )
-def test_an_end_without_a_token_is_an_error_that_says_why(end: EngineFinishReason, code: errors.Code) -> None:
-    told = Told()
-    told.take(A)
-    assert told.generation.advance(made(None, end), 12.0)
-    assert told.terminal.finish_reason is ERROR
-    assert told.terminal.error is not None
-    assert told.terminal.error.code is code
-    assert told.text == "a"
+def test_an_end_without_a_token_is_an_error_with_its_reason(end: EngineFinishReason, code: errors.Code) -> None:
+    recording = Recording()
+    recording.take(A)
+    assert recording.generation.advance(made(None, end), 12.0)
+    assert recording.terminal.finish_reason is ERROR
+    assert recording.terminal.error is not None
+    assert recording.terminal.error.code is code
+    assert recording.text == "a"
 
 
-def test_a_generation_whose_engine_is_no_more_ends_in_that_error() -> None:
-    told = Told()
-    told.generation.fail(errors.Code.WORKER_LOST, now=12.0)
-    assert told.terminal.error == errors.make_error(errors.Code.WORKER_LOST)
-    assert told.terminal.usage == messages.Usage(prompt_tokens=3, completion_tokens=0, total_tokens=3, cached_tokens=0)
+def test_a_generation_whose_engine_is_gone_ends_in_the_given_error() -> None:
+    recording = Recording()
+    recording.generation.fail(errors.Code.WORKER_LOST, now=12.0)
+    assert recording.terminal.error == errors.make_error(errors.Code.WORKER_LOST)
+    assert recording.terminal.usage == messages.Usage(
+        prompt_tokens=3, completion_tokens=0, total_tokens=3, cached_tokens=0
+    )
 
 
 def test_a_second_terminal_is_impossible() -> None:
-    told = Told()
-    told.generation.cancel(now=12.0)
+    recording = Recording()
+    recording.generation.cancel(now=12.0)
     with pytest.raises(AssertionError):
-        told.generation.cancel(now=12.0)
+        recording.generation.cancel(now=12.0)
     with pytest.raises(AssertionError):
-        told.generation.fail(errors.Code.WORKER_LOST, now=12.0)
-    assert len(told.outputs) == 1
+        recording.generation.fail(errors.Code.WORKER_LOST, now=12.0)
+    assert len(recording.outputs) == 1
 
 
 def test_the_timings_are_the_distances_between_accept_start_first_token_and_end() -> None:
-    told = Told()
-    told.generation.started_at = 10.25
-    told.take(A, now=11.0)
-    told.take(B, now=12.0)
-    told.generation.cancel(now=13.5)
-    assert told.terminal.timings == messages.Timings(
+    recording = Recording()
+    recording.generation.started_at = 10.25
+    recording.take(A, now=11.0)
+    recording.take(B, now=12.0)
+    recording.generation.cancel(now=13.5)
+    assert recording.terminal.timings == messages.Timings(
         queue_ms=250.0, prefill_ms=750.0, ttft_ms=1_000.0, decode_ms=2_500.0, total_ms=3_500.0
     )
 
 
 def test_all_the_time_of_one_that_never_started_was_spent_in_the_queue() -> None:
-    told = Told()
-    told.generation.cancel(now=10.5)
-    assert told.terminal.timings == messages.Timings(
+    recording = Recording()
+    recording.generation.cancel(now=10.5)
+    assert recording.terminal.timings == messages.Timings(
         queue_ms=500.0, prefill_ms=0.0, ttft_ms=500.0, decode_ms=0.0, total_ms=500.0
     )
 
 
-def test_the_first_token_says_how_much_was_cached_and_the_terminal_tells_it() -> None:
-    told = Told(max_tokens=2)
-    told.generation.advance(made(A, cached_tokens=2), 11.0)
-    told.generation.advance(made(B, EngineFinishReason.LENGTH), 11.0)
-    assert told.terminal.usage == messages.Usage(prompt_tokens=3, completion_tokens=2, total_tokens=5, cached_tokens=2)
+def test_the_terminal_counts_the_cached_tokens_that_the_first_token_reported() -> None:
+    recording = Recording(max_tokens=2)
+    recording.generation.advance(made(A, cached_tokens=2), 11.0)
+    recording.generation.advance(made(B, EngineFinishReason.LENGTH), 11.0)
+    assert recording.terminal.usage == messages.Usage(
+        prompt_tokens=3, completion_tokens=2, total_tokens=5, cached_tokens=2
+    )
 
 
-def test_how_likely_a_token_was_comes_with_it_whichever_way_it_ends() -> None:
+def test_log_probabilities_come_with_their_token_however_it_ends() -> None:
     first, last = contract.Logprob(A, -0.5, [(A, -0.5)]), contract.Logprob(B, -1.5, [(A, -0.25)])
     for end in (EngineFinishReason.LENGTH, EngineFinishReason.STOP_TOKEN):
-        told = Told(max_tokens=2, logprobs=1)
-        told.generation.advance(made(A, logprob=first), 11.0)
-        assert told.generation.advance(made(B, end, logprob=last), 11.0)
-        assert [output.logprobs for output in told.outputs] == [[first], [last]]
-    told = Told("b", logprobs=1)
-    assert told.generation.advance(made(B, logprob=last), 11.0)
-    assert (told.terminal.stop_match, told.terminal.logprobs) == ("b", [last])
+        recording = Recording(max_tokens=2, logprobs=1)
+        recording.generation.advance(made(A, logprob=first), 11.0)
+        assert recording.generation.advance(made(B, end, logprob=last), 11.0)
+        assert [output.logprobs for output in recording.outputs] == [[first], [last]]
+    recording = Recording("b", logprobs=1)
+    assert recording.generation.advance(made(B, logprob=last), 11.0)
+    assert (recording.terminal.stop_match, recording.terminal.logprobs) == ("b", [last])
 
 
-def test_how_far_a_prompt_is_is_handed_out_where_it_is_news() -> None:
-    told = Told()
+def test_progress_is_handed_out_only_when_it_changes() -> None:
+    recording = Recording()
     for processed in (0, 0, 2, 2):
-        told.generation.progress(processed, 1)
-    assert [output.progress for output in told.outputs] == [
+        recording.generation.progress(processed, 1)
+    assert [output.progress for output in recording.outputs] == [
         messages.Progress(prompt_tokens=3, processed_tokens=0, cached_tokens=1),
         messages.Progress(prompt_tokens=3, processed_tokens=2, cached_tokens=1),
     ]
-    assert all((output.token_ids, output.text, output.finish_reason) == ([], "", None) for output in told.outputs)
+    assert all((output.token_ids, output.text, output.finish_reason) == ([], "", None) for output in recording.outputs)
 
 
 async def test_a_sink_that_fails_ends_its_own_generation_and_is_reported() -> None:
@@ -218,20 +222,20 @@ async def test_a_sink_that_fails_ends_its_own_generation_and_is_reported() -> No
     assert [type(error) for error in reported] == [ZeroDivisionError]
 
 
-def test_a_sink_that_cancels_its_own_generation_ends_it_with_the_token_it_was_given() -> None:
-    told = Told()
-    hear = told.outputs.append
+def test_a_sink_that_cancels_its_own_generation_ends_it_with_that_token() -> None:
+    recording = Recording()
+    hear = recording.outputs.append
 
     def cancel_at_once(output: contract.Output) -> None:
         hear(output)
         if output.finish_reason is None:
             generation.cancel(now=11.5)
 
-    generation = Generation(told.generation.request, cancel_at_once, PIECES, accepted_at=10.0)
+    generation = Generation(recording.generation.request, cancel_at_once, PIECES, accepted_at=10.0)
     assert generation.advance(made(A), 11.0)
-    assert [output.finish_reason for output in told.outputs] == [None, CANCELLED]
-    assert told.outputs[-1].usage is not None
-    assert told.outputs[-1].usage.completion_tokens == 1
+    assert [output.finish_reason for output in recording.outputs] == [None, CANCELLED]
+    assert recording.outputs[-1].usage is not None
+    assert recording.outputs[-1].usage.completion_tokens == 1
 
 
 @given(
@@ -245,19 +249,19 @@ def test_every_sampled_token_is_in_exactly_one_output_and_no_text_is_lost(
     token_ids: list[int], stops: list[str], by: EngineFinishReason | messages.FinishReason, min_tokens: int
 ) -> None:
     least = min(min_tokens, len(token_ids) - 1)
-    told = Told(*stops, max_tokens=len(token_ids), min_tokens=least)
+    recording = Recording(*stops, max_tokens=len(token_ids), min_tokens=least)
     whole = b"".join(PIECES[token_id] for token_id in token_ids[: -1 if by is EngineFinishReason.STOP_TOKEN else None])
     for place, token_id in enumerate(token_ids, start=1):
         end = by if place == len(token_ids) and isinstance(by, EngineFinishReason) else None
-        if told.generation.advance(made(token_id, end), 11.0):
+        if recording.generation.advance(made(token_id, end), 11.0):
             break
     else:
-        told.generation.cancel(12.0)
-    handed = [token_id for output in told.outputs for token_id in output.token_ids]
+        recording.generation.cancel(12.0)
+    handed = [token_id for output in recording.outputs for token_id in output.token_ids]
     assert handed == token_ids[: len(handed)]
-    if isinstance(told.terminal.stop_match, str):
-        assert told.terminal.stop_match in stops
-        assert (told.text + told.terminal.stop_match) in whole.decode(errors="replace")
+    if isinstance(recording.terminal.stop_match, str):
+        assert recording.terminal.stop_match in stops
+        assert (recording.text + recording.terminal.stop_match) in whole.decode(errors="replace")
     else:
-        assert told.text == whole.decode(errors="replace")
+        assert recording.text == whole.decode(errors="replace")
         assert handed == token_ids

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenbus.worker.streams.liveness import PROBE_AFTER_S, RECONNECT_GRACE_S, ClientLiveness
 
 
-def test_a_client_that_is_missed_is_probed_after_two_seconds_and_gone_if_it_is_missed_again() -> None:
+def test_a_client_without_responders_is_probed_after_two_seconds_and_gone_without_an_answer() -> None:
     liveness = ClientLiveness()
     liveness.no_responders("a", 10.0)
     liveness.no_responders("a", 11.0)
@@ -17,7 +17,7 @@ def test_a_client_that_is_missed_is_probed_after_two_seconds_and_gone_if_it_is_m
     assert liveness.probe_no_responders("a", 13.0)
 
 
-def test_a_probe_that_nobody_misses_has_arrived() -> None:
+def test_a_probe_without_a_notice_has_arrived() -> None:
     liveness = ClientLiveness()
     liveness.no_responders("a", 0.0)
     liveness.due_probes(2.0)
@@ -42,7 +42,7 @@ def test_without_a_probe_nobody_is_gone() -> None:
     assert not liveness.probe_no_responders("a", 1.0)
 
 
-def test_a_client_that_shows_itself_is_not_missed_any_more() -> None:
+def test_a_client_that_shows_that_it_is_alive_is_not_probed() -> None:
     liveness = ClientLiveness()
     liveness.no_responders("a", 0.0)
     liveness.forget("a")
@@ -50,7 +50,7 @@ def test_a_client_that_shows_itself_is_not_missed_any_more() -> None:
 
 
 @pytest.mark.parametrize(("after_s", "counts"), [(RECONNECT_GRACE_S - 0.01, False), (RECONNECT_GRACE_S, True)])
-def test_after_the_fronts_own_reconnect_notices_do_not_count_for_ten_seconds(after_s: float, counts: bool) -> None:
+def test_after_the_frontends_own_reconnect_notices_do_not_count_for_ten_seconds(after_s: float, counts: bool) -> None:
     liveness = ClientLiveness()
     liveness.no_responders("a", 0.0)
     liveness.due_probes(2.0)
@@ -69,7 +69,7 @@ def test_after_the_fronts_own_reconnect_notices_do_not_count_for_ten_seconds(aft
         )
     )
 )
-def test_whatever_comes_no_client_is_both_waited_for_and_probed(history: list[tuple[str, str]]) -> None:
+def test_no_client_is_ever_both_waiting_for_its_probe_and_probed(history: list[tuple[str, str]]) -> None:
     liveness = ClientLiveness()
     for number, (event, key) in enumerate(history):
         now = number * 0.7

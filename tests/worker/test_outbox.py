@@ -1,4 +1,4 @@
-"""The outbox publishes in the order that the wire promises, and never what the broker would not take."""
+"""The outbox publishes in the order that the wire promises, and nothing that the broker would not take."""
 
 import msgspec
 import pytest
@@ -6,12 +6,14 @@ import pytest
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
 from tokenbus.protocol.bus.bus import OutboundBufferLimitError
+from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.outbox import Outbox
 from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
+from tokenbus.worker.streams.request_telemetry import RequestTelemetry
 from tokenbus.worker.streams.stream import Stream
 
 TIMINGS = messages.Timings(queue_ms=0, prefill_ms=0, ttft_ms=0, decode_ms=0, total_ms=0)
@@ -39,18 +41,20 @@ class Sender:
     def __init__(self, max_payload: int = 1_000_000) -> None:
         self.wire = Wire(max_payload)
         self.announcer = Announcer(self.wire, subjects.Subjects(), "demo", "w1")  # type: ignore[arg-type]
-        self.outbox = Outbox(self.wire, self.announcer, ReplicaMetrics(WorkerMetrics(), "demo", "w1"))  # type: ignore[arg-type]
+        metrics = ReplicaMetrics(WorkerMetrics(), "demo", "w1")
+        telemetry = RequestTelemetry(metrics, tracing.NoopTracer(), "demo", "w1")
+        self.outbox = Outbox(self.wire, self.announcer, telemetry)  # type: ignore[arg-type]
         self.announcer.engine_started(thread_engine(lambda _: ArithmeticRunner()), make_config(), None)
         self.wire.published.clear()
 
-    def said(self) -> list[messages.Chunk | internal.Events]:
+    def published(self) -> list[messages.Chunk | internal.Events]:
         """Everything published, in order, and forgets it."""
-        said = [
+        published = [
             _events.decode(payload) if ".events." in subject else _chunks.decode(payload, codec.Encoding.JSON)
             for subject, payload, _ in self.wire.published
         ]
         self.wire.published.clear()
-        return said
+        return published
 
 
 def stream(name: str = "r1", **params: object) -> Stream:
@@ -75,38 +79,38 @@ def output(text: str, token_id: int = 1, *, last: bool = False) -> contract.Outp
     return msgspec.structs.replace(plain, finish_reason=messages.FinishReason.LENGTH, usage=usage, timings=TIMINGS)
 
 
-async def test_that_a_stream_speaks_is_published_before_its_first_chunk_and_once() -> None:
+async def test_an_event_announces_a_first_token_once_and_before_its_chunk() -> None:
     sender, one, two = Sender(), stream("r1"), stream("r2")
     sender.outbox.put_head(one, 1.0)
     sender.outbox.put(one, output("a"), 1.0)
     sender.outbox.put(two, output("b"), 1.0)
     sender.outbox.flush()
-    events, *chunks = sender.said()
+    events, *chunks = sender.published()
     assert isinstance(events, internal.Events)
     assert events.first_token_sent == ["default:r1", "default:r2"]
     assert [chunk.id for chunk in chunks if isinstance(chunk, messages.Chunk)] == ["r1", "r1", "r2"]
     sender.outbox.put(one, output("c"), 2.0)
     sender.outbox.flush()
-    (chunk,) = sender.said()
+    (chunk,) = sender.published()
     assert isinstance(chunk, messages.Chunk)
 
 
-async def test_a_head_is_no_speech() -> None:
+async def test_a_head_is_not_a_first_token() -> None:
     sender, one = Sender(), stream()
     sender.outbox.put_head(one, 3.0)
     sender.outbox.flush()
-    (head,) = sender.said()
+    (head,) = sender.published()
     assert isinstance(head, messages.Chunk)
     assert (one.first_token_sent, one.last_chunk_at) == (False, 3.0)
 
 
-async def test_blocks_that_came_and_went_are_published_before_the_chunks_of_their_step() -> None:
+async def test_changed_blocks_are_published_before_the_chunks_of_their_step() -> None:
     sender, one = Sender(), stream()
     one.first_token_sent = True
     sender.announcer.blocks_changed([], [(1, 2), (2, 3), (2, 4)])
     sender.outbox.put(one, output("a"), 1.0)
     sender.outbox.flush()
-    events, chunk = sender.said()
+    events, chunk = sender.published()
     assert isinstance(events, internal.Events)
     assert isinstance(chunk, messages.Chunk)
     stored = [internal.BlockRun(parent=1, hashes=[2, 3]), internal.BlockRun(parent=2, hashes=[4])]
@@ -114,16 +118,16 @@ async def test_blocks_that_came_and_went_are_published_before_the_chunks_of_thei
     sender.announcer.blocks_changed([4], [])
     sender.outbox.put(one, output("b"), 1.0)
     sender.outbox.flush()
-    events, chunk = sender.said()
+    events, chunk = sender.published()
     assert isinstance(events, internal.Events)
     assert (events.removed, events.stored) == ([4], [])
 
 
-async def test_that_a_stream_has_finished_is_published_after_its_terminal() -> None:
+async def test_an_event_announces_the_end_of_a_stream_after_its_terminal() -> None:
     sender, one = Sender(), stream()
     sender.outbox.put(one, output("a", last=True), 1.0)
     sender.outbox.flush()
-    before, terminal, after = sender.said()
+    before, terminal, after = sender.published()
     assert isinstance(before, internal.Events)
     assert isinstance(terminal, messages.Chunk)
     assert isinstance(after, internal.Events)
@@ -134,11 +138,11 @@ async def test_that_a_stream_has_finished_is_published_after_its_terminal() -> N
 async def test_nothing_is_published_before_the_flush_or_twice() -> None:
     sender = Sender()
     sender.outbox.put(stream(), output("a"), 1.0)
-    assert sender.said() == []
+    assert sender.published() == []
     sender.outbox.flush()
-    assert len(sender.said()) == 2
+    assert len(sender.published()) == 2
     sender.outbox.flush()
-    assert sender.said() == []
+    assert sender.published() == []
 
 
 @pytest.mark.parametrize(("spare_bytes", "fits"), [(0, True), (-1, False)])
@@ -152,7 +156,7 @@ async def test_a_terminal_that_just_fits_is_sent_and_one_byte_more_makes_it_an_e
     sender.outbox.put(whole, output("x" * 500, last=True), 1.0)
     sender.outbox.flush()
     headers = sender.wire.published[-2][2]
-    terminal = sender.said()[-2]
+    terminal = sender.published()[-2]
     assert isinstance(terminal, messages.Chunk)
     if fits:
         assert (terminal.text, terminal.finish_reason, headers) == ("x" * 500, "length", {})
@@ -178,8 +182,8 @@ async def test_a_chunk_that_does_not_fit_ends_its_stream_and_nothing_follows() -
         sender.outbox.put(one, output(text), 1.0)
         sender.outbox.put(other, output("o"), 1.0)
     sender.outbox.flush()
-    said = sender.said()
-    mine = [chunk for chunk in said if isinstance(chunk, messages.Chunk) and chunk.id == "r1"]
+    published = sender.published()
+    mine = [chunk for chunk in published if isinstance(chunk, messages.Chunk) and chunk.id == "r1"]
     assert [(chunk.offset, chunk.tokens, chunk.finish_reason) for chunk in mine] == [(0, 1, None), (1, 1, "error")]
     terminal = mine[-1]
     assert terminal.error
@@ -188,15 +192,15 @@ async def test_a_chunk_that_does_not_fit_ends_its_stream_and_nothing_follows() -
     assert (terminal.error.code, terminal.worker_id) == (errors.Code.PAYLOAD_TOO_LARGE, "w1")
     assert terminal.usage.completion_tokens == 2
     assert cut == [one]
-    assert sum(isinstance(chunk, messages.Chunk) and chunk.id == "r2" for chunk in said) == 3
-    assert isinstance(said[-1], internal.Events)
-    assert said[-1].finished == ["default:r1"]
+    assert sum(isinstance(chunk, messages.Chunk) and chunk.id == "r2" for chunk in published) == 3
+    assert isinstance(published[-1], internal.Events)
+    assert published[-1].finished == ["default:r1"]
     sender.outbox.replay(one, 0, 2.0)
-    again = [chunk for chunk in sender.said() if isinstance(chunk, messages.Chunk)]
+    again = [chunk for chunk in sender.published() if isinstance(chunk, messages.Chunk)]
     assert [(chunk.offset, chunk.finish_reason) for chunk in again] == [(0, None), (1, "error")]
 
 
-async def test_an_error_terminal_tells_its_error_in_headers_too() -> None:
+async def test_an_error_terminal_has_its_error_in_headers_too() -> None:
     sender, one = Sender(), stream()
     error = errors.make_error(errors.Code.WORKER_LOST)
     ended = msgspec.structs.replace(output("", last=True), finish_reason=messages.FinishReason.ERROR, error=error)

@@ -1,4 +1,4 @@
-"""Each question has its own answer, whoever comes first, and none is left open."""
+"""Each call gets its own result in whatever order they come, and none stays pending."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from tokenbus.protocol.wire import errors
 from tokenbus.worker.engine_client.pending_calls import PendingCalls
 
 
-async def test_answers_find_those_who_asked_in_any_order() -> None:
+async def test_results_reach_their_callers_in_any_order() -> None:
     calls: PendingCalls[str] = PendingCalls()
     tickets: list[int] = []
     asking = [asyncio.create_task(calls.call(tickets.append)) for _ in range(3)]
@@ -19,7 +19,7 @@ async def test_answers_find_those_who_asked_in_any_order() -> None:
     assert len(calls) == 0
 
 
-async def test_a_refusal_and_the_end_of_the_engine_are_errors() -> None:
+async def test_a_rejection_and_the_end_of_the_engine_are_errors() -> None:
     calls: PendingCalls[str] = PendingCalls()
     tickets: list[int] = []
     asking = [asyncio.create_task(calls.call(tickets.append)) for _ in range(2)]
@@ -33,7 +33,7 @@ async def test_a_refusal_and_the_end_of_the_engine_are_errors() -> None:
     ]
 
 
-async def test_who_has_gone_is_forgotten_and_answers_to_nobody_are_dropped() -> None:
+async def test_cancelled_calls_are_forgotten_and_late_results_are_dropped() -> None:
     calls: PendingCalls[str] = PendingCalls()
     tickets: list[int] = []
     asking = asyncio.create_task(calls.call(tickets.append))
@@ -46,7 +46,7 @@ async def test_who_has_gone_is_forgotten_and_answers_to_nobody_are_dropped() -> 
     calls.reject(99, errors.make_error(errors.Code.INTERNAL))
 
 
-async def test_a_question_that_can_not_be_sent_is_not_open() -> None:
+async def test_a_call_that_can_not_be_sent_is_not_pending() -> None:
     calls: PendingCalls[str] = PendingCalls()
 
     def fail(call_id: int) -> None:

@@ -1,4 +1,4 @@
-"""What a worker has told of its blocks is what a snapshot tells again."""
+"""A snapshot lists exactly the blocks that events have published."""
 
 import pytest
 from hypothesis import given
@@ -25,7 +25,7 @@ def pairs_of(runs: list[internal.BlockRun]) -> list[tuple[int, int]]:
     return [pair for one in runs for pair in zip([one.parent, *one.hashes], one.hashes, strict=False)]
 
 
-def test_nothing_is_held_at_first() -> None:
+def test_there_are_no_blocks_at_first() -> None:
     assert PublishedBlocks().runs() == []
 
 
@@ -33,17 +33,17 @@ def test_blocks_that_follow_one_another_are_one_run() -> None:
     assert published((ROOT, 2), (2, 3), (3, 4)).runs() == [run(ROOT, 2, 3, 4)]
 
 
-def test_a_fork_begins_a_run_and_so_does_another_root() -> None:
+def test_a_fork_starts_a_run_and_so_does_another_root() -> None:
     assert published((ROOT, 2), (2, 3), (2, 4), (4, 5), (9, 6)).runs() == [run(ROOT, 2, 3), run(2, 4, 5), run(9, 6)]
 
 
-def test_what_is_removed_is_held_no_more_and_may_come_again_in_the_same_report() -> None:
+def test_a_removed_block_may_be_stored_again_in_the_same_report() -> None:
     one = published((ROOT, 2), (2, 3))
     one.apply([3, 2], [(ROOT, 2)])
     assert list(one.pairs()) == [(ROOT, 2)]
 
 
-def test_a_block_that_is_held_cannot_be_stored_and_one_that_is_not_cannot_be_removed() -> None:
+def test_a_known_block_cannot_be_stored_and_an_unknown_one_cannot_be_removed() -> None:
     one = published((ROOT, 2))
     with pytest.raises(AssertionError):
         one.apply([], [(ROOT, 2)])
@@ -52,14 +52,14 @@ def test_a_block_that_is_held_cannot_be_stored_and_one_that_is_not_cannot_be_rem
     assert list(one.pairs()) == [(ROOT, 2)]
 
 
-def test_nothing_is_held_after_clearing() -> None:
+def test_there_are_no_blocks_after_clearing() -> None:
     one = published((ROOT, 2), (2, 3))
     one.clear()
     assert one.runs() == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2**64 - 1)), max_size=30))
-def test_runs_say_exactly_the_pairs_that_they_are_made_of(steps: list[tuple[int, int]]) -> None:
+def test_runs_hold_exactly_the_pairs_that_they_were_made_of(steps: list[tuple[int, int]]) -> None:
     """Each block follows one of the last four, or a root."""
     pairs: list[tuple[int, int]] = []
     for back, name in steps:
@@ -72,7 +72,7 @@ def test_runs_say_exactly_the_pairs_that_they_are_made_of(steps: list[tuple[int,
 
 
 @given(st.data())
-def test_parents_come_first_whatever_came_and_went(data: st.DataObject) -> None:
+def test_parents_always_come_first(data: st.DataObject) -> None:
     one, parents = PublishedBlocks(), dict[int, int]()
     for name in range(2, data.draw(st.integers(2, 40))):
         leaves = sorted(set(parents) - set(parents.values()))

@@ -1,4 +1,4 @@
-"""A buffer says again, from any token on, exactly what was said."""
+"""A replay buffer gives back exactly what was appended, from any token on."""
 
 import pytest
 from hypothesis import given
@@ -18,13 +18,13 @@ def buffer_of(pieces: list[tuple[int, str]]) -> ReplayBuffer:
     return buffer
 
 
-def test_nothing_was_said_at_first() -> None:
+def test_it_is_empty_at_first() -> None:
     buffer = ReplayBuffer()
     assert (buffer.num_tokens, buffer.text_bytes, list(buffer.segments(0, 100))) == (0, 0, [])
     assert buffer.all() == (0, 0, 0, "", [], [])
 
 
-def test_a_passage_begins_at_the_byte_where_its_first_token_does() -> None:
+def test_a_segment_starts_at_the_byte_where_its_first_token_does() -> None:
     buffer = buffer_of([(1, "né"), (1, ""), (1, "😀"), (1, "!")])
     (segment,) = buffer.segments(2, 1_000)
     assert segment == (2, 2, 3, "😀!", [2, 3], [])
@@ -45,7 +45,7 @@ def test_text_without_a_token_belongs_to_the_last_one() -> None:
 
 
 @pytest.mark.parametrize("offset", [2, 7])
-def test_behind_the_last_token_there_is_nothing(offset: int) -> None:
+def test_after_the_last_token_there_is_nothing(offset: int) -> None:
     assert list(buffer_of([(2, "ab")]).segments(offset, 100)) == []
 
 
@@ -54,7 +54,7 @@ def likely(token_id: int, *alternatives: int) -> contract.Logprob:
     return contract.Logprob(token_id, -token_id / 8, [(other, -other / 16) for other in alternatives])
 
 
-def test_each_token_keeps_how_likely_it_and_its_alternatives_were() -> None:
+def test_each_token_keeps_its_own_log_probability_and_those_of_its_alternatives() -> None:
     buffer = ReplayBuffer(num_logprobs=3)
     said = [likely(5, 5, 6), likely(7, 8, 9), likely(1, 2, 3)]
     buffer.append([5], "a", said[:1])
@@ -63,7 +63,7 @@ def test_each_token_keeps_how_likely_it_and_its_alternatives_were() -> None:
     assert [one for segment in buffer.segments(1, 1) for one in segment.logprobs] == said[1:]
 
 
-def test_alternatives_beyond_what_is_kept_are_dropped_and_too_few_are_a_fault() -> None:
+def test_surplus_alternatives_are_dropped_and_too_few_are_a_fault() -> None:
     buffer = ReplayBuffer(num_logprobs=2)
     buffer.append([5], "a", [likely(5, 6, 7)])
     assert buffer.all().logprobs == [likely(5, 6)]
@@ -71,25 +71,25 @@ def test_alternatives_beyond_what_is_kept_are_dropped_and_too_few_are_a_fault() 
         buffer.append([5], "a", [likely(5)])
 
 
-def test_a_token_without_its_likelihood_is_a_fault_where_that_is_kept() -> None:
+def test_a_token_without_its_log_probability_is_a_fault_if_those_are_kept() -> None:
     with pytest.raises(AssertionError):
         ReplayBuffer(num_logprobs=1).append([5], "a")
 
 
-def test_likelihoods_that_nobody_asked_for_are_not_kept() -> None:
+def test_log_probabilities_that_nobody_asked_for_are_not_kept() -> None:
     buffer = ReplayBuffer()
     buffer.append([5], "a", [likely(5, 6)])
     assert buffer.all().logprobs == []
 
 
-def test_memory_held_is_of_text_tokens_and_likelihoods() -> None:
+def test_memory_counts_text_tokens_and_log_probabilities() -> None:
     assert buffer_of([(1, "né"), (1, "")]).memory_bytes == 3 + 2 * 8
     buffer = ReplayBuffer(num_logprobs=2)
     buffer.append([5], "a", [likely(5, 6)])
     assert buffer.memory_bytes == 1 + 8 + 2 * 12
 
 
-def test_likelihoods_count_for_the_size_of_a_passage() -> None:
+def test_log_probabilities_count_for_the_size_of_a_segment() -> None:
     buffer = ReplayBuffer(num_logprobs=1)
     for token_id in range(4):
         buffer.append([token_id], "a", [likely(token_id)])
@@ -99,7 +99,7 @@ def test_likelihoods_count_for_the_size_of_a_passage() -> None:
 
 
 @given(pieces=PIECES, max_bytes=st.integers(1, 200), data=st.data())
-def test_all_passages_from_any_token_on_are_what_was_said_from_there_on(
+def test_the_segments_from_any_token_on_are_what_was_appended_from_there_on(
     pieces: list[tuple[int, str]], max_bytes: int, data: st.DataObject
 ) -> None:
     buffer = buffer_of(pieces)

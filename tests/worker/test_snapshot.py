@@ -1,4 +1,4 @@
-"""A snapshot is cut into parts that a broker takes and that together say everything exactly once."""
+"""A snapshot is split into parts that a broker takes and that together hold everything exactly once."""
 
 import itertools
 
@@ -42,7 +42,7 @@ def sizes(parts: list[internal.SnapshotPart]) -> list[list[int]]:
     return [[len(one.hashes) for one in part.runs] for part in parts]
 
 
-def test_a_worker_that_holds_nothing_says_so_in_one_part() -> None:
+def test_an_empty_snapshot_has_one_part() -> None:
     (part,) = made([], [])
     assert (part.running, part.runs) == ([], [])
 
@@ -56,13 +56,13 @@ def test_a_worker_that_holds_nothing_says_so_in_one_part() -> None:
         (2 * REQUESTS_PER_PART + 1, [REQUESTS_PER_PART, REQUESTS_PER_PART, 1]),
     ],
 )
-def test_requests_are_cut_at_the_limit_of_a_part(count: int, lengths: list[int]) -> None:
+def test_requests_are_split_at_the_limit_of_a_part(count: int, lengths: list[int]) -> None:
     parts = made(requests(count), [])
     assert [len(part.running) for part in parts] == lengths
     assert [request for part in parts for request in part.running] == requests(count)
 
 
-def test_a_run_as_long_as_a_part_stays_whole_and_one_block_more_is_cut() -> None:
+def test_a_run_as_long_as_a_part_stays_whole_and_one_block_more_is_split() -> None:
     assert sizes(made([], runs(HASHES_PER_PART))) == [[HASHES_PER_PART]]
     (long,) = runs(HASHES_PER_PART + 1)
     first, second = made([], [long])
@@ -80,8 +80,8 @@ def test_as_many_runs_as_a_part_may_have_are_in_one_and_one_more_opens_another()
     assert sizes(made([], runs(*[1] * (RUNS_PER_PART + 1)))) == [[1] * RUNS_PER_PART, [1]]
 
 
-def test_the_largest_part_of_blocks_stays_below_what_a_part_may_take() -> None:
-    """Of hashes that take nine bytes each."""
+def test_the_largest_part_of_blocks_stays_below_the_limit_in_bytes() -> None:
+    """With hashes that take nine bytes each."""
     numbers = itertools.count(2**64 - 1, -1)
     rest = HASHES_PER_PART - RUNS_PER_PART + 1
     worst = [
@@ -100,7 +100,7 @@ def test_the_largest_part_of_blocks_stays_below_what_a_part_may_take() -> None:
     singles=st.integers(0, 2 * RUNS_PER_PART + 2),
 )
 @settings(max_examples=40)
-def test_everything_is_said_exactly_once_and_no_part_is_too_large(
+def test_everything_is_in_exactly_one_part_and_no_part_is_too_large(
     num_requests: int, lengths: list[int], singles: int
 ) -> None:
     blocks = runs(*lengths, *[1] * singles)

@@ -1,4 +1,4 @@
-"""A stream numbers its chunks without gaps, and its terminal says everything that the wire promises."""
+"""A stream numbers its chunks without gaps, and its terminal carries everything that the wire promises."""
 
 import msgspec
 from msgspec import UNSET
@@ -56,7 +56,7 @@ def made(stream: Stream, output: contract.Output) -> messages.Chunk:
     return chunk
 
 
-def test_the_head_says_who_has_accepted_and_nothing_else() -> None:
+def test_the_head_names_the_worker_and_nothing_else() -> None:
     head = stream(attempt=2).head()
     assert head is not None
     assert (head.id, head.attempt, head.worker_id, head.model) == ("r-1", 2, "worker-1", "demo")
@@ -65,7 +65,7 @@ def test_the_head_says_who_has_accepted_and_nothing_else() -> None:
     assert (head.usage, head.error, head.token_ids) == (UNSET, UNSET, UNSET)
 
 
-def test_a_later_empty_chunk_stands_where_the_stream_is() -> None:
+def test_a_later_empty_chunk_has_the_current_offset() -> None:
     one = stream()
     made(one, output("né", 1, 2))
     empty = one.head()
@@ -103,7 +103,7 @@ def test_a_terminal_by_length_names_worker_model_usage_and_timings() -> None:
     assert (chunk.stop_match, chunk.error, chunk.routing) == (UNSET, UNSET, UNSET)
 
 
-def test_a_terminal_by_stop_says_what_matched_also_where_that_is_token_zero() -> None:
+def test_a_terminal_by_stop_says_what_matched_even_if_it_is_token_zero() -> None:
     for match in ("END", 0, 17):
         chunk = made(stream(), terminal("a", 1, reason=messages.FinishReason.STOP, stop_match=match))
         assert (chunk.finish_reason, chunk.stop_match) == (messages.FinishReason.STOP, match)
@@ -115,14 +115,14 @@ def test_a_terminal_by_error_carries_the_error() -> None:
     assert (chunk.finish_reason, chunk.error, chunk.usage) == (messages.FinishReason.ERROR, error, USAGE)
 
 
-def test_a_client_that_asked_why_is_told_in_the_terminal() -> None:
+def test_the_terminal_explains_the_routing_to_a_client_that_asked() -> None:
     report = messages.RoutingReport(chosen="worker-1", policy="least_loaded", candidates=[])
     one = stream(routing=report)
     assert made(one, output("a", 1)).routing is UNSET
     assert made(one, terminal("b", 2)).routing == report
 
 
-def test_a_cancel_by_the_client_is_cancelled_and_one_of_our_own_is_an_error_with_its_reason() -> None:
+def test_a_clients_cancel_is_cancelled_and_one_of_our_own_is_an_error_with_its_reason() -> None:
     cancelled = terminal("held", reason=messages.FinishReason.CANCELLED)
     assert made(stream(), cancelled).finish_reason is messages.FinishReason.CANCELLED
     late = stream()
@@ -131,7 +131,7 @@ def test_a_cancel_by_the_client_is_cancelled_and_one_of_our_own_is_an_error_with
     assert (chunk.finish_reason, chunk.error, chunk.text) == (messages.FinishReason.ERROR, late.cancel_error, "held")
 
 
-def test_a_stream_that_ended_by_itself_keeps_its_reason_whatever_we_meant_to_end_it_with() -> None:
+def test_a_stream_that_ended_by_itself_keeps_its_reason() -> None:
     late = stream()
     late.cancel_error = errors.make_error(errors.Code.DEADLINE_EXCEEDED)
     chunk = made(late, terminal("a", 1, reason=messages.FinishReason.STOP, stop_match="x"))
@@ -148,7 +148,7 @@ def test_a_client_that_wants_no_stream_gets_one_terminal_with_everything() -> No
     assert (chunk.token_ids, chunk.usage) == ([1, 2, 3], USAGE)
 
 
-def test_a_client_that_wants_no_stream_gets_what_there_was_when_it_is_cancelled() -> None:
+def test_a_client_that_wants_no_stream_gets_what_there_is_when_it_is_cancelled() -> None:
     whole = stream(stream=False)
     assert whole.chunk(output("par", 1)) is None
     chunk = made(whole, terminal("t", reason=messages.FinishReason.CANCELLED))
@@ -161,7 +161,7 @@ def likely(token_id: int, *alternatives: int) -> contract.Logprob:
 
 
 def named(token_id: int, *alternatives: int) -> messages.TokenLogprob:
-    """What a client is told of `likely`."""
+    """Returns the log probabilities that a client gets for `likely`."""
 
     def text(one: int) -> str:
         return PIECES[one].decode(errors="replace")
@@ -181,7 +181,7 @@ def ended(text: str, *likelihoods: contract.Logprob) -> contract.Output:
     return msgspec.structs.replace(terminal(text, *(one.token_id for one in likelihoods)), logprobs=list(likelihoods))
 
 
-def test_how_likely_tokens_were_is_said_with_their_text_and_their_bytes() -> None:
+def test_log_probabilities_come_with_the_text_and_bytes_of_their_tokens() -> None:
     one = stream(logprobs=2)
     assert made(one, spoken("a", likely(1, 1, 3))).logprobs == [named(1, 1, 3)]
     assert made(one, spoken("", likely(2, 2, 0))).logprobs == [named(2, 2, 0)]
@@ -189,16 +189,16 @@ def test_how_likely_tokens_were_is_said_with_their_text_and_their_bytes() -> Non
     assert named(2).text == "\ufffd"
 
 
-def test_how_likely_tokens_were_is_said_without_alternatives_where_none_were_asked_for() -> None:
+def test_log_probabilities_come_without_alternatives_if_none_were_asked_for() -> None:
     assert made(stream(logprobs=0), spoken("a", likely(1))).logprobs == [named(1)]
 
 
-def test_how_likely_tokens_were_is_not_said_to_those_who_did_not_ask() -> None:
+def test_log_probabilities_come_only_if_asked_for() -> None:
     assert made(stream(), output("a", 1)).logprobs is UNSET
     assert made(stream(), terminal("a", 1)).logprobs is UNSET
 
 
-def test_a_client_that_wants_no_stream_is_told_at_the_end_how_likely_all_tokens_were() -> None:
+def test_a_client_that_wants_no_stream_gets_all_log_probabilities_at_the_end() -> None:
     whole = stream(stream=False, logprobs=1)
     assert whole.chunk(spoken("a", likely(1, 3))) is None
     assert made(whole, ended("b", likely(3, 1))).logprobs == [named(1, 3), named(3, 1)]
@@ -208,7 +208,7 @@ def test_more_alternatives_than_there_are_tokens_are_all_there_are() -> None:
     assert made(stream(logprobs=20), spoken("a", likely(1, 1, 0, 2, 3))).logprobs == [named(1, 1, 0, 2, 3)]
 
 
-def test_what_is_said_again_is_as_likely_as_it_was() -> None:
+def test_replayed_chunks_have_the_same_log_probabilities() -> None:
     one = stream(logprobs=1)
     for output_ in (spoken("a", likely(1, 1)), spoken("b", likely(3, 1))):
         made(one, output_)
@@ -216,7 +216,7 @@ def test_what_is_said_again_is_as_likely_as_it_was() -> None:
     assert (again.offset, again.text, again.logprobs) == (1, "b", [named(3, 1)])
 
 
-def test_how_far_a_prompt_is_is_said_in_an_empty_chunk_and_only_in_a_stream() -> None:
+def test_progress_comes_in_an_empty_chunk_and_only_in_a_stream() -> None:
     progress = messages.Progress(prompt_tokens=9, processed_tokens=4, cached_tokens=2)
     seen = contract.Output(token_ids=[], text="", progress=progress)
     one = stream()
@@ -237,6 +237,6 @@ def test_a_terminal_that_is_too_large_becomes_an_error_without_text() -> None:
     assert small.error.code is errors.Code.PAYLOAD_TOO_LARGE
 
 
-def test_a_new_stream_has_not_spoken() -> None:
+def test_a_new_stream_has_sent_no_token() -> None:
     new = stream()
     assert (new.key, new.first_token_sent, new.last_chunk_at, new.cancel_error) == ("acme:r-1", False, 5.0, None)

@@ -1,4 +1,4 @@
-"""The pause before an engine is started again grows while engines die young, up to a limit."""
+"""The backoff before an engine is restarted grows while engines die early, up to a limit."""
 
 import asyncio
 
@@ -18,22 +18,22 @@ from tokenbus.worker.engine_client.supervisor import (
 )
 
 
-def test_an_engine_that_dies_young_doubles_the_pause() -> None:
+def test_an_engine_that_dies_early_doubles_the_backoff() -> None:
     assert next_backoff(0.1, uptime_s=0.0) == pytest.approx(0.2)
     assert next_backoff(3.0, uptime_s=HEALTHY_AFTER_S - 0.001) == pytest.approx(6.0)
 
 
-def test_an_engine_that_has_lived_long_enough_earns_the_first_pause_again() -> None:
+def test_an_engine_that_lived_long_enough_resets_the_backoff() -> None:
     assert next_backoff(MAX_BACKOFF_S, uptime_s=HEALTHY_AFTER_S) == INITIAL_BACKOFF_S
     assert next_backoff(INITIAL_BACKOFF_S, uptime_s=10 * HEALTHY_AFTER_S) == INITIAL_BACKOFF_S
 
 
 @pytest.mark.parametrize("backoff_s", [MAX_BACKOFF_S / 2, MAX_BACKOFF_S / 2 + 0.001, MAX_BACKOFF_S])
-def test_the_pause_never_exceeds_the_longest(backoff_s: float) -> None:
+def test_the_backoff_never_exceeds_its_maximum(backoff_s: float) -> None:
     assert next_backoff(backoff_s, uptime_s=0.0) == MAX_BACKOFF_S
 
 
-def test_pauses_grow_from_the_first_to_the_longest_and_stay_there() -> None:
+def test_the_backoff_grows_to_its_maximum_and_stays_there() -> None:
     pauses = [INITIAL_BACKOFF_S]
     while len(pauses) < 12:
         pauses.append(next_backoff(pauses[-1], uptime_s=1.0))
@@ -55,7 +55,7 @@ class Listener(EngineListener):
         self.serves.clear()
 
 
-async def test_an_engine_that_is_taken_down_has_not_died_and_is_not_started_again() -> None:
+async def test_an_engine_that_is_cleaned_up_has_not_died_and_is_not_restarted() -> None:
     listener = Listener()
     supervisor = Supervisor(lambda: thread_engine(lambda _: ArithmeticRunner()), "w", listener, 30.0)
     with capture_logs() as lines:

@@ -1,4 +1,4 @@
-"""When an engine dies its streams go on in the next one, exactly; a request that ends two engines is refused."""
+"""When an engine dies, the next one continues its streams exactly; a request that ends two engines is refused."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -57,15 +57,18 @@ class Life(EngineListener):
     def __init__(self, runners: list[Fragile]) -> None:
         self.engine: contract.Engine | None = None
         self.serves = asyncio.Event()
+        self.is_down = asyncio.Event()
         self.runners = iter(runners)
         self.supervisor = Supervisor(self._make, "w", self, step_timeout_s=30.0)
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         self.engine = engine
         self.serves.set()
+        self.is_down.clear()
 
     def engine_died(self) -> None:
         self.serves.clear()
+        self.is_down.set()
 
     def _make(self) -> EngineClient:
         runner = next(self.runners)
@@ -115,7 +118,7 @@ async def answers(one: Life, prompts: list[list[int]]) -> list[Recorder]:
 PROMPTS = [[1, 2, 3, number] for number in range(10, 14)]
 
 
-async def test_streams_go_on_where_they_were_when_their_engine_dies(life: Callable[[list[Fragile]], Life]) -> None:
+async def test_streams_continue_where_they_were_when_their_engine_dies(life: Callable[[list[Fragile]], Life]) -> None:
     calm = await answers(life([Fragile()]), PROMPTS)
     torn = await answers(life([Fragile(fatal_step=7), Fragile(fatal_step=9), Fragile()]), PROMPTS)
     assert [one.token_ids for one in torn] == [one.token_ids for one in calm]
@@ -153,8 +156,7 @@ async def test_a_stream_can_be_cancelled_while_there_is_no_engine(life: Callable
     engine = one.engine
     assert engine is not None
     async with asyncio.timeout(60):
-        while one.serves.is_set():
-            await asyncio.sleep(0)
+        await one.is_down.wait()
     engine.abort("r[1, 2, 3]")
     assert recorder.outputs[-1].finish_reason is messages.FinishReason.CANCELLED
     again = await one.ask([4, 5])
@@ -173,7 +175,7 @@ async def test_a_request_that_the_engine_can_not_even_take_ends_alone(life: Call
     assert one.supervisor.restarts == 0
 
 
-async def test_a_request_that_the_engine_can_not_begin_with_ends_alone(life: Callable[[list[Fragile]], Life]) -> None:
+async def test_a_request_that_the_engine_can_not_start_ends_alone(life: Callable[[list[Fragile]], Life]) -> None:
     one = life([Fragile()])
     neighbour = await one.ask(PROMPTS[0], max_tokens=60)
     await neighbour.until(lambda seen: len(seen.token_ids) >= 3)
@@ -188,7 +190,7 @@ async def test_a_request_that_the_engine_can_not_begin_with_ends_alone(life: Cal
     assert one.engine.load().used_blocks == 0
 
 
-async def test_a_request_of_which_engines_die_before_they_have_begun_with_any_is_found_out(
+async def test_a_request_that_kills_engines_before_they_start_any_is_found(
     life: Callable[[list[Fragile]], Life],
 ) -> None:
     one = life([Deadly(), Deadly(), Fragile()])
@@ -198,7 +200,7 @@ async def test_a_request_of_which_engines_die_before_they_have_begun_with_any_is
     assert (await (await one.ask([3, 4])).terminal()).finish_reason is messages.FinishReason.LENGTH
 
 
-async def test_a_stream_that_runs_is_not_to_blame_for_an_engine_that_dies_before_it_has_begun_with_any(
+async def test_a_running_stream_is_not_suspect_if_its_engine_dies_before_it_starts_any(
     life: Callable[[list[Fragile]], Life],
 ) -> None:
     one = life([Fragile(fatal_step=7), Deadly(), Fragile()])

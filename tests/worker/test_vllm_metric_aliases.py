@@ -63,7 +63,7 @@ def busy(counted: WorkerMetrics) -> list[ReplicaMetrics]:
     return replicas
 
 
-def test_every_metric_of_vllm_has_the_samples_of_ours_replica_by_replica() -> None:
+def test_every_alias_has_the_samples_of_our_metric_for_each_replica() -> None:
     busy(counted := WorkerMetrics())
     found = read(counted)
     for theirs, ours in SAME.items():
@@ -75,7 +75,7 @@ def test_every_metric_of_vllm_has_the_samples_of_ours_replica_by_replica() -> No
     }
 
 
-def test_reasons_that_vllm_does_not_have_are_counted_with_those_it_has() -> None:
+def test_finish_reasons_that_vllm_lacks_are_counted_as_its_own() -> None:
     replica, _ = busy(counted := WorkerMetrics())
     for reason in ("tool_calls", "length", "cancelled", "error", "abandoned"):
         replica.request_finished(reason, None, None)
@@ -85,7 +85,7 @@ def test_reasons_that_vllm_does_not_have_are_counted_with_those_it_has() -> None
     }
 
 
-def test_a_replica_that_has_left_is_gone_under_these_names_too() -> None:
+def test_a_replica_that_is_drained_has_no_aliases() -> None:
     replica, _ = busy(counted := WorkerMetrics())
     replica.forget()
     found = read(counted)

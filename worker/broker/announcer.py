@@ -76,6 +76,7 @@ class Announcer:
         survives."""
         self._seq = 0
         self._started, self._first_token_sent, self._finished = [], [], []
+        # routers know nothing of the new epoch: it has to store every block again
         self._removed, self._stored = [], {name: parent for parent, name in self._published_blocks.pairs()}
         self.is_muted = False
         self.publish_card()
@@ -86,6 +87,7 @@ class Announcer:
         started."""
         if self._config is None or self.is_muted:
             return []
+        # a snapshot continues the event log, so what is pending has to be in the log first
         self.publish_events()
         return split(self.worker_id, self.epoch, self._seq - 1, running, self._published_blocks.runs(), self._load())
 
@@ -98,6 +100,7 @@ class Announcer:
         """Announces that the engine is restarting and that its cache is lost."""
         self._engine, self._engine_pid = None, 0
         self._published_blocks.clear()
+        # `cleared` tells routers to forget all blocks, so none has to be listed
         self._removed, self._stored, self._cleared = [], {}, True
         self.set_state(messages.WorkerState.RESTARTING)
 
@@ -143,6 +146,7 @@ class Announcer:
         if self._config is None or self.is_muted:
             return
         while True:
+            # removals first: a block may be evicted and stored again within one event
             removed = self._removed[:_HASHES_PER_EVENT]
             stored = list(itertools.islice(self._stored.items(), _HASHES_PER_EVENT - len(removed)))
             try:
@@ -150,6 +154,7 @@ class Announcer:
             except OutboundBufferLimitError:
                 return  # the broker is away: the next event carries all of it
             self._mark_published(removed, stored)
+            # one event is enough, unless there are more blocks than fit
             if not self._removed and not self._stored:
                 return
 
@@ -206,6 +211,7 @@ class Announcer:
             host=socket.gethostname(),
             pids=messages.Pids(front=os.getpid(), engine=self._engine_pid),
             versions=config.versions,
+            # None tells routers that prefixes can't be reused here
             kv_block_size=config.kv_block_size if config.prefix_cache else None,
             total_kv_blocks=config.total_kv_blocks if config.prefix_cache else None,
             host_kv_blocks=config.host_kv_blocks if config.prefix_cache else None,

@@ -79,7 +79,7 @@ class Endpoints:
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<Inbox {len(self._tokenizes)} tokenizing>"
+        return f"<Endpoints {len(self._tokenizes)} tokenizing>"
 
     async def open(self, incoming: Bus) -> None:
         """Subscribes to every subject; from now on the worker can be reached.
@@ -97,6 +97,7 @@ class Endpoints:
         }
         for service, callback in services.items():
             await incoming.subscribe(self._names.worker(model, worker_id, service), callback)
+        # clients address requests, not workers: every worker hears every resync and cancel
         for subject in self._names.all_resyncs:
             await incoming.subscribe(subject, self._resync)
         for subject in self._names.all_cancels:
@@ -129,14 +130,9 @@ class Endpoints:
             self._answer_operator(message, None, internal.ControlReply(ok=False, error=error.error))
             return
         match control:
+            # a router's message, frequent and unlogged; everything else comes from operators
             case internal.Control(op="drop", request_id=str(key), attempt=int(attempt)):
                 self._reply(message, internal.ControlReply(ok=self._streams.drop(key, attempt)))
-            case _:
-                self._run_operator_command(message, control)
-
-    def _run_operator_command(self, message: Msg, control: internal.Control) -> None:
-        """Carries out an operator's command for the whole worker."""
-        match control:
             case internal.Control(op="clear_cache"):
                 if self._engine is not None:
                     self._engine.clear_cache()
@@ -154,6 +150,7 @@ class Endpoints:
         """Replies to an operator, and logs the command and its result.
 
         NATS does not tell who sent a message; with permissions on, the inbox names the user (deploy/nats.conf)."""
+        # a load replies many times: log its start and its end
         if reply.progress in (None, 0.0, 1.0):
             self._log.warning(
                 "control",
@@ -177,6 +174,7 @@ class Endpoints:
             encoding = codec.encoding_of(message.headers)
         except ValueError:
             return
+        # only the worker that has the stream replies
         if self._streams.cancel(address.key) and message.reply:
             self._replies.send(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
 
@@ -185,6 +183,7 @@ class Endpoints:
             return  # the routers count and log it
         try:
             address = self._names.parse_request(message.subject)
+            # before decoding: most resyncs concern another worker's stream
             if not self._streams.holds(address.key):
                 return
             encoding = codec.encoding_of(message.headers)
@@ -209,6 +208,7 @@ class Endpoints:
             card = _cards.decode(message.data)
         except errors.RequestError:
             return
+        # somebody publishes another worker's card on this subject
         if card.address != (self._announcer.model, self._announcer.worker_id):
             return  # the routers log it
         if subjects.epoch_sort_key(card.epoch) > subjects.epoch_sort_key(self._announcer.epoch):

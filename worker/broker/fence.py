@@ -25,11 +25,13 @@ class Fence:
 
     def tick(self, now: float) -> None:
         """Shows that the event loop runs; call it several times in each `FENCE_S`."""
+        # a loop that stood still for too long must not lift its own fence
         if self.check(now):
             self._last_tick_at = now
 
     def ping_answered(self, sent_at: float) -> None:
         """The broker has answered a ping that was sent at `sent_at`."""
+        # answers may be reported out of order
         self._answered_at = max(self._answered_at, sent_at)
 
     def check(self, now: float) -> bool:

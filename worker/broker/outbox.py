@@ -6,26 +6,22 @@ one after its terminals."""
 
 from collections.abc import Callable
 
-import structlog
-
 from tokenbus.protocol.bus.bus import BadSubjectError, Bus, OutboundBufferLimitError
 from tokenbus.protocol.wire import codec, limits, messages, subjects
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
-from tokenbus.worker.frontend.metrics import ReplicaMetrics
-from tokenbus.worker.streams import spans
+from tokenbus.worker.streams.request_telemetry import RequestTelemetry
 from tokenbus.worker.streams.stream import Stream
 
 
 class Outbox:
     """Collects the chunks of one step and publishes them at its end."""
 
-    def __init__(self, connection: Bus, announcer: Announcer, metrics: ReplicaMetrics) -> None:
+    def __init__(self, connection: Bus, announcer: Announcer, telemetry: RequestTelemetry) -> None:
         self._connection = connection
         self._announcer = announcer
-        self._metrics = metrics
+        self._telemetry = telemetry
         self._chunks: list[tuple[Stream, messages.Chunk, str]] = []
-        self._log = structlog.get_logger()
         self.dropped_chunks = 0
         """Chunks that were not published, mostly because too much was waiting for the broker."""
         self.on_truncated: Callable[[Stream], None] = lambda stream: None
@@ -50,6 +46,7 @@ class Outbox:
         room = self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES
         for chunk in stream.replay(offset, room):
             said = self._publish(stream, chunk, stream.gone_subject)
+            # a chunk did not fit and became a terminal, so nothing may follow
             if said.finish_reason is not chunk.finish_reason:
                 if stream.terminal is None:
                     self._end(stream, chunk, said)
@@ -62,6 +59,7 @@ class Outbox:
         if chunk is None:
             return
         stream.last_chunk_at = now
+        # an empty chunk shows no text, so another worker could still start over
         if chunk.tokens and not stream.first_token_sent:
             stream.first_token_sent = True
             self._announcer.first_token_sent(stream.key)
@@ -73,6 +71,7 @@ class Outbox:
             return
         if self._announcer.has_events_before_chunks:
             self._announcer.publish_events()
+        # taken out first: ending a stream may add chunks
         chunks, self._chunks = self._chunks, []
         has_ended = False
         for stream, wanted, gone_subject in chunks:
@@ -88,8 +87,8 @@ class Outbox:
     def _end(self, stream: Stream, wanted: messages.Chunk, terminal: messages.Chunk) -> None:
         stream.terminal = terminal
         self._announcer.request_finished(stream.key)
-        self._log_end(stream, terminal)
-        spans.end(stream.span, stream.accepted_at, terminal)
+        self._telemetry.finished(stream, terminal)
+        # the engine would continue: the streams have to abort it
         if wanted.finish_reason is None:
             self.on_truncated(stream)
 
@@ -105,22 +104,3 @@ class Outbox:
         except (OutboundBufferLimitError, BadSubjectError):
             self.dropped_chunks += 1
         return chunk
-
-    def _log_end(self, stream: Stream, chunk: messages.Chunk) -> None:
-        reason = chunk.error.code if chunk.error else chunk.finish_reason
-        usage, timings = chunk.usage or None, chunk.timings or None
-        self._metrics.request_finished(str(reason), usage, timings)
-        self._log.info(
-            "request_finished",
-            request_id=stream.key,
-            worker_id=self._announcer.worker_id,
-            attempt=chunk.attempt,
-            finish_reason=chunk.finish_reason,
-            code=chunk.error.code if chunk.error else None,
-            prompt_tokens=usage.prompt_tokens if usage else None,
-            completion_tokens=usage.completion_tokens if usage else None,
-            cached_tokens=usage.cached_tokens if usage else None,
-            queue_ms=timings.queue_ms if timings else None,
-            ttft_ms=timings.ttft_ms if timings else None,
-            total_ms=timings.total_ms if timings else None,
-        )

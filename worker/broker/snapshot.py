@@ -43,6 +43,7 @@ def _cut(runs: Iterable[internal.BlockRun]) -> Iterator[internal.BlockRun]:
     """Splits runs so that each has at most `HASHES_PER_PART` hashes."""
     for run in runs:
         for at in range(0, len(run.hashes), HASHES_PER_PART):
+            # a split run continues behind the last hash of the part before
             parent = run.hashes[at - 1] if at else run.parent
             yield internal.BlockRun(parent=parent, hashes=run.hashes[at : at + HASHES_PER_PART])
 
@@ -52,6 +53,7 @@ def _parts_of(runs: Iterable[internal.BlockRun]) -> Iterator[list[internal.Block
     part: list[internal.BlockRun] = []
     num_hashes = 0
     for run in runs:
+        # a part is full when either limit is reached
         if part and (len(part) == RUNS_PER_PART or num_hashes + len(run.hashes) > HASHES_PER_PART):
             yield part
             part, num_hashes = [], 0

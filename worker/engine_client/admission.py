@@ -17,6 +17,7 @@ class CapacityLimit:
 
     def request_ended(self, duration_s: float) -> None:
         """A request ran to its end in `duration_s`."""
+        # a moving average over about the last five requests
         self._duration_s += 0.2 * (duration_s - self._duration_s)
 
     def check(self, held: int, max_num_seqs: int) -> None:
@@ -32,6 +33,7 @@ def check(request: contract.EngineRequest, config: contract.EngineConfig) -> Non
     """Raises RequestError for a request that this engine can't serve."""
     if "generate" not in config.features:
         raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes embeddings only", param="model")
+    # one C call: a prompt may have 100,000 tokens
     outside = max(request.token_ids)
     if outside >= config.vocab_size:
         index = request.token_ids.index(outside)

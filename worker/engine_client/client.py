@@ -111,6 +111,7 @@ class EngineClient(asyncio.Protocol):
             raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes no embeddings", param="model")
         if len(self._embedding) >= _MAX_EMBEDS:
             raise errors.request_error(errors.Code.OVERLOADED)
+        # an idle engine's last step is long ago
         if self._idle.is_set():
             self._watchdog.restart(time.monotonic())
         self._idle.clear()
@@ -132,6 +133,7 @@ class EngineClient(asyncio.Protocol):
     def load(self) -> messages.Load:
         if not self._sequences:
             return self._load
+        # the engine's own count is as old as its last report
         waiting = max(0, len(self._sequences) - self._load.running)
         age_ms = self._watchdog.age_s(time.monotonic()) * 1e3
         return codec.replace(self._load, waiting=waiting, step_age_ms=age_ms)
@@ -154,6 +156,7 @@ class EngineClient(asyncio.Protocol):
 
     async def died(self) -> str:
         assert self._death is not None, "start comes first"
+        # shielded, or a caller that is cancelled would cancel the future for all others
         return await asyncio.shield(self._death)
 
     async def drain(self) -> None:
@@ -248,6 +251,7 @@ class EngineClient(asyncio.Protocol):
             self.on_kv_events(report.removed, report.stored)
         self._sequences.start(report.started, now)
         self._sequences.report_progress(report.progress)
+        # before any sink runs: whatever a sink does, these survived the step
         for output in report.outputs:
             attribution.step_succeeded(self, output.seq_no)
         ended, seconds_to_count = self._sequences.advance(report.outputs, now)
@@ -268,6 +272,7 @@ class EngineClient(asyncio.Protocol):
         assert self._link is not None
         assert self._death is not None
         assert self._ready is not None
+        # first, so that routers know before any client is told
         self.listener.engine_died()
         if not self._ready.done():
             self._ready.set_exception(EngineDiedError("the engine process ended while it was starting"))
@@ -283,6 +288,7 @@ class EngineClient(asyncio.Protocol):
         now = time.monotonic()
         for generation in self._sequences.take_all():
             generation.fail(unstarted if generation.started_at is None else errors.Code.WORKER_LOST, now)
+        # the engine's memory goes with it, so every block counts as free
         known = self._load
         self._load = messages.Load(free_blocks=known.free_blocks + known.used_blocks + known.cached_blocks)
         self._nothing_follows()

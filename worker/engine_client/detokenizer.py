@@ -26,11 +26,13 @@ class StopMatcher:
         if not self._stops:
             return Text(text)
         text = self._held + text
+        # the tuple's order decides: the earliest end, then the earliest start, which is the longest
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             _, at, stop = min(found)
             self._held = ""
             return Text(text[:at], stop)
+        # the longest possible start of any stop string is held back
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return Text(text[: len(text) - keep])

@@ -56,6 +56,7 @@ class EngineProcess:
     async def open(self, settings: EngineSettings) -> "ReplicaLink":
         """Has a replica loaded, in a new process if none runs. Raises EngineDiedError."""
         async with self._starting:
+            # a process without replicas is about to exit and would lose this one
             if self._running is None or self._running.is_ending:
                 self._running = await _start(self._variables)
             self._last_number += 1
@@ -122,6 +123,7 @@ class _Running:
     async def wait_closed(self, closed: "asyncio.Future[str]") -> str:
         """Waits until a replica is closed and returns why; with the last one it waits for the process."""
         await asyncio.wait([closed, self._end], return_when=asyncio.FIRST_COMPLETED)
+        # closing the last replica ends the process, and how it ended says more
         return await self._end if not self._closed or not closed.done() else closed.result()
 
     def _read_control(self) -> None:
@@ -158,6 +160,7 @@ async def _start(variables: Mapping[str, str]) -> _Running:
             str(theirs.fileno()),
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
+            # Ctrl-C must reach the frontend only, which then drains
             start_new_session=True,
             env={_MALLOC: "glibc.malloc.hugetlb=1"} | os.environ | dict(variables),
         )

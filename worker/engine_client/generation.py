@@ -40,18 +40,14 @@ class Generation:
         """The tokens that another engine needs after the prompt to continue."""
         self.crashes = 0
         """Engines that died in a step with this request since its last token."""
-        self._terminal_sent = False
+        self.has_ended = False
+        """Its sink has been given the terminal."""
         self._sink_failed = False
         self._cached_tokens = 0
         self._processed_tokens = -1
 
     def __repr__(self) -> str:
         return f"<Generation {self.request.key}: {self._detokenizer.num_tokens} tokens>"
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether its sink has been given the terminal."""
-        return self._terminal_sent
 
     @property
     def is_complete(self) -> bool:
@@ -65,6 +61,7 @@ class Generation:
 
     def progress(self, processed_tokens: int, cached_tokens: int) -> bool:
         """Hands out how far the prompt is computed, if that has changed; returns whether the sink failed."""
+        # steps may report the same progress again, which is no news
         if processed_tokens == self._processed_tokens:
             return False
         self._processed_tokens = processed_tokens
@@ -85,6 +82,7 @@ class Generation:
             self._finish(now, error=_FAILURES[end])
             return True
         self.sampled.append(token_id)
+        # it survived a step, so earlier crashes were not its fault
         self.crashes = 0
         if self._first_token_at is None:
             self._first_token_at = now
@@ -96,7 +94,7 @@ class Generation:
             self.finished_by, reason = end, messages.FinishReason.LENGTH
         else:
             self._hand_out(contract.Output(token_ids=[token_id], text=text, logprobs=logprobs))
-            return self._terminal_sent or self._sink_failed  # its sink may have cancelled it
+            return self.has_ended or self._sink_failed  # its sink may have cancelled it
         self._finish(now, token_ids=[token_id], text=text, reason=reason, stop_match=stop_match, logprobs=logprobs)
         return True
 
@@ -128,8 +126,8 @@ class Generation:
         error: errors.Error | None = None,
         logprobs: list[contract.Logprob] | None = None,
     ) -> None:
-        assert not self._terminal_sent, self
-        self._terminal_sent = True
+        assert not self.has_ended, self
+        self.has_ended = True
         self._hand_out(
             contract.Output(
                 token_ids=token_ids or [],

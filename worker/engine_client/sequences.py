@@ -99,6 +99,7 @@ class OpenSequences:
         self._is_engine_lost = True
         self._releasing.clear()
         new = {number for number, generation in self._generations.items() if generation.started_at is None}
+        # `_started` is about this engine; `started_at` may be of an earlier one
         for number in self._started or new:
             self._generations[number].crashes += attribution.may_be_caused_by(replica, number)
         culprits = {n: one for n, one in self._generations.items() if one.crashes >= _MAX_CRASHES}

@@ -74,6 +74,7 @@ class Supervisor:
         if self.engine is None:
             return
         if self._dead is not None and self._dead.has_died:
+            # the next engine may fail to start again and again: count from the first death
             self._died_at = self._died_at or now
             if now - self._died_at > TAKEOVER_TIMEOUT_S:
                 self._dead.fail_streams()
@@ -95,6 +96,7 @@ class Supervisor:
             config = await engine.start(self._worker_id)
             self._has_served = True
             self._listener.engine_started(engine, config)
+            # after `engine_started`, so that outputs of these streams find the engine set
             if self._dead is not None:
                 engine.take_over(self._dead)
             self._dead, self._died_at = engine, 0.0
@@ -102,6 +104,7 @@ class Supervisor:
         except EngineDiedError:
             pass
         except contract.EngineStartError as error:
+            # a model that has never served can't be loaded; one that has served may be again
             if not self._has_served:
                 raise
             reason = str(error)

@@ -19,6 +19,7 @@ from tokenbus.worker.broker.fence import Fence
 from tokenbus.worker.broker.outbox import Outbox
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
 from tokenbus.worker.frontend.settings import FrontendSettings, OnProgress
+from tokenbus.worker.streams.request_telemetry import RequestTelemetry
 from tokenbus.worker.streams.streams import Streams
 
 
@@ -44,8 +45,9 @@ class Frontend:
     ) -> None:
         self._bus = bus
         self._announcer = Announcer(bus, names, model, worker_id)
-        self._outbox = Outbox(bus, self._announcer, metrics)
-        self._streams = Streams(self._announcer, self._outbox, metrics, settings, tracer)
+        telemetry = RequestTelemetry(metrics, tracer, model, worker_id)
+        self._outbox = Outbox(bus, self._announcer, telemetry)
+        self._streams = Streams(self._announcer, self._outbox, telemetry, settings)
         self.drain_requested = asyncio.Event()
         self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._endpoints = Endpoints(bus, names, self._announcer, self._streams, settings.inbox_prefixes, self, metrics)
@@ -90,10 +92,12 @@ class Frontend:
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         """Sends requests to this engine from now on."""
         self._has_engine = True
+        engine.on_kv_events = self._announcer.blocks_changed
         bundle = engine.tokenizer_bundle()
         self._streams.set_engine(engine, config)
         self._endpoints.set_engine(engine)
         self._announcer.engine_started(engine, config, prompt.bundle_digest(bundle) if bundle else None)
+        # an engine that restarts while draining must not make the worker ready
         if self._is_draining:
             self._announcer.set_state(messages.WorkerState.DRAINING)
 
@@ -106,10 +110,6 @@ class Frontend:
         self._endpoints.set_engine(None)
         if not self._is_draining:
             self._announcer.engine_died()
-
-    def blocks_changed(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
-        """Announces which cached blocks the engine has removed and stored."""
-        self._announcer.blocks_changed(removed, stored)
 
     def step_done(self) -> None:
         """Publishes a step's chunks: every sink has received its outputs."""
@@ -142,6 +142,7 @@ class Frontend:
             await asyncio.sleep(limits.TICK_S)
             now = time.monotonic()
             self._fence.ping_answered(self._bus.confirmed_at)
+            # after the answers: a pause of the process is noticed before anything is published
             self._fence.tick(clock.now())
             if self._check_fence():
                 self._streams.tick()

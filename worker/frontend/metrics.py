@@ -122,6 +122,7 @@ class ReplicaMetrics:
         """Adds what an engine has counted since the last call; a new engine counts from 0."""
         for child, name in self._load_counters:
             now, before = getattr(load, name), getattr(self._last_load, name)
+            # smaller than before: a new engine has counted from 0
             child.inc(now - before if now >= before else now)
         self._last_load = load
 

@@ -95,6 +95,7 @@ class Replica(EngineListener):
             frontend = Frontend(connection, names, self.served_name, self.worker_id, settings, shown, self._tracer)
             self.frontend = frontend
             frontend.on_load = self.on_load
+            # asked to leave while it was connecting: its card was never published
             if self._drain_requested.is_set():
                 return
             supervisor = Supervisor(self._make_engine, self.worker_id, self, self._settings.step_timeout_s)
@@ -159,11 +160,8 @@ class Replica(EngineListener):
         self.frontend.step_done()
 
     def _make_engine(self) -> EngineClient:
-        assert self.frontend is not None
         settings = self._engine
-        engine = EngineClient(lambda: self._process.open(settings), self._settings.max_waiting)
-        engine.on_kv_events = self.frontend.blocks_changed
-        return engine
+        return EngineClient(lambda: self._process.open(settings), self._settings.max_waiting)
 
     def _tick(self, now: float, gap_s: float) -> None:
         assert self._supervisor is not None
@@ -178,6 +176,7 @@ class Replica(EngineListener):
         left = asyncio.create_task(frontend.drain_requested.wait())
         try:
             await asyncio.wait([left, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            # if one has failed, its error is why the replica ends
             for task in tasks:
                 if task.done():
                     task.result()

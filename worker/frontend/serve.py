@@ -138,6 +138,7 @@ class Worker:
 
     async def _start_first(self) -> None:
         coming = sum(model.replicas for model in self._settings.models)
+        # one at a time: each gets a share of the KV memory that those before it have left
         async with self._starting:
             for model in self._settings.models:
                 for _ in range(model.replicas):
@@ -163,6 +164,7 @@ class Worker:
     def _add_replica(self, model: ServedModel, coming: int) -> Replica:
         """Starts a replica with an equal share of the KV memory that it and the other `coming` - 1 may still take."""
         self._last_number += 1
+        # only a single replica keeps the plain name; loaded ones get numbers from 2 on
         alone = self._is_single and self._last_number == 1
         worker_id = self._name if alone else f"{self._name}-{self._last_number}"
         engine = msgspec.structs.replace(model.engine, kv_limit_bytes=self._kv_share_bytes(coming))

@@ -23,6 +23,7 @@ class ClientLiveness:
 
     def no_responders(self, key: str, now: float) -> None:
         """Nobody listened to an ordinary chunk: schedules a probe."""
+        # while a probe is under way, notices of earlier chunks still arrive
         if now >= self._ignore_until and key not in self._probed_at:
             self._probe_at.setdefault(key, now + PROBE_AFTER_S)
 
@@ -32,6 +33,7 @@ class ClientLiveness:
 
     def due_probes(self, now: float) -> list[str]:
         """Returns the streams to probe now. A probe without a notice for this long has reached its client."""
+        # a notice takes milliseconds; after two seconds there will be none
         for key in [key for key, at in self._probed_at.items() if now - at >= PROBE_AFTER_S]:
             del self._probed_at[key]
         due = [key for key, at in self._probe_at.items() if at <= now]

@@ -30,7 +30,7 @@ class Segment(NamedTuple):
     text: str
     token_ids: list[int]
     logprobs: list[contract.Logprob]
-    """One for each token where they were asked for, else none."""
+    """One per token if the request asked for them, else empty."""
 
 
 class ReplayBuffer:
@@ -72,10 +72,12 @@ class ReplayBuffer:
                 self._append_logprob(one)
         self._text += text.encode()
         end = len(self._text)
+        # tokens that came together share their text: it belongs to the last of them
         for _ in token_ids[1:]:
             self._text_ends.append(end - len(text.encode()))
         if token_ids:
             self._text_ends.append(end)
+        # text that was held back and released without a token
         elif self._text_ends:
             self._text_ends[-1] = end
         self._token_ids.extend(token_ids)
@@ -100,6 +102,7 @@ class ReplayBuffer:
         while low < high:
             middle = (low + high + 1) // 2
             token_bytes = _TOKEN_ID_BYTES + _LOGPROB_BYTES * self._num_logprobs
+            # an upper bound, since exact sizes would mean encoding every candidate
             size = _JSON_GROWTH * (self._text_ends[middle - 1] - text_start) + token_bytes * (middle - start)
             low, high = (middle, high) if size <= max_bytes else (low, middle - 1)
         return low

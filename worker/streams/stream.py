@@ -31,6 +31,7 @@ class Stream:
         gone_subject: str = "",
         token_bytes: Sequence[bytes] = (),
     ) -> None:
+        # the prompt would be kept for a minute after the stream's end
         self.run = codec.replace(run, token_ids=b"")
         self._prompt_tokens = len(run.token_ids) // 4
         self.key = run.request_id
@@ -88,11 +89,12 @@ class Stream:
             return self._segment_chunk(new) if self.run.params.is_streamed else None
         if self.run.params.is_streamed:
             return self._terminal(output, new)
+        # nothing was streamed: the terminal carries the whole completion
         self._replay_buffer.append(output.token_ids, output.text, output.logprobs)
         return self._terminal(output, self._replay_buffer.all())
 
     def internal_error(self) -> contract.Output:
-        """Returns the last output of a stream in which a bug was found here and not in the engine."""
+        """Returns the terminal output of a stream that failed here and not in the engine."""
         return contract.Output(
             token_ids=[],
             text="",
@@ -128,6 +130,7 @@ class Stream:
         there is neither, an empty chunk shows that the stream is alive."""
         chunks = 0
         if self.run.params.is_streamed:
+            # the terminal's own tokens are in the terminal
             end = self._replay_buffer.num_tokens if self.terminal is None else self.terminal.offset
             for segment in self._replay_buffer.segments(offset, max_bytes, end):
                 yield self._segment_chunk(segment)

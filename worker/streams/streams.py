@@ -8,20 +8,17 @@ import asyncio
 import time
 from functools import partial
 
-import structlog
-
 from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import errors, internal, limits, messages, subjects
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.outbox import Outbox
-from tokenbus.worker.frontend.metrics import ReplicaMetrics
 from tokenbus.worker.frontend.settings import FrontendSettings
-from tokenbus.worker.streams import spans
 from tokenbus.worker.streams.early_cancels import EarlyCancels
 from tokenbus.worker.streams.engine_request import to_engine_request
 from tokenbus.worker.streams.liveness import ClientLiveness
+from tokenbus.worker.streams.request_telemetry import RequestTelemetry
 from tokenbus.worker.streams.stream import Stream
 from tokenbus.worker.validator import StreamValidator
 
@@ -33,15 +30,13 @@ class Streams:
         self,
         announcer: Announcer,
         outbox: Outbox,
-        metrics: ReplicaMetrics,
+        telemetry: RequestTelemetry,
         settings: FrontendSettings,
-        tracer: tracing.Tracer,
     ) -> None:
         self._announcer = announcer
         self._outbox = outbox
-        self._metrics = metrics
+        self._telemetry = telemetry
         self.settings = settings
-        self._tracer = tracer
         self._engine: contract.Engine | None = None
         self._config: contract.EngineConfig | None = None
         self._streams: dict[str, Stream] = {}
@@ -49,7 +44,6 @@ class Streams:
         self._liveness = ClientLiveness()
         self._ended: TTLCache[Stream] = TTLCache(limits.ENDED_STREAM_TTL_S, limits.MAX_ENDED_STREAM_BYTES)
         self._early_cancels = EarlyCancels()
-        self._log = structlog.get_logger()
         outbox.on_truncated = self._end_early
 
     def __repr__(self) -> str:
@@ -76,6 +70,7 @@ class Streams:
         stream = self._streams.get(key)
         if stream is None or self._engine is None:
             now = time.monotonic()
+            # a cancel that comes too late concerns nobody; one that comes too early is remembered
             if self._ended.get(key, now) is None:
                 self._early_cancels.cancel(key, now)
             return False
@@ -90,10 +85,12 @@ class Streams:
         stream = self._streams.get(key)
         if stream is None:
             ended = self._ended.get(key, now)
+            # the client has its terminal: the router must not place the request again
             if ended is not None and ended.run.attempt == attempt:
                 return False
             self._early_cancels.drop(key, attempt, now)
             return True
+        # a later attempt runs here, so the dropped one is over in any case
         if stream.run.attempt > attempt:
             return True
         if stream.first_token_sent:
@@ -114,10 +111,11 @@ class Streams:
         stream = self._streams.get(key) or self._ended.get(key, now)
         if stream is None:
             return False
+        # whoever asks for lost chunks is alive
         self._liveness.forget(key)
         if now - stream.replayed_at >= limits.REPLAY_INTERVAL_S:
             if not stream.replayed_at:
-                self._log.info("stream_replayed", request_id=key, worker_id=self._announcer.worker_id, offset=offset)
+                self._telemetry.replayed(stream, offset)
             stream.replayed_at = now
             self._outbox.replay(stream, offset, now)
         return True
@@ -136,7 +134,7 @@ class Streams:
         if not is_probe:
             self._liveness.no_responders(key, now)
         elif self._liveness.probe_no_responders(key, now):
-            self._log.info("client_gone", request_id=key, worker_id=self._announcer.worker_id)
+            self._telemetry.client_gone(self._streams[key])
             self.cancel(key)
 
     def reconnected(self) -> None:
@@ -147,10 +145,12 @@ class Streams:
         """Shows that silent streams are alive, logs long waits, probes missing clients, and forgets what is too old."""
         now = time.monotonic()
         for stream in self._streams.values():
+            # early enough that a late tick does not exceed the limit
             if now - stream.last_chunk_at > limits.STREAM_KEEPALIVE_S - 2 * limits.TICK_S:
                 self._outbox.put_head(stream, now)
             if not stream.first_token_sent and stream.slow.is_due(now - stream.accepted_at):
-                self._log_wait(stream, now - stream.accepted_at)
+                load = self._engine.load() if self._engine is not None else messages.Load()
+                self._telemetry.waits(stream, now - stream.accepted_at, load)
         for key in self._liveness.due_probes(now):
             self._outbox.put_head(self._streams[key], now, is_probe=True)
         self._outbox.flush()
@@ -178,48 +178,23 @@ class Streams:
         if self.settings.debug:
             sink = StreamValidator(request, sink)
         self._engine.generate(request, partial(self._guard, stream, sink))
+        # the id is used again: resyncs concern the new stream from now on
         self._ended.pop(stream.key)
         self._streams[stream.key] = stream
         stream.slow = backoff.BackoffTimer(self.settings.slow_wait_s)
-        stream.span = spans.begin(self._tracer, run, headers, announcer.model, announcer.worker_id)
         if run.remaining_ms is not None:
             expired = errors.make_error(errors.Code.DEADLINE_EXCEEDED)
             loop = asyncio.get_running_loop()
             self._timers[stream.key] = loop.call_later(run.remaining_ms / 1e3, self.cancel, stream.key, expired)
-        self._announce_start(stream, request, now)
-
-    def _announce_start(self, stream: Stream, request: contract.EngineRequest, now: float) -> None:
-        """Tells routers about a stream before its head is published, so that none accepts the same id again."""
+        self._telemetry.started(stream, request, headers)
         self._announcer.request_started(stream.key, len(request.token_ids))
-        self._announcer.publish_events()
+        self._announcer.publish_events()  # before the head, so that no router accepts the same id again
         self._outbox.put_head(stream, now)
         self._outbox.flush()
-        self._log.info(
-            "request_started",
-            request_id=stream.key,
-            worker_id=self._announcer.worker_id,
-            attempt=stream.run.attempt,
-            prompt_tokens=len(request.token_ids),
-            max_tokens=request.sampling.max_tokens,
-        )
-
-    def _log_wait(self, stream: Stream, waited_s: float) -> None:
-        load = self._engine.load() if self._engine is not None else messages.Load()
-        self._log.warning(
-            "request_waiting",
-            request_id=stream.key,
-            worker_id=self._announcer.worker_id,
-            attempt=stream.run.attempt,
-            waits_for="first_token",
-            waited_s=round(waited_s, 1),
-            running=load.running,
-            waiting=load.waiting,
-            step_age_ms=round(load.step_age_ms),
-        )
 
     def _refusal(self, run: internal.Run, error: errors.Error) -> internal.RunReply:
         live = self._streams.get(run.request_id)
-        self._metrics.request_refused(error.code)
+        self._telemetry.refused(error.code)
         return internal.RunReply(
             accepted=False,
             error=error,
@@ -229,19 +204,11 @@ class Streams:
 
     def _abandon(self, stream: Stream, reason: str) -> None:
         """Ends a stream and its engine request without a terminal."""
+        # forgotten first, so that the engine's last output for it is ignored
         self._forget(stream)
         if self._engine is not None:
             self._engine.abort(stream.key)
-        self._metrics.request_finished(reason, None, None)
-        self._log.info(
-            "request_finished",
-            request_id=stream.key,
-            worker_id=self._announcer.worker_id,
-            attempt=stream.run.attempt,
-            finish_reason=reason,
-        )
-        stream.span.set_error(reason)
-        stream.span.end()
+        self._telemetry.abandoned(stream, reason)
 
     def _check_state(self, run: internal.Run) -> None:
         """Raises RequestError if this worker can't accept the run now."""
@@ -263,7 +230,7 @@ class Streams:
         try:
             sink(output)
         except Exception:  # outermost frame of a stream: whatever went wrong, its client gets a terminal
-            self._log.exception("stream_failed", request_id=stream.key, worker_id=self._announcer.worker_id)
+            self._telemetry.failed(stream)
             if self._streams.get(stream.key) is stream:
                 self._end_early(stream)
                 self._outbox.put(stream, stream.internal_error(), time.monotonic())

@@ -1,0 +1,124 @@
+"""Logs, counts and traces the requests of one worker: one line at the start and one at the end, in every case."""
+
+from itertools import pairwise
+
+import structlog
+
+from tokenbus.protocol.telemetry import tracing
+from tokenbus.protocol.wire import errors, messages, subjects
+from tokenbus.worker import contract
+from tokenbus.worker.frontend.metrics import ReplicaMetrics
+from tokenbus.worker.streams.stream import Stream
+
+
+class RequestTelemetry:
+    """Writes down what happens to streams; it changes nothing of them but their span."""
+
+    def __init__(self, metrics: ReplicaMetrics, tracer: tracing.Tracer, model: str, worker_id: str) -> None:
+        self._metrics = metrics
+        self._tracer = tracer
+        self._model = model
+        self._worker_id = worker_id
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<RequestTelemetry of {self._worker_id}>"
+
+    def started(self, stream: Stream, request: contract.EngineRequest, headers: tracing.Headers) -> None:
+        """A stream starts, with a span below that of the router that dispatched it, if `headers` name one."""
+        attributes: tracing.Attributes = {
+            tracing.MODEL: self._model,
+            tracing.REQUEST_ID: subjects.key_to_request_id(stream.key),
+            tracing.TENANT: subjects.key_to_tenant(stream.key),
+            tracing.WORKER_ID: self._worker_id,
+            tracing.ATTEMPT: stream.run.attempt,
+        }
+        stream.span = tracing.start_span(self._tracer, "generate", "server", headers, attributes)
+        self._log.info(
+            "request_started",
+            request_id=stream.key,
+            worker_id=self._worker_id,
+            attempt=stream.run.attempt,
+            prompt_tokens=len(request.token_ids),
+            max_tokens=request.sampling.max_tokens,
+        )
+
+    def refused(self, code: errors.Code) -> None:
+        """A run is refused; the router logs it."""
+        self._metrics.request_refused(code)
+
+    def waits(self, stream: Stream, waited_s: float, load: messages.Load) -> None:
+        """A stream has waited for its first token for long."""
+        self._log.warning(
+            "request_waiting",
+            request_id=stream.key,
+            worker_id=self._worker_id,
+            attempt=stream.run.attempt,
+            waits_for="first_token",
+            waited_s=round(waited_s, 1),
+            running=load.running,
+            waiting=load.waiting,
+            step_age_ms=round(load.step_age_ms),
+        )
+
+    def replayed(self, stream: Stream, offset: int) -> None:
+        """A client asks for lost chunks for the first time."""
+        self._log.info("stream_replayed", request_id=stream.key, worker_id=self._worker_id, offset=offset)
+
+    def client_gone(self, stream: Stream) -> None:
+        """Nobody listens to a stream any more."""
+        self._log.info("client_gone", request_id=stream.key, worker_id=self._worker_id)
+
+    def failed(self, stream: Stream) -> None:
+        """A bug is about to end a stream; call it from the `except` clause."""
+        self._log.exception("stream_failed", request_id=stream.key, worker_id=self._worker_id)
+
+    def abandoned(self, stream: Stream, reason: str) -> None:
+        """A stream ends without a terminal."""
+        self._metrics.request_finished(reason, None, None)
+        self._log.info(
+            "request_finished",
+            request_id=stream.key,
+            worker_id=self._worker_id,
+            attempt=stream.run.attempt,
+            finish_reason=reason,
+        )
+        stream.span.set_error(reason)
+        stream.span.end()
+
+    def finished(self, stream: Stream, terminal: messages.Chunk) -> None:
+        """A stream has published its terminal."""
+        code = terminal.error.code if terminal.error else None
+        usage, timings = terminal.usage or None, terminal.timings or None
+        self._metrics.request_finished(str(code or terminal.finish_reason), usage, timings)
+        self._log.info(
+            "request_finished",
+            request_id=stream.key,
+            worker_id=self._worker_id,
+            attempt=terminal.attempt,
+            finish_reason=terminal.finish_reason,
+            code=code,
+            prompt_tokens=usage.prompt_tokens if usage else None,
+            completion_tokens=usage.completion_tokens if usage else None,
+            cached_tokens=usage.cached_tokens if usage else None,
+            queue_ms=timings.queue_ms if timings else None,
+            ttft_ms=timings.ttft_ms if timings else None,
+            total_ms=timings.total_ms if timings else None,
+        )
+        if stream.span.is_recording:
+            _end_span(stream.span, stream.accepted_at, terminal)
+
+
+def _end_span(span: tracing.Span, accepted_at: float, terminal: messages.Chunk) -> None:
+    """Ends a span, with a child for each of queue, prefill and decode as far as the stream got."""
+    span.set_attributes(tracing.terminal_attributes(terminal))
+    if terminal.error:
+        span.set_error(str(terminal.error.code))
+    if timings := terminal.timings:
+        marks = [accepted_at]
+        for spent_ms in (timings.queue_ms, timings.prefill_ms, timings.decode_ms):
+            marks.append(marks[-1] + spent_ms / 1e3)
+        for name, (began_at, ended_at) in zip(("queue", "prefill", "decode"), pairwise(marks), strict=True):
+            if ended_at > began_at:
+                span.start_child(name, began_at=began_at).end(ended_at)
+    span.end()
