@@ -60,7 +60,7 @@ class Guarded:
 
 @pytest.fixture
 async def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Guarded]:
-    passwords = {user: secrets.token_hex(8) for user in USERS}
+    passwords = {user: f"p{secrets.token_hex(8)}" for user in USERS}  # digits alone would be read as a number
     for user, password in passwords.items():
         monkeypatch.setenv(f"TOKENBUS_{user.replace('-', '_').upper()}_PASSWORD", password)
     system = await System.start(tmp_path, CONFIG)

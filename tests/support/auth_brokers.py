@@ -86,7 +86,7 @@ def secret_file(path: Path, content: str | bytes) -> str:
 def by_token(folder: Path) -> AuthSetup:
     token = secrets.token_hex(16)
     return AuthSetup(
-        f"authorization {{ token: {token} }}",
+        f'authorization {{ token: "{token}" }}',
         ClientAuth(token=token),
         {
             "another token": WrongAuth(ClientAuth(token=secrets.token_hex(16)), "TOKENBUS_NATS_TOKEN"),
