@@ -74,17 +74,13 @@ def _add_workload(group: "argparse._ArgumentGroup") -> None:
     flag("--input-tokens", metavar="N", type=_whole(1, 10**7), help="tokens of a prompt (128)")
     flag("--output-tokens", metavar="N", type=_whole(1, 10**7), help="tokens of an answer (64)")
     flag("--trace", help=f"a file in Mooncake's format, or one of {', '.join(generators.DEFAULTS)}[:SETTING=VALUE,...]")
-    flag(
-        "--clip", action="store_true", help="clip requests that exceed the model's context instead of skipping them"
-    )
+    flag("--clip", action="store_true", help="clip requests that exceed the model's context instead of skipping them")
     flag("--prompt", metavar="TEXT", help="send this text instead, through the chat template")
     vocabulary = _whole(MIN_VOCABULARY, 1 << 24)
     flag("--vocabulary", metavar="N", type=vocabulary, default=400, help="token ids stay below this (%(default)s)")
     flag("--temperature", type=_real(0, 100), default=0.0, help="sampling temperature (%(default)s)")
     flag("--timeout-ms", type=_real(1, 1e9), help="timeout of each request")
-    flag(
-        "--seed", type=_whole(0, (1 << 32) - 1), default=0, help="seed of prompts, times and workloads (%(default)s)"
-    )
+    flag("--seed", type=_whole(0, (1 << 32) - 1), default=0, help="seed of prompts, times and workloads (%(default)s)")
     flag("--reuse-cache", action="store_true", help="let a run hit what earlier runs have left in the prefix cache")
 
 
