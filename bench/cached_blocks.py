@@ -1,4 +1,4 @@
-"""Workers that are full: what they hold, the same for every way of keeping account of it, from a seed."""
+"""Fleets whose workers have full prefix caches: the same for all sides of a benchmark, from a seed."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,14 +16,14 @@ _EPOCH = "1-a"
 
 
 class Conversation(NamedTuple):
-    """Consecutive blocks from the first on, which one worker holds."""
+    """A chain of blocks that one worker holds."""
 
     worker: int
     token_ids: bytes
 
 
 def conversations(workers: int, num_blocks: int, rng: np.random.Generator) -> list[Conversation]:
-    """Of 64 to 512 blocks each, until all workers together hold `num_blocks`."""
+    """Returns conversations of 64 to 512 blocks each, until all workers together hold `num_blocks`."""
     found = []
     each = num_blocks // workers
     for worker in range(workers):
@@ -40,7 +40,8 @@ def some_tokens(count: int, rng: np.random.Generator) -> bytes:
 
 
 def prompts(told: Sequence[Conversation], tokens: int, count: int, rng: np.random.Generator) -> list[bytes]:
-    """Token ids: each goes on with a conversation that some worker holds, for half of its length at most."""
+    """Returns packed token ids. Each prompt starts with a conversation that some worker holds, for half its length at
+    most."""
     found = []
     for _ in range(count):
         begun = told[int(rng.integers(len(told)))].token_ids[: 4 * tokens // 2]
@@ -81,7 +82,7 @@ def events(
     stored: Sequence[internal.BlockRun] = (),
     removed: Sequence[int] = (),
 ) -> internal.Events:
-    """An entry of that worker's event log."""
+    """Returns an entry of that worker's event log."""
     return internal.Events(
         worker_id=worker_id(number),
         epoch=_EPOCH,
@@ -94,7 +95,7 @@ def events(
 
 
 def fleet(workers: int, max_blocks: int) -> Fleet:
-    """Workers of one model that hold nothing yet."""
+    """Returns workers of one model that hold nothing yet."""
     found = Fleet(began_at=0.0)
     for number in range(workers):
         found.apply_card(card(number, max_blocks), 0.0)
@@ -102,7 +103,7 @@ def fleet(workers: int, max_blocks: int) -> Fleet:
 
 
 def fill(bed: Fleet, told: Sequence[Conversation], rng: np.random.Generator) -> None:
-    """Each worker says what it holds, and that it is more or less busy."""
+    """Has each worker report the blocks it holds, and a random load."""
     runs: dict[int, list[internal.BlockRun]] = {}
     for one in told:
         hashes = block_hash.block_hashes_of_bytes(one.token_ids, BLOCK, PARENT)

@@ -1,9 +1,9 @@
-"""How long does a router take to choose: token ids in, worker out (hash, match, cost, book)?
+"""Measures how long a router takes to choose a worker, from token ids to the booking: hash, match, cost, book.
 
 Run: .venv/bin/python -m bench.choice [--workers 64 1000] [--blocks 260000] [--tokens 1024 8192]
 
-Every worker holds conversations of 64 to 512 blocks until all together hold `--blocks`; each choice is for a prompt
-that goes on with one of them. CPU time of this process, in microseconds."""
+The workers hold conversations of 64 to 512 blocks, `--blocks` of them in all. Each prompt continues one of these
+conversations. Times are CPU time of this process, in microseconds."""
 
 import argparse
 import gc
@@ -21,7 +21,7 @@ _ANYONE = PlacementOptions()
 
 
 class Testbed:
-    """A fleet whose workers are full, and prompts that go on with what they hold."""
+    """A fleet with full prefix caches, and prompts that continue what the workers hold."""
 
     def __init__(self, workers: int, num_blocks: int, seed: int) -> None:
         self.rng, self._numbers = random.Random(seed), np.random.default_rng(seed)
@@ -33,7 +33,7 @@ class Testbed:
         return cached_blocks.prompts(self._told, tokens, count, self._numbers)
 
     def choose(self, number: int, data: bytes, policy: KvAware) -> None:
-        """What a router does for each request, but the sending."""
+        """Does what a router does for each request, except for sending it."""
         scheme = self.fleet.hash_scheme_of("m")
         assert scheme is not None
         prompt = PlacementRequest(f"r{number}", len(data) // 4, scheme.hashes(data, "default"))
@@ -43,7 +43,7 @@ class Testbed:
 
 
 def measure(workers: int, num_blocks: int, tokens: int, count: int) -> list[float]:
-    """Microseconds of each choice, sorted."""
+    """Returns the microseconds of each choice, sorted."""
     bed = Testbed(workers, num_blocks, seed=1)
     policy = KvAware()
     gc.collect()

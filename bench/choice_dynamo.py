@@ -1,11 +1,11 @@
-"""How long does a router take to choose, against NVIDIA Dynamo's `SelectionService` in the same process?
+"""Compares how long a router takes to choose a worker with NVIDIA Dynamo's `SelectionService` in the same process.
 
 Run: .venv/bin/python -m bench.choice_dynamo [--pairs 9] [--tokens 1024 8192] [--blocks 260000]
 
-A choice begins with a list of token ids and ends with a worker in which the prompt is booked: hash, match, cost, book.
-Of Dynamo that is `await select_and_reserve(...)`, fed over ZMQ with the very same blocks. Both ways see the same
-prompts, each of which goes on with what some worker holds; bookings are given back after each round, unmeasured. The
-time of each choice is that of all threads of this process, and beside it what a clock on the wall says."""
+A choice starts with a list of token ids and ends with a worker on which the prompt is booked: hash, match, cost, book.
+In Dynamo that is `await select_and_reserve(...)`, which has received the same blocks over ZMQ. Both sides get the same
+prompts, each of which continues a conversation that some worker holds. Bookings are taken back after each round,
+outside the measurement. A choice's time is the CPU time of all threads of this process, and, beside it, wall time."""
 
 import argparse
 import asyncio
@@ -35,14 +35,14 @@ _SAMPLES = 100
 
 
 class Sample(NamedTuple):
-    """Of one choice, in microseconds."""
+    """The time of one choice, in microseconds."""
 
     cpu: float
     wall: float
 
 
 class Watch:
-    """Times a choice with both clocks."""
+    """Times a choice by both clocks."""
 
     def __init__(self) -> None:
         self.taken: list[Sample] = []
@@ -56,11 +56,11 @@ class Watch:
 
 
 Round = Callable[[Sequence[list[int]]], list[Sample]]
-"""Chooses for each prompt."""
+"""Chooses a worker for each prompt."""
 
 
 class TokenbusSide:
-    """A router's core with workers that are full."""
+    """The core of a router, with workers whose caches are full."""
 
     def __init__(self, workers: int, told: Sequence[cached_blocks.Conversation]) -> None:
         held = sum(len(one.token_ids) for one in told) // (4 * cached_blocks.BLOCK)
@@ -71,7 +71,7 @@ class TokenbusSide:
         self._now = 0.5
 
     def choose(self, key: str, token_ids: list[int], options: PlacementOptions = _ANYONE) -> Placement:
-        """What a router does for each request, but the sending."""
+        """Does what a router does for each request, except for sending it."""
         data = block_hash.pack_token_ids(token_ids)
         scheme = self._fleet.hash_scheme_of("m")
         assert scheme is not None
@@ -90,7 +90,8 @@ class TokenbusSide:
         return watch.taken
 
     def overlap(self, token_ids: list[int]) -> dict[int, int]:
-        """Leading blocks by worker, but those that hold none; nothing is on its way to anyone any more."""
+        """Returns the leading blocks that each worker holds, without workers that hold none. All predictions have
+        expired."""
         self._now += PREDICTION_TTL_S
         self._fleet.renew_all_leases(self._now)
         found = self.choose("sample", token_ids, _EXPLAINED)
@@ -100,7 +101,7 @@ class TokenbusSide:
 
 
 class DynamoSide:
-    """Dynamo's service with the same workers."""
+    """Dynamo's service, with the same workers."""
 
     def __init__(
         self, core: Any, runner: asyncio.Runner, told: Sequence[cached_blocks.Conversation], workers: int
@@ -125,7 +126,7 @@ class DynamoSide:
         return watch.taken
 
     def overlap(self, token_ids: list[int]) -> dict[int, int]:
-        """Leading blocks by worker, but those that hold none."""
+        """Returns the leading blocks that each worker holds, without workers that hold none."""
         return self._runner.run(dynamo_wheel.overlap(self._service, array("I", token_ids).tobytes()))
 
     def close(self) -> None:
@@ -142,7 +143,7 @@ async def _stop(service: Any) -> None:
 
 
 class Supply:
-    """New prompts for each round, the same for both ways."""
+    """Makes new prompts for each round, the same for both sides."""
 
     def __init__(self, told: Sequence[cached_blocks.Conversation], tokens: int, count: int) -> None:
         self._told, self._tokens, self._count = told, tokens, count
@@ -153,7 +154,7 @@ class Supply:
 
 
 def compare(name: str, first: Round, second: Round, supplies: tuple[Supply, Supply], rounds: int) -> list[str]:
-    """Lines with median and p99 of both, and the ratio of the medians second / first over the pairs, by each clock."""
+    """Returns a line for each clock: median and p99 of both sides, and the ratio of their medians, second / first."""
     samples: tuple[list[list[Sample]], list[list[Sample]]] = ([], [])
 
     def once(at: int, work: Round) -> Callable[[], None]:
@@ -175,7 +176,7 @@ def _cell(taken: Sequence[float]) -> str:
 
 
 def check(ours: TokenbusSide, theirs: DynamoSide, supply: Supply) -> float:
-    """Both must see the same overlap at every worker; the mean of the best, in blocks."""
+    """Checks that both sides see the same overlap at every worker; returns the mean of the largest, in blocks."""
     best = []
     for token_ids in supply.of_round(1 << 20)[:_SAMPLES]:
         seen, other = ours.overlap(token_ids), theirs.overlap(token_ids)

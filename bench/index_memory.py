@@ -1,10 +1,10 @@
-"""How much memory does a block take in a router's index, against the `RadixTree` of NVIDIA Dynamo's wheel?
+"""Compares the memory that a block takes in a router's index with the `RadixTree` of NVIDIA Dynamo's wheel.
 
 Run: .venv/bin/python -m bench.index_memory [--blocks 260000 360000] [--times 3]
 
-Each is filled in a fresh process with the events that bench/ingest.py has, one after another over a pipe; the resident
-size after that, less that before, by the number of blocks. A table of Python grows by doubling: ours takes most just
-after it has, at about 350,000 blocks and twice that, and so on."""
+Each index is filled in a fresh process with the events of bench/ingest.py, which arrive one by one over a pipe. The
+growth of the resident memory is divided by the number of blocks. A Python dictionary doubles its table when it is full,
+so our index takes most just after it has grown, at about 350,000 blocks, twice that, and so on."""
 
 import argparse
 import gc
@@ -30,7 +30,7 @@ def resident_bytes() -> int:
 
 
 def make(name: str, num_blocks: int) -> ingest.Side:
-    """An index without any blocks."""
+    """Returns an empty index."""
     if name == "ours":
         return ingest.TokenbusSide(_WORKERS, 4 * num_blocks // _WORKERS)
     return ingest.DynamoSide(dynamo_wheel.find())
@@ -43,7 +43,7 @@ def frames(source: BinaryIO) -> Iterator[ingest.Payload]:
 
 
 def fill(name: str, num_blocks: int) -> None:
-    """In a process of its own: takes in what comes on its standard input, and says how much it has grown."""
+    """Fills an index, in a process of its own, from standard input, and prints by how many bytes it has grown."""
     way = make(name, num_blocks)
     coming = frames(sys.stdin.buffer)
     way.take([next(coming)])
@@ -55,7 +55,7 @@ def fill(name: str, num_blocks: int) -> None:
 
 
 def growth(name: str, num_blocks: int, payloads: Sequence[ingest.Payload]) -> int:
-    """Bytes by which a fresh process grows that takes all of it in."""
+    """Returns by how many bytes a fresh process grows that applies all of the payloads."""
     command = [sys.executable, "-m", "bench.index_memory", "--fill", name, "--blocks", str(num_blocks)]
     given = b"".join(_FRAME.pack(worker, len(payload)) + payload for worker, payload in payloads)
     return int(subprocess.run(command, input=given, stdout=subprocess.PIPE, check=True).stdout)

@@ -1,12 +1,13 @@
-"""How fast does a router take in what workers say of their blocks, against the `RadixTree` of NVIDIA Dynamo's wheel?
+"""Compares how fast a router applies KV events with the `RadixTree` of NVIDIA Dynamo's wheel.
 
 Run: .venv/bin/python -m bench.ingest [--pairs 9] [--blocks 131072] [--run 16]
 
-Each gets its own wire form, made before: ours MessagePack, decoded and given to the fleet, one message for each run of
-16 blocks with load, state and sequence number; Dynamo's the JSON that its binding takes, one event for each run. Blocks
-are stored into an empty index; or each run that is stored takes the place of another, which is removed in the same
-message of ours, and in an event of its own for Dynamo. CPU time of all threads of this process; nothing goes over a
-socket. All threads share one core: to wake Dynamo's on another takes up to three times as long as its work."""
+Each side gets its own wire format, encoded in advance. Ours is MessagePack, decoded and applied to the fleet: one
+message for each run of 16 blocks, with load, state and sequence number. Dynamo's is the JSON that its binding takes:
+one event for each run. Blocks are stored into an empty index, or each stored run replaces another one, which is removed
+in the same message on our side and in an event of its own on Dynamo's. Times are CPU times of all threads of this
+process; nothing goes over a socket. All threads share one core, since waking Dynamo's on another core takes up to three
+times as long as its work."""
 
 import argparse
 import gc
@@ -33,38 +34,38 @@ _TWIN = 0x5555_5555_5555_5555
 
 
 class Run(NamedTuple):
-    """Consecutive blocks of a chain, which a worker stores at once."""
+    """Consecutive blocks of a chain, which a worker stores together."""
 
     worker: int
     parent: int
-    """0 where there is none."""
+    """0 at the start of a chain."""
     hashes: list[int]
 
     def twin(self) -> "Run":
-        """Other blocks in the same places."""
+        """Returns other blocks in the same position."""
         return Run(self.worker, self.parent and self.parent ^ _TWIN, [name ^ _TWIN for name in self.hashes])
 
 
 class Change(NamedTuple):
-    """A worker stores a run, and may give up another."""
+    """A worker stores a run, and may remove another one."""
 
     stored: Run
     removed: Run | None = None
 
 
 Payload = tuple[int, bytes]
-"""A message of a worker."""
+"""The number of a worker, and a message of it."""
 
 
 class Side(Protocol):
-    """Takes changes in, in its own form."""
+    """Applies changes in its own format."""
 
     def encode(self, changes: Sequence[Change]) -> list[Payload]: ...
 
     def take(self, payloads: Iterable[Payload]) -> None: ...
 
     def holds(self, run: Run) -> int:
-        """How many blocks of a run that begins a chain it knows that worker to hold."""
+        """Returns how many blocks of a run, which starts a chain, it believes its worker to hold."""
         ...
 
 
@@ -114,7 +115,7 @@ class DynamoSide:
 
 
 def _events(change: Change) -> list[bytes]:
-    """As Dynamo's binding takes them. Of the two names that it has for a block both are ours."""
+    """Returns events as Dynamo's binding takes them. Both of its hashes of a block are ours."""
     stored, removed = change
     named = [{"block_hash": name, "tokens_hash": name} for name in stored.hashes]
     found = [_json({"stored": {"parent_hash": stored.parent or None, "blocks": named}})]
@@ -128,7 +129,7 @@ def _json(data: dict[str, Any]) -> bytes:
 
 
 def runs(workers: int, num_blocks: int, length: int) -> list[Run]:
-    """What full workers hold, each chain in its order, the workers in turn."""
+    """Returns the runs that workers with full caches hold: the chains in order, the workers in turn."""
     of_worker: dict[int, list[Run]] = {}
     for one in cached_blocks.conversations(workers, num_blocks, np.random.default_rng(_SEED)):
         parent, hashes = 0, block_hash.block_hashes_of_bytes(one.token_ids, cached_blocks.BLOCK, cached_blocks.PARENT)
@@ -140,7 +141,7 @@ def runs(workers: int, num_blocks: int, length: int) -> list[Run]:
 
 
 def exchange(new: Sequence[Run], old: Sequence[Run]) -> list[Change]:
-    """Each worker stores run after run, and for each gives up one that it held, the last of a chain first."""
+    """Has each worker store run after run, and remove an old one for each, the last of a chain first."""
     leaving: dict[int, list[Run]] = {}
     for run in old:
         leaving.setdefault(run.worker, []).append(run)
@@ -148,27 +149,27 @@ def exchange(new: Sequence[Run], old: Sequence[Run]) -> list[Change]:
 
 
 def check(way: Side, there: Sequence[Run], gone: Sequence[Run] = ()) -> None:
-    """Whatever was to be taken in has been: of each worker its first run."""
+    """Checks by the first run of each chain that everything was applied."""
     firsts = [run for run in there if not run.parent], [run for run in gone if not run.parent]
     if any(way.holds(run) != len(run.hashes) for run in firsts[0]) or any(way.holds(run) for run in firsts[1]):
         sys.exit(f"{type(way).__name__} has not taken in what it was given")
 
 
 def store(make: Callable[[], Side], held: Sequence[Run], rounds: int) -> tuple[list[Side], Callable[[], None]]:
-    """Each call fills another that was empty."""
+    """Returns empty sides, and a function that fills the next of them at each call."""
     ways = [make() for _ in range(rounds)]
     return ways, _in_turn([(way, way.encode([Change(run) for run in held])) for way in ways])
 
 
 def replace(way: Side, held: Sequence[Run], others: Sequence[Run], rounds: int) -> Callable[[], None]:
-    """Each call replaces all that is held by the others, or back."""
+    """Returns a function that replaces all held runs by the others, or back, at each call."""
     way.take(way.encode([Change(run) for run in held]))
     sides = itertools.islice(itertools.cycle([(others, held), (held, others)]), rounds)
     return _in_turn([(way, way.encode(exchange(new, old))) for new, old in sides])
 
 
 def _in_turn(works: Sequence[tuple[Side, list[Payload]]]) -> Callable[[], None]:
-    """The next of them at each call."""
+    """Returns a function that does the next piece of work at each call."""
     left = iter(works)
 
     def work() -> None:

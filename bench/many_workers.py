@@ -1,10 +1,11 @@
-"""How many requests a second do 500 workers on one broker carry on this machine, and what gives way first?
+"""Measures how many requests per second 500 workers on one broker can serve on this machine, and what fails first.
 
 Run: .venv/bin/python -m bench.many_workers [--workers 500] [--rates 50 100 200 300] [--seconds 60]
 
-Simulated workers with steps of 50 ms, 100 to a process, one router, one broker, and the clients, all on this machine's
-cores. Each request has 512 token ids, of which 256 are shared by ten, and generates 16 tokens. A rate is sustained if
-every request ends in its 16 tokens and the time to the first token does not grow; CPU time is by kind of process."""
+Simulated workers with steps of 50 ms, 100 in each process, one router, one broker and the clients share this machine's
+cores. Each request has 512 token ids, 256 of which it shares with nine others, and generates 16 tokens. A rate is
+sustained if every request gets its 16 tokens and the time to first token does not grow. CPU time is listed by kind of
+process."""
 
 import argparse
 import asyncio
@@ -42,7 +43,7 @@ class Result(NamedTuple):
 
 
 class Testbed:
-    """The processes, by kind."""
+    """The processes of the system, by kind."""
 
     def __init__(self, nats: nats_server.NatsServer, folder: Path) -> None:
         self.nats = nats
@@ -57,7 +58,7 @@ class Testbed:
         self.pids.setdefault(kind, []).append(process.pid)
 
     def cpu(self) -> dict[str, float]:
-        """CPU seconds by kind so far; engines are the children of frontends."""
+        """Returns the CPU seconds spent so far, by kind of process. Engines are the children of frontends."""
         engines = [int(pid) for frontend in self.pids["front"] for pid in _children(frontend)]
         kinds = self.pids | {"engine": engines}
         return {kind: sum(map(cpu_seconds, pids)) for kind, pids in kinds.items()} | {"clients": time.process_time()}
@@ -68,7 +69,7 @@ def _children(pid: int) -> list[str]:
 
 
 def prompts(count: int, rng: random.Random) -> list[list[int]]:
-    """Ten by ten they begin alike."""
+    """Returns prompts of which each ten have a common prefix."""
     made: list[list[int]] = []
     while len(made) < count:
         shared = [rng.randrange(1, VOCAB_SIZE) for _ in range(_SHARED)]
@@ -88,7 +89,7 @@ async def ask(client: Client, prompt: list[int], ends: Counter[str], first_ms: l
 
 
 async def load(client: Client, bed: Testbed, rate: float, seconds: float) -> Result:
-    """Requests at a steady rate, whatever becomes of them."""
+    """Sends requests at a steady rate, whatever becomes of them."""
     asked = prompts(int(rate * seconds), random.Random(rate))
     ends, first_ms = Counter[str](), list[float]()
     before, began = bed.cpu(), time.monotonic()

@@ -1,9 +1,9 @@
-"""Where do requests of a trace go best? Policies side by side at several speeds, with the plots of docs/routing.md.
+"""Compares placement policies on a trace at several speeds, and draws the plots of docs/routing.md.
 
 Run: .venv/bin/python -m bench.placement TRACE [--speeds 1 4 6] [--policies kv round_robin] [--plots docs/plots]
 
-As `tokenbus replay` with 8 workers of 3,000 blocks of 512 tokens and the timing `dynamo`, in virtual time: what comes
-out depends on nothing but the trace and the code."""
+It replays the trace like `tokenbus replay` in virtual time, on 8 workers of 3,000 blocks of 512 tokens with the timing
+model `dynamo`. The results depend on nothing but the trace and the code."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ from tokenbus.replay.results import PolicyResult
 from tokenbus.replay.svg import Axis, Series, bar_chart
 
 _COLOUR = "#6e7781"
-"""Of what is written in a plot: to be read on white and on black."""
+"""The colour of text, legible on white and on black."""
 Runs = dict[float, list[PolicyResult]]
 
 
@@ -31,7 +31,7 @@ def measure(trace: str, speeds: list[float], policies: list[str]) -> Runs:
 
 
 def draw(found: Runs, folder: Path) -> None:
-    """Writes one plot for each question."""
+    """Writes one plot for each metric."""
     folder.mkdir(parents=True, exist_ok=True)
     plots: dict[str, tuple[str, Axis, Callable[[PolicyResult], float]]] = {
         "hit-rate": ("Prompt tokens that were cached", Axis("share"), lambda run: run.hit_rate),

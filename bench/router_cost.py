@@ -1,11 +1,12 @@
-"""What does a router cost: CPU time of a request, and time that it adds to the way?
+"""Measures what a router costs: the CPU time that a request takes, and the latency that it adds.
 
 Run: .venv/bin/python -m bench.router_cost [--requests 1000] [--at-once 16] [--rounds 7]
 
-The demo model behind a real router and broker; prompts of 1,000 tokens that are cached, one token generated. In each
-round token ids, then the same as text. The router's CPU time is its process's, less what it spends
-idle; that of a text is compared with `tokenizers` encoding the same text in this process. The time added is that to the
-head, beside a bare exchange over three hops (client, forwarder, responder, client) of the same bytes."""
+The demo model serves behind a real router and broker. Prompts have 1,000 tokens, all cached, and one token is
+generated; each round sends token ids, then the same prompt as text. The router's CPU time is that of its process, less
+what it spends idle; that of a text is compared with `tokenizers` encoding the same text in this process. The latency is
+measured to the first message, and compared with a bare exchange of the same bytes over three hops (client, forwarder,
+responder, client)."""
 
 import argparse
 import asyncio
@@ -47,13 +48,13 @@ asyncio.run(main(sys.argv[1]))
 
 
 class Wire:
-    """A bare client that waits for the first message of each answer, and for its end."""
+    """A bare client that times the first message of each answer and waits for its end."""
 
     def __init__(self, connection: Nats) -> None:
         self._nats = connection
 
     async def first_s(self, subject: str, payload: bytes) -> float:
-        """Seconds to the first message; returns when the last has come."""
+        """Returns the seconds to the first message, when the last one has arrived."""
         inbox, times, done = self._nats.new_inbox(), list[float](), asyncio.Event()
 
         async def take(message: Msg) -> None:
@@ -71,7 +72,7 @@ class Wire:
 
 
 async def _cpu_us(ask: Callable[[], Awaitable[float]], count: int, at_once: int, pid: int, idle: float) -> float:
-    """CPU microseconds of that process for each request, so many of which are under way at the same time."""
+    """Returns the CPU microseconds that a process spends on each request, with `at_once` of them in flight."""
 
     async def some() -> None:
         for _ in range(count // at_once):
@@ -84,7 +85,7 @@ async def _cpu_us(ask: Callable[[], Awaitable[float]], count: int, at_once: int,
 
 
 async def _first_ms(ask: Callable[[], Awaitable[float]], count: int) -> float:
-    """Median milliseconds to the first message, one request after another."""
+    """Returns the median milliseconds to the first message, with one request in flight."""
     return statistics.median([await ask() for _ in range(count)]) * 1e3
 
 
@@ -135,7 +136,7 @@ async def _compare(options: argparse.Namespace, wire: Wire, tokenizer: Tokenizer
 
 
 async def _tokenizer(connection: Nats) -> Tokenizer:
-    """The model's own, as any router gets it from a worker."""
+    """Fetches the model's tokenizer from the worker, as a router does."""
     names, inbox, parts = subjects.Subjects(), connection.new_inbox(), list[internal.TokenizerPart]()
     subscription = await connection.subscribe(inbox)
     await connection.publish(names.worker("m", _WORKER, "tokenizer"), b"", reply=inbox)
@@ -146,7 +147,7 @@ async def _tokenizer(connection: Nats) -> Tokenizer:
 
 
 def _prompt(tokenizer: Tokenizer) -> tuple[str, list[int]]:
-    """A text of about so many tokens, and these."""
+    """Returns a text of about `_TOKENS` tokens, and its token ids."""
     words = itertools.cycle(_STORY.split())
     text = ""
     while len(tokenizer.encode(text, add_special_tokens=False).ids) < _TOKENS:

@@ -73,9 +73,8 @@ def play_all(
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, context, prepare) as pool:
         try:
-            with (
-                shutdown.interrupt_deferred()
-            ):  # the pool's processes inherit this, so that Ctrl-C reaches only this process
+            # the pool's processes inherit this, so that Ctrl-C interrupts only this process
+            with shutdown.interrupt_deferred():
                 runs = pool.map(play, [settings] * len(policies), policies)
             return list(runs)
         except KeyboardInterrupt:

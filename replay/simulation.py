@@ -151,7 +151,7 @@ class Simulation:
         """Has the workers take all steps that end by `now`, and the routers receive the events that arrive by then."""
         delay_s = self._settings.delay_s
         for worker in self._workers:
-            worker.advance(now, now - delay_s)  # no router sees later events yet
+            worker.advance(now, now - delay_s)  # routers receive all events of coalesced steps now, so one will do
         events = [entry for worker in self._workers for entry in worker.events]
         events.sort(key=lambda entry: entry[0])
         for worker in self._workers:

@@ -1,5 +1,4 @@
-"""A worker in virtual time: the real scheduler and block pool, with steps that compute nothing and only take time;
-pure."""
+"""A worker in virtual time: the real scheduler and block pool, with steps that only take time; pure."""
 
 from collections import Counter
 from collections.abc import Iterable

@@ -13,6 +13,9 @@ class HashScheme(NamedTuple):
     fingerprint: str
     block_size: int
 
+    def __str__(self) -> str:
+        return f"blocks of {self.block_size} tokens with fingerprint {self.fingerprint!r}"
+
     def hashes(self, token_ids: bytes, tenant: str, cache_salt: str = "") -> list[int]:
         """Returns the hashes of a prompt's full blocks. The token ids are packed as on the wire."""
         root = block_hash.root_hash(block_hash.PrefixDomain(self.fingerprint, tenant=tenant, cache_salt=cache_salt))

@@ -82,7 +82,7 @@ class ModelWorkers:
         """Returns why a card's blocks do not fit those of the model's other workers, or None if they do."""
         scheme, others = hash_scheme_of(card), self._hash_scheme_without(card.worker_id)
         if scheme is not None and others is not None and scheme != others:
-            return f"its blocks are {scheme}, those of the model's other workers {others}"
+            return f"it has {scheme}, but the model's other workers have {others}"
         return None
 
     @property

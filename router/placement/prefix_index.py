@@ -90,7 +90,7 @@ class PrefixIndex:
                 if not room:
                     self.num_refused += 1
                     continue
-                holders[name] = bit
+                holders[name] = bit  # the shared object
             elif known & bit:
                 continue
             elif not room:
@@ -123,9 +123,9 @@ class PrefixIndex:
         end = len(hashes)
         now = get(hashes[0], 0) & ~(self._removed_bits | self._sweeping_bits) if end else 0
         reached = 1
-        while now:
+        while now:  # all workers in `now` hold `low` blocks, and not all of them `high`
             low, stride = reached, 1
-            high = end + 1  # all of `now` hold `low` blocks, and not all of them `high`
+            high = end + 1
             while low < end:
                 probe = min(low + stride, end)
                 if now & ~get(hashes[probe - 1], 0):
@@ -138,7 +138,7 @@ class PrefixIndex:
                     high = middle
                 else:
                     low = middle
-            rest = now & get(hashes[low], 0) if low < end else 0
+            rest = now & get(hashes[low], 0) if low < end else 0  # those that hold more than `low`
             levels.append(MatchLevel(low, now & ~rest))
             now, reached = rest, low + 1
         levels.reverse()

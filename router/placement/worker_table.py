@@ -105,7 +105,7 @@ class WorkerTable:
     def update(self, row: int, values: WorkerRow) -> None:
         """Sets a worker's own numbers."""
         column = self._values[:, row]
-        # only these changes can make another row eligible, or this one no longer
+        # no other change of a row can change who is eligible before the time that was computed last
         was_late, is_late = column[2] > self._max_step_age_ms, values.step_age_ms > self._max_step_age_ms
         is_back = values.last_seen_at - column[1] > _LATE_EVENT_S
         if is_back or was_late != is_late or (values.is_open, values.context_length) != (column[0], column[3]):
