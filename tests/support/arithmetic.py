@@ -1,5 +1,6 @@
-"""A runner without a model: the next token is a number computed from all tokens before it. Exact, instant, and it
-notices when it is fed anything but a sequence's tokens in order."""
+"""A runner without a model: the next token is a number computed from all tokens before it.
+
+It is exact and instant, and it fails when it is given anything but a sequence's tokens in order."""
 
 import os
 import threading
@@ -32,7 +33,7 @@ PIECES = [
     b"\xf0\x9f\x98\x80",
     b"\xff",
 ]
-"""One end token, the printable characters, words, and the halves of characters."""
+"""One end token, the printable characters, two words, and parts of characters."""
 
 
 def make_config(**changes: object) -> contract.EngineConfig:
@@ -58,7 +59,7 @@ def make_config(**changes: object) -> contract.EngineConfig:
 
 
 class _Cell:
-    """One token's place in the memory; lanes that share it hold the same one."""
+    """One token in the KV memory; lanes that share it hold the same object."""
 
     __slots__ = ("token_id",)
 
@@ -67,7 +68,7 @@ class _Cell:
 
 
 class Sums:
-    """Embeds an input as its sum, its length and its last token."""
+    """An embedder that returns the sum, the length and the last token of each input."""
 
     width = 3
     vocab_size = len(PIECES)
@@ -83,8 +84,9 @@ class Sums:
 
 
 class ArithmeticRunner:
-    """`gate`, where given, holds every step back until it is open; `failures` says which step fails, and how; `step_s`
-    is what a step takes, as it would on a device."""
+    """A runner that computes sums instead of logits.
+
+    Each step waits for `gate` and takes `step_s` seconds; `failures` are the results of steps that fail, by number."""
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class ArithmeticRunner:
         self.num_lanes = num_lanes
         self.num_steps = 0
         self.num_evaluated = 0
-        """Tokens that were computed, in all."""
+        """The number of tokens that were computed."""
         self.step_sizes: list[int] = []
         self.closed = False
         self._gate = gate
@@ -144,7 +146,7 @@ class ArithmeticRunner:
         return not any(self._lanes) and not self._copies
 
     def check_room(self) -> None:
-        """Fails where more is held than there is."""
+        """Fails if the lanes hold more than there is room for."""
         cells = {id(cell) for lane in self._lanes for cell in lane.values()}
         assert len(cells) <= self.config.total_kv_blocks * self.config.kv_block_size, "more KV than there is"
         assert len(self._copies) <= self.config.host_kv_blocks, "more copies than there is room for"

@@ -35,7 +35,7 @@ def terminal(reason: messages.FinishReason, *token_ids: int, completion: int, **
 
 
 def passed_on(*outputs: contract.Output, max_tokens: int = 3, min_tokens: int = 0) -> list[contract.Output]:
-    """What a sink behind the validator hears."""
+    """Returns the outputs that a sink behind the validator gets."""
     sampling = contract.Sampling(max_tokens=max_tokens, min_tokens=min_tokens)
     request = contract.EngineRequest(key="default:v", token_ids=[1, 2], sampling=sampling)
     heard: list[contract.Output] = []

@@ -89,7 +89,7 @@ class Allocation:
             block = self.node.children.get(tokens)
             if block is None:
                 block = self._cache.insert(self.node, tokens, self.lane)
-            elif block.lanes:
+            elif block.lanes:  # with cells of another lane in place of its own ones, the block takes memory once
                 self._cache.ops.add(Truncate(self.lane, block.start, block.end))
                 self._cache.ops.add(Share(block.any_lane, self.lane, block.start, block.end))
             self._use(block)
@@ -130,7 +130,7 @@ class Allocation:
             block = self.node.children.get(tokens)
             if block is None or not (block.lanes or cache.can_onload(block)):
                 break
-            if self.num_private:
+            if self.num_private:  # it has begun this block itself
                 self._add_private(-self.num_private)
                 cache.ops.add(Truncate(self.lane, self.node.end))
             if block.lanes:
@@ -144,11 +144,12 @@ class Allocation:
             source = None
             cache.host.touch(block)
             cache.make_room(1)
-            if block.host_copy is None:
+            if block.host_copy is None:  # evicted meanwhile
                 break
             cache.host.onload(block, self.lane, block.end)
             self._use(block)
         self._share(source, shared_from)
+        # Only now: the ops above share cells of these lanes.
         for block in covered:
             cache.lanes.free_ending_at(block)
 
@@ -188,7 +189,7 @@ class Allocation:
             return None
         tokens = block_hash.pack_token_ids(token_ids[self.node.end : num_computed])
         known = self.node.longest_match(tokens)
-        if known is not None and known[1] == num_computed - self.node.end:
+        if known is not None and known[1] == num_computed - self.node.end:  # another block begins with these tokens
             return None
         partial = self._cache.insert(self.node, tokens, self.lane)
         self._cache.make_evictable(partial)

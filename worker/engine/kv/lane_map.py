@@ -43,7 +43,7 @@ class LaneMap:
 
     def add(self, lane: int, block: Block) -> None:
         """Notes that a lane carries a block, behind all that it carries already."""
-        self.num_resident += not block.lanes
+        self.num_resident += not block.lanes  # the first lane makes it resident
         block.lanes |= 1 << lane
 
     def retire(self, lane: int, path: list[Block], partial: Block | None) -> None:
@@ -66,7 +66,7 @@ class LaneMap:
         del self._ends[lane]
         block.lanes, block.end_lane = 0, None
         self.num_resident -= 1
-        if parent.lanes == 1 << lane:
+        if parent.lanes == 1 << lane:  # no other lane carries it: this one is kept for it
             self._end_at(lane, parent)
             self._ops.truncate(lane, block.start)
         else:

@@ -81,7 +81,7 @@ class BlockPool:
             assert 0 <= allocation.num_private <= allocation.num_blocks <= allocation.max_blocks, allocation
             assert not allocation.path or allocation.path[-1].lanes >> allocation.lane & 1, allocation
         assert self.cache.num_private == sum(allocation.num_private for allocation in allocations)
-        assert allocations or not self.cache.used_blocks, self
+        assert allocations or not self.cache.used_blocks, self  # nothing is used without a user
         self.cache.check_counts(lanes)
 
     def check_integrity(self) -> None:

@@ -103,6 +103,7 @@ class PrefixCache:
     def take_lane(self) -> int:
         """Takes an empty lane; where there is none, the idle lane with the least recently used block is emptied."""
         if not self.lanes.has_free:
+            # The oldest block ends an idle lane. Evicting the path up to where it joins another lane frees that lane.
             block = next(iter(self._evictable))
             while not self.lanes.has_free:
                 parent = block.parent
@@ -181,7 +182,7 @@ class PrefixCache:
 
     def _remove(self, block: Block) -> None:
         """Removes a block of which nothing is left, and with it the copies behind it: nobody could reach them."""
-        for behind in block.descendants():
+        for behind in block.descendants():  # all of them only copies: a resident block has resident ones before it
             self.host.discard(behind)
             self.tree.remove(behind)
         self.tree.remove(block)

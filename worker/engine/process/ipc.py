@@ -232,6 +232,7 @@ def receive_with_sockets(sock: socket.socket) -> Iterator[tuple[OpenReplica, soc
     decoder = FrameDecoder()
     sockets: deque[socket.socket] = deque()
     while True:
+        # A socket arrives with the first byte of its message, which may come in pieces; both keep their order.
         data, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, _MAX_SOCKETS_AT_ONCE)
         if not data:
             return

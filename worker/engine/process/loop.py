@@ -51,6 +51,7 @@ class StepLoop:
         self._report = report
         self._scheduler = _make_scheduler(runner, scheduler_settings or SchedulerSettings())
         self._check_when_idle = self._scheduler.check_integrity if debug else self._scheduler.check_counts
+        # Each running sequence may decode one token beside the prompts.
         most = runner.config.max_num_batched_tokens - runner.config.max_num_seqs
         self._step_budget = StepBudget(step_target_s, min_tokens=min(32, most), max_tokens=most)
         self._transfer_budget = TransferBudget(step_target_s / 10)

@@ -33,7 +33,7 @@ class StepGate:
         """Reserves the device for the caller: returns once no step is in progress; others wait at their next one."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_closed)
-            self._is_closed = True
+            self._is_closed = True  # first: else new steps could begin for ever
             self._changed.wait_for(lambda: not self._num_stepping)
 
     def open(self) -> None:

@@ -115,7 +115,7 @@ class Scheduler:
         results = []
         outcomes = iter(sampled)
         for scheduled in plan.scheduled:
-            sequence, samples = scheduled.sequence, scheduled.samples
+            sequence, samples = scheduled.sequence, scheduled.samples  # before it has one more token
             sequence.num_computed += scheduled.num_tokens
             self._num_computed += scheduled.num_tokens
             sequence.kv.cache_blocks(sequence.token_ids, sequence.num_computed)
@@ -211,7 +211,7 @@ class Scheduler:
 
         Returns those that start for the first time."""
         started: list[Sequence] = []
-        if self._under_pressure and self._running:
+        if self._under_pressure and self._running:  # it would only be preempted again
             return started
         while self._waiting and len(self._running) < self._max_num_seqs:
             first = self._waiting[0]
@@ -230,7 +230,7 @@ class Scheduler:
         scheduled: list[ScheduledTokens] = []
         planned: set[int] = set()
         for sequence in sequences:
-            if sequence.lane is None or sequence.num_uncomputed > 1:
+            if sequence.lane is None or sequence.num_uncomputed > 1:  # preempted by one before it, or a prompt
                 continue
             if self._make_room(sequence, sequence.num_tokens, planned):
                 planned.add(sequence.seq_no)
@@ -249,7 +249,7 @@ class Scheduler:
                 continue
             count = sequence.num_uncomputed
             if count > budget:
-                count = -(-budget // 2) if behind else budget
+                count = -(-budget // 2) if behind else budget  # rounded up, so that a budget of 1 is used
             if self._make_room(sequence, sequence.num_computed + count, planned):
                 planned.add(sequence.seq_no)
                 scheduled.append(ScheduledTokens(sequence, sequence.num_computed, count))
@@ -277,6 +277,7 @@ class Scheduler:
         while not sequence.kv.allocate_blocks(num_tokens):
             others = [one for one in self._running if one is not sequence] if sequence.isolated else self._running
             last = others[-1]
+            # What is planned already stays; and one that comes last can only wait.
             if last is sequence or last.seq_no in planned:
                 return False
             self._preempt(last)

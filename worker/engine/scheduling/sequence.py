@@ -125,7 +125,7 @@ class Sequence:
         """Notes the loss of its KV memory: all tokens are to be computed again, and none sampled again."""
         self.preemptions += 1
         self.num_computed = 0
-        self.num_cached = self.num_cached if self.num_sampled else 0
+        self.num_cached = self.num_cached if self.num_sampled else 0  # reported with the first token
         self.lane = None
 
     def append_token(self, token_id: int) -> EngineFinishReason | None:

@@ -39,7 +39,7 @@ class StepBudget:
         if self._tokens_per_s is None:
             return self._min_tokens
         target_s = self._target_s if num_decoding else _NO_DECODE_FACTOR * self._target_s
-        wanted = int(self._tokens_per_s * target_s) - num_decoding
+        wanted = int(self._tokens_per_s * target_s) - num_decoding  # a decode counts as one token
         if wanted + num_decoding < _EFFICIENT_TOKENS <= _EFFICIENCY_FACTOR * target_s * self._tokens_per_s:
             wanted = _EFFICIENT_TOKENS - num_decoding
         return max(self._min_tokens, min(self._max_tokens, wanted))
