@@ -1,4 +1,4 @@
-"""On SIGHUP a server takes what may change of its settings, and says what has to wait."""
+"""On SIGHUP a server applies the settings that may change and reports those that need a restart."""
 
 import logging
 import re

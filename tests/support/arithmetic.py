@@ -1,5 +1,6 @@
-"""A runner without a model: the next token is a number computed from all tokens before it. Exact, instant, and it
-notices when it is fed anything but a sequence's tokens in order."""
+"""A runner without a model, whose next token is computed from all tokens before it.
+
+It is exact and instant, and fails if it is fed anything but a sequence's tokens in order."""
 
 import os
 import threading
@@ -31,7 +32,7 @@ PIECES = [
     b"\xf0\x9f\x98\x80",
     b"\xff",
 ]
-"""One end token, the printable characters, words, and the halves of characters."""
+"""One end token, the printable characters, some words, and fragments of characters."""
 
 
 def make_config(**changes: object) -> contract.EngineConfig:
@@ -57,7 +58,7 @@ def make_config(**changes: object) -> contract.EngineConfig:
 
 
 class _Cell:
-    """One token's place in the memory; lanes that share it hold the same one."""
+    """A cell of KV memory with one token; lanes that share it hold the same object."""
 
     __slots__ = ("token_id",)
 
@@ -82,8 +83,8 @@ class Sums:
 
 
 class ArithmeticRunner:
-    """`gate`, where given, holds every step back until it is open; `failures` says which step fails, and how; `step_s`
-    is what a step takes, as it would on a device."""
+    """A runner that computes tokens by arithmetic. Each step waits for `gate`, if given, fails as `failures` says by
+    number, and takes `step_s` seconds."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class ArithmeticRunner:
         self.num_lanes = num_lanes
         self.num_steps = 0
         self.num_evaluated = 0
-        """Tokens that were computed, in all."""
+        """Number of tokens computed so far."""
         self.step_sizes: list[int] = []
         self.closed = False
         self._gate = gate
@@ -143,7 +144,7 @@ class ArithmeticRunner:
         return not any(self._lanes) and not self._copies
 
     def check_room(self) -> None:
-        """Fails where more is held than there is."""
+        """Checks that no more cells and copies are used than exist."""
         cells = {id(cell) for lane in self._lanes for cell in lane.values()}
         assert len(cells) <= self.config.total_kv_blocks * self.config.kv_block_size, "more KV than there is"
         assert len(self._copies) <= self.config.host_kv_blocks, "more copies than there is room for"

@@ -1,4 +1,4 @@
-"""The demo model with something wrong in its metadata."""
+"""Copies of the demo model with invalid metadata."""
 
 import math
 import struct
@@ -12,7 +12,7 @@ NAN = ("llama.attention.layer_norm_rms_epsilon", struct.pack("<f", math.nan))
 
 
 def with_value(path: Path, key: str, value: bytes) -> Path:
-    """Writes the demo model to that path with another value of the same size."""
+    """Writes the demo model to `path` with another value of the same size."""
     data = bytearray(demo.MODEL_PATH.read_bytes())
     at = _behind(data, key)
     data[at : at + len(value)] = value
@@ -21,7 +21,7 @@ def with_value(path: Path, key: str, value: bytes) -> Path:
 
 
 def with_template(path: Path, template: str) -> Path:
-    """Writes the demo model to that path with another chat template, which may not be longer."""
+    """Writes the demo model to `path` with another chat template, which must not be longer."""
     data = bytearray(demo.MODEL_PATH.read_bytes())
     at = _behind(data, "tokenizer.chat_template")
     (length,) = struct.unpack_from("<Q", data, at)
@@ -32,6 +32,6 @@ def with_template(path: Path, template: str) -> Path:
 
 
 def _behind(data: bytearray, key: str) -> int:
-    """Where the value of a key begins: behind its name and the value's type."""
+    """Returns the offset of a key's value, after its name and type."""
     name = struct.pack("<Q", len(key)) + key.encode()
     return data.index(name) + len(name) + 4

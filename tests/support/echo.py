@@ -1,4 +1,4 @@
-"""The ONNX engine's caches over a graph that is none: it keeps token ids for keys, and answers with what it sees."""
+"""The ONNX engine's caches over a fake graph that stores token ids as keys and returns those it can see."""
 
 from collections.abc import Sequence as Listing
 from typing import Any
@@ -67,7 +67,7 @@ class _Rows(HostRows):
 
 
 class EchoGraphRunner:
-    """Its logits are the token ids that a row can see, in the order of their columns."""
+    """A graph runner whose logits are the token ids that a row can see, in column order."""
 
     max_row_tokens = 1 << 30
 
@@ -104,7 +104,7 @@ class EchoGraphRunner:
 
 
 class EchoRunner(ArithmeticRunner):
-    """An arithmetic runner whose lanes are those of a cache of the ONNX engine."""
+    """An arithmetic runner whose lanes are in a cache of the ONNX engine."""
 
     def __init__(self, config: contract.EngineConfig, num_lanes: int, *, kind: str) -> None:
         super().__init__(config, num_lanes=num_lanes)

@@ -1,4 +1,4 @@
-"""A tiny encoder for tests, laid out as sentence-transformers lay theirs out."""
+"""A tiny encoder in the folder layout of sentence-transformers."""
 
 import json
 from pathlib import Path
@@ -12,13 +12,13 @@ WIDTH = 6
 
 
 def table() -> np.ndarray:
-    """The state of each word: nothing around a token changes it, so that every pooling can be computed by hand."""
+    """Returns the state of each word, which no other token changes, so tests can compute poolings by hand."""
     rng = np.random.Generator(np.random.PCG64(3))
     return rng.standard_normal((len(WORDS), WIDTH)).astype(np.float32)
 
 
 def write(folder: Path, *, pooling: str | None = None, output: str = "last_hidden_state") -> None:
-    """`pooling` is what its configuration says: `cls`, `mean`, `last`, or nothing."""
+    """Writes the encoder. Its configuration says `pooling`: `cls`, `mean`, `last`, or nothing."""
     rows = ["batch", "sequence"]
     inputs = [
         helper.make_tensor_value_info(name, TensorProto.INT64, rows)

@@ -1,4 +1,4 @@
-"""Small ONNX graphs: those that are only read have no nodes, those that are run are the demo model, changed."""
+"""Small ONNX graphs. Those for reading have no nodes; those for running are changed versions of the demo model."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -30,7 +30,7 @@ def decoder(
     more_inputs: Iterable[onnx.ValueInfoProto] = (),
     nodes: Iterable[onnx.NodeProto] = (),
 ) -> onnx.ModelProto:
-    """What a decoder says of itself. `kv` names the output of each cache input; `sizes` are of all or of each."""
+    """Returns a decoder's inputs and outputs. `kv` maps cache inputs to outputs; `sizes` apply to all or to each."""
     kv = pairs(1) if kv is None else kv
     of = sizes if isinstance(sizes, Mapping) else dict.fromkeys(kv, sizes)
     cache = [value(name, of[name], kind) for name in kv]
@@ -41,7 +41,7 @@ def decoder(
 
 
 def pairs(layers: int, past: str = "past_key_values.{}.{}", present: str = "present.{}.{}") -> dict[str, str]:
-    """The names of a cache's inputs and outputs."""
+    """Returns the names of a cache's inputs and outputs."""
     return {past.format(n, part): present.format(n, part) for n in range(layers) for part in ("key", "value")}
 
 
@@ -56,7 +56,7 @@ def model(
 
 
 def tiny(flavour: onnx_graph.Flavour = "plain") -> onnx.ModelProto:
-    """A llama of one layer whose weights are noise."""
+    """Returns a llama of one layer with random weights."""
     rng = np.random.default_rng(5)
     inner = {"attn_q": (16, 16), "attn_k": (8, 16), "attn_v": (8, 16), "attn_output": (16, 16),
              "ffn_gate": (24, 16), "ffn_up": (24, 16), "ffn_down": (16, 24)}  # fmt: skip
@@ -69,7 +69,7 @@ def tiny(flavour: onnx_graph.Flavour = "plain") -> onnx.ModelProto:
 
 
 def keep_outside(path: Path, location: str) -> Path:
-    """Writes a graph whose larger weights are said to be at `location`, where this puts them too."""
+    """Writes a graph whose larger weights are in the external file `location`."""
     onnx.save(tiny(), path, save_as_external_data=True, location="weights", size_threshold=256)
     graph = onnx.load(path, load_external_data=False)
     for tensor in graph.graph.initializer:
@@ -81,7 +81,7 @@ def keep_outside(path: Path, location: str) -> Path:
 
 
 class Change:
-    """Adds nodes in front of a graph's last one, the projection."""
+    """Adds nodes before a graph's last node, the projection."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self._graph = graph
@@ -107,13 +107,13 @@ class Change:
 
 
 def mix_rows(graph: onnx.GraphProto) -> None:
-    """What a token becomes depends on the tokens of the other rows."""
+    """Makes each row's result depend on the tokens of the other rows."""
     change = Change(graph)
     change.hidden = change.add("Add", [change.hidden, change.add("ReduceMean", [change.hidden, change.ints(0)])])
 
 
 def run_out_of_memory(graph: onnx.GraphProto, *, above: int) -> None:
-    """A run of more tokens than that asks for memory that no machine has."""
+    """Makes a run of more than `tokens` tokens ask for more memory than any machine has."""
     change = Change(graph)
     over = change.add("Sub", [change.add("Shape", ["input_ids"], start=1), change.ints(above)])
     size = change.add("Mul", [change.add("Max", [over, change.ints(0)]), change.ints(1 << 44)])
@@ -122,20 +122,20 @@ def run_out_of_memory(graph: onnx.GraphProto, *, above: int) -> None:
 
 
 def compute_no_numbers(graph: onnx.GraphProto) -> None:
-    """Its logits are infinite."""
+    """Makes the logits infinite."""
     change = Change(graph)
     change.hidden = change.add("Log", [change.add("Sub", [change.hidden, change.hidden])])
 
 
 def shake(graph: onnx.GraphProto, *, by: float) -> None:
-    """What a token becomes is off by about that share, each time differently."""
+    """Makes each result wrong by about this share, differently each time."""
     change = Change(graph)
     noise = change.add("RandomNormalLike", [change.hidden], mean=1.0, scale=by, seed=1.0)
     change.hidden = change.add("Mul", [change.hidden, noise])
 
 
 def ignore_mask(graph: onnx.GraphProto) -> None:
-    """Every token sees all columns before its own, those without a token too."""
+    """Makes every token see all columns before its own, including empty ones."""
     cast = next(node for node in graph.node if node.op_type == "Cast" and node.input[0] == "attention_mask")
     cast.input[0] = "everything"
     one = helper.make_tensor("one", TensorProto.INT64, [1], [1])
@@ -144,13 +144,13 @@ def ignore_mask(graph: onnx.GraphProto) -> None:
 
 
 def have_one_row(graph: onnx.GraphProto) -> None:
-    """Its batches are of one row, as some exports have it."""
+    """Limits batches to one row, like some exports."""
     for end in (*graph.input, *graph.output):
         end.type.tensor_type.shape.dim[0].dim_value = 1
 
 
 def quantize(graph: onnx.GraphProto) -> None:
-    """Its weights are of 4 bits, in blocks of 32, and what they are multiplied with is rounded to 8 bits."""
+    """Quantizes weights to 4 bits in blocks of 32, and their inputs to 8 bits."""
     weights = {tensor.name: tensor for tensor in graph.initializer}
     for node in [node for node in graph.node if node.op_type == "MatMul" and node.input[1] in weights]:
         tensor = weights.pop(node.input[1])

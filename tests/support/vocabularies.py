@@ -1,4 +1,4 @@
-"""GGUF files that hold a vocabulary alone: written for a test, or those that llama.cpp's own tests use."""
+"""GGUF files with only a vocabulary: written for a test, or taken from llama.cpp's own tests."""
 
 import struct
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
 
 _SCALARS = {str: 8, bool: 7, int: 4, float: 6}
 _ITEMS = _SCALARS | {int: 5}
-"""llama.cpp reads single numbers unsigned, and those of arrays signed."""
+"""GGUF types of numbers: llama.cpp reads single ones as unsigned and those in arrays as signed."""
 _CODES = {bool: "?", int: "i", float: "f"}
 Scalar = str | bool | int | float
 Entry = Scalar | list[str] | list[int] | list[float]
@@ -26,7 +26,7 @@ class Loaded(NamedTuple):
 
 @contextmanager
 def load(path: Path) -> Iterator[Loaded]:
-    """A vocabulary as llama.cpp has it, without a model."""
+    """Loads a vocabulary in llama.cpp, without a model."""
     backend.init()
     params = llama.llama_model_default_params()
     params.vocab_only = True
@@ -38,7 +38,7 @@ def load(path: Path) -> Iterator[Loaded]:
 
 
 def write(path: Path, entries: dict[str, Entry]) -> Path:
-    """Keys are those of `tokenizer.ggml`."""
+    """Writes a vocabulary. Keys are those below `tokenizer.ggml`."""
     pairs = {"general.architecture": "llama"} | {f"tokenizer.ggml.{key}": value for key, value in entries.items()}
     body = b"".join(_string(key) + _value(value) for key, value in pairs.items())
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + body)
