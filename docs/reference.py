@@ -1,7 +1,7 @@
-"""Makes docs/wire.md of docs/wire.in.md and of what protocol/ says of itself: `python -m docs.reference`.
+"""Writes docs/wire.md from docs/wire.in.md and the docstrings of protocol/: `python -m docs.reference`.
 
-A line `{{fields NAME}}` becomes a table of a message's fields, `{{errors}}` the table of error codes, `{{limits}}` that
-of the fixed bounds."""
+A line `{{fields NAME}}` becomes a table of a message's fields, `{{errors}}` the table of error codes, and `{{limits}}`
+the table of fixed limits."""
 
 import ast
 import re
@@ -26,7 +26,7 @@ _TYPES = (
 
 
 def render(source: str) -> str:
-    """The text with every directive replaced. Raises KeyError for one that names nothing."""
+    """Returns the text with every directive replaced. Raises KeyError for an unknown one."""
     return _DIRECTIVE.sub(lambda match: _table(match[1], match[2]), source)
 
 
@@ -50,7 +50,7 @@ def _fields(name: str) -> str:
 
 
 def _home_of(name: str) -> ModuleType:
-    """The module that says what a message is."""
+    """Returns the module that defines a message."""
     message = vars(messages).get(name) or vars(internal)[name]
     return sys.modules[message.__module__]
 
@@ -62,14 +62,14 @@ def _type_of(annotation: str) -> str:
 
 
 def _notes(module: ModuleType) -> dict[str, list[tuple[str, str, str]]]:
-    """Name, type and docstring of each field, by class."""
+    """Returns name, type and docstring of each field, by class."""
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text())
     return {node.name: list(_documented(node.body)) for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def _documented(body: list[ast.stmt]) -> list[tuple[str, str, str]]:
-    """The annotated names of a class or module that are followed by a docstring, or by none."""
+    """Returns the annotated names in a class or module, each with its docstring or an empty text."""
     found = []
     for here, after in zip(body, [*body[1:], ast.Pass()], strict=True):
         if isinstance(here, ast.AnnAssign) and isinstance(here.target, ast.Name):
