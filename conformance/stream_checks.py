@@ -23,8 +23,8 @@ def check_order(messages: Sequence[Message]) -> None:
     ends = [number for number, message in enumerate(messages, 1) if message.get("finish_reason") is not None]
     expect(bool(ends), f"no terminal among {len(messages)} messages")
     expect(len(ends) == 1, f"{len(ends)} terminals: messages {ends} of {len(messages)}")
-    behind = len(messages) - ends[0]
-    expect(behind == 0, f"{behind} messages after the terminal: {shorten(messages[-1])}")
+    extra = len(messages) - ends[0]
+    expect(extra == 0, f"{extra} messages after the terminal: {shorten(messages[-1])}")
     _check_head(messages)
 
 

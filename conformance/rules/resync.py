@@ -129,10 +129,10 @@ def check_replayed(split: SplitStream, since: int, until: int, *, ended: bool) -
     start = split.replayed[0]["text_offset"]
     expected = _text_offset(split.first, since)
     expect(start == expected, f"text_offset {start} instead of {expected} where it is published again")
-    said = "".join(message["text"] for message in split.replayed).encode()
-    expect(whole[start : start + len(said)] == said, "the text differs from the first time")
+    replayed = "".join(message["text"] for message in split.replayed).encode()
+    expect(whole[start : start + len(replayed)] == replayed, "the text differs from the first time")
     if ended:
-        _check_terminal_replayed(split, offset, len(whole) - start == len(said))
+        _check_terminal_replayed(split, offset, len(whole) - start == len(replayed))
 
 
 def _check_terminal_replayed(split: SplitStream, offset: int, is_whole: bool) -> None:

@@ -65,14 +65,14 @@ async def epochs(probe: Probe) -> None:
     """A worker's card, events, snapshot and entry in the models reply have the same epoch."""
     worker_id = require_workers(probe)[0]
     model = probe.target.model
-    told = {
+    exchanges = {
         "card": await probe.listen(probe.names.card(model, worker_id), msgpack=True),
         "events": await probe.listen(probe.names.events(model, worker_id), msgpack=True),
         "snapshot": await probe.send_internal(probe.names.worker(model, worker_id, "snapshot")),
     }
     await probe.publish(probe.names.discover, b"")
     seen: dict[str, object] = {}
-    for name, exchange in told.items():
+    for name, exchange in exchanges.items():
         seen[name] = (await exchange.first(f"a message of {name}")).get("epoch")
     reply = await probe.call(probe.names.models_for(probe.tenant))
     cards = [card for served in reply["models"] if served["model"] == model for card in served.get("workers") or []]
@@ -127,9 +127,9 @@ def check_request_events(key: str, events: Sequence[tuple[Received, Message]], a
     """Checks the events about one request, and their order relative to its chunks on the same connection."""
     places: dict[str, int] = {}
     for what in ("started", "first_token_sent", "finished"):
-        told = [(received.order, message) for received, message in events if key in _named(message, what)]
-        expect(len(told) == 1, f"{what} was reported {len(told)} times")
-        places[what] = told[0][0]
+        reports = [(received.order, message) for received, message in events if key in _named(message, what)]
+        expect(len(reports) == 1, f"{what} was reported {len(reports)} times")
+        places[what] = reports[0][0]
     first = next(received.order for received, message in answer.pairs if message["tokens"])
     last = answer.received[-1].order
     expect(places["started"] <= places["first_token_sent"], "first_token_sent came before started")
