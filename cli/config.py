@@ -89,6 +89,7 @@ def misspelled_variables(parsers: Mapping[str, argparse.ArgumentParser]) -> Iter
     known = set(_OTHER_VARIABLES)
     for section, parser in parsers.items():
         known |= {variable for name, _ in _settable(parser) for variable in _variables(section, name)}
+    # Compared without the common prefix, which would make all names similar.
     endings = {name.removeprefix(_PREFIX): name for name in known} | {"NATS_URL": "TOKENBUS_NATS"}
     for name in sorted(os.environ):
         if name.startswith(_PREFIX) and name not in known:
@@ -110,6 +111,7 @@ def apply(parser: argparse.ArgumentParser, section: str, tables: Mapping[str, _T
         with collecting_errors(mistakes):
             name = _name_of(table, key, actions, where)
             found[name] = Origin(_converted(actions[name], value, f"{where}: {name}"), where, value)
+    # Variables override the file, and the command's own variable (last) overrides the one for all commands.
     for name, action in actions.items():
         for variable in _variables(section, name):
             if variable in os.environ:
@@ -119,8 +121,9 @@ def apply(parser: argparse.ArgumentParser, section: str, tables: Mapping[str, _T
     raise_errors(mistakes)
     for name, origin in found.items():
         if origin.source != "default":
+            # Lists are filled in by `complete` after parsing.
             parser.set_defaults(**{actions[name].dest: None if _is_list(actions[name]) else origin.value})
-            actions[name].required = False
+            actions[name].required = False  # a file may name what the command line must otherwise
     return found
 
 
@@ -222,7 +225,7 @@ def _toml(value: object) -> str:
     match value:
         case None | "" | [] | ():
             return ""
-        case bool():
+        case bool():  # before int, which it is too
             return str(value).lower()
         case int() | float():
             return str(value)

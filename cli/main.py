@@ -76,6 +76,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if not arguments or arguments[0] not in config.SECTIONS:
         return parser.parse_args(arguments)
     command = commands[arguments[0]]
+    # The file's settings become defaults of the real parser, so its path must be known before that parses.
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", default=os.environ.get(config.FILE_VARIABLE, ""))
     path = finder.parse_known_args(arguments[1:])[0].config

@@ -65,6 +65,7 @@ async def start(port: int, log_path: Path, config: Path | None = None) -> NatsSe
 
     `config` is a settings file for the server; its address and port are ignored. Must be called from the main thread,
     since the server dies with the thread that starts it."""
+    # The server writes its real port, which may be any free one, into a file in this folder.
     with tempfile.TemporaryDirectory(prefix="tokenbus-nats-") as folder:
         command = [find_binary(), "-a", "127.0.0.1", "-p", str(port or -1), "--ports_file_dir", folder]
         command += ["-c", str(config)] if config is not None else []

@@ -62,6 +62,7 @@ class _LivePlayer:
         try:
             async with asyncio.TaskGroup() as group:
                 for request in trace:
+                    # Arrivals are due at absolute times, so that delays of this loop don't add up.
                     due_s = self._began_at + request.at_s / self._settings.speedup / self._sim_speedup
                     await asyncio.sleep(max(0.0, due_s - time.monotonic()))
                     group.create_task(self._ask(request))
@@ -85,6 +86,7 @@ class _LivePlayer:
             now = self._now()
             if chunk.worker_id and not placed_at:
                 placed_at = now
+            # Tokens of one chunk share the time since the chunk before.
             if chunk.tokens and first_at:
                 self.steps.append(DecodeSteps(1, ((now - before) / chunk.tokens,) * chunk.tokens))
             elif chunk.tokens:

@@ -151,6 +151,7 @@ class Reloader(Generic[Settings]):
 
     def __call__(self) -> Settings:
         """Raises ValueError for settings that are invalid now, and changes nothing then."""
+        # Settings are made from the merged options, so that their ranges are checked together.
         now = vars(self._options.reload())
         before = vars(self._options)
         changed = sorted(name for name in self._changeable if now[name] != before[name])

@@ -79,6 +79,7 @@ class SupervisedProcess:
             status = await self._process.wait()
             if status == EXIT_BAD_SETTINGS:
                 raise StartError(self._last_line())
+            # Pauses double as long as the process keeps failing soon after its start.
             pause_s = _FIRST_PAUSE_S if time.monotonic() - began > _HEALTHY_AFTER_S else pause_s
             self._report(f"{self.name} exited with status {status} ({self._last_line()}); restarting in {pause_s:g} s")
             await asyncio.sleep(pause_s)
@@ -116,7 +117,7 @@ class SupervisedProcess:
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"TOKENBUS_LOG_FORMAT": "json"},
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C must reach only the parent, which stops its children in order
                 pass_fds=self._fds,
                 preexec_fn=end_with_parent,
             )
@@ -165,7 +166,7 @@ class Supervisor:
 
     async def stop(self, grace_s: float) -> None:
         """Asks all processes to exit, the newest first, and kills those that take longer than `grace_s` seconds."""
-        for task in self._tasks:
+        for task in self._tasks:  # first, so that nothing is restarted
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for process in reversed(self.processes):

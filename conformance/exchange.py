@@ -57,6 +57,11 @@ class Exchange:
         return self._messages
 
     @property
+    def pairs(self) -> list[tuple[Received, Message]]:
+        """Each message as it arrived and decoded."""
+        return list(zip(self.received, self.messages, strict=True))
+
+    @property
     def text(self) -> str:
         return "".join(str(message.get("text")) for message in self.messages)
 
@@ -81,6 +86,7 @@ class Exchange:
         """Waits until a condition holds. Raises BrokenError naming what did not arrive in time."""
         try:
             async with asyncio.timeout(timeout_s):
+                # Clearing before waiting can't miss a message: nothing else runs between the two.
                 while not holds():
                     if self._fault is not None:
                         raise self._fault

@@ -96,6 +96,7 @@ class Link:
         return self._client.new_inbox()
 
     async def subscribe(self, subject: str, take: Callback) -> Subscription:
+        # nats-py has no public way to tell which subscription a raw message belongs to.
         subscription = await self._client.subscribe(subject, cb=_nothing)
         self._client.callbacks[subscription._id] = take
         return subscription
@@ -118,6 +119,7 @@ class Link:
 
     def denied_reason(self, subjects: set[str]) -> str | None:
         """Returns the broker's error text if it has denied one of these subjects."""
+        # The broker's text is `permissions violation for publish to "subject"`, which nats-py lowers.
         lowered = [subject.lower() for subject in subjects]
         for refusal in self._denials:
             if any(f'"{subject}"' in refusal for subject in lowered):

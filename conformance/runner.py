@@ -41,6 +41,7 @@ async def run_all(rules: Sequence[Rule], make_probe: Callable[[], Probe], timeou
 async def run_one(rule: Rule, probe: Probe, timeout_s: float) -> Outcome:
     """Runs one rule. Never raises: a check that fails in any way counts as a broken rule."""
     began = time.monotonic()
+    # Both run at the same time: a rule whose messages the broker denies would only end by its time limit.
     judging = asyncio.create_task(_judge(rule, probe, timeout_s))
     refusal = asyncio.create_task(probe.link.wait_denied(probe.used_subjects))
     try:

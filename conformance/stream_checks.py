@@ -23,15 +23,15 @@ def check_order(messages: Sequence[Message]) -> None:
     ends = [number for number, message in enumerate(messages, 1) if message.get("finish_reason") is not None]
     expect(bool(ends), f"no terminal among {len(messages)} messages")
     expect(len(ends) == 1, f"{len(ends)} terminals: messages {ends} of {len(messages)}")
-    behind = len(messages) - ends[0]
-    expect(behind == 0, f"{behind} messages after the terminal: {shorten(messages[-1])}")
+    extra = len(messages) - ends[0]
+    expect(extra == 0, f"{extra} messages after the terminal: {shorten(messages[-1])}")
     _check_head(messages)
 
 
 def _check_head(messages: Sequence[Message]) -> None:
     """Checks the first message that is not a router's empty chunk."""
-    spoken = (message for message in messages if message.get("worker_id") is not None or message.get("tokens"))
-    head = next(spoken, messages[-1])
+    candidates = (message for message in messages if message.get("worker_id") is not None or message.get("tokens"))
+    head = next(candidates, messages[-1])
     is_empty = head.get("text") == "" and head.get("tokens") == 0 and head.get("finish_reason") is None
     expect(is_empty and head.get("worker_id") is not None, f"no head before {shorten(head)}")
 
@@ -43,6 +43,7 @@ def check_fields(messages: Sequence[Message]) -> None:
         field_types.check(message, schemas.CHUNK, where)
         is_end = message["finish_reason"] is not None if "finish_reason" in message else False
         if is_end or (message["tokens"] == 0 and message["text"] == "" and message.get("progress") is None):
+            # A router's refusal may come before any model is known.
             is_refusal = message.get("error") is not None and message.get("usage") is None
             if not is_refusal:
                 field_types.check(message, schemas.ORIGIN, where)
@@ -81,6 +82,7 @@ def check_error(error: object) -> None:
 def check_numbers(messages: Sequence[Message]) -> None:
     """Checks that offsets in tokens and in UTF-8 bytes have no gaps."""
     offset = text_offset = 0
+    # Late messages of a lower attempt are not part of the stream.
     for number, message in enumerate(current(messages), 1):
         seen = (message.get("offset"), message.get("text_offset"))
         if seen != (offset, text_offset):
@@ -112,6 +114,7 @@ def check_timings(terminal: Message) -> None:
     assert isinstance(timings, dict)
     for name, value in timings.items():
         if name in schemas.TIMINGS:
+            # Each is rounded on its own.
             expect(value <= timings["total_ms"] + 1, f"{name} {value} exceeds total_ms {timings['total_ms']}")
 
 

@@ -96,6 +96,7 @@ def _machine() -> Iterator[Finding]:
 def _ports(ports: list[int]) -> Iterator[Finding]:
     for port in ports:
         with socket.socket() as probe:
+            # Connections in TIME_WAIT don't keep a server from binding either.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
@@ -130,7 +131,7 @@ async def check_engine(model: str) -> AsyncIterator[Finding]:
     try:
         config = await engine.start("doctor")
     except (contract.EngineStartError, EngineDiedError) as error:
-        exit_reason = await engine.close()
+        exit_reason = await engine.close()  # llama.cpp may end the process, and only its output says why
         text = exit_reason if isinstance(error, EngineDiedError) else str(error)
         yield Finding("bad", f"no engine can serve {model}", text)
         return

@@ -104,7 +104,7 @@ async def _ask(
         await connection.subscribe(inbox, take)
         connection.publish(subject, codec.encode(control), reply=inbox)
         timeout_s = _FIRST_REPLY_S
-        while True:
+        while True:  # a load reports progress for as long as it takes
             try:
                 async with asyncio.timeout(timeout_s):
                     yield await replies.get()

@@ -76,6 +76,7 @@ class TokenRates:
         """Returns the rate since the last update. It is 0 for a counter that fell, whose engine has restarted."""
         before, at = self._seen.get(worker, (tokens, now))
         self._seen[worker] = (tokens, now)
+        # Counters restart at 0 together with the engine.
         return max(0, tokens - before) / (now - at) if now > at else 0.0
 
 
@@ -143,7 +144,7 @@ def _cells(row: Row) -> dict[str, str]:
 def _columns_that_fit(cells: list[dict[str, str]], width: int) -> list[str]:
     """Returns the columns that fit, from left to right. The workers' names always do."""
     chosen: set[str] = set()
-    left = width + _GAP
+    left = width + _GAP  # the last column needs no gap after it
     for name in _COLUMNS_BY_PRIORITY:
         needed = max(len(text) for text in (name, *(row[name] for row in cells))) + _GAP
         if needed <= left or not chosen:
@@ -171,7 +172,7 @@ def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[s
 
 async def _top(options: argparse.Namespace, client: Client) -> int:
     rates = TokenRates()
-    rows_of(await client.models(), rates, time.monotonic())
+    rows_of(await client.models(), rates, time.monotonic())  # rates need two readings
     await asyncio.sleep(options.interval_s)
     if options.once or options.json:
         return _show_once(await client.models(), rates, as_json=options.json)

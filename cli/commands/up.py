@@ -97,7 +97,7 @@ class LocalSystem:
 
     async def _serve(self) -> None:
         self._out.write(f"starting; logs: {self._log_folder}")
-        self._gateway_socket = _listen(self._options)
+        self._gateway_socket = _listen(self._options)  # before anything is started: the port may be taken
         if not self._options.nats:
             self._broker = await nats_server.start(self._options.port, self._log_folder / "nats-server.log")
             self._settings = nats.Settings(url=self._broker.url)
@@ -118,7 +118,7 @@ class LocalSystem:
         options = self._options
         common = ["--nats", self._settings.url, "--otlp-traces-endpoint", options.otlp_traces_endpoint]
         if self._broker is not None:
-            common += connection_flags.anonymous_flags()
+            common += connection_flags.anonymous_flags()  # credentials in the environment are for another broker
         grace = ["--grace-s", str(_GRACE_S)]
         self._supervisor.start("router", ["router", *common, *self._metrics_flags("router")])
         threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)

@@ -56,7 +56,7 @@ async def other_content_type(probe: Probe) -> None:
 
 async def declared_encoding(probe: Probe) -> None:
     """A request that can't be decoded is refused in the encoding that it declares."""
-    answer = await probe.ask(b"\xc1 is never used", content_type=MSGPACK)
+    answer = await probe.ask(b"\xc1", content_type=MSGPACK)  # a byte that MessagePack never uses
     stream_checks.check_refusal(answer.messages, "invalid_request")
 
 
@@ -86,7 +86,7 @@ async def last_key_wins(probe: Probe) -> None:
 
 async def integral_floats(probe: Probe) -> None:
     """Integral floats are accepted as integers; other floats are refused there."""
-    for encoding in (None, MSGPACK):
+    for encoding in (None, MSGPACK):  # JSON has no integer type of its own, MessagePack does
         answer = await probe.ask(short_request(2) | {"max_tokens": 2.0, "seed": 7.0}, content_type=encoding)
         _check_accepted(answer, "with integral floats")
         refused = await probe.ask({"prompt": "x", "max_tokens": 2.5}, content_type=encoding)

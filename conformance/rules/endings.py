@@ -38,7 +38,7 @@ async def cancelled(probe: Probe) -> None:
 async def cancelled_without_reply(probe: Probe) -> None:
     """A cancel works without a reply subject."""
     live = await probe.live(stream=False)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.2)  # it sends nothing before its end, so there is no chunk to wait for
     await probe.cancel(live)
     reason = live.messages[-1]["finish_reason"]
     expect(reason == "cancelled", f"the stream ends with {reason}")
@@ -90,6 +90,7 @@ async def client_gone(probe: Probe) -> None:
     live = [answer for answer in asked if answer.num_tokens]
     expect(bool(live), "no stream has begun")
     await asyncio.gather(*(probe.stop_listening(answer) for answer in live))
+    # The waiting ones would only start when a gone client's request has ended, and hide how long that took.
     await asyncio.gather(*(probe.cancel(answer) for answer in asked if answer not in live))
     reasons = await _wait_abandoned_ended(probe, live)
     if set(reasons) == {"length"}:
@@ -104,7 +105,7 @@ async def _wait_abandoned_ended(probe: Probe, live: Sequence[Exchange]) -> list[
     """Waits for streams without a listener to end; returns their finish reasons, `running` for those that do not."""
     reasons: list[str] = []
     for wait_s in _CHECK_AFTER_S:
-        await asyncio.sleep(wait_s)
+        await asyncio.sleep(wait_s)  # looking means listening again, so it must not be done too early
         reasons = await asyncio.gather(*(_abandoned_finish_reason(probe, answer) for answer in live))
         if "running" not in reasons:
             break
@@ -117,6 +118,6 @@ async def _abandoned_finish_reason(probe: Probe, answer: Exchange) -> str:
     again = await probe.listen(answer.inbox, msgpack=False)
     await probe.call(probe.resync_subject(answer.request_id), {"offset": 0})
     await again.first("a message after the resync")
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # the rest of the replayed messages, and the terminal if there is one
     await probe.stop_listening(again)
     return str((await again.terminal())["finish_reason"]) if again.is_ended else "running"

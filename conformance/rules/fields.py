@@ -83,7 +83,7 @@ async def token_ids_as_they_are(probe: Probe) -> None:
 async def too_long(probe: Probe) -> None:
     """A prompt that leaves no room for a single token is refused as prompt_too_long."""
     count = probe.target.context_length
-    if count + 100 > probe.target.max_request_bytes:
+    if count + 100 > probe.target.max_request_bytes:  # small ids are one byte each in MessagePack
         raise SkippedError(f"{count} token ids do not fit into a request")
     answer = await probe.ask({"token_ids": [1] * count, "max_tokens": 1}, content_type=MSGPACK)
     stream_checks.check_refusal(answer.messages, "prompt_too_long")
@@ -92,7 +92,7 @@ async def too_long(probe: Probe) -> None:
 async def too_large(probe: Probe) -> None:
     """A message larger than max_request_bytes is refused as payload_too_large."""
     size = probe.target.max_request_bytes + 1
-    if size + 4_096 > probe.link.max_payload:
+    if size + 4_096 > probe.link.max_payload:  # headers count too, and the broker would cut the connection
         raise SkippedError("max_request_bytes is the broker's own limit")
     answer = await probe.ask(b'{"prompt": "' + b"x" * size + b'"}')
     stream_checks.check_refusal(answer.messages, "payload_too_large")

@@ -63,9 +63,9 @@ async def duplicate_same_inbox(probe: Probe) -> None:
     """The id of a running request is ignored if it comes again with the same reply subject."""
     live = await probe.live()
     await probe.publish(probe.subject, b'{"prompt": "x", "id": "%s"}' % str(live.request_id).encode(), live.inbox)
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.3)  # time for a router to answer the duplicate
     await probe.cancel(live)
-    await asyncio.sleep(_SILENCE_S)
+    await asyncio.sleep(_SILENCE_S)  # nothing may follow the terminal
     stream_checks.check_order(live.messages)
     stream_checks.check_numbers(live.messages)
 
@@ -73,11 +73,13 @@ async def duplicate_same_inbox(probe: Probe) -> None:
 async def reply_not_inbox(probe: Probe) -> None:
     """Nothing is ever published to a reply subject that is not an inbox."""
     nonce = probe.new_id()
+    # Subjects to listen on, and the reply subjects that would publish there: another subject, one that only begins
+    # like an inbox, and an inbox with a wildcard.
     strange = {
         f"{nonce}.victim": f"{nonce}.victim",
         f"{probe.inbox_prefix}ES.{nonce}": f"{probe.inbox_prefix}ES.{nonce}",
+        f"{probe.inbox_prefix}.{nonce}.>": f"{probe.inbox_prefix}.{nonce}.*",
     }
-    strange[f"{probe.inbox_prefix}.{nonce}.>"] = f"{probe.inbox_prefix}.{nonce}.*"
     live = await probe.live()
     victims = [await probe.listen(subject, msgpack=False) for subject in strange]
     for reply in strange.values():
@@ -96,7 +98,7 @@ async def no_reply_subject(probe: Probe) -> None:
     request_id = probe.new_id()
     body = b'{"id": "%s", "prompt": "x", "max_tokens": 500, "ignore_eos": true}' % request_id.encode()
     await probe.publish(probe.subject, body)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # time for it to reach a worker, if it does
     expect(not await probe.is_answered(probe.cancel_subject(request_id)), "it runs: somebody answers its cancel")
 
 

@@ -18,6 +18,7 @@ async def live_stream(probe: Probe) -> None:
     await live.tokens(12)
     since, until = _some_offset(live.messages), live.num_tokens
     await _resync(probe, live, since)
+    # Only the last messages are searched, since splitting all of them for every new one would be quadratic.
     await live.until(lambda: bool(split_replayed(live.messages[-400:]).replayed), "a replayed message", 5.0)
     await probe.cancel(live)
     await asyncio.sleep(_SETTLE_S)
@@ -67,7 +68,7 @@ async def rate_limited(probe: Probe) -> None:
     for _ in range(3):
         await probe.send({"offset": 0}, subject=probe.resync_subject(str(ended.request_id)))
     await asyncio.sleep(_SETTLE_S)
-    _expect_terminals(ended, 2)
+    _expect_terminals(ended, 2)  # the first one and one replay for all three
     await _resync(probe, ended, 0)
     await asyncio.sleep(_SETTLE_S)
     _expect_terminals(ended, 3)
@@ -123,14 +124,15 @@ def check_replayed(split: SplitStream, since: int, until: int, *, ended: bool) -
         expect(message["offset"] == offset, f"token {message['offset']} was published again instead of {offset}")
         offset += message["tokens"]
     expect(offset >= until, f"published again only up to token {offset}, not {until}")
+    # Offsets count UTF-8 bytes, and a replayed message may join several chunks, so texts are compared as bytes.
     whole = "".join(message["text"] for message in split.first).encode()
     start = split.replayed[0]["text_offset"]
     expected = _text_offset(split.first, since)
     expect(start == expected, f"text_offset {start} instead of {expected} where it is published again")
-    said = "".join(message["text"] for message in split.replayed).encode()
-    expect(whole[start : start + len(said)] == said, "the text differs from the first time")
+    replayed = "".join(message["text"] for message in split.replayed).encode()
+    expect(whole[start : start + len(replayed)] == replayed, "the text differs from the first time")
     if ended:
-        _check_terminal_replayed(split, offset, len(whole) - start == len(said))
+        _check_terminal_replayed(split, offset, len(whole) - start == len(replayed))
 
 
 def _check_terminal_replayed(split: SplitStream, offset: int, is_whole: bool) -> None:

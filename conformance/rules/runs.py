@@ -91,6 +91,7 @@ async def _run(
 ) -> tuple[Message, Exchange]:
     """Sends a run like a router; returns the worker's reply and the client's exchange."""
     client = await probe.listen(probe.link.new_inbox(), msgpack=False)
+    # Token ids are packed as little-endian 32-bit integers.
     body = {
         "request_id": key or subjects.request_key(probe.tenant, probe.new_id()),
         "attempt": attempt,
@@ -110,7 +111,7 @@ async def _run(
 async def _check_refused(reply: Message, client: Exchange) -> None:
     expect(reply.get("accepted") is False, f"the run got {reply}")
     stream_checks.check_error(reply.get("error"))
-    await asyncio.sleep(_SILENCE_S)
+    await asyncio.sleep(_SILENCE_S)  # the router answers its client, not the worker
     expect(not client.received, f"its client got {client.received[:1]}")
 
 

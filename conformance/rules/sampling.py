@@ -41,7 +41,7 @@ async def stop_string(probe: Probe) -> None:
     """A stop string ends the text before it, is never sent, and is reported in stop_match."""
     whole = (await probe.short(32)).text
     stop = _middle(whole)
-    for wanted in (stop, [stop], ["\x00never", stop]):
+    for wanted in (stop, [stop], ["\x00never", stop]):  # a text, a list, and a list whose first text never comes
         answer = await probe.short(32, stop=wanted)
         terminal = answer.messages[-1]
         seen = (terminal.get("finish_reason"), terminal.get("stop_match"))
@@ -64,7 +64,7 @@ async def stop_token(probe: Probe) -> None:
 async def min_tokens(probe: Probe) -> None:
     """A stream does not stop before min_tokens."""
     token_ids = await _token_ids(probe)
-    least = token_ids.index(_first_new(token_ids)) + 3
+    least = token_ids.index(_first_new(token_ids)) + 3  # without min_tokens it would stop three tokens earlier
     fields = {"stop_token_ids": [_first_new(token_ids)], "ignore_eos": False, "min_tokens": least}
     terminal = (await probe.short(least + 8, **fields)).messages[-1]
     seen = terminal["usage"]["completion_tokens"]

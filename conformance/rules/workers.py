@@ -31,7 +31,7 @@ async def cards(probe: Probe) -> None:
         lambda: set(workers) <= {m.get("worker_id") for m in exchange.messages if m.get("model") == model},
         "every worker's card",
     )
-    for received, card in zip(exchange.received, exchange.messages, strict=True):
+    for received, card in exchange.pairs:
         field_types.check(card, schemas.CARD, f"the card on {received.subject}")
         own = probe.names.card(card["model"], card["worker_id"])
         expect(received.subject == own, f"the card of {card['worker_id']} arrived on {received.subject}")
@@ -47,33 +47,32 @@ async def heartbeats(probe: Probe) -> None:
         await asyncio.sleep(_WATCH_S)
         if all(len(_of(probe, worker_id, exchange, known)) >= _MIN_EVENTS for worker_id in workers):
             break
-    for received, message in zip(exchange.received, exchange.messages, strict=True):
+    for received, message in exchange.pairs:
         speaker = probe.names.parse_worker(received.subject).worker_id
         expect(message.get("worker_id") == speaker, f"{received.subject} carries events of {message.get('worker_id')}")
     for worker_id in workers:
-        check_event_log(_of(probe, worker_id, exchange, 0), worker_id)
-        check_event_log(_of(probe, worker_id, exchange, known), worker_id)
+        check_event_log(_of(probe, worker_id, exchange, 0), worker_id)  # no gaps over all watches
+        check_event_log(_of(probe, worker_id, exchange, known), worker_id)  # enough events in the last one
 
 
 def _of(probe: Probe, worker_id: str, exchange: Exchange, since: int) -> list[Message]:
     """Returns the events on a worker's own subject, among all events from number `since` on."""
     own = probe.names.events(probe.target.model, worker_id)
-    told = list(zip(exchange.received, exchange.messages, strict=True))[since:]
-    return [message for received, message in told if received.subject == own]
+    return [message for received, message in exchange.pairs[since:] if received.subject == own]
 
 
 async def epochs(probe: Probe) -> None:
     """A worker's card, events, snapshot and entry in the models reply have the same epoch."""
     worker_id = require_workers(probe)[0]
     model = probe.target.model
-    told = {
+    exchanges = {
         "card": await probe.listen(probe.names.card(model, worker_id), msgpack=True),
         "events": await probe.listen(probe.names.events(model, worker_id), msgpack=True),
         "snapshot": await probe.send_internal(probe.names.worker(model, worker_id, "snapshot")),
     }
     await probe.publish(probe.names.discover, b"")
     seen: dict[str, object] = {}
-    for name, exchange in told.items():
+    for name, exchange in exchanges.items():
         seen[name] = (await exchange.first(f"a message of {name}")).get("epoch")
     reply = await probe.call(probe.names.models_for(probe.tenant))
     cards = [card for served in reply["models"] if served["model"] == model for card in served.get("workers") or []]
@@ -86,12 +85,12 @@ async def events_of_a_request(probe: Probe) -> None:
     after its terminal."""
     require_workers(probe)
     events = await probe.listen(probe.names.all_events, msgpack=True)
-    await asyncio.sleep(2 * _HEARTBEAT_S)
+    await asyncio.sleep(2 * _HEARTBEAT_S)  # a subscription that works receives heartbeats
     expect(bool(events.received), "no events arrived")
     answer = await probe.ask(short_request(16, id=probe.new_id()))
     key = subjects.request_key(probe.tenant, str(answer.request_id))
     await events.until(lambda: any(key in (m.get("finished") or []) for m in events.messages), f"finished {key}")
-    check_request_events(key, list(zip(events.received, events.messages, strict=True)), answer)
+    check_request_events(key, events.pairs, answer)
 
 
 async def snapshot(probe: Probe) -> None:
@@ -102,11 +101,9 @@ async def snapshot(probe: Probe) -> None:
     subject = probe.names.worker(probe.target.model, worker_id, "snapshot")
     exchange = await probe.send_internal(subject)
     check_snapshot(await exchange.parts("a snapshot"), subjects.request_key(probe.tenant, str(live.request_id)))
-    await asyncio.sleep(2 * _HEARTBEAT_S)
-    told = [
-        (received.order, message["seq"]) for received, message in zip(events.received, events.messages, strict=True)
-    ]
-    check_snapshot_order(exchange.received[0].order, exchange.messages[0]["seq"], told)
+    await asyncio.sleep(2 * _HEARTBEAT_S)  # for the first event after the snapshot
+    arrived = [(received.order, message["seq"]) for received, message in events.pairs]
+    check_snapshot_order(exchange.received[0].order, exchange.messages[0]["seq"], arrived)
 
 
 def require_workers(probe: Probe) -> tuple[str, ...]:
@@ -130,12 +127,11 @@ def check_request_events(key: str, events: Sequence[tuple[Received, Message]], a
     """Checks the events about one request, and their order relative to its chunks on the same connection."""
     places: dict[str, int] = {}
     for what in ("started", "first_token_sent", "finished"):
-        told = [(received.order, message) for received, message in events if key in _named(message, what)]
-        expect(len(told) == 1, f"{what} was reported {len(told)} times")
-        places[what] = told[0][0]
-    chunks = list(zip(answer.received, answer.messages, strict=True))
-    first = next(received.order for received, message in chunks if message["tokens"])
-    last = chunks[-1][0].order
+        reports = [(received.order, message) for received, message in events if key in _named(message, what)]
+        expect(len(reports) == 1, f"{what} was reported {len(reports)} times")
+        places[what] = reports[0][0]
+    first = next(received.order for received, message in answer.pairs if message["tokens"])
+    last = answer.received[-1].order
     expect(places["started"] <= places["first_token_sent"], "first_token_sent came before started")
     expect(places["first_token_sent"] < first, "the first token came before first_token_sent")
     expect(last < places["finished"], "finished came before the terminal")

@@ -1,4 +1,4 @@
-"""Random models load, compute, repeat themselves, and are refused where they can't be."""
+"""Random models load, compute, are reproducible, and are refused if they can't exist."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def loaded(path: Path) -> Iterator[GgufRunner]:
 
 
 def greedy(runner: GgufRunner, prompt: list[int], count: int) -> list[int]:
-    """What the model says after a prompt, the prompt in one step."""
+    """Returns the greedy continuation of a prompt that is computed in one step."""
     sampling = contract.Sampling(max_tokens=count, ignore_eos=True)
     sequence = Sequence(0, prompt, sampling, runner.end_token_ids)
     sequence.lane = 0

@@ -1,4 +1,4 @@
-"""Random ONNX models are those of the GGUF with the same seed, repeat themselves, load, and are refused at need."""
+"""Random ONNX models equal the GGUF with the same seed, are reproducible, load, and are refused if they can't exist."""
 
 import json
 import subprocess
@@ -46,7 +46,7 @@ def served(folder: Path) -> OnnxRunner:
 
 
 def greedy(runner: OnnxRunner | GgufRunner, prompt: list[int], count: int) -> list[int]:
-    """What the model says after a prompt, the prompt in one step."""
+    """Returns the greedy continuation of a prompt that is computed in one step."""
     sampling = contract.Sampling(max_tokens=count, ignore_eos=True)
     sequence = Sequence(0, prompt, sampling, runner.end_token_ids)
     sequence.lane = 0
@@ -64,7 +64,7 @@ def greedy(runner: OnnxRunner | GgufRunner, prompt: list[int], count: int) -> li
 
 
 def logits(folder: Path, flavour: onnx_graph.Flavour = "gqa") -> "np.ndarray[Any, Any]":
-    """What onnxruntime itself computes behind the prompt."""
+    """Returns the logits that onnxruntime itself computes after the prompt."""
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     ids = np.array([PROMPT])
     given = {"input_ids": ids, "attention_mask": np.ones_like(ids)}

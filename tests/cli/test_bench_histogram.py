@@ -1,4 +1,4 @@
-"""A histogram is bounded, exact where it can be, and right within half a per cent elsewhere."""
+"""A histogram has a bounded size, and its percentiles are exact or within half a per cent."""
 
 import random
 

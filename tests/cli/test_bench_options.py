@@ -1,4 +1,4 @@
-"""The flags of `tokenbus bench`: what they mean together, and what is said where they make no sense."""
+"""The flags of `tokenbus bench` together: what they mean, and the errors for combinations that make no sense."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The page of a bench needs nothing from elsewhere and shows every run."""
+"""The HTML page of a benchmark is self-contained and shows every run."""
 
 import re
 

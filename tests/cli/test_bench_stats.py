@@ -1,4 +1,4 @@
-"""What a bench makes of the chunks of its requests."""
+"""Statistics of a benchmark from the chunks of its requests."""
 
 import pytest
 

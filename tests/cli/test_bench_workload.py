@@ -1,4 +1,4 @@
-"""What a bench asks, and when."""
+"""Requests of a benchmark and their arrival times."""
 
 import itertools
 import random

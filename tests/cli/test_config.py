@@ -1,4 +1,4 @@
-"""Settings come from flags, variables and one file, under the same names, and unknown ones are refused."""
+"""Settings come from flags, variables and a file under the same names, and unknown ones are refused."""
 
 import importlib.metadata
 import os

@@ -1,4 +1,4 @@
-"""The doctor sees what is wrong, and says what to do about it."""
+"""The doctor finds what is wrong and says how to fix it."""
 
 import argparse
 from pathlib import Path

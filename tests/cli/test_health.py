@@ -1,4 +1,4 @@
-"""What containers ask of a process, and what it costs them."""
+"""The health check of containers is right, and cheap."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextlib.asynccontextmanager
 async def process(reason: str) -> AsyncIterator[str]:
-    """Shows its status page; the block is given its port."""
+    """Serves a status page; yields its port."""
     with structlog.testing.capture_logs() as logs:
         async with status.serving(status.Settings(ports=range(1)), CollectorRegistry(), lambda: reason):
             yield str(logs[0]["port"])

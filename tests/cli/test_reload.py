@@ -1,10 +1,10 @@
-"""On SIGHUP a server takes what may change of its settings, and says what has to wait."""
+"""On SIGHUP a server applies the settings that may change and reports those that need a restart."""
 
-import logging
 import re
 from pathlib import Path
 
 import pytest
+import structlog
 from structlog.testing import capture_logs
 
 from tokenbus.cli import main
@@ -24,6 +24,14 @@ def file(tmp_path: Path) -> Path:
 def reloader(file: Path, *flags: str) -> Reloader[RouterSettings]:
     options = main.parse(["router", "--config", str(file), *flags])
     return Reloader("router", options, router.settings_of, logs.LevelFilter("info"))
+
+
+def logs_info(level: logs.LevelFilter) -> bool:
+    try:
+        level(None, "info", {})
+    except structlog.DropEvent:
+        return False
+    return True
 
 
 def test_what_may_change_changes(file: Path) -> None:
@@ -78,8 +86,7 @@ def test_the_level_of_the_log_changes_at_once(file: Path) -> None:
     again = Reloader("router", main.parse(["router", "--config", str(file)]), router.settings_of, level)
     file.write_text('[router]\nlog-level = "error"\n')
     again()
-    assert repr(level) == repr(logs.LevelFilter("error"))
-    assert level._least == logging.ERROR
+    assert not logs_info(level)
 
 
 @pytest.mark.parametrize("command", CHANGEABLE)
@@ -97,7 +104,7 @@ def test_a_level_that_is_taken_out_of_the_file_is_the_usual_one_again(file: Path
     again = Reloader("router", main.parse(["router", "--config", str(file)]), router.settings_of, level)
     file.write_text("[router]\n")
     again()
-    assert level._least == logging.INFO
+    assert logs_info(level)
 
 
 def test_a_setting_that_is_needed_and_has_gone_from_the_file_ends_nobody(file: Path) -> None:

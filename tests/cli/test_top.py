@@ -1,4 +1,4 @@
-"""What `top` makes of two looks at the fleet."""
+"""Rates and tables of `tokenbus top`."""
 
 import pytest
 from rich.console import Console

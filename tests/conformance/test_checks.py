@@ -1,4 +1,4 @@
-"""Each check of wire-check lets right messages pass and says what is wrong with the others."""
+"""Each check of wire-check accepts correct messages and says what is wrong with others."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ def chunk(offset: int, text_offset: int, text: str, tokens: int = 1, **more: obj
 
 
 def right() -> list[Message]:
-    """A head, two chunks and a terminal; `ü` has two bytes."""
+    """Returns a correct stream: a head, two chunks and a terminal. `ü` has two bytes."""
     return [
         chunk(0, 0, "", 0, **ORIGIN),
         chunk(0, 0, "ü"),
@@ -400,7 +400,7 @@ def test_an_exchange_takes_whatever_comes() -> None:
 
 
 async def test_of_several_requests_whichever_speaks_first_is_enough() -> None:
-    """Which of them a worker has room for is decided by the order in which the routers pass them on."""
+    """Routers decide in which order a worker gets requests, and so which of them run."""
     first, second, third = exchanges = [Exchange("inbox", msgpack=False) for _ in range(3)]
     waiting = asyncio.create_task(any_tokens(exchanges, 2))
     for exchange, offsets in ((first, []), (second, [0]), (third, [0, 1])):

@@ -8,7 +8,7 @@ from tests.support.system import System
 
 @pytest.fixture
 async def system(tmp_path: Path) -> AsyncIterator[System]:
-    """A broker; the test starts what it wants to see fail."""
+    """A system with only a broker; the test starts what is to fail."""
     system = await System.start(tmp_path)
     yield system
     await system.stop()

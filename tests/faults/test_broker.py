@@ -1,4 +1,4 @@
-"""What exact clients see when the broker dies and comes back: every byte, or an error; never silence or a mixture."""
+"""When the broker dies and returns, clients see every byte or an error, never silence or mixed texts."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from tests.support.system import System
 from tokenbus.client import Client
 
 NUM_TOKENS = 300
-"""3 s of the simulated worker: twice what a frontend without its broker goes on for."""
+"""3 s of the simulated worker: twice the time that a frontend keeps running without its broker."""
 
 
 @pytest.mark.parametrize(("away_s", "must_survive"), [(0.0, True), (4.0, False)])

@@ -1,6 +1,6 @@
-"""Workers and routers are killed, paused and started again at random under load, and nothing is lost or left behind.
+"""Workers and routers are killed, paused and restarted at random under load; no request is lost or left over.
 
-TOKENBUS_CHAOS_S says for how many seconds: a few by default, 300 for the long one of bench/README.md."""
+TOKENBUS_CHAOS_S is the duration in seconds: a few by default, 300 for the long run in bench/README.md."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ _parts = codec.Decoder(internal.SnapshotPart)
 
 
 class Chaos:
-    """Does one bad thing after another."""
+    """Causes one failure after another."""
 
     def __init__(self, system: System, rng: random.Random) -> None:
         self._system = system
@@ -69,7 +69,7 @@ class Chaos:
 
 
 async def load(client: Client, rng: random.Random, until: float, ends: list[ExactStream]) -> None:
-    """One client that asks again and again: conversations that begin alike, now and then cancelled."""
+    """Sends requests with shared prefixes one after another, and cancels some."""
     while time.monotonic() < until:
         beginning = [1 + rng.randrange(4)] * 64
         prompt = beginning + [rng.randrange(1, 200) for _ in range(rng.randrange(200))]
@@ -85,7 +85,7 @@ async def load(client: Client, rng: random.Random, until: float, ends: list[Exac
 
 
 async def held_by(bare: RawClient, worker_id: str) -> set[int]:
-    """The blocks that a worker says it holds, asked for as any router may, again where it is not there just now."""
+    """Returns the blocks in a worker's snapshot; asks again while the worker is away."""
     inbox, subject = bare.nats.new_inbox(), f"{PREFIX}.worker.demo.{subjects.escape(worker_id)}.snapshot"
     subscription = await bare.nats.subscribe(inbox)
     await bare.nats.publish(subject, b"", reply=inbox)
@@ -134,7 +134,7 @@ async def test_after_any_chaos_every_request_has_ended_and_the_index_is_what_the
 
 
 async def settled(bare: RawClient, witness: Router, timeout_s: float = 60.0) -> None:
-    """The router that has seen it all believes what the workers say, and nothing is booked any more."""
+    """Waits until the router's index equals the workers' blocks and nothing is booked."""
     workers = witness.fleet.workers_of("demo")
     assert len(workers) == len(WORKERS) * REPLICAS
     async with asyncio.timeout(timeout_s):

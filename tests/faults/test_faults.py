@@ -1,4 +1,4 @@
-"""What a client sees when processes are killed: every accepted request ends in exactly one terminal."""
+"""When processes are killed, clients see exactly one terminal for every accepted request."""
 
 import asyncio
 import os
@@ -13,11 +13,11 @@ from tests.support.system import System
 from tokenbus.client.resync_timer import MAX_SILENCE_S
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
-"""Twelve of these fill the KV memory of one worker (8,192 tokens), so that all can speak at once."""
+"""Length of a stream; twelve of them fill the KV cache of one worker (8,192 tokens) and can run at once."""
 
 
 async def speaking(bare: RawClient, count: int, **more: object) -> list[Answer]:
-    """Streams that have all said something."""
+    """Starts streams and waits until each has sent tokens."""
     answers = [await bare.generate(LONG | more) for _ in range(count)]
     for answer in answers:
         await answer.until(3)

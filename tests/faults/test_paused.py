@@ -1,4 +1,4 @@
-"""A process that stands still and goes on: one terminal for each request, no texts mixed, and nothing left behind."""
+"""A process is frozen and continued: each request has one terminal, no texts mix, and nothing is left over."""
 
 import asyncio
 import contextlib
@@ -18,8 +18,8 @@ from tokenbus.worker.broker.fence import FENCE_S
 
 VICTIMS = ("engine", "front", "router")
 PAUSES_S = (0.5, 3.0, times(15, 40))
-"""A moment; longer than a frontend may be silent; longer than any limit of a stream, the longest of which is the
-silence that a client bears, 10 s, with the two resyncs after it."""
+"""A moment; longer than a frontend may be silent; longer than any limit of a stream. The longest of these is the 10 s
+of silence that a client waits, with two resyncs after it."""
 NUM_TOKENS = 300
 
 
@@ -41,7 +41,7 @@ async def pid_of(system: System, bare: RawClient, victim: str) -> int:
 
 
 async def started(folder: Path) -> System:
-    """Two of each."""
+    """Starts two routers and two workers."""
     system = await System.start(folder)
     for name in ("router-a", "router-b"):
         system.router(name)
@@ -52,7 +52,7 @@ async def started(folder: Path) -> System:
 
 @pytest.fixture
 async def systems(tmp_path: Path) -> AsyncIterator[dict[str, System]]:
-    """One for each victim."""
+    """One system for each kind of victim."""
     folders = {victim: tmp_path / victim for victim in VICTIMS}
     for folder in folders.values():
         folder.mkdir()
@@ -65,7 +65,7 @@ async def systems(tmp_path: Path) -> AsyncIterator[dict[str, System]]:
 
 
 async def freeze_under_load(system: System, victim: str) -> None:
-    """Freezes one process of a system under load, for longer and longer, and checks what must hold for all streams."""
+    """Freezes one process of a system under load for longer and longer, and checks all streams."""
     bare = await system.connect()
     async with await Client.connect(system.url) as client:
         undisturbed = await ask(client, NUM_TOKENS, logprobs=5).end()
@@ -87,14 +87,14 @@ async def freeze_under_load(system: System, victim: str) -> None:
 
 
 def harmed(told: list[ExactStream]) -> set[object]:
-    """The workers that had accepted the streams which did not come to their end."""
+    """Returns the workers whose streams did not run to their end."""
     return {chunk.worker_id for one in told if not one.is_whole for chunk in one.chunks if chunk.worker_id}
 
 
 async def test_a_process_that_stands_still_harms_at_most_its_own_streams_and_none_in_a_moment(
     systems: dict[str, System],
 ) -> None:
-    """One of each kind, each in a system of its own, beside each other."""
+    """Each kind of process is frozen in its own system, all at the same time."""
     async with asyncio.TaskGroup() as group:
         for victim, system in systems.items():
             group.create_task(freeze_under_load(system, victim))

@@ -1,4 +1,4 @@
-"""More requests than the fleet can run wait in the router: in turn, fairly, and not for ever."""
+"""Requests that the fleet can't run yet wait in the router: in order, fairly, and not forever."""
 
 import asyncio
 import random
@@ -15,11 +15,11 @@ from tokenbus.router.settings import RouterSettings
 
 SIM = Path("dynamo")
 NUM_TAKEN = 3
-"""Requests that a worker with two lanes takes: one may wait there."""
+"""Requests that a worker with two lanes accepts; one of them waits there."""
 LONG = {"prompt": "x", "max_tokens": 60, "timeout_ms": 30_000}
-"""About 0.4 s of the simulated worker."""
+"""Tokens for about 0.4 s of the simulated worker."""
 ENDLESS = {"prompt": "x", "max_tokens": 10_000}
-"""About a minute."""
+"""Tokens for about a minute."""
 
 
 async def started(system: System, *router: str) -> RawClient:
@@ -31,14 +31,14 @@ async def started(system: System, *router: str) -> RawClient:
 
 
 async def fill(bare: RawClient) -> list[Answer]:
-    """As many requests as the worker takes, two of which run, none of which ends by itself."""
+    """Sends as many requests as the worker accepts, two of which run; none ends by itself."""
     answers = [await bare.generate(ENDLESS | {"id": f"fill-{number}"}) for number in range(NUM_TAKEN)]
     await asyncio.gather(*(answer.until(2) for answer in answers[:2]))
     return answers
 
 
 async def cancel(bare: RawClient, answers: list[Answer]) -> None:
-    """Ends those that fill the worker, none of which has ended before."""
+    """Cancels the requests that fill the worker, which must all be running still."""
     assert not any(answer.terminals for answer in answers)
     for number in range(NUM_TAKEN):
         await bare.nats.publish(f"{PREFIX}.cancel.fill-{number}", b"")

@@ -1,4 +1,4 @@
-"""Replicas of one process share weights, memory and a fate; models come and go beside them."""
+"""Replicas in one process share weights, memory and crashes; models are loaded and unloaded beside them."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ LONG = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "te
 
 
 async def control(bare: RawClient, card: dict[str, Any], **message: Any) -> list[dict[str, Any]]:
-    """The replies to a control message, up to the last."""
+    """Returns all replies to a control message."""
     replies: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     inbox = bare.nats.new_inbox()
 

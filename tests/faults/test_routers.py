@@ -1,4 +1,4 @@
-"""Any number of routers: each sees what the others place, and none is missed when it dies."""
+"""Any number of routers: each sees what the others place, and none is needed when it dies."""
 
 import asyncio
 import random
@@ -48,7 +48,7 @@ async def test_two_of_three_routers_killed_under_200_requests_disturb_no_stream_
 
 
 async def wire_check(url: str) -> str:
-    """What `tokenbus wire-check` prints; it must find nothing broken."""
+    """Runs `tokenbus wire-check`, which must find no broken rule, and returns its output."""
     process = await asyncio.create_subprocess_exec(
         *command("wire-check", "--nats", url, "--model", "demo"), stdout=asyncio.subprocess.PIPE
     )

@@ -1,4 +1,4 @@
-"""Conversations over three replicas go where their beginning is held, and the router knows how much of it there is."""
+"""Conversations on three replicas go to the one with their prefix, and the router knows how much of it is cached."""
 
 import asyncio
 from typing import Any
@@ -12,7 +12,7 @@ _OPENINGS = ["Tell me about the fox.", "What is 20 + 22?", "Where does the owl l
 
 
 async def _converse(bare: RawClient, number: int, policy: str) -> list[dict[str, Any]]:
-    """The terminals of one conversation, each turn's prompt being all that was said before."""
+    """Runs a conversation whose prompts contain all turns before; returns the terminals."""
     said = [{"role": "user", "content": f"{_OPENINGS[number % 4]} {'Please. ' * (70 + number)}"}]
     terminals = []
     for turn in range(_TURNS):

@@ -11,7 +11,7 @@ from tests.support.system import System
 
 @pytest.fixture
 async def system(tmp_path: Path) -> AsyncIterator[System]:
-    """A broker; the test starts what it wants to attack."""
+    """A system with only a broker; the test starts what it attacks."""
     system = await System.start(tmp_path)
     yield system
     await system.stop()
@@ -19,13 +19,13 @@ async def system(tmp_path: Path) -> AsyncIterator[System]:
 
 @pytest.fixture
 def stage() -> Iterator[Stage]:
-    """A simulated router that forged workers speak to."""
+    """A simulated router and client for forged workers."""
     with world(seed=7) as made:
         yield Stage(made)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """With the long form: what was tried, how often, and how it ended."""
+    """Reports after a long run what was tried, how often, and how it ended."""
     if not scale.IS_LONG:
         return
     terminalreporter.section("what hostile use was tried")

@@ -1,4 +1,4 @@
-"""Forged workers in the simulated world: each says what a test has it say."""
+"""Forged workers in the simulated world, which send whatever a test wants."""
 
 import itertools
 from collections.abc import Callable
@@ -17,21 +17,21 @@ GARBAGE = b"\xc1 no MessagePack"
 _EPOCHS = itertools.count(100)
 
 Answer = Callable[[Msg], bytes | None]
-"""What to answer to a message; None for nothing."""
+"""A function from a message to its reply; None means no reply."""
 
 
 def says(answer: messages.Message | bytes) -> Answer:
-    """Always the same."""
+    """Returns an answer that is always the same."""
     return lambda message: answer if isinstance(answer, bytes) else codec.encode(answer)
 
 
 def refuses(code: errors.Code) -> Answer:
-    """A run, and whatever else is answered with an error."""
+    """Returns an answer that refuses with this error."""
     return says(internal.RunReply(accepted=False, error=errors.make_error(code)))
 
 
 class ForgedWorker:
-    """Publishes a card, and, if it beats, events; answers on the subjects for which it has an answer."""
+    """A worker that publishes a card and, if `beats`, events, and answers only on subjects it has answers for."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ForgedWorker:
         self.worker_id = worker_id
         self.state = state
         self.heard: list[str] = []
-        """Services that were asked, one after another."""
+        """Names of the services that were called, in order."""
         self._card = card(
             worker_id,
             epoch=f"{next(_EPOCHS)}-x",
@@ -70,11 +70,11 @@ class ForgedWorker:
         self.process.do(self._open())
 
     def answer(self, **services: Answer) -> None:
-        """Other answers from now on."""
+        """Replaces answers from now on."""
         self._services |= services
 
     def show(self, state: messages.WorkerState) -> None:
-        """Says in its next heartbeat what it can do now."""
+        """Changes the state that the next heartbeat reports."""
         self.state = state
 
     async def _open(self) -> None:
@@ -106,7 +106,7 @@ class ForgedWorker:
 
 
 class Stage:
-    """A router and a client among workers of any kind."""
+    """A simulated router and client, among workers of any kind."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -116,7 +116,7 @@ class Stage:
         world.run(0.6)
 
     def check(self) -> None:
-        """Nothing has failed, and each client was told one story."""
+        """Checks that nothing failed and that every stream is consistent."""
         for process in self.world.processes:
             assert process.faults == [], process
         for one in self.client.asked:
@@ -125,7 +125,7 @@ class Stage:
             heard.check()
 
     def until_ended(self, timeout_s: float = 60.0) -> list[str]:
-        """How each request has ended: its finish reason, or the error's code."""
+        """Waits for all requests; returns the finish reason or error code of each."""
         self.world.run(0.01)  # in which what was asked for is sent
         self.world.run_until(lambda: not self.client.open(), timeout_s)
         self.check()

@@ -1,4 +1,4 @@
-"""Speaks to one worker as a router does, and to everybody as anyone could: nothing is checked before it is sent."""
+"""A router without checks: sends anything to one worker, and to every other subject."""
 
 import asyncio
 import secrets
@@ -16,7 +16,7 @@ from tests.support.system import System
 
 
 class RawRouter:
-    """One connection, and one worker that is spoken to."""
+    """One connection and the worker it talks to."""
 
     def __init__(self, connection: Nats, model: str, worker_id: str) -> None:
         self.nats = connection
@@ -24,7 +24,7 @@ class RawRouter:
         self.card_subject = f"{PREFIX}.card.{model}.{worker_id}"
         self.card: Message = {}
         self.replies: Counter[str] = Counter()
-        """How often each reply subject was answered."""
+        """Number of replies by reply subject."""
         self.inbox = f"_INBOX.{secrets.token_hex(8)}"
 
     @classmethod
@@ -38,7 +38,7 @@ class RawRouter:
         return peer
 
     async def find(self) -> Message:
-        """The worker's card, once it is ready."""
+        """Waits until the worker is ready and returns its card."""
         cards: asyncio.Queue[Message] = asyncio.Queue()
 
         async def take(message: Msg) -> None:
@@ -56,7 +56,7 @@ class RawRouter:
         return self.card
 
     def run(self, **fields: Any) -> Message:
-        """A run that a router could send; `fields` in its place."""
+        """Returns a valid run with these fields replaced."""
         return {
             "request_id": f"default:{secrets.token_hex(8)}",
             "attempt": 1,
@@ -76,7 +76,7 @@ class RawRouter:
         return msgspec.msgpack.decode(answer.data)  # type: ignore[no-any-return]
 
     async def must_serve(self) -> None:
-        """The worker takes an ordinary run in the same life as at first, and carries it to its end."""
+        """Checks that the worker still has its first epoch and completes an ordinary run."""
         reply = f"_INBOX.{secrets.token_hex(8)}"
         ended: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
@@ -98,7 +98,7 @@ class RawRouter:
 
 
 def check_idle(system: System, name: str) -> None:
-    """Nothing in a worker's log says that something went wrong in it, rather than in what it was sent."""
+    """Checks that a worker's log has no error of its own, only complaints about what it was sent."""
     wrong = {"message_failed", "engine_died", "request_crashes_engine", "nats_closed", "nats_disconnected", "replaced"}
     lines = [line for line in system.log(name) if line["event"] in wrong]
     assert not lines, lines[:3]

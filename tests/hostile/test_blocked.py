@@ -1,4 +1,4 @@
-"""A worker that can hear and not be heard."""
+"""A worker that receives everything while nothing it sends arrives."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""While more waits for the broker than may wait nothing of a router ends, and no answer is lost."""
+"""While the send buffer is full, no part of a router ends and no answer is lost."""
 
 from array import array
 

@@ -1,4 +1,4 @@
-"""What strangers can do to an HTTP port of ours, over bare sockets: they take each other's room, and nobody else's."""
+"""Attacks on our HTTP ports over raw sockets: attackers only use up each other's connections."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ OK = (200, b"ok\n")
 
 
 def code_of(answer: tuple[int, bytes]) -> tuple[int, str]:
-    """Status and code of an error in the API's shape."""
+    """Returns status and code of an API error."""
     status, body = answer
     return status, json.loads(body)["error"]["code"]
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: the first stops every command, the second stops it at once, and neither leaves a process."""
+"""Ctrl-C at any moment: the first stops a command, the second stops it at once, and neither leaves a process behind."""
 
 import os
 import secrets
@@ -16,7 +16,7 @@ from tests.support.system import running_up
 
 TOKENBUS = str(Path(sysconfig.get_path("scripts")) / "tokenbus")
 READY_S = 2.3
-"""After that every command has long been at work on an idle machine."""
+"""Time after which every command is fully running on an idle machine."""
 PATIENCE_S = 40.0
 STATUSES = {0, 128 + signal.SIGINT, -signal.SIGINT}
 MODEL = ("--model", "demo")
@@ -45,7 +45,7 @@ def url() -> Iterator[str]:
 
 
 class Running:
-    """A command that was just started, as from a terminal, and all that it starts."""
+    """A command started like from a terminal, with all its child processes."""
 
     def __init__(self, url: str, arguments: tuple[str, ...]) -> None:
         self._mark = f"MARK_OF_A_TEST={secrets.token_hex(8)}"
@@ -61,8 +61,8 @@ class Running:
         )
 
     def until_begun(self) -> None:
-        """Python itself catches SIGINT before any of our code runs, and prints a traceback: nobody can help that. What
-        `tokenbus` does first is to catch it no more."""
+        """Waits until our code runs. Before that, Python itself catches SIGINT and prints a traceback, which can't be
+        avoided; restoring the default action is the first thing `tokenbus` does."""
         for is_caught in (True, False):
             deadline = time.monotonic() + 5.0
             while self._catches_interrupts() is not is_caught and time.monotonic() < deadline:
@@ -75,11 +75,11 @@ class Running:
         return False
 
     def interrupt(self) -> None:
-        """As a terminal does: the whole process group gets it."""
+        """Sends SIGINT to the whole process group, like a terminal."""
         os.killpg(self._process.pid, signal.SIGINT)
 
     def check_end(self, patience_s: float) -> None:
-        """It ends within that time, and well, and so does all that it has started."""
+        """Checks that the command and all its children end in time and without a traceback."""
         deadline = time.monotonic() + patience_s
         try:
             _, said = self._process.communicate(timeout=patience_s)

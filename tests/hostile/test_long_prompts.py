@@ -1,4 +1,4 @@
-"""Prompts that are far too long cost a router little, and its other requests nothing."""
+"""Prompts that are far too long cost a router little and do not delay other requests."""
 
 import asyncio
 from collections.abc import AsyncIterator

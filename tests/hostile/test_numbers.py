@@ -1,4 +1,4 @@
-"""Cards and events may hold any numbers: nothing of a router ends by them, and other workers go on."""
+"""Any numbers in cards and events leave the router and other workers running."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A worker believes nothing that it is sent: whatever comes on its subjects, it answers, and goes on serving."""
+"""A worker trusts no message: whatever arrives on its subjects, it answers and keeps serving."""
 
 import asyncio
 import math
@@ -137,7 +137,7 @@ async def test_arguments_of_a_template_that_nest_too_deeply_are_refused(system: 
 
 
 async def test_forged_cards_and_runs_do_not_end_a_worker(system: System, peer: RawRouter) -> None:
-    """Cards of another model under its name with a later epoch, and cards on its own subject that speak for others."""
+    """The cards have its name with another model and a later epoch, or are on its own subject with other names."""
     count = times(10, 50)
     later = f"{int(peer.card['epoch'].partition('-')[0]) + 10**9}-ffffffff"
     for number in range(count):
@@ -159,11 +159,11 @@ VALUES: tuple[Any, ...] = (
     "é" * 300, b"", b"\0" * 7, b"\xff" * 64, [], [[]], [-1], [1 << 40], [""], ["x" * 2_000], {}, {"a": {"b": [1]}},
     {-1: 2.0},
 )  # fmt: skip
-"""What takes the place of a field."""
+"""Values that replace a field's own."""
 
 
 def mutated(rng: random.Random, body: dict[str, Any]) -> dict[str, Any]:
-    """The same message with some of its fields changed, taken away or added."""
+    """Returns the message with some fields changed, removed or added."""
     changed = dict(body)
     for _ in range(rng.randint(1, 2)):
         name = rng.choice([*changed, "unknown"]) if changed else "unknown"
@@ -177,7 +177,7 @@ def mutated(rng: random.Random, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def hostile_message(rng: random.Random, peer: RawRouter) -> tuple[str, bytes]:
-    """A service of a worker, and what is sent there: mostly nearly right."""
+    """Returns a worker's service and a message for it that is almost valid."""
     params = dict(rng.sample(sorted(HOSTILE_PARAMS.items()), rng.randint(0, 2)))
     right: dict[str, dict[str, Any]] = {
         "run": peer.run(params={"max_tokens": 2, "temperature": 0.5, "stop": ["q"]} | params),
@@ -198,7 +198,7 @@ def hostile_message(rng: random.Random, peer: RawRouter) -> tuple[str, bytes]:
 
 
 def is_order(payload: bytes) -> bool:
-    """An operator's order that a worker has to obey."""
+    """Returns whether a message is an operator's command that a worker must carry out."""
     return any(order in payload for order in (b"drain", b"unload"))
 
 
@@ -226,7 +226,7 @@ async def test_hostile_messages_to_every_subject_of_a_worker_are_answered_and_di
 
 
 async def test_an_id_that_is_used_again_while_it_is_refused_is_free(peer: RawRouter) -> None:
-    """A refused run leaves nothing behind."""
+    """A refused run must leave nothing behind."""
     again = f"default:{secrets.token_hex(8)}"
     refused = await peer.call("run", peer.run(request_id=again, params={"max_tokens": -5}))
     assert refused["accepted"] is False

@@ -1,4 +1,4 @@
-"""What dead, forged and broken workers can do to requests: very little while others are well."""
+"""Dead, forged and broken workers do little harm to requests while others are healthy."""
 
 from array import array
 
@@ -24,7 +24,7 @@ def ask(stage: Stage, count: int, *, prompt: str | None = None, worker_id: str =
 
 
 def dead_replicas(stage: Stage, count: int) -> None:
-    """Workers of which the router does not know yet that they are gone."""
+    """Starts workers and kills them, which the router does not know yet."""
     frontends = [FrontendProcess(stage.world, stage.broker, f"dead{number}") for number in range(count)]
     stage.world.run(1.0)
     for frontend in frontends:
@@ -117,7 +117,7 @@ def test_a_worker_that_accepts_in_words_that_nobody_knows_and_speaks_keeps_the_r
 
 
 def speaks(stage: Stage) -> Answer:
-    """Sends the client a whole stream, and the router nonsense."""
+    """Returns an answer that sends the client a whole stream and the router nonsense."""
 
     def answer(message: Msg) -> bytes:
         run = codec.Decoder(internal.Run).decode(message.data)
@@ -163,7 +163,7 @@ async def _answer_with_garbage(stage: Stage, subject: str) -> None:
 
 
 def test_a_routers_answer_that_can_not_be_read_is_no_fault_of_the_client(stage: Stage) -> None:
-    """Whoever answers first is heard, and in the simulated world that is who listens beside the routers' queue."""
+    """The first reply counts, which is the one from outside the routers' queue group in the simulated world."""
     for subject in (NAMES.models_for("other"), NAMES.embed(MODEL, "other")):
         stage.router.process.do(_answer_with_garbage(stage, subject))
     client = stage.client.process.do(stage.client.client.for_tenant("other"))

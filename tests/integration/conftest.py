@@ -9,14 +9,14 @@ from tests.support.system import up_with_output
 
 @pytest.fixture(scope="session")
 def said_by_up() -> Iterator[dict[str, Any]]:
-    """A whole system with two replicas of the demo model, as `make up` starts it: what it says of itself."""
+    """A whole system with two workers of the demo model, started like by `make up`; its line of JSON."""
     with up_with_output("--workers", "2") as said:
         yield said
 
 
 @pytest.fixture(scope="session")
 def url(said_by_up: dict[str, Any]) -> str:
-    """The broker of that system."""
+    """The URL of that system's broker."""
     return str(said_by_up["nats"])
 
 

@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets one terminal with the right code, and a running stream does not notice."""
+"""Whatever a client sends gets one terminal with the right code and does not disturb a running stream."""
 
 # ruff: noqa: E501
 
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[bytes, str, str | None]] = {
 
 @pytest.fixture
 async def neighbour(bare: RawClient) -> AsyncIterator[Answer]:
-    """A stream that runs meanwhile and must end as if nothing had happened."""
+    """Runs a stream during the test, which must end undisturbed."""
     body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
     answer = await bare.generate(body)
     await answer.until(2)

@@ -1,4 +1,4 @@
-"""`tokenbus bench` against a running system, as a person or a script uses it."""
+"""`tokenbus bench` against a running system, used like by a person or a script."""
 
 import argparse
 import asyncio
@@ -31,7 +31,7 @@ Bench = Callable[..., Done]
 
 @pytest.fixture
 def bench(url: str, capsys: pytest.CaptureFixture[str]) -> Iterator[Bench]:
-    """Runs the command in this process: starting one takes longer than most benches here."""
+    """Runs the command in this process, since starting one would take longer than most benchmarks here."""
 
     def run_here(*arguments: str) -> Done:
         parser = argparse.ArgumentParser()
@@ -45,7 +45,7 @@ def bench(url: str, capsys: pytest.CaptureFixture[str]) -> Iterator[Bench]:
 
 
 def runs(done: Done) -> list[dict[str, Any]]:
-    """The runs as the JSON has them."""
+    """Returns the runs in the JSON output."""
     found: list[dict[str, Any]] = json.loads(done.stdout)["runs"]
     return found
 

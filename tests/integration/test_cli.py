@@ -1,4 +1,4 @@
-"""The command line as a person or a script uses it."""
+"""The command line, used like by a person or a script."""
 
 import json
 import os

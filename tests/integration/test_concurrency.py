@@ -1,4 +1,4 @@
-"""Many requests at once: each gets its own answer, the same as alone."""
+"""Each of many concurrent requests gets the same answer as alone."""
 
 import asyncio
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ NEAR_TIE = 1e-3
 
 
 def bodies() -> list[dict[str, Any]]:
-    """50 different greedy requests: sums, facts, stories, long and short."""
+    """Returns 50 different greedy requests: sums, facts and stories, long and short."""
     facts = [question for country in corpus.COUNTRIES for question, _ in corpus.facts(country)]
     texts = facts[:20] + [corpus.sum_question(n, 49 - n) for n in range(20)]
     texts += [f"Tell me a story about a {animal}." for animal in ("fox", "owl", "bear", "cat", "dog")]
@@ -34,7 +34,7 @@ def sampled(answer: Answer) -> list[int]:
 
 
 class Judge:
-    """Computes with bare llama.cpp how close the two likeliest tokens were where two answers part."""
+    """Computes with plain llama.cpp how close the two likeliest tokens were where two answers diverge."""
 
     def __init__(self) -> None:
         self._model = llama.llama_model_load_from_file(
@@ -86,7 +86,7 @@ async def test_fifty_at_once_over_two_replicas_are_answered_as_if_alone(bare: Ra
 
 
 def gap_where_they_part(judge: Judge, prompt_ids: list[int], one: Answer, other: Answer) -> float:
-    """The distance of the two best logits at the first token in which the answers differ."""
+    """Returns the difference of the two best logits at the first token where the answers differ."""
     left, right = sampled(one), sampled(other)
     parted = next(i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
     return judge.gap(prompt_ids + left[:parted])

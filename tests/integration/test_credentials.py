@@ -1,4 +1,4 @@
-"""Every way to say who one is and to know the broker, tried against a real nats-server, rightly and wrongly."""
+"""Every kind of authentication against a real nats-server, with right and wrong credentials."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Dashboards and rules before a real Prometheus that watches a real system: no panel is empty, and alerts tell."""
+"""Dashboards and alerts on a real Prometheus and a real system: no panel is empty, and alerts fire when they should."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ ENDLESS = {"prompt": "x", "max_tokens": 6_000}
 
 
 class Watched:
-    """A router and two workers, of which Prometheus always knows where they are."""
+    """A router and two workers whose addresses Prometheus always knows."""
 
     def __init__(self, system: System, prometheus: Prometheus) -> None:
         self.system = system
@@ -44,7 +44,7 @@ class Watched:
         self.system.wait(name)
 
     async def _port(self, name: str) -> int:
-        """Of the latest process of that name."""
+        """Returns the metrics port of the newest process of this name."""
         async with asyncio.timeout(60):
             while True:
                 pages = [line for line in self.system.log(name) if line["event"] == "status_page"]
@@ -65,7 +65,7 @@ async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
 
 @contextlib.asynccontextmanager
 async def load(bare: RawClient, clients: int) -> AsyncIterator[None]:
-    """So many clients that ask again and again."""
+    """Runs clients that send one request after another."""
 
     async def ask() -> None:
         while True:
@@ -81,7 +81,7 @@ async def load(bare: RawClient, clients: int) -> AsyncIterator[None]:
 
 
 def on_dashboards() -> list[str]:
-    """Every expression of every panel, with all that can be chosen."""
+    """Yields every expression of every panel, with every value of its variables."""
     found = []
     for path in sorted(alert_rules.DASHBOARDS.glob("*.json")):
         targets = [target for panel in json.loads(path.read_text())["panels"] for target in panel.get("targets", [])]
@@ -95,7 +95,7 @@ def chosen(expression: str) -> str:
 
 
 def offers() -> set[tuple[str, str]]:
-    """Series and label of every choice of every dashboard."""
+    """Yields series and label of every variable of every dashboard."""
     text = "".join(path.read_text() for path in alert_rules.DASHBOARDS.glob("*.json")).replace('\\"', '"')
     found = re.findall(r'"label_values\((.+), (\w+)\)"', text)
     assert found
@@ -103,7 +103,7 @@ def offers() -> set[tuple[str, str]]:
 
 
 async def until_data(prometheus: Prometheus, expressions: list[str]) -> None:
-    """Every one has at least one number at some time."""
+    """Waits until every expression has had at least one value."""
     empty = expressions
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(25):

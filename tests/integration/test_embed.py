@@ -1,4 +1,4 @@
-"""Embeddings over the bus, as a client sees them that knows only the wire's text."""
+"""Embeddings over NATS, seen by a client that only follows docs/wire.md."""
 
 import asyncio
 import base64

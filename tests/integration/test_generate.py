@@ -1,4 +1,4 @@
-"""A request over the bus, end to end, seen by a client that knows only the wire's text."""
+"""Requests over NATS end to end, seen by a client that only follows docs/wire.md."""
 
 import asyncio
 import json
@@ -166,7 +166,7 @@ async def test_a_request_can_be_pinned_to_a_worker(bare: RawClient) -> None:
 
 
 async def nothing_runs(bare: RawClient) -> None:
-    """The router has heard that every earlier request has ended."""
+    """Waits until the router knows that every earlier request has ended."""
     async with asyncio.timeout(60):
         while any(card["load"]["running"] + card["load"]["waiting"] for card in await workers(bare)):
             pass

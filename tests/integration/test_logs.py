@@ -1,4 +1,4 @@
-"""What real processes write of requests, of long waits and of operators."""
+"""Log lines of real processes about requests, long waits and operators."""
 
 import asyncio
 from collections.abc import AsyncIterator

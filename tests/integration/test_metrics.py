@@ -1,4 +1,4 @@
-"""The status page of real processes: metrics that add up, and health that tells the truth."""
+"""The status page of real processes: metrics add up and health checks are right."""
 
 import asyncio
 import os
@@ -49,7 +49,7 @@ async def get(port: int, path: str) -> tuple[int, str]:
 
 
 async def samples(port: int) -> dict[str, float]:
-    """Sums over all labels but the one that tells kinds apart."""
+    """Returns the sums of all samples by name and by the label that distinguishes kinds."""
     _, text = await get(port, "/metrics")
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):

@@ -1,4 +1,4 @@
-"""Workers of different engines side by side, behind one router and under load: every answer is right."""
+"""Workers with different engines behind one router answer correctly under load."""
 
 import asyncio
 import itertools
@@ -32,7 +32,7 @@ def asked(question: str, *, told: bool) -> dict[str, Any]:
 
 
 async def answers(bare: RawClient, pairs: list[tuple[str, str]], *, told: bool) -> list[tuple[str, dict[str, Any]]]:
-    """Wrong answers are the test's failure; what comes back are the workers and the terminals."""
+    """Sends requests and checks their answers; returns the workers and terminals."""
     streams = [await bare.generate(asked(question, told=told)) for question, _ in pairs]
     found = []
     for stream, (question, truth) in zip(streams, pairs, strict=True):

@@ -1,4 +1,4 @@
-"""With the permissions of deploy/nats.conf on, nobody can do what is not their role's: here they do try."""
+"""With the permissions of deploy/nats.conf nobody can do what their role does not allow."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ TENANTS_ONLY = ("--inbox-prefix", "_INBOX_{tenant}")
 
 
 class Guarded:
-    """A system whose broker asks who you are."""
+    """A system whose broker requires credentials."""
 
     def __init__(self, system: System, passwords: dict[str, str]) -> None:
         self.system = system
@@ -51,7 +51,7 @@ class Guarded:
         return client
 
     async def refuses(self, user: str, what: str) -> None:
-        """The broker has said no to something of a user since the last time."""
+        """Waits until the broker has denied something to a user since the last call."""
         async with asyncio.timeout(60):
             while not any(user in line and what.lower() in line.lower() for line in self.violations):
                 await asyncio.sleep(0.01)
@@ -101,7 +101,7 @@ async def listen(client: Nats, subject: str) -> list[Msg]:
 
 
 async def card_of(client: Nats, model: str) -> dict[str, Any]:
-    """The card of the only worker of a model, as the router shows it to acme, but for what changes by itself."""
+    """Returns the card of a model's only worker from the router, without the fields that change by themselves."""
     reply = json.loads((await client.request(f"{PREFIX}.models.acme", b"", timeout=5)).data)
     (card,) = next(one["workers"] for one in reply["models"] if one["model"] == model)
     return {name: value for name, value in card.items() if name not in ("load", "watched")}
@@ -228,7 +228,7 @@ async def test_a_worker_s_credentials_can_not_read_prompts_of_other_models(guard
 
 
 async def test_a_worker_s_credentials_can_not_speak_for_a_worker_of_another_model(guarded: Guarded) -> None:
-    """It tries whatever its permissions let it: cards, events and snapshots that name the other model's worker."""
+    """It tries everything its permissions allow: cards, events and snapshots that name the other model's worker."""
     acme = await guarded.connect("acme", "_INBOX_acme")
     await until_served(acme, "acme", 2)
     hostile = await guarded.connect("worker-other", "_INBOX_worker_other")

@@ -1,4 +1,4 @@
-"""The README's snippets, as they stand there, against a running system."""
+"""The README's snippets work unchanged against a running system."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_the_curl_snippet_gets_an_answer(said_by_up: dict[str, Any], tmp_path: P
 
 @pytest.fixture(scope="session")
 def node_folder() -> Path:
-    """A folder in which the npm package that the README names is installed, kept between runs."""
+    """A folder with the npm package that the README names, kept between runs."""
     cache = Path(os.environ.get("TOKENBUS_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     folder = cache / "tokenbus" / "node"
     if not (folder / "node_modules" / "@nats-io" / "transport-node").exists():

@@ -1,4 +1,4 @@
-"""kill -HUP: settings change while requests are served."""
+"""SIGHUP changes settings while requests are served."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ async def system(tmp_path: Path) -> AsyncIterator[System]:
 
 
 async def read_again(system: System, name: str) -> dict[str, object]:
-    """Sends SIGHUP; gives the line that says what came of it."""
+    """Sends SIGHUP and returns the log line about the result."""
     events = ("settings_reloaded", "settings_refused")
     before = sum(line["event"] in events for line in system.log(name))
     system.signal(name, signal.SIGHUP)

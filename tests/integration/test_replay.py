@@ -1,4 +1,4 @@
-"""`tokenbus replay`: the same to the last byte, and the same as with real workers."""
+"""`tokenbus replay` is reproducible to the last byte and agrees with real workers."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""One tenant that asks too much is told to wait; the others notice nothing."""
+"""A tenant that exceeds its limits has to wait, without any effect on others."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Spans of real processes: one trace for each request, from its client to its worker."""
+"""Traces of real processes: one for each request, from its client to its worker."""
 
 import itertools
 from collections.abc import AsyncIterator, Iterator
@@ -44,7 +44,7 @@ def trace_id(number: int) -> str:
 
 
 def began(number: int) -> dict[str, str]:
-    """Headers of a message whose sender has begun a trace."""
+    """Returns the headers of a message whose sender has started a trace."""
     return {"traceparent": f"00-{trace_id(number)}-{PARENT_ID}-01"}
 
 
@@ -148,7 +148,7 @@ async def test_a_collector_that_is_away_costs_nothing_but_a_line(tmp_path: Path)
 
 
 async def test_without_an_endpoint_a_trace_is_passed_on_as_it_came(tmp_path: Path, collector: Collector) -> None:
-    """The router records nothing; the worker's span is below the client's."""
+    """The router records nothing, so the worker's span is a child of the client's."""
     system = await System.start(tmp_path)
     try:
         system.router("router")

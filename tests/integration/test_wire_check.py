@@ -117,7 +117,7 @@ authorization {
 
 @pytest.fixture
 async def guarded(tmp_path: Path) -> AsyncIterator[str]:
-    """A system whose broker gives clients no more than they need; the client's URL."""
+    """A system whose broker gives clients only the permissions they need; yields the client's URL."""
     config = tmp_path / "nats.conf"
     config.write_text(PERMISSIONS)
     server = await nats_server.start(0, tmp_path / "nats.log")

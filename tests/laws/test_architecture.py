@@ -1,4 +1,4 @@
-"""The laws of the architecture: who may import whom, and what pure code may not touch."""
+"""The rules of the architecture: which package may import which, and what pure code may not touch."""
 
 import ast
 import functools
@@ -62,7 +62,7 @@ PURE = (
     "gateway/openai/chat_response.py",
     "replay/*.py",
 )
-"""Files that decide: values and the time in, values out."""
+"""Files that decide: values and the time go in, values come out."""
 IMPURE = {"asyncio", "time", "nats", "prometheus_client", "threading", "socket", "structlog"}
 ONLY_IN = {
     "llama_cpp": ("worker/engine/gguf/",),
@@ -84,7 +84,7 @@ def sources() -> list[Path]:
 
 @functools.cache
 def imports(path: Path) -> frozenset[str]:
-    """What a file imports, anywhere in it: the names of our packages, and the top-level names of all others."""
+    """Returns everything a file imports: the names of our packages, and the top-level names of all others."""
     return frozenset(package_of(module) for module in modules_in(path.read_text()))
 
 
@@ -99,20 +99,20 @@ def modules_in(code: str) -> Iterator[str]:
 
 
 def package_of(module: str) -> str:
-    """`tokenbus.worker.engine` is of the package `worker`, `nats.aio` of `nats`."""
+    """Returns a module's package: `worker` for `tokenbus.worker.engine`, `nats` for `nats.aio`."""
     first, _, rest = module.partition(".")
     return rest.partition(".")[0] if first == "tokenbus" and rest else first
 
 
 def old_names(code: str) -> list[str]:
-    """The places where code calls one of our packages by its bare name, under which it would be loaded twice."""
+    """Returns our modules that code names without `tokenbus.`, which would load them twice."""
     bare = [module for module in modules_in(code) if module.partition(".")[0] in PACKAGES]
     strings = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
     return bare + [one for one in strings if isinstance(one, str) and is_bare_module(one)]
 
 
 def is_bare_module(text: str) -> bool:
-    """Whether a string names one of our modules, as `python -m` and `import_module` take it."""
+    """Returns whether a string names one of our modules the way `python -m` and `import_module` take it."""
     first, _, rest = text.partition(".")
     if first not in PACKAGES or not rest.replace(".", "").isidentifier():
         return False
@@ -217,7 +217,7 @@ def test_only_the_subjects_module_puts_subjects_together() -> None:
 
 
 def imported_by(code: str) -> set[str]:
-    """The modules that a fresh process has imported after that, ours without `tokenbus.`."""
+    """Returns the modules that a new process has imported after running `code`, ours without `tokenbus.`."""
     whole = f"import sys; from tokenbus.cli import main; {code}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

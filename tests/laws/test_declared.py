@@ -1,4 +1,4 @@
-"""What is imported is declared in pyproject.toml: nothing is there only because something else happens to need it."""
+"""Every import is declared in pyproject.toml; none relies on another package's dependencies."""
 
 import importlib.metadata
 import re
@@ -13,10 +13,10 @@ from tests.laws.test_architecture import PACKAGES, ROOT, imports
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 ALSO = {"protocol": ("traces",), "demo": ("train",)}
-"""Extras that a package may want beside the dependencies, where it does without them too."""
+"""Extras that a package uses if they are installed."""
 FOLDERS = ("bench", "deploy", "docs", "tests")
 NOT_INSTALLED = {"dynamo": "ai-dynamo-runtime", "zmq": "pyzmq", "onnxruntime_genai": "onnxruntime-genai"}
-"""Distributions of modules that only some machines have."""
+"""Distributions of modules that are installed on some machines only."""
 DISTRIBUTIONS = importlib.metadata.packages_distributions()
 
 
@@ -30,7 +30,7 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def modules(folder: str) -> set[str]:
-    """Third-party modules that a folder imports, by their top-level names."""
+    """Returns the top-level names of the third-party modules that a folder imports."""
     found = {name for path in (ROOT / folder).rglob("*.py") for name in imports(path)}
     return found - set(sys.stdlib_module_names) - {*PACKAGES, *FOLDERS}
 

@@ -1,4 +1,4 @@
-"""docs/logs.md names every event and every key that is logged, and no other."""
+"""docs/logs.md lists exactly the events and keys that are logged."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ PAGE = (ROOT / "docs/logs.md").read_text()
 
 
 def calls(path: Path) -> Iterator[tuple[ast.Call, str]]:
-    """Calls of methods of what is called a log, each with the method's name."""
+    """Yields the method calls on objects named like a log, with the method's name."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             of = ast.unparse(node.func.value)
@@ -26,7 +26,7 @@ def logged() -> list[ast.Call]:
 
 
 def table(heading: str) -> set[str]:
-    """What stands in backticks in the first column of a section's tables."""
+    """Returns the names in backticks in the first column of a section's tables."""
     section = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`(\w+)`", row)}

@@ -1,4 +1,4 @@
-"""The rules for Prometheus as they lie in `deploy`, and the programs that read them."""
+"""The Prometheus rules in `deploy`, and the programs that check them."""
 
 import re
 import shutil
@@ -15,16 +15,16 @@ FOLDER = ROOT / "deploy" / "prometheus"
 DASHBOARDS = ROOT / "deploy" / "grafana" / "dashboards"
 RULES = FOLDER / "rules.yml"
 METRIC = re.compile(r"\b(?:[a-z]+:)?tokenbus[a-z0-9_:]+|\bup\b")
-"""Names of series in an expression."""
+"""Matches the names of series in an expression."""
 
 
 def needs(program: str) -> pytest.MarkDecorator:
-    """For tests that run a program of Prometheus."""
+    """Marks tests that run a program of Prometheus, which may not be installed."""
     return pytest.mark.skipif(shutil.which(program) is None, reason=f"{program} is not on the PATH")
 
 
 def shown() -> set[str]:
-    """Names of the samples of a router, a worker and a gateway."""
+    """Returns the names of all samples of a router, a worker and a gateway."""
     names = set()
     for family in RouterMetrics().families() + WorkerMetrics().families() + GatewayMetrics().families():
         (metric,) = family.describe()
@@ -40,5 +40,5 @@ def alerts() -> set[str]:
 
 
 def runbooks() -> set[str]:
-    """Where the alerts say that one should read on."""
+    """Returns the runbook links of the alerts."""
     return set(re.findall(r"runbook: (\S+)", RULES.read_text()))

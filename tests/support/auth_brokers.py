@@ -1,4 +1,4 @@
-"""Brokers that ask who somebody is, in every way that NATS knows, and what to tell them: rightly, and wrongly."""
+"""Brokers with every kind of NATS authentication, and clients with right and wrong credentials for them."""
 
 import argparse
 import base64
@@ -20,7 +20,7 @@ from tokenbus.protocol.bus import connection
 
 
 class ClientAuth(NamedTuple):
-    """How a process says who it is."""
+    """The flags and secrets with which a client authenticates."""
 
     flags: tuple[str, ...] = ()
     token: str = ""
@@ -34,7 +34,7 @@ class ClientAuth(NamedTuple):
         return [Path(path) for path in self.flags[1::2]]
 
     def secrets(self) -> Iterator[str]:
-        """What must be shown nowhere."""
+        """Yields the secrets, which no output may contain."""
         yield from self.variables.values()
         for path in self.files:
             yield from (line for line in path.read_text().splitlines() if len(line) > 20 and " " not in line)
@@ -43,18 +43,18 @@ class ClientAuth(NamedTuple):
 class WrongAuth(NamedTuple):
     way: ClientAuth
     said: str
-    """A part of the line that a process ends with."""
+    """Part of the error line that the client prints."""
 
 
 class AuthSetup(NamedTuple):
     config: str
-    """Of the broker."""
+    """The broker's configuration file."""
     right: ClientAuth
     wrong: dict[str, WrongAuth]
 
 
 class Key:
-    """An nkey of a role: operator, account or user."""
+    """An nkey with a role: operator, account or user."""
 
     def __init__(self, prefix: int = nkeys.PREFIX_BYTE_USER) -> None:
         self.seed = nkeys.encode_seed(secrets.token_bytes(32), prefix)
@@ -62,7 +62,7 @@ class Key:
         self.public = str(self._pair.public_key.decode())
 
     def jwt(self, subject: "Key", kind: str, expires_s: float | None = None, **claims: object) -> str:
-        """What this key says of another, in the second version of NATS's JWTs."""
+        """Returns a JWT (version 2 of NATS's) in which this key vouches for another."""
         body: dict[str, object] = {"jti": secrets.token_hex(8), "iat": int(time.time()), "iss": self.public}
         body |= {"sub": subject.public, "name": kind, "nats": {"type": kind, "version": 2} | claims}
         if expires_s is not None:
@@ -77,7 +77,7 @@ def _part(content: str | bytes) -> str:
 
 
 def secret_file(path: Path, content: str | bytes) -> str:
-    """Writes a file that nobody else can read; gives its path."""
+    """Writes a file that only its owner can read; returns its path."""
     path.touch(mode=0o600)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return str(path)
@@ -109,7 +109,7 @@ def by_nkey(folder: Path) -> AuthSetup:
 
 
 def creds(jwt: str, user: Key) -> str:
-    """A credentials file as nsc writes it."""
+    """Returns a credentials file in nsc's format."""
     return (
         f"-----BEGIN NATS USER JWT-----\n{jwt}\n------END NATS USER JWT------\n\n"
         "************************* IMPORTANT *************************\n"
@@ -141,7 +141,7 @@ def by_creds(folder: Path) -> AuthSetup:
 
 
 class CertificateAuthority:
-    """Signs certificates, and writes them down."""
+    """Signs certificates and writes them to files."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
@@ -154,7 +154,7 @@ class CertificateAuthority:
         return ("--nats-ca", self.file)
 
     def issue(self, whose: str) -> tuple[str, str]:
-        """The files of a certificate and its key."""
+        """Writes a certificate and its key; returns the paths."""
         leaf = self._ca.issue_cert(whose)
         base = self._folder / f"{self._name}-{whose}"
         certificate = b"".join(pem.bytes() for pem in leaf.cert_chain_pems)
@@ -235,7 +235,7 @@ GUARDS: dict[str, Make] = {
 
 @contextlib.asynccontextmanager
 async def guarded(guard: AuthSetup, folder: Path) -> AsyncIterator[System]:
-    """A system with a broker only."""
+    """Runs a broker with this authentication; yields a system without routers and workers."""
     config = folder / "nats.conf"
     config.write_text(guard.config)
     system = await System.start(folder, config)
@@ -246,7 +246,7 @@ async def guarded(guard: AuthSetup, folder: Path) -> AsyncIterator[System]:
 
 
 def settings(url: str, way: ClientAuth, monkeypatch: pytest.MonkeyPatch) -> connection.Settings:
-    """What a process makes of these flags and variables; it is patient, so that only a refusal ends it soon."""
+    """Returns the connection settings for these flags. The timeout is long, so only a refusal ends it soon."""
     for name, value in way.variables.items():
         monkeypatch.setenv(name, value)
     parser = argparse.ArgumentParser()

@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry spans: takes what processes send over HTTP, and shows it as plain tuples."""
+"""An OpenTelemetry collector: receives spans over HTTP and returns them as tuples."""
 
 import contextlib
 import http.server
@@ -25,7 +25,7 @@ class Span(NamedTuple):
 
 
 class Collector:
-    """Every span that was sent to `url`."""
+    """Collects the spans sent to `url`."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -42,7 +42,7 @@ class Collector:
             self._came.notify_all()
 
     def trace_of(self, request_id: str, names: set[tuple[str, str]], timeout_s: float = 60.0) -> list[Span]:
-        """All spans of the trace in which that request is, once there is one of each (service, name)."""
+        """Waits until the request's trace has a span of each (service, name); returns all its spans."""
         deadline = time.monotonic() + timeout_s
         with self._came:
             while True:

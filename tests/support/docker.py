@@ -1,6 +1,6 @@
-"""A stand-in for `docker`, compose included, for scripts that call it: containers are lines of a file of JSON.
+"""A fake `docker` with compose, for scripts that call it. Its containers are entries of a JSON file.
 
-The file is named by FAKE_DOCKER. What happens to containers is noted in it in order, under `events`."""
+FAKE_DOCKER names that file. Everything done to containers is appended to its `events`."""
 
 import json
 import os
@@ -87,13 +87,13 @@ class _Docker:
         self._note(f"{name} removed")
 
     def _health(self, name: str) -> str:
-        """As the engine gives it: nothing where there is no health check."""
+        """Returns the health in Docker's form: empty without a health check."""
         if not self._state["has_health_checks"]:
             return ""
         return "healthy" if self._looked_at(name) else "starting"
 
     def _looked_at(self, name: str) -> bool:
-        """It is ready after so many looks."""
+        """Counts a health check; returns whether the container has become ready."""
         container = self._containers[name]
         container["looks"] -= 1
         if container["looks"] == 0:

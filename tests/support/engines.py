@@ -1,4 +1,4 @@
-"""Engines for tests: the real child process with the demo model, and the same frontend over a loop in a thread."""
+"""Engines for tests: the real process with the demo model, and a step loop in a thread behind the same client."""
 
 import asyncio
 import atexit
@@ -23,7 +23,7 @@ from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
 
 
 class ThreadLink:
-    """A step loop on a thread of this process, at the other end of a socket."""
+    """A step loop in a thread of this process, at the other end of a socket."""
 
     def __init__(self, load: Callable[[Callable[[float], None]], Runner]) -> None:
         self.sock, self._theirs = socket.socketpair()
@@ -34,7 +34,7 @@ class ThreadLink:
         self._thread.start()
 
     def kill(self) -> None:
-        """Cuts the connection, as the death of a process does."""
+        """Cuts the connection, like the death of a process."""
         self._theirs.shutdown(socket.SHUT_RDWR)
 
     async def wait(self) -> str:
@@ -53,7 +53,7 @@ class ThreadLink:
 
 
 def thread_engine(load: Callable[[Callable[[float], None]], Runner], max_waiting: int = 64) -> EngineClient:
-    """An engine whose loop runs here, on the runner that `load` makes."""
+    """Returns a client of an engine that runs in a thread, with the runner that `load` makes."""
 
     async def launch() -> engine_process.Link:
         return ThreadLink(load)
@@ -82,7 +82,7 @@ ONNX = EngineSettings(
 
 @functools.cache
 def gqa_demo() -> Path:
-    """The demo model with GroupQueryAttention, written once for all tests."""
+    """Returns the demo model with GroupQueryAttention, written once for all tests."""
     folder = Path(tempfile.mkdtemp(prefix="tokenbus-gqa-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     export_onnx.export(folder, "gqa")
@@ -90,13 +90,13 @@ def gqa_demo() -> Path:
 
 
 def demo_engine(settings: EngineSettings = DEMO) -> EngineClient:
-    """The real engine in a process of its own, with the demo model."""
+    """Returns a client of a real engine process with the demo model."""
     process = engine_process.EngineProcess()
     return EngineClient(lambda: process.open(settings), max_waiting=64)
 
 
 class Recorder:
-    """A sink that keeps everything, and can be waited for."""
+    """A sink that keeps all outputs and can wait for them."""
 
     def __init__(self) -> None:
         self.outputs: list[contract.Output] = []

@@ -1,4 +1,4 @@
-"""Load on a real system by exact clients, and what must hold when it is over."""
+"""Clients that put load on a real system and check every token, and waits for its state."""
 
 import asyncio
 import json

@@ -1,11 +1,11 @@
-"""A client's stream that a test feeds by hand."""
+"""A client's stream that is fed by the test."""
 
 from tokenbus.client import Stream
 from tokenbus.protocol.wire import codec, messages
 
 
 class FakeTransport:
-    """Counts what a stream asks of its client."""
+    """Counts a stream's calls to its client."""
 
     def __init__(self) -> None:
         self.num_cancels = 0
@@ -21,7 +21,7 @@ class FakeTransport:
 
 
 def stream_over(line: FakeTransport, *chunks: messages.Chunk) -> Stream:
-    """A stream that has heard these chunks."""
+    """Returns a stream that has received these chunks."""
     stream = Stream(messages.GenerateRequest(id="r", prompt="hi"), codec.Encoding.JSON, line, 0.0)
     for chunk in chunks:
         stream.feed(codec.encode(chunk, codec.Encoding.JSON), 0.0)

@@ -56,7 +56,7 @@ def model(
 
 
 def tiny(flavour: onnx_graph.Flavour = "plain") -> onnx.ModelProto:
-    """A llama of one layer whose weights are noise."""
+    """Returns a llama of one layer with random weights."""
     rng = np.random.default_rng(5)
     inner = {"attn_q": (16, 16), "attn_k": (8, 16), "attn_v": (8, 16), "attn_output": (16, 16),
              "ffn_gate": (24, 16), "ffn_up": (24, 16), "ffn_down": (16, 24)}  # fmt: skip

@@ -1,4 +1,4 @@
-"""A completion asked of a gateway over a bare socket, which can be cut."""
+"""A completion from a gateway over a raw socket, which a test can cut."""
 
 import asyncio
 import contextlib
@@ -13,14 +13,14 @@ ENDLESS: dict[str, Any] = {"model": "slow", "messages": [{"role": "user", "conte
 
 
 class HttpStream:
-    """One request, and its answer as it comes."""
+    """One request and its response."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
 
     async def line(self, start: str) -> str:
-        """The next line that begins so, at most to the end of the answer."""
+        """Returns the next line with this beginning; fails if the response ends before."""
         async with asyncio.timeout(60):
             while True:
                 try:

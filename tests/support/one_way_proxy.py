@@ -1,6 +1,6 @@
-"""A way to the broker that can be blocked towards it while the way back stays open.
+"""A TCP proxy to the broker that can block the direction towards it while the way back stays open.
 
-As on a network without anything between that buffers, what is under way when a connection is cut never arrives."""
+Bytes in flight when a connection is cut never arrive, as on a network that buffers nothing."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ _TCP_CLOSE = b"\x07"
 
 
 class OneWayProxy:
-    """Passes bytes on between processes and a broker."""
+    """Forwards bytes between processes and a broker."""
 
     def __init__(self, url: str, broker_url: str, is_open: asyncio.Event) -> None:
         self.url = url
@@ -21,7 +21,7 @@ class OneWayProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def block(self) -> None:
-        """Nothing more reaches the broker; what is written meanwhile waits."""
+        """Stops forwarding to the broker; bytes written meanwhile wait."""
         self._is_open.clear()
 
     def unblock(self) -> None:
@@ -60,13 +60,13 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 
 def _is_cut(source: socket.socket) -> bool:
-    """Whether the other side has reset the connection, which a reader learns only behind what had come before."""
+    """Returns whether the other side has reset the connection, without reading everything before that."""
     return source.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) == _TCP_CLOSE
 
 
 @contextlib.asynccontextmanager
 async def one_way_proxy(broker_url: str) -> AsyncIterator[OneWayProxy]:
-    """An open way to that broker; its `url` is what processes connect to."""
+    """Runs an unblocked proxy to a broker; processes connect to its `url`."""
     is_open = asyncio.Event()
     is_open.set()
     way = OneWayProxy("", broker_url, is_open)

@@ -1,4 +1,4 @@
-"""A real Prometheus that watches the processes of a test: every half second, with the rules' minutes as seconds."""
+"""A real Prometheus that scrapes a test's processes every half second, with minutes in rules shortened to seconds."""
 
 import asyncio
 import json
@@ -30,12 +30,12 @@ WINDOW = "5s"
 
 
 def hastened(text: str) -> str:
-    """Rules in which all that takes minutes takes seconds."""
+    """Returns the rules with all minutes shortened to seconds."""
     return re.sub(r"\b(\d+)m\b", r"\1s", text)
 
 
 class Prometheus:
-    """Runs until it is stopped; its targets may come and go."""
+    """A running Prometheus, whose targets may change."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -72,7 +72,7 @@ class Prometheus:
         self._process.wait()
 
     def watch(self, job: str, name: str, port: int) -> None:
-        """From now on `name` is to be found at that port."""
+        """Adds a target, or moves it to another port."""
         self._targets[job][name] = port
         self._write(job)
 

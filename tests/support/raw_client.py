@@ -1,4 +1,4 @@
-"""A client that knows nothing but NATS and JSON (or MessagePack): what anyone could write from the wire's text."""
+"""A client that uses only NATS and JSON or MessagePack, the way anyone could write one from docs/wire.md."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ Message = dict[str, Any]
 
 
 class Answer:
-    """The messages of one stream so far."""
+    """The messages of one stream received so far."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -35,7 +35,7 @@ class Answer:
         self._changed.set()
 
     async def until(self, count: int, timeout_s: float = 60.0) -> None:
-        """At least so many messages have come, or the terminal."""
+        """Waits until `count` messages or the terminal have arrived."""
         async with asyncio.timeout(timeout_s):
             while len(self.messages) < count and not self.terminals:
                 self._changed.clear()
@@ -47,7 +47,7 @@ class Answer:
 
 
 class RawClient:
-    """Speaks to a system as the wire's text says."""
+    """A connection that follows docs/wire.md and uses none of our code."""
 
     def __init__(self, connection: Nats) -> None:
         self.nats = connection
@@ -82,14 +82,14 @@ class RawClient:
         return answer
 
     async def ask(self, payload: bytes | Message, **options: Any) -> Answer:
-        """The whole answer."""
+        """Sends a request and waits for the whole answer."""
         answer = await self.generate(payload, **options)
         await answer.terminal()
         return answer
 
 
 def check_stream(answer: Answer, request_id: str | None = None) -> None:
-    """What holds for every stream of the wire, whatever its end."""
+    """Checks what holds for every stream, however it ends."""
     offset = text_offset = 0
     for number, message in enumerate(answer.messages):
         assert (message["finish_reason"] is None) == (number < len(answer.messages) - 1), "one terminal, and last"

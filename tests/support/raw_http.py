@@ -1,4 +1,4 @@
-"""HTTP over bare sockets, for what no HTTP library would send; and a small server to send it to."""
+"""HTTP over raw sockets, to send what no HTTP library would, and a small server for it."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ HALF_A_HEAD = b"GET /livez HTTP/1.1\r\nHo"
 
 
 class Socket:
-    """A client's side of one connection."""
+    """The client's end of one connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -35,14 +35,14 @@ class Socket:
         self._writer.write(said)
 
     async def answer(self) -> tuple[int, bytes]:
-        """Status and body of the next answer, which says how long it is."""
+        """Returns status and body of the next response, which must have a Content-Length."""
         async with asyncio.timeout(10):
             head = await self.reader.readuntil(b"\r\n\r\n")
             (length,) = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
             return int(head.split()[1]), await self.reader.readexactly(int(length.split(b":")[1]))
 
     async def rest(self) -> bytes:
-        """All that comes until the server ends the connection, which it must."""
+        """Returns all bytes until the server closes the connection, which it must."""
         async with asyncio.timeout(10):
             try:
                 return await self.reader.read()
@@ -54,14 +54,14 @@ class Socket:
 
 
 async def ask(port: int, said: bytes = LIVEZ, source: str = "127.0.0.1") -> tuple[int, bytes]:
-    """The first answer to what is said on a connection of its own."""
+    """Sends bytes on a new connection and returns the first response."""
     with cut_after([await Socket.open(port, said, source)]) as (one,):
         return await one.answer()
 
 
 @contextlib.contextmanager
 def cut_after(sockets: list[Socket]) -> Iterator[list[Socket]]:
-    """Cuts those that are in the list at the end."""
+    """Cuts all sockets in the list at the end."""
     try:
         yield sockets
     finally:
@@ -70,14 +70,14 @@ def cut_after(sockets: list[Socket]) -> Iterator[list[Socket]]:
 
 
 class SmallServer:
-    """A server with four paths: it says that it lives, reads a body, holds a request, or answers without an end."""
+    """A server with four paths: a health check, one that reads a body, one that waits, and an endless response."""
 
     def __init__(self, limits: ConnectionLimits, timeouts: Timeouts) -> None:
         self.ended: list[Reason] = []
         self.paths: list[str] = []
         self.bodies: list[bytes] = []
         self.gone = asyncio.Event()
-        """Set when the client of an answer without an end, or of a body that does not end, is gone."""
+        """Set when the client of an endless response or body is gone."""
         self.config = ServerConfig(
             self._serve,
             limits,
@@ -87,7 +87,7 @@ class SmallServer:
         )
 
     async def until_asked(self, count: int) -> None:
-        """Returns when so many requests have come."""
+        """Waits until `count` requests have arrived."""
         async with asyncio.timeout(10):
             while len(self.paths) < count:
                 await asyncio.sleep(0.001)
@@ -135,7 +135,7 @@ class SmallServer:
 async def small_server(
     limits: ConnectionLimits = WIDE, timeouts: Timeouts = USUAL
 ) -> AsyncIterator[tuple[SmallServer, int]]:
-    """A server and its port."""
+    """Runs the server; yields it and its port."""
     small = SmallServer(limits, timeouts)
     server = EmbeddedServer(small.config)
     with socket.create_server(("127.0.0.1", 0), backlog=2_048) as listening:

@@ -1,4 +1,4 @@
-"""A system that answers everything, and all of it wrongly: what a checker of the wire must not let pass."""
+"""A system that answers everything wrongly, to test that wire-check notices every broken rule."""
 
 import asyncio
 import contextlib
@@ -28,12 +28,12 @@ _STREAM: list[dict[str, Any]] = [
 
 
 class RuleBreaker:
-    """One connection that plays router and worker."""
+    """One connection that acts as router and worker."""
 
     def __init__(self, connection: Nats) -> None:
         self._nats = connection
         self._replies = {"": "nowhere"}
-        """Reply subjects by request id; of a request without one that can be read, the last."""
+        """Reply subjects by request id; under the empty id, that of the last request without a readable one."""
         self._beat = asyncio.create_task(self._speak())
 
     @classmethod

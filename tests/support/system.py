@@ -1,4 +1,4 @@
-"""A whole system of real processes for tests: broker, routers, workers, each of which can be killed."""
+"""A whole system of real processes for tests: broker, routers and workers, each of which can be killed."""
 
 import asyncio
 import collections
@@ -31,7 +31,7 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def running_up(*arguments: str) -> Iterator[str]:
-    """`tokenbus up` without a gateway; gives the broker's URL."""
+    """Runs `tokenbus up` without a gateway; yields the broker's URL."""
     with up_with_output("--no-gateway", *arguments) as said:
         assert said["http"] is None
         yield said["nats"]
@@ -39,7 +39,7 @@ def running_up(*arguments: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def up_with_output(*arguments: str) -> Iterator[dict[str, Any]]:
-    """`tokenbus up` on a free port; gives what it says of itself, ends it afterwards and checks that it ends well."""
+    """Runs `tokenbus up` on a free port; yields its line of JSON, then stops it and checks its exit status."""
     with _saying(command("up", "--port", "0", "--json", *arguments)) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -48,21 +48,21 @@ def up_with_output(*arguments: str) -> Iterator[dict[str, Any]]:
 
 
 class Gateway:
-    """A gateway process of its own."""
+    """A gateway process."""
 
     def __init__(self, process: "subprocess.Popen[str]", url: str, log_path: Path) -> None:
         self.process = process
         self.url = url
-        """`base_url` of OpenAI's clients."""
+        """The `base_url` for OpenAI's clients."""
         self._log_path = log_path
 
     def log(self, event: str) -> list[dict[str, Any]]:
-        """Its structured lines of that event."""
+        """Returns the log lines of an event."""
         lines = [json.loads(line) for line in self.text_log().splitlines() if line.startswith("{")]
         return [line for line in lines if line["event"] == event]
 
     async def ended(self, request_id: str) -> dict[str, Any]:
-        """The last line of a request, once it is there."""
+        """Waits for the log line of a request's end and returns it."""
         async with asyncio.timeout(60):
             while True:
                 for line in self.log("request_finished"):
@@ -76,7 +76,7 @@ class Gateway:
 
 @contextlib.contextmanager
 def running_gateway(nats_url: str, folder: Path, *arguments: str, **variables: str) -> Iterator[Gateway]:
-    """`tokenbus gateway` on a free port; ended afterwards."""
+    """Runs `tokenbus gateway` on a free port."""
     log_path = folder / "gateway.log"
     with log_path.open("ab") as log:
         saying = _saying(command("gateway", "--nats", nats_url, "--port", "0", *arguments), log, variables)
@@ -110,7 +110,7 @@ def _saying(
 
 
 class System:
-    """Broker, routers and workers as processes of their own, without anyone to restart them."""
+    """A broker, routers and workers as processes that nobody restarts."""
 
     def __init__(self, nats: nats_server.NatsServer, folder: Path, config: Path | None = None) -> None:
         self._broker = nats
@@ -131,12 +131,12 @@ class System:
     def worker(
         self, name: str, *arguments: str, model: str | Path = demo.MODEL_PATH, served_name: str = "demo"
     ) -> None:
-        """`--nats` among the arguments: by another way to the broker."""
+        """Starts a worker. With `--nats` among the arguments it reaches the broker another way."""
         settings = ["--model", str(model), "--served-name", served_name, "--threads", "1", "--worker-id", name]
         self._run(name, "worker", *settings, *arguments)
 
     async def restart_broker(self, pause_s: float = 0.0) -> None:
-        """Kills the broker and starts another in its place, after a while."""
+        """Kills the broker and starts another on the same port after a pause."""
         port = urlsplit(self.url).port or 0
         self._broker.kill()
         await asyncio.sleep(pause_s)
@@ -144,7 +144,7 @@ class System:
 
     @contextlib.contextmanager
     def broker_frozen(self) -> Iterator[None]:
-        """It is there and answers nothing."""
+        """Freezes the broker, which then answers nothing."""
         os.kill(self._broker.pid, signal.SIGSTOP)
         try:
             yield
@@ -158,14 +158,14 @@ class System:
         return self._processes[name].wait(timeout=timeout_s)
 
     def num_starts(self, name: str) -> int:
-        """Processes of that name so far."""
+        """Returns how many processes of this name have been started."""
         return self._starts[name]
 
     def pid(self, name: str) -> int:
         return self._processes[name].pid
 
     def memory_bytes(self, name: str) -> int:
-        """What a process takes of the machine's memory."""
+        """Returns the resident memory of a process."""
         for line in Path(f"/proc/{self.pid(name)}/status").read_text().splitlines():
             if line.startswith("VmRSS:"):
                 return int(line.split()[1]) * 1024
@@ -177,7 +177,7 @@ class System:
                 await asyncio.sleep(0.02)
 
     def log(self, name: str) -> list[dict[str, object]]:
-        """The structured lines that a process has logged."""
+        """Returns the structured log lines of a process."""
         lines = (self._folder / f"{name}.log").read_text().splitlines()
         return [json.loads(line) for line in lines if line.startswith("{")]
 
@@ -185,7 +185,7 @@ class System:
         return (self._folder / f"{name}.log").read_text()
 
     async def connect(self) -> RawClient:
-        """A client of this system, closed together with it."""
+        """Connects a client that is closed together with the system."""
         self._clients.append(await RawClient.connect(self.url))
         return self._clients[-1]
 
