@@ -146,8 +146,8 @@ _KNOWING = (
     ),
     Panel(
         "Messages dropped without a reply",
-        "Their reply subject is no inbox. If there are any, a client is broken or malicious: see `reply_subject_refused` in "
-        "the log.",
+        "Their reply subject is no inbox. If there are any, a client is broken or malicious: see "
+        "`reply_subject_refused` in the log.",
         "suffix: /s",
         (Query(rate(f"{_P}_messages_dropped_total", ROUTER_FILTER, "instance"), _NAME),),
     ),

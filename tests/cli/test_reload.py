@@ -79,7 +79,7 @@ def test_the_level_of_the_log_changes_at_once(file: Path) -> None:
     file.write_text('[router]\nlog-level = "error"\n')
     again()
     assert repr(level) == repr(logs.LevelFilter("error"))
-    assert level._least == logging.ERROR
+    assert level.lowest == logging.ERROR
 
 
 @pytest.mark.parametrize("command", CHANGEABLE)
@@ -97,7 +97,7 @@ def test_a_level_that_is_taken_out_of_the_file_is_the_usual_one_again(file: Path
     again = Reloader("router", main._options(["router", "--config", str(file)]), servers._router_settings, level)
     file.write_text("[router]\n")
     again()
-    assert level._least == logging.INFO
+    assert level.lowest == logging.INFO
 
 
 def test_a_setting_that_is_needed_and_has_gone_from_the_file_ends_nobody(file: Path) -> None:
