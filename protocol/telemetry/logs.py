@@ -21,17 +21,17 @@ class LevelFilter:
         self.set(name)
 
     def __repr__(self) -> str:
-        return f"<Level {self._lowest}>"
+        return f"<Level {self.lowest}>"
 
     def set(self, name: str) -> None:
         """Sets the lowest level that is logged: one of LEVELS; anything else means `info`."""
-        self._lowest = LEVELS.get(name.lower(), logging.INFO)
+        self.lowest = LEVELS.get(name.lower(), logging.INFO)
 
     def __call__(
         self, logger: structlog.typing.WrappedLogger, name: str, line: structlog.typing.EventDict
     ) -> structlog.typing.EventDict:
         """Returns the line or raises DropEvent. `name` is the method that was called, such as `info`."""
-        if LEVELS.get(name, logging.ERROR) < self._lowest:
+        if LEVELS.get(name, logging.ERROR) < self.lowest:
             raise structlog.DropEvent
         return line
 
