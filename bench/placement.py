@@ -10,8 +10,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenbus.replay.offline import ReplaySettings, play_all
+from tokenbus.replay.offline import play_all
 from tokenbus.replay.results import PolicyResult
+from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.svg import Axis, Series, bar_chart
 
 _COLOUR = "#6e7781"

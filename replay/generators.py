@@ -127,12 +127,14 @@ def _arrivals(rate: float, burst: float, rng: random.Random) -> Iterator[float]:
     now = 0.0
     while True:
         now += rng.expovariate(rate / burst)
+        # int() takes half off on average, so the exponential part is larger by that
         size = 1 if burst <= 1 else 1 + int(rng.expovariate(1 / (burst - 0.5)))
         yield from itertools.repeat(now, size)
 
 
 def _length(mean: int, rng: random.Random) -> int:
     """Draws a length with that mean: most are shorter, a few much longer."""
+    # the mean of a log-normal distribution is exp(mu + sigma^2 / 2), which is 1 here
     return max(1, min(32 * mean, round(mean * rng.lognormvariate(-0.32, 0.8))))
 
 

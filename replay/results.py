@@ -92,6 +92,7 @@ def _itl_stats(steps: Iterable[DecodeSteps]) -> LatencyStats:
     times, counts = np.array(gaps) * 1e3, np.array(weights)
     order = np.argsort(times, kind="stable")
     times, below = times[order], np.cumsum(counts[order])
+    # percentiles by nearest rank: the first gap that this share of all gaps does not exceed
     places = np.searchsorted(below, np.array([0.5, 0.9, 0.99]) * below[-1])
     mid, high, highest = times[np.minimum(places, len(times) - 1)]
     mean = float((times * counts[order]).sum() / below[-1])

@@ -4,13 +4,15 @@ Time jumps from one arrival to the next. In between the workers take all steps t
 the routers `delay_s` later. Only while requests wait in a router does time go from step to step, since the end of each
 step may make room for one. Nothing but the trace, the settings and the seed decides what happens."""
 
+import itertools
 import random
 from collections import deque
 from typing import NamedTuple
 
 from tokenbus.protocol.wire import internal
+from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.traces import TracedRequest
-from tokenbus.replay.virtual_worker import MODEL, DecodeSteps, RequestProgress, VirtualWorker, VirtualWorkerSettings
+from tokenbus.replay.virtual_worker import MODEL, DecodeSteps, RequestProgress, VirtualWorker
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement.placement import Capacity, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import Policy
@@ -18,22 +20,7 @@ from tokenbus.router.requests.fair_queue import FairQueue, QueuedRequest
 from tokenbus.worker.engine.sim.runner import VOCAB_SIZE
 
 _NEVER = float("inf")
-
-
-class SimulationSettings(NamedTuple):
-    """A fleet and its routers."""
-
-    workers: tuple[VirtualWorkerSettings, ...]
-    policy: Policy
-    seed: int = 0
-    speedup: float = 1.0
-    """The factor by which requests arrive faster than in the trace."""
-    num_routers: int = 1
-    delay_s: float = 0.001
-    """The time that an event takes to reach a router."""
-    temperature: float = 0.0
-    max_queued: int = 1 << 20
-    """Requests that may wait in one router; their tokens may be 4,096 times as many."""
+_MAX_QUEUED_REQUESTS, _MAX_QUEUED_TOKENS = 1 << 20, 1 << 32
 
 
 class RequestOutcome(NamedTuple):
@@ -59,14 +46,14 @@ class _Placed(NamedTuple):
 class _Router:
     """The core of one router, its queue, and the events on their way to it."""
 
-    def __init__(self, settings: SimulationSettings, number: int, workers: list[VirtualWorker]) -> None:
-        self._settings = settings
-        self._rng = random.Random(f"{settings.seed} {number}")
+    def __init__(self, workers: list[VirtualWorker], policy: Policy, rng: random.Random, temperature: float) -> None:
+        self._policy, self._rng = policy, rng
+        self._options = PlacementOptions(temperature=temperature)
         self.fleet = Fleet(0.0)
         for worker in workers:
             self.fleet.apply_card(worker.card(), 0.0)
         self.pending_events: deque[tuple[float, internal.Events]] = deque()
-        self.queue = FairQueue(settings.max_queued, settings.max_queued << 12)
+        self.queue = FairQueue(_MAX_QUEUED_REQUESTS, _MAX_QUEUED_TOKENS)
         self.waiting: dict[str, tuple[int, PlacementRequest]] = {}
         """The numbers of queued requests in the trace."""
 
@@ -92,8 +79,7 @@ class _Router:
         if not self.waiting or self.fleet.capacity(MODEL, now) is not Capacity.AVAILABLE:
             return None
         number, request = self.waiting.pop(self.queue.pop(now).key)
-        options = PlacementOptions(temperature=self._settings.temperature)
-        placement = self.fleet.place(MODEL, request, self._settings.policy, self._rng, now, options)
+        placement = self.fleet.place(MODEL, request, self._policy, self._rng, now, self._options)
         assert isinstance(placement, Placement), request
         return number, placement
 
@@ -101,11 +87,14 @@ class _Router:
 class Simulation:
     """Replays one trace once."""
 
-    def __init__(self, settings: SimulationSettings) -> None:
+    def __init__(self, settings: ReplaySettings, policy: Policy) -> None:
         self._settings = settings
-        self._workers = [VirtualWorker(f"w{number:04}", one) for number, one in enumerate(settings.workers)]
+        self._delay_s = settings.delay_ms / 1e3
+        speeds = itertools.islice(itertools.cycle(settings.speeds), settings.workers)
+        self._workers = [VirtualWorker(f"w{number:04}", settings, speed) for number, speed in enumerate(speeds)]
         self._numbers = {worker.worker_id: number for number, worker in enumerate(self._workers)}
-        self._routers = [_Router(settings, number, self._workers) for number in range(settings.num_routers)]
+        rngs = [random.Random(f"{settings.seed} {number}") for number in range(settings.routers)]
+        self._routers = [_Router(self._workers, policy, rng, settings.temperature) for rng in rngs]
         self._placed: dict[int, _Placed] = {}
         self._first_tokens: dict[int, RequestProgress] = {}
         self._requests: list[TracedRequest] = []
@@ -136,11 +125,10 @@ class Simulation:
 
     def _drain_queues(self, until: float) -> None:
         """Goes from step to step until `until`, as long as requests wait in a router."""
-        delay_s = self._settings.delay_s
         while any(router.waiting for router in self._routers):
             ends = [worker.step_ends_at for worker in self._workers if worker.step_ends_at is not None]
             arrivals = [router.pending_events[0][0] for router in self._routers if router.pending_events]
-            now = min(min(ends, default=_NEVER) + delay_s, min(arrivals, default=_NEVER))
+            now = min(min(ends, default=_NEVER) + self._delay_s, min(arrivals, default=_NEVER))
             if now >= until:
                 return
             self._advance(now)
@@ -149,9 +137,9 @@ class Simulation:
 
     def _advance(self, now: float) -> None:
         """Has the workers take all steps that end by `now`, and the routers receive the events that arrive by then."""
-        delay_s = self._settings.delay_s
         for worker in self._workers:
-            worker.advance(now, now - delay_s)  # routers receive all events of coalesced steps now, so one will do
+            # routers receive all events of steps until then together, so that these steps may be coalesced
+            worker.advance(now, coalesce_until=now - self._delay_s)
         events = [entry for worker in self._workers for entry in worker.events]
         events.sort(key=lambda entry: entry[0])
         for worker in self._workers:
@@ -160,14 +148,14 @@ class Simulation:
             worker.progress.clear()
             worker.events.clear()
         for router in self._routers:
-            router.pending_events.extend((at + delay_s, entry) for at, entry in events)
+            router.pending_events.extend((at + self._delay_s, entry) for at, entry in events)
             router.receive_events(now)
 
     def _place_all(self, router: _Router, now: float) -> None:
         while (placed := router.place_next(now)) is not None:
             number, placement = placed
             at = self._numbers[placement.worker.card.worker_id]
-            predicted_tokens = placement.overlap_blocks * self._settings.workers[at].block_size
+            predicted_tokens = placement.overlap_blocks * self._settings.block_size
             self._placed[number] = _Placed(at, now, predicted_tokens)
             self._workers[at].submit(number, self._requests[number], now)
 

@@ -15,28 +15,13 @@ from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan, StepR
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 from tokenbus.worker.engine.scheduling.step_budget import StepBudget
 from tokenbus.worker.engine.sim.runner import VOCAB_SIZE
-from tokenbus.worker.engine.sim.timing import TimingModel, plan_ms
+from tokenbus.worker.engine.sim.timing import PRESETS, plan_ms
 
 MODEL = "replayed"
 FINGERPRINT = "replay"
 _EPOCH = "1-replay"
 _MIN_PREFILL_TOKENS = 32
 _LANES_PER_SEQUENCE = 64
-
-
-class VirtualWorkerSettings(NamedTuple):
-    """The size and speed of a virtual worker."""
-
-    kv_blocks: int
-    block_size: int
-    timing: TimingModel
-    speed: float = 1.0
-    """The factor by which it is faster than its timing model says."""
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8_192
-    step_target_ms: float = 0.0
-    """The duration that chunks of prompts are sized for; with 0 they are as large as `max_num_batched_tokens`
-    allows."""
 
 
 class RequestProgress(NamedTuple):
@@ -58,13 +43,14 @@ class DecodeSteps(NamedTuple):
 
 
 class VirtualWorker:
-    """Takes steps that last as long as its timing model says.
+    """Takes steps that last as long as its timing model says, divided by its speed.
 
     The simulation reads its `events` and `progress` and clears them."""
 
-    def __init__(self, worker_id: str, settings: VirtualWorkerSettings) -> None:
+    def __init__(self, worker_id: str, settings: ReplaySettings, speed: float = 1.0) -> None:
         self.worker_id = worker_id
         self._settings = settings
+        self._timing, self._speed = PRESETS[settings.timing], speed
         pool = BlockPool(
             settings.kv_blocks,
             settings.block_size,
@@ -153,8 +139,8 @@ class VirtualWorker:
         self._plan = self._scheduler.schedule(budget)
         assert self._plan.scheduled, self
         self._step_began_at = now
-        step_ms = plan_ms(self._plan, self._settings.timing, self._capacity_tokens)
-        self.step_ends_at = now + step_ms / 1e3 / self._settings.speed
+        step_ms = plan_ms(self._plan, self._timing, self._capacity_tokens)
+        self.step_ends_at = now + step_ms / 1e3 / self._speed
 
     def _finish_step(self, now: float) -> None:
         plan = self._plan
@@ -186,22 +172,21 @@ class VirtualWorker:
     def _skip_steps(self, now: float, until: float) -> float:
         """Takes the next steps at once, as long as they are alike and end by `until`. Returns when the last one
         ends."""
-        most = self._scheduler.skippable_steps() - 1
+        most = self._scheduler.skippable_steps() - 1  # the last may end sequences, and is left to a real step
         if most < 1 or now >= until:
             return now
         count = self._scheduler.num_decoding
         held = sum(sequence.num_tokens for sequence in self._scheduler.running)
-        timing, speed = self._settings.timing, self._settings.speed
         gaps = list[float]()
         at = now
         while len(gaps) < most:
             share = min(1.0, (held + len(gaps) * count) / self._capacity_tokens)
-            gap = timing.step_ms(0, count, share) / 1e3 / speed
+            gap = self._timing.step_ms(0, count, share) / 1e3 / self._speed
             if at + gap > until:
                 break
             gaps.append(gap)
             at += gap
-        if gaps:
+        if gaps:  # one event stands for all of these steps
             self._scheduler.skip_steps(len(gaps), [_sampled(sequence) for sequence in self._scheduler.running])
             self.steps.append(DecodeSteps(count, tuple(gaps)))
             self._last_token_at = dict.fromkeys(self._last_token_at, at)

@@ -47,7 +47,7 @@ class EventLog:
     def receive(self, events: internal.Events) -> tuple[internal.Events, ...]:
         """Takes in an event; returns it if it is to be applied now, or nothing if it is old or has to wait."""
         if self.seq is None and events.seq == 0:
-            self.is_behind = False
+            self.is_behind = False  # followed from its first event on, so that nothing is missing
         last = -1 if self.seq is None else self.seq
         if events.seq <= last:
             return ()
@@ -58,7 +58,7 @@ class EventLog:
         if not self.is_behind:
             return (events,)
         if len(self._buffer) >= MAX_BUFFERED:
-            self.mark_behind()
+            self.mark_behind()  # forgets them all: a snapshot from now on is newer anyway
         self._buffer.append(events)
         return ()
 

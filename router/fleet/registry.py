@@ -58,7 +58,7 @@ class WorkerRegistry:
     def apply_card(self, card: messages.Card, now: float) -> FleetUpdate:
         """Applies a card, which announces a new worker, a new incarnation of a known one, or a change."""
         self._known_models[card.model] = None
-        if len(self._known_models) > MAX_WORKERS:
+        if len(self._known_models) > MAX_WORKERS:  # forgets the one that was added first
             del self._known_models[next(iter(self._known_models))]
         known, current = self._workers.get(card.address), self._current(card)
         if card.state is messages.WorkerState.STOPPED:
@@ -69,7 +69,7 @@ class WorkerRegistry:
             return FleetUpdate()
         if refusal := _implausibility(card) or self._model(card.model).incompatibility(card):
             key = incarnation_key(card.address, card.epoch)
-            is_new = self._refused.get(key, now) is None
+            is_new = self._refused.get(key, now) is None  # it is logged once, though workers repeat their cards
             refused = messages.RefusedCard(worker_id=card.worker_id, model=card.model, reason=refusal)
             self._refused.put(key, refused, now)
             return FleetUpdate(refused=refusal if is_new else None)

@@ -23,7 +23,7 @@ class _BestTime:
     def add(self, value: float) -> None:
         self._count += 1
         weight = _WEIGHT_OF_FASTER if value < self._value else _WEIGHT_OF_SLOWER
-        if self._count <= _MIN_SAMPLES:
+        if self._count <= _MIN_SAMPLES:  # a plain mean at first, so that the first sample does not dominate
             weight = max(weight, 1.0 / self._count)
         self._value += weight * (value - self._value)
 
@@ -81,4 +81,5 @@ class Speed:
         if before.queued_prefill_tokens > after.queued_prefill_tokens and computed > 0:
             self._prefill.add(seconds, 1.0, computed)
         elif not before.queued_prefill_tokens and not after.queued_prefill_tokens and generated > 0 and before.running:
+            # each of the running streams got its share of the tokens: time per token, times streams
             self._itl.add(seconds, before.running, generated)

@@ -123,6 +123,6 @@ class Worker:
             requests,
             most,
             most + max(1, most // _QUEUE_SHARE),
-            max(0, requests + 1 - most),
+            max(0, requests + 1 - most),  # with the request that is to be placed
             (total_blocks - used_blocks) * block_size if block_size else math.inf,
         )

@@ -98,7 +98,7 @@ class ModelWorkers:
         """Applies an entry of a worker's event log: its blocks, its load, and how fast it has worked."""
         if events.cleared:
             self._reset_row(worker)
-        if events.removed:
+        if events.removed:  # before `stored`: a worker evicts blocks to make room for others
             self._index.remove(worker.row, events.removed)
         for run in events.stored:
             self._index.store(worker.row, run.hashes)
@@ -154,7 +154,7 @@ class ModelWorkers:
         self._table.mark_chosen(worker.row, self._num_chosen)
         if request.session:
             self._sessions.put(request.session, worker.card.worker_id, now)
-        if not worker.reports_no_blocks:
+        if not worker.reports_no_blocks:  # else no event would ever confirm it
             self._predictions.add(worker.row, request.hashes, overlap_blocks, now)
         self.refresh(worker)
 

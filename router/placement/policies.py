@@ -152,5 +152,5 @@ def draw(costs: Floats, rng: random.Random, temperature: float = 0.0) -> int:
     if temperature > 0.0 and (spread := float(costs.max() - lowest)) > 0.0:
         weights = np.exp(-(costs - lowest) / (spread * temperature))
         return rng.choices(range(len(costs)), weights.tolist())[0]
-    best = (costs == lowest).nonzero()[0]
+    best = (costs == lowest).nonzero()[0]  # mostly one: costs are sums of many numbers
     return int(first if len(best) == 1 else best[rng.randrange(len(best))])

@@ -105,7 +105,7 @@ def _common(one: Sequence[int], other: Sequence[int], low: int) -> int:
     """Returns how many leading blocks two prompts have in common, given that it is at least `low + 1`."""
     high = min(len(one), len(other))
     low += 1
-    if one[high - 1] == other[high - 1]:
+    if one[high - 1] == other[high - 1]:  # the whole of the shorter one, which is the usual case
         return high
     while high - low > 1:
         middle = (low + high) // 2

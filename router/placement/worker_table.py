@@ -154,7 +154,7 @@ class WorkerTable:
         if now - self._utilization_at > _UTILIZATION_TTL_S:
             self._update_utilization(now)
         if is_contiguous(rows):
-            return self._values[:, : len(rows)]
+            return self._values[:, : len(rows)]  # no copy
         return self._values.take(rows, axis=1)
 
     def has_capacity(self, rows: Rows) -> bool:
@@ -180,6 +180,7 @@ class WorkerTable:
     def _update_utilization(self, now: float) -> None:
         self._utilization_at = now
         recent = self._work * np.exp((self._worked_at - now) / WORK_DECAY_S) / np.maximum(self._peak, 1.0)
+        # bent, so that a little work already tells an idle worker from one that is not
         self.column("utilization")[:] = recent / (recent + _HALF_UTILIZED_SHARE)
 
     def _grow(self) -> None:

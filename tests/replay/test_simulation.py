@@ -6,28 +6,26 @@ import msgspec
 import pytest
 
 from tokenbus.replay import generators
-from tokenbus.replay.offline import ReplaySettings, play
-from tokenbus.replay.simulation import RequestOutcome, Simulation, SimulationSettings
-from tokenbus.replay.virtual_worker import VirtualWorkerSettings
+from tokenbus.replay.offline import play
+from tokenbus.replay.settings import ReplaySettings
+from tokenbus.replay.simulation import RequestOutcome, Simulation
 from tokenbus.router.placement.policies import KvAware, Policy, RoundRobin
-from tokenbus.worker.engine.sim.timing import PRESETS
 
-MACHINE = VirtualWorkerSettings(
-    kv_blocks=2_048, block_size=16, timing=PRESETS["dynamo"], max_num_seqs=8, max_num_batched_tokens=1_024
+FLEET = ReplaySettings(
+    trace="", workers=4, kv_blocks=2_048, block_size=16, max_num_seqs=8, max_num_batched_tokens=1_024
 )
 
 
 def outcomes(workload: str, policy: Policy, **changes: object) -> list[RequestOutcome]:
-    settings = SimulationSettings(workers=(MACHINE,) * 4, policy=policy)._replace(**changes)  # type: ignore[arg-type]
-    simulation = Simulation(settings)
-    simulation.play(generators.generate(*generators.parse(workload), settings.seed))
+    simulation = Simulation(msgspec.structs.replace(FLEET, **changes), policy)
+    simulation.play(generators.load(workload, seed=0))
     simulation.check_integrity()
     return simulation.outcomes
 
 
 @pytest.mark.parametrize("routers", [1, 3])
 def test_every_request_ends_however_many_wait(routers: int) -> None:
-    done = outcomes("shared:requests=400,rate=400,shared_tokens=256", KvAware(), num_routers=routers)
+    done = outcomes("shared:requests=400,rate=400,shared_tokens=256", KvAware(), routers=routers)
     assert len(done) == 400
     assert all(one.arrived_at <= one.placed_at <= one.first_at <= one.ended_at for one in done)
     assert any(one.placed_at > one.arrived_at for one in done), "nobody had to wait"
@@ -57,13 +55,12 @@ def test_kv_computes_less_than_half_of_what_round_robin_computes_for_conversatio
 def test_three_routers_do_not_send_a_common_prefix_to_one_worker() -> None:
     """All prompts have a common prefix and arrive in bursts, and each router learns of the others' placements late."""
     workload = "shared:requests=400,rate=60,burst=12,groups=1,shared_tokens=256,prompt_tokens=64"
-    done = outcomes(workload, KvAware(), num_routers=3, delay_s=0.02)
+    done = outcomes(workload, KvAware(), routers=3, delay_ms=20.0)
     counts = Counter(one.worker for one in done)
     assert max(counts.values()) < 0.35 * len(done), counts
 
 
 def test_a_worker_of_half_the_speed_gets_less() -> None:
-    workers = (MACHINE, MACHINE, MACHINE._replace(speed=0.4), MACHINE._replace(speed=0.4))
-    done = outcomes("unrelated:requests=400,rate=40,prompt_tokens=256,output_tokens=32", KvAware(), workers=workers)
-    counts = Counter(one.worker for one in done)
+    workload = "unrelated:requests=400,rate=40,prompt_tokens=256,output_tokens=32"
+    counts = Counter(one.worker for one in outcomes(workload, KvAware(), speeds=(1.0, 1.0, 0.4, 0.4)))
     assert counts[2] + counts[3] < 0.8 * (counts[0] + counts[1]), counts

@@ -7,13 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.traces import TracedRequest
-from tokenbus.replay.virtual_worker import RequestProgress, VirtualWorker, VirtualWorkerSettings
+from tokenbus.replay.virtual_worker import RequestProgress, VirtualWorker
 from tokenbus.worker.engine.sim.timing import PRESETS
 
-SMALL = VirtualWorkerSettings(
-    kv_blocks=40, block_size=4, timing=PRESETS["dynamo"], max_num_seqs=4, max_num_batched_tokens=24
-)
+SMALL = ReplaySettings(trace="", kv_blocks=40, block_size=4, timing="dynamo", max_num_seqs=4, max_num_batched_tokens=24)
 
 
 class Seen(NamedTuple):
@@ -66,7 +65,7 @@ def test_an_idle_worker_takes_as_long_as_its_timing_model_says() -> None:
     worker = VirtualWorker("w", SMALL)
     request = TracedRequest(0.0, 20, 3, tuple(range(5)), 4)
     seen = play([(1.0, request)], worker, coalesce=True)
-    timing = SMALL.timing
+    timing = PRESETS["dynamo"]
     first_s = 1.0 + timing.step_ms(20, 0, 0.0) / 1e3
     gaps_s = [timing.step_ms(0, 1, held / 160) / 1e3 for held in (21, 22)]
     assert [one.at_s for one in seen.progress] == [pytest.approx(first_s), pytest.approx(first_s + sum(gaps_s))]
@@ -85,7 +84,5 @@ def test_a_worker_that_is_twice_as_fast_takes_half_the_time() -> None:
         (0.01 * number, TracedRequest(0.0, 30, rng.randrange(1, 30), tuple(range(8)), 4)) for number in range(3)
     ]
     slow = play([(0.0, request) for _, request in requests], VirtualWorker("w", SMALL), coalesce=True)
-    fast = play(
-        [(0.0, request) for _, request in requests], VirtualWorker("w", SMALL._replace(speed=2.0)), coalesce=True
-    )
+    fast = play([(0.0, request) for _, request in requests], VirtualWorker("w", SMALL, speed=2.0), coalesce=True)
     assert fast.progress[-1].at_s == pytest.approx(slow.progress[-1].at_s / 2)

@@ -1,0 +1,32 @@
+"""The settings of a replay, which all of its parts share."""
+
+import msgspec
+
+
+class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """A trace, and the fleet that it is replayed on."""
+
+    trace: str
+    """A trace file, or a workload as `generators.parse` takes it."""
+    workers: int = 8
+    kv_blocks: int = 3_000
+    """KV blocks of each worker."""
+    block_size: int = 512
+    """Tokens of a KV block."""
+    speedup: float = 1.0
+    """The factor by which requests arrive faster than in the trace."""
+    timing: str = "dynamo"
+    seed: int = 0
+    max_requests: int = 0
+    """Replays only the first requests of the trace; 0 replays all."""
+    routers: int = 1
+    temperature: float = 0.0
+    delay_ms: float = 1.0
+    """The time that events take to reach a router."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8_192
+    step_target_ms: float = 0.0
+    """The duration that chunks of prompts are sized for; with 0 they are as large as `max_num_batched_tokens`
+    allows."""
+    speeds: tuple[float, ...] = (1.0,)
+    """The factors by which the workers, in turn, are faster than the timing model."""
