@@ -31,7 +31,7 @@ intrinsic declares 8 bytes of 64 as read, and `ldtilecfg` then ends the process 
 
 
 def processor() -> str:
-    """What the compiler will see of this machine's processor."""
+    """Returns the processor features that the compiler will detect."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
