@@ -1,9 +1,9 @@
 """Puts a wheel of llama-cpp-python into a cache outside the clone, compiling it once, and prints its path.
 
-There is only source on PyPI. What Tokenbus does not use of it is left out of the build (the multimodal tools, and
-llama.cpp's helper library for its own programs), which takes about three minutes on two cores instead of ten. The wheel
-is made for this machine's processor, so the cache is kept apart by processor features. The vocabularies that llama.cpp
-tests itself with are kept too: ours tests its tokenizers with them, and only the source has them.
+There is only source on PyPI. The parts that Tokenbus does not use are left out of the build (the multimodal tools, and
+llama.cpp's helper library for its own programs), so that it takes about three minutes on two cores instead of ten. A
+wheel is for one kind of processor, so the processor's features are part of its cache folder's name. llama.cpp's test
+vocabularies are kept too: our tests of tokenizers use them, and only the source has them.
 
 Usage: llama_cpp_wheel.py VERSION. Variables: TOKENBUS_CACHE (the cache), CMAKE_ARGS (more options for llama.cpp).
 """
@@ -31,7 +31,7 @@ intrinsic declares 8 bytes of 64 as read, and `ldtilecfg` then ends the process 
 
 
 def processor() -> str:
-    """What the compiler will see of this machine's processor."""
+    """Returns the processor features that the compiler will detect."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -52,7 +52,7 @@ def cache_folder(version: str) -> Path:
 
 
 def vocabularies_folder(version: str) -> Path:
-    """Where the vocabulary files are, whichever processor the wheel is for. There may be none yet."""
+    """Returns the folder of the vocabulary files, which don't depend on the processor. It may not exist yet."""
     return cache() / f"llama-cpp-python-{version}-vocabularies"
 
 
@@ -72,7 +72,7 @@ def build(version: str, folder: Path) -> None:
 
 
 def download(version: str, scratch: Path) -> Path:
-    """The source as PyPI has it. Raises CalledProcessError with what pip said."""
+    """Downloads the source distribution from PyPI. Raises CalledProcessError, after printing pip's output."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--dest", str(scratch)]
     command += ["--no-binary", "llama-cpp-python", f"llama-cpp-python=={version}"]
     try:
@@ -97,7 +97,7 @@ def compile_wheel(sdist: Path, scratch: Path) -> Path:
 
 
 def keep_vocabularies(sdist: Path, folder: Path) -> None:
-    """Unpacks the vocabulary files, all or none, where they are not there yet."""
+    """Unpacks the vocabulary files, all or none, unless they exist."""
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -110,12 +110,12 @@ def keep_vocabularies(sdist: Path, folder: Path) -> None:
         try:
             partial.rename(folder)
         except OSError:
-            if not folder.exists():  # else another process has been quicker
+            if not folder.exists():  # otherwise another process was faster
                 raise
 
 
 def vocabularies(version: str) -> Path:
-    """The folder of the vocabulary files, fetched if the cache is older than they are. Raises CalledProcessError."""
+    """Returns the folder of the vocabulary files, downloading them if necessary. Raises CalledProcessError."""
     folder = vocabularies_folder(version)
     if not folder.exists():
         with tempfile.TemporaryDirectory() as scratch:

@@ -1,6 +1,6 @@
-# Worker for NVIDIA GPUs. NOT RUN: there was no GPU to try it on.
+# Worker for NVIDIA GPUs. NOT TESTED: there was no GPU to run it on.
 #   docker build -f deploy/docker/worker-cuda.Dockerfile -t tokenbus-worker-cuda .
-# CUDA_ARCHITECTURES are those of the GPUs that it shall run on: 80 A100, 86 A10, 89 L4 and L40, 90 H100 and H200.
+# CUDA_ARCHITECTURES are those of the GPUs to support: 80 A100, 86 A10, 89 L4 and L40, 90 H100 and H200.
 ARG CUDA=12.8.1
 FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu24.04 AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ cmake make ninja-build python3-dev python3-venv \

@@ -1,6 +1,6 @@
 # Worker for CPUs: llama.cpp and onnxruntime.
 #   docker build -f deploy/docker/worker.Dockerfile -t tokenbus-worker .
-# CMAKE_ARGS are llama.cpp's; without GGML_NATIVE=OFF the image runs on processors like the builder's only.
+# CMAKE_ARGS are passed to llama.cpp's build; without GGML_NATIVE=OFF the image only runs on processors like the builder's.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ cmake make ninja-build python3-dev && rm -rf /var/lib/apt/lists/*

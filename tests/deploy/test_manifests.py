@@ -1,4 +1,4 @@
-"""What deploy/ says to Kubernetes and to Docker is well-formed, and agrees with what the processes take."""
+"""The manifests for Kubernetes and Docker are well-formed, and agree with what the processes take."""
 
 import tomllib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What is installed: one name, whichever way the wheel was made."""
+"""An installed Tokenbus has one top-level name, whichever way the wheel was made."""
 
 import tarfile
 import zipfile

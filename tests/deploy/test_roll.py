@@ -103,7 +103,7 @@ def test_old_containers_stay_when_the_new_ones_never_get_ready(engine: Engine, h
     engine.hold("worker-1", "worker-2", looks=NEVER, health=health)
     rolled = engine.roll("worker", READY_S="0")
     assert rolled.returncode == 1
-    assert "worker-3 was not ready within 0 s: the old containers go on" in rolled.stderr
+    assert "worker-3 was not ready within 0 s: the old containers stay" in rolled.stderr
     assert engine.names == ["worker-1", "worker-2"]
     assert not {"worker-1 stopped", "worker-2 stopped"} & set(engine.events)
 
@@ -122,7 +122,7 @@ def test_old_containers_stay_when_it_is_interrupted(engine: Engine) -> None:
         assert rolling.stdout is not None
         assert rolling.stdout.readline() == "roll: router: starting 1 beside 1\n"
         rolling.terminate()
-        assert "interrupted: the old containers go on" in rolling.communicate()[1]
+        assert "interrupted: the old containers stay" in rolling.communicate()[1]
     assert rolling.returncode == 1
     assert engine.names == ["router-1"]
 

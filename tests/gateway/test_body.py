@@ -1,4 +1,4 @@
-"""How much of a body is read, and for how long."""
+"""A gateway reads bodies up to a limit of size and time."""
 
 import asyncio
 from typing import Any

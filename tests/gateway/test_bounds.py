@@ -1,4 +1,4 @@
-"""What a gateway does not let through, and what it says of itself."""
+"""A gateway refuses what it must, and reports its own state."""
 
 import subprocess
 from pathlib import Path
@@ -104,7 +104,7 @@ async def test_a_gateway_without_a_router_is_live_and_not_ready(tmp_path: Path) 
 
 
 def refused(*arguments: str) -> list[str]:
-    """What a command says that does not start."""
+    """Returns the output of a command that does not start."""
     done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode in (1, 2)
     return done.stderr.splitlines()

@@ -1,4 +1,4 @@
-"""How often a router is asked what is served."""
+"""A gateway asks a router for the models at most once a second."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What a body of OpenAI's API asks of the wire, and how what is wrong with it is named."""
+"""Bodies of OpenAI's API become wire requests, and errors have the names of their fields."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What is said of connections that a gateway ends."""
+"""Connections that a gateway closes are counted, logged and told why."""
 
 import json
 

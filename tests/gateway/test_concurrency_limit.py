@@ -1,4 +1,4 @@
-"""How many requests are open, and how they end when the gateway is left."""
+"""The number of open requests is limited, and draining ends them."""
 
 import asyncio
 import contextlib
@@ -12,24 +12,24 @@ from tokenbus.protocol.wire import errors
 
 
 def test_as_many_requests_are_open_as_may_be_and_not_one_more() -> None:
-    concurrency_limit = ConcurrencyLimit(2)
+    limit = ConcurrencyLimit(2)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(concurrency_limit.admit())
-        stack.enter_context(concurrency_limit.admit())
+        stack.enter_context(limit.admit())
+        stack.enter_context(limit.admit())
         with pytest.raises(ApiError) as refused:
-            stack.enter_context(concurrency_limit.admit())
+            stack.enter_context(limit.admit())
     assert refused.value.response == OVERLOADED
     assert (OVERLOADED.status, OVERLOADED.headers["retry-after"]) == (503, "1")
-    with concurrency_limit.admit():
+    with limit.admit():
         pass
 
 
-async def test_a_closed_door_takes_nothing_new_and_is_closed_when_the_last_has_left() -> None:
-    concurrency_limit = ConcurrencyLimit(2)
-    with concurrency_limit.admit():
-        closing = asyncio.create_task(concurrency_limit.drain(grace_s=60))
+async def test_a_draining_gateway_admits_nothing_new_and_is_drained_when_the_last_request_has_ended() -> None:
+    limit = ConcurrencyLimit(2)
+    with limit.admit():
+        closing = asyncio.create_task(limit.drain(grace_s=60))
         await asyncio.sleep(0)
-        with pytest.raises(ApiError) as refused, concurrency_limit.admit():
+        with pytest.raises(ApiError) as refused, limit.admit():
             pass
         assert refused.value.response == SHUTTING_DOWN
         assert not closing.done()
@@ -37,11 +37,11 @@ async def test_a_closed_door_takes_nothing_new_and_is_closed_when_the_last_has_l
 
 
 async def test_after_the_grace_streams_are_cancelled_and_end_with_shutting_down() -> None:
-    concurrency_limit, line = ConcurrencyLimit(2), FakeTransport()
+    limit, line = ConcurrencyLimit(2), FakeTransport()
     early, late = stream_over(line), stream_over(line)
-    with concurrency_limit.admit(), concurrency_limit.track(early):
-        await concurrency_limit.drain(grace_s=0)
-        with concurrency_limit.track(late):  # its body came while the others ended
+    with limit.admit(), limit.track(early):
+        await limit.drain(grace_s=0)
+        with limit.track(late):  # its body came while the others ended
             ends = [[chunk async for chunk in stream] for stream in (early, late)]
     for (terminal,) in ends:
         assert terminal.error

@@ -1,4 +1,4 @@
-"""What a gateway counts is what it answered."""
+"""A gateway counts the requests that it has answered."""
 
 import json
 import urllib.error

@@ -1,4 +1,4 @@
-"""Whose a key is while keys change."""
+"""Keys belong to their tenants while keys change."""
 
 import asyncio
 from typing import Any, cast
@@ -18,7 +18,7 @@ def asked_with(key: str) -> Request:
 
 
 class Broker:
-    """As a client that makes others for tenants: when it may, or not at all."""
+    """Stands in for a client that makes others for tenants, once a test lets it, or never."""
 
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()

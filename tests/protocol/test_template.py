@@ -38,7 +38,7 @@ def render(
 
 
 def text_of(pieces: list[str | int]) -> str:
-    """What the prompt would read as with its special tokens written out."""
+    """Returns the prompt with its special tokens written out."""
     return "".join(TEXT_OF[piece] if isinstance(piece, int) else piece for piece in pieces)
 
 
