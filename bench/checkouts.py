@@ -11,11 +11,13 @@ import argparse
 import re
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
+
+from bench.models import random_model
+from bench.models.shape import PRESETS
 
 HERE = Path(__file__).parents[1]
 MARGIN = 0.03
@@ -127,17 +129,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as folder:
         model = options.model or Path(folder, "0.5b.gguf")
         if "decode" in options.only and not options.model:
-            make = (
-                sys.executable,
-                "-m",
-                "bench.models.random_model",
-                str(model),
-                "--preset",
-                "0.5b",
-                "--quantization",
-                "q8_0",
-            )
-            subprocess.run(make, cwd=HERE, check=True)
+            random_model.write(model, PRESETS["0.5b"], "q8_0", threads=2)
         print(f"{'':40}{'other':>10}{'this':>10}    cost, this / other (quartiles), {options.pairs} pairs")
         for name in options.only:
             compare(options.other.resolve(), name, model.resolve(), options.pairs)

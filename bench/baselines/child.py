@@ -74,11 +74,15 @@ class Child:
         )
         assert self._read() == "ready"
 
-    def generate(self, ask: Ask) -> Timing:
+    def call(self, line: str) -> str:
+        """Sends a line and returns the answer."""
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(ask).decode() + "\n")
+        self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
-        return msgspec.json.decode(self._read(), type=Timing)
+        return self._read()
+
+    def generate(self, ask: Ask) -> Timing:
+        return msgspec.json.decode(self.call(msgspec.json.encode(ask).decode()), type=Timing)
 
     def close(self) -> None:
         self._process.kill()

@@ -7,19 +7,16 @@ the first token of all streams to the last. Without --model, a 0.5B model in Q8_
 
 import argparse
 import asyncio
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from bench import system
 from bench.baselines import bare_llama
-from bench.models import random_model
-from bench.models.shape import PRESETS
+from bench.baselines.child import Child
+from bench.models import benchmark_model
 from bench.paired import Ratio
 from tokenbus.client import Client
 from tokenbus.protocol.wire import messages
@@ -27,36 +24,9 @@ from tokenbus.protocol.wire import messages
 CONTEXT = 4_096
 
 
-class Timing(NamedTuple):
+class Timing(msgspec.Struct, frozen=True):
     wall_s: float
     cpu_s: float
-
-
-class Bare:
-    """The loop on llama_cpp, in its own process."""
-
-    def __init__(self, model: Path, threads: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.baselines.bare_llama", str(model), str(threads), str(CONTEXT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._read() == "ready"
-
-    def decode(self, streams: int, tokens: int) -> Timing:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{streams} {tokens}\n")
-        self._process.stdin.flush()
-        return Timing(**json.loads(self._read()))
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
 
 
 async def through_the_system(client: Client, engine_pid: int, streams: int, tokens: int) -> Timing:
@@ -89,16 +59,17 @@ def ratio_of(shares: list[float]) -> Ratio:
 
 
 async def measure(model: Path, streams: int, tokens: int, threads: int, pairs: int) -> None:
-    bare = Bare(model, threads)
+    bare = Child("bench.baselines.bare_llama", model, threads, CONTEXT)
     settings = ("--threads", str(threads), "--kv-tokens", str(CONTEXT), "--max-num-seqs", "64")
     try:
         async with system.running(model, *settings, "--context-length", "1024") as client:
             pid = (await system.card(client)).pids.engine
-            bare.decode(streams, tokens)
+            ask = f"{streams} {tokens}"
+            bare.call(ask)
             await through_the_system(client, pid, streams, tokens)
             seen = []
             for _ in range(pairs):
-                alone = await asyncio.to_thread(bare.decode, streams, tokens)
+                alone = msgspec.json.decode(await asyncio.to_thread(bare.call, ask), type=Timing)
                 seen.append((alone, await through_the_system(client, pid, streams, tokens)))
     finally:
         bare.close()
@@ -120,11 +91,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=7)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as folder:
-        model = options.model
-        if model is None:
-            model = Path(folder) / "random-0.5b-q8_0.gguf"
-            random_model.write(model, PRESETS["0.5b"], "q8_0", threads=2)
+    with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.streams, options.tokens, options.threads, options.pairs))
 
 
