@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.replay.fast_forward import FastForwardScheduler
+from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.traces import TracedRequest
 from tokenbus.worker import contract
 from tokenbus.worker.broker.published_blocks import to_runs
