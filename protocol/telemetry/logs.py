@@ -21,7 +21,7 @@ class LevelFilter:
         self.set(name)
 
     def __repr__(self) -> str:
-        return f"<Level {self.lowest}>"
+        return f"<LevelFilter {self.lowest}>"
 
     def set(self, name: str) -> None:
         """Sets the lowest level that is logged: one of LEVELS; anything else means `info`."""
