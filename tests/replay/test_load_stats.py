@@ -129,7 +129,7 @@ def test_requests_that_were_not_sent_or_late_are_reported() -> None:
     stats.not_sent = 7
     lines = "\n".join(run_lines(run_of(stats)))
     assert "not sent    7: --max-in-flight" in lines
-    assert "the bench itself was late" in lines
+    assert "the benchmark itself was late" in lines
 
 
 def test_progress_is_one_line() -> None:
