@@ -53,9 +53,7 @@ def _distributions(runs: Sequence[RunResult], times: Sequence[Mapping[str, Histo
             Series(str(run.point), [(value, 100 * share) for value, share in one[name].cumulative()])
             for run, one in zip(runs[:_MOST_RUNS], times, strict=False)
         ]
-        yield line_chart(
-            f"{ROWS[name].capitalize()}: so many were not slower", series, Axis("ms", is_log=True), Axis("%")
-        )
+        yield line_chart(f"{ROWS[name].capitalize()}: cumulative share", series, Axis("ms", is_log=True), Axis("%"))
 
 
 def _by_worker(runs: Sequence[RunResult]) -> Iterator[str]:

@@ -13,9 +13,9 @@ ROWS = {
     "itl_ms": "inter-token gap",
     "tpot_ms": "time per token",
     "e2e_ms": "end to end",
-    "accept_ms": "until a worker took it",
+    "accept_ms": "accepted by a worker",
     "queue_ms": "queued at the worker",
-    "late_ms": "sent too late by",
+    "late_ms": "sent late by",
 }
 _MANY_WORKERS = 16
 _LATE_MS = 20.0
@@ -47,13 +47,13 @@ def run_lines(run: RunResult) -> Iterator[str]:
     if run.workers:
         yield f"workers     {_workers(run.workers)}"
     for code, count in run.errors.items():
-        yield f"error       {code} {count}, as: {run.error_examples[code]}"
+        yield f"error       {code} {count}, for example: {run.error_examples[code]}"
     if run.not_sent:
         yield f"not sent    {run.not_sent}: --max-in-flight was reached; the system does not keep up"
     if run.interrupted:
         yield f"interrupted {run.cancelled} cancelled"
     if (run.late_ms.p99 or 0.0) >= _LATE_MS:
-        yield "note        the bench itself was late: its machine is too busy to measure well"
+        yield "note        the benchmark itself was late: its machine is too busy for good measurements"
 
 
 def sweep_table(runs: Sequence[RunResult]) -> Table:

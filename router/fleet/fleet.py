@@ -1,6 +1,6 @@
 """Follows all workers of all models by their messages and the time, and places requests on them; pure.
 
-Beside the registry's incarnations (registry.py), three state machines work on each worker:
+Besides its incarnation (registry.py), each worker has three state machines:
 
 - Event logs: events are applied in order. After a gap a snapshot is requested (event_log.py).
 - Leases: a worker that is silent for a second gets no new requests. After two its lease expires, and it is lost.
@@ -97,7 +97,7 @@ class Fleet(WorkerRegistry):
         return any(worker.is_overdue(now) for worker in self._workers.values())
 
     def expire_leases(self, now: float) -> list[LostWorker]:
-        """Ends the leases of workers that have been silent for too long. They get nothing more until they are heard."""
+        """Ends the leases of workers that have been silent for too long. Until a sign of life they get nothing."""
         overdue = [worker for worker in self._workers.values() if worker.is_overdue(now)]
         for worker in overdue:
             worker.lease_expired = True
@@ -116,7 +116,7 @@ class Fleet(WorkerRegistry):
             self._refresh(worker)
 
     def renew_all_leases(self, now: float) -> None:
-        """Starts counting silence from now: the router itself could not hear anything."""
+        """Starts counting silence from now, since the router itself could not receive anything."""
         for worker in self._workers.values():
             worker.last_seen_at = now  # an expired lease stays expired: only the worker itself can renew it
             self._refresh(worker)
@@ -162,7 +162,7 @@ class Fleet(WorkerRegistry):
             self._refresh(worker)
 
     def sweep(self, now: float) -> None:
-        """Forgets old bookings and a part of what is outdated in each model; to be called a few times a second."""
+        """Forgets old bookings and some outdated state of each model. It must be called a few times a second."""
         for worker in self._workers.values():
             old = [key for key, booking in worker.bookings.items() if now - booking.at >= _BOOKING_TTL_S]
             for key in old:

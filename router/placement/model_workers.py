@@ -180,7 +180,7 @@ class ModelWorkers:
         return int(self._table.column("context_length").max())
 
     def sweep(self, now: float) -> None:
-        """Forgets a part of what is outdated and compares the workers' speeds; to be called a few times a second."""
+        """Forgets some outdated state, and compares the workers' speeds. It must be called a few times a second."""
         self._predictions.expire(now)
         self._index.sweep()
         self._sessions.expire(now)

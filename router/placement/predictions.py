@@ -1,4 +1,4 @@
-"""Predicts where the blocks of just placed requests will be, until the workers' own events must have said so; pure.
+"""Predicts where the blocks of just placed requests will be, until the workers' own events report them; pure.
 
 Without this, requests with a common prefix that arrive together would be spread over all workers, since none of them
 holds it yet. Predictions are kept apart from the prefix index because they must end by themselves."""

@@ -34,7 +34,7 @@ class WorkerRow(NamedTuple):
     """One worker's numbers, from its card, its events and its bookings, and then those that are derived."""
 
     is_open: bool
-    """Whether it may be given work if it is heard from."""
+    """Whether it may be given work unless it is silent or stuck."""
     last_seen_at: float
     step_age_ms: float
     context_length: int

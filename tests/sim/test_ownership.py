@@ -87,7 +87,7 @@ def stage() -> Iterator[Stage]:
         yield Stage(made)
 
 
-def test_a_run_for_another_life_is_refused(stage: Stage) -> None:
+def test_a_run_for_another_incarnation_is_refused(stage: Stage) -> None:
     reply = stage.run(epoch="1-gone")
     assert not reply.accepted
     assert reply.error
@@ -95,7 +95,7 @@ def test_a_run_for_another_life_is_refused(stage: Stage) -> None:
     assert stage.peer.chunks == []
 
 
-def test_an_attempt_that_has_not_spoken_is_dropped_without_a_word(stage: Stage) -> None:
+def test_an_attempt_without_tokens_is_dropped_silently(stage: Stage) -> None:
     assert stage.run().accepted
     assert stage.drop()
     stage.world.run(3.0)
@@ -103,7 +103,7 @@ def test_an_attempt_that_has_not_spoken_is_dropped_without_a_word(stage: Stage) 
     assert stage.run(attempt=2).accepted
 
 
-def test_an_attempt_that_has_spoken_is_not_dropped(stage: Stage) -> None:
+def test_an_attempt_that_has_sent_tokens_is_not_dropped(stage: Stage) -> None:
     stage.run()
     stage.world.run(0.5)
     assert not stage.drop()
@@ -111,7 +111,7 @@ def test_an_attempt_that_has_spoken_is_not_dropped(stage: Stage) -> None:
     assert stage.peer.chunks[-1].finish_reason == "length"
 
 
-def test_an_attempt_that_has_ended_is_not_dropped_since_its_client_has_a_terminal(stage: Stage) -> None:
+def test_an_ended_attempt_is_not_dropped_since_its_client_has_a_terminal(stage: Stage) -> None:
     stage.run()
     stage.world.run(3.0)
     assert not stage.drop()
@@ -119,7 +119,7 @@ def test_an_attempt_that_has_ended_is_not_dropped_since_its_client_has_a_termina
 
 
 @pytest.mark.parametrize(("later_s", "attempt", "accepted"), [(0.1, 2, False), (0.1, 1, False), (0.1, 3, True)])
-def test_a_drop_that_came_first_is_held_against_its_attempt_and_those_below(
+def test_a_drop_that_arrives_first_refuses_its_attempt_and_lower_ones(
     stage: Stage, later_s: float, attempt: int, accepted: bool
 ) -> None:
     assert stage.drop(attempt=2)
@@ -136,7 +136,7 @@ def test_a_drop_is_forgotten_after_ten_seconds(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(("age_ms", "cancelled"), [(None, True), (5_000.0, True), (1_000.0, False), (1_200.0, False)])
-def test_a_cancel_that_came_first_counts_only_if_it_came_clearly_after_the_request(
+def test_a_cancel_that_arrives_first_counts_only_if_it_was_clearly_sent_after_the_request(
     stage: Stage, age_ms: float | None, cancelled: bool
 ) -> None:
     stage.peer.publish(NAMES.cancel("r1"), b"")
@@ -145,7 +145,7 @@ def test_a_cancel_that_came_first_counts_only_if_it_came_clearly_after_the_reque
     assert (reply.accepted, reply.cancelled) == (not cancelled, cancelled)
 
 
-def test_the_same_id_in_flight_is_refused_and_its_own_inbox_is_named_as_such(stage: Stage) -> None:
+def test_a_duplicate_id_is_refused_and_its_own_inbox_is_recognised(stage: Stage) -> None:
     stage.run()
     reply = stage.run(attempt=2)
     assert (reply.accepted, reply.same_reply) == (False, True)
@@ -153,7 +153,7 @@ def test_the_same_id_in_flight_is_refused_and_its_own_inbox_is_named_as_such(sta
     assert reply.error.code == "duplicate_request"
 
 
-def test_a_live_stream_is_repeated_from_the_token_that_was_asked_for_at_most_every_200_ms(stage: Stage) -> None:
+def test_a_live_stream_is_repeated_from_the_requested_token_at_most_every_200_ms(stage: Stage) -> None:
     stage.run()
     stage.world.run(1.0)
     said = [token for chunk in stage.peer.chunks for token in chunk.token_ids or []]
@@ -166,7 +166,7 @@ def test_a_live_stream_is_repeated_from_the_token_that_was_asked_for_at_most_eve
     assert stage.peer.chunks[-1].finish_reason == "length"
 
 
-def test_an_ended_stream_can_be_had_again_for_a_minute_with_its_terminal(stage: Stage) -> None:
+def test_an_ended_stream_can_be_fetched_again_for_a_minute_with_its_terminal(stage: Stage) -> None:
     stage.run()
     stage.world.run(3.0)
     whole = "".join(chunk.text for chunk in stage.peer.chunks)
@@ -179,12 +179,12 @@ def test_an_ended_stream_can_be_had_again_for_a_minute_with_its_terminal(stage: 
     assert stage.resync(0) is None
 
 
-def test_for_an_unknown_id_nobody_answers(stage: Stage) -> None:
+def test_a_resync_of_an_unknown_id_is_not_answered(stage: Stage) -> None:
     assert stage.resync(0) is None
     assert stage.peer.ask(NAMES.cancel("r1"), b"") is None
 
 
-def test_a_snapshot_tells_what_runs_and_which_of_it_has_spoken(stage: Stage) -> None:
+def test_a_snapshot_lists_running_requests_and_which_of_them_have_sent_tokens(stage: Stage) -> None:
     stage.run()
     for first_token_sent in (False, True):
         answer = stage.peer.ask(NAMES.worker(MODEL, "w0", "snapshot"), b"")
@@ -195,7 +195,7 @@ def test_a_snapshot_tells_what_runs_and_which_of_it_has_spoken(stage: Stage) -> 
         stage.world.run(1.0)
 
 
-def test_a_front_that_stood_still_gives_its_streams_up_and_comes_back_under_another_name(stage: Stage) -> None:
+def test_a_frontend_that_was_paused_gives_up_its_streams_and_returns_with_a_new_epoch(stage: Stage) -> None:
     stage.run()
     stage.world.run(0.5)
     before, said = stage.epoch, len(stage.peer.chunks)
@@ -210,7 +210,7 @@ def test_a_front_that_stood_still_gives_its_streams_up_and_comes_back_under_anot
     assert stage.run(attempt=2).accepted
 
 
-def test_a_router_shows_within_a_second_that_it_holds_a_request(stage: Stage) -> None:
+def test_a_router_sends_a_keepalive_for_a_request_within_a_second(stage: Stage) -> None:
     RouterProcess(stage.world, stage.broker, "r0")
     stage.world.run(1.0)
     for number in range(5):
@@ -224,7 +224,7 @@ def test_a_router_shows_within_a_second_that_it_holds_a_request(stage: Stage) ->
     assert stage.resync(0) == b'{"found":true}'
 
 
-def test_while_a_worker_may_have_a_request_its_router_answers_for_it_and_says_nothing(stage: Stage) -> None:
+def test_while_a_worker_may_have_a_request_its_router_answers_for_it_but_sends_no_keepalive(stage: Stage) -> None:
     router = RouterProcess(stage.world, stage.broker, "r0")
     stage.world.run(1.0)
     stage.frontend.process.is_paused = True
@@ -250,7 +250,7 @@ def end_of(stage: Stage) -> str | None:
     return last
 
 
-def test_an_accept_that_lies_unread_lets_no_sign_of_life_follow_the_terminal(stage: Stage) -> None:
+def test_an_unread_accept_lets_no_keepalive_follow_the_terminal(stage: Stage) -> None:
     router = RouterProcess(stage.world, stage.broker, "r0")
     stage.world.run(1.0)
     request = b'{"id": "r1", "token_ids": [1, 2, 3], "max_tokens": 3}'
@@ -262,7 +262,7 @@ def test_an_accept_that_lies_unread_lets_no_sign_of_life_follow_the_terminal(sta
     assert end_of(stage) == "length"
 
 
-def test_a_worker_whose_way_out_is_blocked_while_others_speak_to_it_says_nothing_behind_its_routers_terminal(
+def test_a_worker_whose_outbound_traffic_is_blocked_sends_nothing_after_its_routers_terminal(
     stage: Stage,
 ) -> None:
     RouterProcess(stage.world, stage.broker, "r0")
@@ -279,7 +279,7 @@ def test_a_worker_whose_way_out_is_blocked_while_others_speak_to_it_says_nothing
     assert end_of(stage) == "error"
 
 
-def test_a_worker_whose_signs_lie_unread_in_a_routers_connection_is_not_given_up(stage: Stage) -> None:
+def test_a_worker_whose_events_lie_unread_in_a_routers_connection_is_not_lost(stage: Stage) -> None:
     router = RouterProcess(stage.world, stage.broker, "r0")
     stage.world.run(3.0)
     request = b'{"id": "r1", "token_ids": [1, 2, 3], "max_tokens": 100}'

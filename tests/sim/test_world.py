@@ -47,7 +47,7 @@ def test_a_client_that_is_killed_frees_its_lane_within_three_seconds(one: System
     assert one.frontends[0].engine.load().running == 0
 
 
-def test_a_client_that_reconnects_in_time_keeps_its_stream_and_misses_nothing(one: System) -> None:
+def test_a_client_that_reconnects_in_time_keeps_its_whole_stream(one: System) -> None:
     one.client.ask(60)
     one.world.run(1.0)
     assert one.client.bus.link is not None
@@ -59,7 +59,7 @@ def test_a_client_that_reconnects_in_time_keeps_its_stream_and_misses_nothing(on
     assert asked.terminal.finish_reason is LENGTH
 
 
-def test_a_broker_that_restarts_at_once_costs_no_stream(one: System) -> None:
+def test_a_quick_restart_of_the_broker_ends_no_stream(one: System) -> None:
     one.client.ask(60)
     one.world.run(1.0)
     one.broker.die()
@@ -91,7 +91,7 @@ def test_a_broker_that_stays_away_ends_every_stream_in_an_error(one: System) -> 
 
 
 @pytest.mark.parametrize("seconds", [0.5, 3.0, 40.0])
-def test_a_front_that_stands_still_is_given_up_in_time_and_serves_again(one: System, seconds: float) -> None:
+def test_a_paused_frontend_is_lost_in_time_and_serves_again(one: System, seconds: float) -> None:
     one.client.ask(60)
     one.world.run(1.0)
     one.frontends[0].process.is_paused = True
@@ -112,7 +112,7 @@ def test_a_front_that_stands_still_is_given_up_in_time_and_serves_again(one: Sys
     assert one.client.asked[1].terminal.finish_reason is LENGTH
 
 
-def test_an_unspoken_request_of_a_killed_front_goes_on_at_another() -> None:
+def test_a_request_without_tokens_of_a_killed_frontend_moves_to_another() -> None:
     with world(seed=2) as made:
         system = System(made, frontends=2)
         for frontend in system.frontends:
@@ -130,7 +130,7 @@ def test_an_unspoken_request_of_a_killed_front_goes_on_at_another() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.5, 3.0, 40.0])
-def test_a_router_that_stands_still_keeps_no_client_waiting_for_ever(seconds: float) -> None:
+def test_a_paused_router_keeps_no_client_waiting_for_ever(seconds: float) -> None:
     with world(seed=3) as made:
         system = System(made, routers=2)
         for _ in range(6):

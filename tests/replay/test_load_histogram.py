@@ -14,11 +14,11 @@ def of(*values: float) -> Histogram:
     return histogram
 
 
-def test_nothing_has_no_spread() -> None:
+def test_without_values_there_are_no_numbers() -> None:
     assert of().summary() == LatencyStats(None, None, None, None, None)
 
 
-def test_of_one_value_every_number_is_that_value() -> None:
+def test_with_one_value_every_number_is_that_value() -> None:
     assert of(12.345).summary() == LatencyStats(12.345, 12.345, 12.345, 12.345, 12.345)
 
 
@@ -49,7 +49,7 @@ def test_a_value_can_count_several_times() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, 1e-12, 1e15])
-def test_values_out_of_all_bounds_are_kept_as_extremes(value: float) -> None:
+def test_values_outside_all_buckets_are_exact_extremes(value: float) -> None:
     histogram = of(value)
     assert histogram.percentile(50) == value
 
@@ -62,7 +62,7 @@ def test_memory_does_not_grow_with_values() -> None:
     assert len(list(histogram.cumulative())) <= 2_778
 
 
-def test_shares_rise_to_1() -> None:
+def test_cumulative_shares_rise_to_1() -> None:
     shares = list(of(1, 2, 2, 5).cumulative())
     assert [share for _, share in shares] == [0.25, 0.75, 1.0]
     assert shares[0][0] >= 1

@@ -94,14 +94,14 @@ def test_requests_are_counted_by_worker_and_cached_tokens_by_prompt() -> None:
     assert (run.prompt_tokens, run.cached_tokens, run.cached_share) == (30, 24, 0.8)
 
 
-def test_only_so_many_workers_are_told_apart() -> None:
+def test_the_number_of_workers_that_are_counted_apart_is_bounded() -> None:
     stats = RunStats(0.0)
     for number in range(1_026):
         stats.start_request(0.0, 0.0).receive(end(worker=f"w{number}"), 1.0)
     assert (len(stats.workers), stats.workers[OTHERS]) == (1_025, 2)
 
 
-def test_what_is_in_flight_at_an_interrupt_counts_as_cancelled() -> None:
+def test_requests_in_flight_at_an_interrupt_count_as_cancelled() -> None:
     stats = RunStats(0.0)
     watches = [stats.start_request(0.0, 0.0) for _ in range(3)]
     watches[0].receive(end(), 1.0)
@@ -110,7 +110,7 @@ def test_what_is_in_flight_at_an_interrupt_counts_as_cancelled() -> None:
     assert "interrupted 2 cancelled" in run_lines(run)
 
 
-def test_a_run_lasts_until_something_last_came() -> None:
+def test_a_run_lasts_until_its_last_chunk() -> None:
     stats = RunStats(10.0)
     stats.start_request(10.0, 10.0).receive(end(), 12.0)
     run = run_of(stats)
@@ -123,13 +123,13 @@ def test_a_run_without_requests_has_no_numbers() -> None:
     assert "ended by    nothing" in run_lines(run)
 
 
-def test_what_was_not_sent_and_what_was_late_is_said() -> None:
+def test_requests_that_were_not_sent_or_late_are_reported() -> None:
     stats = RunStats(0.0)
     stats.start_request(0.0, 0.05).receive(end(), 1.0)
     stats.not_sent = 7
     lines = "\n".join(run_lines(run_of(stats)))
     assert "not sent    7: --max-in-flight" in lines
-    assert "the bench itself was late" in lines
+    assert "the benchmark itself was late" in lines
 
 
 def test_progress_is_one_line() -> None:
@@ -142,5 +142,5 @@ def test_progress_is_one_line() -> None:
 
 
 @pytest.mark.parametrize(("told_ms", "waits_s"), [(None, 0.1), (5, 0.1), (400, 0.4), (60_000, 1.0)])
-def test_a_client_rests_after_an_error_as_it_was_told_within_bounds(told_ms: float | None, waits_s: float) -> None:
+def test_a_client_pauses_after_an_error_as_long_as_it_says_within_bounds(told_ms: float | None, waits_s: float) -> None:
     assert retry_delay_s(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=told_ms)) == waits_s

@@ -54,12 +54,12 @@ def test_each_number_is_a_run(arguments: tuple[str, ...], points: list[LoadPoint
         (("--trace", "shared:requests=30", "--requests", "70"), 30),
     ],
 )
-def test_a_run_ends_after_so_many_requests(arguments: tuple[str, ...], requests: int | None) -> None:
+def test_the_number_of_requests_of_a_run(arguments: tuple[str, ...], requests: int | None) -> None:
     made = plan(*arguments)
     assert made.requests_at(made.points[0], made.workload) == requests
 
 
-def test_a_text_or_a_trace_takes_the_place_of_random_tokens() -> None:
+def test_a_text_or_a_trace_replaces_random_tokens() -> None:
     assert plan("--prompt", "hello", "--output-tokens", "9").workload == RepeatedText("hello", 9)
     traced = plan("--trace", "shared:requests=5", "--vocabulary", "50").workload
     assert isinstance(traced, TraceWorkload)
@@ -89,7 +89,7 @@ def test_a_trace_can_be_a_file(tmp_path: Path) -> None:
         (("--html", "/"), "/ can't be written"),
     ],
 )
-def test_flags_that_make_no_sense_together_are_named(arguments: tuple[str, ...], reason: str) -> None:
+def test_contradicting_flags_are_named(arguments: tuple[str, ...], reason: str) -> None:
     with pytest.raises(ValueError, match=f"^{reason}"):
         plan(*arguments)
 
@@ -107,7 +107,9 @@ def test_flags_that_make_no_sense_together_are_named(arguments: tuple[str, ...],
         (("--input-tokens", "x"), "argument --input-tokens: invalid number value: 'x'"),
     ],
 )
-def test_a_wrong_number_is_named(arguments: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_number_is_named(
+    arguments: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parsed(*arguments)
     assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {reason}")

@@ -41,18 +41,18 @@ def test_random_prompts_repeat_with_their_seed_alone() -> None:
 
 
 @pytest.mark.parametrize("workload", [RandomTokens(2, 1, 400), RepeatedText("hello", None), trace(traced(0, 48))])
-def test_every_request_has_what_all_have_in_common(workload: Workload) -> None:
+def test_every_request_has_the_common_fields(workload: Workload) -> None:
     (request,) = first(workload, 1)
     assert (request.temperature, request.timeout_ms, request.cache_salt) == (0.0, 5.0, "s")
 
 
-def test_a_text_is_asked_through_the_chat_template_and_ends_where_it_ends() -> None:
+def test_a_text_is_sent_through_the_chat_template_without_a_length() -> None:
     (request,) = first(RepeatedText("hello", None), 1)
     assert request.messages == [messages.ChatMessage(role="user", content="hello")]
     assert (request.max_tokens, request.ignore_eos) == (None, None)
 
 
-def test_prompts_of_a_trace_begin_alike_where_the_trace_says_so() -> None:
+def test_prompts_have_the_common_prefixes_of_the_trace() -> None:
     one, other = first(trace(traced(0, 40), traced(1, 48, ids=(1, 2, 4))), 2)
     assert one.token_ids is not None
     assert other.token_ids is not None
@@ -67,7 +67,7 @@ def test_random_tokens_that_do_not_fit_the_context_are_refused() -> None:
         RandomTokens(90, 10, 400).fit(99, clip=False)
 
 
-def test_requests_of_a_trace_that_do_not_fit_are_left_out_and_counted() -> None:
+def test_requests_of_a_trace_that_do_not_fit_are_skipped_and_counted() -> None:
     fitted = trace(traced(0, 38), traced(1, 39), traced(2, 30)).fit(48, clip=False)
     assert fitted.skipped == 1
     assert fitted.workload.num_requests == 2
@@ -75,7 +75,7 @@ def test_requests_of_a_trace_that_do_not_fit_are_left_out_and_counted() -> None:
         trace(traced(0, 39)).fit(48, clip=False)
 
 
-def test_requests_of_a_trace_are_cut_and_counted_where_that_is_wanted() -> None:
+def test_requests_of_a_trace_that_do_not_fit_can_be_clipped_and_are_counted() -> None:
     fitted = trace(traced(0, 38), traced(1, 39)).fit(48, clip=True)
     assert (fitted.skipped, fitted.clipped) == (0, 1)
     assert [len(request.token_ids or ()) for request in first(fitted.workload, 2)] == [38, 38]
@@ -85,7 +85,7 @@ def test_requests_of_a_trace_are_cut_and_counted_where_that_is_wanted() -> None:
     ("prompt", "output", "kept"),
     [(38, 10, (38, 10)), (39, 10, (38, 10)), (16, 100, (16, 24)), (100, 100, (24, 24)), (1, 48, (1, 24))],
 )
-def test_a_prompt_is_cut_before_half_of_the_context_is_left_for_the_answer(
+def test_an_answer_keeps_at_most_half_of_the_context_and_the_prompt_the_rest(
     prompt: int, output: int, kept: tuple[int, int]
 ) -> None:
     cut = clipped(traced(0, prompt, output, tuple(range(-(-prompt // 16)))), 48)
@@ -100,19 +100,19 @@ def test_poisson_arrivals_come_at_their_rate_and_repeat_with_their_seed() -> Non
     assert 10_000 / times[-1] == pytest.approx(5.0, rel=0.03)
 
 
-def test_bursts_come_together_and_as_seldom_as_the_rate_asks() -> None:
+def test_bursts_arrive_together_at_the_same_overall_rate() -> None:
     times = list(itertools.islice(poisson(5.0, 4, random.Random(1)), 10_000))
     assert all(len(set(times[place : place + 4])) == 1 for place in range(0, 10_000, 4))
     assert len(set(times)) == 2_500
     assert 10_000 / times[-1] == pytest.approx(5.0, rel=0.06)
 
 
-def test_a_trace_is_played_from_its_first_request_on_and_faster_if_asked() -> None:
+def test_a_trace_starts_with_its_first_request_and_can_be_sped_up() -> None:
     asks = trace(traced(100, 48), traced(104, 48)).generate(COMMON, "0")
     assert [ask.at_s for ask in schedule(asks, LoadPoint(LoadKind.SPEEDUP, 2.0), 1, random.Random(0))] == [0.0, 2.0]
 
 
-def test_a_trace_ends_also_when_its_requests_come_at_a_rate() -> None:
+def test_a_trace_that_is_sent_at_a_rate_ends_with_its_last_request() -> None:
     asks = trace(traced(100, 48), traced(100, 48)).generate(COMMON, "0")
     times = [ask.at_s for ask in schedule(asks, LoadPoint(LoadKind.RATE, 2.0), 1, random.Random(0))]
     assert times == list(itertools.islice(poisson(2.0, 1, random.Random(0)), 2))

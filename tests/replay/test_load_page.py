@@ -30,19 +30,19 @@ def page_of(stats: dict[float, RunStats]) -> str:
     return page(report_of(stats), [stats.times for stats in stats.values()])
 
 
-def test_a_sweep_has_plots_over_its_load_and_a_single_run_has_not() -> None:
+def test_only_a_sweep_has_plots_over_the_load() -> None:
     assert page_of({2.0: stats_of(1.0, 2.0)}).count("<svg") == 5
     assert page_of({2.0: stats_of(1.0, 2.0), 4.0: stats_of(2.0, 3.0)}).count("<svg") == 10
 
 
-def test_a_page_needs_nothing_from_elsewhere_and_escapes_names() -> None:
+def test_a_page_is_self_contained_and_escapes_names() -> None:
     text = page_of({2.0: stats_of(1.0, 2.0)})
     assert "<script" not in text
     assert set(re.findall(r"https?://[^\"]+", text)) == {"http://www.w3.org/2000/svg"}
     assert "<h1>m&amp;m: &lt;words&gt;</h1>" in text
 
 
-def test_a_page_of_nothing_measured_says_so() -> None:
+def test_a_page_says_if_nothing_was_measured() -> None:
     assert "nothing was measured" in page_of({2.0: RunStats(0.0)})
 
 
@@ -59,7 +59,7 @@ def test_the_json_has_the_documented_fields() -> None:
     assert '"load": "rate"' in text
 
 
-def test_numbers_are_written_to_about_three_digits() -> None:
+def test_numbers_are_formatted_to_about_three_digits() -> None:
     assert [number(value) for value in (None, 0.0123, 9.99, 12.34, 999.94, 1_234.5)] == [
         "-", "0.01", "9.99", "12.3", "999.9", "1,234"
     ]  # fmt: skip
