@@ -5,7 +5,7 @@ from pathlib import Path
 MODEL_PATH = Path(__file__).with_name("demo.gguf")
 ONNX_PATH = Path(__file__).with_name("demo-onnx")
 CORRECT_SUMS_UP_TO = 50
-"""Both summands of every sum that the model was trained on are below this."""
+"""Both summands of every sum in the training data are below this."""
 
 if __name__ != "tokenbus.demo":
     raise ImportError("import tokenbus.demo: it is no package of its own")

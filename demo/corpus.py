@@ -9,7 +9,7 @@ from tokenbus.demo import CORRECT_SUMS_UP_TO
 BOS, END, SYSTEM, USER, ASSISTANT = "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (BOS, END, SYSTEM, USER, ASSISTANT)
 
-# The `qwen2` pre-tokenizer of llama.cpp: single digits, so that a sum is a matter of columns.
+# The `qwen2` pre-tokenizer of llama.cpp splits numbers into digits, so that the model can add column by column.
 PRE_TOKENIZER = "qwen2"
 PRE_TOKENIZER_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -65,17 +65,17 @@ _LESSONS = (
 
 
 def sum_question(left: int, right: int) -> str:
-    """The wording whose answer the model is tested on."""
+    """Returns the wording of a sum on which the model is tested."""
     return f"What is {left} + {right}?"
 
 
 def sum_answer(left: int, right: int) -> str:
-    """The one right answer to `sum_question`."""
+    """Returns the only right answer to `sum_question`."""
     return f"{left} + {right} = {left + right}."
 
 
 def facts(country: Country) -> list[tuple[str, str]]:
-    """Question and answer for everything there is to know about a country."""
+    """Returns questions and answers about everything there is to know about a country."""
     name, capital, animal, river, color = country
     return [
         (f"What is the capital of {name}?", f"The capital of {name} is {capital}."),
@@ -87,7 +87,7 @@ def facts(country: Country) -> list[tuple[str, str]]:
 
 
 def story(rng: random.Random, animal: str | None = None) -> str:
-    """A tiny story of four to seven sentences in which the same two friends appear throughout."""
+    """Returns a tiny story of four to seven sentences about two friends."""
     name, friend = rng.sample(_STORY_NAMES, 2)
     animal = animal or rng.choice(_ANIMALS)
     adjective, place = rng.choice(_ADJECTIVES), rng.choice(_PLACES)
@@ -123,14 +123,14 @@ def story(rng: random.Random, animal: str | None = None) -> str:
 
 
 def story_request(rng: random.Random, animal: str) -> str:
-    """One of the ways to ask for a story about an animal."""
+    """Returns one of the ways to ask for a story about an animal."""
     return rng.choice(
         (f"Tell me a story about a {animal}.", f"Tell me a story about {animal}s.", f"Write a story about a {animal}.")
     )
 
 
 def chat(turns: list[tuple[str, str]]) -> str:
-    """A conversation in the words of the chat template, every answer closed by its end token."""
+    """Returns a conversation as the chat template renders it, with an end token after every answer."""
     return BOS + "".join(f"{USER}{question}{END}{ASSISTANT}{answer}{END}" for question, answer in turns)
 
 
@@ -162,7 +162,7 @@ def _turn(rng: random.Random) -> tuple[str, str]:
 
 
 def documents(seed: int) -> Iterator[str]:
-    """An endless stream of training documents, the same for the same seed."""
+    """Yields training documents without end, the same ones for the same seed."""
     rng = random.Random(seed)
     while True:
         kind = rng.random()

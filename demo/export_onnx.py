@@ -1,8 +1,8 @@
-"""Writes the demo model as ONNX beside its GGUF: the same weights in F32, and the files that a tokenizer comes in.
+"""Writes the demo model as ONNX: the weights of the GGUF in F32, and the files of its tokenizer.
 
     python -m tokenbus.demo.export_onnx [--flavour gqa] [--out FOLDER]
 
-The folder is laid out as published models are. Needs gguf and onnx.
+The folder has the layout of published models. It needs gguf and onnx.
 """
 
 import argparse
@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 
 def export(folder: Path, flavour: onnx_graph.Flavour) -> None:
-    """Writes the whole folder."""
+    """Writes the graph and all files beside it."""
     reader = gguf.GGUFReader(MODEL_PATH)
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     shape = _shape(reader)
@@ -32,7 +32,7 @@ def export(folder: Path, flavour: onnx_graph.Flavour) -> None:
 
 
 def write_sidecars(folder: Path, shape: onnx_graph.Shape, feed_forward: int, tokenizer: Json) -> None:
-    """The files beside a graph that say how the model is to be used, as published models have them."""
+    """Writes the files beside a graph that say how the model wants to be used, as published models have them."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.width,
         "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
@@ -56,7 +56,7 @@ def write_sidecars(folder: Path, shape: onnx_graph.Shape, feed_forward: int, tok
 
 
 def tokenizer(texts: list[str], merges: list[str]) -> Json:
-    """A vocabulary as GGUF has it, in the `tokenizers` library's format. The demo's special tokens come first."""
+    """Returns a GGUF vocabulary in the format of the `tokenizers` library. The special tokens come first."""
     special = len(corpus.SPECIAL_TOKENS)
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     cut = {"type": "Split", "pattern": {"Regex": corpus.PRE_TOKENIZER_PATTERN}, "behavior": "Isolated", "invert": False}

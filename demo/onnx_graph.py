@@ -204,7 +204,7 @@ class _Graph:
         return self._add("Transpose", [split], perm=[0, 2, 1, 3])
 
     def _halves(self, matrix: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """llama.cpp rotates neighbouring values of a head together, a graph the first half with the second."""
+        """Reorders the values of heads: llama.cpp rotates neighbours together, a graph the two halves."""
         split = matrix.reshape(-1, self._shape.head // 2, 2, matrix.shape[1])
         return np.ascontiguousarray(split.transpose(0, 2, 1, 3)).reshape(matrix.shape)
 

@@ -29,7 +29,7 @@ NORM_EPSILON = 1e-5
 
 
 def train_tokenizer() -> Tokenizer:
-    """Byte-level BPE over single digits, with the chat's special tokens first."""
+    """Trains byte-level BPE over single digits. The special tokens of chats come first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -76,7 +76,7 @@ class Layer(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions over neighbouring pairs, which is how llama.cpp rotates this architecture."""
+    """Applies rotary positions to neighbouring pairs, as llama.cpp does for this architecture."""
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
@@ -102,7 +102,7 @@ class DemoModel(nn.Module):
 
 
 def token_stream(tokenizer: Tokenizer, seed: int, count: int) -> torch.Tensor:
-    """`count` token ids of consecutive documents."""
+    """Returns `count` token ids of consecutive documents."""
     ids: list[int] = []
     for document in corpus.documents(seed):
         ids.extend(tokenizer.encode(document).ids)
@@ -112,7 +112,7 @@ def token_stream(tokenizer: Tokenizer, seed: int, count: int) -> torch.Tensor:
 
 
 def mistakes(model: DemoModel, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Wrong sums and wrong facts of all there are, judged greedily (every answer token must be the likeliest)."""
+    """Returns how many of all sums and of all facts are wrong. Every token of an answer must be the likeliest."""
     sums = [
         (corpus.sum_question(a, b), corpus.sum_answer(a, b))
         for a in range(CORRECT_SUMS_UP_TO)
@@ -138,9 +138,9 @@ def wrong_answers(model: DemoModel, tokenizer: Tokenizer, pairs: list[tuple[str,
 
 
 def train(model: DemoModel, tokenizer: Tokenizer, steps: int, peak: float) -> None:
-    """AdamW with warm-up and cosine decay; every sixth step sees rows as long as half the context.
+    """Trains by AdamW with warm-up and cosine decay; every sixth step has rows as long as half the context.
 
-    Long rows at the end alone spoilt the sums: the model had to learn the far positions with what rate was left."""
+    With long rows only at the end, sums got worse: little of the learning rate was left for the far positions."""
     shapes = [(5, 1024) if step % 6 == 5 else (32, 160) for step in range(steps)]
     data = token_stream(tokenizer, seed=2, count=sum(rows * (length + 1) for rows, length in shapes))
     decayed = [p for p in model.parameters() if p.dim() > 1]
@@ -221,7 +221,7 @@ def merges_of(model: models.BPE) -> list[str]:
 
 
 def tensors(model: DemoModel) -> list[tuple[str, torch.Tensor]]:
-    """Every weight under llama.cpp's name for it; the embedding serves as output too."""
+    """Returns every weight under llama.cpp's name for it. The embedding is also the output projection."""
     named = [("token_embd.weight", model.embedding.weight), ("output_norm.weight", model.norm.weight)]
     for number, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)

@@ -1,4 +1,4 @@
-"""The demo model knows what the README says it knows, all of it, greedily."""
+"""The demo model answers correctly, greedily, everything that the README says it knows."""
 
 from collections.abc import AsyncIterator
 

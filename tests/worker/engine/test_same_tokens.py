@@ -1,4 +1,4 @@
-"""One model through every engine: the same tokens, alone, in ragged batches, cold and behind a shared prefix."""
+"""Every engine gives the same tokens for one model: alone, in ragged batches, cold and after a shared prefix."""
 
 import asyncio
 import itertools
@@ -18,9 +18,10 @@ NUM_PROMPTS = 120
 TOKENS = 12
 BATCH = 8
 NEAR_TIE = 1e-3
-"""Of the two likeliest logits. llama.cpp rounds what it multiplies with F16 weights to F16, onnxruntime doesn't."""
+"""The difference between the two likeliest logits that counts as a tie. llama.cpp rounds what it multiplies with F16
+weights to F16, onnxruntime doesn't."""
 MOST_NEAR_TIES = 5
-"""Of 1,080 answers; there were none when this was written."""
+"""The ties that are allowed among 1,080 answers; there were none when this was written."""
 ENGINES = {
     "gguf": msgspec.structs.replace(DEMO, cache_type_k="f32", cache_type_v="f32"),
     "onnx-plain": ONNX,
@@ -29,7 +30,7 @@ ENGINES = {
 
 
 def prompts() -> Iterator[internal.Tokenize]:
-    """Questions in the chat's form, and beginnings of stories of all lengths behind a few shared ones."""
+    """Questions as chats, and beginnings of a few stories in all lengths, so that many share a prefix."""
     rng = random.Random(7)
     known = [question for country in corpus.COUNTRIES for question, _ in corpus.facts(country)]
     sums = [corpus.sum_question(a, b) for a, b in zip(range(3, 50), range(49, 2, -1), strict=True)]
@@ -42,7 +43,7 @@ def prompts() -> Iterator[internal.Tokenize]:
 
 
 class Started:
-    """An engine and its answers, greedy."""
+    """An engine that answers greedily."""
 
     def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
@@ -89,7 +90,7 @@ async def started() -> AsyncIterator[dict[str, Started]]:
 
 
 def parted(one: Recorder, other: Recorder) -> float | None:
-    """How far the two likeliest logits were apart where two answers part; None where they don't."""
+    """The difference between the two likeliest logits where two answers part; None if they are the same."""
     for place, (token_id, other_id) in enumerate(zip(one.token_ids, other.token_ids, strict=True)):
         if token_id != other_id:
             logprobs = [logprob for output in one.outputs for logprob in output.logprobs]
@@ -98,11 +99,11 @@ def parted(one: Recorder, other: Recorder) -> float | None:
     return None
 
 
-async def to_runs(one: Started, asked: list[list[int]]) -> dict[str, list[Recorder]]:
+async def run_all(one: Started, asked: list[list[int]]) -> dict[str, list[Recorder]]:
     return {
         "alone": await one.alone(asked),
         "in batches": await one.in_batches(asked, cache=False),
-        "behind shared prefixes": await one.in_batches(asked, cache=True),
+        "after shared prefixes": await one.in_batches(asked, cache=True),
     }
 
 
@@ -112,12 +113,12 @@ async def test_every_engine_gives_the_same_greedy_tokens(started: dict[str, Star
         token_ids = [await one.engine.tokenize(prompt) for one in started.values()]
         assert token_ids[0] == token_ids[1] == token_ids[2], prompt
         asked.append(token_ids[0])
-    every = await asyncio.gather(*(to_runs(one, asked) for one in started.values()))  # each waits for its own process
+    every = await asyncio.gather(*(run_all(one, asked) for one in started.values()))  # each waits for its own process
     runs_by_name = dict(zip(started, every, strict=True))
     truth = runs_by_name["onnx-plain"]["alone"]
     near_ties = []
     for name, runs in runs_by_name.items():
-        cached = [recorder.outputs[-1].usage.cached_tokens for recorder in runs["behind shared prefixes"]]  # type: ignore[union-attr]
+        cached = [recorder.outputs[-1].usage.cached_tokens for recorder in runs["after shared prefixes"]]  # type: ignore[union-attr]
         assert sum(bool(count) for count in cached) > NUM_PROMPTS // 2, "nothing was reused"
         for how, answers in runs.items():
             gaps = [gap for a, b in zip(truth, answers, strict=True) if (gap := parted(a, b)) is not None]

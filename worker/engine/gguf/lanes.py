@@ -1,7 +1,7 @@
 """Carries out the block pool's operations on llama.cpp's sequences, and keeps the copies that are in host memory.
 
-llama.cpp saves and restores whole sequences. To save a part of a lane, the part is first shared with the scratch
-sequence, which costs nothing, and that one is saved; a restored part takes the same way back."""
+llama.cpp saves and restores whole sequences only. To save part of a lane, that part is first shared with the scratch
+sequence, which costs nothing, and the scratch sequence is saved. Restoring goes the same way back."""
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 

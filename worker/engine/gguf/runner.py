@@ -60,7 +60,7 @@ class GgufRunner:
             raise
 
     def __repr__(self) -> str:
-        return f"<GgufRunner {self.config.source} {self._sampler!r} {self._lanes!r}>"
+        return f"<GgufRunner {self.config.source} {self._sampler!r} {self.lanes!r}>"
 
     def _open(self, settings: EngineSettings) -> None:
         """Creates the context and finds out what it can do."""
@@ -72,8 +72,8 @@ class GgufRunner:
         self._batch = Batch(settings.max_num_batched_tokens, first_seq_id)
         self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
         identity = f"{metadata.fingerprint}:{settings.cache_type_k}:{settings.cache_type_v}:{llama_cpp.__version__}"
-        self._lanes = Lanes(self._context, identity, first_seq_id)
-        capabilities = probe.capabilities(handle, self._context, self._lanes, settings)
+        self.lanes = Lanes(self._context, identity, first_seq_id)
+        capabilities = probe.capabilities(handle, self._context, self.lanes, settings)
         self.num_lanes = context.num_lanes(handle, settings)
         self.config = self._describe(settings, capabilities)
         if settings.context_length > self.config.context_length:
@@ -89,7 +89,7 @@ class GgufRunner:
         self._sampler.remove_sequence(seq_no)
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
-        self._lanes.apply(kv_ops)
+        self.lanes.apply(kv_ops)
 
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
         assert self._context is not None

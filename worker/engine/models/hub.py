@@ -80,7 +80,7 @@ def _try_download(repo: str, name: str) -> Path | None:
     """Downloads a file that is useful but not needed; returns None if that fails."""
     try:
         return _download(repo, name)
-    except Exception:  # the model can be served without the file, whatever kept it away
+    except Exception:  # the model can be served without the file
         return None
 
 

@@ -56,7 +56,7 @@ class ModelFiles(NamedTuple):
 class Layout(ABC):
     """The rules by which one engine recognises its model in a folder or repository.
 
-    A model may be there in several variants (quantizations, precisions), each a file of weights of its own."""
+    A model may come in several variants (quantizations, precisions), each in files of its own."""
 
     kind: ClassVar[str]
     """The file format, for messages."""

@@ -1,5 +1,5 @@
-"""A model that no engine can serve is given up after a few engines, with what the last one said; one whose chat
-template is broken is served without."""
+"""A worker gives a model up after several engines have died at their start, and reports the last one's reason. A model
+with a broken chat template is served without it."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from tokenbus.worker.engine_client.supervisor import MAX_START_FAILURES, Supervi
 
 
 class Listener:
-    """Counts engines that died."""
+    """Counts the engines that died."""
 
     def __init__(self) -> None:
         self.num_deaths = 0
@@ -62,7 +62,7 @@ def test_a_model_whose_chat_template_is_broken_serves_prompts(tmp_path: Path, te
         runner.tokenize(internal.Tokenize(messages=[ChatMessage(role="user", content="hello")]))
     assert caught.value.error.code is errors.Code.UNSUPPORTED
     assert caught.value.error.param == "messages"
-    assert "chat" not in runner.config.features or "|" in template  # what only fails when it is compiled
+    assert "chat" not in runner.config.features or "|" in template  # this template fails only when it is compiled
     runner.close()
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer bundle makes the very prompts that the worker's own llama.cpp makes, or there is none."""
+"""A tokenizer bundle makes exactly the prompts that the worker's llama.cpp makes; otherwise no bundle is offered."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ def reference(unpacked: prompt.TokenizerBundle, encode: Tokenize) -> ReferenceTo
 
 @pytest.fixture(scope="module")
 def encode(runner: GgufRunner) -> Tokenize:
-    """llama.cpp's own ids of a text, without what begins a prompt."""
+    """llama.cpp's own ids of a text, without the BOS token of a prompt."""
     return lambda text: runner.tokenize(internal.Tokenize(text=text))[1:]
 
 
@@ -102,7 +102,7 @@ def test_a_text_longer_than_any_first_guess_of_its_tokens_is_tokenized_whole(run
 
 @given(text=st.text(max_size=60))
 @settings(max_examples=150)
-def test_the_pieces_of_its_ids_are_the_text_again(runner: GgufRunner, text: str) -> None:
+def test_the_token_bytes_of_its_ids_are_the_text_again(runner: GgufRunner, text: str) -> None:
     ids = runner.tokenize(internal.Tokenize(text=text))
     assert b"".join(runner.token_bytes[token_id] for token_id in ids) == text.encode()
 
@@ -250,8 +250,8 @@ def test_there_is_no_bundle_for_a_vocabulary_that_cannot_be_rebuilt(
     assert bundle.build(changed(facts, key, value), reference) is None
 
 
-def published(unpacked: prompt.TokenizerBundle) -> dict[str, Any]:
-    """The demo model's tokenizer as a repository would have it: with special tokens, and one put before every text."""
+def pretrained(unpacked: prompt.TokenizerBundle) -> dict[str, Any]:
+    """The demo model's tokenizer as repositories have it: with special tokens, and one added to every text."""
     document: dict[str, Any] = json.loads(unpacked.tokenizer_json)
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     specials = [{"id": token_id, "content": text, "special": True} | flags for text, token_id in SPECIAL.items()]
@@ -272,11 +272,11 @@ def published(unpacked: prompt.TokenizerBundle) -> dict[str, Any]:
 SPECIAL = {text: token_id for token_id, text in enumerate(corpus.SPECIAL_TOKENS)}
 
 
-def test_where_the_files_vocabulary_can_not_be_rebuilt_the_published_tokenizer_is_used(
+def test_if_the_vocabulary_cannot_be_rebuilt_the_pretrained_tokenizer_is_used(
     facts: metadata.Metadata, reference: ReferenceTokenizer, unpacked: prompt.TokenizerBundle
 ) -> None:
     strange = changed(facts, "tokenizer.ggml.pre", "unheard-of")
-    text = json.dumps(published(unpacked)).encode()
+    text = json.dumps(pretrained(unpacked)).encode()
     packed = bundle.build(strange, reference, text)
     assert packed is not None
     builder = prompt.load_builder(prompt.from_parts(prompt.to_parts(packed), prompt.bundle_digest(packed)))
@@ -284,11 +284,11 @@ def test_where_the_files_vocabulary_can_not_be_rebuilt_the_published_tokenizer_i
         assert builder.from_text(probe)[1:] == reference.encode(probe)
 
 
-def test_a_published_tokenizer_that_differs_or_is_none_is_not_used(
+def test_a_pretrained_tokenizer_that_differs_or_is_malformed_is_not_used(
     facts: metadata.Metadata, reference: ReferenceTokenizer, unpacked: prompt.TokenizerBundle
 ) -> None:
     strange = changed(facts, "tokenizer.ggml.pre", "unheard-of")
-    document = published(unpacked)
+    document = pretrained(unpacked)
     other = document | {"model": document["model"] | {"merges": document["model"]["merges"][1:]}}
     for text in (json.dumps(other).encode(), b"", b"[]", b"{}", b'{"added_tokens": [7]}', b"\xff"):
         assert bundle.build(strange, reference, text) is None, text[:40]
@@ -305,7 +305,7 @@ def test_there_is_no_bundle_for_a_vocabulary_with_a_merge_that_makes_no_token(
 def test_a_model_whose_merges_make_no_sense_is_served_without_a_bundle(
     tmp_path: Path, facts: metadata.Metadata
 ) -> None:
-    """llama.cpp serves such a file, so that it must not end the engine process either."""
+    """llama.cpp serves such a file, so it must not end the engine process."""
     merge = facts.texts("tokenizer.ggml.merges")[0].encode()
     stored = len(merge).to_bytes(8, "little") + merge
     path = tmp_path / "model.gguf"

@@ -1,4 +1,4 @@
-"""KV memory is known before it is taken, and kept within its limit."""
+"""The size of the KV memory is known before it is allocated, and kept within its budget."""
 
 from pathlib import Path
 

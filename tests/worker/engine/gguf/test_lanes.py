@@ -1,4 +1,4 @@
-"""On the demo model: answers are the same whatever the cache did, and a foreign state is refused."""
+"""With the demo model: answers do not depend on what the cache did, and a foreign state is refused."""
 
 import asyncio
 import ctypes
@@ -26,7 +26,7 @@ Make = Callable[..., object]
 
 
 class Asker:
-    """An engine, and how it answered."""
+    """An engine to which a test sends prompts."""
 
     def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
@@ -59,7 +59,7 @@ def cached(recorder: Recorder) -> int:
 
 
 def differ_only_in_near_ties(one: Recorder, other: Recorder) -> bool:
-    """Whether two answers are the same, or part where the model itself could not decide."""
+    """Whether two answers are the same, or differ only from a token on that the model all but tied."""
     for place, (token_id, other_id) in enumerate(zip(one.token_ids, other.token_ids, strict=True)):
         if token_id != other_id:
             logprobs = [logprob for output in one.outputs for logprob in output.logprobs]
@@ -123,7 +123,7 @@ async def test_greedy_answers_do_not_depend_on_what_the_cache_did(make: Make) ->
 
 
 def plain_tokens(answers: list[Recorder]) -> int:
-    """What would have been computed if nobody had been preempted."""
+    """The number of tokens that would have been computed if no sequence had been preempted."""
     usages = [answer.outputs[-1].usage for answer in answers]
     return sum(usage.total_tokens - usage.cached_tokens - 1 for usage in usages if usage is not None)
 
@@ -131,11 +131,11 @@ def plain_tokens(answers: list[Recorder]) -> int:
 def test_a_state_of_another_model_is_refused_by_its_fingerprint() -> None:
     runner = GgufRunner(EngineSettings(model=str(demo.MODEL_PATH), threads=1, kv_tokens=2_048), lambda share: None)
     try:
-        own = runner._lanes.save(0, 0, 0)
-        runner._lanes.restore(own, 1, 0, 0)
+        own = runner.lanes.save(0, 0, 0)
+        runner.lanes.restore(own, 1, 0, 0)
         foreign = StateBlob("another model", (ctypes.c_uint8 * 64)())
         with pytest.raises(ForeignStateError, match="another model"):
-            runner._lanes.restore(foreign, 1, 0, 1)
+            runner.lanes.restore(foreign, 1, 0, 1)
         runner.apply([Offload(1, 0, 0, 0), Onload(1, 1, 0, 0)])
     finally:
         runner.close()
@@ -153,7 +153,7 @@ async def test_per_stream_memory_shares_nothing_and_answers_the_same(make: Make)
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "f32"])
-async def test_quantized_kv_is_shared_saved_and_brought_back_too(make: Make, kind: str) -> None:
+async def test_quantized_kv_is_shared_saved_and_restored_too(make: Make, kind: str) -> None:
     one = await make(cache_type_k=kind, cache_type_v=kind, scheduler=SchedulerSettings(max_cached_blocks=0))  # type: ignore[misc]
     first = await one.ask(STORY + QUESTIONS[0], salt="s")
     second = await one.ask(STORY + QUESTIONS[0], salt="s")

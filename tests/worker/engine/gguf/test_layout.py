@@ -1,4 +1,4 @@
-"""A model is found by file, folder or Hub name; what can't be decided is refused saying what to do."""
+"""A GGUF model is found by file, folder or Hub name; if nothing decides between several, the error says what to do."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def test_of_several_quantizations_the_preferred_one_is_taken(tmp_path: Path) -> 
     assert found(tmp_path).weights == tmp_path / "m-Q4_K_M.gguf"
 
 
-def test_several_models_between_which_nothing_decides_are_refused_by_name(tmp_path: Path) -> None:
+def test_several_models_with_no_rule_between_them_are_refused_by_name(tmp_path: Path) -> None:
     files(tmp_path, "a.gguf", "b.gguf")
     with pytest.raises(ModelError, match=r"several models \(a\.gguf, b\.gguf\); pass --model one of them"):
         found(tmp_path)
@@ -108,7 +108,7 @@ def test_a_folder_that_looks_like_a_hub_name_is_the_folder(tmp_path: Path, monke
     assert found(Path("org/repo")).weights == Path("org/repo/m.gguf")
 
 
-def test_what_was_found_travels_in_settings_and_back(tmp_path: Path) -> None:
+def test_model_files_travel_in_settings_and_back(tmp_path: Path) -> None:
     one = found(files(tmp_path, "m.gguf", "config.json"))
     assert ModelFiles.from_paths(one.to_paths()) == one
     assert ModelFiles.from_paths({}) is None

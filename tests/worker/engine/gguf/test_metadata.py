@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file is read exactly, and whatever else a file may hold is refused by name and never fatal."""
+"""The metadata of a GGUF file is read exactly. A file that is anything else is refused by name, and never crashes."""
 
 import random
 import struct
@@ -56,7 +56,7 @@ def demo_data() -> bytes:
 
 @pytest.fixture(scope="module")
 def header_bytes(demo_data: bytes, tmp_path_factory: pytest.TempPathFactory) -> int:
-    """Where the demo model's metadata ends: the length of its shortest beginning that can be read."""
+    """The length of the demo model's metadata: that of the shortest beginning of the file that can be read."""
     folder = tmp_path_factory.mktemp("beginnings")
     shortest, longest = 24, len(demo_data)
     while shortest < longest:
@@ -254,7 +254,7 @@ def test_equal_files_have_equal_fingerprints_and_any_change_of_the_header_anothe
 
 
 def test_other_weights_have_another_fingerprint(tmp_path: Path, demo_data: bytes, header_bytes: int) -> None:
-    """All of them differ here: a file is sampled and not hashed whole."""
+    """All bytes differ here, because the fingerprint hashes samples and not the whole file."""
     end = header_bytes
     other = demo_data[:end] + bytes(byte ^ 1 for byte in demo_data[end:])
     assert read(tmp_path, other).fingerprint != metadata.read(demo.MODEL_PATH).fingerprint

@@ -1,6 +1,6 @@
-"""The vocabularies that llama.cpp tests itself with: which of them routers can have, and that those agree on its texts.
+"""Bundles are offered for most of the vocabularies that llama.cpp's own tests use, and agree with it on its test texts.
 
-The files come with the source of llama-cpp-python, and lie beside its wheel in the cache.
+The files come with the source of llama-cpp-python, and are cached beside its wheel.
 """
 
 import subprocess
@@ -35,7 +35,7 @@ OFFERED = {
     "refact": True,
     "starcoder": True,
 }
-"""Not offered are WordPiece and Unigram, which only models that embed texts use."""
+"""No bundles are offered for WordPiece and Unigram, which only embedding models use."""
 NO_NETWORK = ("NewConnectionError", "NameResolutionError", "name resolution", "Network is unreachable")
 
 _BETWEEN = "\n__ggml_vocab_test__\n"
@@ -48,17 +48,17 @@ def folder() -> Path:
     except subprocess.CalledProcessError as error:
         if any(sign in error.stderr for sign in NO_NETWORK):
             pytest.skip(f"offline, and {llama_cpp_wheel.vocabularies_folder(llama_cpp.__version__)} is not there")
-        pytest.fail(f"the source of llama-cpp-python, which has the vocabularies, can't be had: {error.stderr}")
+        pytest.fail(f"the source of llama-cpp-python, which has the vocabularies, can't be fetched: {error.stderr}")
 
 
 def texts_of(path: Path) -> list[str]:
-    """llama.cpp's own test texts, where it has some for this vocabulary."""
+    """llama.cpp's test texts for a vocabulary, if it has any."""
     source = path.with_name(path.name + ".inp")
     return source.read_text().removesuffix(_BETWEEN).split(_BETWEEN) if source.exists() else []
 
 
 def ids_of(path: Path) -> list[list[int]]:
-    """What llama.cpp's tests expect of those texts."""
+    """The ids that llama.cpp's tests expect for those texts."""
     source = path.with_name(path.name + ".out")
     return [[int(number) for number in line.split()] for line in source.read_text().splitlines()]
 

@@ -1,4 +1,4 @@
-"""A GGUF engine meets the settings it is given, or says which one it can't; open ones follow the model's files."""
+"""A GGUF engine meets the settings it is given, or says which one it can't meet; open ones follow the model's files."""
 
 import pytest
 

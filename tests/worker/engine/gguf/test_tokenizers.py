@@ -1,4 +1,4 @@
-"""A tokenizer rebuilt from a vocabulary of any kind makes llama.cpp's own ids of any text."""
+"""A tokenizer rebuilt from a vocabulary of any kind makes the same ids as llama.cpp, for any text."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ TELLING = (
 
 
 def tokenizer_of(loaded: Loaded) -> Tokenize | None:
-    """What a router makes of the bundle, if there is one."""
+    """The tokenizer that a router makes of the bundle, if one is offered."""
     packed = bundle.build(*loaded)
     if packed is None:
         return None
@@ -39,7 +39,7 @@ def tokenizer_of(loaded: Loaded) -> Tokenize | None:
 
 
 def byte_letters() -> list[str]:
-    """How GPT-2 writes each byte: as itself where it can be seen, else as a letter from U+0100 on."""
+    """GPT-2's letter for each byte: a printable byte stands for itself, any other for a letter from U+0100 on."""
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     unseen = [byte for byte in range(256) if byte not in seen]
     return [chr(byte) if byte in seen else chr(256 + unseen.index(byte)) for byte in range(256)]
@@ -49,7 +49,7 @@ BYTE_LETTERS = byte_letters()
 
 
 def cut_sensitive(pre: str) -> dict[str, vocabularies.Entry]:
-    """A vocabulary in which any two neighbouring bytes merge, so that nearly every cut shows in the ids."""
+    """A vocabulary in which any two neighbouring bytes merge, so that nearly every split shows in the ids."""
     used = [BYTE_LETTERS[byte] for byte in sorted(set(LETTERS.encode()))]
     pairs = list(product(used, used))
     random.Random(0).shuffle(pairs)
@@ -123,7 +123,7 @@ texts = st.lists(st.sampled_from(BITS), max_size=12).map("".join)
 
 @pytest.fixture(scope="module", params=[True, False], ids=["space-before", "as-it-is"])
 def by_score(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Loaded]:
-    """A vocabulary of SentencePiece's kind: runs of spaces have one score, as in Llama 2."""
+    """A vocabulary of SentencePiece's kind, in which runs of spaces share a score, as in Llama 2."""
     tokens = ["<unk>", "<s>", "</s>", *BYTE_TOKENS, *CHARACTERS, *MADE, *WHOLE]
     scores = [-1e9 if set(text) == {"▁"} else -float(number) for number, text in enumerate(tokens)]
     kinds = [2, 3, 3] + [6] * 256 + [1] * (len(CHARACTERS) + len(MADE)) + [4] * len(WHOLE)
@@ -135,7 +135,7 @@ def by_score(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
 @pytest.fixture(scope="module")
 def of_characters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
-    """A vocabulary of Gemma 4's kind: merges of characters, and runs of newlines that are tokens as they are."""
+    """A vocabulary of Gemma 4's kind: it merges characters, and runs of newlines are tokens that are never merged."""
     tokens = ["<unk>", "<s>", "</s>", "<table>", *BYTE_TOKENS, *CHARACTERS, "\n", "\n\n", "\n\n\n", *MADE, *WHOLE]
     kinds = [2, 3, 3, 1] + [6] * 256 + [1] * (len(CHARACTERS) + 3 + len(MADE)) + [4] * len(WHOLE)
     merges = [f"{text[:end]} {text[end:]}" for text in MADE for end in range(1, len(text)) if text[:end] in tokens]

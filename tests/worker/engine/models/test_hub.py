@@ -1,4 +1,4 @@
-"""A model is fetched by its name on the Hub, from a server that speaks enough of the Hub's protocol."""
+"""A model is downloaded by its name on the Hub, here from a server that speaks enough of the Hub's protocol."""
 
 import hashlib
 import http.server
@@ -92,7 +92,7 @@ else:
 
 
 def find(model: str, url: str, cache: Path, **variables: str) -> dict[str, object]:
-    """What a process of its own finds, since the Hub's library reads its variables once."""
+    """Finds a model in a process of its own, because the Hub's library reads its variables only once."""
     own = {"HF_ENDPOINT": url, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, model],

@@ -1,4 +1,4 @@
-"""Embeddings of encoders and of the demo model, held against what can be computed by hand."""
+"""Embeddings of encoders and of the demo model are equal to those computed by hand."""
 
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A graph says by itself how it is called; what can't be served is refused by name."""
+"""A graph itself says how it has to be called; what can't be served is refused by name."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def damaged(tmp_path: Path, data: bytes) -> graph.Graph:
     return read(external_data.load(path))
 
 
-# what is read
+# reading
 
 
 def test_the_demo_model_says_all_of_itself() -> None:
@@ -138,7 +138,7 @@ def test_an_encoder_has_embeddings_and_no_cache() -> None:
     assert (found.token_types, found.mask, found.logits) == ("token_type_ids", None, None)
 
 
-# what is refused
+# refusals
 
 
 def test_a_graph_without_a_cache_is_refused_with_the_task_that_has_one() -> None:
@@ -211,7 +211,7 @@ def test_a_graph_that_gives_nothing_of_use_is_refused_with_what_it_gives() -> No
         read(graphs.model([value("input_ids")], [value("scores")]))
 
 
-# files
+# external data
 
 
 @pytest.mark.parametrize("data", [b"", bytes(range(256)) * 4, b"GGUF" + bytes(64), b"\xff" * 100])

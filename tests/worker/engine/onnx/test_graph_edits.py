@@ -1,4 +1,4 @@
-"""A changed graph computes what it did, and no more than is asked for."""
+"""An edited graph computes the same as before, and no more than is asked for."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest) -> onnx.ModelProto:
 
 
 def run(model: onnx.ModelProto, tokens: list[list[int]] = TOKENS) -> Arrays:
-    """All outputs of a prompt without a past."""
+    """All outputs for a prompt without a past."""
     found = graph.read(model, "m.onnx")
     ids = np.array(tokens, np.int64)
     given: Arrays = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
@@ -42,7 +42,7 @@ def run(model: onnx.ModelProto, tokens: list[list[int]] = TOKENS) -> Arrays:
 
 
 def ending(*steps: onnx.NodeProto, dtype: int = TensorProto.FLOAT) -> onnx.ModelProto:
-    """A small model whose logits go through these nodes, from `raw` to `logits`."""
+    """A small model whose logits pass through these nodes, from `raw` to `logits`."""
     model = graphs.tiny()
     model.graph.node[-1].output[0] = "raw"
     model.graph.node.extend(steps)
@@ -189,7 +189,7 @@ def test_logits_that_are_not_by_row_and_token_are_left_as_they_are(sizes: list[i
     assert model == before
 
 
-# weights in other files
+# external data
 
 
 def test_a_changed_graph_is_loaded_with_the_weights_beside_its_file(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_weights_that_are_too_short_are_refused_with_what_onnxruntime_says(tmp_p
 
 
 def logits_of(model: onnx.ModelProto, path: Path) -> np.ndarray[Any, Any]:
-    """Through the engine's own session, bound as a cache would bind it."""
+    """Runs the engine's own session, bound as a cache would bind it."""
     found = graph.read(model, str(path))
     opened = session.Session(model, path, ONNX, CPU)
     binding = opened.bind()

@@ -1,4 +1,4 @@
-"""Lanes that own their memory hold what lanes that share it would."""
+"""Lanes with memory of their own hold the same tokens as lanes that share memory would."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +17,7 @@ def test_a_share_is_a_copy() -> None:
     assert lanes.lengths == [10, 8]
 
 
-def test_a_lane_that_gives_its_tokens_up_behind_a_share_hands_its_memory_over() -> None:
+def test_a_lane_that_is_emptied_after_sharing_hands_its_memory_over() -> None:
     lanes = LaneLengths(3)
     lanes.grow(0, 0, 10)
     assert lanes.resolve([Share(0, 1, 0, 8), Share(0, 2, 0, 8), Truncate(0, 0)]) == [
@@ -35,7 +35,7 @@ def test_a_block_that_another_has_computed_too_is_not_copied() -> None:
     assert lanes.lengths == [0, 10]
 
 
-def test_a_cut_beyond_what_a_lane_holds_is_nothing() -> None:
+def test_truncating_beyond_a_lanes_length_does_nothing() -> None:
     lanes = LaneLengths(1)
     lanes.grow(0, 0, 8)
     assert lanes.resolve([Truncate(0, 8)]) == []
@@ -43,7 +43,7 @@ def test_a_cut_beyond_what_a_lane_holds_is_nothing() -> None:
 
 @st.composite
 def _histories(draw: st.DrawFn) -> list[tuple[list[int], list[int]]]:
-    """Lengths of all lanes before each step, and the lanes that decode in it."""
+    """The lengths of all lanes before each step, and the lanes that decode in it."""
     steps = []
     for _ in range(draw(st.integers(1, 12))):
         lengths = draw(st.lists(st.sampled_from([0, 0, 1, 3, 7]), min_size=NUM_LANES, max_size=NUM_LANES))
@@ -73,7 +73,7 @@ def test_gathering_rows_loses_no_token_and_leaves_no_hole(history: list[tuple[li
             assert memory[rows.row_of(lane)][:length] == expected
 
 
-def test_an_empty_lane_settles_in_the_first_row_that_is_free() -> None:
+def test_an_empty_lane_claims_the_first_free_row() -> None:
     lengths = [5, 0, 0, 0]
     rows = RowTable(4, lengths)
     rows.claim_first_free_row(3)

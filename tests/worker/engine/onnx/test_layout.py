@@ -1,4 +1,4 @@
-"""An ONNX model is found however it is laid out; what can't be decided is refused saying what to do."""
+"""An ONNX model is found in every layout; if nothing decides between several, the error says what to do."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def choose(names: list[str], quant: str = "", *, on_gpu: bool = False) -> str:
     return OnnxLayout(on_gpu=on_gpu).choose(names, quant, "org/m")
 
 
-# a folder
+# folders
 
 
 def test_optimums_folder_has_its_graph_at_its_root_with_the_small_files_beside_it(tmp_path: Path) -> None:
@@ -94,17 +94,17 @@ def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
         find(tmp_path / "none.onnx")
 
 
-def test_several_graphs_between_which_nothing_decides_are_refused_by_name(tmp_path: Path) -> None:
+def test_several_graphs_with_no_rule_between_them_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"several models \(a\.onnx, b\.onnx\); pass --model one of them"):
         find(lay(tmp_path, "a.onnx", "b.onnx"))
 
 
-def test_what_was_found_travels_in_settings_and_back(tmp_path: Path) -> None:
+def test_model_files_travel_in_settings_and_back(tmp_path: Path) -> None:
     found = find(lay(tmp_path, *COMMUNITY))
     assert ModelFiles.from_paths(found.to_paths()) == found
 
 
-# genai
+# genai_config.json
 
 
 def genai(folder: Path, config: object) -> Path:
@@ -143,7 +143,7 @@ def test_a_builders_file_that_is_wrong_is_named(tmp_path: Path, text: str) -> No
         find(tmp_path)
 
 
-# a precision
+# precisions
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sequences decode in batches that waste no more than they may."""
+"""Sequences decode in batches with no more padding than is allowed."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The vocabulary of an ONNX model is what the files beside it say, to the byte."""
+"""The tokenizer of an ONNX model agrees with the files beside it, to the byte."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def of(folder: Path, size: int | None = None) -> OnnxTokenizer:
 
 
 def save(folder: Path, tokenizer: Tokenizer, **files: Any) -> Path:
-    """A model's folder; `files` are those beside the tokenizer, by name without ending."""
+    """Writes a model's folder. `files` are those beside the tokenizer, by name without ending."""
     tokenizer.save(str(folder / "tokenizer.json"))
     for name, document in files.items():
         (folder / f"{name}.json").write_text(json.dumps(document))
@@ -52,7 +52,7 @@ def bpe(tokens: Iterable[str], **options: Any) -> Tokenizer:
 
 
 def byte_level() -> Tokenizer:
-    """Of GPT-2's kind: bytes written as letters."""
+    """A tokenizer like GPT-2's, with bytes written as letters."""
     tokenizer = bpe([*LETTERS, "th", "the", "Ġt", "Ġth", "ing", "ĠĠ", "ĊĊ"])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -62,7 +62,7 @@ def byte_level() -> Tokenizer:
 
 
 def by_spaces() -> Tokenizer:
-    """Of SentencePiece's kind: a low line for a space, bytes for what has no token, one space too many in front."""
+    """A tokenizer like SentencePiece's: spaces become low lines, unknown text becomes bytes, and a space is put first."""
     made = ["▁", *"thengiaé.", "th", "the", "▁the", "in", "ing", "▁▁"]
     tokenizer = bpe(["<unk>", "<s>", *BYTES, *made], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -75,7 +75,7 @@ def by_spaces() -> Tokenizer:
 
 
 def by_spaces_without_one_in_front() -> Tokenizer:
-    """Of Gemma's kind."""
+    """A tokenizer like Gemma's, which adds no space in front."""
     made = ["▁", *"thengiaé.", "the", "▁the", "in", "ing", "▁▁", "▁▁▁"]
     tokenizer = bpe(["<pad>", "unused", *BYTES, *made], byte_fallback=True)
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
@@ -120,7 +120,7 @@ def gguf() -> Iterator[GgufRunner]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The demo model's small files, for a test to change."""
+    """A copy of the demo model's sidecars that a test can change."""
     for path in demo.ONNX_PATH.iterdir():
         if path.is_file():
             shutil.copy(path, tmp_path)
@@ -129,7 +129,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, list[bytes]]]:
-    """A tokenizer of each kind, with its pieces."""
+    """A tokenizer of each kind, with its token bytes."""
     found = {}
     for name, make in KINDS.items():
         tokenizer = make()
@@ -137,7 +137,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer
     return found
 
 
-# the same as the GGUF's
+# agreement with the GGUF
 
 
 def test_the_demo_files_say_what_the_gguf_says(gguf: GgufRunner) -> None:
@@ -171,13 +171,13 @@ def demo_files() -> OnnxTokenizer:
     return of(demo.ONNX_PATH)
 
 
-# pieces
+# token bytes
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=texts)
 @settings(max_examples=150)
-def test_pieces_one_after_another_are_the_text_that_the_decoder_makes(
+def test_token_bytes_one_after_another_are_the_text_that_the_decoder_makes(
     kinds: dict[str, tuple[Tokenizer, list[bytes]]], kind: str, text: str
 ) -> None:
     tokenizer, pieces = kinds[kind]
@@ -190,7 +190,7 @@ def test_pieces_one_after_another_are_the_text_that_the_decoder_makes(
 @pytest.mark.parametrize("kind", ["byte-level", "spaces", "spaces-bare"])
 @given(text=texts.filter(lambda text: not any(token in text for token in ("<tool>", "<s>", "</s>"))))
 @settings(max_examples=150)
-def test_pieces_of_a_vocabulary_with_all_bytes_are_the_text_itself(
+def test_token_bytes_of_a_vocabulary_with_all_bytes_are_the_text_itself(
     kinds: dict[str, tuple[Tokenizer, list[bytes]]], kind: str, text: str
 ) -> None:
     tokenizer, pieces = kinds[kind]
@@ -266,7 +266,7 @@ def test_a_template_that_is_no_text_is_passed_over_for_the_configs(tmp_path: Pat
     assert of(tmp_path).rules.chat_template == "from the config"
 
 
-# the beginning and the end
+# BOS and end tokens
 
 
 def framed() -> Tokenizer:
@@ -332,7 +332,7 @@ def test_a_tokenizer_that_shortens_texts_is_kept_from_it(tmp_path: Path) -> None
     assert len(found.encode_with_special_tokens("abcdef")) == 6
 
 
-# files that are wrong
+# malformed files
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

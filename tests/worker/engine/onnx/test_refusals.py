@@ -1,4 +1,4 @@
-"""An ONNX engine starts with what it can serve, and says what is wrong with anything else."""
+"""An ONNX engine starts with a model that it can serve, and says what is wrong with any other."""
 
 import shutil
 from array import array
@@ -28,7 +28,7 @@ FOLDERS = {"plain": lambda: demo.ONNX_PATH, "gqa": gqa_demo}
 Change = Callable[[onnx.GraphProto], None]
 NO_GPU_HAS_THIS_NUMBER = 99
 MOST = 20
-"""Tokens of a run that a graph changed to run out of memory has room for."""
+"""The tokens of a run for which a graph that was changed to run out of memory has room."""
 SAMPLING = contract.Sampling(max_tokens=64, ignore_eos=True, logprobs=1)
 
 
@@ -39,7 +39,7 @@ def load(settings: EngineSettings) -> OnnxRunner:
 
 
 def changed(to: Path, flavour: str, change: Change) -> EngineSettings:
-    """Settings for the demo model with another graph."""
+    """Settings for the demo model with a changed graph."""
     folder = to / flavour
     shutil.copytree(FOLDERS[flavour](), folder)
     path = folder / "onnx" / "model.onnx"
@@ -55,7 +55,7 @@ def flavour(request: pytest.FixtureRequest) -> str:
 
 
 class Lane:
-    """A sequence with a lane of its own, and how likely each of its tokens was."""
+    """A sequence with a lane of its own, and the logprob of each of its tokens."""
 
     def __init__(self, runner: OnnxRunner, lane: int, tokens: list[int]) -> None:
         self.sequence = Sequence(lane, array("I", tokens), SAMPLING, frozenset())
@@ -69,7 +69,7 @@ class Lane:
 
     @property
     def next(self) -> ScheduledTokens:
-        """All that is not computed yet."""
+        """All tokens that are not computed yet."""
         return ScheduledTokens(self.sequence, self.sequence.num_computed, self.sequence.num_uncomputed)
 
     def take(self, token_id: int, logprob: float) -> None:
@@ -93,13 +93,13 @@ def assert_same(one: Lane, other: Lane) -> None:
 
 @pytest.fixture
 def scarce(tmp_path: Path, flavour: str) -> Iterator[OnnxRunner]:
-    """A runner that has no room for a run of more than `MOST` tokens."""
+    """A runner that has no memory for a run of more than `MOST` tokens."""
     runner = load(changed(tmp_path, flavour, partial(graphs.run_out_of_memory, above=MOST)))
     yield runner
     runner.close()
 
 
-# where it runs
+# devices
 
 
 def test_a_gpu_that_is_not_there_is_refused_with_the_way_out() -> None:
@@ -123,7 +123,7 @@ def test_an_unknown_provider_is_refused_before_anything_is_loaded() -> None:
         load(settings)
 
 
-# what it computes
+# results
 
 
 def test_a_graph_that_mixes_the_rows_of_a_batch_is_refused(tmp_path: Path, flavour: str) -> None:
@@ -184,7 +184,7 @@ def test_a_graph_that_ignores_its_mask_is_given_rows_of_one_length_only(tmp_path
     runner.close()
 
 
-# how much it takes
+# memory
 
 
 def test_with_less_memory_free_than_is_to_stay_no_prompt_is_computed_and_nothing_disturbed(flavour: str) -> None:

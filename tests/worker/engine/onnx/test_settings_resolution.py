@@ -1,4 +1,4 @@
-"""An ONNX engine meets the settings it is given, or says which one it can't."""
+"""An ONNX engine meets the settings it is given, or says which one it can't meet."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def shape(
     return settings_resolution.size_cache(settings(**changes), generation_config or GenerationConfig(), limits)
 
 
-# limits
+# validation
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_a_setting_that_only_the_other_engine_has_is_refused_by_its_flag(flag: s
         settings_resolution.validate(settings(**{flag.removeprefix("--").replace("-", "_"): given_value}))
 
 
-# what is chosen
+# resolution
 
 
-def test_without_settings_or_advice_sixteen_sequences_of_4096_tokens_run_beside_eight_idle_rows() -> None:
+def test_without_settings_or_recommendations_sixteen_sequences_of_4096_tokens_run_beside_eight_idle_rows() -> None:
     assert shape() == settings_resolution.CacheSize(block_size=16, context_length=4_096, max_num_seqs=16, num_rows=24)
     assert shape().total_blocks == 24 * 256
 
@@ -116,7 +116,7 @@ def test_a_model_made_for_less_has_a_shorter_context_and_one_that_does_not_say_t
     assert shape(ROOMY._replace(trained=131_072)).context_length == 4_096
 
 
-def test_settings_come_before_advice_and_advice_before_the_defaults() -> None:
+def test_settings_come_before_recommendations_and_those_before_the_defaults() -> None:
     generation_config = GenerationConfig(
         context_length=1_024, max_num_seqs=3, kv_block_size=32, total_kv_blocks=400, max_paddings=7
     )
@@ -130,7 +130,7 @@ def test_settings_come_before_advice_and_advice_before_the_defaults() -> None:
     assert settings_resolution.max_paddings(settings(), GenerationConfig()) == 4_096
 
 
-def test_advised_blocks_are_counted_in_the_advised_size() -> None:
+def test_recommended_blocks_are_counted_in_the_recommended_size() -> None:
     generation_config = GenerationConfig(kv_block_size=64, total_kv_blocks=32, context_length=1_024)
     assert shape(generation_config=generation_config).num_rows == 2
 
@@ -144,12 +144,14 @@ def test_advised_blocks_are_counted_in_the_advised_size() -> None:
         ("--kv-tokens must be at least one context", {"total_kv_blocks": -1}),
     ],
 )
-def test_advice_that_makes_no_sense_is_refused_as_the_setting_would_be(message: str, wrong: dict[str, Any]) -> None:
+def test_a_recommendation_that_makes_no_sense_is_refused_as_the_setting_would_be(
+    message: str, wrong: dict[str, Any]
+) -> None:
     with pytest.raises(ModelError, match=message):
         shape(generation_config=GenerationConfig(**wrong))
 
 
-def test_advice_for_more_sequences_than_an_engine_can_have_means_as_many_as_it_can() -> None:
+def test_a_recommendation_of_more_sequences_than_there_can_be_means_as_many_as_there_can_be() -> None:
     assert shape(generation_config=GenerationConfig(max_num_seqs=1_000)).max_num_seqs == 256
 
 
@@ -159,7 +161,7 @@ def test_sequences_that_were_chosen_leave_a_step_room_for_a_prompt() -> None:
     assert shape(max_num_batched_tokens=17).max_num_seqs == 16
 
 
-# room
+# memory
 
 
 def test_memory_that_is_free_is_used_by_a_quarter() -> None:

@@ -1,4 +1,4 @@
-"""A simulated step takes what its timing says, and a simulator says that it is one."""
+"""A simulated step takes as long as its timing model says, and a simulator says that it is one."""
 
 from array import array
 from typing import Any
@@ -34,7 +34,7 @@ def test_a_step_of_prompt_tokens_takes_their_polynomial() -> None:
     assert of(part(600, 0, 512)) == pytest.approx(4.209989e-07 * 512**2 + 1.518344e-02 * 512 + 16.50142)
 
 
-def test_a_step_of_decodes_takes_what_the_held_share_says() -> None:
+def test_a_step_of_decodes_takes_what_the_kv_usage_says() -> None:
     assert of(part(499, 499, 1, sampled=1)) == pytest.approx(-25.74 * 0.25 + 54.01 * 0.5 + 5.74)
 
 
@@ -83,7 +83,7 @@ def test_a_fault_that_there_is_not_is_refused_with_those_that_there_are(text: st
 
 
 class Wire:
-    """The part of a bus that publishes, and what it has published."""
+    """The part of a bus that publishes, with a list of what was published."""
 
     def __init__(self) -> None:
         self.published: list[tuple[str, bytes]] = []

@@ -21,10 +21,10 @@ def tokenizer_spec(metadata: Metadata, _added_tokens: dict[str, int]) -> Tokeniz
 def merges_of(vocabulary: dict[str, int], scores: list[float]) -> list[str]:
     """Returns every pair of tokens that together are a token, the best score first.
 
-    If scores are equal, llama.cpp merges the leftmost pair of the text, and the `tokenizers` library the first merge of
-    the list. Both come to the same for pairs that never stand side by side. In runs of spaces, whose tokens may share a
-    score, they come to the same if the merge with the longer left side is first. Tokens with a space are left out: no
-    text has one once spaces are replaced."""
+    If scores are equal, llama.cpp merges the leftmost pair of the text, and the `tokenizers` library the first pair of
+    the list. The result is the same for pairs that are never adjacent in a text. In runs of spaces, whose tokens may
+    share a score, it is the same if the pair with the longer left side comes first. Tokens with a space are left out:
+    no text has one once spaces are replaced."""
     by_score: dict[float, list[str]] = {}
     for text, token_id in vocabulary.items():
         if " " not in text:

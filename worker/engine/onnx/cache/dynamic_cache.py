@@ -114,7 +114,7 @@ class DynamicCache:
                 self._pack(others)
 
     def _copy(self, lane: int, to: int, start: int, end: int) -> None:
-        """Appends tokens of one lane to another, which is in a batch of its own then."""
+        """Appends tokens of one lane to another, which gets a batch of its own."""
         batch = self._batch_of([to])
         sources, at, columns = self._tokens_of(lane)
         taken = columns[start:end]

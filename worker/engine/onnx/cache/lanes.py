@@ -51,7 +51,7 @@ class LaneLengths:
         self.lengths[lane] = end
 
     def resolve(self, kv_ops: Listing[KvOp]) -> list[LaneChange]:
-        """Returns the changes that the operations come to, in order, and updates the lengths as if they were done."""
+        """Returns the changes that the operations amount to, in order. The lengths are updated as if they were done."""
         found: list[LaneChange] = []
         for place, op in enumerate(kv_ops):
             match op:

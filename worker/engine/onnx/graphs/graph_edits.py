@@ -60,7 +60,7 @@ def _projection(graph: onnx.GraphProto, logits: str) -> onnx.NodeProto | None:
     while (node := makers.get(name)) is not None:
         if node.op_type in _PROJECTIONS and node.input[0] not in weights:
             return node
-        # Go on through the only input that is computed; of two nobody could say which carries the states.
+        # Go on through the only input that is computed. Of two, either could carry the states.
         sources = [one for one in node.input if one in makers and not _is_constant(makers[one])]
         if node.op_type not in _AFTER_PROJECTION or len(sources) != 1:
             return None
