@@ -1,18 +1,14 @@
 """Serves an encoder, which computes embeddings and nothing else."""
 
-import os
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
-
-import onnxruntime
 
 from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp
-from tokenbus.worker.engine.models.model_files import source_name
-from tokenbus.worker.engine.onnx.device import Device
 from tokenbus.worker.engine.onnx.embedder import OnnxEmbedder
 from tokenbus.worker.engine.onnx.model import OnnxModel
+from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import Embedder
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
@@ -24,7 +20,7 @@ _DEFAULT_LENGTH = 512
 class EncoderRunner:
     """One replica of a loaded encoder. It generates nothing: the frontend refuses such requests by its features."""
 
-    def __init__(self, model: OnnxModel, settings: EngineSettings, device: Device, release: Callable[[], None]) -> None:
+    def __init__(self, model: OnnxModel, settings: EngineSettings, release: Callable[[], None]) -> None:
         self._release = release
         self._tokenizer = model.tokenizer
         self.end_token_ids: frozenset[int] = frozenset()
@@ -33,27 +29,9 @@ class EncoderRunner:
         self.num_lanes = 1
         trained = model.model_config.context_length or _DEFAULT_LENGTH
         longest = min(settings.context_length or trained, trained)
-        embedder = OnnxEmbedder(model, settings, max_input_tokens=longest)
-        self.embedder: Embedder | None = embedder
-        self.config = contract.EngineConfig(
-            engine="onnx",
-            engine_version=f"onnxruntime {onnxruntime.__version__} on {device.kind}",
-            source=source_name(settings.model),
-            fingerprint=settings.fingerprint or model.fingerprint,
-            context_length=longest,
-            max_num_seqs=1,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            kv_block_size=longest,
-            total_kv_blocks=1,
-            prefix_cache=False,
-            vocab_size=model.tokenizer.size,
-            features=("embed",),
-            defaults=model.generation_config.defaults,
-            versions={"onnxruntime": onnxruntime.__version__},
-            pid=os.getpid(),
-            files=model.files.to_paths(),
-            embedding_width=embedder.width,
-        )
+        self.embedder: Embedder | None = OnnxEmbedder(model, settings, max_input_tokens=longest)
+        size = CacheSize(block_size=longest, context_length=longest, max_num_seqs=1, num_rows=1)
+        self.config = model.describe(settings, size, (), self.embedder)
 
     def __repr__(self) -> str:
         return f"<EncoderRunner {self.config.source}>"

@@ -25,7 +25,7 @@ def load(settings: EngineSettings, progress: Callable[[float], None], models: Lo
     model = models.acquire(model_key(files, settings, device), lambda: OnnxModel(files, settings, device))
     try:
         make = EncoderRunner if model.graph.logits is None else OnnxRunner
-        return make(model, settings, device, lambda: models.release(model))
+        return make(model, settings, lambda: models.release(model))
     except BaseException:
         models.release(model)
         raise

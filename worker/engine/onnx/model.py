@@ -1,21 +1,26 @@
 """An ONNX model in memory: its graph, its tokenizer and what its files say. Any number of caches can share it."""
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 import onnx
+import onnxruntime
 import structlog
 import xxhash
 
+from tokenbus.worker import contract
 from tokenbus.worker.engine.models import generation_config
-from tokenbus.worker.engine.models.model_files import ModelFiles
+from tokenbus.worker.engine.models.model_files import ModelFiles, source_name
 from tokenbus.worker.engine.onnx import model_config
 from tokenbus.worker.engine.onnx.device import Device
 from tokenbus.worker.engine.onnx.graphs import external_data, graph, graph_edits
 from tokenbus.worker.engine.onnx.graphs.graph_runner import GraphRunner
 from tokenbus.worker.engine.onnx.graphs.session import Session
+from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.onnx.tokenizer.onnx_tokenizer import OnnxTokenizer
 from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.runner import Embedder
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4_096
@@ -38,6 +43,7 @@ class OnnxModel:
 
     def __init__(self, files: ModelFiles, settings: EngineSettings, device: Device) -> None:
         where = str(files.weights)
+        self.device = device
         self.files = files
         self.model_config = model_config.read(files.sidecars)
         self.generation_config = generation_config.read(files.sidecars, {})
@@ -45,6 +51,8 @@ class OnnxModel:
         self.graph = graph.read(model, where, self.model_config.head_sizes)
         self.tokenizer = OnnxTokenizer(files.sidecars, self.graph.vocab_size, where)
         self.fingerprint = _fingerprint(files.weights, model)
+        # A run of plain attention reads one copy of the cache and writes another.
+        self.bytes_per_token = self.graph.bytes_per_token * (1 if self.graph.uses_gqa else 2)
         last_logits_only = self._edit(model)
         session = Session(model, files.weights, settings, device)
         self.graph_runner = GraphRunner(self.graph, session, self.tokenizer.size, last_logits_only=last_logits_only)
@@ -54,6 +62,31 @@ class OnnxModel:
 
     def __repr__(self) -> str:
         return f"<OnnxModel {self.files.weights}>"
+
+    def describe(
+        self, settings: EngineSettings, size: CacheSize, features: tuple[str, ...], embedder: Embedder | None
+    ) -> contract.EngineConfig:
+        """Returns the configuration of an engine that serves this model with a cache of that size."""
+        return contract.EngineConfig(
+            engine="onnx",
+            engine_version=f"onnxruntime {onnxruntime.__version__} on {self.device.kind}",
+            source=source_name(settings.model),
+            fingerprint=settings.fingerprint or self.fingerprint,
+            context_length=size.context_length,
+            max_num_seqs=size.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            kv_block_size=size.block_size,
+            total_kv_blocks=size.total_blocks,
+            prefix_cache=self.graph.logits is not None,
+            vocab_size=self.tokenizer.size,
+            features=(*features, "embed") if embedder is not None else features,
+            defaults=self.generation_config.defaults,
+            versions={"onnxruntime": onnxruntime.__version__},
+            pid=os.getpid(),
+            files=self.files.to_paths(),
+            kv_bytes=size.num_rows * size.context_length * self.bytes_per_token,
+            embedding_width=embedder.width if embedder is not None else 0,
+        )
 
     def close(self) -> None:
         """Frees the session's memory, which onnxruntime does when the last reference to it goes."""

@@ -1,26 +1,21 @@
 """Executes step plans with onnxruntime: one run for all sequences that decode, and one for each part of a prompt."""
 
-import os
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 import numpy as np
-import onnxruntime
 import structlog
 
 from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp, Truncate
 from tokenbus.worker.engine.models import features
-from tokenbus.worker.engine.models.model_files import source_name
-from tokenbus.worker.engine.onnx import device as devices
-from tokenbus.worker.engine.onnx import probe, row_memory, settings_resolution
+from tokenbus.worker.engine.onnx import device, probe, row_memory, settings_resolution
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
 from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeResult, KvCache
 from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths, Shrink
 from tokenbus.worker.engine.onnx.cache.static_cache import StaticCache
-from tokenbus.worker.engine.onnx.device import Device
 from tokenbus.worker.engine.onnx.embedder import OnnxEmbedder
 from tokenbus.worker.engine.onnx.model import OnnxModel
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
@@ -36,25 +31,24 @@ class OnnxRunner:
 
     Raises ModelError for settings that the model or the machine can't meet, and for a graph that can't batch."""
 
-    def __init__(self, model: OnnxModel, settings: EngineSettings, device: Device, release: Callable[[], None]) -> None:
+    def __init__(self, model: OnnxModel, settings: EngineSettings, release: Callable[[], None]) -> None:
         self._model = model
-        self._device = device
         self._release = release
         self._tokenizer = model.tokenizer
         self.end_token_ids = self._tokenizer.end_token_ids | model.generation_config.end_token_ids
         self.token_bytes = self._tokenizer.token_bytes
         self.bundle: bytes | None = self._tokenizer.bundle
         self._min_free_bytes = settings.onnx.min_free_mib << 20
-        # A run of plain attention reads one copy of the cache and writes another.
-        self._bytes_per_token = model.graph.bytes_per_token * (1 if model.graph.uses_gqa else 2)
-        limits = settings_resolution.CacheLimits(_trained(model), self._bytes_per_token, devices.free_bytes(device))
+        free_bytes = device.free_bytes(model.device)
+        limits = settings_resolution.CacheLimits(_trained(model), model.bytes_per_token, free_bytes)
         size = settings_resolution.size_cache(settings, model.generation_config, limits)
         self.num_lanes = size.num_rows
         self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
         self._lanes = LaneLengths(size.num_rows)
         self._cache = self._make_cache(settings, size)
         self.embedder = self._make_embedder(settings, size)
-        self.config = self._describe(settings, size)
+        offered = features.with_sampler(chat=self._tokenizer.supports_chat)
+        self.config = model.describe(settings, size, offered, self.embedder)
 
     def __repr__(self) -> str:
         return f"<OnnxRunner {self.config.source} {self._cache!r}>"
@@ -125,7 +119,7 @@ class OnnxRunner:
 
     def _check_memory(self) -> None:
         """Raises InsufficientMemoryError if a prompt could take the memory that running streams need."""
-        free = devices.free_bytes(self._device) if self._min_free_bytes else None
+        free = device.free_bytes(self._model.device) if self._min_free_bytes else None
         if free is not None and free < self._min_free_bytes:
             structlog.get_logger().error("memory_low", free_bytes=free, min_free_bytes=self._min_free_bytes)
             raise InsufficientMemoryError(f"{free} bytes are free, --min-free-mib wants {self._min_free_bytes}")
@@ -164,37 +158,13 @@ class OnnxRunner:
     def _make_static_cache(self, lanes: LaneLengths, context_length: int) -> StaticCache:
         num_rows = len(lanes.lengths) + 1  # one is the spare row
         try:
-            memory = row_memory.allocate_rows(self._model.graph.kv, num_rows, context_length, self._device)
+            memory = row_memory.allocate_rows(self._model.graph.kv, num_rows, context_length, self._model.device)
         except Exception as error:  # a GPU without room makes onnxruntime raise a class of its own
-            size = num_rows * context_length * self._bytes_per_token
+            size = num_rows * context_length * self._model.bytes_per_token
             raise ModelError(
                 f"there is no memory for a cache of {size} bytes: pass a smaller --context-length or --max-num-seqs"
             ) from error
         return StaticCache(self._model.graph_runner, memory, lanes)
-
-    def _describe(self, settings: EngineSettings, size: CacheSize) -> contract.EngineConfig:
-        model = self._model
-        embeds = ("embed",) if self.embedder is not None else ()
-        return contract.EngineConfig(
-            engine="onnx",
-            engine_version=f"onnxruntime {onnxruntime.__version__} on {self._device.kind}",
-            source=source_name(settings.model),
-            fingerprint=settings.fingerprint or model.fingerprint,
-            context_length=size.context_length,
-            max_num_seqs=size.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            kv_block_size=size.block_size,
-            total_kv_blocks=size.total_blocks,
-            prefix_cache=True,
-            vocab_size=self._tokenizer.size,
-            features=(*features.with_sampler(chat=self._tokenizer.supports_chat), *embeds),
-            defaults=model.generation_config.defaults,
-            versions={"onnxruntime": onnxruntime.__version__},
-            pid=os.getpid(),
-            files=model.files.to_paths(),
-            kv_bytes=size.num_rows * size.context_length * self._bytes_per_token,
-            embedding_width=self.embedder.width if self.embedder is not None else 0,
-        )
 
 
 def _is_decode(part: ScheduledTokens) -> bool:

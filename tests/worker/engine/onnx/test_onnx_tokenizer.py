@@ -62,7 +62,7 @@ def byte_level() -> Tokenizer:
 
 
 def by_spaces() -> Tokenizer:
-    """A tokenizer like SentencePiece's: spaces become low lines, unknown text becomes bytes, and a space is put first."""
+    """A tokenizer like SentencePiece's: spaces become low lines, unknown text bytes, and a space is put first."""
     made = ["▁", *"thengiaé.", "th", "the", "▁the", "in", "ing", "▁▁"]
     tokenizer = bpe(["<unk>", "<s>", *BYTES, *made], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
