@@ -23,8 +23,7 @@ from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.kv.ops import Truncate
-from tokenbus.worker.engine.onnx.load import load
-from tokenbus.worker.engine.onnx.runner import OnnxRunner
+from tokenbus.worker.engine.onnx.runner import OnnxRunner, load
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import Sequence

@@ -10,6 +10,7 @@ from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp, Truncate
 from tokenbus.worker.engine.models import features
+from tokenbus.worker.engine.models.model_files import ModelFiles
 from tokenbus.worker.engine.onnx import device, probe, row_memory, settings_resolution
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
@@ -17,13 +18,33 @@ from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeResult, KvCache
 from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths, Shrink
 from tokenbus.worker.engine.onnx.cache.static_cache import StaticCache
 from tokenbus.worker.engine.onnx.embedder import OnnxEmbedder
-from tokenbus.worker.engine.onnx.model import OnnxModel
+from tokenbus.worker.engine.onnx.encoder_runner import EncoderRunner
+from tokenbus.worker.engine.onnx.layout import OnnxLayout
+from tokenbus.worker.engine.onnx.model import OnnxModel, model_key
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
+from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import DeviceError, Embedder, InsufficientMemoryError, ModelError
+from tokenbus.worker.engine.runner import DeviceError, Embedder, InsufficientMemoryError, ModelError, Runner
 from tokenbus.worker.engine.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+
+
+def load(settings: EngineSettings, progress: Callable[[float], None], models: LoadedModels[OnnxModel]) -> Runner:
+    """Returns a runner over a model that replicas share. `progress` gets the share that is loaded, from 0 to 1.
+
+    Raises ModelError if the files can't be served, or for settings that the model or the machine can't meet."""
+    settings_resolution.validate(settings)
+    chosen = device.choose(settings)
+    layout = OnnxLayout(on_gpu=chosen.kind != "cpu")
+    files = ModelFiles.from_paths(settings.files) or layout.find(settings.model, progress)
+    model = models.acquire(model_key(files, settings, chosen), lambda: OnnxModel(files, settings, chosen))
+    try:
+        make = EncoderRunner if model.graph.logits is None else OnnxRunner
+        return make(model, settings, lambda: models.release(model))
+    except BaseException:
+        models.release(model)
+        raise
 
 
 class OnnxRunner:

@@ -141,8 +141,8 @@ def _gguf_loader(on_exit: OnExit) -> Load:
 
 
 def _onnx_loader(on_exit: OnExit) -> Load:
-    from tokenbus.worker.engine.onnx.load import load
     from tokenbus.worker.engine.onnx.model import OnnxModel
+    from tokenbus.worker.engine.onnx.runner import load
 
     models: LoadedModels[OnnxModel] = LoadedModels()
     return lambda settings, progress: load(settings, progress, models)

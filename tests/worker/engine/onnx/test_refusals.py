@@ -16,7 +16,7 @@ from tests.support import graphs
 from tests.support.engines import ONNX, gqa_demo
 from tokenbus import demo
 from tokenbus.worker import contract
-from tokenbus.worker.engine.onnx import load as onnx_load
+from tokenbus.worker.engine.onnx import runner as onnx_runner
 from tokenbus.worker.engine.onnx.runner import OnnxRunner
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings
@@ -33,7 +33,7 @@ SAMPLING = contract.Sampling(max_tokens=64, ignore_eos=True, logprobs=1)
 
 
 def load(settings: EngineSettings) -> OnnxRunner:
-    runner = onnx_load.load(settings, lambda share: None, LoadedModels())
+    runner = onnx_runner.load(settings, lambda share: None, LoadedModels())
     assert isinstance(runner, OnnxRunner)
     return runner
 
