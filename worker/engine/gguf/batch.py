@@ -21,8 +21,10 @@ class Batch:
         self._tokens = np.zeros(capacity, np.int32)
         self._positions = np.zeros(capacity, np.int32)
         self._seq_ids = np.zeros(capacity, np.int32)
+        # Every token belongs to exactly one sequence.
         self._num_seq_ids = np.ones(capacity, np.int32)
         self._wants_logits = np.zeros(capacity, np.int8)
+        # llama.cpp wants a pointer to the sequence ids of each token: element i of one array for token i.
         addresses = self._seq_ids.ctypes.data + np.arange(capacity, dtype=np.uintp) * self._seq_ids.itemsize
         self._seq_id_pointers = addresses.astype(np.uintp)
         self.struct = llama.llama_batch(
@@ -48,7 +50,7 @@ class Batch:
             self._seq_ids[at:end] = self._first_seq_id + part.lane
             self._wants_logits[at:end] = 0
             if part.samples:
-                self._wants_logits[end - 1] = 1
+                self._wants_logits[end - 1] = 1  # only the last token of a part is sampled from
             at = end
         self.struct.n_tokens = at
 

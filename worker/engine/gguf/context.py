@@ -63,6 +63,7 @@ def create(model: llama.llama_model_p, settings: EngineSettings) -> llama.llama_
     params.n_batch = settings.max_num_batched_tokens
     params.n_ubatch = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
     params.n_seq_max = num_lanes(model, settings) + first_seq_id(model, settings)
+    # At most one token of each sequence has logits in a step.
     params.n_outputs_max = params.n_seq_max
     params.n_threads = threads
     params.n_threads_batch = threads
@@ -75,7 +76,7 @@ def create(model: llama.llama_model_p, settings: EngineSettings) -> llama.llama_
     if context is None:
         reason = backend.last_error()
         remedy = "a smaller --kv-tokens or --context-length"
-        if "block size" in reason:
+        if "block size" in reason:  # the width of a head is not a multiple of the type's block
             remedy = "f16 or another type that is not quantized as --cache-type-k and --cache-type-v"
         raise ModelError(f"no context of {params.n_ctx} tokens could be made: {reason}; pass {remedy}")
     return context

@@ -124,7 +124,7 @@ class _Reader:
     def _check_version(self, version: int) -> None:
         if version == 1:
             raise ModelError("is a GGUF file of version 1, which llama.cpp no longer reads; fetch or convert it again")
-        if version >> 24:
+        if version >> 24:  # a small number in the other byte order
             raise ModelError(
                 "is a big-endian GGUF file, which only big-endian machines read; fetch the little-endian one"
             )
@@ -163,7 +163,7 @@ class _Reader:
 
     def _array(self) -> Value:
         kind, count = self._unpack(_U32), self._unpack(_U64)
-        if count > len(self._data):
+        if count > len(self._data):  # every value takes a byte at least
             raise _CorruptError(f"an array of {count} values")
         if kind == _STRING:
             return self._strings(count)

@@ -63,6 +63,7 @@ class GgufModel:
 
 def _load(path: Path, settings: EngineSettings, progress: Callable[[float], None]) -> llama.llama_model_p:
     params = llama.llama_model_default_params()
+    # More layers than any model has means all of them.
     params.n_gpu_layers = 999 if settings.gpu_layers < 0 else settings.gpu_layers
     params.split_mode = settings_resolution.SPLIT_MODES[settings.split_mode]
     params.main_gpu = settings.main_gpu
@@ -76,6 +77,7 @@ def _load(path: Path, settings: EngineSettings, progress: Callable[[float], None
             return False
         return True
 
+    # ctypes keeps `report` alive through params, which outlives the call.
     params.progress_callback = llama.llama_progress_callback(report)
     model: llama.llama_model_p | None = llama.llama_model_load_from_file(str(path).encode(), params)
     if model is None:

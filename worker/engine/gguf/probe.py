@@ -56,6 +56,7 @@ def capabilities(
 def _try_lanes(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) -> Capabilities:
     """Computes the last token after the original prefix, after a shared one, and after a saved and restored one."""
     last = len(tokens) - 1
+    # Lanes 0, 1 and 2 are the sequences 1, 2 and 3: sharing is possible here, so the scratch sequence comes first.
     lanes.truncate(0, last)
     truth = _decode(context, tokens[last:], last, 1)
     try:
@@ -70,6 +71,7 @@ def _try_lanes(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) 
         return _NONE
     spread = float(truth.std()) * _CLOSE
     same = bool(np.abs(truth - shared).max() <= spread and np.abs(truth - restored).max() <= spread)
+    # Rounded up, so that the number of host blocks is not too large.
     return Capabilities(same, -(-len(blob.data) // len(tokens)))
 
 

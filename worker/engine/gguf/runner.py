@@ -102,6 +102,7 @@ class GgufRunner:
         sequences = [part.sequence for part in plan.scheduled if part.samples]
         if not sequences:
             return []
+        # llama.cpp packs the rows of the tokens that want logits, in the order of the batch.
         shape = (len(sequences), self._tokenizer.size)
         return self._sampler.sample(np.ctypeslib.as_array(llama.llama_get_logits(self._context), shape), sequences)
 
@@ -118,6 +119,7 @@ class GgufRunner:
         assert self._context is not None
         metadata, block_size = self._model.metadata, settings.kv_block_size
         longest = context.context_length(settings, llama.llama_model_n_ctx_train(self._model.handle))
+        # With per-stream memory one sequence has only its share of the context.
         fits = llama.llama_n_ctx_seq(self._context) // block_size * block_size
         return contract.EngineConfig(
             engine="gguf",

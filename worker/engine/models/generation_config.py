@@ -86,6 +86,7 @@ def read(sidecars: dict[str, Path], in_weights: dict[str, float]) -> GenerationC
         value = in_weights.get(name) if value is None else value
         if value is not None:
             chosen[name] = _clamped(name, value)
+    # 0 means that the file leaves it open.
     if generation.max_new_tokens:
         chosen["max_tokens"] = max(1, generation.max_new_tokens)
     return GenerationConfig(

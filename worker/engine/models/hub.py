@@ -93,7 +93,8 @@ def _progress_bar(progress: Progress | None) -> Any:
 
     class ProgressBar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
-            options.pop("name", None)
+            options.pop("name", None)  # huggingface_hub passes it to its own subclass of tqdm
+            # A bar that is disabled does not count.
             super().__init__(*args, **options | {"disable": False, "file": _NullFile()})
 
         def update(self, n: float | None = 1) -> None:

@@ -97,8 +97,10 @@ class Layout(ABC):
         weights = sorted(filter(self.is_weights, names))
         if not weights:
             raise ModelError(f"{where}: there is no {self.kind} file; pass --model a file or a folder with one")
+        # Reversed, so that of two files of one variant the first by name is taken.
         by_variant = {self.variant_of(name): name for name in reversed(weights)}
         if variant:
+            # People write quantizations in any case.
             for known, name in by_variant.items():
                 if known.lower() == variant.lower():
                     return name

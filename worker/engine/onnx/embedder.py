@@ -27,7 +27,7 @@ class OnnxEmbedder:
         self._tokenizer = model.tokenizer
         self._mode = pooling_mode(settings.onnx.pooling, model.files.sidecars, generates=graph.logits is not None)
         self._output = graph.pooled if graph.pooled is not None and graph.hidden is None else graph.hidden
-        self._can_batch = False
+        self._can_batch = False  # until the trial has shown that rows do not disturb each other
         self.width = self._try(str(model.files.weights))
 
     def __repr__(self) -> str:
@@ -62,7 +62,7 @@ class OnnxEmbedder:
         columns = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
         binding = self._graph_runner.bind()
         self._graph_runner.bind_inputs(binding, ids, columns < lengths[:, None], columns, has_past=False)
-        for kv in self._graph.kv:
+        for kv in self._graph.kv:  # a generating model starts from an empty cache
             binding.bind_input(kv.past, np.empty((len(inputs), kv.heads, 0, kv.width), kv.dtype))
         assert self._output is not None
         states = self._graph_runner.fetch(binding, self._output).astype(np.float32)

@@ -94,6 +94,7 @@ class OnnxRunner:
             self._lanes.resolve([Truncate(part.lane, part.start) for part in plan.scheduled])
             self._cache.apply([Shrink(part.lane, part.start) for part in plan.scheduled])
             raise
+        # Logits are in the order in which the cache computed them; results have to be in the order of the plan.
         parts = [part for result in computed for part in result.parts]
         if not parts:
             return []
@@ -166,6 +167,7 @@ class OnnxRunner:
                 return made
         else:
             paddings = settings_resolution.max_paddings(settings, model.generation_config)
+            # A graph that ignores its mask can still batch rows of equal length.
             for allow_gaps in (True, False) if model.graph.positions is not None else (False,):
                 tried = DynamicCache(model.graph_runner, probe.PADDINGS, allow_gaps=allow_gaps)
                 if probe.batches_agree(tried, LaneLengths(probe.LANES), self._tokenizer.size, where):

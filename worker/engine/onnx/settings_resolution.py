@@ -95,6 +95,7 @@ def size_cache(settings: EngineSettings, generation_config: GenerationConfig, li
         raise ModelError(f"--context-length {context} is above what the model was made for, {limits.trained}")
     if block_size > context:
         raise ModelError(f"--kv-block-size {block_size} is above the context, {context}")
+    # The pool counts in whole blocks, so what is left of the context could not be used.
     context = context // block_size * block_size
     fits = _rows_that_fit(resolved, limits, context)
     if settings.max_num_seqs > fits:
@@ -128,6 +129,7 @@ def _rows_that_fit(settings: EngineSettings, limits: CacheLimits, context: int) 
         allowed.append((rows, f"the {settings.kv_limit_bytes} bytes of --kv-budget are"))
     elif not settings.kv_tokens and limits.free_bytes is not None:
         rows = limits.free_bytes // row_bytes
+        # One row is allowed as long as it fits at all.
         share = max(rows // _DEFAULT_MEMORY_SHARE, min(rows, 1))
         allowed.append((share, f"the {limits.free_bytes} bytes free are"))
     fits, what = min(allowed)

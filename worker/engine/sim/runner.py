@@ -97,7 +97,7 @@ class SimRunner:
         if before < script.slow <= now:
             time.sleep(script.slow_ms / 1e3)
         if before < script.hang <= now:
-            threading.Event().wait()
+            threading.Event().wait()  # for ever: the frontend has to notice
         if before < script.crash <= now:
             os.abort()
 
@@ -106,7 +106,7 @@ class SimRunner:
 
         A token at which the sequence would stop is passed over while the sequence must not stop yet."""
         sequence, sampling = part.sequence, self._samplings[part.sequence.seq_no]
-        seed = sampling.seed if sampling.temperature > 0 else 0
+        seed = sampling.seed if sampling.temperature > 0 else 0  # greedy answers are the same for every seed
         word = xxhash.xxh3_64_intdigest(f"{seed} {sequence.token_ids[-1]} {sequence.num_tokens}".encode())
         while not sequence.may_stop and _FIRST_WORD + word % _NUM_WORDS in sampling.stop_token_ids:
             word += 1

@@ -64,6 +64,7 @@ def _agrees(text: str, reference: ReferenceTokenizer) -> bool:
     except ValueError as error:
         structlog.get_logger().warning("tokenizer_not_built", error=str(error))
         return False
+    # The fixed texts are the same for all models; these are made of the tokens of this one.
     own = probe_texts.vocabulary_texts(reference.token_bytes, reference.rules.special_tokens, reference.user_defined)
     for probe in (*probe_texts.PROBE_TEXTS, *own):
         if encode(probe) != reference.encode(probe):

@@ -33,7 +33,7 @@ class GgufTokenizer(ModelTokenizer):
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text in which no special token is parsed."""
         data = text.encode()
-        room = len(data) + 8
+        room = len(data) + 8  # enough for most texts, since a token is rarely less than a byte
         while True:
             ids = (llama.llama_token * room)()
             count = llama.llama_tokenize(self._vocab, data, len(data), ids, room, False, False)

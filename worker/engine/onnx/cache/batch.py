@@ -21,6 +21,7 @@ def bucket_by_length(lengths: Mapping[int, int], max_paddings: int) -> list[list
     batches: list[list[int]] = []
     longest = paddings = 0
     for lane in sorted(lengths, key=lambda lane: (-lengths[lane], lane)):
+        # Lanes come in falling order, so a lane that joins is never longer than the batch.
         paddings += longest - lengths[lane]
         if not batches or paddings > max_paddings:
             batches.append([])

@@ -38,6 +38,7 @@ class DynamicCache:
                 case Copy(lane, to, start, end):
                     self._copy(lane, to, start, end)
                 case Transfer(lane, to, end):
+                    # No tokens move: the row of `lane` is that of `to` from now on.
                     self._remove([to])
                     batch = self._batches.pop(lane)
                     batch.lanes[batch.lanes.index(lane)] = to
@@ -110,6 +111,7 @@ class DynamicCache:
         for batch in left:
             batch.lanes = [LEFT if lane in lanes else lane for lane in batch.lanes]
             others = [lane for lane in batch.lanes if lane != LEFT]
+            # Every row costs work in each run, and memory, whether a lane is in it or not.
             if others and 2 * len(others) <= len(batch.lanes):
                 self._pack(others)
 
@@ -135,5 +137,5 @@ class DynamicCache:
         row, columns = batch.row(lane)
         if len(columns) > end:
             batch.mask[row, columns[end:]] = 0
-            if not self._allow_gaps:
+            if not self._allow_gaps:  # the columns have to go, and the lane can't stay with longer ones
                 self._pack([lane])

@@ -52,6 +52,7 @@ class RowTable:
         """Moves these lanes to the first rows. Returns the copies that this takes, in order."""
         wanted = set(lanes)
         assert len(wanted) == len(lanes), lanes
+        # As many of the first rows are taken by others as wanted lanes lie outside of them.
         holes = [row for row in range(len(lanes)) if self._lane_at[row] not in wanted]
         outside = [lane for lane in lanes if self._row_of[lane] >= len(lanes)]
         return [copy for hole, lane in zip(holes, outside, strict=True) for copy in self._move(lane, hole)]

@@ -47,6 +47,7 @@ class StaticCache:
         in_rows = sorted(parts, key=lambda part: self._rows.row_of(part.lane))
         ids = np.array([[part.token_ids[0]] for part in in_rows])
         starts = np.array([[part.start] for part in in_rows])
+        # Such a graph takes the length of each row from the sum of its mask.
         mask = np.arange(starts.max() + 1) <= starts
         return DecodeResult(
             in_rows, self._graph_runner.run(self._binding(0, len(parts)), ids, mask, starts, has_past=True)

@@ -95,6 +95,7 @@ _UNKNOWN = HeadSizes()
 def read(model: onnx.ModelProto, where: str, sizes: HeadSizes = _UNKNOWN) -> Graph:
     """Raises ModelError saying what about the graph can't be served, and what would work instead."""
     weights = {tensor.name for tensor in model.graph.initializer}
+    # Older exporters list weights among the inputs.
     inputs = {value.name: value for value in model.graph.input if value.name not in weights}
     outputs = {value.name: value for value in model.graph.output}
     op_types = {node.op_type for node in nodes(model.graph)}
@@ -170,6 +171,7 @@ def _cache(
 
 
 def _dimensions(value: onnx.ValueInfoProto) -> list[int | None]:
+    # A dimension is a number or a name; 0 or less stands for an open one too.
     dimensions = value.type.tensor_type.shape.dim
     return [one.dim_value if one.HasField("dim_value") and one.dim_value > 0 else None for one in dimensions]
 

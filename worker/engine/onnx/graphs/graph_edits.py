@@ -26,6 +26,7 @@ def keep_last_logits(model: onnx.ModelProto, logits: str) -> bool:
     for name, value in (("start", -1), ("end", 2**31 - 1), ("axis", 1)):
         graph.initializer.append(helper.make_tensor(f"{_LAST}.{name}", TensorProto.INT64, [1], [value]))
     inputs = [node.input[0], f"{_LAST}.start", f"{_LAST}.end", f"{_LAST}.axis"]
+    # Nodes must be in topological order, so the slice goes right before the projection.
     graph.node.insert(list(graph.node).index(node), helper.make_node("Slice", inputs, [sliced]))
     node.input[0] = sliced
     output = next(value for value in graph.output if value.name == logits)

@@ -109,6 +109,7 @@ def _open(model: onnx.ModelProto, path: Path, settings: EngineSettings, device: 
 def _provider_options(settings: EngineSettings, device: Device) -> dict[str, str]:
     if device.kind == "cpu":
         return {}
+    # By default the arena doubles, which would take far more of the GPU than is needed.
     options = {"device_id": str(device.number), "arena_extend_strategy": "kSameAsRequested"}
     if settings.onnx.device_memory_mib:
         options["gpu_mem_limit"] = str(settings.onnx.device_memory_mib << 20)

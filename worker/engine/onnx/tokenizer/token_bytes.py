@@ -61,7 +61,7 @@ def _by_decoder(tokenizer: Tokenizer) -> Callable[[str, int], bytes]:
     length = len(tokenizer.decode([before]))
 
     def to_bytes(text: str, token_id: int) -> bytes:
-        if byte := _BYTE_TOKEN.fullmatch(text):
+        if byte := _BYTE_TOKEN.fullmatch(text):  # part of a character, which the decoder would replace
             return bytes([int(byte[1], 16)])
         decoded: str = tokenizer.decode([before, token_id])
         return decoded[length:].encode()
