@@ -38,7 +38,6 @@ FLAG = FieldType("a boolean", lambda value: isinstance(value, bool))
 BYTES = FieldType("bytes", lambda value: isinstance(value, bytes))
 LIST = FieldType("a list", lambda value: isinstance(value, list))
 MAP = FieldType("a map", lambda value: isinstance(value, dict))
-ABSENT = FieldType("absent", lambda value: value is None)
 
 
 def optional(kind: FieldType) -> FieldType:

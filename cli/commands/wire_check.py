@@ -22,10 +22,6 @@ _RULE_TIMEOUT_S = 40.0
 _MODELS_TIMEOUT_S = 2.0
 
 
-class NotServedError(Exception):
-    """There is nothing to check. The text says what to do."""
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
     parser.add_argument("--model", metavar="NAME", default="", help="the served model")
@@ -50,12 +46,12 @@ def run(options: argparse.Namespace) -> int:
     logs.log_errors_only()
     try:
         if not rules:
-            raise NotServedError(f"no rule contains {options.only!r}: --list shows all rules")
+            raise ValueError(f"no rule contains {options.only!r}: --list shows all rules")
         return asyncio.run(_check(options, rules))
     except ConnectionError as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return 1
-    except (NotServedError, ValueError) as error:
+    except ValueError as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return EXIT_BAD_SETTINGS
 
@@ -64,8 +60,8 @@ async def _check(options: argparse.Namespace, rules: list[Rule]) -> int:
     names = subjects.Subjects(options.prefix)
     link = await Link.open(connection_flags.settings_of(options), options.inbox_prefix)
     try:
-        served = await _find(link, names, options)
-        make_probe = partial(Probe, link, names, options.tenant, options.inbox_prefix, served)
+        target = await _find(link, names, options)
+        make_probe = partial(Probe, link, names, options.tenant, options.inbox_prefix, target)
         outcomes = []
         async for outcome in run_all(rules, make_probe, _RULE_TIMEOUT_S):
             print(json_line(outcome) if options.json else line(outcome), flush=True)
@@ -78,14 +74,14 @@ async def _check(options: argparse.Namespace, rules: list[Rule]) -> int:
 
 
 async def _find(link: Link, names: subjects.Subjects, options: argparse.Namespace) -> Target:
-    """Returns what the models reply says about the model. Raises NotServedError if no worker serves it."""
+    """Returns what the models reply says about the model. Raises ValueError if no worker serves it."""
     exchange = Exchange(link.new_inbox(), msgpack=False)
     await link.subscribe(exchange.inbox, exchange.take)
     await link.publish(names.models_for(options.tenant), b"", exchange.inbox)
     try:
         reply = await exchange.first("a reply to models", _MODELS_TIMEOUT_S)
     except BrokenError as error:
-        raise NotServedError(f"no router answers at {connection.redact_url(options.nats)}: {error}") from error
+        raise ValueError(f"no router answers at {connection.redact_url(options.nats)}: {error}") from error
     return _served(reply, options.model)
 
 
@@ -93,7 +89,7 @@ def _served(reply: Message, model: str) -> Target:
     """Reads only what the rules need. Whether the reply follows the contract is for them to check."""
     known = {served.get("model"): served for served in reply.get("models") or []}
     if model not in known:
-        raise NotServedError(f"no worker serves {model!r}; served models: {', '.join(map(str, known)) or 'nothing'}")
+        raise ValueError(f"no worker serves {model!r}; served models: {', '.join(map(str, known)) or 'nothing'}")
     served = known[model]
     ready = [card for card in served.get("workers") or [] if card.get("state") == "ready"]
     return Target(

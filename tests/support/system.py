@@ -18,8 +18,6 @@ from tokenbus import demo
 from tokenbus.cli import nats_server
 from tokenbus.cli.supervisor import end_with_parent
 
-READY_TIMEOUT_S = 120.0
-
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "tokenbus.cli.start", *arguments]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 RIGHT = "The capital of Avaria is Limora."
 HTTP = "http://127.0.0.1:8000/v1"
