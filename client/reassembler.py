@@ -96,9 +96,7 @@ class Reassembler:
             offset=self.num_tokens,
             tokens=chunk.tokens - known_tokens,
             text_offset=self.text_bytes,
-            text=text[known_bytes:].decode(
-                errors="replace"
-            ),  # workers must not divide characters
+            text=text[known_bytes:].decode(errors="replace"),  # workers must not divide characters
             token_ids=UNSET if chunk.token_ids is UNSET else chunk.token_ids[known_tokens:],
             logprobs=UNSET if chunk.logprobs is UNSET else chunk.logprobs[known_tokens:],
         )
