@@ -60,7 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: Annotated[int | None, COUNT] = None
     """Tokens before which the completion does not stop. 0 if absent."""
     temperature: Annotated[float | None, Range(0, 100)] = None
-    """0 is greedy. The model's own if absent, else 0.7."""
+    """Divides the logits before sampling; 0 always takes the likeliest token. The model's own if absent, else 0.7."""
     top_p: Annotated[float | None, Range(0, 1, above=True)] = None
     """Samples among the likeliest tokens whose probabilities add up to this. The model's own if absent, else 0.9."""
     top_k: Annotated[int | None, COUNT] = None

@@ -19,6 +19,7 @@ from tests.support.system import System, running_gateway
 from tokenbus import demo
 from tokenbus.client import Client
 from tokenbus.protocol.bus import connection
+from tokenbus.protocol.bus.credentials import Credentials
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
 USERS = ("router", "worker-demo", "worker-other", "operator", "gateway", "default", "acme", "globex")
@@ -285,13 +286,13 @@ async def test_whoever_has_no_or_wrong_credentials_is_told_so_and_shown_no_secre
     settings = connection.Settings(url=guarded.system.url, connect_timeout_s=1)
     with pytest.raises(ConnectionError, match="refuses the credentials"):
         await connection.connect(settings, "nobody")
-    wrong = connection.Credentials(user="acme", password="guessed-wrong")
+    wrong = Credentials(user="acme", password="guessed-wrong")
     settings = connection.Settings(url=guarded.system.url, connect_timeout_s=1, credentials=wrong)
     with pytest.raises(ConnectionError, match="refuses the credentials"):
         await connection.connect(settings, "acme")
     assert "guessed-wrong" not in repr(settings)
     with pytest.raises(ValueError, match="only one"):
-        connection.Credentials(user="a", token="t").check()
+        Credentials(user="a", token="t").check()
     text = guarded.system.text_log("router")
     assert not any(password in text for password in guarded.passwords.values())
 
@@ -303,7 +304,7 @@ async def test_who_asks_as_somebody_else_is_told_so_at_once(
     guarded: Guarded, tenant: str, inbox: str, hint: str
 ) -> None:
     await until_served(await guarded.connect("acme", "_INBOX_acme"), "acme", 1)
-    who = connection.Credentials(user="acme", password=guarded.passwords["acme"])
+    who = Credentials(user="acme", password=guarded.passwords["acme"])
     settings = connection.Settings(url=guarded.system.url, inbox_prefix=inbox, credentials=who)
     async with await Client.connect(settings=settings, tenant=tenant) as client, asyncio.timeout(2):
         (end,) = [chunk async for chunk in client.generate("demo", prompt="12 + 30 =")]

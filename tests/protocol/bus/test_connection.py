@@ -1,4 +1,4 @@
-"""What a connection promises while its broker is there. Every test has a real nats-server of its own."""
+"""A connection keeps its promises while its broker is there. Every test has a real nats-server of its own."""
 
 import asyncio
 
