@@ -26,10 +26,8 @@ def bind(host: str, port: int, hint: str = "") -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
-        number = error.errno or 0
-        reason = (
-            os.strerror(number) if number > 0 else error.strerror
-        )  # getaddrinfo has error numbers of its own, below 0
+        number = error.errno or 0  # getaddrinfo has error numbers of its own, below 0
+        reason = os.strerror(number) if number > 0 else error.strerror
         raise ListenError(f"can't listen on {host}:{port} ({reason}){hint}") from error
     return listening
 
@@ -40,9 +38,9 @@ def inherit(number: int) -> socket.socket:
         listening = socket.socket(fileno=number)
         is_listening = listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
-        raise ListenError(f"--fd {number} is no socket ({error.strerror})") from error
+        raise ListenError(f"--fd {number} is not a socket ({error.strerror})") from error
     if not is_listening:
-        raise ListenError(f"--fd {number} is no listening socket")
+        raise ListenError(f"--fd {number} is not a listening socket")
     return listening
 
 

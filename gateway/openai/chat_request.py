@@ -106,7 +106,7 @@ def _check(chat: ChatRequest) -> None:
     if chat.messages is None:
         raise _invalid("messages", "is required")
     if chat.n not in (None, 1):
-        raise errors.request_error(errors.Code.UNSUPPORTED, "n: only one choice is made", param="n")
+        raise errors.request_error(errors.Code.UNSUPPORTED, "n: only one choice is supported", param="n")
     if chat.top_logprobs is not None and not chat.logprobs:
         raise _invalid("top_logprobs", "needs logprobs: true")
 

@@ -77,13 +77,13 @@ def from_terminal(chunk: messages.Chunk) -> ErrorResponse | None:
 CANCELLED = ErrorResponse(499, "cancelled", "the request was cancelled")
 """Somebody else has cancelled the request (`tokenbus cancel`). OpenAI has no such error; its clients don't retry a
 499."""
-INVALID_API_KEY = ErrorResponse(401, "invalid_api_key", "a valid API key is needed: Authorization: Bearer KEY")
-OVERLOADED = ErrorResponse(503, "overloaded", "this gateway has as many open requests as it may", None, True, 1_000.0)
+INVALID_API_KEY = ErrorResponse(401, "invalid_api_key", "a valid API key is required: Authorization: Bearer KEY")
+OVERLOADED = ErrorResponse(503, "overloaded", "this gateway has too many open requests", None, True, 1_000.0)
 SHUTTING_DOWN = ErrorResponse(503, str(errors.Code.SHUTTING_DOWN), "this gateway is shutting down", None, True, 1_000.0)
 TENANT_STARTING = ErrorResponse(
-    503, "overloaded", "this key is new here: its tenant is being made known", None, True, 1_000.0
+    503, "overloaded", "this key is new, and its tenant is not ready yet", None, True, 1_000.0
 )
-BODY_TIMEOUT = ErrorResponse(408, "request_timeout", "the body did not come in time", None, True)
+BODY_TIMEOUT = ErrorResponse(408, "request_timeout", "the body was not received in time", None, True)
 UNSUPPORTED_MEDIA_TYPE = ErrorResponse(
     415, "unsupported_media_type", "the request must be sent with Content-Type: application/json"
 )
@@ -91,9 +91,9 @@ INTERNAL_ERROR = from_error(errors.make_error(errors.Code.INTERNAL))
 
 
 def too_large(limit_bytes: int) -> ErrorResponse:
-    return ErrorResponse(413, str(errors.Code.PAYLOAD_TOO_LARGE), f"the body may have at most {limit_bytes} bytes")
+    return ErrorResponse(413, str(errors.Code.PAYLOAD_TOO_LARGE), f"the body must have at most {limit_bytes} bytes")
 
 
 def unknown_path(status: int, method: str, path: str) -> ErrorResponse:
     """Returns the response for a path that does not exist, or not with that method."""
-    return ErrorResponse(status, "unknown_url", f"there is no {method} {path[:200]} here")
+    return ErrorResponse(status, "unknown_url", f"unknown URL: {method} {path[:200]}")

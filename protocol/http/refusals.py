@@ -36,7 +36,7 @@ LIMIT_REFUSALS = {
     ),
     LimitReached.TOTAL: (Reason.TOO_MANY, Refusal(503, "too many connections", LimitReached.TOTAL)),
 }
-SLOW_HEAD = Refusal(408, "the head of the request did not come in time", "request_timeout")
+SLOW_HEAD = Refusal(408, "the head of the request was not received in time", "request_timeout")
 EVICTED = Refusal(408, "there are too many connections, and this one has been idle longest", "request_timeout")
 
 
