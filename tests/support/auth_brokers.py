@@ -250,5 +250,5 @@ def settings(url: str, way: ClientAuth, monkeypatch: pytest.MonkeyPatch) -> conn
     for name, value in way.variables.items():
         monkeypatch.setenv(name, value)
     parser = argparse.ArgumentParser()
-    connection_flags.add_nats_flags(parser)
+    connection_flags.add_flags(parser)
     return connection_flags.settings_of(parser.parse_args(["--nats", url, *way.flags]), connect_timeout_s=60)
