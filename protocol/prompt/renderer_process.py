@@ -24,6 +24,7 @@ def main() -> None:
 
 
 def _serve(connection: Connection) -> None:
+    # Address space, since resident memory can't be limited; and no core dump, which would hold conversations.
     resource.setrlimit(resource.RLIMIT_AS, (limits.RENDER_BYTES, limits.RENDER_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     setup = _setup_decoder.decode(connection.recv_bytes())
@@ -38,6 +39,7 @@ def _serve(connection: Connection) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # whatever a template makes it print would end up in the parent's log
     while True:
         body = connection.recv_bytes()
+        # The parent tokenizes the prompt without these limits, so it must not be much longer than its conversation.
         max_chars = limits.MAX_TEMPLATE_BYTES + limits.RENDERED_GROWTH * len(body)
         with _cpu_limit(setup.cpu_s):
             result = encode(_rendered(template, _request_decoder.decode(body), max_chars))

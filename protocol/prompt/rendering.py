@@ -123,10 +123,11 @@ class Renderer:
             raise ValueError(self._template_error)
         if self._connection is not None:
             return self._connection
-        ours, theirs = multiprocessing.Pipe()
+        ours, theirs = multiprocessing.Pipe()  # a socket pair: both ends read and write
         with theirs:
             process = _start_process(theirs.fileno())
         self._connection = ours
+        # Also ends the process if this object is collected without being closed, or the interpreter exits.
         self._end = weakref.finalize(self, _end_process, process, ours)
         try:
             self._template_error = self._ask(ours, encode(self._setup)).template_error
