@@ -49,6 +49,7 @@ class Catalog:
     async def listing(self) -> Listing:
         """Returns the current listing. Raises RequestError if no router answers."""
         asking = self._asking
+        # A failure is cached like an answer, so that a router in trouble is not asked more often.
         if asking is None or (asking.done() and self._clock() - self._answered_at >= _KEEP_S):
             asking = self._asking = asyncio.create_task(self._fetch())
             asking.add_done_callback(self._note)

@@ -49,7 +49,7 @@ class ChatCompletions:
         known = {"http.request.method": "POST", "http.route": scope["path"], tracing.REQUEST_ID: request_id}
         span = tracing.start_span(self._tracer, f"POST {scope['path']}", "server", request.headers, known)
         try:
-            with self._limit.admit():
+            with self._limit.admit():  # around the whole request: draining waits for its end
                 await self._serve(request, writer, log, request_id, span)
         except body.ClientDisconnectedError:
             log.disconnected(is_answered=writer.is_complete)
@@ -121,6 +121,7 @@ async def stream_response(
             return
         if events := encoder.encode(chunk):
             await writer.send_events(*events, last=chunk.finish_reason is not None)
+        # Workers send empty chunks while a request waits, which drive the comments: no timer is needed.
         elif not chunk.tokens and log.age_s >= hold_s:
             await writer.send_events(chat_response.KEEP_ALIVE)
 

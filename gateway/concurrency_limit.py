@@ -55,7 +55,7 @@ class ConcurrencyLimit:
         """Registers the stream of an open request during the block, so that draining can end it."""
         self._streams.add(stream)
         try:
-            if self._grace_is_over:
+            if self._grace_is_over:  # this request was still reading its body when the others were ended
                 _end(stream)
             yield
         finally:

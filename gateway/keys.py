@@ -40,7 +40,7 @@ class ApiKeys:
         if not authorization.lower().startswith(_SCHEME):
             return None
         asked, found = _digest(authorization[len(_SCHEME) :].strip().encode("latin-1")), None
-        for digest, tenant in self._digests:
+        for digest, tenant in self._digests:  # no early exit, which would reveal the position of a key
             if hmac.compare_digest(digest, asked):
                 found = tenant
         return found

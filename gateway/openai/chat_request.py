@@ -78,6 +78,7 @@ def with_openai_names(error: errors.Error, chat: ChatRequest) -> errors.Error:
     theirs = _openai_name(error.param, chat)
     if error.param is None or theirs == error.param:
         return error
+    # Messages of validation begin with the field's name.
     problem = error.message.removeprefix(error.param)
     message = error.message if problem == error.message else f"{theirs}{problem}"
     return errors.make_error(error.code, message, param=theirs, retry_after_ms=error.retry_after_ms)

@@ -53,6 +53,7 @@ class ChunkEncoder:
         delta = schemas.ChoiceDelta(content=chunk.text or UNSET, tool_calls=chunk.tool_calls or UNSET)
         choice = schemas.ChunkChoice(delta=delta, logprobs=_logprobs(chunk.logprobs or []), finish_reason=reason)
         events = [_event(self._chunk([choice]))]
+        # OpenAI's first chunk has only the role.
         if not self._has_started:
             self._has_started = True
             opening = schemas.ChunkChoice(delta=schemas.ChoiceDelta(role="assistant", content=""))

@@ -60,6 +60,7 @@ class ConnectionTable(Generic[ConnectionT]):
         """Adds an idle connection. Returns the one that the caller must close to make room, or the limit that was
         hit."""
         evicted: ConnectionT | None = None
+        # First the limit of the address, so that a client with many connections evicts its own.
         if address and 0 < self.limits.per_address <= self._per_address[address]:
             evicted = next(iter(self._idle_by_address.get(address, ())), None)
             if evicted is None:
@@ -83,7 +84,7 @@ class ConnectionTable(Generic[ConnectionT]):
 
     def mark_busy(self, connection: ConnectionT) -> None:
         """Marks a connection as working on a request."""
-        self._idle.pop(connection, None)
+        self._idle.pop(connection, None)  # both dicts keep their order: the first entry has been idle longest
         address = self._addresses.get(connection)
         if address is not None and (waiting := self._idle_by_address.get(address)) is not None:
             waiting.pop(connection, None)

@@ -50,7 +50,7 @@ class Parser(h11.Connection):
 
     def _check(self, event: Any) -> None:
         if isinstance(event, h11.Request):
-            self._num_chunks = self._num_bytes = 0
+            self._num_chunks = self._num_bytes = 0  # counted for each request
             self.is_head = event.method == b"HEAD"
             _check_request(event)
         elif isinstance(event, h11.Data):

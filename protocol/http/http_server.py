@@ -113,7 +113,7 @@ class Connection(H11Protocol):
             self._turn_away(*refusals.LIMIT_REFUSALS[outcome])
             return
         self._wait_for_request(has_begun=True)
-        if outcome is not None:
+        if outcome is not None:  # already out of the table
             outcome.evict()
 
     def data_received(self, data: bytes) -> None:
@@ -166,6 +166,7 @@ class Connection(H11Protocol):
             table = self.config.open_connections
             (table.mark_busy if is_busy else table.mark_idle)(self)
         if not is_busy:
+            # Called for each piece of a head, too: the first one changes the deadline, and later ones don't extend it.
             self._wait_for_request(has_begun=self.cycle is None or self.conn.has_begun)
 
     def _wait_for_request(self, *, has_begun: bool) -> None:
@@ -192,6 +193,7 @@ class Connection(H11Protocol):
 
     def _close_idle(self, refusal: Refusal) -> None:
         """Closes an idle connection, with a response if part of a request has come."""
+        # A client that has sent nothing would take the response for that to its next request.
         if self.conn.has_begun and self.conn.our_state is h11.IDLE:
             self._write(refusal)
         self._close()
@@ -202,7 +204,7 @@ class Connection(H11Protocol):
             self.config.refused.add(self)
             self._refuse(refusal)
         else:
-            self._is_closing = True
+            self._is_closing = True  # a flood: not even worth a response
             self.transport.abort()
 
     def _refuse(self, refusal: Refusal) -> None:

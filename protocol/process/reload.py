@@ -28,7 +28,7 @@ async def _reload(requested: asyncio.Event, read_settings: Callable[[], Settings
     log = structlog.get_logger()
     while True:
         await requested.wait()
-        requested.clear()
+        requested.clear()  # before reading: a signal that comes during the reload must cause another one
         try:
             settings = read_settings()
         except ValueError as error:

@@ -7,16 +7,14 @@ kernel ends it when it wants more.
 Parent and child exchange msgpack messages over a socket pair. Of `multiprocessing.connection` only `send_bytes` and
 `recv_bytes` are used: `send` and `recv` pickle, so that either side could run code in the other."""
 
-import contextlib
 import multiprocessing
 import os
-import resource
 import signal
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from typing import Any
 import msgspec
 import structlog
 
-from tokenbus.protocol.prompt.template import ChatTemplate, SpecialTokens
 from tokenbus.protocol.wire import errors, limits, messages
 
 PromptPieces = list[str | int]
@@ -58,9 +55,7 @@ class RenderResult(msgspec.Struct, frozen=True, kw_only=True):
     """Why the template can't be used at all; empty if it can."""
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_setup_decoder = msgspec.msgpack.Decoder(RendererSetup)
-_request_decoder = msgspec.msgpack.Decoder(RenderRequest)
+encode = msgspec.msgpack.Encoder().encode
 _result_decoder = msgspec.msgpack.Decoder(RenderResult)
 
 
@@ -93,9 +88,9 @@ class Renderer:
         """Renders a conversation. Raises RequestError: invalid_request if the template refuses it or takes too much
         time or memory, unsupported if the template is malformed, internal if no process can be started now."""
         try:
-            request = _encode(RenderRequest(conversation=conversation, arguments=arguments))
+            request = encode(RenderRequest(conversation=conversation, arguments=arguments))
         except OverflowError as error:
-            raise _refused(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
+            raise refused(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
         with self._lock:
             try:
                 result = self._ask_twice(request)
@@ -103,7 +98,7 @@ class Renderer:
                 raise errors.request_error(errors.Code.UNSUPPORTED, str(error), param="messages") from error
             except RenderTimeoutError as error:
                 problem = f"the model's chat template took more than {self._setup.cpu_s:g} s to render the messages"
-                raise _refused(problem) from error
+                raise refused(problem) from error
             except OSError as error:
                 raise errors.request_error(errors.Code.INTERNAL, f"the chat template: {error}") from error
         if result.error is not None:
@@ -128,13 +123,14 @@ class Renderer:
             raise ValueError(self._template_error)
         if self._connection is not None:
             return self._connection
-        ours, theirs = multiprocessing.Pipe()
+        ours, theirs = multiprocessing.Pipe()  # a socket pair: both ends read and write
         with theirs:
             process = _start_process(theirs.fileno())
         self._connection = ours
+        # Also ends the process if this object is collected without being closed, or the interpreter exits.
         self._end = weakref.finalize(self, _end_process, process, ours)
         try:
-            self._template_error = self._ask(ours, _encode(self._setup)).template_error
+            self._template_error = self._ask(ours, encode(self._setup)).template_error
         except RenderTimeoutError:
             self._template_error = f"the chat template takes more than {self._setup.cpu_s:g} s to compile"
         if self._template_error:
@@ -169,7 +165,7 @@ def _start_process(fd: int) -> "subprocess.Popen[bytes]":
     # -P keeps the current folder off the module path, so this package's folder has to be put there.
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "tokenbus.protocol.prompt.rendering", str(fd)],
+        [sys.executable, "-P", "-m", "tokenbus.protocol.prompt.renderer_process", str(fd)],
         pass_fds=[fd],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
@@ -184,56 +180,5 @@ def _end_process(process: "subprocess.Popen[bytes]", connection: Connection) -> 
     return process.wait()
 
 
-def _refused(message: str, param: str = "messages") -> errors.RequestError:
+def refused(message: str, param: str = "messages") -> errors.RequestError:
     return errors.request_error(errors.Code.INVALID_REQUEST, message, param=param)
-
-
-def main() -> None:
-    """Runs the renderer process: reads a template, then renders conversations until its parent hangs up."""
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        _serve(Connection(int(sys.argv[1])))
-
-
-def _serve(connection: Connection) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (limits.RENDER_BYTES, limits.RENDER_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    setup = _setup_decoder.decode(connection.recv_bytes())
-    with _cpu_limit(setup.cpu_s):
-        try:
-            special = SpecialTokens(setup.special_tokens)
-            template = ChatTemplate(setup.source, special, setup.bos_token, setup.eos_token)
-        except ValueError as error:
-            connection.send_bytes(_encode(RenderResult(template_error=str(error))))
-            return
-    connection.send_bytes(_encode(RenderResult()))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # whatever a template makes it print would end up in the parent's log
-    while True:
-        body = connection.recv_bytes()
-        max_chars = limits.MAX_TEMPLATE_BYTES + limits.RENDERED_GROWTH * len(body)
-        with _cpu_limit(setup.cpu_s):
-            result = _encode(_rendered(template, _request_decoder.decode(body), max_chars))
-        connection.send_bytes(result)
-
-
-@contextlib.contextmanager
-def _cpu_limit(cpu_s: float) -> Iterator[None]:
-    """Ends the process if the block uses more CPU time: nothing handles SIGPROF, so the kernel ends it at once."""
-    signal.setitimer(signal.ITIMER_PROF, cpu_s)
-    yield
-    signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _rendered(template: ChatTemplate, request: RenderRequest, max_chars: int) -> RenderResult:
-    try:
-        pieces = template.render(request.conversation, request.arguments)
-    except errors.RequestError as error:
-        return RenderResult(error=error.error)
-    size = sum(len(piece) for piece in pieces if isinstance(piece, str))
-    if size > max_chars:
-        problem = f"the model's chat template made {size} characters of the messages; the limit is {max_chars}"
-        return RenderResult(error=_refused(problem).error)
-    return RenderResult(pieces=pieces)
-
-
-if __name__ == "__main__":
-    main()

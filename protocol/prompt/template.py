@@ -51,6 +51,7 @@ class SpecialTokens:
 
     def mark(self, text: str, marks: Marks) -> str:
         """Returns `text` with every special token in it between a guard and a separator, overlapping ones included."""
+        # Special tokens may overlap (`<a<a>`), so every position is tried with every token, not only the first match.
         spans = [
             (at, at + len(token))
             for at in {match.start() for match in self._starts_here.finditer(text)}
@@ -59,6 +60,7 @@ class SpecialTokens:
         ]
         starts, ends = {start for start, _ in spans}, {end for _, end in spans}
         parts, last = [], 0
+        # Where one token ends and another starts, the separator comes first: it closes the one before.
         for at in sorted(starts | ends):
             parts += [text[last:at], marks.separator if at in ends else "", marks.guard if at in starts else ""]
             last = at
@@ -75,6 +77,7 @@ class SpecialTokens:
         A special token is the user's only if both marks are there: a guard without its separator is left over where
         the template has cut a user's text short, and what follows it was written by the template."""
         pieces: list[str | int] = []
+        # A special token without a guard in front, or with a guard but without a separator behind.
         token = f"((?<!{marks.guard})(?:{self._any})|(?<={marks.guard})(?:{self._any})(?!{marks.separator}))"
         for piece in re.split(token, text):
             plain = marks.remove(piece)
@@ -109,9 +112,11 @@ class ChatTemplate:
 
         `arguments` are extra variables for the template (`chat_template_kwargs`)."""
         conversation_dicts = [_message_dict(message) for message in conversation]
+        # The marks must not occur in anything that can end up in the prompt, the template's own text included.
         marks = _unused_marks([self._source, conversation_dicts, arguments])
         variables = {
             "add_generation_prompt": True,
+            # Before `messages` and the tokens, which a request must not replace.
             **{name: self._escape(value, marks) for name, value in (arguments or {}).items()},
             "messages": self._escape(conversation_dicts, marks),
             **self._tokens,

@@ -55,22 +55,25 @@ def from_tokenizer_json(tokenizer_json: str) -> TokenBound | None:
 def _bound(document: Json) -> TokenBound | None:
     model, added = document["model"], document.get("added_tokens") or []
     splits = _steps(document.get("pre_tokenizer"), "pretokenizers")
+    # Whatever shortens a text or drops parts of it would make the bound too high, and refuse prompts that fit.
     if document.get("truncation") is not None:
         return None
     if any(split["type"] not in _LOSSLESS or split.get("behavior") == "Removed" for split in splits):
         return None
     if model.get("type") != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return None
+    # Such added tokens swallow the spaces beside them.
     if any(token.get("lstrip") or token.get("rstrip") for token in added):
         return None
     rewrites = _rewrites(_steps(document.get("normalizer"), "normalizers"), splits)
     letters = byte_letters() if any(split["type"] == "ByteLevel" for split in splits) else {}
     if rewrites is None or not (letters or model.get("byte_fallback")):
         return None
+    # A byte without a token of its own could become the unknown token, together with its neighbours.
     if not all(token in model["vocab"] for token in letters or [f"<0x{byte:02X}>" for byte in range(_BYTES)]):
         return None
     tokens = [_token_bytes(token, letters) for token in model["vocab"]]
-    for token in added:
+    for token in added:  # they match before or after the rewrites, depending on the tokenizer: both forms count
         tokens += [token["content"].encode(), _rewritten(token["content"], rewrites).encode()]
     return TokenBound(rewrites, _longest(tokens))
 

@@ -68,7 +68,7 @@ class BoundedLabel:
     def evict_stale(self, present: Collection[str]) -> None:
         """If all places are taken, drops the values that have been absent longest, but none of those in `present`."""
         for value in present:
-            if value in self._values:
+            if value in self._values:  # moves it to the end
                 self._values[value] = self._values.pop(value)
         if len(self._values) < self._capacity:
             return

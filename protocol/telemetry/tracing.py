@@ -69,7 +69,7 @@ class Span:
         self, name: str, kind: Kind = "internal", attributes: Attributes = NO_ATTRIBUTES, began_at: float | None = None
     ) -> "Span":
         if not self._span.is_recording():
-            return self
+            return self  # nothing to record, and the same headers to pass on
         context, known = trace.set_span_in_context(self._span), _without_none(attributes)
         span = self._tracer.start_span(name, context, _KINDS[kind], known, start_time=_wall_ns(began_at))
         return Span(self._tracer, span)

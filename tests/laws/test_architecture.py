@@ -191,6 +191,12 @@ def test_nothing_imports_what_executes_data() -> None:
         assert not imports(path) & FORBIDDEN, name(path)
 
 
+def test_connections_between_processes_carry_bytes_and_no_pickles() -> None:
+    for path in sources():
+        if "multiprocessing" in imports(path):
+            assert not re.search(r"\.(send|recv)\(", path.read_text()), f"{name(path)} pickles: send_bytes, recv_bytes"
+
+
 def test_no_file_is_named_like_a_module_of_the_standard_library() -> None:
     clashes = [name(path) for path in sources() if path.stem in sys.stdlib_module_names and path.stem != "__init__"]
     assert not clashes

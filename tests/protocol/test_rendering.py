@@ -134,6 +134,6 @@ def children() -> set[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"tokenbus.protocol.prompt.rendering" in (folder / "cmdline").read_bytes():
+            if parent == os.getpid() and b"prompt.renderer_process" in (folder / "cmdline").read_bytes():
                 found.add(int(folder.name))
     return found
