@@ -126,13 +126,21 @@ class Broker:
         self.is_up = True
 
     def cut(self, link: Link, *, lingers: bool = False) -> None:
-        """Breaks a connection. With `lingers` the broker still handles what was sent over it, for a moment."""
+        """Breaks a connection. With `lingers` the broker still handles what was sent over it, for a moment.
+
+        What lies unread at the owner's side isn't lost: the owner notices the end after reading it."""
         link.is_open = False
-        link.hears = False
         if lingers:
             self.world.at(self.world.now + 0.05, lambda: self._drop(link))
         else:
             self._drop(link)
+        if link.lag_s:
+            self.world.at(self.world.now + link.lag_s, lambda: self._end(link))
+        else:
+            self._end(link)
+
+    def _end(self, link: Link) -> None:
+        link.hears = False
         link.owner.process.call(link.owner.broke, link)
 
     def _drop(self, link: Link) -> None:

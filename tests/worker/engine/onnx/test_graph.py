@@ -72,7 +72,7 @@ def test_a_cache_input_is_paired_with_its_output_however_they_are_called(past: s
 
 def test_every_layer_has_its_own_heads_and_width() -> None:
     names = pairs(2)
-    sizes: dict[str, graphs.HeadSizes] = {
+    sizes: dict[str, graph.HeadSizes] = {
         name: ["b", 4 if ".0." in name else 1, "past", 16 if name.endswith("key") else 32] for name in names
     }
     found = read(decoder(names, sizes=sizes))
