@@ -76,6 +76,7 @@ class SmallServer:
         self.ended: list[Reason] = []
         self.paths: list[str] = []
         self.bodies: list[bytes] = []
+        self._arrived = asyncio.Event()
         self.gone = asyncio.Event()
         """Set when the client of an endless response or body is gone."""
         self.config = ServerConfig(
@@ -90,14 +91,12 @@ class SmallServer:
         """Waits until `count` requests have arrived."""
         async with asyncio.timeout(10):
             while len(self.paths) < count:
-                await asyncio.sleep(0.001)
-
-    def _ended(self, reason: Reason, address: str) -> None:
-        assert address.startswith("127.0.0.")
-        self.ended.append(reason)
+                self._arrived.clear()
+                await self._arrived.wait()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.paths.append(scope["path"])
+        self._arrived.set()
         if scope["path"] == "/read":
             await self._read(receive)
         elif scope["path"] == "/hold":
