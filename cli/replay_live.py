@@ -12,8 +12,8 @@ from tokenbus.cli.supervisor import Supervisor
 from tokenbus.client import Client
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.wire import codec, errors, messages
-from tokenbus.replay.offline import ReplaySettings
 from tokenbus.replay.results import PolicyResult, summarize
+from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.simulation import RequestOutcome
 from tokenbus.replay.traces import TracedRequest
 from tokenbus.replay.virtual_worker import DecodeSteps

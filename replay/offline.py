@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from tokenbus.protocol.process import shutdown
 from tokenbus.replay import generators, traces
 from tokenbus.replay.results import PolicyResult, summarize
-from tokenbus.replay.settings import ReplaySettings as ReplaySettings
+from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.simulation import Simulation
 from tokenbus.router.placement.policies import make_policies
 

@@ -19,9 +19,10 @@ from tokenbus.cli import nats_server
 from tokenbus.cli.replay_live import LiveError, run_live
 from tokenbus.cli.session import EXIT_INTERRUPTED, print_error
 from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS, StartError, end_with
-from tokenbus.replay.offline import ReplaySettings, load_requests, play_all
+from tokenbus.replay.offline import load_requests, play_all
 from tokenbus.replay.page import document
 from tokenbus.replay.results import LatencyStats, PolicyResult
+from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.svg import Axis, Series, bar_chart
 from tokenbus.router.placement.policies import POLICIES, make_policies
 from tokenbus.worker.engine.sim.timing import PRESETS

@@ -63,7 +63,7 @@ class _Rows(HostRows):
 
     def tokens(self, row: int) -> Any:
         """Returns the token ids in a row's keys; writing to them changes the row."""
-        return self._array[row, 0, :, 0]
+        return self.array[row, 0, :, 0]
 
 
 class EchoGraphRunner:
