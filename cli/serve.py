@@ -56,7 +56,7 @@ def add_status_flags(parser: argparse.ArgumentParser) -> None:
     add_traces_flag(parser)
     for flag, variable, names, text in (
         ("--log-level", logs.LEVEL_VARIABLE, tuple(logs.LEVELS), "lowest level that is logged"),
-        ("--log-format", logs.FORMAT_VARIABLE, logs.FORMATS, "log lines as JSON or as text for people"),
+        ("--log-format", logs.FORMAT_VARIABLE, logs.FORMATS, "format of log lines: JSON, or text for people"),
     ):
         parser.add_argument(
             flag,
@@ -82,7 +82,7 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
         "--inbox-prefix",
         action="append",
         metavar="PREFIX",
-        help="prefix that clients' reply subjects may have (_INBOX); may be repeated",
+        help="allowed prefix of clients' reply subjects (_INBOX); may be repeated",
     )
     parser.add_argument(
         "--slow-wait-s",

@@ -17,7 +17,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=arguments.port, default=_DEFAULTS.port, help="port to listen on; 0: any free port (%(default)s)"
     )
-    parser.add_argument("--fd", type=int, metavar="N", help="listen on this inherited socket and not on --port")
+    parser.add_argument("--fd", type=int, metavar="N", help="listen on this inherited socket instead of --port")
     parser.add_argument(
         "--api-key",
         action="append",
@@ -42,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         default=_DEFAULTS.max_connections_per_address,
-        help="HTTP connections per client address; 0: no limit, for use behind a proxy that has one (%(default)s)",
+        help="HTTP connections per client address; 0: no limit, for use behind a proxy that sets its own (%(default)s)",
     )
     parser.add_argument(
         "--grace-s",

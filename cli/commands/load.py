@@ -24,7 +24,7 @@ _replies = codec.Decoder(internal.ControlReply)
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
-    parser.add_argument("worker_id", metavar="WORKER", help="the worker whose process loads it")
+    parser.add_argument("worker_id", metavar="WORKER", help="the worker whose process is to load the model")
     parser.add_argument("model", metavar="MODEL", help="file, directory or name on the Hub, as that worker sees it")
     parser.add_argument("--served-name", metavar="NAME", help="name that clients ask for (the file's name)")
     parser.add_argument(

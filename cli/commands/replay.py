@@ -47,10 +47,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--max-requests", type=int, default=0, help="requests to take from the trace; 0: all")
     flag("--routers", type=int, default=_DEFAULTS.routers, help="routers that share the requests (%(default)s)")
     flag("--delay-ms", type=float, default=_DEFAULTS.delay_ms, help="delay of workers' events (%(default)s)")
-    flag("--temperature", type=float, default=0.0, help="above 0, sometimes choose a dearer worker (%(default)s)")
+    flag("--temperature", type=float, default=0.0, help="above 0, sometimes choose a costlier worker (%(default)s)")
     flag("--speeds", default="1", help="workers' speeds, repeated in turn, e.g. 1,1,0.5 (%(default)s)")
     flag("--max-num-seqs", type=int, default=_DEFAULTS.max_num_seqs, help="sequences per worker (%(default)s)")
-    flag("--max-num-batched-tokens", type=int, default=_DEFAULTS.max_num_batched_tokens, help="(%(default)s)")
+    flag("--max-num-batched-tokens", type=int, default=_DEFAULTS.max_num_batched_tokens, help="per step (%(default)s)")
     flag("--step-target-ms", type=float, default=0.0, help="limit prompts in a step by time; 0: by tokens only")
     flag("--jobs", type=int, default=os.cpu_count() or 1, help="policies to replay at the same time (%(default)s)")
     flag("--live", action="store_true", help="use simulated workers behind a real router and broker, in real time")
@@ -139,7 +139,7 @@ def _settings_of(options: argparse.Namespace) -> ReplaySettings:
         if not low <= getattr(options, name) <= high:
             raise ValueError(f"--{name.replace('_', '-')} must be {low:g} to {high:g}, got {getattr(options, name)}")
     if options.live and (options.routers > 1 or options.speeds != "1"):
-        raise ValueError("--live has one router and workers of one speed")
+        raise ValueError("--live runs one router and workers of one speed: leave out --routers and --speeds")
     if not options.max_num_seqs < options.max_num_batched_tokens <= 1 << 20:
         raise ValueError("--max-num-batched-tokens must be above --max-num-seqs, and at most 1,048,576")
     fields = {name: getattr(options, name) for name in ReplaySettings.__struct_fields__ if name != "speeds"}

@@ -33,7 +33,7 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     (
         "--fingerprint",
         _ENGINE.fingerprint,
-        "name for these weights, if a fleet serves them from different files",
+        "name for these weights; must be the same on all workers of a model (a digest of the files)",
     ),
     ("--provider", _ONNX.provider, "execution provider for ONNX models: auto, cpu or cuda"),
     ("--device-id", _ONNX.device_id, "GPU number for ONNX models"),
@@ -41,7 +41,7 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     ("--min-free-mib", _ONNX.min_free_mib, "memory that must be free before an ONNX model prefills a prompt"),
     ("--max-paddings", _ONNX.max_paddings, "padding columns in a batch of an MHA ONNX graph; -1: 4,096"),
     ("--sim-speedup", _ENGINE.sim_speedup, "how many times faster than its timing the simulator runs"),
-    ("--sim-faults", _ENGINE.sim_faults, "faults the simulator shows: crash@200,slow@50=3000,hang@9,lose@20"),
+    ("--sim-faults", _ENGINE.sim_faults, "faults the simulator plays, e.g. crash@200,slow@50=3000,hang@9,lose@20"),
     ("--pooling", _ONNX.pooling, "how token vectors become one embedding: auto, mean, cls or last"),
     ("--context-length", _ENGINE.context_length, "tokens per sequence; 0: the model's own, at most 8,192"),
     ("--kv-tokens", _ENGINE.kv_tokens, "tokens in the whole KV cache; 0: four contexts, at most 16,384"),
@@ -59,7 +59,7 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     ("--step-target-ms", _ENGINE.step_target_ms, "time a step should take at most while streams run"),
     ("--flash-attention", _ENGINE.flash_attention, "auto, on or off"),
     ("--gpu-layers", _ENGINE.gpu_layers, "layers on the GPU; -1: all"),
-    ("--main-gpu", _ENGINE.main_gpu, "GPU for what is not split"),
+    ("--main-gpu", _ENGINE.main_gpu, "GPU that holds what is not split among GPUs"),
     ("--split-mode", _ENGINE.split_mode, "how GPUs share the model: none, layer or row"),
     ("--max-waiting", WorkerSettings.max_waiting, "accepted requests that may wait for the engine"),
     ("--max-new-tokens", FrontendSettings.max_new_tokens, "length of a completion without max_tokens"),
@@ -104,7 +104,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_engine_flags(parser)
     parser.add_argument("--worker-id", default="", help="stable name of this worker; replicas add -1, -2, ...")
     for name, default, text in _FLAGS:
-        shown = "" if default is None else f" ({default})"
+        shown = "" if default in (None, "") else f" ({default})"
         kind = int if default is None else type(default)
         parser.add_argument(name, type=kind, default=default, help=text + shown)
     parser.add_argument(

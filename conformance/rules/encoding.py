@@ -85,7 +85,7 @@ async def last_key_wins(probe: Probe) -> None:
 
 
 async def integral_floats(probe: Probe) -> None:
-    """Integral floats are accepted as integers; other floats are refused there."""
+    """Where an integer is expected, an integral float is accepted and any other float is refused."""
     for encoding in (None, MSGPACK):  # JSON has no integer type of its own, MessagePack does
         answer = await probe.ask(short_request(2) | {"max_tokens": 2.0, "seed": 7.0}, content_type=encoding)
         _check_accepted(answer, "with integral floats")

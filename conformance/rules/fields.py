@@ -51,7 +51,7 @@ async def at_the_limits(probe: Probe) -> None:
 
 
 async def beyond_the_limits(probe: Probe) -> None:
-    """Every value just beyond it is refused as invalid_request, with the field's name in param."""
+    """Every value just beyond its field's range is refused as invalid_request, with the field's name in param."""
     cases = [(limits.field, value) for limits in LIMITS for value in limits.rejected]
     for (field, value), answer in zip(cases, await _ask_all(probe, cases), strict=True):
         try:

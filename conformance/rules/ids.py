@@ -50,7 +50,7 @@ async def id_reused(probe: Probe) -> None:
 
 
 async def duplicate_other_inbox(probe: Probe) -> None:
-    """The id of a running request is refused as duplicate_request on another reply subject."""
+    """A request with the id of a running one, but another reply subject, is refused as duplicate_request."""
     live = await probe.live()
     twin = await probe.ask(short_request(4, id=live.request_id))
     stream_checks.check_refusal(twin.messages, "duplicate_request")
@@ -60,7 +60,7 @@ async def duplicate_other_inbox(probe: Probe) -> None:
 
 
 async def duplicate_same_inbox(probe: Probe) -> None:
-    """The id of a running request is ignored if it comes again with the same reply subject."""
+    """A request with both the id and the reply subject of a running one is ignored."""
     live = await probe.live()
     await probe.publish(probe.subject, b'{"prompt": "x", "id": "%s"}' % str(live.request_id).encode(), live.inbox)
     await asyncio.sleep(0.3)  # time for a router to answer the duplicate

@@ -63,7 +63,7 @@ async def without_reply(probe: Probe) -> None:
 
 
 async def rate_limited(probe: Probe) -> None:
-    """A stream is published again at most once in 200 ms, and again after that."""
+    """A stream is published again at most once every 200 ms, and a later resync is served again."""
     ended = await probe.short(4, id=probe.new_id())
     for _ in range(3):
         await probe.send({"offset": 0}, subject=probe.resync_subject(str(ended.request_id)))

@@ -26,13 +26,13 @@ async def run(probe: Probe) -> None:
 
 
 async def wrong_epoch(probe: Probe) -> None:
-    """A run with the wrong epoch is refused to the router, and its client gets nothing."""
+    """A run with the wrong epoch is refused in the reply to the router, and its client gets nothing."""
     reply, client = await _run(probe, attempt=1, epoch="1-foreign")
     await _check_refused(reply, client)
 
 
 async def dropped(probe: Probe) -> None:
-    """drop of an unknown attempt succeeds; that attempt and lower ones are refused then, a higher one is not."""
+    """drop of an unknown attempt succeeds; runs of it and of lower attempts are refused then, higher ones are not."""
     key = subjects.request_key(probe.tenant, probe.new_id())
     reply = await _drop(probe, key, 2)
     expect(reply.get("ok") is True, f"the drop got {reply}")

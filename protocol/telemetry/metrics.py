@@ -2,6 +2,7 @@
 
 The classes are prometheus_client's. Each process declares its metrics in one file and shows them on its status page."""
 
+import bisect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Self
 
@@ -122,6 +123,12 @@ class Histogram(_Metric, prometheus_client.Histogram):
         **options: Any,
     ) -> None:
         super().__init__(name, documentation, labelnames, bound, buckets=buckets, **options)
+
+    def observe_many(self, seconds: float, count: int) -> None:
+        """Observes the same value `count` times, at the cost of one: a step gives each of its streams a token."""
+        # prometheus_client has no public way: 64 calls of `observe` a step are 6 % of a frontend's CPU time.
+        self._sum.inc(seconds * count)
+        self._buckets[bisect.bisect_left(self._upper_bounds, seconds)].inc(count)
 
 
 class MetricsCollector(Collector):

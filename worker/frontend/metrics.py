@@ -88,6 +88,7 @@ class ReplicaMetrics:
         self._steps = {kind: metrics.steps.labels(*own, kind) for kind in ipc.StepKind}
         self._inference, self._gap = metrics.inference_seconds.labels(*own), metrics.idle_seconds.labels(*own)
         self._prompt, self._evicted = metrics.prompt_tokens.labels(*own), metrics.evicted.labels(*own)
+        self._preemptions = metrics.preemptions.labels(*own)
         self._last_load = messages.Load()
         self._load_counters = [
             (metrics.generation_tokens.labels(*own), "generated_tokens"),
@@ -110,20 +111,21 @@ class ReplicaMetrics:
         self._steps[stats.kind].observe(stats.seconds)
         self._inference.inc(stats.seconds)
         self._gap.inc(stats.gap_s)
-        self._evicted.inc(stats.evicted_blocks)
-        self._metrics.preemptions.labels(*self._own_labels).inc(stats.preemptions)
+        if stats.evicted_blocks:
+            self._evicted.inc(stats.evicted_blocks)
+        if stats.preemptions:
+            self._preemptions.inc(stats.preemptions)
 
     def observe_token_interval(self, seconds: float, count: int) -> None:
         """`count` requests got a token, each `seconds` after its previous one."""
-        for _ in range(count):
-            self._itl.observe(seconds)
+        self._itl.observe_many(seconds, count)
 
     def count_load(self, load: messages.Load) -> None:
         """Adds what an engine has counted since the last call; a new engine counts from 0."""
         for child, name in self._load_counters:
             now, before = getattr(load, name), getattr(self._last_load, name)
-            # smaller than before: a new engine has counted from 0
-            child.inc(now - before if now >= before else now)
+            if now != before:  # smaller than before: a new engine has counted from 0
+                child.inc(now - before if now > before else now)
         self._last_load = load
 
     def update_gauges(self, load: messages.Load, config: contract.EngineConfig, *, is_ready: bool) -> None:

@@ -35,6 +35,15 @@ def test_two_processes_in_one_do_not_share_metrics() -> None:
     assert (shown(first)["t_seconds_count",], shown(second)["t_seconds_count",]) == (1, 0)
 
 
+@pytest.mark.parametrize("seconds", [0.05, 0.1, 0.5, 10.0, 99.0])
+def test_many_equal_observations_count_as_so_many_single_ones(seconds: float) -> None:
+    single, many = (metrics.Histogram("t_seconds", "Times.", (), BOUNDS) for _ in range(2))
+    for _ in range(3):
+        single.observe(seconds)
+    many.observe_many(seconds, 3)
+    assert shown(many) == pytest.approx(shown(single))
+
+
 def test_metrics_that_share_a_bounded_label_show_the_same_values_and_the_rest_together() -> None:
     models = metrics.BoundedLabel("model", 2)
     asked = metrics.Counter("asked", "Asked.", ("model", "code"), models)
