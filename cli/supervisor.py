@@ -32,7 +32,7 @@ def end_with_parent() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Binds the calling process to the parent with this pid, when it has been running for a while."""
+    """Like `end_with_parent`, for a process that runs already; exits at once if `parent` is gone."""
     end_with_parent()
     if os.getppid() != parent:  # the parent ended before the binding took effect
         os._exit(1)
@@ -117,7 +117,7 @@ class SupervisedProcess:
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"TOKENBUS_LOG_FORMAT": "json"},
-                start_new_session=True,  # Ctrl-C must reach only the parent, which stops its children in order
+                start_new_session=True,  # Ctrl-C must reach only the parent, which stops its children
                 pass_fds=self._fds,
                 preexec_fn=end_with_parent,
             )
@@ -165,7 +165,7 @@ class Supervisor:
             process.kill()
 
     async def stop(self, grace_s: float) -> None:
-        """Asks all processes to exit, the newest first, and kills those that take longer than `grace_s` seconds."""
+        """Asks all processes to exit and kills those that take longer than `grace_s` seconds."""
         for task in self._tasks:  # first, so that nothing is restarted
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -165,7 +165,7 @@ class Stream:
         self.tick(now)
 
     def fail_if_empty(self, error: errors.Error) -> None:
-        """Ends the stream if nothing of it has come: the broker forbids something that may be its request."""
+        """Ends the stream if nothing has arrived; called for a permission error that may concern it."""
         if self._reassembler.is_empty:
             self.fail(error)
 
@@ -205,7 +205,7 @@ class Stream:
             self._span.set_error(str(terminal.error.code))
 
     def _resubmit(self, now: float) -> None:
-        """Submits the request again if nothing of it has come; ends the stream otherwise."""
+        """Submits the request again if nothing has arrived; ends the stream otherwise."""
         if self._is_cancelled:
             self._lose("nobody holds the cancelled request any more")
             return

@@ -25,11 +25,11 @@ from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import errors
 
 STATUS_HOLD_S = 10.0
-"""A streamed response starts after its first text, or after this time. Until then an error can still be its status."""
+"""A streamed response starts with its first text, or after this time; until then an error can still set the status."""
 
 
 class ChatCompletions:
-    """The ASGI application of this endpoint. It watches whether the client disconnects while it is answered."""
+    """The ASGI application of this endpoint; watches for the client's disconnect during the response."""
 
     def __init__(
         self, limit: ConcurrencyLimit, tenants: Tenants, broker: Bus, metrics: GatewayMetrics, tracer: tracing.Tracer
@@ -121,7 +121,7 @@ async def stream_response(
             return
         if events := encoder.encode(chunk):
             await writer.send_events(*events, last=chunk.finish_reason is not None)
-        # Workers send empty chunks while a request waits, which drive the comments: no timer is needed.
+        # Workers and routers send empty chunks while a request waits, and these drive the comments: no timer is needed.
         elif not chunk.tokens and log.age_s >= hold_s:
             await writer.send_events(chat_response.KEEP_ALIVE)
 

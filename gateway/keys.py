@@ -19,7 +19,7 @@ class ApiKeys:
         self._anonymous_tenant = anonymous_tenant
 
     def __repr__(self) -> str:
-        return f"<Keys of {len(self._digests)}>"
+        return f"<ApiKeys of {len(self._digests)}>"
 
     @property
     def allows_anonymous(self) -> bool:

@@ -24,7 +24,7 @@ class ClosedConnections:
         self._logged_at: dict[Reason, float] = {}
 
     def __repr__(self) -> str:
-        return f"<Refusals, {self._unlogged.total()} not logged>"
+        return f"<ClosedConnections, {self._unlogged.total()} not logged>"
 
     def record(self, reason: Reason, address: str) -> None:
         """Counts a connection. Not each one is logged, since strangers can open thousands."""

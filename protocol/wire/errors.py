@@ -49,7 +49,7 @@ CODES: dict[Code, CodeInfo] = {
     Code.WORKER_LOST: CodeInfo(502, True, "the worker died and the stream can't continue"),
     Code.ENGINE_POISONED: CodeInfo(503, True, "the device failed and the engine is being restarted"),
     Code.DEADLINE_EXCEEDED: CodeInfo(504, False, "timeout_ms passed before the answer was complete"),
-    Code.SHUTTING_DOWN: CodeInfo(503, True, "the worker was drained before the request could start"),
+    Code.SHUTTING_DOWN: CodeInfo(503, True, "the server was stopped before the request could start"),
     Code.INTERNAL: CodeInfo(500, True, "a bug; the log has the details under the request's id"),
 }
 

@@ -40,7 +40,7 @@ class Range(NamedTuple):
 COUNT = Range(0, limits.MAX_TOKENS)
 TIMEOUT_MS = Range(0, 1e12, above=True)
 REMAINING_MS = Range(-1e12, 1e12)
-"""Time that is left until a deadline, or has passed since some event; negative where clocks differ."""
+"""A signed duration: time left, negative once the deadline has passed, or time elapsed."""
 
 
 @functools.cache
@@ -90,7 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 DEFAULTS = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, min_p=0.0, repetition_penalty=1.0)
-"""Values for what neither the request nor the model's files say."""
+"""Defaults for the fields that neither the request nor the model's files set."""
 
 
 class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):

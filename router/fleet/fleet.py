@@ -97,7 +97,7 @@ class Fleet(WorkerRegistry):
         return any(worker.is_overdue(now) for worker in self._workers.values())
 
     def expire_leases(self, now: float) -> list[LostWorker]:
-        """Ends the leases of workers that have been silent for too long. Until a sign of life they get nothing."""
+        """Ends the leases of workers that were silent for too long; they get no requests until they are heard again."""
         overdue = [worker for worker in self._workers.values() if worker.is_overdue(now)]
         for worker in overdue:
             worker.lease_expired = True
@@ -151,7 +151,7 @@ class Fleet(WorkerRegistry):
         return placement
 
     def book(self, address: WorkerAddress, request: PlacementRequest, now: float) -> None:
-        """Counts a request that was not chosen by `place` as a worker's load, until an event counts it."""
+        """Books a request at a worker that `place` did not choose, until the worker's events count it."""
         worker = self._workers[address]
         self._model(address.model).book(worker, request, now)
 

@@ -75,14 +75,14 @@ class RequestLifecycle:
         self._spawn(flight, functools.partial(self._tokenize_and_dispatch, flight))
 
     def recover(self, flight: Flight, card: messages.Card, *, is_certain: bool) -> None:
-        """Continues a request whose worker is lost, or seems to be if that is not certain."""
+        """Dispatches a request again after its worker was lost. Unless that is certain, its run is revoked first."""
         self._flights.reclaim(flight)
         flight.in_doubt = not is_certain
         self._telemetry.rerouted(flight, card.worker_id, time.monotonic())
         self._spawn(flight, functools.partial(self._dispatcher.redispatch, flight, card, is_certain=is_certain))
 
     def finish(self, flight: Flight) -> None:
-        """Forgets a request whose terminal is its worker's."""
+        """Forgets a request that its worker ends."""
         self._flights.remove(flight)
         self._terminals.log_end(flight, "by_worker")
 
@@ -147,7 +147,7 @@ class RequestLifecycle:
 
     def _send_keepalive(self, flight: Flight, now: float) -> None:
         flight.keepalive_at = now
-        if flight.request.stream is not False:
+        if flight.request.is_streamed:
             self._terminals.send_keepalive(flight)
 
     def _spawn(self, flight: Flight, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -156,7 +156,7 @@ class RequestLifecycle:
         task.add_done_callback(self._tasks.discard)
 
     async def _carry(self, flight: Flight, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Does `work`, and whatever comes of it makes sure that the request has an owner or its terminal."""
+        """Runs `work`, and guarantees that the request has an owner or its terminal then."""
         try:
             await work()
         except errors.RequestError as error:
@@ -186,7 +186,7 @@ class RequestLifecycle:
         await self._dispatcher.dispatch(flight)
 
     def _end(self, flight: Flight, error: errors.Error | None) -> None:
-        """Sends this router's own terminal. A request that was cancelled ends so, whatever went wrong meanwhile."""
+        """Sends this router's own terminal. A cancelled request always ends as `cancelled`, whatever else failed."""
         if not self._flights.holds(flight):
             return
         self._flights.remove(flight)

@@ -13,7 +13,7 @@ class CapacityLimit:
         self._duration_s = 1.0
 
     def __repr__(self) -> str:
-        return f"<Places for {self.max_waiting} that wait, {self._duration_s:.2f} s each>"
+        return f"<CapacityLimit of {self.max_waiting} that wait, {self._duration_s:.2f} s each>"
 
     def request_ended(self, duration_s: float) -> None:
         """A request ran to its end in `duration_s`."""

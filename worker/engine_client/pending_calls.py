@@ -17,7 +17,7 @@ class PendingCalls(Generic[ResultT]):
         self._last_call_id = 0
 
     def __repr__(self) -> str:
-        return f"<Questions {len(self._open)} open>"
+        return f"<PendingCalls {len(self._open)} open>"
 
     def __len__(self) -> int:
         return len(self._open)

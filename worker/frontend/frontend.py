@@ -112,7 +112,7 @@ class Frontend:
             self._announcer.engine_died()
 
     def step_done(self) -> None:
-        """Publishes a step's chunks: every sink has received its outputs."""
+        """Publishes a step's chunks. Called when every sink has received its outputs."""
         self._outbox.flush()
 
     def start_draining(self) -> None:
@@ -141,8 +141,7 @@ class Frontend:
             self._bus.ping()
             await asyncio.sleep(limits.TICK_S)
             now = time.monotonic()
-            self._fence.ping_answered(self._bus.confirmed_at)
-            # after the answers: a pause of the process is noticed before anything is published
+            # before anything is published, so that a pause of the process is noticed
             self._fence.tick(clock.now())
             if self._check_fence():
                 self._streams.tick()
@@ -150,7 +149,7 @@ class Frontend:
             ticked_at = now
 
     def _may_publish(self) -> bool:
-        """Guards every write. A muted frontend may write: what an earlier epoch published went with its connection."""
+        """Guards every write. While muted, writes are safe: what the old epoch buffered went with its connection."""
         return self._announcer.is_muted or self._check_fence()
 
     def _check_fence(self) -> bool:

@@ -19,7 +19,7 @@ class ClientLiveness:
         self._ignore_until = 0.0
 
     def __repr__(self) -> str:
-        return f"<Presence {len(self._probe_at) + len(self._probed_at)} missed>"
+        return f"<ClientLiveness {len(self._probe_at) + len(self._probed_at)} missed>"
 
     def no_responders(self, key: str, now: float) -> None:
         """Nobody listened to an ordinary chunk: schedules a probe."""

@@ -49,7 +49,7 @@ class ReplayBuffer:
         self._logprobs = array("d")
 
     def __repr__(self) -> str:
-        return f"<History of {self.num_tokens} tokens, {len(self._text)} bytes>"
+        return f"<ReplayBuffer of {self.num_tokens} tokens, {len(self._text)} bytes>"
 
     @property
     def num_tokens(self) -> int:

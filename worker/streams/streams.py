@@ -127,7 +127,7 @@ class Streams:
         self._ended.clear()
 
     def no_responders(self, key: str, *, is_probe: bool) -> None:
-        """Nobody listened to a chunk, or to a probe; after a probe the stream is cancelled."""
+        """Handles a no-responders notice. If it answers a probe, the client is gone and its stream is cancelled."""
         now = time.monotonic()
         if key not in self._streams:
             return
@@ -138,7 +138,7 @@ class Streams:
             self.cancel(key)
 
     def reconnected(self) -> None:
-        """The frontend itself was away from the broker, and so perhaps were its clients."""
+        """Ignores earlier no-responders notices: after a reconnect, clients may still be reconnecting too."""
         self._liveness.reconnected(time.monotonic())
 
     def tick(self) -> None:
@@ -178,7 +178,7 @@ class Streams:
         if self.settings.debug:
             sink = StreamValidator(request, sink)
         self._engine.generate(request, partial(self._guard, stream, sink))
-        # the id is used again: resyncs concern the new stream from now on
+        # if the id was used before, resyncs refer to the new stream from now on
         self._ended.pop(stream.key)
         self._streams[stream.key] = stream
         stream.slow = backoff.BackoffTimer(self.settings.slow_wait_s)

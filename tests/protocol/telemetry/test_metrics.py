@@ -109,3 +109,13 @@ def test_every_metric_is_named_as_prometheus_wants_it_once_and_explained(
         assert metric.name.startswith(("tokenbus_worker_", "tokenbus_router_", "tokenbus_gateway_"))
         assert metric.documentation.endswith((".", ")."))
         assert (metric.type == "histogram") <= metric.name.endswith("_seconds")
+
+
+def test_a_series_that_was_removed_counts_from_zero_again() -> None:
+    counter = metrics.Counter("apples", "Apples.", ("kind", "tree"))
+    for remove in (counter.clear, lambda: counter.remove_by_labels({"kind": "red"})):
+        counter.labels("red", "old").inc(2)
+        remove()
+        assert shown(counter) == {}
+        counter.labels("red", "old").inc()
+        assert shown(counter)["apples_total", "kind=red", "tree=old"] == 1.0

@@ -45,12 +45,13 @@ class Allocation:
         return len(self.path) + self.num_private
 
     def next_block(self, token_ids: "array[int]") -> tuple[Block, bytes] | None:
-        """Identifies the block that is completed next, if it can be shared: equal for two that compute the same."""
+        """Returns a key for the block that this sequence completes next, or None if it can't be shared. Sequences that
+        compute the same block get equal keys."""
         tokens = None if self.root is None else self._next_tokens(token_ids, len(token_ids))
         return None if tokens is None else (self.node, tokens)
 
     def awaits_onload(self, token_ids: "array[int]") -> bool:
-        """Whether the next block is in host memory, and only the time to copy it back was missing."""
+        """Returns whether the next block is in host memory and waits only for this step's onload budget."""
         if self.root is None or self._cache.host.can_onload:
             return False
         tokens = self._next_tokens(token_ids, len(token_ids) - 1)
@@ -69,7 +70,7 @@ class Allocation:
         return True
 
     def reuse_prefix(self, token_ids: "array[int]", num_computed: int) -> int:
-        """Takes over what others have computed of a sequence's tokens; returns how many it holds then.
+        """Reuses cached KV for a prefix of `token_ids`; returns how many tokens are computed then.
 
         At least one token is left to be computed, since only that gives logits."""
         if self.root is None:
@@ -81,7 +82,7 @@ class Allocation:
         return max(num_computed, reused)
 
     def cache_blocks(self, token_ids: "array[int]", num_computed: int) -> None:
-        """Lets others find the private blocks that are complete; of equal ones on other lanes the cells are shared."""
+        """Adds complete private blocks to the prefix tree. If another lane has an equal block, its cells are shared."""
         if self.root is None:
             return
         while (tokens := self._next_tokens(token_ids, num_computed)) is not None:
@@ -89,7 +90,7 @@ class Allocation:
             block = self.node.children.get(tokens)
             if block is None:
                 block = self._cache.insert(self.node, tokens, self.lane)
-            elif block.lanes:  # with cells of another lane in place of its own ones, the block takes memory once
+            elif block.lanes:  # share the other lane's cells, so that the block is stored only once
                 self._cache.ops.add(Truncate(self.lane, block.start, block.end))
                 self._cache.ops.add(Share(block.any_lane, self.lane, block.start, block.end))
             self._use(block)
@@ -115,7 +116,7 @@ class Allocation:
 
         - resident: a lane carries it, whose cells this lane shares;
         - offloaded: it is copied back from host memory to this lane;
-        - half computed: this sequence has begun it itself, and drops what it has for the whole block;
+        - half computed: this sequence has computed a part of it, which is dropped first;
         - evicted meanwhile: making room for its copy has pushed out that very copy, and matching ends.
 
             prompt   |---- A ----|---- B ----|---- C ----|-- rest --|
@@ -172,7 +173,7 @@ class Allocation:
         cache.host.touch(block)
         has_room = cache.make_room(1)
         if not has_room or not (block.lanes or block.host_copy is not None):
-            count = 0  # the copy of what was evicted for it has pushed its own copy out
+            count = 0  # no room, or making room has pushed the block's own copy out of host memory
         elif block.lanes:
             cache.ops.add(Share(block.any_lane, self.lane, block.start, block.start + count))
         else:

@@ -25,7 +25,7 @@ class LoadedModels(Generic[ModelT]):
         self._users: dict[Hashable, int] = {}
 
     def __repr__(self) -> str:
-        return f"<Models {list(self._models.values())}>"
+        return f"<LoadedModels {list(self._models.values())}>"
 
     def acquire(self, key: Hashable, load: Callable[[], ModelT]) -> ModelT:
         """Returns the model of a key to one more user, who must `release` it; `load` makes it for the first one."""
