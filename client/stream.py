@@ -170,7 +170,10 @@ class Stream:
             self.fail(error)
 
     def fail(self, error: errors.Error) -> None:
-        """Ends the stream with a terminal made here."""
+        """Ends the stream with an error terminal made here."""
+        self._end(messages.FinishReason.ERROR, error)
+
+    def _end(self, reason: messages.FinishReason, error: errors.Error | None = None) -> None:
         if self._ended:
             return
         terminal = messages.Chunk(
@@ -178,8 +181,8 @@ class Stream:
             attempt=self._reassembler.attempt,
             offset=self._reassembler.num_tokens,
             text_offset=self._reassembler.text_bytes,
-            finish_reason=messages.FinishReason.ERROR,
-            error=error,
+            finish_reason=reason,
+            error=codec.unset_if_none(error),
         )
         self._unread.append(terminal)
         self._trace(terminal)
@@ -206,8 +209,8 @@ class Stream:
 
     def _resubmit(self, now: float) -> None:
         """Submits the request again if nothing has arrived; ends the stream otherwise."""
-        if self._is_cancelled:
-            self._lose("nobody holds the cancelled request any more")
+        if self._is_cancelled:  # nobody holds it, which is what its user wanted
+            self._end(messages.FinishReason.CANCELLED)
             return
         if not self._reassembler.is_empty or self._num_resubmits >= MAX_RESUBMITS:
             self._lose("nothing more came, and nobody holds the request any more")

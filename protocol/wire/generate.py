@@ -65,7 +65,7 @@ class RoutingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     worker_id: str | None = None
     """The only worker that may get the request."""
     policy: str | None = None
-    """Name of a policy: `least_loaded`, `round_robin`."""
+    """Name of a policy: `kv`, `least_loaded`, `round_robin`, `random`, or one that the router has installed."""
     explain: bool | None = None
     """Asks for `routing` in the terminal."""
 
