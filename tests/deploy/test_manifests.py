@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tokenbus.cli import config, main
+from tokenbus.protocol.wire import subjects
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FOREIGN = ("kustomize.config.k8s.io/v1beta1", "keda.sh/v1alpha1")
@@ -46,6 +47,14 @@ def test_the_settings_of_the_cluster_are_settings_that_processes_know(tmp_path: 
     for section in config.SECTIONS:
         config.apply(commands[section], section, config.read(path), str(path))
     assert set(tomllib.loads(text)) == {"nats", *config.SECTIONS}
+
+
+def test_routers_answer_in_the_inboxes_that_the_gateway_of_the_cluster_asks_for() -> None:
+    (document,) = [document for _, document in MANIFESTS if document["kind"] == "ConfigMap"]
+    settings = tomllib.loads(document["data"]["tokenbus.toml"])
+    prefixes, gateway = tuple(settings["router"]["inbox-prefix"]), settings["gateway"]
+    assert subjects.is_inbox(f"{gateway['nats-inbox']}.x", prefixes, subjects.encode_name(gateway["tenant"]))
+    assert subjects.is_inbox(gateway["tenant-inbox"].replace("{tenant}", "acme") + ".x", prefixes, "acme")
 
 
 def test_containers_run_as_nobody_with_nothing_to_write_to() -> None:
