@@ -57,7 +57,7 @@ def test_offline_and_live_agree_on_the_hit_rate(tmp_path: Path) -> None:
         (("shared", "--workers", "0"), "--workers must be 1 to 4096, got 0"),
         (("shared", "--kv-blocks", "4", "--block-size", "16"), "more than --kv-blocks x --block-size: 64"),
         (("shared", "--speeds", "1,x"), "--speeds must be comma-separated"),
-        (("shared", "--live", "--routers", "2"), "--live has one router"),
+        (("shared", "--live", "--routers", "2"), "--live runs one router"),
     ],
 )
 def test_what_can_not_be_replayed_is_one_line_that_says_why(arguments: tuple[str, ...], said: str) -> None:
