@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -57,19 +58,27 @@ def make(*, as_json: bool) -> Screen:
 def instructions(addresses: SystemAddresses) -> str:
     """Returns the text that says how to use the system."""
     url, model = addresses.nats, addresses.model
+    tokenbus = _called_as(sys.argv[0])
     other = "" if url.endswith(":4222") and "127.0.0.1" in url else f" --nats {url}"
     return f"""
 Tokenbus is ready: model "{model}" at {url}
 
-  .venv/bin/tokenbus generate{other} --model {model} "What is 12 + 30?"
-  .venv/bin/tokenbus generate{other} --model {model} "Tell me a story about a fox."
-  .venv/bin/tokenbus models{other}
+  {tokenbus} generate{other} --model {model} "What is 12 + 30?"
+  {tokenbus} generate{other} --model {model} "Tell me a story about a fox."
+  {tokenbus} models{other}
 {_http_instructions(addresses)}{_metrics_instructions(addresses)}
 From any NATS client: publish JSON to tokenbus.v1.generate.<model> with a reply inbox, for example
   nats request --server {url} --replies 0 --reply-timeout 2s tokenbus.v1.generate.{model} '{{"prompt": "12 + 30 ="}}'
 
 Logs: {addresses.log_folder}    Stop: Ctrl-C
 """
+
+
+def _called_as(program: str) -> str:
+    """Returns what a user types to run the command again: its name if that is on the PATH, else its path."""
+    if Path(program).name != "tokenbus" or shutil.which("tokenbus") == program:
+        return "tokenbus"
+    return program
 
 
 def _http_instructions(addresses: SystemAddresses) -> str:

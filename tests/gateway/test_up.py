@@ -42,6 +42,19 @@ def test_where_keys_are_needed_it_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     assert "sk-secret" not in screen.instructions(PLACE)
 
 
+def test_the_commands_that_up_shows_can_be_typed_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tokenbus").touch(0o755)
+    installed = str(tmp_path / "tokenbus")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for called, shown in (
+        (".venv/bin/tokenbus", ".venv/bin/tokenbus"),
+        (installed, "tokenbus"),
+        ("start.py", "tokenbus"),
+    ):
+        monkeypatch.setattr("sys.argv", [called, "up"])
+        assert f"\n  {shown} models" in screen.instructions(PLACE)
+
+
 def test_without_a_gateway_nothing_is_said_of_it() -> None:
     assert "curl" not in screen.instructions(PLACE._replace(http=""))
 
