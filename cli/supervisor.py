@@ -16,6 +16,8 @@ from pathlib import Path
 EXIT_BAD_SETTINGS = 2
 """Exit status of a process whose settings or model are wrong: it would fail again if it were restarted."""
 
+_MAX_LAST_WORDS = 65_536
+"""Bytes at the end of a log among which a process's reason to exit is sought."""
 _MESSAGE_PREFIX = "tokenbus: "
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
@@ -61,6 +63,8 @@ class SupervisedProcess:
         self._fds = fds
         self._log_path = log_path
         self._report = report
+        self._log_start = 0
+        """Where in the log the last start's lines begin."""
         self._process: asyncio.subprocess.Process | None = None
 
     def __repr__(self) -> str:
@@ -108,6 +112,7 @@ class SupervisedProcess:
 
     async def _start(self) -> asyncio.subprocess.Process:
         with self._log_path.open("ab") as log:
+            self._log_start = log.tell()
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -129,8 +134,10 @@ class SupervisedProcess:
         return next((line.get(key) for line in found if line["event"] == event), None)
 
     def _last_line(self) -> str:
-        """Returns the last line written for people, or else the last line of the log."""
-        lines = self._log_path.read_text(errors="replace").strip().splitlines()
+        """Returns the last line that was written for people since the last start, or else the last line since then."""
+        with self._log_path.open("rb") as log:
+            log.seek(max(self._log_start, self._log_path.stat().st_size - _MAX_LAST_WORDS))
+            lines = log.read().decode(errors="replace").strip().splitlines()
         for_people = [line.removeprefix(_MESSAGE_PREFIX) for line in lines if line.startswith(_MESSAGE_PREFIX)]
         return (for_people or lines or [f"{self.name} wrote nothing"])[-1]
 
