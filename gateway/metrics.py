@@ -1,11 +1,11 @@
 """Every metric of a gateway."""
 
-from tokenbus.protocol.telemetry.metrics import REQUEST_BUCKETS, TTFT_BUCKETS, Counter, Gauge, Histogram
+from tokenbus.protocol.telemetry.metrics import REQUEST_BUCKETS, TTFT_BUCKETS, Counter, Gauge, Histogram, MetricFamilies
 
 _P = "tokenbus_gateway"
 
 
-class GatewayMetrics:
+class GatewayMetrics(MetricFamilies):
     """Counts chat completions and connections; requests for `/v1/models` and health are not counted."""
 
     def __init__(self) -> None:
@@ -33,7 +33,3 @@ class GatewayMetrics:
         self.open.set(num_requests)
         self.connections.labels("busy").set(num_connections - num_idle)
         self.connections.labels("idle").set(num_idle)
-
-    def families(self) -> list[Counter | Gauge | Histogram]:
-        """Returns the metrics in the order of their declaration."""
-        return [family for family in vars(self).values() if isinstance(family, Counter | Gauge | Histogram)]

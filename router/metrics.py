@@ -9,6 +9,7 @@ from tokenbus.protocol.telemetry.metrics import (
     Counter,
     Gauge,
     Histogram,
+    MetricFamilies,
 )
 from tokenbus.protocol.wire import errors, messages
 
@@ -17,7 +18,7 @@ _PHASES = ("tokenize", "hash", "place", "accept")
 """A request's way to its worker: its prompt is tokenized, its blocks are hashed, a worker is chosen, and accepts."""
 
 
-class RouterMetrics:
+class RouterMetrics(MetricFamilies):
     """Counters, gauges and histograms.
 
     Anyone who can publish a card can make up model names, so only a bounded number of them become labels."""
@@ -72,7 +73,3 @@ class RouterMetrics:
                 counted.labels(model)
             self.queue_depth.labels(model)
             self.workers.labels(model, messages.WorkerState.READY)
-
-    def families(self) -> list[Counter | Gauge | Histogram]:
-        """All families, in the order of their declaration."""
-        return [family for family in vars(self).values() if isinstance(family, Counter | Gauge | Histogram)]

@@ -92,9 +92,9 @@ class Router:
             self._lifecycle,
             self._embeddings,
             terminals,
+            self.metrics,
         )
         recovery = Recovery(self.fleet, self.flights, self._lifecycle, self.metrics)
-        self._drops_counted = 0
         self._watch = FleetWatch(bus, names, self.fleet, recovery, self._lifecycle, self.metrics)
 
     def __repr__(self) -> str:
@@ -115,8 +115,6 @@ class Router:
         gauges.ready.set(not self.unready_reason)
         gauges.in_flight.set(len(self.flights))
         gauges.queue_limit.set(self._queue.max_requests)
-        gauges.messages_dropped.inc(self._intake.num_dropped - self._drops_counted)
-        self._drops_counted = self._intake.num_dropped
         for family in (gauges.queue_depth, gauges.workers, gauges.event_logs, gauges.index_blocks, gauges.index_bytes):
             family.clear()
         gauges.show_models({model for model, _ in self.fleet.models()}, self.fleet.known_models())

@@ -94,22 +94,22 @@ def _openai_name(param: str | None, chat: ChatRequest) -> str | None:
 
 def _checked_model(chat: ChatRequest) -> str:
     if chat.model is None:
-        raise _invalid("model", "is required")
+        raise errors.invalid_field("model", "is required")
     try:
         subjects.encode_name(chat.model)
     except ValueError as error:
-        raise _invalid("model", str(error)) from error
+        raise errors.invalid_field("model", str(error)) from error
     return chat.model
 
 
 def _check(chat: ChatRequest) -> None:
     """Checks what has no counterpart on the wire."""
     if chat.messages is None:
-        raise _invalid("messages", "is required")
+        raise errors.invalid_field("messages", "is required")
     if chat.n not in (None, 1):
         raise errors.request_error(errors.Code.UNSUPPORTED, "n: only one choice is supported", param="n")
     if chat.top_logprobs is not None and not chat.logprobs:
-        raise _invalid("top_logprobs", "needs logprobs: true")
+        raise errors.invalid_field("top_logprobs", "needs logprobs: true")
 
 
 def _to_wire(chat: ChatRequest, request_id: str) -> wire.GenerateRequest:
@@ -136,7 +136,3 @@ def _to_wire(chat: ChatRequest, request_id: str) -> wire.GenerateRequest:
         session_id=chat.session_id,
         timeout_ms=chat.timeout_ms,
     )
-
-
-def _invalid(param: str, problem: str) -> errors.RequestError:
-    return errors.request_error(errors.Code.INVALID_REQUEST, f"{param}: {problem}", param=param)

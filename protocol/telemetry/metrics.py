@@ -144,6 +144,14 @@ class Histogram(_Metric, prometheus_client.Histogram):
         self._buckets[bisect.bisect_left(self._upper_bounds, seconds)].inc(count)
 
 
+class MetricFamilies:
+    """Base of the class in which a process declares all its metrics, as attributes."""
+
+    def families(self) -> list[Counter | Gauge | Histogram]:
+        """Returns the metrics in the order of their declaration."""
+        return [family for family in vars(self).values() if isinstance(family, Counter | Gauge | Histogram)]
+
+
 class MetricsCollector(Collector):
     """Shows the metrics of a process in a registry of its own. Calls `refresh` before each scrape, to set gauges."""
 

@@ -15,6 +15,7 @@ from nats.aio.msg import Msg
 from tokenbus.protocol.bus.bus import Bus, Subscription
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.wire import codec, embeddings, errors, messages, subjects, validation
+from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.models import ModelCatalog
 from tokenbus.router.requests.embeddings import EmbeddingRequest, Embeddings
 from tokenbus.router.requests.flight import Flight
@@ -46,6 +47,7 @@ class Intake:
         lifecycle: RequestLifecycle,
         embeddings: Embeddings,
         terminals: TerminalPublisher,
+        metrics: RouterMetrics,
     ) -> None:
         self._bus = bus
         self._replies = replies
@@ -56,17 +58,17 @@ class Intake:
         self._lifecycle = lifecycle
         self._embeddings = embeddings
         self._terminals = terminals
+        self._metrics = metrics
         self._subscriptions: list[Subscription] = []
         self._duplicates: dict[asyncio.TimerHandle, Callable[[], None]] = {}
         """Timers of requests whose id was in flight, each with the function that tries to start the request again."""
         self._log = structlog.get_logger()
         self.is_open = False
         """Whether new requests are received."""
-        self.num_dropped = 0
-        """Messages that were dropped because their reply subject is no inbox."""
+        self._num_drops_logged = 0
 
     def __repr__(self) -> str:
-        return f"<Intake {self._lifecycle!r}, {self.num_dropped} dropped>"
+        return f"<Intake {self._lifecycle!r}>"
 
     async def open(self) -> None:
         """Subscribes to everything that clients publish. Requests are shared between routers; the rest reaches all."""
@@ -189,8 +191,9 @@ class Intake:
         tenant = self._names.tenant_token(message.subject)
         if subjects.is_inbox(message.reply, self._inbox_prefixes, tenant):
             return True
-        self.num_dropped += 1
-        if self.num_dropped <= _MAX_LOGGED_DROPS:
+        self._metrics.messages_dropped.inc()
+        if self._num_drops_logged < _MAX_LOGGED_DROPS:
+            self._num_drops_logged += 1
             self._log.warning("reply_subject_refused", subject=message.subject, reply=message.reply[:200])
         return False
 

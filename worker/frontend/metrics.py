@@ -1,6 +1,14 @@
 """Every metric of a worker process, declared once. Names follow vLLM's where vLLM has the metric."""
 
-from tokenbus.protocol.telemetry.metrics import ITL_BUCKETS, REQUEST_BUCKETS, TTFT_BUCKETS, Counter, Gauge, Histogram
+from tokenbus.protocol.telemetry.metrics import (
+    ITL_BUCKETS,
+    REQUEST_BUCKETS,
+    TTFT_BUCKETS,
+    Counter,
+    Gauge,
+    Histogram,
+    MetricFamilies,
+)
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.process import ipc
@@ -8,7 +16,7 @@ from tokenbus.worker.engine.process import ipc
 _LABELS = ("model", "worker_id")
 
 
-class WorkerMetrics:
+class WorkerMetrics(MetricFamilies):
     """Metric families, labelled by `model` and `worker_id`, since a process may hold several replicas."""
 
     def __init__(self) -> None:
@@ -65,10 +73,6 @@ class WorkerMetrics:
         self.prefill = histogram("prefill_time_seconds", "From the first step to the first token.", REQUEST_BUCKETS)
         self.decode = histogram("decode_time_seconds", "From the first token to the last.", REQUEST_BUCKETS)
         self.e2e = histogram("e2e_request_latency_seconds", "From the accept to the terminal.", REQUEST_BUCKETS)
-
-    def families(self) -> list[Counter | Gauge | Histogram]:
-        """Returns every family in the order of declaration."""
-        return [family for family in vars(self).values() if isinstance(family, Counter | Gauge | Histogram)]
 
 
 class ReplicaMetrics:

@@ -81,11 +81,6 @@ class Block:
         return f"<Block {self.hash:016x} {self.start}-{self.end}, {self.ref_count} refs, lanes {self.lanes:b}{copy}>"
 
     @property
-    def is_resident(self) -> bool:
-        """Whether a lane carries it."""
-        return self.lanes != 0
-
-    @property
     def any_lane(self) -> int:
         """One of the lanes that carry it."""
         assert self.lanes, self

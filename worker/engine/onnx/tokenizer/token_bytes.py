@@ -10,7 +10,10 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from tokenbus.protocol.prompt import token_bound
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_OF_LETTER = token_bound.byte_letters()
 
 
 def from_tokenizer(tokenizer: Tokenizer, document: bytes, size: int) -> list[bytes]:
@@ -32,16 +35,6 @@ def _is_byte_level(document: dict[str, Any]) -> bool:
     """Whether the texts of tokens are bytes written as letters."""
     decoder = document.get("decoder") or {}
     return any(step.get("type") == "ByteLevel" for step in (decoder, *decoder.get("decoders", ())))
-
-
-def _byte_letters() -> dict[str, int]:
-    """Returns GPT-2's letters for bytes: printable ones stand for themselves, the others for U+0100 and on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTE_OF_LETTER = _byte_letters()
 
 
 def _from_letters(text: str, token_id: int) -> bytes:
