@@ -70,6 +70,23 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+class ResumedCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """The beginning of a completion, which another worker has sampled."""
+
+    token_ids: list[int]
+    """At least one."""
+    logprobs: list[Logprob] = []
+    """One for each of `token_ids`, or none if they are unknown."""
+    cached_tokens: int = 0
+    """Prompt tokens that the first worker had cached."""
+    queue_ms: float = 0.0
+    """Time from the first accept to the first step."""
+    prefill_ms: float = 0.0
+    """Time from the first step to the first token."""
+    elapsed_ms: float = 0.0
+    """Time since the first accept."""
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for one generation, checked and complete."""
 
@@ -87,6 +104,19 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Lower is sooner."""
     return_progress: bool = False
     """Whether to report how far the prompt is computed."""
+    resumed: ResumedCompletion | None = None
+    """The tokens that the completion begins with, if it continues one."""
+
+
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
+    """Says how a generation came to its first token."""
+
+    cached_tokens: int
+    """Prompt tokens that were cached."""
+    queue_ms: float
+    """Time from the accept to the first step."""
+    prefill_ms: float
+    """Time from the first step to the first token."""
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +133,10 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     """One for each of `token_ids`, if the request asked for them."""
     progress: messages.Progress | None = None
     """The progress of the prompt; such an output has no tokens."""
+    first_token: FirstToken | None = None
+    """With the first token that this engine sampled, unless it continues a completion."""
+    is_resumed: bool = False
+    """Whether the tokens are those of `EngineRequest.resumed`, which the client has already."""
 
 
 Sink = Callable[[Output], None]
@@ -138,6 +172,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The device memory for the keys and values of all sequences; 0 where it is not known."""
     embedding_width: int = 0
     """The numbers of one embedding; 0 if the engine makes none."""
+    end_token_ids: tuple[int, ...] = ()
+    """The model's own end tokens."""
 
 
 class EngineStartError(RuntimeError):

@@ -17,7 +17,7 @@ _FEATURES: dict[str, object] = {
     "grammar": 'root ::= "a"',
     "tools": [_TOOL],
     "return_progress": True,
-    "resume_from": {"token_ids": [1], "text_offset": 0},
+    "resume_from": {"token_ids": [1]},
     "routing": {"explain": True},
 }
 
@@ -85,7 +85,7 @@ async def resumed(probe: Probe) -> None:
     whole = await _short_answer(probe, return_token_ids=True)
     given = [token_id for message in whole.messages for token_id in message.get("token_ids") or []][:6]
     text_offset = next(message["text_offset"] for message in whole.messages if message["offset"] == len(given))
-    answer = await _short_answer(probe, resume_from={"token_ids": given, "text_offset": text_offset})
+    answer = await _short_answer(probe, resume_from={"token_ids": given})
     rest = whole.text.encode()[text_offset:].decode()
     expect(answer.text == rest, f"{shorten(answer.text)} instead of {shorten(rest)}")
     first = next(message for message in answer.messages if message["tokens"])

@@ -72,6 +72,15 @@ class WorkerTracking(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that were sent to the worker and that no event has confirmed yet."""
 
 
+class PreviousEpoch(msgspec.Struct, frozen=True, kw_only=True):
+    """The epoch that a frontend ended by fencing itself."""
+
+    epoch: str
+    """The ended epoch."""
+    seq: int
+    """The last entry of its event log that may have reached the broker; -1 if none has."""
+
+
 class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """A worker's description of itself."""
 
@@ -113,6 +122,8 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """KV blocks that can be offloaded to host memory beside these; absent where there is no prefix cache."""
     tokenizer_digest: str | None = None
     """Digest of its tokenizer bundle; absent where it offers none and has to be asked to tokenize."""
+    previous: PreviousEpoch | None = None
+    """The epoch before this one, if the same process ended it: its last entries may still be under way."""
     adapters: list[str] = []
     """Names of the adapters that are loaded."""
     role: str = "both"

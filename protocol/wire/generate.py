@@ -51,12 +51,12 @@ class Lora(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ResumeFrom(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an earlier stream that the client already holds."""
+    """The part of an earlier stream of the same request that the client already has."""
 
     token_ids: list[int]
-    """Every sampled token received."""
-    text_offset: int
-    """UTF-8 bytes of text received."""
+    """Every sampled token that was received, fewer than `max_tokens`. The new stream begins behind them."""
+    hash_scheme: str | None = None
+    """The `hash_scheme` of the earlier stream's head, without which ids of another vocabulary could not be told."""
 
 
 class RoutingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

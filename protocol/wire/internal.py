@@ -9,15 +9,21 @@ from tokenbus.protocol.wire import messages as public
 from tokenbus.protocol.wire.params import COUNT, REMAINING_MS, GenerationParams, Range
 
 
-class RunResume(msgspec.Struct, frozen=True, kw_only=True):
-    """The point at which a resumed generation continues."""
+class RunResume(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The part of a completion that another worker has sampled, and that the new one continues."""
 
-    completion_token_ids: bytes
-    """Unsigned 32-bit little-endian integers."""
-    text_offset: int
-    """UTF-8 bytes of text that the client already has."""
-    sampler: bytes | None = None
-    """State of the sampler."""
+    token_ids: bytes
+    """The sampled tokens, as unsigned 32-bit little-endian integers."""
+    logprobs: bytes = b""
+    """Their log probabilities, if the request asks for them and they are known; only workers can read them."""
+    cached_tokens: int = 0
+    """Prompt tokens that the first worker had cached, for `usage`."""
+    queue_ms: float = 0.0
+    """Time from the first accept to the first step, for `timings`."""
+    prefill_ms: float = 0.0
+    """Time from the first step to the first token, for `timings`."""
+    elapsed_ms: float = 0.0
+    """Time since the first accept, for `timings`."""
 
 
 class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -73,6 +79,8 @@ class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """The request to `drop`."""
     attempt: Annotated[int | None, COUNT] = None
     """The attempt to `drop`, together with all earlier ones."""
+    moved: bool = False
+    """Whether another worker continues the request to `drop`, so that it ends here even if it has published text."""
     model: str | None = None
     """The model to `load`: a file, a directory or a name on the Hub, as seen from the worker."""
     served_name: str | None = None
@@ -87,7 +95,8 @@ class ControlReply(public.Message, frozen=True, kw_only=True, omit_defaults=True
     """A worker's answer to a command."""
 
     ok: bool
-    """Whether the command was carried out. A `drop` is not if the attempt has already published text or ended."""
+    """Whether the command was carried out. An attempt that has published text or has ended refuses a `drop` that does
+    not say `moved`."""
     error: errors.Error | None = None
     """Why the command was not carried out."""
     progress: float | None = None
@@ -158,10 +167,27 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     """`<tenant token>:<id>`."""
+    stream_no: int = 0
+    """Number of the stream, unique in this epoch, by which entries name it."""
+    attempt: int = 0
+    """The attempt that was accepted."""
     prompt_tokens: int
     """Tokens of the prompt."""
-    overlap_blocks: int
+    overlap_blocks: int = 0
     """Leading blocks of the prompt that were cached."""
+
+
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
+    """Says how a stream came to its first token."""
+
+    stream_no: int
+    """Number of the stream."""
+    cached_tokens: int
+    """Prompt tokens that were cached."""
+    queue_ms: float
+    """Time from the accept to the first step."""
+    prefill_ms: float
+    """Time from the first step to the first token."""
 
 
 class BlockRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,11 +222,35 @@ class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Requests that the worker has accepted."""
     first_token_sent: list[str] = []
     """Keys of requests whose client is about to get text."""
+    stream_nos: bytes = b""
+    """The stream of each of `token_ids`, as unsigned 32-bit little-endian integers."""
+    token_ids: bytes = b""
+    """Sampled tokens that clients are about to get, in the order of sampling, in the same form."""
+    logprobs: dict[int, bytes] = {}
+    """Log probabilities of these tokens by stream number, for requests that ask for them. Only workers read them."""
+    first_tokens: list[FirstToken] = []
+    """Streams whose first token is among `token_ids`."""
     finished: list[str] = []
     """Keys of requests that have ended, sent after their terminal."""
 
 
-class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
+class Seal(public.Message, frozen=True, kw_only=True):
+    """Says that everything that belongs to an entry has reached the broker: the chunks with its tokens."""
+
+    epoch: str
+    """The worker's epoch."""
+    seq: int
+    """Number of the entry."""
+
+
+class SnapshotRequest(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks what a worker holds. An empty message asks for no tokens."""
+
+    known_tokens: dict[str, int] = {}
+    """Requests whose sampled tokens are wanted, with the number of them that are known."""
+
+
+class RunningRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request in a worker's snapshot."""
 
     id: str
@@ -209,6 +259,14 @@ class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The attempt that is running."""
     first_token_sent: bool
     """Whether its client has received text."""
+    stream_no: int = 0
+    """Number of the stream."""
+    token_ids: bytes = b""
+    """Its sampled tokens behind those that are known, if asked for, as unsigned 32-bit little-endian integers."""
+    logprobs: bytes = b""
+    """Their log probabilities, if the request asks for them; only workers can read them."""
+    first_token: FirstToken | None = None
+    """The account of its first token, once it has one."""
 
 
 class SnapshotPart(public.Message, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from tokenbus.protocol.wire.cards import (
     Load,
     ModelsReply,
     Pids,
+    PreviousEpoch,
     RefusedCard,
     RouterStats,
     ServedModel,
@@ -53,6 +54,7 @@ __all__ = [
     "Message",
     "ModelsReply",
     "Pids",
+    "PreviousEpoch",
     "Progress",
     "RefusedCard",
     "ResponseFormat",
@@ -201,6 +203,8 @@ class Chunk(Message, frozen=True, kw_only=True):
     """In the head of each attempt, in empty chunks and in the terminal."""
     created: int | UnsetType = UNSET
     """Unix time in seconds, in the same chunks."""
+    hash_scheme: str | UnsetType = UNSET
+    """Names the vocabulary and the model, in a worker's empty chunks; see `resume_from`."""
     token_ids: list[int] | UnsetType = UNSET
     """Ids of the `tokens` tokens, if asked for."""
     logprobs: list[TokenLogprob] | UnsetType = UNSET

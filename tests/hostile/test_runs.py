@@ -85,7 +85,7 @@ HOSTILE_FIELDS: dict[str, tuple[str, Any]] = {
     "a negative attempt": ("attempt", -1),
     "an attempt beyond all": ("attempt", (1 << 64) - 1),
     "endless time": ("remaining_ms", 1e300),
-    "an earlier stream": ("resume_from", {"completion_token_ids": b"\1\0\0\0", "text_offset": 0}),
+    "an earlier stream": ("resume_from", {"token_ids": b"\1\0\0\0"}),
 }
 
 

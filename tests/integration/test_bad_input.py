@@ -59,7 +59,7 @@ CASES: dict[str, tuple[bytes, str, str | None]] = {
     "grammar": (b'{"prompt": "x", "grammar": "root ::= \\"a\\""}', UNSUPPORTED, "grammar"),
     "tools": (b'{"prompt": "x", "tools": [{"type": "function"}]}', UNSUPPORTED, "tools"),
     "lora": (b'{"prompt": "x", "lora": [{"name": "a"}]}', UNSUPPORTED, "lora"),
-    "resume": (b'{"prompt": "x", "resume_from": {"token_ids": [1], "text_offset": 0}}', UNSUPPORTED, "resume_from"),
+    "resume": (b'{"prompt": "x", "resume_from": {"token_ids": [1]}}', UNSUPPORTED, "resume_from"),
 }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ TIMINGS = messages.Timings(queue_ms=0.5, prefill_ms=20.25, ttft_ms=21.0, decode_
 LOAD = messages.Load(
     running=2, waiting=1, queued_prefill_tokens=300, used_blocks=5, cached_blocks=6, free_blocks=53, step_age_ms=4.5
 )
+FIRST_TOKEN = internal.FirstToken(stream_no=7, cached_tokens=64, queue_ms=0.5, prefill_ms=20.25)
 ROUTING = messages.RoutingReport(
     chosen="w1",
     policy="cost",
@@ -58,6 +59,7 @@ FULL_CARD = codec.replace(
     host_kv_blocks=65_536,
     watched=messages.WorkerTracking(events="live", indexed_blocks=11, lost_events=2, booked=1),
     tokenizer_digest="99aa06d3014798d86001c324468d497f",
+    previous=messages.PreviousEpoch(epoch="1750000000000-abcdef", seq=41),
     adapters=["style"],
     role="decode",
     load=LOAD,
@@ -107,14 +109,17 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             priority=-5,
             timeout_ms=1500.5,
             stream=True,
-            resume_from=messages.ResumeFrom(token_ids=[1, 2], text_offset=7),
+            resume_from=messages.ResumeFrom(token_ids=[1, 2], hash_scheme="xxh3-64:m"),
             return_token_ids=True,
             return_progress=True,
             routing=messages.RoutingOptions(worker_id="w1", policy="cost", explain=True),
         ),
     ),
     ("token ids", messages.GenerateRequest(token_ids=[0, 1, 4_294_967_295], stop="x")),
-    ("a head", messages.Chunk(id="r-1", worker_id="w1", model="qwen2.5-0.5b", created=1_760_000_000)),
+    (
+        "a head",
+        messages.Chunk(id="r-1", worker_id="w1", model="qwen2.5-0.5b", created=1_760_000_000, hash_scheme="xxh3-64:m"),
+    ),
     ("a router's empty chunk", messages.Chunk(id="r-1", worker_id=None, model="m", created=1_760_000_000)),
     ("text", messages.Chunk(id="r-1", attempt=1, offset=3, tokens=2, text_offset=9, text=" wörld\n")),
     ("a token whose text is held back", messages.Chunk(id="r-1", offset=5, tokens=1, text_offset=17)),
@@ -264,7 +269,12 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             remaining_ms=1500.5,
             crashes=1,
             resume_from=internal.RunResume(
-                completion_token_ids=block_hash.pack_token_ids([5, 6]), text_offset=7, sampler=b"\x00\xff"
+                token_ids=block_hash.pack_token_ids([5, 6]),
+                logprobs=b"\x00\xff",
+                cached_tokens=3,
+                queue_ms=1.5,
+                prefill_ms=2.5,
+                elapsed_ms=99.0,
             ),
             routing=ROUTING,
         ),
@@ -273,6 +283,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ("refused", internal.RunReply(accepted=False, error=ERROR, same_reply=True)),
     ("cancelled before", internal.RunReply(accepted=False, error=ERROR, cancelled=True)),
     ("drop", internal.Control(op="drop", request_id="default:r-1", attempt=2)),
+    ("moved", internal.Control(op="drop", request_id="default:r-1", attempt=2, moved=True)),
     ("drain", internal.Control(op="drain")),
     (
         "load",
@@ -320,11 +331,18 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             cleared=True,
             removed=[HASHES[0]],
             stored=[internal.BlockRun(parent=HASHES[2], hashes=HASHES)],
-            started=[internal.Started(id="default:r-1", prompt_tokens=100, overlap_blocks=4)],
+            started=[internal.Started(id="default:r-1", stream_no=7, attempt=2, prompt_tokens=100, overlap_blocks=4)],
             first_token_sent=["default:r-1"],
             finished=["default:r-2"],
+            stream_nos=block_hash.pack_token_ids([7, 3, 7]),
+            token_ids=block_hash.pack_token_ids([11, 12, 13]),
+            logprobs={7: b"\x00\xff"},
+            first_tokens=[FIRST_TOKEN],
         ),
     ),
+    ("of an entry", internal.Seal(epoch="1760000000000-abcdef", seq=41)),
+    ("without tokens", internal.SnapshotRequest()),
+    ("with tokens", internal.SnapshotRequest(known_tokens={"default:r-1": 3})),
     (
         "the first of two",
         internal.SnapshotPart(
@@ -334,7 +352,17 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             part=0,
             parts=2,
             runs=[internal.BlockRun(parent=0, hashes=HASHES)],
-            running=[internal.RunningRequest(id="default:r-1", attempt=1, first_token_sent=True)],
+            running=[
+                internal.RunningRequest(
+                    id="default:r-1",
+                    attempt=1,
+                    first_token_sent=True,
+                    stream_no=7,
+                    token_ids=block_hash.pack_token_ids([11, 13]),
+                    logprobs=b"\x00\xff",
+                    first_token=FIRST_TOKEN,
+                )
+            ],
             load=LOAD,
         ),
     ),

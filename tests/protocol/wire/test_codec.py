@@ -385,7 +385,7 @@ def test_both_encodings_of_a_value_are_read_alike(value: dict[str, object]) -> N
         ({"messages": [{"role": "user", "content": [{"type": "text"}, {"type": 1}]}]}, "messages[0].content[1].type"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"lora": [{"name": "a", "scale": "x"}]}, "lora[0].scale"),
-        ({"resume_from": {"token_ids": [1], "text_offset": "0"}}, "resume_from.text_offset"),
+        ({"resume_from": {"token_ids": [1], "hash_scheme": 0}}, "resume_from.hash_scheme"),
         ({"routing": {"explain": 1}}, "routing.explain"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"tools": [1]}, "tools[0]"),

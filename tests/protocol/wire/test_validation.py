@@ -277,7 +277,7 @@ def test_a_schema_nests_to_the_limit_and_not_one_level_deeper() -> None:
         ("tool_choice", "required", "tools", "tool_choice"),
         ("tool_choice", {"type": "function"}, "tools", "tool_choice"),
         ("lora", [Lora(name="a")], "lora", "lora"),
-        ("resume_from", ResumeFrom(token_ids=[], text_offset=0), "resume", "resume_from"),
+        ("resume_from", ResumeFrom(token_ids=[1]), "resume", "resume_from"),
         ("return_progress", True, "progress", "return_progress"),
         ("routing", RoutingOptions(explain=True), "explain", "routing.explain"),
     ],
