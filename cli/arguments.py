@@ -5,7 +5,7 @@
 import argparse
 from collections.abc import Callable
 
-from tokenbus.router.requests.rate_limiter import TenantLimits
+from tokenbus.router.requests.queueing.rate_limiter import TenantLimits
 
 
 def port(text: str) -> int:

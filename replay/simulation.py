@@ -16,7 +16,7 @@ from tokenbus.replay.virtual_worker import MODEL, DecodeSteps, RequestProgress, 
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement.placement import Capacity, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import Policy
-from tokenbus.router.requests.fair_queue import FairQueue, QueuedRequest
+from tokenbus.router.requests.queueing.fair_queue import FairQueue, QueuedRequest
 from tokenbus.worker.engine.sim.runner import VOCAB_SIZE
 
 _NEVER = float("inf")

@@ -56,6 +56,15 @@ class RouterMetrics(MetricFamilies):
         self.lost_workers = Counter(f"{_P}_workers_lost", "Workers that fell silent.", ("model",), models)
         self.index_blocks = Gauge(f"{_P}_index_blocks", "Blocks in the prefix index.", ("model",), models)
         self.index_bytes = Gauge(f"{_P}_index_bytes", "Estimated memory of the prefix index.", ("model",), models)
+        self.continued = Counter(
+            f"{_P}_requests_continued", "Requests that went on after their worker was lost.", ("model",), models
+        )
+        self.stale_attempts = Counter(
+            f"{_P}_stale_attempts", "Requests that a worker still had when another one continued them."
+        )
+        self.prompts_forgotten = Counter(
+            f"{_P}_prompts_forgotten", "Requests that can't survive their worker: memory for prompts was short."
+        )
         self.lost_events = Counter(f"{_P}_events_lost", "Entries of workers' event logs that were never received.")
         self.snapshots = Counter(f"{_P}_snapshots", "Snapshots that closed a gap in a worker's event log.")
         for phase in _PHASES:

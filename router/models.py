@@ -6,7 +6,7 @@ from msgspec import UNSET
 
 from tokenbus.protocol.wire import codec, messages
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.requests.placement_queue import PlacementQueue
+from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 
 _MAX_UNSERVED = 256
 """With more models than this that no worker serves any more, a reply names none of them."""

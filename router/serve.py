@@ -27,8 +27,8 @@ from tokenbus.router.requests.embeddings import Embeddings
 from tokenbus.router.requests.flight import Flights
 from tokenbus.router.requests.intake import Intake
 from tokenbus.router.requests.lifecycle import RequestLifecycle
-from tokenbus.router.requests.placement_queue import PlacementQueue, PolicySettings
-from tokenbus.router.requests.rate_limiter import RateLimiter
+from tokenbus.router.requests.queueing.placement_queue import PlacementQueue, PolicySettings
+from tokenbus.router.requests.queueing.rate_limiter import RateLimiter
 from tokenbus.router.requests.recovery import Recovery
 from tokenbus.router.requests.request_telemetry import RequestTelemetry
 from tokenbus.router.requests.terminals import TerminalPublisher
@@ -66,16 +66,13 @@ class Router:
         terminals = TerminalPublisher(bus, self._replies, router_id, self.metrics)
         workers = WorkerClient(bus, names)
         tokenizers = TokenizerCache(bus, names, self.fleet)
+        attempts = Attempts(bus, names, workers, self.fleet, self.flights, router_id)
         self._lifecycle = RequestLifecycle(
+            self.fleet,
             self.flights,
             PromptTokenizer(self.fleet, tokenizers, workers, self._telemetry),
             self._queue,
-            Dispatcher(
-                self.fleet,
-                self._queue,
-                Attempts(bus, names, workers, self.fleet, self.flights, router_id),
-                self.metrics,
-            ),
+            Dispatcher(self.fleet, self._queue, attempts, self.metrics, settings.patience_s),
             terminals,
             self._rate_limiter,
             self._telemetry,
@@ -94,7 +91,7 @@ class Router:
             terminals,
             self.metrics,
         )
-        recovery = Recovery(self.fleet, self.flights, self._lifecycle, self.metrics)
+        recovery = Recovery(self.fleet, self.flights, attempts, self._lifecycle, self.metrics)
         self._watch = FleetWatch(bus, names, self.fleet, recovery, self._lifecycle, self.metrics)
 
     def __repr__(self) -> str:

@@ -7,8 +7,8 @@ from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.telemetry import status
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.placement.policies import make_policies
-from tokenbus.router.requests.placement_queue import QueueSettings
-from tokenbus.router.requests.rate_limiter import TenantLimits
+from tokenbus.router.requests.queueing.placement_queue import QueueSettings
+from tokenbus.router.requests.queueing.rate_limiter import TenantLimits
 from tokenbus.router.requests.request_telemetry import RequestLogSettings
 
 
@@ -33,7 +33,10 @@ class RouterSettings:
     max_flights: int = 16_384
     """Open requests; further ones are refused with `overloaded`."""
     max_prompt_bytes: int = 256 * 1024 * 1024
-    """Memory for the prompts of open requests; beyond it requests are refused with `overloaded`."""
+    """Memory for the prompts and completions of open requests. If those that no worker has accepted take more, further
+    requests are refused with `overloaded`; if all together take more, the largest can't survive their worker."""
+    patience_s: float = 60.0
+    """Time that a request which a worker has begun waits for another that can continue it."""
     tenant_limits: TenantLimits = dataclasses.field(default_factory=TenantLimits)
     """Limits of each tenant that has no override."""
     tenant_limit_overrides: Mapping[str, TenantLimits] = dataclasses.field(default_factory=dict)

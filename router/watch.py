@@ -23,6 +23,7 @@ from tokenbus.router.requests.recovery import Recovery
 
 _cards = codec.Decoder(messages.Card)
 _events = codec.Decoder(internal.Events)
+_seals = codec.Decoder(internal.Seal)
 _parts = codec.Decoder(internal.SnapshotPart)
 
 _TICK_S = 0.1
@@ -67,6 +68,7 @@ class FleetWatch:
         """Subscribes, asks every worker for its card, and returns when they have had time to answer."""
         await self._bus.subscribe(self._names.all_cards, self._on_card)
         await self._bus.subscribe(self._names.all_events, self._on_events)
+        await self._bus.subscribe(self._names.all_seals, self._on_seal)
         await self._bus.subscribe(f"{self._inbox}.*.*.*", self._on_snapshot_part)
         self._bus.on_reconnect = self._on_reconnect
         self._restart_discovery()
@@ -96,9 +98,9 @@ class FleetWatch:
         self._discovered_at = time.monotonic()
         self._ask(self._names.discover)
 
-    def _ask(self, subject: str, reply: str = "") -> None:
+    def _ask(self, subject: str, reply: str = "", body: bytes = b"") -> None:
         with contextlib.suppress(OutboundBufferLimitError):  # whatever is asked here is soon asked again
-            self._bus.publish(subject, b"", reply=reply)
+            self._bus.publish(subject, body, reply=reply)
 
     def _tick(self, now: float) -> None:
         hears_broker = self._bus.is_connected and now - self._bus.last_received_at < _BROKER_SILENT_S
@@ -109,7 +111,8 @@ class FleetWatch:
             self._confirming = asyncio.create_task(self._confirm_lost(now))
         for worker in self._fleet.snapshots_due(now, _SNAPSHOT_RETRY_S):
             subject = self._names.worker(worker.card.model, worker.card.worker_id, "snapshot")
-            self._ask(subject, self._snapshot_inbox(worker.card.address))
+            known = internal.SnapshotRequest(known_tokens=self._recovery.known_tokens(worker))
+            self._ask(subject, self._snapshot_inbox(worker.card.address), codec.encode(known))
         self._lifecycle.tick(now)
 
     async def _confirm_lost(self, now: float) -> None:
@@ -154,6 +157,9 @@ class FleetWatch:
         if address.worker_id != events.worker_id:
             self._log.error("events_refused", subject=message.subject, error="their subject belongs to another worker")
             return
+        if len(events.token_ids) != len(events.stream_nos) or len(events.token_ids) % 4:
+            self._log.error("events_refused", subject=message.subject, error="its tokens can't be told apart")
+            return
         now = time.monotonic()
         known = self._fleet.find(address)
         before = known.log.num_lost if known is not None else 0
@@ -165,6 +171,15 @@ class FleetWatch:
             self._lifecycle.place_waiting()
         elif now - self._discovered_at > _DISCOVERY_INTERVAL_S:
             self._discover()
+
+    def _on_seal(self, message: Msg) -> None:
+        try:
+            seal = _seals.decode(message.data)
+            address = self._names.parse_worker(message.subject)
+        except (errors.RequestError, ValueError) as error:
+            self._log.error("seal_refused", subject=message.subject, error=str(error))
+            return
+        self._fleet.apply_seal(address, seal, time.monotonic())
 
     def _on_snapshot_part(self, message: Msg) -> None:
         if not message.data:  # the broker's notice that there are no responders

@@ -7,8 +7,8 @@ from tokenbus.cli import arguments, connection_flags, serve
 from tokenbus.protocol.telemetry import status
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.placement.policies import POLICIES
-from tokenbus.router.requests.placement_queue import QueueSettings
-from tokenbus.router.requests.rate_limiter import TenantLimits
+from tokenbus.router.requests.queueing.placement_queue import QueueSettings
+from tokenbus.router.requests.queueing.rate_limiter import TenantLimits
 
 if TYPE_CHECKING:
     from tokenbus.router.settings import RouterSettings

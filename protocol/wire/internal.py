@@ -261,8 +261,10 @@ class RunningRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Whether its client has received text."""
     stream_no: int = 0
     """Number of the stream."""
+    num_tokens: int = 0
+    """The number of its sampled tokens."""
     token_ids: bytes = b""
-    """Its sampled tokens behind those that are known, if asked for, as unsigned 32-bit little-endian integers."""
+    """The last of these tokens, behind those that are known, if they were asked for; unsigned 32-bit little-endian."""
     logprobs: bytes = b""
     """Their log probabilities, if the request asks for them; only workers can read them."""
     first_token: FirstToken | None = None

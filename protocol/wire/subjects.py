@@ -146,6 +146,7 @@ class Subjects:
         self.models = (f"{prefix}.models", f"{prefix}.models.*")
         self.all_cards = f"{prefix}.card.*.*"
         self.all_events = f"{prefix}.events.*.*"
+        self.all_seals = f"{prefix}.events.*.*.seal"
         self.all_generates = (f"{prefix}.generate.*", f"{prefix}.generate.*.*")
         self.all_embeds = (f"{prefix}.embed.*", f"{prefix}.embed.*.*")
         self.all_resyncs = (f"{prefix}.resync.*", f"{prefix}.resync.*.*")
@@ -187,6 +188,9 @@ class Subjects:
     def events(self, model: str, worker_id: str) -> str:
         return f"{self.prefix}.events.{encode_worker(WorkerAddress(model, worker_id))}"
 
+    def seal(self, model: str, worker_id: str) -> str:
+        return f"{self.events(model, worker_id)}.seal"
+
     def parse_model(self, subject: str) -> ModelAddress:
         """Parses a `generate` or `embed` subject. Raises ValueError for a name that is not encoded properly."""
         tokens = self._tail(subject)
@@ -209,8 +213,8 @@ class Subjects:
         return rest[0] if rest else DEFAULT_TENANT
 
     def parse_worker(self, subject: str) -> WorkerAddress:
-        """Parses a `card` or `events` subject. Raises ValueError for a name that is not encoded properly."""
-        return decode_worker(".".join(self._tail(subject)[1:]))
+        """Parses a `card`, `events` or seal subject. Raises ValueError for a name that is not encoded properly."""
+        return decode_worker(".".join(self._tail(subject)[1:3]))
 
     def _with_tenant(self, verb: str, model: str, tenant: str) -> str:
         subject = f"{self.prefix}.{verb}.{encode_name(model)}"

@@ -2,12 +2,15 @@
 
 Events are numbered from 0 without gaps. An event whose number is too high means that some were lost: from then on
 events are buffered, and a snapshot is requested. A snapshot comes in parts and says after which event it was taken. The
-state is complete again once all parts are there and the buffered events continue at exactly the next number."""
+state is complete again once all parts are there and the buffered events continue at exactly the next number.
+
+An event precedes the chunks with its tokens. It is *sealed* once something has come that the worker sent behind these
+chunks: they have reached the broker too."""
 
 from collections import deque
 from typing import NamedTuple
 
-from tokenbus.protocol.wire import internal
+from tokenbus.protocol.wire import codec, internal
 
 MAX_BUFFERED = 1_024
 """Events that may wait for a snapshot; one more, and all are dropped and a new snapshot is requested."""
@@ -22,6 +25,8 @@ class AppliedSnapshot(NamedTuple):
     """The blocks that the worker had cached at the snapshot."""
     requested_at: float
     """When it was first requested: what the router did after this time may be missing from it."""
+    seq: int
+    """The last event before the snapshot."""
 
 
 class EventLog:
@@ -33,6 +38,8 @@ class EventLog:
 
     def __init__(self) -> None:
         self.seq: int | None = None
+        self.sealed_seq = -1
+        """Everything that belongs to this event and to those before it has reached the broker."""
         self.is_behind = True
         self.num_lost = 0
         """Events that never arrived."""
@@ -54,13 +61,18 @@ class EventLog:
         if events.seq > last + 1 and not self.is_behind:
             self.num_lost += events.seq - last - 1
             self.mark_behind()
-        self.seq = events.seq
+        self.seq, self.sealed_seq = events.seq, events.seq - 1
         if not self.is_behind:
             return (events,)
         if len(self._buffer) >= MAX_BUFFERED:
             self.mark_behind()  # forgets them all: a snapshot from now on is newer anyway
         self._buffer.append(events)
         return ()
+
+    def seal(self, seq: int) -> None:
+        """Notes that everything that belongs to an event has reached the broker."""
+        if self.seq is not None:
+            self.sealed_seq = max(self.sealed_seq, min(seq, self.seq))
 
     def mark_behind(self) -> None:
         """Something may have been missed: only a snapshot requested from now on can close the gap."""
@@ -90,7 +102,7 @@ class EventLog:
             return None
         later = tuple(events for events in self._buffer if events.seq > part.seq)
         runs = tuple(run for number in sorted(self._parts) for run in self._parts[number].runs)
-        running = {one.id: one for known in self._parts.values() for one in known.running}
+        running = _join([one for number in sorted(self._parts) for one in self._parts[number].running])
         requested_at = self._first_requested_at
         if [events.seq for events in later] != list(range(part.seq + 1, part.seq + 1 + len(later))):
             self.mark_behind()
@@ -98,4 +110,16 @@ class EventLog:
         self.mark_behind()  # forgets buffer and parts
         self.is_behind = False
         self.seq = later[-1].seq if later else part.seq
-        return AppliedSnapshot(running, later, runs, requested_at)
+        self.sealed_seq = max(part.seq, self.seq - 1)  # a snapshot is sent behind the chunks of the event before it
+        return AppliedSnapshot(running, later, runs, requested_at, part.seq)
+
+
+def _join(pieces: list[internal.RunningRequest]) -> dict[str, internal.RunningRequest]:
+    """Returns the running requests by id. One with many tokens comes in several pieces, in their order."""
+    whole: dict[str, internal.RunningRequest] = {}
+    for piece in pieces:
+        if (known := whole.get(piece.id)) is not None:
+            token_ids, logprobs = known.token_ids + piece.token_ids, known.logprobs + piece.logprobs
+            piece = codec.replace(known, token_ids=token_ids, logprobs=logprobs)
+        whole[piece.id] = piece
+    return whole

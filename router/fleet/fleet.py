@@ -12,10 +12,10 @@ import random
 
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.protocol.wire.subjects import WorkerAddress
-from tokenbus.router.fleet.registry import WorkerRegistry, incarnation_key
+from tokenbus.router.fleet.registry import WorkerRegistry
 from tokenbus.router.fleet.stats import DecisionStats
-from tokenbus.router.fleet.updates import FleetUpdate, LostWorker
-from tokenbus.router.fleet.worker import Worker
+from tokenbus.router.fleet.updates import FleetUpdate
+from tokenbus.router.fleet.worker import Worker, incarnation_key
 from tokenbus.router.placement.placement import NoWorker, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import Policy
 
@@ -34,15 +34,14 @@ class Fleet(WorkerRegistry):
         """Applies an entry of a worker's event log. Returns None if the worker or its incarnation is unknown and should
         be discovered.
 
-        First tokens and ends of requests are reported at once, even behind a gap: by the time the gap is closed a
-        client may have used the id again."""
+        Ends of requests are reported at once, even behind a gap: by the time the gap is closed a client may have used
+        the id again."""
         address = WorkerAddress(model, events.worker_id)
         worker = self._workers.get(address)
         if self._refused.get(incarnation_key(address, events.epoch), now) is not None:
             return FleetUpdate()
         if worker is None or worker.card.epoch != events.epoch:
-            self.stats.refused_messages += 1
-            return None
+            return self._apply_late(address, events, now)
         if worker.log.seq is not None and events.seq <= worker.log.seq:
             self.stats.refused_messages += 1
             return FleetUpdate()
@@ -52,7 +51,15 @@ class Fleet(WorkerRegistry):
         self._apply(worker, ready, now)
         if not ready:
             self._refresh(worker)
-        return FleetUpdate(first_token_sent=tuple(events.first_token_sent), finished=tuple(events.finished))
+        return FleetUpdate(worker, ready, tuple(events.finished))
+
+    def apply_seal(self, address: WorkerAddress, seal: internal.Seal, now: float) -> None:
+        """Notes that everything that belongs to an entry of a worker's event log has reached the broker."""
+        worker = self._workers.get(address)
+        if worker is None or worker.card.epoch != seal.epoch:
+            worker = self._superseded.get(incarnation_key(address, seal.epoch), now)
+        if worker is not None:
+            worker.log.seal(seal.seq)
 
     def apply_snapshot_part(self, model: str, part: internal.SnapshotPart, now: float) -> FleetUpdate:
         """Applies a part of a worker's snapshot. The last one closes the gap."""
@@ -67,7 +74,7 @@ class Fleet(WorkerRegistry):
         self._owners.replace(worker, snapshot.running)
         self._model(model).replace_blocks(worker, snapshot.runs)
         self._apply(worker, snapshot.events, now)
-        return FleetUpdate(snapshot=snapshot)
+        return FleetUpdate(worker, snapshot.events, snapshot=snapshot)
 
     # Event logs
 
@@ -96,13 +103,13 @@ class Fleet(WorkerRegistry):
         """Whether `expire_leases` would return any worker."""
         return any(worker.is_overdue(now) for worker in self._workers.values())
 
-    def expire_leases(self, now: float) -> list[LostWorker]:
+    def expire_leases(self, now: float) -> list[Worker]:
         """Ends the leases of workers that were silent for too long; they get no requests until they are heard again."""
         overdue = [worker for worker in self._workers.values() if worker.is_overdue(now)]
         for worker in overdue:
             worker.lease_expired = True
             self._refresh(worker)
-        return [LostWorker(worker.card, worker.log.is_behind) for worker in overdue]
+        return overdue
 
     def is_lost(self, card: messages.Card) -> bool:
         """Whether this incarnation is over, or its lease has expired."""
@@ -127,10 +134,10 @@ class Fleet(WorkerRegistry):
             worker.has_no_responders = True
             self._refresh(worker)
 
-    def remove(self, card: messages.Card, now: float) -> None:
+    def remove(self, card: messages.Card) -> None:
         """Forgets a worker whose lease has expired, unless it was renewed meanwhile."""
         if (worker := self._current(card)) is not None and worker.lease_expired:
-            self._remove(worker, lost_at=now)
+            self._remove(worker)
 
     # Placement and bookings
 
@@ -182,6 +189,14 @@ class Fleet(WorkerRegistry):
         """Returns what clients see of this router; `waiting` requests are in its queue."""
         num_blocks = sum(model.num_blocks for model in self._models.values())
         return self.stats.report(router_id, self._workers.values(), self._refused.values(now), num_blocks, waiting, now)
+
+    def _apply_late(self, address: WorkerAddress, events: internal.Events, now: float) -> FleetUpdate | None:
+        """Applies an entry of an incarnation that is over: only what it says of requests still counts."""
+        worker = self._superseded.get(incarnation_key(address, events.epoch), now)
+        if worker is None:
+            self.stats.refused_messages += 1
+            return None
+        return FleetUpdate(worker, worker.log.receive(events), tuple(events.finished))
 
     def _apply(self, worker: Worker, events: tuple[internal.Events, ...], now: float) -> None:
         for one in events:

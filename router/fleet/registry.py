@@ -10,8 +10,8 @@ from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, limits, messages
 from tokenbus.protocol.wire.subjects import WorkerAddress, epoch_sort_key
 from tokenbus.router.fleet.request_owners import RequestOwners
-from tokenbus.router.fleet.updates import FleetUpdate, LostWorker
-from tokenbus.router.fleet.worker import Worker
+from tokenbus.router.fleet.updates import FleetUpdate
+from tokenbus.router.fleet.worker import SETTLE_S, Worker, incarnation_key
 from tokenbus.router.placement.hash_scheme import HashScheme
 from tokenbus.router.placement.model_workers import ModelWorkers
 from tokenbus.router.placement.placement import Capacity
@@ -49,8 +49,8 @@ class WorkerRegistry:
         self._owners = RequestOwners()
         self._refused: TTLCache[messages.RefusedCard] = TTLCache(_REFUSAL_TTL_S, MAX_WORKERS)
         """Refused cards by incarnation."""
-        self._lost_behind: TTLCache[bool] = TTLCache(limits.ENDED_STREAM_TTL_S, MAX_WORKERS)
-        """Incarnations that ended while their event log had a gap."""
+        self._superseded: TTLCache[Worker] = TTLCache(SETTLE_S, MAX_WORKERS)
+        """Incarnations that a later one has replaced lately: their last messages may still be under way."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self._workers)} workers, {len(self._known_models)} known models>"
@@ -81,9 +81,11 @@ class WorkerRegistry:
             if len(self._workers) < MAX_WORKERS:
                 self._add(Worker(card, now))
             return FleetUpdate()
-        self._remove(known, lost_at=now)
+        self._remove(known)
+        known.supersede(card, now)
+        self._superseded.put(known.incarnation, known, now)
         self._add(Worker(card, now))
-        return FleetUpdate(lost=LostWorker(known.card, known.log.is_behind))
+        return FleetUpdate(lost=known)
 
     def find(self, address: WorkerAddress) -> Worker | None:
         return self._workers.get(address)
@@ -143,12 +145,6 @@ class WorkerRegistry:
         """Returns the hashes of all blocks that a worker is known to hold; slow, since it scans the whole index."""
         return self._model(worker.card.model).blocks_of(worker)
 
-    def was_behind(self, card: messages.Card, now: float) -> bool:
-        """Whether this incarnation may have published more events than were received."""
-        if (worker := self._current(card)) is not None:
-            return worker.log.is_behind
-        return bool(self._lost_behind.get(incarnation_key(card.address, card.epoch), now))
-
     def check_integrity(self) -> None:
         assert len(self._workers) <= MAX_WORKERS
         assert all(address == worker.card.address for address, worker in self._workers.items())
@@ -165,16 +161,13 @@ class WorkerRegistry:
         self._workers[worker.card.address] = worker
         self._models.setdefault(worker.card.model, ModelWorkers()).add_worker(worker)
 
-    def _remove(self, worker: Worker, lost_at: float | None = None) -> None:
-        """Forgets an incarnation; `lost_at` says when, unless it has ended its streams itself."""
+    def _remove(self, worker: Worker) -> None:
         del self._workers[worker.card.address]
         self._owners.remove_worker(worker)
         model = self._models[worker.card.model]
         model.remove_worker(worker)
         if not model.workers:
             del self._models[worker.card.model]
-        if lost_at is not None and worker.log.is_behind:
-            self._lost_behind.put(incarnation_key(worker.card.address, worker.card.epoch), True, lost_at)
 
     def _model(self, model: str) -> ModelWorkers:
         return self._models.get(model, self._unserved)
@@ -187,11 +180,6 @@ class WorkerRegistry:
     def _is_old_enough(self, now: float) -> bool:
         """Whether every worker has had time to announce its model."""
         return now - self._began_at > limits.MODEL_NOT_FOUND_AFTER_S
-
-
-def incarnation_key(address: WorkerAddress, epoch: str) -> str:
-    """Names one incarnation of one worker; the epoch alone does not, since another worker may use the same."""
-    return f"{address.model} {address.worker_id} {epoch}"
 
 
 def _is_superseded(known: Worker, epoch: str, now: float) -> bool:

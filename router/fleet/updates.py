@@ -2,27 +2,22 @@
 
 from typing import NamedTuple
 
-from tokenbus.protocol.wire import messages
+from tokenbus.protocol.wire import internal
 from tokenbus.router.fleet.event_log import AppliedSnapshot
-
-
-class LostWorker(NamedTuple):
-    """An incarnation of a worker that is over, or seems to be."""
-
-    card: messages.Card
-    was_behind: bool
-    """Its event log had a gap, so its streams may have published more than this router knows."""
+from tokenbus.router.fleet.worker import Worker
 
 
 class FleetUpdate(NamedTuple):
     """The effects of one message; those of most messages are empty."""
 
-    first_token_sent: tuple[str, ...] = ()
-    """Keys of requests that have published tokens."""
+    worker: Worker | None = None
+    """The incarnation that has sent the message, unless it is unknown or refused."""
+    entries: tuple[internal.Events, ...] = ()
+    """Entries of its event log that are in order now, with nothing missing before them."""
     finished: tuple[str, ...] = ()
     """Keys of requests that have ended."""
-    lost: LostWorker | None = None
-    """The incarnation that a newer one has replaced: it gave up its streams."""
+    lost: Worker | None = None
+    """The incarnation that a newer one has superseded: it gave up its streams."""
     left: bool = False
     """The worker has stopped, and has ended all its streams itself."""
     snapshot: AppliedSnapshot | None = None

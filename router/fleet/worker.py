@@ -4,6 +4,7 @@ import math
 from typing import Literal, NamedTuple
 
 from tokenbus.protocol.wire import codec, limits, messages
+from tokenbus.protocol.wire.subjects import WorkerAddress
 from tokenbus.router.fleet.event_log import EventLog
 from tokenbus.router.fleet.speed import Speed
 from tokenbus.router.placement.worker_table import WorkerRow
@@ -11,6 +12,10 @@ from tokenbus.router.placement.worker_table import WorkerRow
 _QUEUE_SHARE = 8
 """A worker is given an eighth more requests than it can run, so that it always has a next one to start."""
 _RECOVERABLE = (messages.WorkerState.STARTING, messages.WorkerState.READY, messages.WorkerState.RESTARTING)
+SETTLE_S = 2.0
+"""After this time nothing that an incarnation sent before its end is under way any more."""
+_RESTART_SETTLE_S = 0.5
+"""The same for one whose process has ended: the broker has lost its connection too."""
 _MAX_UNREPORTED = 3
 """After this many prompts whose blocks were never reported as stored, the worker's events are not relied on."""
 
@@ -32,6 +37,7 @@ class Worker:
 
     def __init__(self, card: messages.Card, now: float) -> None:
         self.card = card
+        self.incarnation = incarnation_key(card.address, card.epoch)
         self.state = card.state
         self.load = messages.Load()
         self.last_seen_at = now
@@ -55,6 +61,10 @@ class Worker:
         """Keys of running requests whose blocks it should report as stored before they end."""
         self.num_unreported = 0
         """Those of them that have ended since it last reported any stored block."""
+        self.last_seq: int | None = None
+        """The last entry of its event log that can come, once its successor has said so."""
+        self.settled_at = 0.0
+        """When nothing more can come, once it is superseded; until then 0."""
 
     def __repr__(self) -> str:
         return f"<Worker {self.card.worker_id} {self.state} {self.num_requests} requests>"
@@ -84,6 +94,20 @@ class Worker:
     def renew_lease(self, now: float) -> None:
         """Notes a sign of life."""
         self.last_seen_at, self.lease_expired = now, False
+
+    def supersede(self, successor: messages.Card, now: float) -> None:
+        """Notes that a later incarnation has announced itself."""
+        previous = successor.previous
+        if previous is not None and previous.epoch == self.card.epoch:
+            self.last_seq, self.settled_at = previous.seq, now + SETTLE_S
+        else:
+            self.settled_at = now + _RESTART_SETTLE_S
+
+    @property
+    def log_is_whole(self) -> bool:
+        """Whether every entry of its event log that may have reached the broker has come."""
+        seq = -1 if self.log.seq is None else self.log.seq
+        return not self.log.is_behind and (self.last_seq is None or seq >= self.last_seq)
 
     def is_overdue(self, now: float) -> bool:
         """Whether it has been silent for too long and its lease has not been ended yet."""
@@ -126,3 +150,8 @@ class Worker:
             max(0, requests + 1 - most),  # with the request that is to be placed
             (total_blocks - used_blocks) * block_size if block_size else math.inf,
         )
+
+
+def incarnation_key(address: WorkerAddress, epoch: str) -> str:
+    """Names one incarnation of one worker; the epoch alone does not, since another worker may use the same."""
+    return f"{address.model} {address.worker_id} {epoch}"

@@ -123,8 +123,8 @@ class ModelWorkers:
     ) -> Placement | NoWorker:
         """Chooses a worker and books the request there."""
         rows = self._table.eligible(now, request.num_tokens)
-        if options.only is not None or options.exclude:
-            allowed = [one.row for one in self._workers_at(rows) if options.allows(one.card.worker_id)]
+        if options.restricts:
+            allowed = [one.row for one in self._workers_at(rows) if options.allows(one.card)]
             rows = np.array(allowed, dtype=np.intp)
         if not len(rows):
             return NoWorker()

@@ -33,9 +33,20 @@ class PlacementOptions(NamedTuple):
     """0 takes the lowest cost. Above 0, workers with higher costs are drawn too."""
     explain: bool = False
     """Whether to report all candidates with their costs."""
+    hash_scheme: str = ""
+    """The only hash scheme that a chosen worker may have; any if empty."""
 
-    def allows(self, worker_id: str) -> bool:
-        return worker_id not in self.exclude and (self.only is None or worker_id == self.only)
+    @property
+    def restricts(self) -> bool:
+        """Whether there may be workers that these options don't allow."""
+        return self.only is not None or bool(self.exclude) or bool(self.hash_scheme)
+
+    def allows(self, card: messages.Card) -> bool:
+        return (
+            card.worker_id not in self.exclude
+            and self.only in (None, card.worker_id)
+            and self.hash_scheme in ("", card.hash_scheme)
+        )
 
 
 class Placement(NamedTuple):

@@ -6,11 +6,12 @@ outcomes:
 
     the worker dropped it, or never had it      nobody holds the request
     the worker refuses to drop it               it has sent text or the terminal: the request stays there
-    the worker's epoch is over, or it is lost   nobody holds the request, but its client may have text
+    the worker's epoch is over, or it is lost   nobody holds the request, but its client may have text of this attempt
     the worker lives and never replies          nobody knows: the request ends in `worker_lost`"""
 
 import asyncio
 import contextlib
+import enum
 import time
 
 import structlog
@@ -20,6 +21,7 @@ from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects, validation
 from tokenbus.protocol.wire.codec import Message
 from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.placement.placement import Placement
 from tokenbus.router.requests.flight import Flight, Flights
 from tokenbus.router.requests.worker_client import Headers, Operation, ReplyT, WorkerClient
@@ -33,6 +35,17 @@ _GIVE_UP_S = 7.5
 """A live worker that has not replied to a drop for this long is not going to."""
 _FLUSH_TIMEOUT_S = 5.0
 """A broker that takes longer to answer a ping counts as disconnected."""
+
+
+class Revocation(enum.Enum):
+    """The end of an attempt to take a run back."""
+
+    KEPT = enum.auto()
+    """The worker keeps the request: it has published text or the terminal."""
+    DROPPED = enum.auto()
+    """The worker has not published anything in this attempt, and never will."""
+    LOST = enum.auto()
+    """The worker is lost, whatever it has published."""
 
 
 class AlreadyStreamingError(Exception):
@@ -59,8 +72,9 @@ class Attempts:
     async def run(self, flight: Flight, placement: Placement) -> errors.Error | None:
         """Sends a run; returns None if the worker accepts, or if the request has ended meanwhile.
 
-        Returns the error after which the request may be placed elsewhere, unless its first token was sent. Raises
-        RequestError(worker_lost) if the worker may hold the request and does not reply, and AlreadyStreamingError."""
+        Returns the error after which the request may be placed elsewhere; if it is `worker_lost`, the worker may have
+        published text before. Raises RequestError(worker_lost) if the worker may hold the request and does not reply,
+        and AlreadyStreamingError."""
         known: tracing.Attributes = {
             tracing.WORKER_ID: placement.worker.card.worker_id,
             tracing.ATTEMPT: flight.attempt + 1,
@@ -71,24 +85,31 @@ class Attempts:
                 span.set_error(str(refusal.code))
             return refusal
 
-    async def revoke(self, flight: Flight, card: messages.Card) -> errors.Error | None:
-        """Makes a worker drop a request that it may hold; returns None if the worker keeps it.
+    async def revoke(self, flight: Flight, worker: Worker) -> Revocation:
+        """Makes a worker drop a request that it may hold.
 
-        Returns an error once nobody holds the request any more: it may be placed again unless its first token was sent.
-        That takes the worker's reply or the end of its epoch; no responders may just mean that it is reconnecting.
+        Returns once the worker has replied, or its epoch is over: no responders may just mean that it is reconnecting.
         Raises RequestError(worker_lost) if the worker lives and does not reply: it may still hold the request."""
         flight.in_doubt = True
         try:
-            return await self._drop(flight, card)
+            return await self._drop(flight, worker)
         finally:
             flight.in_doubt = False
 
+    def move(self, flight: Flight, address: subjects.WorkerAddress, attempt: int) -> None:
+        """Tells a worker that another one continues a request that it may still have; nobody waits for its answer."""
+        drop = internal.Control(op="drop", request_id=flight.key, attempt=attempt, moved=True)
+        subject = self._names.worker(address.model, address.worker_id, _CONTROL.name)
+        with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
+            self._bus.publish(subject, codec.encode(drop))
+
     async def _run(self, flight: Flight, placement: Placement, headers: Headers) -> errors.Error | None:
         assert flight.prompt_ids is not None, flight
-        card, now = placement.worker.card, time.monotonic()
-        flight.attempt += 1
-        flight.ended_by = None
+        worker, now = placement.worker, time.monotonic()
+        card = worker.card
+        self._flights.start_attempt(flight, card.worker_id)
         flight.awaiting_worker_id, flight.in_doubt = card.worker_id, True
+        elapsed_s = 0.0 if flight.first_accepted_at is None else now - flight.first_accepted_at
         run = internal.Run(
             request_id=flight.key,
             attempt=flight.attempt,
@@ -100,6 +121,7 @@ class Attempts:
             params=validation.to_params(flight.request),
             remaining_ms=flight.remaining_ms(now),
             age_ms=(now - flight.received_at) * 1e3,
+            resume_from=flight.completion.resume_from(elapsed_s * 1e3),
             routing=placement.report,
         )
         try:
@@ -110,13 +132,9 @@ class Attempts:
         except PayloadTooLargeError as error:
             return errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))
         except (TimeoutError, ConnectionError):
-            flight.awaiting_worker_id = None
-            return await self.revoke(flight, card) if self._flights.holds(flight) else None
+            return await self._revoke_unanswered(flight, worker, None)
         except errors.RequestError as problem:  # an invalid reply, which may have been an accept
-            flight.awaiting_worker_id = None
-            if not self._flights.holds(flight) or await self.revoke(flight, card) is None:
-                return None
-            return problem.error
+            return await self._revoke_unanswered(flight, worker, problem.error)
         finally:
             flight.awaiting_worker_id, flight.in_doubt = None, False
         if not self._flights.holds(flight):
@@ -127,19 +145,36 @@ class Attempts:
             flight.cancelled = flight.cancelled or reply.cancelled
             return reply.error or errors.make_error(errors.Code.INTERNAL)
         if self._fleet.is_lost(card):
-            return await self.revoke(flight, card)
-        self._accept(flight, card)
+            return await self._revoke_unanswered(flight, worker, None)
+        self.accept(flight, card)
         return None
 
-    async def _drop(self, flight: Flight, card: messages.Card) -> errors.Error | None:
+    async def _revoke_unanswered(
+        self, flight: Flight, worker: Worker, problem: errors.Error | None
+    ) -> errors.Error | None:
+        """Takes back a run that a worker may or may not have accepted; `problem` says what was wrong with its reply."""
+        flight.awaiting_worker_id = None
+        if not self._flights.holds(flight):
+            return None
+        match await self.revoke(flight, worker):
+            case Revocation.KEPT:
+                return None
+            case Revocation.LOST:
+                return errors.make_error(errors.Code.WORKER_LOST)
+            case Revocation.DROPPED:
+                text = f"worker {worker.card.worker_id} did not accept in time"
+                return problem or errors.make_error(errors.Code.NO_WORKER, text)
+
+    async def _drop(self, flight: Flight, worker: Worker) -> Revocation:
+        card = worker.card
         drop = internal.Control(op="drop", request_id=flight.key, attempt=flight.attempt)
         timeout_s, unanswered_s = limits.ACCEPT_TIMEOUT_S, 0.0
         while unanswered_s < _GIVE_UP_S:
             last_event = self._fleet.last_event_seq(card)
             waited_s = _RETRY_S
-            if flight.first_token_sent and flight.ended_by == card.worker_id:
-                self._accept(flight, card)  # its terminal was sent: a drop would be refused
-                return None
+            if flight.has_new_tokens and flight.ended_by == card.worker_id:
+                self.accept(flight, card)  # its terminal was sent: a drop would be refused
+                return Revocation.KEPT
             try:
                 reply = await self._call(card, _CONTROL, drop, timeout_s)
             except ConnectionError:  # this router is disconnected, which says nothing about the worker
@@ -152,16 +187,13 @@ class Attempts:
             else:
                 self._fleet.renew_lease(card, time.monotonic())
                 if reply.ok:
-                    return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} did not accept in time")
+                    return Revocation.DROPPED
                 self._fleet.mark_behind(card)  # the event that ended the request may have been lost
-                self._accept(flight, card)
-                return None
+                self.accept(flight, card)
+                return Revocation.KEPT
             if self._fleet.is_lost(card):
-                now = time.monotonic()
-                if self._fleet.was_behind(card, now):  # the event with its first token may be among those missing
-                    self._flights.mark_first_token_sent(flight)
-                self._fleet.remove(card, now)
-                return errors.make_error(errors.Code.WORKER_LOST)
+                self._fleet.remove(card)
+                return Revocation.LOST
             # Only time in which the worker's events kept coming counts: a partition must not end the request.
             if self._fleet.last_event_seq(card) != last_event:
                 unanswered_s += waited_s
@@ -186,8 +218,10 @@ class Attempts:
         finally:
             call.cancel()
 
-    def _accept(self, flight: Flight, card: messages.Card) -> None:
+    def accept(self, flight: Flight, card: messages.Card) -> None:
+        """Hands the request over to a worker that has accepted it, or has kept it."""
         self._flights.accept(flight, card.worker_id, time.monotonic())
+        flight.hash_scheme = flight.hash_scheme or card.hash_scheme
         self._log.info(
             "request_placed",
             request_id=flight.key,

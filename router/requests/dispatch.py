@@ -4,17 +4,21 @@ import asyncio
 import time
 from collections.abc import Collection
 
-from tokenbus.protocol.wire import errors, messages, subjects
+import structlog
+
+from tokenbus.protocol.wire import errors, subjects
 from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement.placement import NoWorker, Placement
-from tokenbus.router.requests.attempts import Attempts
+from tokenbus.router.requests.attempts import Attempts, Revocation
 from tokenbus.router.requests.flight import Flight
-from tokenbus.router.requests.placement_queue import PlacementQueue
+from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 
 _MAX_TRIES = 12
 """Refusals after which a request ends with the last one. A worker that could not be reached is no try."""
 _RETRY_S = 0.1
+_SETTLE_POLL_S = 0.02
 _UNREACHABLE = (errors.Code.NO_WORKER, errors.Code.WORKER_LOST, errors.Code.ENGINE_POISONED)
 """Refusals by workers that may soon be back."""
 
@@ -22,11 +26,16 @@ _UNREACHABLE = (errors.Code.NO_WORKER, errors.Code.WORKER_LOST, errors.Code.ENGI
 class Dispatcher:
     """Takes requests to workers, again if a worker is lost."""
 
-    def __init__(self, fleet: Fleet, queue: PlacementQueue, attempts: Attempts, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, fleet: Fleet, queue: PlacementQueue, attempts: Attempts, metrics: RouterMetrics, patience_s: float
+    ) -> None:
+        """A request that a worker has begun waits `patience_s` for another that can continue it."""
         self._fleet = fleet
         self._queue = queue
         self._attempts = attempts
         self._metrics = metrics
+        self._patience_s = patience_s
+        self._log = structlog.get_logger()
         self._accepting = self._metrics.phases.labels("accept")
 
     def __repr__(self) -> str:
@@ -37,12 +46,10 @@ class Dispatcher:
 
         Raises RequestError if no worker accepts it, and AlreadyStreamingError if one has it already."""
         refused: dict[str, errors.Error] = {}
-        tries = 0
+        tries, served_at = 0, time.monotonic()
         while tries < _MAX_TRIES:
             if flight.cancelled:
                 return
-            if flight.first_token_sent:  # another worker streamed it while this router was asking one that refused
-                raise errors.request_error(errors.Code.WORKER_LOST)
             remaining_ms = flight.remaining_ms(time.monotonic())
             if remaining_ms is not None and remaining_ms <= 0:
                 raise errors.request_error(errors.Code.DEADLINE_EXCEEDED)
@@ -51,6 +58,13 @@ class Dispatcher:
             match outcome:
                 case None:
                     return
+                case NoWorker() if flight.has_begun and not self._is_served(flight):
+                    # Only time in which no worker could continue it counts: while one can, the limit is `tries`.
+                    if time.monotonic() - served_at >= self._patience_s:
+                        break
+                    refused.clear()
+                    await asyncio.sleep(_RETRY_S)
+                    continue
                 case NoWorker():
                     # Every worker has refused. Those that were merely unreachable get another chance after a pause.
                     unreachable = [worker_id for worker_id, error in refused.items() if error.code in _UNREACHABLE]
@@ -66,21 +80,51 @@ class Dispatcher:
                         return
                     refused[worker.card.worker_id] = refusal
                     tries += not worker.has_no_responders
+            served_at = time.monotonic()
         if not flight.cancelled:
             raise errors.RequestError(_final_error(flight, refused))
 
-    async def redispatch(self, flight: Flight, card: messages.Card, *, is_certain: bool) -> None:
+    async def redispatch(self, flight: Flight, worker: Worker, *, is_certain: bool) -> None:
         """Continues a request whose worker is lost, or seems to be if that is not certain.
 
-        Raises RequestError(worker_lost) if the client already has text, or if the worker can't be asked."""
-        refusal: errors.Error | None = errors.make_error(errors.Code.WORKER_LOST)
-        if not is_certain:
-            refusal = await self._attempts.revoke(flight, card)
-        if refusal is None:
+        Raises RequestError if its client may have text that this router does not know, or if the worker lives and can't
+        be asked."""
+        revocation = Revocation.LOST if is_certain else await self._attempts.revoke(flight, worker)
+        if revocation is Revocation.KEPT or (revocation is Revocation.LOST and not await self._settle(flight, worker)):
             return
-        if flight.first_token_sent:
-            raise errors.request_error(errors.Code.WORKER_LOST)
+        if not is_certain:
+            self._attempts.move(flight, worker.card.address, flight.attempt)
+        self._metrics.continued.labels(flight.model).inc()
+        self._log.warning(
+            "request_continued",
+            request_id=flight.key,
+            worker_id=worker.card.worker_id,
+            attempt=flight.attempt,
+            tokens=len(flight.completion),
+        )
         await self.dispatch(flight)
+
+    async def _settle(self, flight: Flight, worker: Worker) -> bool:
+        """Waits until nothing more can come of a lost worker; returns False if it has ended the request itself.
+
+        Raises RequestError unless everything is known that the client may have got, and the prompt is still there."""
+        while time.monotonic() < worker.settled_at and not flight.cancelled:
+            if worker.last_seq is not None and _knows_all_text(flight, worker):
+                break
+            await asyncio.sleep(_SETTLE_POLL_S)
+        if flight.has_new_tokens and flight.ended_by == worker.card.worker_id:
+            self._attempts.accept(flight, worker.card)
+            return False
+        if flight.cancelled:
+            return True
+        if flight.prompt_ids is None or not _knows_all_text(flight, worker):
+            raise errors.request_error(errors.Code.WORKER_LOST)
+        # a frontend that fences itself has not died of anything
+        if worker.last_seq is None and flight.completion.add_loss():
+            raise errors.request_error(
+                errors.Code.REQUEST_CRASHES_ENGINE, "three workers in a row died with the request"
+            )
+        return True
 
     async def _try(self, flight: Flight, placement: Placement) -> errors.Error | None:
         """Returns None if the worker has accepted, or the request was cancelled. Raises RequestError for a refusal that
@@ -96,9 +140,22 @@ class Dispatcher:
             return None
         self._metrics.placements_rejected.labels(refusal.code).inc()
         self._fleet.unbook(address, flight.key)
-        if flight.first_token_sent or not refusal.retryable:
+        if refusal.code is errors.Code.WORKER_LOST:
+            return refusal if await self._settle(flight, placement.worker) else None
+        if not refusal.retryable:
             raise errors.RequestError(refusal)
         return refusal
+
+    def _is_served(self, flight: Flight) -> bool:
+        """Whether a worker that could continue the request is there, or about to be."""
+        routing = flight.request.routing
+        only = routing.worker_id if routing is not None else None
+        for worker in self._fleet.workers_of(flight.model):
+            card = worker.card
+            fits = flight.hash_scheme in ("", card.hash_scheme) and only in (None, "", card.worker_id)
+            if fits and worker.may_recover:
+                return True
+        return False
 
     def _may_return(self, flight: Flight, refused: Collection[str]) -> bool:
         """Whether the one worker that the request is pinned to is only away for the moment."""
@@ -109,9 +166,18 @@ class Dispatcher:
         return worker is not None and worker.may_recover and worker.card.context_length > flight.num_prompt_tokens
 
 
+def _knows_all_text(flight: Flight, worker: Worker) -> bool:
+    """Whether the client can't have any token of a lost worker that this router does not know, nor lack one that it
+    does know."""
+    is_sealed = flight.completion.last_seq <= worker.log.sealed_seq
+    return worker.log_is_whole and (is_sealed or not flight.request.is_streamed)
+
+
 def _final_error(flight: Flight, refused: dict[str, errors.Error]) -> errors.Error:
     """Prefers the refusal of a busy worker, which says when to retry, to that of one that is gone."""
     routing = flight.request.routing
+    if len(flight.completion):
+        return errors.make_error(errors.Code.WORKER_LOST, "no other worker could continue the stream")
     if not refused and routing is not None and routing.worker_id:
         text = f"worker {routing.worker_id} does not serve {flight.model} now"
         return errors.make_error(errors.Code.NO_WORKER, text)

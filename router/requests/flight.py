@@ -11,6 +11,10 @@ from collections.abc import Iterable, Iterator
 
 from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.wire import codec, messages, subjects
+from tokenbus.router.requests.completion import Completion
+
+_TRIM_TO = 0.9
+"""The share of the memory to which `trim` goes back, so that it need not be done again at once."""
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
@@ -34,10 +38,19 @@ class Flight:
     held_bytes: int = 0
     """Memory that counts against the limit of `Flights`."""
     prompt_ids: bytes | None = None
-    """The tokenized prompt; dropped with the first token, since the request can't be placed again after that."""
+    """The tokenized prompt, kept to the end; without it the request can't be placed again."""
     num_prompt_tokens: int = 0
+    completion: Completion = dataclasses.field(default_factory=Completion)
+    hash_scheme: str = ""
+    """The hash scheme of the worker that accepted it first: no other can continue it."""
+    stream: tuple[str, int] | None = None
+    """The incarnation of the worker that streams it, and the stream's number there."""
     attempt: int = 0
     """Number of the last attempt that was dispatched; 0 before the first."""
+    attempt_worker_id: str = ""
+    """The worker that was sent this attempt."""
+    attempt_offset: int = 0
+    """Tokens that were sampled before this attempt."""
     worker_id: str | None = None
     """The worker that has accepted the request and owns its terminal."""
     awaiting_worker_id: str | None = None
@@ -46,13 +59,13 @@ class Flight:
     """A worker may or may not hold the request: its reply to `run` or `drop` is outstanding. Meanwhile this router
     sends the client nothing, since that worker may be streaming to it, or may have sent its terminal."""
     accepted_at: float = 0.0
+    first_accepted_at: float | None = None
+    """When the first of its workers accepted it."""
     keepalive_at: float | None = None
     """When this router last sent the client a keepalive."""
     ended_by: str | None = None
     """The last worker to report that the request has ended there. The report may overtake the worker's accept."""
     cancelled: bool = False
-    first_token_sent: bool = False
-    """A worker has sent the client text, or may have."""
 
     def __post_init__(self) -> None:
         self.key = subjects.request_key(self.tenant, self.request_id)
@@ -70,6 +83,16 @@ class Flight:
         return self.address.tenant
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a worker has accepted it, now or earlier, or it continues an earlier stream."""
+        return self.first_accepted_at is not None or len(self.completion) > 0
+
+    @property
+    def has_new_tokens(self) -> bool:
+        """Whether the present attempt has sampled any token."""
+        return len(self.completion) > self.attempt_offset
+
+    @property
     def request_id(self) -> str:
         assert self.request.id is not None
         return self.request.id
@@ -81,16 +104,26 @@ class Flight:
         return self.request.timeout_ms - (now - self.received_at) * 1e3
 
 
+_NO_STREAMS: dict[int, Flight] = {}
+
+
 class Flights:
-    """All flights of one router, by key and by accepting worker; bounded in number and in bytes of prompts."""
+    """All flights of one router, by key, by accepting worker and by stream number.
+
+    Their number is bounded, and so is the memory for prompts and completions. New requests are refused only for the
+    sake of other unaccepted ones. If accepted ones take too much, the largest lose what they need to be placed
+    again."""
 
     def __init__(self, capacity: int, capacity_bytes: int) -> None:
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
         self._held_bytes = 0
+        self._unaccepted_bytes = 0
         self._flights: dict[str, Flight] = {}
         self._unaccepted: dict[str, Flight] = {}
         self._accepted: dict[subjects.WorkerAddress, dict[str, Flight]] = {}
+        self._streams: dict[str, dict[int, Flight]] = {}
+        """The flights that workers stream, by incarnation and stream number."""
         self._num_by_tenant: Counter[str] = Counter()
 
     def __repr__(self) -> str:
@@ -101,7 +134,7 @@ class Flights:
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether one more flight of that size fits."""
-        return len(self._flights) < self._capacity and self._held_bytes + num_bytes <= self._capacity_bytes
+        return len(self._flights) < self._capacity and self._unaccepted_bytes + num_bytes <= self._capacity_bytes
 
     def add(self, flight: Flight, num_bytes: int) -> None:
         assert flight.key not in self._flights, flight
@@ -135,18 +168,56 @@ class Flights:
         flight.request = codec.replace(flight.request, messages=None, prompt=None, token_ids=None)
         self._set_held_bytes(flight, len(prompt_ids))
 
-    def mark_first_token_sent(self, flight: Flight) -> None:
-        """From now on the request can't be placed again, so its prompt is dropped."""
-        flight.first_token_sent = True
-        flight.prompt_ids = None
-        self._set_held_bytes(flight, 0)
+    def start_attempt(self, flight: Flight, worker_id: str) -> None:
+        """A worker is to run the request: what an earlier one still says of it no longer counts."""
+        self.unbind_stream(flight)
+        flight.attempt += 1
+        flight.attempt_worker_id = worker_id
+        flight.attempt_offset = len(flight.completion)
+        flight.completion.start_attempt()
+        flight.ended_by = None
+
+    def bind_stream(self, flight: Flight, incarnation: str, stream_no: int) -> None:
+        """A worker has started the request, and names it by a number from now on."""
+        self.unbind_stream(flight)
+        if (other := self.streams_of(incarnation).get(stream_no)) is not None:
+            self.unbind_stream(other)  # the worker contradicts itself: only what it said last counts
+        flight.stream = incarnation, stream_no
+        self._streams.setdefault(incarnation, {})[stream_no] = flight
+
+    def streams_of(self, incarnation: str) -> dict[int, Flight]:
+        """The flights that an incarnation of a worker streams, by stream number."""
+        return self._streams.get(incarnation, _NO_STREAMS)
+
+    def trim(self) -> int:
+        """Makes accepted flights forget what they need to be placed again, the largest first, while all flights take
+        more memory than they may. Returns their number. To be called about once a second, since completions grow."""
+        for there in self._streams.values():
+            for flight in there.values():
+                assert flight.prompt_ids is not None, flight
+                self._set_held_bytes(flight, len(flight.prompt_ids) + flight.completion.num_bytes)
+        if self._held_bytes <= self._capacity_bytes:
+            return 0
+        accepted = [flight for there in self._accepted.values() for flight in there.values()]
+        num_trimmed = 0
+        for flight in sorted(accepted, key=lambda flight: flight.held_bytes, reverse=True):
+            if self._held_bytes <= _TRIM_TO * self._capacity_bytes or not flight.held_bytes:
+                break
+            self.unbind_stream(flight)
+            flight.prompt_ids, flight.completion = None, Completion()
+            self._set_held_bytes(flight, 0)
+            num_trimmed += 1
+        return num_trimmed
 
     def accept(self, flight: Flight, worker_id: str, now: float) -> None:
         """Hands a flight over to the worker that has accepted it."""
         assert self._unaccepted.get(flight.key) is flight, flight
         assert flight.worker_id is None, flight
         del self._unaccepted[flight.key]
+        self._unaccepted_bytes -= flight.held_bytes
         flight.worker_id, flight.accepted_at = worker_id, now
+        if flight.first_accepted_at is None:
+            flight.first_accepted_at = now
         self._accepted.setdefault(subjects.WorkerAddress(flight.model, worker_id), {})[flight.key] = flight
 
     def reclaim(self, flight: Flight) -> None:
@@ -154,6 +225,7 @@ class Flights:
         self._remove_from_worker(flight)
         flight.worker_id = None
         self._unaccepted[flight.key] = flight
+        self._unaccepted_bytes += flight.held_bytes
 
     def remove(self, flight: Flight) -> None:
         del self._flights[flight.key]
@@ -161,6 +233,7 @@ class Flights:
         if not self._num_by_tenant[flight.tenant]:
             del self._num_by_tenant[flight.tenant]
         self._set_held_bytes(flight, 0)
+        self.unbind_stream(flight)
         if flight.worker_id is None:
             del self._unaccepted[flight.key]
         else:
@@ -178,6 +251,10 @@ class Flights:
     def check_integrity(self) -> None:
         assert len(self._flights) <= self._capacity
         assert self._held_bytes == sum(flight.held_bytes for flight in self._flights.values())
+        assert self._unaccepted_bytes == sum(flight.held_bytes for flight in self._unaccepted.values())
+        streams = {(name, no): flight for name, there in self._streams.items() for no, flight in there.items()}
+        assert streams == {flight.stream: flight for flight in self._flights.values() if flight.stream is not None}
+        assert all(self._streams.values())
         accepted = {key: flight for there in self._accepted.values() for key, flight in there.items()}
         assert accepted == {key: flight for key, flight in self._flights.items() if flight.worker_id is not None}
         assert accepted.keys() | self._unaccepted.keys() == self._flights.keys()
@@ -187,7 +264,20 @@ class Flights:
 
     def _set_held_bytes(self, flight: Flight, num_bytes: int) -> None:
         self._held_bytes += num_bytes - flight.held_bytes
+        if flight.worker_id is None:
+            self._unaccepted_bytes += num_bytes - flight.held_bytes
         flight.held_bytes = num_bytes
+
+    def unbind_stream(self, flight: Flight) -> None:
+        """Makes its worker's tokens count no longer."""
+        if flight.stream is None:
+            return
+        incarnation, stream_no = flight.stream
+        flight.stream = None
+        there = self._streams[incarnation]
+        del there[stream_no]
+        if not there:
+            del self._streams[incarnation]
 
     def _remove_from_worker(self, flight: Flight) -> None:
         assert flight.worker_id is not None, flight

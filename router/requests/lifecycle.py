@@ -6,6 +6,7 @@ worker is lost afterwards, the request gets another task."""
 
 import asyncio
 import functools
+import secrets
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -13,18 +14,21 @@ from typing import Any
 import structlog
 
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import block_hash, errors, limits, messages
+from tokenbus.protocol.wire import block_hash, codec, errors, limits, subjects
+from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.requests.attempts import AlreadyStreamingError
 from tokenbus.router.requests.dispatch import Dispatcher
 from tokenbus.router.requests.flight import Flight, Flights
-from tokenbus.router.requests.placement_queue import PlacementQueue
-from tokenbus.router.requests.rate_limiter import RateLimiter, Throttled
+from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
+from tokenbus.router.requests.queueing.rate_limiter import RateLimiter, Throttled
 from tokenbus.router.requests.request_telemetry import RequestTelemetry
 from tokenbus.router.requests.terminals import TerminalPublisher
 from tokenbus.router.requests.tokenization.prompt_tokenizer import PromptTokenizer
 
 _FIRST_KEEPALIVE_S = 1.0 - 2 * limits.TICK_S
 """A client whose request is held here gets its first keepalive within a second."""
+_TRIM_INTERVAL_S = 1.0
 
 
 class RequestLifecycle:
@@ -32,6 +36,7 @@ class RequestLifecycle:
 
     def __init__(
         self,
+        fleet: Fleet,
         flights: Flights,
         prompts: PromptTokenizer,
         queue: PlacementQueue,
@@ -40,6 +45,7 @@ class RequestLifecycle:
         rate_limiter: RateLimiter,
         telemetry: RequestTelemetry,
     ) -> None:
+        self._fleet = fleet
         self._flights = flights
         self._prompts = prompts
         self._queue = queue
@@ -47,6 +53,7 @@ class RequestLifecycle:
         self._terminals = terminals
         self._rate_limiter = rate_limiter
         self._telemetry = telemetry
+        self._trimmed_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
 
@@ -74,12 +81,12 @@ class RequestLifecycle:
         self._telemetry.received(flight, headers)
         self._spawn(flight, functools.partial(self._tokenize_and_dispatch, flight))
 
-    def recover(self, flight: Flight, card: messages.Card, *, is_certain: bool) -> None:
+    def recover(self, flight: Flight, worker: Worker, *, is_certain: bool) -> None:
         """Dispatches a request again after its worker was lost. Unless that is certain, its run is revoked first."""
         self._flights.reclaim(flight)
         flight.in_doubt = not is_certain
-        self._telemetry.rerouted(flight, card.worker_id, time.monotonic())
-        self._spawn(flight, functools.partial(self._dispatcher.redispatch, flight, card, is_certain=is_certain))
+        self._telemetry.rerouted(flight, worker.card.worker_id, time.monotonic())
+        self._spawn(flight, functools.partial(self._dispatcher.redispatch, flight, worker, is_certain=is_certain))
 
     def finish(self, flight: Flight) -> None:
         """Forgets a request that its worker ends."""
@@ -87,11 +94,14 @@ class RequestLifecycle:
         self._terminals.log_end(flight, "by_worker")
 
     def cancel(self, key: str) -> bool:
-        """Cancels a request that no worker has accepted; returns False if this router has no such request."""
+        """Cancels a request; returns False if this router has no such request, or its worker has to answer."""
         flight = self._flights.find(key)
-        if flight is None or flight.worker_id is not None:
+        if flight is None:
             return False
+        # noted for one at a worker too: if that worker is lost, the request must not go on elsewhere
         flight.cancelled = True
+        if flight.worker_id is not None:
+            return self._is_unheard(flight)
         self._queue.cancel(flight)
         return True
 
@@ -106,7 +116,7 @@ class RequestLifecycle:
         if flight is None:
             return self._terminals.replay(key, now)
         if flight.worker_id is not None:
-            return False
+            return self._is_unheard(flight)
         is_due = flight.keepalive_at is None or now - flight.keepalive_at >= limits.REPLAY_INTERVAL_S
         if is_due and not flight.in_doubt:
             self._send_keepalive(flight, now)
@@ -115,6 +125,9 @@ class RequestLifecycle:
     def tick(self, now: float) -> None:
         """Places waiting requests, and sends keepalives for those that have waited long."""
         self._queue.place_waiting(now)
+        if now - self._trimmed_at >= _TRIM_INTERVAL_S:
+            self._trimmed_at = now
+            self._telemetry.forgotten(self._flights.trim())
         for flight in self._flights.unaccepted():
             self._telemetry.log_if_slow(flight, now)
             if flight.keepalive_at is None:
@@ -144,6 +157,12 @@ class RequestLifecycle:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _is_unheard(self, flight: Flight) -> bool:
+        """Whether the worker that has a request has been silent so long that this router answers for it."""
+        assert flight.worker_id is not None
+        worker = self._fleet.find(subjects.WorkerAddress(flight.model, flight.worker_id))
+        return worker is None or time.monotonic() - worker.last_seen_at >= limits.WORKER_SUSPECT_AFTER_S
 
     def _send_keepalive(self, flight: Flight, now: float) -> None:
         flight.keepalive_at = now
@@ -181,6 +200,11 @@ class RequestLifecycle:
     async def _tokenize_and_dispatch(self, flight: Flight) -> None:
         token_ids = await self._prompts.tokenize(flight)
         self._flights.set_prompt_ids(flight, block_hash.pack_token_ids(token_ids))
+        if flight.request.seed is None:  # drawn here, or a worker that continues the stream would draw another
+            flight.request = codec.replace(flight.request, seed=secrets.randbits(32))
+        if flight.request.resume_from is not None:
+            flight.completion.token_ids.extend(flight.request.resume_from.token_ids)
+            flight.hash_scheme = flight.request.resume_from.hash_scheme or ""
         num_tokens = len(token_ids) + (flight.request.max_tokens or 0)
         _check_throttled(self._rate_limiter.charge_tokens(flight.tenant, num_tokens, time.monotonic()))
         await self._dispatcher.dispatch(flight)

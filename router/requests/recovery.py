@@ -1,14 +1,19 @@
-"""Applies what workers report, and the loss of workers, to the requests that they have accepted."""
+"""Applies what workers report, and the loss of workers, to the requests that they have accepted.
 
-import time
+The router that placed a request is its guardian: it hears of every token before the client does. When the worker is
+lost, it has everything that another one needs to continue the stream."""
+
+from array import array
 
 import structlog
 
-from tokenbus.protocol.wire import subjects
+from tokenbus.protocol.wire import internal, subjects
 from tokenbus.router.fleet.event_log import AppliedSnapshot
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.updates import FleetUpdate, LostWorker
+from tokenbus.router.fleet.updates import FleetUpdate
+from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.metrics import RouterMetrics
+from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.flight import Flight, Flights
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 
@@ -16,9 +21,12 @@ from tokenbus.router.requests.lifecycle import RequestLifecycle
 class Recovery:
     """Keeps the flights of one router in step with its fleet."""
 
-    def __init__(self, fleet: Fleet, flights: Flights, lifecycle: RequestLifecycle, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, fleet: Fleet, flights: Flights, attempts: Attempts, lifecycle: RequestLifecycle, metrics: RouterMetrics
+    ) -> None:
         self._fleet = fleet
         self._flights = flights
+        self._attempts = attempts
         self._lifecycle = lifecycle
         self._metrics = metrics
         self._log = structlog.get_logger()
@@ -29,9 +37,11 @@ class Recovery:
     def apply(self, update: FleetUpdate, address: subjects.WorkerAddress) -> None:
         """Applies one update about a worker. The order matters: a request may start and end within one update."""
         if update.snapshot is not None:
-            self._apply_snapshot(update.snapshot, address)
-        for flight in self._flights.find_all(update.first_token_sent, address.model):
-            self._flights.mark_first_token_sent(flight)
+            assert update.worker is not None
+            self._apply_snapshot(update.snapshot, update.worker)
+        for entry in update.entries:
+            assert update.worker is not None
+            self._apply_tokens(entry, update.worker)
         for flight in self._flights.find_all(update.finished, address.model):
             self._finish(flight, address.worker_id)
         if update.lost is not None:
@@ -41,29 +51,70 @@ class Recovery:
             for flight in self._flights.accepted_by(address):
                 self._finish(flight, address.worker_id)
 
-    def recover(self, lost: LostWorker, *, is_certain: bool) -> None:
+    def recover(self, lost: Worker, *, is_certain: bool) -> None:
         """Continues the requests of a lost worker elsewhere. If the loss is not certain, each run is revoked first."""
         flights = self._flights.accepted_by(lost.card.address)
         for flight in flights:
-            if is_certain and lost.was_behind:  # the event with its first token may be among those missing
-                self._flights.mark_first_token_sent(flight)
-            self._lifecycle.recover(flight, lost.card, is_certain=is_certain)
+            self._lifecycle.recover(flight, lost, is_certain=is_certain)
         if not flights:
-            self._fleet.remove(lost.card, time.monotonic())
+            self._fleet.remove(lost.card)
 
-    def _apply_snapshot(self, snapshot: AppliedSnapshot, address: subjects.WorkerAddress) -> None:
+    def known_tokens(self, worker: Worker) -> dict[str, int]:
+        """Returns how many tokens are known of each request of this router that a worker has or may have."""
+        flights = self._flights.accepted_by(worker.card.address)
+        flights += [one for one in self._flights.unaccepted() if _is_sent_to(one, worker)]
+        return {flight.key: len(flight.completion) for flight in flights}
+
+    def _apply_tokens(self, entry: internal.Events, worker: Worker) -> None:
+        """Keeps the tokens of this router's requests."""
+        for started in entry.started:
+            if (flight := self._find(worker, started.id, started.attempt)) is not None:
+                self._flights.bind_stream(flight, worker.incarnation, started.stream_no)
+        streams = self._flights.streams_of(worker.incarnation)
+        if not streams:
+            return
+        for stream_no, token_id in zip(array("I", entry.stream_nos), array("I", entry.token_ids), strict=True):
+            if (flight := streams.get(stream_no)) is not None:
+                flight.completion.append(token_id, entry.seq)
+        for stream_no, logprobs in entry.logprobs.items():
+            if (flight := streams.get(stream_no)) is not None:
+                flight.completion.logprobs += logprobs
+        for first in entry.first_tokens:
+            if (flight := streams.get(first.stream_no)) is not None and flight.completion.first_token is None:
+                flight.completion.first_token = first
+
+    def _find(self, worker: Worker, key: str, attempt: int) -> Flight | None:
+        """Returns the request of this router that a worker says it runs, if that is its present attempt.
+
+        A worker that still runs an earlier one, because it was taken for lost, is told to stop."""
+        flight = self._flights.find(key)
+        if flight is None or flight.model != worker.card.model:
+            return None
+        if attempt < flight.attempt:
+            self._metrics.stale_attempts.inc()
+            self._attempts.move(flight, worker.card.address, attempt)
+        return flight if attempt == flight.attempt and _is_sent_to(flight, worker) else None
+
+    def _apply_snapshot(self, snapshot: AppliedSnapshot, worker: Worker) -> None:
         """Makes up for the events that were missed before the snapshot."""
-        worker = self._fleet.find(address)
-        assert worker is not None, address
+        address = worker.card.address
         self._metrics.snapshots.inc()
         self._log.info("snapshot_applied", worker_id=address.worker_id, running=len(snapshot.running))
+        for key, running in snapshot.running.items():
+            if (flight := self._find(worker, key, running.attempt)) is None:
+                continue
+            if flight.completion.restore(running, snapshot.seq):
+                self._flights.bind_stream(flight, worker.incarnation, running.stream_no)
+            else:
+                # It was placed there after the snapshot was asked for: another one will have its tokens.
+                self._flights.unbind_stream(flight)
+                self._fleet.mark_behind(worker.card)
         for flight in self._flights.accepted_by(address):
-            running = snapshot.running.get(flight.key)
-            if running is not None and running.first_token_sent:
-                self._flights.mark_first_token_sent(flight)
-            elif running is None and flight.accepted_at < snapshot.requested_at:
+            if flight.key in snapshot.running:
+                continue
+            if flight.accepted_at < snapshot.requested_at:
                 self._finish(flight, address.worker_id)
-            elif running is None:
+            else:
                 # Accepted after the snapshot, or before it and ended already: only another snapshot can tell.
                 self._fleet.mark_behind(worker.card)
 
@@ -71,3 +122,8 @@ class Recovery:
         flight.ended_by = worker_id
         if worker_id in (flight.worker_id, flight.awaiting_worker_id):
             self._lifecycle.finish(flight)
+
+
+def _is_sent_to(flight: Flight, worker: Worker) -> bool:
+    """Whether the present attempt was sent to that worker."""
+    return (flight.model, flight.attempt_worker_id) == worker.card.address

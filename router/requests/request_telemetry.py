@@ -60,6 +60,12 @@ class RequestTelemetry:
         flight.span = flight.span.start_child("reroute", attributes={tracing.WORKER_ID: worker_id})
         flight.waiting_since, flight.slow_wait = now, backoff.BackoffTimer(self.settings.slow_wait_s)
 
+    def forgotten(self, num_requests: int) -> None:
+        """Counts requests that can't survive their worker any more, since there is no memory for their prompts."""
+        if num_requests:
+            self._metrics.prompts_forgotten.inc(num_requests)
+            self._log.warning("prompts_forgotten", count=num_requests)
+
     @contextlib.contextmanager
     def tokenizing(self, flight: Flight) -> Iterator[None]:
         """Measures the block in which the prompt is tokenized."""

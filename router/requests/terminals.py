@@ -61,18 +61,23 @@ class TerminalPublisher:
         if error:
             self._metrics.request_errors.labels(error.code).inc()
         now = time.monotonic()
-        prompt_tokens = flight.num_prompt_tokens
+        prompt_tokens, completion_tokens = flight.num_prompt_tokens, len(flight.completion)
+        first = flight.completion.first_token
         total_ms = round((now - flight.received_at) * 1e3, 3)
         chunk = messages.Chunk(
             id=flight.request_id,
             attempt=flight.attempt,
+            offset=completion_tokens,
             finish_reason=reason,
             worker_id=None,
             model=flight.model,
             created=int(time.time()),
             error=codec.unset_if_none(error),
             usage=messages.Usage(
-                prompt_tokens=prompt_tokens, completion_tokens=0, total_tokens=prompt_tokens, cached_tokens=0
+                prompt_tokens=prompt_tokens,
+                completion_tokens=completion_tokens,
+                total_tokens=prompt_tokens + completion_tokens,
+                cached_tokens=first.cached_tokens if first else 0,
             ),
             timings=messages.Timings(queue_ms=total_ms, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=total_ms),
         )
@@ -98,6 +103,7 @@ class TerminalPublisher:
         chunk = messages.Chunk(
             id=flight.request_id,
             attempt=flight.attempt,
+            offset=len(flight.completion),
             worker_id=None,
             model=flight.model,
             created=int(time.time()),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tokenbus.protocol.wire import codec, internal, messages, subjects
+from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.requests.flight import Flight
@@ -48,7 +48,7 @@ def events(
     load: messages.Load = messages.Load(),  # noqa: B008
     state: messages.WorkerState = READY,
     started: tuple[str, ...] = (),
-    first_token_sent: tuple[str, ...] = (),
+    tokens: Sequence[tuple[int, int]] = (),
     finished: tuple[str, ...] = (),
     stored: tuple[internal.BlockRun, ...] = (),
     removed: tuple[int, ...] = (),
@@ -60,8 +60,12 @@ def events(
         seq=seq,
         load=load,
         state=state,
-        started=[internal.Started(id=key, prompt_tokens=1, overlap_blocks=0) for key in started],
-        first_token_sent=list(first_token_sent),
+        started=[
+            internal.Started(id=key, stream_no=number, attempt=1, prompt_tokens=1)
+            for number, key in enumerate(started, start=1)
+        ],
+        stream_nos=block_hash.pack_token_ids([stream_no for stream_no, _ in tokens]),
+        token_ids=block_hash.pack_token_ids([token_id for _, token_id in tokens]),
         finished=list(finished),
         stored=list(stored),
         removed=list(removed),
@@ -87,7 +91,6 @@ def part(
     number: int = 0,
     parts: int = 1,
     running: tuple[str, ...] = (),
-    first_token_sent: bool = False,
     runs: tuple[internal.BlockRun, ...] = (),
 ) -> internal.SnapshotPart:
     return internal.SnapshotPart(
@@ -97,7 +100,7 @@ def part(
         part=number,
         parts=parts,
         runs=list(runs),
-        running=[internal.RunningRequest(id=key, attempt=1, first_token_sent=first_token_sent) for key in running],
+        running=[internal.RunningRequest(id=key, attempt=1, first_token_sent=False) for key in running],
         load=messages.Load(),
     )
 
@@ -130,4 +133,4 @@ def expired(fleet: Fleet, now: float) -> list[str]:
 
 def forget_silent(fleet: Fleet, now: float) -> None:
     for lost in fleet.expire_leases(now):
-        fleet.remove(lost.card, now)
+        fleet.remove(lost.card)

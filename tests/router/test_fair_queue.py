@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tokenbus.router.requests.fair_queue import QUANTUM_TOKENS, FairQueue, QueuedRequest
+from tokenbus.router.requests.queueing.fair_queue import QUANTUM_TOKENS, FairQueue, QueuedRequest
 
 
 def waiting(
@@ -32,6 +32,17 @@ def test_requests_of_a_tenant_leave_in_order_of_arrival() -> None:
     assert (
         order(filled(waiting("x", arrived_at=2.0), waiting("y", arrived_at=1.0), waiting("z", arrived_at=3.0))) == "yxz"
     )
+
+
+def test_requests_that_have_begun_leave_first_and_count_against_no_limit() -> None:
+    queue = filled(waiting("x", tokens=100), max_requests=1, max_tokens=100)
+    for name in "bc":
+        queue.put_begun(waiting(name, "z", arrived_at=9.0, tokens=1_000))
+    assert (len(queue), "b" in queue) == (3, True)
+    assert queue.put(waiting("y", arrived_at=1.0)) == [waiting("y", arrived_at=1.0)]
+    queue.remove("b")
+    queue.check_integrity()
+    assert order(queue) == "cx"
 
 
 def test_one_step_of_priority_is_worth_one_second_of_waiting() -> None:

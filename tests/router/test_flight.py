@@ -12,13 +12,7 @@ from tokenbus.router.requests.flight import Flight, Flights
 def test_a_new_flight_is_not_accepted() -> None:
     new = flight("r1", tenant="acme inc")
     assert (new.request_id, new.tenant, new.key, new.model) == ("r1", "acme inc", "acme=20inc:r1", "demo")
-    assert (new.attempt, new.worker_id, new.ended_by, new.cancelled, new.first_token_sent) == (
-        0,
-        None,
-        None,
-        False,
-        False,
-    )
+    assert (new.attempt, new.worker_id, new.ended_by, new.cancelled, new.has_begun) == (0, None, None, False, False)
 
 
 def test_a_request_without_a_deadline_has_no_remaining_time() -> None:
@@ -116,7 +110,7 @@ def test_a_removed_flight_can_not_be_removed_again() -> None:
     flights.check_integrity()
 
 
-def test_the_bytes_of_prompts_are_bounded_and_freed_with_the_first_token() -> None:
+def test_the_bytes_of_unaccepted_prompts_are_bounded() -> None:
     flights = Flights(8, 100)
     one, two = flight("r1"), flight("r2")
     flights.add(one, 60)
@@ -125,11 +119,61 @@ def test_the_bytes_of_prompts_are_bounded_and_freed_with_the_first_token() -> No
     flights.add(two, 40)
     flights.set_prompt_ids(one, b"x" * 20)
     assert one.request.prompt is None
-    assert flights.has_room(40)
-    flights.mark_first_token_sent(one)
-    assert (one.prompt_ids, flights.has_room(60), flights.has_room(61)) == (None, True, False)
+    assert (flights.has_room(40), flights.has_room(41)) == (True, False)
+    flights.accept(one, "w1", 0.0)
+    assert (flights.has_room(60), flights.has_room(61)) == (True, False)
+    flights.reclaim(one)
+    assert (flights.has_room(40), flights.has_room(41)) == (True, False)
     flights.remove(two)
-    assert flights.has_room(100)
+    assert flights.has_room(80)
+    flights.check_integrity()
+
+
+def begun(flights: Flights, name: str, prompt_tokens: int, stream_no: int) -> Flight:
+    """Returns a flight that a worker streams."""
+    one = flight(name)
+    flights.add(one, 0)
+    flights.set_prompt_ids(one, bytes(4 * prompt_tokens))
+    flights.start_attempt(one, "w1")
+    flights.bind_stream(one, "demo w1 100-a", stream_no)
+    flights.accept(one, "w1", 0.0)
+    return one
+
+
+def test_the_largest_accepted_requests_lose_their_prompts_when_all_together_take_too_much() -> None:
+    flights = Flights(8, 400)
+    small, grown, large = (begun(flights, name, size, size) for name, size in (("a", 10), ("b", 20), ("c", 60)))
+    assert (flights.trim(), large.prompt_ids) == (0, bytes(240))
+    grown.completion.token_ids.extend(range(30))
+    assert flights.trim() == 1
+    assert (large.prompt_ids, large.stream, small.prompt_ids, grown.prompt_ids) == (None, None, bytes(40), bytes(80))
+    flights.check_integrity()
+    grown.completion.token_ids.extend(range(80))
+    assert flights.trim() == 1
+    assert (grown.prompt_ids, len(grown.completion)) == (None, 0)
+    flights.check_integrity()
+
+
+def test_a_stream_is_found_by_its_number_until_another_attempt_or_the_end() -> None:
+    flights = Flights(8, 400)
+    one, two = begun(flights, "a", 1, 7), begun(flights, "b", 1, 8)
+    assert flights.streams_of("demo w1 100-a") == {7: one, 8: two}
+    assert flights.streams_of("demo w1 101-a") == {}
+    flights.reclaim(one)
+    assert flights.streams_of("demo w1 100-a")[7] is one
+    flights.start_attempt(one, "w2")
+    assert flights.streams_of("demo w1 100-a") == {8: two}
+    flights.remove(two)
+    assert flights.streams_of("demo w1 100-a") == {}
+    flights.check_integrity()
+
+
+def test_a_worker_that_gives_two_requests_one_number_is_believed_only_the_second() -> None:
+    flights = Flights(8, 400)
+    one, two = begun(flights, "a", 1, 7), begun(flights, "b", 1, 7)
+    assert flights.streams_of("demo w1 100-a") == {7: two}
+    assert one.stream is None
+    flights.remove(one)
     flights.check_integrity()
 
 
@@ -179,9 +223,20 @@ class FlightsHistory(RuleBasedStateMachine):
         if one.worker_id is not None:
             self.flights.reclaim(one)
 
+    @rule(one=open_flights, stream_no=st.integers(0, 2), incarnation=st.sampled_from("AB"))
+    def stream(self, one: Flight, stream_no: int, incarnation: str) -> None:
+        if one.prompt_ids is None:
+            self.flights.set_prompt_ids(one, b"1234")
+        self.flights.bind_stream(one, incarnation, stream_no)
+        one.completion.token_ids.append(1)
+
     @rule(one=open_flights)
-    def send_first_token(self, one: Flight) -> None:
-        self.flights.mark_first_token_sent(one)
+    def dispatch(self, one: Flight) -> None:
+        self.flights.start_attempt(one, "w1")
+
+    @rule()
+    def trim(self) -> None:
+        self.flights.trim()
 
     @rule(one=consumes(open_flights))
     def end(self, one: Flight) -> None:

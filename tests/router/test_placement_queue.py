@@ -13,7 +13,7 @@ from tokenbus.router.placement.placement import NoWorker, Placement
 from tokenbus.router.placement.policies import View, make_policies
 from tokenbus.router.placement.worker_table import Floats
 from tokenbus.router.requests.flight import Flight
-from tokenbus.router.requests.placement_queue import PlacementQueue, PolicySettings, QueueSettings
+from tokenbus.router.requests.queueing.placement_queue import PlacementQueue, PolicySettings, QueueSettings
 
 FULL = messages.Load(running=9)
 """A worker that runs 8 requests gets one more, and no further ones."""
@@ -98,6 +98,29 @@ async def test_a_new_request_does_not_overtake_waiting_ones() -> None:
     await settle()
     assert not second.done()
     second.cancel()
+
+
+async def test_a_request_that_has_begun_overtakes_all_others_but_waits_for_capacity_too() -> None:
+    testbed = Testbed()
+    waiting = testbed.place("a")
+    await settle()
+    lost = flight("b", received_at=asyncio.get_running_loop().time())
+    lost.first_accepted_at = 0.0
+    begun = testbed.place_flight(lost)
+    await settle()
+    assert len(testbed.queue) == 2
+    testbed.report(messages.Load(running=8))
+    assert isinstance(await begun, Placement)
+    assert not waiting.done()
+    waiting.cancel()
+
+
+@pytest.mark.parametrize(("hash_scheme", "kind"), [("xxh3-64:0", Placement), ("xxh3-64:1", NoWorker)])
+async def test_a_completion_goes_on_only_where_its_tokens_mean_the_same(hash_scheme: str, kind: type) -> None:
+    testbed = Testbed(load=messages.Load())
+    lost = flight("b", received_at=asyncio.get_running_loop().time())
+    lost.first_accepted_at, lost.hash_scheme = 0.0, hash_scheme
+    assert isinstance(await testbed.place_flight(lost), kind)
 
 
 async def test_a_policy_that_raises_only_ends_the_request_that_named_it() -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.router.requests.rate_limiter import MAX_TENANTS, RateLimiter, TenantLimits, Throttled
+from tokenbus.router.requests.queueing.rate_limiter import MAX_TENANTS, RateLimiter, TenantLimits, Throttled
 
 
 def test_without_limits_nothing_is_throttled_or_stored() -> None:

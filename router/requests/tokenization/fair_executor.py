@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from tokenbus.protocol.process import memory
-from tokenbus.router.requests.fair_queue import FairQueue, QueuedRequest
+from tokenbus.router.requests.queueing.fair_queue import FairQueue, QueuedRequest
 
 ResultT = TypeVar("ResultT")
 

@@ -17,7 +17,7 @@ from tokenbus.protocol.prompt import prompt
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, errors, internal, limits, subjects
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.registry import MAX_WORKERS, incarnation_key
+from tokenbus.router.fleet.registry import MAX_WORKERS
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.requests.tokenization.fair_executor import FairExecutor
 
@@ -72,7 +72,7 @@ class TokenizerCache:
             if key in self._tokenizers:
                 self._tokenizers.move_to_end(key)
                 return self._tokenizers[key]
-            if self._broken.get(incarnation_key(worker.card.address, worker.card.epoch), time.monotonic()) is not None:
+            if self._broken.get(worker.incarnation, time.monotonic()) is not None:
                 continue
             # Shielded: a request that gives up must not end the fetch, for which others may be waiting.
             tokenizer = await asyncio.shield(self._start_fetch(worker, key))
@@ -92,7 +92,7 @@ class TokenizerCache:
             builder = await asyncio.to_thread(_build, parts, key.digest)
         except ValueError as error:
             self._log.error("tokenizer_refused", worker_id=worker.card.worker_id, error=str(error))
-            self._broken.put(incarnation_key(worker.card.address, worker.card.epoch), True, time.monotonic())
+            self._broken.put(worker.incarnation, True, time.monotonic())
             return None
         except (OSError, OutboundBufferLimitError, errors.RequestError) as error:  # OSError includes TimeoutError
             self._log.warning("tokenizer_not_fetched", worker_id=worker.card.worker_id, error=str(error))

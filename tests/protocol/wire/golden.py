@@ -358,6 +358,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
                     attempt=1,
                     first_token_sent=True,
                     stream_no=7,
+                    num_tokens=5,
                     token_ids=block_hash.pack_token_ids([11, 13]),
                     logprobs=b"\x00\xff",
                     first_token=FIRST_TOKEN,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.router.builders import events, part
-from tokenbus.protocol.wire import internal
+from tokenbus.protocol.wire import codec, internal
 from tokenbus.router.fleet.event_log import MAX_BUFFERED, EventLog
 
 
@@ -26,6 +26,46 @@ def test_a_log_that_is_followed_from_its_first_event_needs_no_snapshot() -> None
     assert [seqs(log.receive(events(seq=number))) for number in range(3)] == [[0], [1], [2]]
     assert not log.is_behind
     assert not log.request_snapshot(0.0, 1.0)
+
+
+def test_an_entry_is_sealed_by_its_seal_or_by_the_next_entry_and_never_unsealed() -> None:
+    log = live_at(2)
+    assert log.sealed_seq == 1
+    log.seal(2)
+    assert log.sealed_seq == 2
+    log.seal(1)
+    assert log.sealed_seq == 2
+    log.seal(9)  # nothing is known of that entry
+    assert log.sealed_seq == 2
+    log.receive(events(seq=3))
+    assert log.sealed_seq == 2
+
+
+@pytest.mark.parametrize(("later", "sealed_seq"), [((), 5), ((6,), 5), ((6, 7), 6)])
+def test_a_snapshot_seals_the_entry_before_it(later: tuple[int, ...], sealed_seq: int) -> None:
+    log = EventLog()
+    log.request_snapshot(0.0, 1.0)
+    for seq in later:
+        log.receive(events(seq=seq))
+    assert log.receive_part(part(seq=5)) is not None
+    assert log.sealed_seq == sealed_seq
+
+
+def test_the_tokens_of_a_request_may_come_in_several_parts() -> None:
+    log = EventLog()
+    log.request_snapshot(0.0, 1.0)
+    pieces = [
+        internal.RunningRequest(
+            id="a", attempt=1, first_token_sent=True, num_tokens=4, token_ids=data, logprobs=data[:1]
+        )
+        for data in (b"aaaabbbb", b"ccccdddd")
+    ]
+    parts = [codec.replace(part(seq=5, number=at, parts=2), running=[piece]) for at, piece in enumerate(pieces)]
+    assert log.receive_part(parts[1]) is None
+    whole = log.receive_part(parts[0])
+    assert whole is not None
+    assert (whole.running["a"].token_ids, whole.running["a"].logprobs) == (b"aaaabbbbccccdddd", b"ac")
+    assert whole.seq == 5
 
 
 def test_a_router_that_joins_late_waits_for_a_snapshot() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.router.builders import DRAINING, LOAD_OF_3, at, card, events, expired, fleet_of, known, named, part
-from tokenbus.protocol.wire import messages
+from tokenbus.protocol.wire import internal, messages
 from tokenbus.router.fleet.updates import FleetUpdate
 
 
@@ -11,13 +11,15 @@ def test_events_of_an_unknown_worker_or_incarnation_ask_for_a_discovery() -> Non
     fleet = fleet_of(card())
     assert fleet.apply_events("demo", events("w2"), 0.0) is None
     assert fleet.apply_events("demo", events(epoch="101-a"), 0.0) is None
-    assert fleet.apply_events("demo", events(), 0.0) == FleetUpdate()
+    update = fleet.apply_events("demo", events(), 0.0)
+    assert update is not None
+    assert update.worker is known(fleet)
 
 
-def test_events_report_first_tokens_and_finished_requests() -> None:
+def test_events_are_passed_on_with_the_requests_that_have_finished() -> None:
     fleet = fleet_of(card())
-    update = fleet.apply_events("demo", events(first_token_sent=("a", "b"), finished=("c",)), 0.0)
-    assert update == FleetUpdate(first_token_sent=("a", "b"), finished=("c",))
+    said = events(tokens=[(1, 7), (2, 9)], finished=("c",))
+    assert fleet.apply_events("demo", said, 0.0) == FleetUpdate(known(fleet), (said,), ("c",))
 
 
 def test_events_set_load_and_state() -> None:
@@ -30,7 +32,7 @@ def test_events_set_load_and_state() -> None:
 def test_old_events_are_ignored_and_do_not_renew_the_lease(seq: int) -> None:
     fleet = fleet_of(card())
     fleet.apply_events("demo", events(seq=5), 0.0)
-    update = fleet.apply_events("demo", events(seq=seq, load=LOAD_OF_3, first_token_sent=("a",), finished=("b",)), 1.5)
+    update = fleet.apply_events("demo", events(seq=seq, load=LOAD_OF_3, tokens=[(1, 7)], finished=("b",)), 1.5)
     assert update == FleetUpdate()
     assert known(fleet).load == messages.Load()
     assert expired(fleet, 2.0) == ["w1"]
@@ -67,7 +69,9 @@ def test_a_snapshot_closes_the_gap_and_then_the_events_after_it_are_applied() ->
     assert update.snapshot is not None
     assert (set(update.snapshot.running), update.snapshot.requested_at) == ({"c"}, 1.0)
     assert fleet.snapshots_due(9.0, 1.0) == []
-    assert fleet.apply_events("demo", events(seq=9, finished=("d",)), 2.0) == FleetUpdate(finished=("d",))
+    assert [one.seq for one in update.entries] == [8]
+    last = events(seq=9, finished=("d",))
+    assert fleet.apply_events("demo", last, 2.0) == FleetUpdate(known(fleet), (last,), ("d",))
 
 
 def test_load_and_state_are_taken_over_even_behind_a_gap() -> None:
@@ -76,15 +80,28 @@ def test_load_and_state_are_taken_over_even_behind_a_gap() -> None:
     assert known(fleet).num_requests == 3
 
 
-def test_first_tokens_and_ends_are_reported_once_and_at_once_even_behind_a_gap() -> None:
+def test_ends_are_reported_once_and_at_once_but_tokens_only_when_the_gap_before_them_is_closed() -> None:
     fleet = fleet_of(card())
     fleet.snapshots_due(0.0, 1.0)
-    said = events(seq=7, started=("a", "b"), first_token_sent=("a",), finished=("b",))
-    assert fleet.apply_events("demo", said, 0.0) == FleetUpdate(first_token_sent=("a",), finished=("b",))
+    said = events(seq=7, started=("a", "b"), tokens=[(1, 7)], finished=("b",))
+    assert fleet.apply_events("demo", said, 0.0) == FleetUpdate(known(fleet), (), ("b",))
     assert fleet.apply_events("demo", said, 0.0) == FleetUpdate()
     update = fleet.apply_snapshot_part("demo", part(seq=6, running=("b",)), 0.0)
-    assert (update.first_token_sent, update.finished) == ((), ())
+    assert (update.entries, update.finished) == ((said,), ())
     assert known(fleet).running == {"a"}
+
+
+def test_a_seal_counts_for_the_incarnation_that_it_names_even_if_that_is_over() -> None:
+    fleet = fleet_of(card(epoch="100-a"))
+    fleet.apply_events("demo", events(epoch="100-a", seq=0), 0.0)
+    earlier = known(fleet)
+    fleet.apply_seal(at("w1"), internal.Seal(epoch="99-z", seq=0), 0.0)
+    assert earlier.log.sealed_seq == -1
+    fleet.apply_card(card(epoch="101-a"), 0.0)
+    fleet.apply_events("demo", events(epoch="101-a", seq=0), 0.0)
+    fleet.apply_seal(at("w1"), internal.Seal(epoch="100-a", seq=0), 1.0)
+    fleet.apply_seal(at("w2"), internal.Seal(epoch="101-a", seq=0), 1.0)
+    assert (earlier.log.sealed_seq, known(fleet).log.sealed_seq) == (0, -1)
 
 
 def test_after_a_disconnect_of_the_router_every_worker_is_asked_for_a_snapshot() -> None:
@@ -94,16 +111,6 @@ def test_after_a_disconnect_of_the_router_every_worker_is_asked_for_a_snapshot()
     assert fleet.snapshots_due(0.0, 1.0) == []
     fleet.mark_all_behind()
     assert named(fleet.snapshots_due(0.0, 1.0)) == ["w1", "w2"]
-
-
-def test_an_incarnation_that_ended_behind_a_gap_is_remembered_as_behind() -> None:
-    fleet = fleet_of(card(epoch="100-a"))
-    fleet.apply_events("demo", events(epoch="100-a", seq=0), 0.0)
-    assert not fleet.was_behind(card(epoch="100-a"), 0.0)
-    fleet.apply_events("demo", events(epoch="100-a", seq=2), 0.0)
-    assert fleet.was_behind(card(epoch="100-a"), 0.0)
-    fleet.apply_card(card(epoch="101-a"), 0.0)
-    assert fleet.was_behind(card(epoch="100-a"), 0.0)
 
 
 def test_events_count_only_for_the_workers_own_model() -> None:

@@ -69,7 +69,7 @@ def test_a_worker_whose_lease_is_renewed_after_it_expired_keeps_its_load() -> No
     assert fleet.is_lost(card())
     assert candidates(fleet, 2.0) == []
     fleet.renew_lease(card(), 2.1)
-    fleet.remove(card(), 2.1)
+    fleet.remove(card())
     assert not fleet.is_lost(card())
     assert candidates(fleet, 2.2) == ["w1"]
     assert known(fleet).num_requests == 3
@@ -89,7 +89,7 @@ def test_a_worker_silent_for_two_seconds_is_lost(silent_s: float, lost: list[str
     assert expired(fleet, silent_s) == lost
     assert expired(fleet, silent_s) == []
     for name in ("w1", "w2"):
-        fleet.remove(card(name), silent_s)
+        fleet.remove(card(name))
     assert (fleet.find(at("w1")) is None) == bool(lost)
     assert fleet.find(at("w2")) is not None
 

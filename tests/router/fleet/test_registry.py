@@ -16,9 +16,10 @@ from tests.router.builders import (
     known,
     named,
 )
+from tokenbus.protocol.wire import messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.registry import MAX_WORKERS
-from tokenbus.router.fleet.updates import FleetUpdate, LostWorker
+from tokenbus.router.fleet.updates import FleetUpdate
 from tokenbus.router.placement.placement import PlacementRequest
 
 
@@ -71,12 +72,57 @@ def test_a_later_incarnation_takes_over_at_once_and_the_streams_of_the_earlier_o
     fleet = fleet_of(card(epoch="100-b"))
     fleet.apply_events("demo", events(epoch="100-b", seq=0, load=LOAD_OF_3), 0.0)
     fleet.book(at("w1"), PlacementRequest("a", 1), 0.0)
-    assert fleet.apply_card(card(epoch="101-a"), 0.0) == FleetUpdate(
-        lost=LostWorker(card(epoch="100-b"), was_behind=False)
-    )
+    earlier = known(fleet)
+    assert fleet.apply_card(card(epoch="101-a"), 0.0) == FleetUpdate(lost=earlier)
     assert known(fleet).num_requests == 0
-    assert fleet.apply_events("demo", events(epoch="100-b", seq=10), 0.0) is None
-    assert fleet.apply_events("demo", events(epoch="101-a", seq=0), 0.0) == FleetUpdate()
+    assert fleet.apply_events("demo", events(epoch="99-a", seq=10), 0.0) is None
+    assert fleet.apply_events("demo", events(epoch="101-a", seq=0), 0.0) is not None
+    assert known(fleet).log.seq == 0
+
+
+def test_what_a_superseded_incarnation_has_sent_counts_for_two_seconds_but_not_as_load() -> None:
+    fleet = fleet_of(card(epoch="100-b"))
+    fleet.apply_events("demo", events(epoch="100-b", seq=0, started=("a",)), 0.0)
+    fleet.apply_card(card(epoch="101-a"), 1.0)
+    late = events(epoch="100-b", seq=1, load=LOAD_OF_3, tokens=[(1, 7)], finished=("a",))
+    update = fleet.apply_events("demo", late, 2.9)
+    assert update is not None
+    assert (update.entries, update.finished) == ((late,), ("a",))
+    assert update.worker is not known(fleet)
+    assert known(fleet).num_requests == 0
+    assert fleet.apply_events("demo", events(epoch="100-b", seq=2), 3.0) is None
+
+
+@pytest.mark.parametrize(
+    ("previous", "last_seq", "settled_at"),
+    [
+        (None, None, 1.5),
+        (messages.PreviousEpoch(epoch="100-b", seq=7), 7, 3.0),
+        (messages.PreviousEpoch(epoch="99-a", seq=7), None, 1.5),
+    ],
+)
+def test_a_frontend_that_fenced_itself_says_what_may_still_come_of_its_epoch(
+    previous: messages.PreviousEpoch | None, last_seq: int | None, settled_at: float
+) -> None:
+    fleet = fleet_of(card(epoch="100-b"))
+    lost = fleet.apply_card(card(epoch="101-a", previous=previous), 1.0).lost
+    assert lost is not None
+    assert (lost.last_seq, lost.settled_at) == (last_seq, settled_at)
+
+
+@pytest.mark.parametrize(
+    ("seqs", "last_seq", "is_whole"),
+    [((), None, False), ((0,), None, True), ((0, 2), None, False), ((0, 1), 1, True), ((0, 1), 2, False)],
+)
+def test_a_log_is_whole_without_a_gap_up_to_the_last_entry_that_can_come(
+    seqs: tuple[int, ...], last_seq: int | None, is_whole: bool
+) -> None:
+    fleet = fleet_of(card())
+    for seq in seqs:
+        fleet.apply_events("demo", events(seq=seq), 0.0)
+    worker = known(fleet)
+    worker.last_seq = last_seq
+    assert worker.log_is_whole is is_whole
 
 
 @pytest.mark.parametrize(
@@ -84,8 +130,9 @@ def test_a_later_incarnation_takes_over_at_once_and_the_streams_of_the_earlier_o
     [("99-z", "100-a"), ("100-a", "100-b"), ("999-a", "1000-a"), ("no number", "1-a"), ("", "1-a")],
 )
 def test_incarnations_are_ordered_by_their_start_time_and_then_by_their_random_part(earlier: str, later: str) -> None:
-    update = fleet_of(card(epoch=earlier)).apply_card(card(epoch=later), 0.0)
-    assert update == FleetUpdate(lost=LostWorker(card(epoch=earlier), was_behind=True))
+    lost = fleet_of(card(epoch=earlier)).apply_card(card(epoch=later), 0.0).lost
+    assert lost is not None
+    assert (lost.card, lost.log.is_behind) == (card(epoch=earlier), True)
     assert fleet_of(card(epoch=later)).apply_card(card(epoch=earlier), 0.0) == FleetUpdate()
 
 

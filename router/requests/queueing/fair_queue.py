@@ -5,7 +5,9 @@ own requests, so a tenant with many or large requests only delays itself. Within
 arrival, where each step of priority counts as `priority_s` seconds of waiting. A request can therefore be overtaken
 only by those that arrive a bounded time after it.
 
-When the queue overflows, the tenant with the most queued tokens loses its last request."""
+When the queue overflows, the tenant with the most queued tokens loses its last request.
+
+Requests whose stream has begun and lost its worker come before all others, and count against no limit and no tenant."""
 
 import bisect
 from collections import deque
@@ -69,6 +71,7 @@ class FairQueue:
         """Tenants in the order in which they are served; the current one is first."""
         self._positions: dict[str, tuple[str, _Position]] = {}
         """Tenant and position of each request, by its key."""
+        self._begun: deque[QueuedRequest] = deque()
         self._count = 0
         self._tokens = 0
         self._left = DecayingRate()
@@ -77,10 +80,10 @@ class FairQueue:
         return f"<FairQueue of {len(self)} requests, {self._tokens} tokens, {len(self._tenants)} tenants>"
 
     def __len__(self) -> int:
-        return len(self._positions)
+        return len(self._begun) + len(self._positions)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._positions
+        return key in self._positions or any(request.key == key for request in self._begun)
 
     def set_limits(self, max_requests: int, max_tokens: int) -> None:
         """Changes the limits; what exceeds them is evicted by the next `put`."""
@@ -98,13 +101,19 @@ class FairQueue:
         self._positions[request.key] = request.tenant, position
         self._tokens += request.tokens
         evicted = []
-        while len(self) > self._max_requests or self._tokens > self._max_tokens:
+        while len(self._positions) > self._max_requests or self._tokens > self._max_tokens:
             largest = max(self._tenants.values(), key=lambda tenant: tenant.tokens)
             evicted.append(self.remove(largest.requests[largest.positions[-1]].key))
         return evicted
 
+    def put_begun(self, request: QueuedRequest) -> None:
+        """Adds a request whose stream has begun, behind others of its kind and before all others."""
+        self._begun.append(request)
+
     def pop(self, now: float) -> QueuedRequest:
         """Removes and returns the next request. The queue must not be empty."""
+        if self._begun:
+            return self._begun.popleft()
         while True:
             tenant = self._tenants[self._round[0]]
             request = tenant.requests[tenant.positions[0]]
@@ -119,6 +128,10 @@ class FairQueue:
 
     def remove(self, key: str) -> QueuedRequest:
         """Removes and returns a request, wherever it stands."""
+        if key not in self._positions:
+            request = next(request for request in self._begun if request.key == key)
+            self._begun.remove(request)
+            return request
         name, position = self._positions.pop(key)
         tenant = self._tenants[name]
         request = tenant.remove(position)
@@ -137,11 +150,11 @@ class FairQueue:
 
     def check_integrity(self) -> None:
         assert sorted(self._round) == sorted(self._tenants)
-        assert len(self) <= self._max_requests
+        assert len(self._positions) <= self._max_requests
         assert self._tokens == sum(tenant.tokens for tenant in self._tenants.values()) <= self._max_tokens
         for name, tenant in self._tenants.items():
             assert tenant.positions == sorted(tenant.requests), name
             assert tenant.positions, name
             assert tenant.tokens == sum(request.tokens for request in tenant.requests.values())
             assert all(self._positions[request.key] == (name, at) for at, request in tenant.requests.items())
-        assert sum(len(tenant.positions) for tenant in self._tenants.values()) == len(self)
+        assert sum(len(tenant.positions) for tenant in self._tenants.values()) == len(self._positions)

@@ -14,8 +14,8 @@ from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement.placement import Capacity, NoWorker, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import Policy
-from tokenbus.router.requests.fair_queue import FairQueue, QueuedRequest
 from tokenbus.router.requests.flight import Flight
+from tokenbus.router.requests.queueing.fair_queue import FairQueue, QueuedRequest
 
 _NO_ROUTING = messages.RoutingOptions()
 _DEFAULT_MAX_TOKENS = 256
@@ -102,6 +102,8 @@ class PlacementQueue:
             return Placement(owner, self._policy.default_policy)
         is_pinned = flight.request.routing is not None and bool(flight.request.routing.worker_id)
         must_wait = flight.model in self._queues or self._fleet.capacity(flight.model, now) is Capacity.BUSY
+        if flight.has_begun:  # it waits for capacity, but behind nobody
+            must_wait = self._fleet.capacity(flight.model, now) is Capacity.BUSY
         if is_pinned or excluded or not must_wait:
             return self._place_now(flight, excluded, now)
         return await self._wait(flight, now)
@@ -141,7 +143,9 @@ class PlacementQueue:
         queue, request = self._queues[flight.model], flight.request
         tokens = flight.num_prompt_tokens + min(request.max_tokens or _DEFAULT_MAX_TOKENS, _LARGEST_MAX_TOKENS)
         queued = QueuedRequest(flight.key, flight.tenant, flight.received_at, tokens, request.priority or 0)
-        for evicted in queue.put(queued):
+        if flight.has_begun:
+            queue.put_begun(queued)
+        for evicted in () if flight.has_begun else queue.put(queued):
             error = errors.make_error(errors.Code.OVERLOADED, retry_after_ms=round(queue.retry_after_ms(now), 1))
             self._waiters.pop(evicted.key).outcome.set_result(error)
         self.place_waiting(now)
@@ -172,7 +176,13 @@ class PlacementQueue:
         began = time.perf_counter()
         routing = flight.request.routing or _NO_ROUTING
         policy = self._policy.policies[routing.policy or self._policy.default_policy]
-        options = PlacementOptions(routing.worker_id or None, excluded, self._policy.temperature, bool(routing.explain))
+        options = PlacementOptions(
+            routing.worker_id or None,
+            excluded,
+            self._policy.temperature,
+            bool(routing.explain),
+            flight.hash_scheme if flight.has_begun else "",
+        )
         prompt = self._prompt(flight)
         hashed = time.perf_counter()
         placement = self._fleet.place(flight.model, prompt, policy, self._policy.rng, now, options)
@@ -191,7 +201,10 @@ class PlacementQueue:
         assert flight.prompt_ids is not None, flight
         scheme, request = self._fleet.hash_scheme_of(flight.model), flight.request
         session = f"{flight.tenant} {request.session_id}" if request.session_id else ""
+        num_tokens = flight.num_prompt_tokens + len(flight.completion)
         if scheme is None or request.cache_prompt is False:
-            return PlacementRequest(flight.key, flight.num_prompt_tokens, session=session)
-        hashes = scheme.hashes(flight.prompt_ids, flight.tenant, request.cache_salt or "")
-        return PlacementRequest(flight.key, flight.num_prompt_tokens, hashes, session)
+            return PlacementRequest(flight.key, num_tokens, session=session)
+        # whoever continues a completion computes it like a prompt, unless its blocks are cached
+        token_ids = flight.prompt_ids + flight.completion.token_ids.tobytes()
+        hashes = scheme.hashes(token_ids, flight.tenant, request.cache_salt or "")
+        return PlacementRequest(flight.key, num_tokens, hashes, session)

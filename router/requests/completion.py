@@ -1,0 +1,81 @@
+"""The part of a completion that a router knows from its worker's event log, enough to continue it elsewhere; pure."""
+
+from array import array
+
+from tokenbus.protocol.wire import internal
+
+MAX_LOSSES = 3
+"""A completion that has lost this many workers in a row is taken to be the reason."""
+LOSS_WINDOW_TOKENS = 32
+"""Losses with fewer tokens than this between them count together: one token from each worker is no progress."""
+
+
+class Completion:
+    """The sampled tokens of one request, over all its attempts."""
+
+    def __init__(self) -> None:
+        self.token_ids = array("I")
+        self.logprobs = b""
+        """Packed by workers, for requests that ask for them."""
+        self.first_token: internal.FirstToken | None = None
+        """The first worker's account of its first token."""
+        self.last_seq = -1
+        """The entry of the present worker's event log that holds its last tokens; -1 if it has said none."""
+        self._losses: list[int] = []
+        """The number of tokens at each death of its worker."""
+
+    def __repr__(self) -> str:
+        return f"<Completion {len(self.token_ids)} tokens, {len(self._losses)} losses>"
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return 4 * len(self.token_ids) + len(self.logprobs)
+
+    def start_attempt(self) -> None:
+        """Another worker is to continue it."""
+        self.last_seq = -1
+
+    def append(self, token_id: int, seq: int) -> None:
+        """Adds a token from an entry of the present worker's event log."""
+        self.token_ids.append(token_id)
+        self.last_seq = seq
+
+    def restore(self, running: internal.RunningRequest, seq: int) -> bool:
+        """Adds the tokens that a snapshot taken after entry `seq` holds behind those that are known.
+
+        Returns False if some are in neither, because the snapshot was asked for by somebody who knew more."""
+        num_given, rest = divmod(len(running.token_ids), 4)
+        num_known = len(self.token_ids) - (running.num_tokens - num_given)
+        if rest or num_known < 0:
+            return False
+        if num_known >= num_given:
+            return num_known == num_given
+        self.token_ids.frombytes(running.token_ids[4 * num_known :])
+        self.logprobs += running.logprobs[num_known * (len(running.logprobs) // num_given) :]
+        self.first_token = self.first_token or running.first_token
+        self.last_seq = seq
+        return True
+
+    def add_loss(self) -> bool:
+        """Counts the death of its worker; returns whether the completion is to be blamed for it."""
+        self._losses.append(len(self.token_ids))
+        recent = [at for at in self._losses if len(self.token_ids) - at < LOSS_WINDOW_TOKENS]
+        return len(recent) >= MAX_LOSSES
+
+    def resume_from(self, elapsed_ms: float) -> internal.RunResume | None:
+        """Returns what the next worker has to know; None before the first token. `elapsed_ms` is since its accept."""
+        if not self.token_ids:
+            return None
+        first = self.first_token
+        return internal.RunResume(
+            token_ids=self.token_ids.tobytes(),
+            logprobs=self.logprobs,
+            cached_tokens=first.cached_tokens if first else 0,
+            queue_ms=first.queue_ms if first else 0.0,
+            prefill_ms=first.prefill_ms if first else 0.0,
+            elapsed_ms=elapsed_ms,
+        )

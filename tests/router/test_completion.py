@@ -1,0 +1,98 @@
+"""A router's knowledge of a completion, from the entries and the snapshots of its workers."""
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenbus.protocol.wire import block_hash, internal
+from tokenbus.router.requests.completion import LOSS_WINDOW_TOKENS, MAX_LOSSES, Completion
+
+FIRST = internal.FirstToken(stream_no=7, cached_tokens=3, queue_ms=1.0, prefill_ms=2.0)
+
+
+def of(*token_ids: int) -> Completion:
+    completion = Completion()
+    for token_id in token_ids:
+        completion.append(token_id, seq=0)
+    return completion
+
+
+def running(num_tokens: int, *token_ids: int, logprobs: bytes = b"") -> internal.RunningRequest:
+    return internal.RunningRequest(
+        id="default:r1",
+        attempt=1,
+        stream_no=7,
+        first_token_sent=True,
+        num_tokens=num_tokens,
+        token_ids=block_hash.pack_token_ids(token_ids),
+        logprobs=logprobs,
+        first_token=FIRST,
+    )
+
+
+def test_a_completion_without_tokens_is_not_resumed() -> None:
+    assert Completion().resume_from(5.0) is None
+
+
+def test_the_next_worker_gets_every_token_and_the_account_of_the_first() -> None:
+    completion = of(11, 12)
+    completion.first_token, completion.logprobs = FIRST, b"ab"
+    assert completion.resume_from(5.0) == internal.RunResume(
+        token_ids=block_hash.pack_token_ids([11, 12]),
+        logprobs=b"ab",
+        cached_tokens=3,
+        queue_ms=1.0,
+        prefill_ms=2.0,
+        elapsed_ms=5.0,
+    )
+
+
+def test_the_last_entry_with_tokens_is_that_of_the_present_worker() -> None:
+    completion = Completion()
+    completion.append(11, seq=5)
+    assert completion.last_seq == 5
+    completion.start_attempt()
+    assert completion.last_seq == -1
+
+
+@given(
+    tokens=st.lists(st.integers(0, 2**32 - 1), max_size=12),
+    known=st.integers(0, 12),
+    asked=st.integers(0, 12),
+)
+def test_a_snapshot_adds_exactly_what_is_missing_or_is_of_no_use(tokens: list[int], known: int, asked: int) -> None:
+    """`asked` tokens were known when the snapshot was requested, which may be another number now."""
+    completion = of(*tokens[:known])
+    given = tokens[asked:]
+    logprobs = bytes(token_id % 251 for token_id in given)
+    completion.logprobs = bytes(token_id % 251 for token_id in tokens[:known])
+    is_whole = completion.restore(running(len(tokens), *given, logprobs=logprobs), seq=9)
+    has_a_hole = min(known, len(tokens)) < len(tokens) - len(given)
+    assert is_whole is not has_a_hole
+    if is_whole:
+        assert completion.token_ids == array("I", tokens)
+        assert completion.logprobs == bytes(token_id % 251 for token_id in tokens)
+    else:
+        assert completion.token_ids == array("I", tokens[:known])
+
+
+@pytest.mark.parametrize("claim", [running(1), running(0, 11), running(5, 11, 12)])
+def test_a_snapshot_that_contradicts_what_is_known_changes_nothing(claim: internal.RunningRequest) -> None:
+    completion = of(21, 22)
+    assert not completion.restore(claim, seq=9)
+    assert completion.token_ids == array("I", [21, 22])
+
+
+def test_three_deaths_without_progress_are_blamed_on_the_request() -> None:
+    completion = of(1, 2)
+    assert [completion.add_loss() for _ in range(MAX_LOSSES)] == [False] * (MAX_LOSSES - 1) + [True]
+
+
+def test_deaths_with_enough_tokens_between_them_are_not() -> None:
+    completion = Completion()
+    for _ in range(5 * MAX_LOSSES):
+        assert not completion.add_loss()
+        for token_id in range(LOSS_WINDOW_TOKENS // (MAX_LOSSES - 1)):
+            completion.append(token_id, seq=0)
