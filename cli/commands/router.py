@@ -56,6 +56,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="tokens that these may have in all, prompts and completions together (%(default)s)",
     )
     parser.add_argument(
+        "--patience-s",
+        type=arguments.at_least(0),
+        default=60,
+        help="seconds that a request which has lost its worker waits for another to continue it (%(default)s)",
+    )
+    parser.add_argument(
         "--max-request-bytes", type=arguments.at_least(0), default=0, help="largest request; 0: half the broker's limit"
     )
     parser.add_argument(
@@ -79,6 +85,7 @@ def settings_of(options: argparse.Namespace) -> "RouterSettings":
         queue=QueueSettings(options.max_queued_requests, options.max_queued_tokens),
         inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
         max_request_bytes=options.max_request_bytes,
+        patience_s=options.patience_s,
         status_page=status.Settings(options.metrics_host, options.metrics_port),
         otlp_traces_endpoint=options.otlp_traces_endpoint,
         tenant_limits=options.tenant_limit,

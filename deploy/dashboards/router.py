@@ -143,6 +143,20 @@ _FLEET = (
         ),
     ),
     Panel(
+        "Requests whose worker was lost",
+        "If `stale` grows, workers that live are taken for lost: look for a slow network or machines that stand still. "
+        "If `forgotten` does, prompts take more memory than routers have: add routers.",
+        "short",
+        (
+            Query(
+                increase(f"{_P}_requests_continued_total", MODEL_ROUTER_FILTER, "instance, model"),
+                "{{model}} continued",
+            ),
+            Query(increase(f"{_P}_stale_attempts_total", ROUTER_FILTER, "instance"), f"{_NAME} stale"),
+            Query(increase(f"{_P}_prompts_forgotten_total", ROUTER_FILTER, "instance"), f"{_NAME} forgotten"),
+        ),
+    ),
+    Panel(
         "Messages with a forbidden reply subject",
         "The reply subject is no inbox of the client's tenant. If there are any, a client is broken or malicious: "
         "see `reply_subject_refused` in the log.",
