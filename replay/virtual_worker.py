@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tokenbus.protocol.wire import internal, messages
+from tokenbus.protocol.wire import block_hash, internal, messages
 from tokenbus.replay.fast_forward import FastForwardScheduler
 from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.traces import TracedRequest
@@ -91,7 +91,7 @@ class VirtualWorker:
             context_length=self._capacity_tokens,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            hash_scheme=f"xxh3-64:{FINGERPRINT}",
+            hash_scheme=block_hash.scheme_of(FINGERPRINT),
             features=[],
             state=messages.WorkerState.READY,
             host="replay",

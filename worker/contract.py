@@ -22,6 +22,10 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
     they were (`EngineClient.take_over`), as long as `cleanup` has not ended them.
 11. An engine with an `embedding_width` returns one row for each input of `embed`, in their order, whatever runs beside
     it. An input's row does not depend on the others. An engine without one refuses.
+12. A request with `resumed` continues a completion. Before `generate` returns, its tokens come out as outputs with
+    `is_resumed`, one each. Then all goes on as if they had been sampled here: held back text, stop strings, draws,
+    penalties, `min_tokens`, `usage`. If they complete it, the terminal follows without another token, after `generate`
+    has returned. If it ends before the last of them, it is refused. A sink that raises meanwhile refuses it as well.
 
 Sinks are called from the event loop, in order. A sink is a plain function and not an async iterator, because waking a
 task for each token and stream costs several times what the token itself does (docs/decisions/0003).
@@ -76,7 +80,7 @@ class ResumedCompletion(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     """At least one."""
     logprobs: list[Logprob] = []
-    """One for each of `token_ids`, or none if they are unknown."""
+    """Those of the last tokens; they are unknown for tokens that come from a client."""
     cached_tokens: int = 0
     """Prompt tokens that the first worker had cached."""
     queue_ms: float = 0.0

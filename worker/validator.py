@@ -27,6 +27,7 @@ class StreamValidator:
     def __call__(self, output: contract.Output) -> None:
         """Raises ContractError."""
         self._require(self._terminal is None, "an output after the terminal")
+        self._check_resumed(output)
         self._num_tokens += len(output.token_ids)
         self._require(self._num_tokens <= self._request.sampling.max_tokens, "more tokens than max_tokens")
         if output.finish_reason is None:
@@ -35,6 +36,16 @@ class StreamValidator:
             self._check_terminal(output)
             self._terminal = output
         self._sink(output)
+
+    def _check_resumed(self, output: contract.Output) -> None:
+        resumed, count = self._request.resumed, self._num_tokens
+        given = resumed.token_ids if resumed is not None else []
+        self._require(output.is_resumed == (count < len(given)), "the given tokens are resumed, before all others")
+        if output.is_resumed:
+            self._require(output.token_ids == given[count : count + 1], "a resumed output is not the next given token")
+        if output.first_token is not None:
+            is_first = not count and bool(output.token_ids) and not output.is_resumed
+            self._require(is_first, "first_token without the first token")
 
     def _check_terminal(self, output: contract.Output) -> None:
         reason, sampling = output.finish_reason, self._request.sampling

@@ -16,6 +16,8 @@ import xxhash
 
 from tokenbus.protocol.wire import subjects
 
+SCHEME = "xxh3-64"
+"""The name of this way to hash blocks."""
 _PARENT = struct.Struct("<Q")
 _BIG_ENDIAN = array("H", [1]).tobytes() == b"\0\1"
 
@@ -33,6 +35,12 @@ class PrefixDomain(NamedTuple):
     adapters: tuple[Adapter, ...] = ()
     tenant: str = ""
     cache_salt: str = ""
+
+
+def scheme_of(fingerprint: str) -> str:
+    """Returns the `hash_scheme` of a model's workers: only where it is the same do token ids and hashes mean the
+    same."""
+    return f"{SCHEME}:{fingerprint}"
 
 
 @functools.lru_cache(4_096)

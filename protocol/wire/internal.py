@@ -6,7 +6,7 @@ import msgspec
 
 from tokenbus.protocol.wire import codec, errors, limits
 from tokenbus.protocol.wire import messages as public
-from tokenbus.protocol.wire.params import COUNT, REMAINING_MS, GenerationParams, Range
+from tokenbus.protocol.wire.params import COUNT, DURATION_MS, REMAINING_MS, GenerationParams, Range
 
 
 class RunResume(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -15,14 +15,15 @@ class RunResume(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: bytes
     """The sampled tokens, as unsigned 32-bit little-endian integers."""
     logprobs: bytes = b""
-    """Their log probabilities, if the request asks for them and they are known; only workers can read them."""
-    cached_tokens: int = 0
+    """The log probabilities of the last of them, if the request asks for them; only workers can read them. They are
+    unknown for tokens that a client gave."""
+    cached_tokens: Annotated[int, COUNT] = 0
     """Prompt tokens that the first worker had cached, for `usage`."""
-    queue_ms: float = 0.0
+    queue_ms: Annotated[float, DURATION_MS] = 0.0
     """Time from the first accept to the first step, for `timings`."""
-    prefill_ms: float = 0.0
+    prefill_ms: Annotated[float, DURATION_MS] = 0.0
     """Time from the first step to the first token, for `timings`."""
-    elapsed_ms: float = 0.0
+    elapsed_ms: Annotated[float, DURATION_MS] = 0.0
     """Time since the first accept, for `timings`."""
 
 

@@ -39,6 +39,7 @@ class Range(NamedTuple):
 
 COUNT = Range(0, limits.MAX_TOKENS)
 TIMEOUT_MS = Range(0, 1e12, above=True)
+DURATION_MS = Range(0, 1e12)
 REMAINING_MS = Range(-1e12, 1e12)
 """A signed duration: time left, negative once the deadline has passed, or time elapsed."""
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
+from tokenbus.protocol.wire import codec, errors, generate, internal, limits, messages, subjects
 from tokenbus.protocol.wire.errors import invalid_field
 from tokenbus.protocol.wire.params import GenerationParams, ranges_of
 
@@ -33,6 +33,8 @@ def check_request(request: messages.GenerateRequest) -> None:
         codec.check_free_form(getattr(request, name), name)
     if request.response_format is not None:
         codec.check_free_form(request.response_format.json_schema, "response_format.json_schema")
+    if request.resume_from is not None:
+        _check_resume_from(request.resume_from, request)
 
 
 def check_run(run: internal.Run) -> None:
@@ -41,9 +43,18 @@ def check_run(run: internal.Run) -> None:
     check_ranges(run)
     _check_params(run.params)
     if run.resume_from is not None:
-        raise errors.request_error(
-            errors.Code.UNSUPPORTED, "resume_from is not served by this worker", param="resume_from"
-        )
+        check_ranges(run.resume_from, "resume_from.")
+        if not run.resume_from.token_ids:
+            raise invalid_field("resume_from.token_ids", "must not be empty")
+
+
+def check_resume(request: messages.GenerateRequest, hash_scheme: str) -> None:
+    """Raises RequestError for a request that continues a stream whose tokens the model's workers, which have this hash
+    scheme, would take for others. Where the client does not say which scheme its stream had, nobody can tell."""
+    resume_from = request.resume_from
+    if resume_from is not None and resume_from.hash_scheme not in (None, hash_scheme):
+        problem = f"resume_from.hash_scheme: the model's workers have {hash_scheme} now"
+        raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="resume_from.hash_scheme")
 
 
 def check_tokenize(request: internal.Tokenize) -> None:
@@ -74,12 +85,14 @@ def check_id(request_id: str | None) -> None:
         raise invalid_field("id", f"must be 1 to {limits.MAX_ID_BYTES} of A-Z a-z 0-9 _ -")
 
 
-def check_ranges(struct: msgspec.Struct) -> None:
-    """Raises RequestError for the first number outside the range that its annotation declares."""
+def check_ranges(struct: msgspec.Struct, path: str = "") -> None:
+    """Raises RequestError for the first number outside the range that its annotation declares.
+
+    `path` comes before its name in the error."""
     for name, allowed in ranges_of(type(struct)).items():
         value = getattr(struct, name)
         if value is not None and not allowed.contains(value):
-            raise invalid_field(name, f"must be {allowed}")
+            raise invalid_field(path + name, f"must be {allowed}")
 
 
 def required_features(request: messages.GenerateRequest) -> Iterator[RequiredFeature]:
@@ -176,6 +189,18 @@ def _check_parts(parts: list[messages.ContentPart], path: str) -> None:
             raise errors.request_error(errors.Code.UNSUPPORTED, f"{where}: only text parts are served", param=where)
         if part.text is None:
             raise invalid_field(f"{path}[{index}].text", "is required")
+
+
+def _check_resume_from(resume_from: generate.ResumeFrom, params: GenerationParams) -> None:
+    count = len(resume_from.token_ids)
+    if not count:
+        raise invalid_field("resume_from.token_ids", "must not be empty")
+    _check_token_ids("resume_from.token_ids", resume_from.token_ids)
+    if params.max_tokens is not None and count >= params.max_tokens:
+        raise invalid_field("resume_from.token_ids", f"must be fewer than max_tokens, {params.max_tokens}, got {count}")
+    if params.logprobs is not None and not params.is_streamed:
+        problem = "resume_from: the whole answer has no log probabilities of tokens that were given: stream it"
+        raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="resume_from")
 
 
 def _check_token_ids(name: str, token_ids: Sequence[int]) -> None:

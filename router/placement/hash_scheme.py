@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 from tokenbus.protocol.wire import block_hash, messages
 
-_HASH = "xxh3-64"
-
 
 class HashScheme(NamedTuple):
     """Determines a model's block hashes; the same for all of its workers that have blocks."""
@@ -25,6 +23,6 @@ class HashScheme(NamedTuple):
 def hash_scheme_of(card: messages.Card) -> HashScheme | None:
     """Returns a worker's hash scheme; None if it has no blocks or hashes them in a way that is unknown here."""
     kind, _, fingerprint = card.hash_scheme.partition(":")
-    if kind != _HASH or not card.kv_block_size:
+    if kind != block_hash.SCHEME or not card.kv_block_size:
         return None
     return HashScheme(fingerprint, card.kv_block_size)

@@ -13,6 +13,10 @@ SETTLE_S = 10.0
 _keys = itertools.count()
 
 
+def new_key() -> str:
+    return f"default:kit-{next(_keys)}"
+
+
 def request(
     token_ids: list[int],
     *,
@@ -24,7 +28,7 @@ def request(
 ) -> contract.EngineRequest:
     fields: dict[str, object] = {"max_tokens": 24, "ignore_eos": True} | sampling
     return contract.EngineRequest(
-        key=f"default:kit-{next(_keys)}",
+        key=new_key(),
         token_ids=token_ids,
         sampling=contract.Sampling(**fields),  # type: ignore[arg-type]
         stop=stop,

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 import pytest
 
-from tests.contracts import cache_rules, driving, kit, stream_rules
+from tests.contracts import cache_rules, driving, kit, resume_rules, stream_rules
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import Recorder, thread_engine
 from tokenbus.protocol.wire import errors, internal, messages
@@ -289,6 +289,75 @@ class FailsAbortsOfTheUnknown(Honest):
         self.inner.abort(key)
 
 
+class ForgetsWhatItIsGiven(Honest):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return replace(request, resumed=None)
+
+
+class PassesOffGivenTokensAsNew(Honest):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        sink(replace(output, is_resumed=False))
+
+
+class TakesGivenTokensForPrompt(Honest):
+    """As if tokens were all that has to be told of a completion."""
+
+    def request(self, request):  # type: ignore[no-untyped-def]
+        if request.resumed is None:
+            return request
+        token_ids = request.resumed.token_ids
+        left = request.sampling.max_tokens - len(token_ids)
+        sampling = replace(request.sampling, max_tokens=max(1, left))
+        return replace(request, token_ids=request.token_ids + token_ids, sampling=sampling, resumed=None)
+
+    def sink(self, request, sink):  # type: ignore[no-untyped-def]
+        resumed = request.resumed
+        if resumed is None:
+            return sink
+        text = b"".join(self.token_bytes[token_id] for token_id in resumed.token_ids).decode(errors="replace")
+        for place, token_id in enumerate(resumed.token_ids):
+            sink(contract.Output(token_ids=[token_id], text="" if place else text, is_resumed=True))
+        count, prompt = len(resumed.token_ids), len(request.token_ids)
+
+        def take(output: contract.Output) -> None:
+            if (usage := output.usage) is not None:
+                completion = usage.completion_tokens + count
+                output = replace(output, usage=replace(usage, prompt_tokens=prompt, completion_tokens=completion))
+            sink(replace(output, first_token=None))
+
+        return take
+
+
+class ForgetsGivenLogprobs(Honest):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = thread_engine(lambda _: ArithmeticRunner(make_config(features=("generate", "logprobs"))))
+
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        logprobs = [] if output.is_resumed else [contract.Logprob(one, -1.0) for one in output.token_ids]
+        sink(replace(output, logprobs=logprobs))
+
+
+class SamplesOnWhenItIsComplete(Honest):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return replace(request, sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens + 1))
+
+
+class EndsWhatIsCompleteAtOnce(Honest):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        sink(output)
+        if output.is_resumed and len(request.resumed.token_ids) == request.sampling.max_tokens:
+            sink(contract.Output(token_ids=[], text="", finish_reason=messages.FinishReason.LENGTH))
+
+
+class CutsWhatEndsTooEarly(Honest):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        if request.resumed is None:
+            return request
+        sampling = replace(request.sampling, max_tokens=len(request.resumed.token_ids) + 20)
+        return replace(request, sampling=sampling)
+
+
 class LeavesStreamsOpenAtCleanup(Honest):
     cleaning = False
 
@@ -335,6 +404,13 @@ BROKEN = {
     FailsAbortsOfTheUnknown: stream_rules.ignores_aborts_of_the_unknown,
     MixesEmbeddingsUp: kit.embeds_each_input_by_itself,
     ForgetsAnEmbedding: kit.embeds_each_input_by_itself,
+    ForgetsWhatItIsGiven: resume_rules.continues_a_seeded_answer_after_any_token,
+    PassesOffGivenTokensAsNew: resume_rules.continues_a_seeded_answer_after_any_token,
+    TakesGivenTokensForPrompt: resume_rules.continues_a_seeded_answer_after_any_token,
+    ForgetsGivenLogprobs: resume_rules.keeps_the_log_probabilities_it_is_given,
+    SamplesOnWhenItIsComplete: resume_rules.ends_what_is_complete_after_it_was_accepted,
+    EndsWhatIsCompleteAtOnce: resume_rules.ends_what_is_complete_after_it_was_accepted,
+    CutsWhatEndsTooEarly: resume_rules.refuses_what_ends_too_early,
     LeavesStreamsOpenAtCleanup: stream_rules.ends_every_stream_at_cleanup,
 }
 

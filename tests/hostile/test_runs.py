@@ -85,7 +85,12 @@ HOSTILE_FIELDS: dict[str, tuple[str, Any]] = {
     "a negative attempt": ("attempt", -1),
     "an attempt beyond all": ("attempt", (1 << 64) - 1),
     "endless time": ("remaining_ms", 1e300),
-    "an earlier stream": ("resume_from", {"token_ids": b"\1\0\0\0"}),
+    "an earlier stream of no tokens": ("resume_from", {"token_ids": b""}),
+    "an earlier stream of half a token": ("resume_from", {"token_ids": b"\1\0"}),
+    "an earlier stream of tokens beyond the vocabulary": ("resume_from", {"token_ids": b"\xff" * 8}),
+    "an earlier stream that is longer than the answer": ("resume_from", {"token_ids": b"\7\0\0\0" * 10_000}),
+    "an earlier stream that took endless time": ("resume_from", {"token_ids": b"\7\0\0\0", "elapsed_ms": 1e300}),
+    "an earlier stream that took negative time": ("resume_from", {"token_ids": b"\7\0\0\0", "queue_ms": -1.0}),
 }
 
 

@@ -89,7 +89,7 @@ def test_a_stop_string_ends_it_before_the_engine_knows() -> None:
     terminal = recording.terminal
     assert (terminal.token_ids, terminal.finish_reason, terminal.stop_match) == ([OP], STOP, "STOP")
     assert recording.text == "a"
-    assert recording.generation.finished_by is EngineFinishReason.STOP_TOKEN
+    assert recording.generation.is_complete
 
 
 def test_a_stop_string_in_the_last_token_is_a_stop_not_a_length() -> None:

@@ -42,9 +42,14 @@ class Fragile(ArithmeticRunner):
 class Deadly(Fragile):
     """Dies of the first request, before anything is begun."""
 
+    is_loaded = False
+
     @property  # type: ignore[misc]
     def end_token_ids(self) -> frozenset[int]:  # type: ignore[override]
-        raise SystemExit
+        if self.is_loaded:
+            raise SystemExit
+        self.is_loaded = True
+        return frozenset()
 
     @end_token_ids.setter
     def end_token_ids(self, value: frozenset[int]) -> None:

@@ -13,7 +13,7 @@ import socket
 import time
 
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
-from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
+from tokenbus.protocol.wire import block_hash, codec, internal, limits, messages, subjects
 from tokenbus.worker import contract
 from tokenbus.worker.broker.published_blocks import PublishedBlocks, to_runs
 from tokenbus.worker.broker.snapshot import split
@@ -205,7 +205,7 @@ class Announcer:
             context_length=config.context_length,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            hash_scheme=f"xxh3-64:{config.fingerprint}",
+            hash_scheme=block_hash.scheme_of(config.fingerprint),
             features=[*config.features, *_FRONTEND_FEATURES],
             state=self.state,
             host=socket.gethostname(),

@@ -33,15 +33,9 @@ def check(request: contract.EngineRequest, config: contract.EngineConfig) -> Non
     """Raises RequestError for a request that this engine can't serve."""
     if "generate" not in config.features:
         raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes embeddings only", param="model")
-    # one C call: a prompt may have 100,000 tokens
-    outside = max(request.token_ids)
-    if outside >= config.vocab_size:
-        index = request.token_ids.index(outside)
-        raise errors.request_error(
-            errors.Code.INVALID_REQUEST,
-            f"token_ids[{index}] is {outside}, the vocabulary has {config.vocab_size} tokens",
-            param=f"token_ids[{index}]",
-        )
+    _check_vocabulary("token_ids", request.token_ids, config)
+    if request.resumed is not None:
+        _check_vocabulary("resume_from.token_ids", request.resumed.token_ids, config)
     for token_id, _ in request.sampling.logit_bias:
         if token_id >= config.vocab_size:
             raise errors.request_error(
@@ -55,3 +49,12 @@ def check(request: contract.EngineRequest, config: contract.EngineConfig) -> Non
             f"{len(request.token_ids)} prompt tokens and {request.sampling.max_tokens} new ones are more than "
             f"the context of {config.context_length}",
         )
+
+
+def _check_vocabulary(name: str, token_ids: list[int], config: contract.EngineConfig) -> None:
+    # one C call: a prompt may have 100,000 tokens
+    outside = max(token_ids)
+    if outside >= config.vocab_size:
+        where = f"{name}[{token_ids.index(outside)}]"
+        problem = f"{where} is {outside}, the vocabulary has {config.vocab_size} tokens"
+        raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param=where)

@@ -45,6 +45,8 @@ class EngineClient(asyncio.Protocol):
         self._bundle: bytes | None = None
         self._frame_decoder = ipc.FrameDecoder()
         self._sequences = OpenSequences(lambda number: self._send(ipc.Abort(number)))
+        self._ending: set[Generation] = set()
+        """Generations that the tokens of their requests complete, until their sinks are told."""
         self._tokenizing: PendingCalls[list[int]] = PendingCalls()
         self._embedding: PendingCalls[internal.EmbedResult] = PendingCalls()
         self._load = messages.Load()
@@ -82,7 +84,12 @@ class EngineClient(asyncio.Protocol):
         config = self._require_running()
         admission.check(request, config)
         self.capacity.check(len(self._sequences), config.max_num_seqs)
-        self._open(Generation(request, sink, self.token_bytes, time.monotonic()))
+        generation = Generation(request, sink, self.token_bytes, time.monotonic())
+        generation.resume(config.end_token_ids)
+        if generation.is_complete:
+            self._end_soon(generation)
+        else:
+            self._open(generation)
 
     def take_over(self, dead: "EngineClient") -> None:
         """Continues the streams that another engine has left open."""
@@ -211,6 +218,19 @@ class EngineClient(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(command)
 
+    def _end_soon(self, generation: Generation) -> None:
+        """Ends a generation that needs no engine in the next turn of the event loop, since `generate` is to return
+        before the terminal."""
+        self._ending.add(generation)
+        self._idle.clear()
+        asyncio.get_running_loop().call_soon(self._end_resumed, generation)
+
+    def _end_resumed(self, generation: Generation) -> None:
+        self._ending.discard(generation)
+        generation.end_resumed(time.monotonic())
+        self._update_idle()
+        self.listener.step_done()
+
     def _send(self, command: ipc.Command) -> None:
         assert self._transport is not None
         self._transport.write(ipc.encode(command))
@@ -264,7 +284,7 @@ class EngineClient(asyncio.Protocol):
         self.listener.step_done()
 
     def _update_idle(self) -> None:
-        if not self._sequences and not self._embedding:
+        if not self._sequences and not self._embedding and not self._ending:
             self._idle.set()
 
     def connection_lost(self, exc: Exception | None) -> None:

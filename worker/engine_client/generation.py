@@ -1,15 +1,18 @@
 """The engine client's side of one accepted request: turns sampled tokens into outputs and exactly one terminal.
 
-It outlives an engine: when one dies, the next is given the prompt and the tokens sampled so far, and continues."""
+It outlives an engine: when one dies, the next is given the prompt and the tokens sampled so far, and continues. A
+completion that another worker has begun goes on in the same way: its tokens are replayed, and what follows from them,
+such as text that is held back, is as if they had been sampled here."""
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from tokenbus.protocol.wire import errors, messages
+from tokenbus.protocol.wire import codec, errors, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.process.ipc import SequenceOutput
-from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, FinishRule
 from tokenbus.worker.engine_client.detokenizer import Detokenizer
 
 _FAILURES = {
@@ -22,6 +25,14 @@ _FAILURES = {
 }
 
 
+class _Ending(NamedTuple):
+    """The way in which a token completes a generation, and the text that was held back until then."""
+
+    finish_reason: messages.FinishReason
+    stop_match: str | int | None = None
+    held_text: str = ""
+
+
 class Generation:
     """Turns tokens into outputs for `sink`. Times are seconds of one monotonic clock."""
 
@@ -32,18 +43,19 @@ class Generation:
         self._sink = sink
         self._detokenizer = Detokenizer(token_bytes, request.stop, request.sampling.min_tokens)
         self.accepted_at = accepted_at
+        self._elapsed_ms = 0.0
+        """The completion's age when it was accepted here."""
         self.started_at: float | None = None
-        self._first_token_at: float | None = None
+        self._first_token: contract.FirstToken | None = None
         self.last_token_at: float | None = None
-        self.finished_by: EngineFinishReason | None = None
         self.sampled = array("I")
         """The tokens that another engine needs after the prompt to continue."""
         self.crashes = 0
         """Engines that died in a step with this request since its last token."""
         self.has_ended = False
         """Its sink has been given the terminal."""
+        self._ending: _Ending | None = None
         self._sink_failed = False
-        self._cached_tokens = 0
         self._processed_tokens = -1
 
     def __repr__(self) -> str:
@@ -52,7 +64,29 @@ class Generation:
     @property
     def is_complete(self) -> bool:
         """Whether it ran to its end: to a stop, or to its full length."""
-        return self.finished_by in (EngineFinishReason.STOP_TOKEN, EngineFinishReason.LENGTH)
+        return self._ending is not None
+
+    def resume(self, end_token_ids: Sequence[int]) -> None:
+        """Replays the tokens that the request says it begins with, and hands them out.
+
+        Raises RequestError, and hands out nothing, if the completion ends before the last of them. If it ends with the
+        last one, it is complete: `end_resumed` has to follow, and no engine."""
+        resumed = self.request.resumed
+        if resumed is None:
+            return
+        # a list: all of them are checked before the first is handed out
+        outputs = list(self._replay(resumed, FinishRule(self.request.sampling, end_token_ids)))
+        self.sampled.extend(resumed.token_ids)
+        self._elapsed_ms = resumed.elapsed_ms
+        self._first_token = contract.FirstToken(
+            cached_tokens=resumed.cached_tokens, queue_ms=resumed.queue_ms, prefill_ms=resumed.prefill_ms
+        )
+        for output in outputs:
+            self._sink(output)
+
+    def end_resumed(self, now: float) -> None:
+        """Ends a generation that was complete with the last token that the request gave."""
+        self._complete(contract.Output(token_ids=[], text=""), now)
 
     def begin(self, now: float) -> None:
         """An engine has started to compute it; the first start counts as the end of its queue time."""
@@ -73,73 +107,73 @@ class Generation:
 
     def advance(self, output: SequenceOutput, now: float) -> bool:
         """Takes a step's output; returns whether the generation has ended, possibly before the engine knows."""
-        token_id, end = output.token_id, output.finish_reason
-        logprobs = [] if output.logprob is None else [output.logprob]
-        if output.cached_tokens is not None:
-            self._cached_tokens = output.cached_tokens
+        token_id, finish_reason = output.token_id, output.finish_reason
         if token_id is None:
-            assert end is not None
-            self._finish(now, error=_FAILURES[end])
+            assert finish_reason is not None
+            self._fail(_FAILURES[finish_reason], now)
             return True
         self.sampled.append(token_id)
         # it survived a step, so earlier crashes were not its fault
         self.crashes = 0
-        if self._first_token_at is None:
-            self._first_token_at = now
         self.last_token_at = now
-        text, stop_match = self._add_text(token_id, end)
-        if stop_match is not None:
-            self.finished_by, reason = EngineFinishReason.STOP_TOKEN, messages.FinishReason.STOP
-        elif end is EngineFinishReason.LENGTH:
-            self.finished_by, reason = end, messages.FinishReason.LENGTH
-        else:
-            self._hand_out(contract.Output(token_ids=[token_id], text=text, logprobs=logprobs))
+        first_token = None
+        if self._first_token is None:
+            first_token = self._first_token = self._account(now, output.cached_tokens or 0)
+        text, self._ending = self._add_text(token_id, finish_reason)
+        logprobs = [] if output.logprob is None else [output.logprob]
+        made = contract.Output(token_ids=[token_id], text=text, logprobs=logprobs, first_token=first_token)
+        if self._ending is None:
+            self._hand_out(made)
             return self.has_ended or self._sink_failed  # its sink may have cancelled it
-        self._finish(now, token_ids=[token_id], text=text, reason=reason, stop_match=stop_match, logprobs=logprobs)
+        self._complete(made, now)
         return True
 
     def cancel(self, now: float) -> None:
-        self._finish(now, text=self._detokenizer.flush(), reason=messages.FinishReason.CANCELLED)
+        held = self._detokenizer.flush()
+        self._finish(contract.Output(token_ids=[], text=held, finish_reason=messages.FinishReason.CANCELLED), now)
 
     def fail(self, code: errors.Code, now: float) -> None:
         """Ends it with an error because its engine is gone."""
-        self._finish(now, error=errors.make_error(code))
+        self._fail(errors.make_error(code), now)
 
-    def _add_text(self, token_id: int, end: EngineFinishReason | None) -> tuple[str, str | int | None]:
-        """Returns the text that may be published now, and the stop token or stop string that ends the completion."""
-        if end is EngineFinishReason.STOP_TOKEN:
+    def _replay(self, resumed: contract.ResumedCompletion, rule: FinishRule) -> Iterator[contract.Output]:
+        """Yields an output for each given token. Raises RequestError if the completion ends before the last one."""
+        num_unknown = len(resumed.token_ids) - len(resumed.logprobs)
+        for place, token_id in enumerate(resumed.token_ids):
+            if self._ending is not None:
+                problem = f"the completion ends with token {place} of the {len(resumed.token_ids)} given ones"
+                raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="resume_from")
+            text, self._ending = self._add_text(token_id, rule.finish_reason(token_id, place + 1))
+            logprobs = [] if place < num_unknown else [resumed.logprobs[place - num_unknown]]
+            yield contract.Output(token_ids=[token_id], text=text, logprobs=logprobs, is_resumed=True)
+
+    def _add_text(self, token_id: int, finish_reason: EngineFinishReason | None) -> tuple[str, _Ending | None]:
+        """Counts a token; returns the text that may be published now, and how the token completes the generation."""
+        if finish_reason is EngineFinishReason.STOP_TOKEN:
             self._detokenizer.count_hidden_token()
-            return self._detokenizer.flush(), token_id
+            return "", _Ending(messages.FinishReason.STOP, token_id, self._detokenizer.flush())
         text, stop = self._detokenizer.push(token_id)
-        if stop is None and end is EngineFinishReason.LENGTH:  # a stop string in the last token is a stop, not a length
-            text += self._detokenizer.flush()
-        return text, stop
+        if stop is not None:  # a stop string in the last token is a stop, not a length
+            return text, _Ending(messages.FinishReason.STOP, stop)
+        if finish_reason is EngineFinishReason.LENGTH:
+            return text, _Ending(messages.FinishReason.LENGTH, held_text=self._detokenizer.flush())
+        return text, None
 
-    def _finish(
-        self,
-        now: float,
-        *,
-        token_ids: list[int] | None = None,
-        text: str = "",
-        reason: messages.FinishReason = messages.FinishReason.ERROR,
-        stop_match: str | int | None = None,
-        error: errors.Error | None = None,
-        logprobs: list[contract.Logprob] | None = None,
-    ) -> None:
+    def _complete(self, last: contract.Output, now: float) -> None:
+        assert self._ending is not None, self
+        reason, stop_match, held = self._ending
+        self._finish(codec.replace(last, text=last.text + held, finish_reason=reason, stop_match=stop_match), now)
+
+    def _fail(self, error: errors.Error, now: float) -> None:
+        self._finish(
+            contract.Output(token_ids=[], text="", finish_reason=messages.FinishReason.ERROR, error=error), now
+        )
+
+    def _finish(self, terminal: contract.Output, now: float) -> None:
+        """Hands out the terminal, with usage and timings."""
         assert not self.has_ended, self
         self.has_ended = True
-        self._hand_out(
-            contract.Output(
-                token_ids=token_ids or [],
-                text=text,
-                finish_reason=reason,
-                stop_match=stop_match,
-                error=error,
-                usage=self._usage(),
-                timings=self._timings(now),
-                logprobs=logprobs or [],
-            )
-        )
+        self._hand_out(codec.replace(terminal, usage=self._usage(), timings=self._timings(now)))
 
     def _hand_out(self, output: contract.Output) -> None:
         try:
@@ -155,18 +189,26 @@ class Generation:
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
-            cached_tokens=self._cached_tokens,
+            cached_tokens=0 if self._first_token is None else self._first_token.cached_tokens,
+        )
+
+    def _account(self, now: float, cached_tokens: int = 0) -> contract.FirstToken:
+        """Says how it came to its first token, if that came now."""
+        started = now if self.started_at is None else self.started_at
+        return contract.FirstToken(
+            cached_tokens=cached_tokens, queue_ms=_ms(started - self.accepted_at), prefill_ms=_ms(now - started)
         )
 
     def _timings(self, now: float) -> messages.Timings:
-        started = now if self.started_at is None else self.started_at
-        first = now if self._first_token_at is None else self._first_token_at
+        first = self._first_token or self._account(now)
+        ttft_ms = round(first.queue_ms + first.prefill_ms, 3)
+        total_ms = max(ttft_ms, round(self._elapsed_ms + _ms(now - self.accepted_at), 3))
         return messages.Timings(
-            queue_ms=_ms(started - self.accepted_at),
-            prefill_ms=_ms(first - started),
-            ttft_ms=_ms(first - self.accepted_at),
-            decode_ms=_ms(now - first),
-            total_ms=_ms(now - self.accepted_at),
+            queue_ms=first.queue_ms,
+            prefill_ms=first.prefill_ms,
+            ttft_ms=ttft_ms,
+            decode_ms=round(total_ms - ttft_ms, 3),
+            total_ms=total_ms,
         )
 
 

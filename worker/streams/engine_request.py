@@ -6,14 +6,12 @@ from typing import Any
 
 from tokenbus.protocol.wire import block_hash, errors, internal, params, subjects, validation
 from tokenbus.worker import contract
+from tokenbus.worker.streams import packed_logprobs
 
 
 def to_engine_request(run: internal.Run, config: contract.EngineConfig, max_new_tokens: int) -> contract.EngineRequest:
     """Raises RequestError if the prompt is malformed, or this engine can't serve it."""
-    try:
-        token_ids = block_hash.unpack_token_ids(run.token_ids)
-    except ValueError as error:
-        raise errors.request_error(errors.Code.INVALID_REQUEST, str(error), param="token_ids") from error
+    token_ids = _unpack_token_ids(run.token_ids, "token_ids")
     if not token_ids:
         raise errors.request_error(errors.Code.INVALID_REQUEST, "the prompt has no tokens", param="token_ids")
     for need in validation.required_run_features(run.params):
@@ -29,7 +27,9 @@ def to_engine_request(run: internal.Run, config: contract.EngineConfig, max_new_
         cache_salt=run.params.cache_salt or "",
         cache_prompt=run.params.cache_prompt is not False,
         priority=run.params.priority or 0,
-        return_progress=bool(run.params.return_progress) and run.params.is_streamed,
+        # a completion that continues has no news of its prompt
+        return_progress=bool(run.params.return_progress) and run.params.is_streamed and run.resume_from is None,
+        resumed=None if run.resume_from is None else _to_resumed(run.resume_from, run.params, config),
     )
 
 
@@ -52,6 +52,43 @@ def resolve_sampling(
     biases = requested.logit_bias or {}
     values["logit_bias"] = tuple(sorted((int(token_id), bias) for token_id, bias in biases.items()))
     return contract.Sampling(**({"seed": secrets.randbits(32)} | values))
+
+
+def _to_resumed(
+    resume_from: internal.RunResume, asked: params.GenerationParams, config: contract.EngineConfig
+) -> contract.ResumedCompletion:
+    """Raises RequestError if the tokens are malformed, or their log probabilities do not belong to them."""
+    token_ids = _unpack_token_ids(resume_from.token_ids, "resume_from.token_ids")
+    logprobs = [] if asked.logprobs is None else _unpack_logprobs(resume_from.logprobs, asked.logprobs, config)
+    if [one.token_id for one in logprobs] != token_ids[len(token_ids) - len(logprobs) :]:
+        raise errors.invalid_field("resume_from.logprobs", "must be those of the last tokens")
+    if asked.logprobs is not None and not asked.is_streamed and len(logprobs) < len(token_ids):
+        raise errors.invalid_field("resume_from.logprobs", "must be those of all tokens for a whole answer")
+    return contract.ResumedCompletion(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        cached_tokens=resume_from.cached_tokens,
+        queue_ms=resume_from.queue_ms,
+        prefill_ms=resume_from.prefill_ms,
+        elapsed_ms=resume_from.elapsed_ms,
+    )
+
+
+def _unpack_token_ids(packed: bytes, param: str) -> list[int]:
+    try:
+        return block_hash.unpack_token_ids(packed)
+    except ValueError as error:
+        raise errors.request_error(errors.Code.INVALID_REQUEST, str(error), param=param) from error
+
+
+def _unpack_logprobs(packed: bytes, num_alternatives: int, config: contract.EngineConfig) -> list[contract.Logprob]:
+    try:
+        logprobs = packed_logprobs.unpack(packed, min(num_alternatives, config.vocab_size))
+    except ValueError as error:
+        raise errors.invalid_field("resume_from.logprobs", str(error)) from error
+    if any(token_id >= config.vocab_size for one in logprobs for token_id, _ in one.top):
+        raise errors.invalid_field("resume_from.logprobs", "names a token outside the vocabulary")
+    return logprobs
 
 
 def _given(sampling: params.SamplingParams) -> dict[str, Any]:

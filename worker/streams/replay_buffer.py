@@ -45,6 +45,8 @@ class ReplayBuffer:
         self._text_ends = array("I")
         self._token_ids = array("I")
         self._num_logprobs = num_logprobs
+        self._first = 0
+        """The first token that can be published again."""
         self._logprob_ids = array("I")
         self._logprobs = array("d")
 
@@ -64,12 +66,25 @@ class ReplayBuffer:
         """Memory that the buffer takes, in bytes."""
         return len(self._text) + 8 * len(self._text_ends) + 12 * len(self._logprobs)
 
+    def append_resumed(self, token_ids: Sequence[int], text: str, logprobs: Sequence[contract.Logprob] = ()) -> None:
+        """Adds what another worker has published, like `append`. Without the log probabilities that are kept, it can't
+        be published again, nor can what was before it."""
+        if self._num_logprobs and not logprobs:
+            assert not self._logprobs, self
+            self._append_tokens(token_ids, text)
+            self._first = self.num_tokens
+        else:
+            self.append(token_ids, text, logprobs)
+
     def append(self, token_ids: Sequence[int], text: str, logprobs: Sequence[contract.Logprob] = ()) -> None:
         """Adds what was sampled and published next; text without a token belongs to the last token."""
         if self._num_logprobs:
             assert len(logprobs) == len(token_ids), (logprobs, token_ids)
             for one in logprobs:
                 self._append_logprob(one)
+        self._append_tokens(token_ids, text)
+
+    def _append_tokens(self, token_ids: Sequence[int], text: str) -> None:
         self._text += text.encode()
         end = len(self._text)
         # tokens that came together share their text: it belongs to the last of them
@@ -84,12 +99,15 @@ class ReplayBuffer:
 
     def all(self) -> Segment:
         """Returns the whole completion as one segment."""
+        assert not self._first, "its first tokens can't be published again"
         text = self._text.decode()
         return Segment(0, self.num_tokens, 0, text, list(self._token_ids), self._logprobs_between(0, self.num_tokens))
 
     def segments(self, offset: int, max_bytes: int, end: int | None = None) -> Iterator[Segment]:
-        """Yields the tokens from `offset` up to `end`, in segments of at most `max_bytes` of JSON or of one token."""
-        start, end = offset, self.num_tokens if end is None else min(end, self.num_tokens)
+        """Yields the tokens from `offset` up to `end`, in segments of at most `max_bytes` of JSON or of one token.
+
+        It begins later if the first ones can't be published again."""
+        start, end = max(offset, self._first), self.num_tokens if end is None else min(end, self.num_tokens)
         while start < end:
             stop = self._last_that_fits(start, end, max_bytes)
             yield self._segment(start, stop)
@@ -125,7 +143,7 @@ class ReplayBuffer:
     def _logprobs_between(self, start: int, stop: int) -> list[contract.Logprob]:
         width = self._num_logprobs
         found = []
-        for at in range(start * width, stop * width, width) if width else ():
+        for at in range((start - self._first) * width, (stop - self._first) * width, width) if width else ():
             pairs = list(zip(self._logprob_ids[at : at + width], self._logprobs[at : at + width], strict=True))
             found.append(contract.Logprob(*pairs[0], top=pairs[1:]))
         return found

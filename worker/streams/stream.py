@@ -30,9 +30,10 @@ class Stream:
         now: float,
         gone_subject: str = "",
         token_bytes: Sequence[bytes] = (),
+        hash_scheme: str = "",
     ) -> None:
-        # the prompt would be kept for a minute after the stream's end
-        self.run = codec.replace(run, token_ids=b"")
+        # the tokens would be kept for a minute after the stream's end
+        self.run = codec.replace(run, token_ids=b"", resume_from=None)
         self._prompt_tokens = len(run.token_ids) // 4
         self.key = run.request_id
         self.gone_subject = gone_subject
@@ -41,6 +42,7 @@ class Stream:
         self._worker_id = worker_id
         self._id = subjects.key_to_request_id(run.request_id)
         self._token_bytes = token_bytes
+        self._hash_scheme = hash_scheme
         asked = run.params.logprobs
         self._replay_buffer = ReplayBuffer(0 if asked is None else 1 + min(asked, len(token_bytes)))
         self.created = int(time.time())
@@ -68,8 +70,14 @@ class Stream:
 
     def head(self) -> messages.Chunk | None:
         """Returns an empty chunk at the current offset, or None if the client wants only a terminal."""
-        buffer = self._replay_buffer
-        return self._empty(buffer.num_tokens, buffer.text_bytes) if self.run.params.is_streamed else None
+        if not self.run.params.is_streamed:
+            return None
+        empty = self._empty(self._replay_buffer.num_tokens, self._replay_buffer.text_bytes)
+        return codec.replace(empty, hash_scheme=self._hash_scheme)
+
+    def resume(self, output: contract.Output) -> None:
+        """Takes tokens that the client has already from another worker, so that they can be published again."""
+        self._replay_buffer.append_resumed(output.token_ids, output.text, output.logprobs)
 
     def chunk(self, output: contract.Output) -> messages.Chunk | None:
         """Returns the chunk that carries an output, or None if the terminal will."""

@@ -10,7 +10,7 @@ from functools import partial
 
 from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.ttl_cache import TTLCache
-from tokenbus.protocol.wire import errors, internal, limits, messages, subjects
+from tokenbus.protocol.wire import block_hash, errors, internal, limits, messages, subjects
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.outbox import Outbox
@@ -173,7 +173,8 @@ class Streams:
         now = time.monotonic()
         announcer = self._announcer
         gone = announcer.gone_subject(run.request_id)
-        stream = Stream(run, announcer.model, announcer.worker_id, now, gone, self._engine.token_bytes)
+        scheme = block_hash.scheme_of(self._config.fingerprint)
+        stream = Stream(run, announcer.model, announcer.worker_id, now, gone, self._engine.token_bytes, scheme)
         sink: contract.Sink = partial(self._publish, stream)
         if self.settings.debug:
             sink = StreamValidator(request, sink)
@@ -231,12 +232,17 @@ class Streams:
             sink(output)
         except Exception:  # outermost frame of a stream: whatever went wrong, its client gets a terminal
             self._telemetry.failed(stream)
+            if output.is_resumed:  # the stream has not been accepted yet
+                raise errors.request_error(errors.Code.INTERNAL) from None
             if self._streams.get(stream.key) is stream:
                 self._end_early(stream)
                 self._outbox.put(stream, stream.internal_error(), time.monotonic())
 
     def _publish(self, stream: Stream, output: contract.Output) -> None:
         """Publishes an engine's output. An engine that is being aborted may still have some for a stream that ended."""
+        if output.is_resumed:
+            stream.resume(output)
+            return
         if self._streams.get(stream.key) is not stream:
             return
         self._outbox.put(stream, output, time.monotonic())

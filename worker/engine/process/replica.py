@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import structlog
 
-from tokenbus.protocol.wire import block_hash, errors, internal
+from tokenbus.protocol.wire import block_hash, codec, errors, internal
 from tokenbus.worker.engine import embedding
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.loop import Inbox, StepLoop
@@ -51,7 +51,8 @@ def serve(
     inbox: Inbox = queue.SimpleQueue()
     reader = threading.Thread(target=_read, args=(sock, runner, inbox, send), name="commands", daemon=True)
     reader.start()
-    send(ipc.Ready(runner.config, runner.token_bytes, runner.bundle))
+    config = codec.replace(runner.config, end_token_ids=tuple(sorted(runner.end_token_ids)))
+    send(ipc.Ready(config, runner.token_bytes, runner.bundle))
     try:
         StepLoop(runner, inbox, send, step_target_s, scheduler_settings, step_gate, debug=debug).run()
     finally:

@@ -2,6 +2,7 @@
 
 import enum
 from array import array
+from collections.abc import Iterable
 
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.allocation import Allocation
@@ -22,6 +23,22 @@ class EngineFinishReason(enum.StrEnum):
     """The engine could not start it, because of a bug that harms no other sequence."""
 
 
+class FinishRule:
+    """Says which sampled tokens end a sequence. Stop strings are no concern of an engine."""
+
+    __slots__ = ("_sampling", "_stop_token_ids")
+
+    def __init__(self, sampling: contract.Sampling, end_token_ids: Iterable[int]) -> None:
+        self._sampling = sampling
+        self._stop_token_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else end_token_ids)}
+
+    def finish_reason(self, token_id: int, num_sampled: int) -> EngineFinishReason | None:
+        """Returns the finish reason if the sequence ends with this token, the last of `num_sampled`."""
+        if token_id in self._stop_token_ids and num_sampled > self._sampling.min_tokens:
+            return EngineFinishReason.STOP_TOKEN
+        return EngineFinishReason.LENGTH if num_sampled >= self._sampling.max_tokens else None
+
+
 class Sequence:
     """The tokens of a prompt and its completion.
 
@@ -32,7 +49,7 @@ class Sequence:
     because the sequence was preempted."""
 
     __slots__ = (
-        "_stop_token_ids",
+        "_finish_rule",
         "arrived_at",
         "domain",
         "isolated",
@@ -53,7 +70,7 @@ class Sequence:
         seq_no: int,
         token_ids: "array[int]",
         sampling: contract.Sampling,
-        end_token_ids: frozenset[int],
+        end_token_ids: Iterable[int],
         *,
         domain: Domain | None = None,
         priority: int = 0,
@@ -81,9 +98,7 @@ class Sequence:
         """None while it waits."""
         self.kv: Allocation
         """Its KV memory, from `start` on."""
-        self._stop_token_ids = frozenset(sampling.stop_token_ids) | (
-            frozenset() if sampling.ignore_eos else end_token_ids
-        )
+        self._finish_rule = FinishRule(sampling, end_token_ids)
 
     def __repr__(self) -> str:
         return f"<Sequence {self.seq_no}: {self.num_computed}/{self.num_tokens} computed, {self.num_sampled} sampled>"
@@ -133,9 +148,7 @@ class Sequence:
         assert self.num_computed == self.num_tokens, self
         self.token_ids.append(token_id)
         self.isolated = False
-        if token_id in self._stop_token_ids and self.num_sampled > self.sampling.min_tokens:
-            return EngineFinishReason.STOP_TOKEN
-        return EngineFinishReason.LENGTH if self.num_sampled >= self.sampling.max_tokens else None
+        return self._finish_rule.finish_reason(token_id, self.num_sampled)
 
     def check_integrity(self) -> None:
         assert 0 <= self.num_computed <= self.num_tokens <= self.max_num_tokens, self
