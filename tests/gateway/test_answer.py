@@ -15,7 +15,7 @@ from tokenbus.protocol.wire import errors, messages
 
 HEADING = chat_response.CompletionHeader("chatcmpl-r", 1_700_000_000, "demo")
 HEAD = messages.Chunk(id="r", worker_id="w", model="demo", created=1)
-LOST = errors.make_error(errors.Code.WORKER_LOST)
+FAILURE = errors.make_error(errors.Code.NO_WORKER)
 NEVER_S = 1e9
 
 
@@ -47,7 +47,7 @@ def chunk(text: str, offset: int = 0, reason: messages.FinishReason | None = Non
 
 
 def failed(offset: int = 0) -> messages.Chunk:
-    return chunk("", offset, messages.FinishReason.ERROR, error=LOST)
+    return chunk("", offset, messages.FinishReason.ERROR, error=FAILURE)
 
 
 async def events_of(*chunks: messages.Chunk, hold_s: float) -> Peer:
@@ -62,7 +62,7 @@ async def events_of(*chunks: messages.Chunk, hold_s: float) -> Peer:
 
 async def test_a_stream_that_fails_before_it_speaks_is_answered_with_the_status_of_the_error() -> None:
     peer = await events_of(HEAD, HEAD, failed(), hold_s=NEVER_S)
-    assert (peer.status, peer.headers["content-type"], peer.headers["x-request-id"]) == (502, "application/json", "r")
+    assert (peer.status, peer.headers["content-type"], peer.headers["x-request-id"]) == (503, "application/json", "r")
 
 
 async def test_a_stream_that_fails_after_it_spoke_ends_with_the_error_and_done() -> None:
@@ -85,12 +85,12 @@ async def test_a_stream_that_is_silent_for_too_long_is_begun_and_kept_alive_by_c
     [
         (messages.FinishReason.STOP, 200),
         (messages.FinishReason.CANCELLED, 499),
-        (messages.FinishReason.ERROR, 502),
+        (messages.FinishReason.ERROR, 503),
     ],
 )
 async def test_a_whole_answer_has_the_status_of_its_end(reason: messages.FinishReason, status: int) -> None:
     peer = Peer()
-    end = chunk("b", 1, reason, **({"error": LOST} if status == 502 else {}))
+    end = chunk("b", 1, reason, **({"error": FAILURE} if status == 503 else {}))
     stream = stream_over(FakeTransport(), HEAD, chunk("a"), end)
     await chat.respond(
         stream,
