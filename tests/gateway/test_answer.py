@@ -1,5 +1,6 @@
 """When an answer begins, and with which status."""
 
+import json
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -11,10 +12,10 @@ from tokenbus.gateway.metrics import GatewayMetrics
 from tokenbus.gateway.openai import chat_response
 from tokenbus.gateway.openai.response_writer import ResponseWriter
 from tokenbus.gateway.request_log import RequestLog
-from tokenbus.protocol.wire import errors, messages
+from tokenbus.protocol.wire import codec, errors, messages
 
 HEADING = chat_response.CompletionHeader("chatcmpl-r", 1_700_000_000, "demo")
-HEAD = messages.Chunk(id="r", worker_id="w", model="demo", created=1)
+HEAD = messages.Chunk(id="r", worker_id="w", model="demo", created=1, hash_scheme="xxh3-64:f")
 FAILURE = errors.make_error(errors.Code.NO_WORKER)
 NEVER_S = 1e9
 
@@ -78,6 +79,23 @@ async def test_a_stream_that_is_silent_for_too_long_is_begun_and_kept_alive_by_c
     assert peer.status == 200
     assert peer.body.startswith(b': still here\n\n: still here\n\ndata: {"error"')
     assert peer.body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_stream_that_outlives_its_worker_goes_on_in_the_same_response_and_is_counted() -> None:
+    peer, metrics = Peer(), GatewayMetrics()
+    log = RequestLog("r", metrics)
+    lost = chunk("", 1, messages.FinishReason.ERROR, error=errors.make_error(errors.Code.WORKER_LOST))
+    end = codec.replace(chunk("b", 1, messages.FinishReason.STOP), id="again")
+    stream = stream_over(FakeTransport(), HEAD, chunk("a", token_ids=[7]), lost, end)
+    events = chat_response.ChunkEncoder(HEADING, include_usage=False)
+    await chat.stream_response(stream, events, ResponseWriter(peer.take, "r"), log)
+    log.finished(peer.status)
+    told = [json.loads(event.removeprefix(b"data: ")) for event in peer.body.split(b"\n\n")[:-2]]
+    assert {event["id"] for event in told} == {"chatcmpl-r"}
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in told) == "ab"
+    assert [event["choices"][0]["finish_reason"] for event in told][-1] == "stop"
+    (family,) = metrics.resubmitted.collect()
+    assert family.samples[0].value == 1
 
 
 @pytest.mark.parametrize(
