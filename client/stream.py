@@ -246,7 +246,8 @@ class Stream:
             self._end(messages.FinishReason.CANCELLED)
             return None
         if not is_lost:
-            # Where the refusal is for now only, nobody answers the next resyncs, and then it is tried again.
+            # If it may be tried again, that happens once nobody has answered the resyncs of a first silence.
+            self._resync_timer = ResyncTimer(now, streamed=self._is_streamed)
             return self._continuation.error_after_refusal(error)
         again = self._continuation.request_after(error, now)
         if isinstance(again, errors.Error):

@@ -277,6 +277,19 @@ async def test_a_continuation_that_is_refused_for_now_is_tried_again_after_a_whi
     check(fleet, await fleet.rest())
 
 
+async def test_a_continuation_that_fails_after_its_head_is_tried_again_as_soon_as_a_refused_one() -> None:
+    fleet = begun()
+    fleet.fail(LOST)
+    fleet.begin()
+    fleet.fail(errors.make_error(Code.ENGINE_POISONED))
+    assert len(fleet.requests) == 2
+    fleet.be_silent(5.2)
+    assert len(fleet.requests) == 3
+    fleet.begin()
+    fleet.finish()
+    check(fleet, await fleet.rest())
+
+
 async def test_a_continuation_that_is_refused_every_time_ends_the_stream_in_its_own_loss() -> None:
     fleet = begun()
     fleet.refusal = errors.make_error(Code.NO_WORKER, "no router listens")
