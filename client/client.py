@@ -108,12 +108,14 @@ class Client:
         request: messages.GenerateRequest | None = None,
         *,
         headers: tracing.Headers = None,
+        resume: bool = True,
         **fields: Any,
     ) -> Stream:
         """Asks for a completion and returns its stream at once.
 
         Pass a request, or the fields of one: `prompt`, `messages`, `token_ids`, `max_tokens`, `temperature` and so on.
-        `headers` may name the trace that the request belongs to (`traceparent`).
+        `headers` may name the trace that the request belongs to (`traceparent`). A stream whose worker is lost goes on
+        at another one; with `resume=False` it ends in `worker_lost` if it has begun.
         Raises RequestError(invalid_request) for a field of a wrong type, and ValueError for a name that no model can
         have. All other errors end the stream."""
         request = request or _to_request(fields)
@@ -121,8 +123,8 @@ class Client:
             request = codec.replace(request, id=secrets.token_urlsafe(16))
         subject = self._names.generate(model, self._tenant)  # may raise, so before there is a span
         span = self._begin_span(model, request, headers)
-        stream = Stream(request, self._encoding, self._inbox, time.monotonic(), span, subject)
-        self._inbox.submit(stream, request)
+        stream = Stream(request, self._encoding, self._inbox, time.monotonic(), span, subject, resume=resume)
+        stream.submit()
         return stream
 
     async def models(self, timeout_s: float = 5.0) -> messages.ModelsReply:

@@ -63,21 +63,21 @@ class Inbox:
             self._ticker.cancel()
 
     def submit(self, stream: Stream, request: messages.GenerateRequest) -> None:
-        """Publishes a stream's request under a new reply subject. If that fails, the stream ends with the reason."""
+        """Publishes a stream's request under a new reply subject. If that fails, the stream learns the reason."""
         payload = codec.encode(request, self._encoding)  # may raise, so before the stream is registered
         token = secrets.token_hex(8)
         self._streams[token] = stream
         self._reply_tokens[stream] = token
         if self._error is not None:
-            stream.fail(self._error)
+            stream.refuse(self._error, time.monotonic())
             return
         headers = stream.trace_headers | (codec.content_headers(self._encoding) or {})
         try:
             self._connection.publish(stream.subject, payload, reply=f"{self._prefix}.{token}", headers=headers)
         except bus.PayloadTooLargeError as error:
-            stream.fail(errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error)))
+            stream.refuse(errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error)), time.monotonic())
         except (bus.OutboundBufferLimitError, ConnectionError) as error:
-            stream.fail(errors.make_error(errors.Code.NO_WORKER, str(error)))
+            stream.refuse(errors.make_error(errors.Code.NO_WORKER, str(error)), time.monotonic())
 
     def send_cancel(self, stream: Stream) -> None:
         self._orphans.put(stream.request_id, True, time.monotonic())
@@ -123,7 +123,8 @@ class Inbox:
         elif token.endswith(_RESYNC_SUFFIX):
             stream.feed_resync(message.data, time.monotonic())
         elif bus.is_no_responders(message):
-            stream.fail(errors.make_error(errors.Code.NO_WORKER, "no router listens on this broker"))
+            error = errors.make_error(errors.Code.NO_WORKER, "no router listens on this broker")
+            stream.refuse(error, time.monotonic())
         else:
             stream.feed(message.data, time.monotonic())
 

@@ -32,19 +32,22 @@ class Gap(NamedTuple):
 
 
 class Reassembler:
-    """Counts the tokens and the text of one stream, over all its attempts."""
+    """Counts the tokens and the text of one stream, over all its attempts.
 
-    def __init__(self) -> None:
+    A stream that continues an earlier one begins at token `num_tokens`; its first chunk says where in the text."""
+
+    def __init__(self, num_tokens: int = 0) -> None:
         self.attempt = 0
-        self.num_tokens = 0
+        self.num_tokens = num_tokens
         self.text_bytes = 0
+        self._knows_text_bytes = not num_tokens
 
     def __repr__(self) -> str:
         return f"<Reassembler attempt {self.attempt}: {self.num_tokens} tokens, {self.text_bytes} bytes>"
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.num_tokens or self.text_bytes)
+    def restart_attempts(self) -> None:
+        """Prepares for a request under a new id, whose attempts are counted anew and whose stream goes on here."""
+        self.attempt = 0
 
     def add(self, chunk: messages.Chunk) -> Ready | Duplicate | Gap:
         """Takes a chunk if it continues the stream. Raises BrokenStreamError if it contradicts earlier ones."""
@@ -57,6 +60,8 @@ class Reassembler:
                 f"attempt {chunk.attempt} begins at token {chunk.offset}, attempt {self.attempt} had {self.num_tokens}"
             )
         self.attempt = chunk.attempt
+        if not self._knows_text_bytes and chunk.offset == self.num_tokens and not _is_routers(chunk):
+            self.text_bytes, self._knows_text_bytes = chunk.text_offset, True
         if not carries:
             return self._add_empty(chunk)
         if chunk.offset > self.num_tokens:
@@ -69,11 +74,8 @@ class Reassembler:
         return Ready(new)
 
     def _add_empty(self, chunk: messages.Chunk) -> Ready | Gap:
-        # The offsets of a router's chunks mean nothing: it does not know how far the stream is.
-        by_router = chunk.worker_id is None or chunk.worker_id is UNSET
-        if chunk.offset > self.num_tokens and not by_router and chunk.finish_reason is not messages.FinishReason.ERROR:
-            return Gap()
-        return Ready(chunk)
+        is_ahead = chunk.offset > self.num_tokens and not _is_routers(chunk)
+        return Gap() if is_ahead and chunk.finish_reason is not messages.FinishReason.ERROR else Ready(chunk)
 
     def _is_known(self, chunk: messages.Chunk) -> bool:
         ends_at = chunk.offset + chunk.tokens, chunk.text_offset + len(chunk.text.encode())
@@ -100,3 +102,8 @@ class Reassembler:
             token_ids=UNSET if chunk.token_ids is UNSET else chunk.token_ids[known_tokens:],
             logprobs=UNSET if chunk.logprobs is UNSET else chunk.logprobs[known_tokens:],
         )
+
+
+def _is_routers(chunk: messages.Chunk) -> bool:
+    """Returns whether a router made the chunk. Its offsets mean nothing: a router does not know how far a stream is."""
+    return not (chunk.tokens or chunk.text) and (chunk.worker_id is None or chunk.worker_id is UNSET)

@@ -7,6 +7,7 @@ from collections import deque
 from types import TracebackType
 from typing import Protocol
 
+from tokenbus.client.continuation import Continuation
 from tokenbus.client.reassembler import BrokenStreamError, Duplicate, Gap, Ready, Reassembler
 from tokenbus.client.resync_timer import Action, ResyncTimer
 from tokenbus.protocol.bus.bus import OutboundBufferLimitError
@@ -18,8 +19,6 @@ _resyncs = codec.Decoder(messages.ResyncReply)
 
 MAX_UNREAD_CHUNKS = 65_536
 """Chunks that may wait for a slow reader. If there are more, the stream ends with an error."""
-MAX_RESUBMITS = 3
-"""Times that a request is submitted again, if nobody holds it any more and nothing of it has come."""
 
 
 class Transport(Protocol):
@@ -41,10 +40,12 @@ class Transport(Protocol):
 class Stream:
     """An async iterator of chunks. The last one is the terminal, the only one with a `finish_reason`.
 
-    Lost chunks are asked for again. A request that nobody holds any more, and of which nothing has come, is submitted
-    again under a new id, at most `MAX_RESUBMITS` times; `request_id` is the latest. If that doesn't help, the stream
-    ends with a terminal made here: `no_worker` if there is no router, `worker_lost` if the rest can't be fetched.
-    Leaving an `async with` block early, or `aclose`, cancels the request."""
+    Lost chunks are asked for again. A request whose worker is lost, or that nobody holds any more, is submitted again
+    under a new id, at most three times in a row without a new token. Its stream goes on behind the last token that has
+    come (`resume_from`), so that all chunks together are one text, with one count of tokens; `resume=False` switches
+    this off. `request_id` is the latest id, and each chunk has the id and the attempt under which it came: attempts are
+    counted anew for each id. If all that doesn't help, the stream ends in `worker_lost`, or in `no_worker` if there is
+    no router. Leaving an `async with` block early, or `aclose`, cancels the request."""
 
     def __init__(
         self,
@@ -54,10 +55,12 @@ class Stream:
         now: float,
         span: tracing.Span = tracing.NOOP_SPAN,
         subject: str = "",
+        *,
+        resume: bool = True,
     ) -> None:
         assert request.id is not None
         self.request_id = request.id
-        self._request = request
+        self._is_streamed = request.is_streamed
         self._encoding = encoding
         self._transport = transport
         self._submitted_at = now
@@ -65,8 +68,8 @@ class Stream:
         """Subject to which the request is published."""
         self._span = span
         self._first_chunk_seen = False
-        self._num_resubmits = 0
-        self._reassembler = Reassembler()
+        self._continuation = Continuation(request, now, resume=resume)
+        self._reassembler = Reassembler(len(request.resume_from.token_ids) if request.resume_from else 0)
         self._resync_timer = ResyncTimer(now, streamed=request.is_streamed)
         self._unread: deque[messages.Chunk] = deque()
         self._arrived = asyncio.Event()
@@ -121,23 +124,25 @@ class Stream:
                 raise errors.RequestError(chunk.error)
         return "".join(texts)
 
+    def submit(self) -> None:
+        """Publishes the request; to be called once."""
+        self._transport.submit(self, self._continuation.request)
+
     def feed(self, payload: bytes, now: float) -> None:
         """Takes a message that came to the stream's reply subject."""
         if self._ended:
             return
         try:
             chunk = _chunks.decode(payload, self._encoding)
-            match self._reassembler.add(chunk):
-                case Ready(new):
-                    self._resync_timer.chunk_received(now)
-                    self._take(new, now)
-                case Gap():
-                    self._resync_timer.gap_found(now)
-                    self.tick(now)  # sends the resync at once
-                case Duplicate():
-                    pass
-        except (BrokenStreamError, errors.RequestError) as error:
-            self._lose(str(error))
+        except errors.RequestError as error:
+            self._give_up(errors.make_error(errors.Code.INTERNAL, f"a chunk can't be read: {error.error.message}"))
+            return
+        if chunk.error and chunk.attempt >= self._reassembler.attempt:
+            final = self._error_after(chunk.error, now)
+            if final is None:
+                return
+            chunk = codec.replace(chunk, error=final)
+        self._add(chunk, now)
 
     def feed_resync(self, payload: bytes, now: float) -> None:
         """Takes the answer to a resync."""
@@ -155,7 +160,7 @@ class Stream:
             case Action.RESYNC:
                 self._transport.send_resync(self, self._reassembler.num_tokens)
             case Action.LOST:
-                self._resubmit(now)
+                self._lose("nothing more came, and nobody holds the request any more", now)
             case Action.WAIT:
                 pass
 
@@ -166,8 +171,14 @@ class Stream:
 
     def fail_if_empty(self, error: errors.Error) -> None:
         """Ends the stream if nothing has arrived; called for a permission error that may concern it."""
-        if self._reassembler.is_empty:
+        if self._continuation.is_empty:
             self.fail(error)
+
+    def refuse(self, error: errors.Error, now: float) -> None:
+        """Takes the news that the request could not be sent, or that nobody listens for it."""
+        final = self._error_after(error, now)
+        if final is not None:
+            self.fail(final)
 
     def fail(self, error: errors.Error) -> None:
         """Ends the stream with an error terminal made here."""
@@ -188,9 +199,27 @@ class Stream:
         self._trace(terminal)
         self._finish()
 
+    def _add(self, chunk: messages.Chunk, now: float) -> None:
+        try:
+            added = self._reassembler.add(chunk)
+        except BrokenStreamError as error:
+            self._lose(str(error), now)
+            return
+        match added:
+            case Ready(new):
+                self._resync_timer.chunk_received(now)
+                self._take(self._continuation.take(new), now)
+            case Gap():
+                self._resync_timer.gap_found(now)
+                self.tick(now)  # sends the resync at once
+            case Duplicate():
+                pass
+
     def _take(self, chunk: messages.Chunk, now: float) -> None:
         if len(self._unread) >= MAX_UNREAD_CHUNKS:
-            raise BrokenStreamError(f"more than {MAX_UNREAD_CHUNKS} chunks were not read")
+            problem = f"the reader is too slow: {MAX_UNREAD_CHUNKS} chunks were not read"
+            self._give_up(errors.make_error(errors.Code.OVERLOADED, problem))
+            return
         self._unread.append(chunk)
         self._arrived.set()
         if chunk.tokens and not self._first_chunk_seen:
@@ -204,35 +233,45 @@ class Stream:
         if self._span.is_recording:
             self._span.set_attributes(tracing.terminal_attributes(terminal))
             self._span.set_attributes({tracing.WORKER_ID: terminal.worker_id or None})
+            self._span.set_attributes({tracing.RESUBMITS: self._continuation.num_resubmits or None})
         if terminal.error:
             self._span.set_error(str(terminal.error.code))
 
-    def _resubmit(self, now: float) -> None:
-        """Submits the request again if nothing has arrived; ends the stream otherwise."""
+    def _error_after(self, error: errors.Error, now: float) -> errors.Error | None:
+        """Returns the error with which the stream ends. None: it goes on, or it has been ended as cancelled."""
+        is_lost = error.code is errors.Code.WORKER_LOST
+        if not is_lost and not self._continuation.is_pending:
+            return error
         if self._is_cancelled:  # nobody holds it, which is what its user wanted
             self._end(messages.FinishReason.CANCELLED)
-            return
-        if not self._reassembler.is_empty or self._num_resubmits >= MAX_RESUBMITS:
-            self._lose("nothing more came, and nobody holds the request any more")
-            return
-        remaining_ms = self._request.timeout_ms
-        if remaining_ms is not None:
-            remaining_ms -= (now - self._submitted_at) * 1e3
-            if remaining_ms <= 0:
-                self._send_cancel()
-                self.fail(errors.make_error(errors.Code.DEADLINE_EXCEEDED))
-                return
-        self._num_resubmits += 1
+            return None
+        if not is_lost:
+            # If it may be tried again, that happens once nobody has answered the resyncs of a first silence.
+            self._resync_timer = ResyncTimer(now, streamed=self._is_streamed)
+            return self._continuation.error_after_refusal(error)
+        again = self._continuation.request_after(error, now)
+        if isinstance(again, errors.Error):
+            return again
+        self._resubmit(again, now)
+        return None
+
+    def _resubmit(self, request: messages.GenerateRequest, now: float) -> None:
         self._send_cancel()  # should somebody hold the old request after all, it must not run twice
         self._transport.forget(self)
-        self._reassembler = Reassembler()
-        self._resync_timer = ResyncTimer(now, streamed=self._request.is_streamed)
+        self._reassembler.restart_attempts()
+        self._resync_timer = ResyncTimer(now, streamed=self._is_streamed)
         # A new id: the holder of the old one may only have been out of reach.
         self.request_id = secrets.token_urlsafe(16)
-        self._transport.submit(self, codec.replace(self._request, id=self.request_id, timeout_ms=remaining_ms))
+        self._transport.submit(self, codec.replace(request, id=self.request_id))
 
-    def _lose(self, reason: str) -> None:
-        self.fail(errors.make_error(errors.Code.WORKER_LOST, reason))
+    def _lose(self, reason: str, now: float) -> None:
+        """Continues the stream elsewhere, or ends it."""
+        final = self._error_after(errors.make_error(errors.Code.WORKER_LOST, reason), now)
+        if final is not None:
+            self._give_up(final)
+
+    def _give_up(self, error: errors.Error) -> None:
+        self.fail(error)
         self._send_cancel()
 
     def _send_cancel(self) -> None:

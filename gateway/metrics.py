@@ -13,6 +13,11 @@ class GatewayMetrics(MetricFamilies):
         self.disconnects = Counter(
             f"{_P}_client_disconnects", "Chat completions whose client disconnected before they ended."
         )
+        self.resubmitted = Counter(
+            f"{_P}_requests_resubmitted",
+            "Chat completions that the gateway submitted again, behind the tokens that it had, because their worker "
+            "was lost or nobody held them any more.",
+        )
         self.open = Gauge(f"{_P}_requests_open", "Chat completions that are open.")
         self.connections = Gauge(f"{_P}_connections", "Open connections: busy with a request, or idle.", ("state",))
         self.closed = Counter(

@@ -22,6 +22,7 @@ class RequestLog:
         self._was_logged = False
         self._first_s: float | None = None
         self._terminal: messages.Chunk | None = None
+        self._resubmitted_as: str | None = None
         self._code: str | None = None
         self._client_gone = False
         self._log = structlog.get_logger()
@@ -54,9 +55,11 @@ class RequestLog:
         )
 
     def on_chunk(self, chunk: messages.Chunk) -> None:
-        """Notes the time of the first token, and the terminal."""
+        """Notes the time of the first token, the id under which the request was submitted again, and the terminal."""
         if chunk.tokens and self._first_s is None:
             self._first_s = self.age_s
+        if chunk.id != self._request_id:
+            self._resubmitted_as = chunk.id
         if chunk.finish_reason is not None:
             self._terminal = chunk
 
@@ -79,7 +82,7 @@ class RequestLog:
         self._log.info(
             "request_finished",
             request_id=self._key,
-            resubmitted_as=terminal.id if terminal and terminal.id != self._request_id else None,
+            resubmitted_as=self._resubmitted_as,
             status=status,
             finish_reason=str(terminal.finish_reason) if terminal else None,
             code=str(error.code) if error else self._code,
@@ -96,6 +99,7 @@ class RequestLog:
         metrics = self._metrics
         metrics.finished.labels(str(status or "none")).inc()
         metrics.disconnects.inc(self._client_gone)
+        metrics.resubmitted.inc(self._resubmitted_as is not None)
         metrics.e2e.observe(self.age_s)
         if self._first_s is not None:
             metrics.ttft.observe(self._first_s)

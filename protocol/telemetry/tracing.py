@@ -37,6 +37,7 @@ REQUEST_ID = "tokenbus.request_id"
 TENANT = "tokenbus.tenant"
 WORKER_ID = "tokenbus.worker_id"
 ATTEMPT = "tokenbus.attempt"
+RESUBMITS = "tokenbus.resubmits"
 
 _KINDS = {"server": trace.SpanKind.SERVER, "client": trace.SpanKind.CLIENT, "internal": trace.SpanKind.INTERNAL}
 _propagator = TraceContextTextMapPropagator()

@@ -1,14 +1,19 @@
 """A client's requests, and those of other tenants over the same connection."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
 
 from tests.support.raw_client import PREFIX, RawClient
 from tokenbus.cli import nats_server
 from tokenbus.client import Client
+
+LOST = {"code": "worker_lost", "message": "it is gone", "retryable": True}
 
 
 @pytest.fixture
@@ -25,6 +30,44 @@ async def test_a_model_that_can_be_no_name_is_refused_and_leaves_nothing_behind(
         with pytest.raises(ValueError, match="a name must have 1 to 128 bytes"):
             client.generate(model, prompt="hi")
         assert "0 streams" in repr(client)
+
+
+async def test_a_lost_stream_goes_on_under_a_new_id_at_a_new_reply_subject(url: str) -> None:
+    router, asked = await RawClient.connect(url), list[tuple[str, dict[str, Any]]]()
+    cancelled = asyncio.Queue[str]()
+
+    async def say(reply: str, **fields: object) -> None:
+        await router.nats.publish(reply, json.dumps(fields).encode())
+
+    async def serve(message: Msg) -> None:
+        request, reply = json.loads(message.data), message.reply
+        asked.append((reply, request))
+        if len(asked) == 1:
+            await say(reply, id="r", attempt=1, worker_id="w", hash_scheme="s")
+            await say(reply, id="r", attempt=1, tokens=1, text="one ", token_ids=[1])
+            await say(reply, id="r", attempt=1, finish_reason="error", worker_id=None, error=LOST)
+            return
+        # late chunks of the first worker must not disturb the second one's
+        await say(asked[0][0], id="r", attempt=1, offset=1, tokens=1, text_offset=4, text="other ", token_ids=[9])
+        await say(reply, id=request["id"], attempt=1, offset=1, text_offset=4, worker_id="v", hash_scheme="s")
+        await say(reply, id=request["id"], attempt=1, offset=1, tokens=1, text_offset=4, text="text", token_ids=[2])
+        await say(reply, id=request["id"], attempt=1, offset=2, text_offset=8, worker_id="v", finish_reason="stop")
+
+    async def note(message: Msg) -> None:
+        cancelled.put_nowait(message.subject.rpartition(".")[2])
+
+    await router.nats.subscribe(f"{PREFIX}.generate.demo", cb=serve)
+    await router.nats.subscribe(f"{PREFIX}.cancel.*", cb=note)
+    await router.nats.flush()
+    async with asyncio.timeout(60), await Client.connect(url) as client:
+        assert await client.generate("demo", prompt="hi", id="r").text() == "one text"
+        assert await cancelled.get() == "r"
+        assert client.num_streams == 0
+    (first, _), (second, again) = asked
+    assert first != second
+    assert again["resume_from"] == {"token_ids": [1], "hash_scheme": "s"}
+    assert again["id"] != "r"
+    await router.close()
 
 
 async def test_another_tenant_speaks_over_the_same_connection_and_ends_with_it(url: str) -> None:

@@ -123,6 +123,25 @@ def test_a_later_attempt_that_begins_again_after_something_was_said_breaks_the_s
         reassembler.add(chunk(0, 3, 0, "abc", attempt=2))
 
 
+def test_a_stream_that_continues_an_earlier_one_begins_where_its_first_chunk_says() -> None:
+    for first in (chunk(2, 0, 3, worker_id="w1"), chunk(2, 1, 3, "c")):
+        reassembler = Reassembler(2)
+        assert reassembler.add(chunk(worker_id=None)) == Ready(chunk(worker_id=None))
+        assert reassembler.add(chunk(3, 1, 4, "d")) == Gap()
+        assert reassembler.add(first) == Ready(first)
+        assert reassembler.text_bytes == 3 + len(first.text)
+
+
+def test_attempts_of_a_new_request_are_counted_anew_and_go_on_where_the_stream_is() -> None:
+    reassembler = begun()
+    reassembler.restart_attempts()
+    again = chunk(2, 1, 2, "c", attempt=0)
+    assert reassembler.add(again) == Ready(again)
+    reassembler.restart_attempts()
+    with pytest.raises(BrokenStreamError):
+        reassembler.add(chunk(0, 3, 0, "abc", attempt=1))
+
+
 def cut(text: str, ends: list[int], start: int, stop: int, last: bool) -> messages.Chunk:
     """Tokens `start` to `stop` of a completion whose tokens end at `ends`."""
     begin = ends[start - 1] if start else 0

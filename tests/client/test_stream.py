@@ -8,7 +8,8 @@ import pytest
 
 from tokenbus.cli import nats_server
 from tokenbus.client import Client, Stream
-from tokenbus.client.stream import MAX_RESUBMITS, MAX_UNREAD_CHUNKS
+from tokenbus.client.continuation import MAX_RESUBMITS
+from tokenbus.client.stream import MAX_UNREAD_CHUNKS
 from tokenbus.protocol.wire import codec, errors, messages
 
 LENGTH, STOP, CANCELLED, ERROR = (
@@ -148,12 +149,13 @@ async def test_a_chunk_that_comes_again_is_handed_out_once() -> None:
 
 
 @pytest.mark.parametrize("payload", [b"", b"{", b"[]", b'{"offset": "x"}', b"\xff\xfe", b'{"id": 1}'])
-async def test_a_message_that_is_no_chunk_ends_the_stream_in_worker_lost(payload: bytes) -> None:
+async def test_a_message_that_is_no_chunk_ends_the_stream_in_internal(payload: bytes) -> None:
     line = FakeTransport()
     line.stream.feed(payload, 0.0)
     (terminal,) = await line.rest()
-    assert code_of(terminal) is errors.Code.WORKER_LOST
+    assert code_of(terminal) is errors.Code.INTERNAL
     assert line.counts == (1, 1)
+    assert line.resubmitted == []
 
 
 async def test_a_stream_that_says_nothing_is_asked_for_and_one_that_nobody_holds_is_lost() -> None:
@@ -226,13 +228,13 @@ async def test_a_stream_whose_cancel_cannot_be_sent_still_ends() -> None:
     assert code_of((await silent.rest())[-1]) is errors.Code.WORKER_LOST
     broken = FakeTransport(cancel=refuse)
     broken.stream.feed(b"{", 0.0)
-    assert code_of((await broken.rest())[-1]) is errors.Code.WORKER_LOST
+    assert code_of((await broken.rest())[-1]) is errors.Code.INTERNAL
     left = FakeTransport(cancel=refuse)
     await left.stream.aclose()
     assert left.num_closes == 1
 
 
-async def test_as_many_chunks_as_may_may_wait_unread_and_one_more_ends_the_stream() -> None:
+async def test_as_many_chunks_as_may_may_wait_unread_and_one_more_ends_the_stream_in_overloaded() -> None:
     full, over = FakeTransport(), FakeTransport()
     payload = codec.encode(messages.Chunk(id="r"), codec.Encoding.JSON)
     for line in (full, over):
@@ -243,7 +245,8 @@ async def test_as_many_chunks_as_may_may_wait_unread_and_one_more_ends_the_strea
     assert over.counts == (1, 1)
     chunks = await over.rest()
     assert len(chunks) == MAX_UNREAD_CHUNKS + 1
-    assert code_of(chunks[-1]) is errors.Code.WORKER_LOST
+    assert code_of(chunks[-1]) is errors.Code.OVERLOADED
+    assert over.resubmitted == []
     await anext(full.stream)
     full.stream.feed(payload, 0.0)
     assert full.counts == (0, 0)

@@ -1,5 +1,6 @@
 """When an answer begins, and with which status."""
 
+import json
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -11,11 +12,11 @@ from tokenbus.gateway.metrics import GatewayMetrics
 from tokenbus.gateway.openai import chat_response
 from tokenbus.gateway.openai.response_writer import ResponseWriter
 from tokenbus.gateway.request_log import RequestLog
-from tokenbus.protocol.wire import errors, messages
+from tokenbus.protocol.wire import codec, errors, messages
 
 HEADING = chat_response.CompletionHeader("chatcmpl-r", 1_700_000_000, "demo")
-HEAD = messages.Chunk(id="r", worker_id="w", model="demo", created=1)
-LOST = errors.make_error(errors.Code.WORKER_LOST)
+HEAD = messages.Chunk(id="r", worker_id="w", model="demo", created=1, hash_scheme="xxh3-64:f")
+FAILURE = errors.make_error(errors.Code.NO_WORKER)
 NEVER_S = 1e9
 
 
@@ -47,7 +48,7 @@ def chunk(text: str, offset: int = 0, reason: messages.FinishReason | None = Non
 
 
 def failed(offset: int = 0) -> messages.Chunk:
-    return chunk("", offset, messages.FinishReason.ERROR, error=LOST)
+    return chunk("", offset, messages.FinishReason.ERROR, error=FAILURE)
 
 
 async def events_of(*chunks: messages.Chunk, hold_s: float) -> Peer:
@@ -62,7 +63,7 @@ async def events_of(*chunks: messages.Chunk, hold_s: float) -> Peer:
 
 async def test_a_stream_that_fails_before_it_speaks_is_answered_with_the_status_of_the_error() -> None:
     peer = await events_of(HEAD, HEAD, failed(), hold_s=NEVER_S)
-    assert (peer.status, peer.headers["content-type"], peer.headers["x-request-id"]) == (502, "application/json", "r")
+    assert (peer.status, peer.headers["content-type"], peer.headers["x-request-id"]) == (503, "application/json", "r")
 
 
 async def test_a_stream_that_fails_after_it_spoke_ends_with_the_error_and_done() -> None:
@@ -80,17 +81,34 @@ async def test_a_stream_that_is_silent_for_too_long_is_begun_and_kept_alive_by_c
     assert peer.body.endswith(b"data: [DONE]\n\n")
 
 
+async def test_a_stream_that_outlives_its_worker_goes_on_in_the_same_response_and_is_counted() -> None:
+    peer, metrics = Peer(), GatewayMetrics()
+    log = RequestLog("r", metrics)
+    lost = chunk("", 1, messages.FinishReason.ERROR, error=errors.make_error(errors.Code.WORKER_LOST))
+    end = codec.replace(chunk("b", 1, messages.FinishReason.STOP), id="again")
+    stream = stream_over(FakeTransport(), HEAD, chunk("a", token_ids=[7]), lost, end)
+    events = chat_response.ChunkEncoder(HEADING, include_usage=False)
+    await chat.stream_response(stream, events, ResponseWriter(peer.take, "r"), log)
+    log.finished(peer.status)
+    told = [json.loads(event.removeprefix(b"data: ")) for event in peer.body.split(b"\n\n")[:-2]]
+    assert {event["id"] for event in told} == {"chatcmpl-r"}
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in told) == "ab"
+    assert [event["choices"][0]["finish_reason"] for event in told][-1] == "stop"
+    (family,) = metrics.resubmitted.collect()
+    assert family.samples[0].value == 1
+
+
 @pytest.mark.parametrize(
     ("reason", "status"),
     [
         (messages.FinishReason.STOP, 200),
         (messages.FinishReason.CANCELLED, 499),
-        (messages.FinishReason.ERROR, 502),
+        (messages.FinishReason.ERROR, 503),
     ],
 )
 async def test_a_whole_answer_has_the_status_of_its_end(reason: messages.FinishReason, status: int) -> None:
     peer = Peer()
-    end = chunk("b", 1, reason, **({"error": LOST} if status == 502 else {}))
+    end = chunk("b", 1, reason, **({"error": FAILURE} if status == 503 else {}))
     stream = stream_over(FakeTransport(), HEAD, chunk("a"), end)
     await chat.respond(
         stream,

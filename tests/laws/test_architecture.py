@@ -55,6 +55,7 @@ PURE = (
     "worker/engine/onnx/cache/*.py",
     "worker/engine/sim/faults.py",
     "worker/engine/sim/timing.py",
+    "client/continuation.py",
     "client/reassembler.py",
     "client/resync_timer.py",
     "gateway/keys.py",

@@ -50,6 +50,7 @@ class PromptTokenizer:
         workers = workers_for(self._fleet, flight.model, time.monotonic())
         self._telemetry.model_found(flight)
         _check_features(flight.request, workers[0])
+        validation.check_resume(flight.request, workers[0].card.hash_scheme)
         remaining_ms = flight.remaining_ms(time.monotonic())
         try:
             async with asyncio.timeout(None if remaining_ms is None else remaining_ms / 1e3):

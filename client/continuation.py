@@ -1,0 +1,113 @@
+"""Makes the request with which a lost stream goes on elsewhere; pure.
+
+nothing has come                       the same request again
+all token ids that have come are known  the same request, with `resume_from`
+otherwise, or after too many attempts  none: the stream ends with the error
+"""
+
+from array import array
+
+from msgspec import UNSET
+
+from tokenbus.protocol.wire import codec, errors, messages
+
+MAX_RESUBMITS = 3
+"""Times in a row that a request is submitted again without a new token."""
+_FINAL = (errors.Code.DEADLINE_EXCEEDED, errors.Code.REQUEST_CRASHES_ENGINE)
+"""Errors of a continued stream that say more than that the worker before was lost."""
+
+
+class Continuation:
+    """Remembers what a stream's request was and which tokens have come, in 4 bytes for each.
+
+    A stream of many chunks asks for the ids of its tokens, unless `resume` is False. One without (`stream: false`) has
+    no tokens before its end, so that its request can always be submitted again."""
+
+    def __init__(self, request: messages.GenerateRequest, now: float, *, resume: bool) -> None:
+        self._hides_ids = not request.return_token_ids
+        if resume and request.is_streamed:
+            request = codec.replace(request, return_token_ids=True)
+        self.request = request
+        """The first request to send."""
+        self.num_resubmits = 0
+        self._num_in_vain = 0
+        """Resubmits since the last new token."""
+        self._submitted_at = now
+        self._resume = resume
+        given = request.resume_from
+        self._given_ids = given.token_ids if given else []
+        self._hash_scheme = given.hash_scheme if given else None
+        self._token_ids = array("I")
+        self._num_tokens = 0
+        self._loss: errors.Error | None = None
+        """Why the stream had to be continued, until it has a new token."""
+        self._refusal: errors.Error | None = None
+        """Why the last attempt to continue it was refused."""
+
+    def __repr__(self) -> str:
+        return f"<Continuation, {self._num_tokens} tokens, {self.num_resubmits} resubmits>"
+
+    @property
+    def is_empty(self) -> bool:
+        """True as long as nothing has come that a stream begun anew could contradict."""
+        return not self._num_tokens
+
+    @property
+    def is_pending(self) -> bool:
+        """True from a resubmit that continues the stream to its first new token."""
+        return self._loss is not None
+
+    def take(self, chunk: messages.Chunk) -> messages.Chunk:
+        """Notes the tokens of a chunk that continues the stream, and returns the chunk as its user asked for it."""
+        # the first scheme is the one that the ids belong to
+        self._hash_scheme = self._hash_scheme or chunk.hash_scheme or None
+        if chunk.tokens:
+            self._num_tokens += chunk.tokens
+            self._num_in_vain, self._loss, self._refusal = 0, None, None
+            if self._resume:
+                self._keep(chunk.token_ids or [])
+        return codec.replace(chunk, token_ids=UNSET) if chunk.token_ids and self._hides_ids else chunk
+
+    def request_after(self, loss: errors.Error, now: float) -> messages.GenerateRequest | errors.Error:
+        """Returns the request to submit next, without a new id, or the error with which the stream ends."""
+        if self._num_in_vain >= MAX_RESUBMITS:
+            return self._original_loss() or loss
+        if not self.is_empty and not self._can_resume():
+            return loss
+        remaining_ms = self.request.timeout_ms
+        if remaining_ms is not None:
+            remaining_ms -= (now - self._submitted_at) * 1e3
+            if remaining_ms <= 0:
+                return errors.make_error(errors.Code.DEADLINE_EXCEEDED)
+        self.num_resubmits += 1
+        self._num_in_vain += 1
+        if self.is_empty:
+            return codec.replace(self.request, timeout_ms=remaining_ms)
+        self._loss = self._loss or loss
+        resume_from = messages.ResumeFrom(token_ids=[*self._given_ids, *self._token_ids], hash_scheme=self._hash_scheme)
+        return codec.replace(self.request, timeout_ms=remaining_ms, resume_from=resume_from)
+
+    def error_after_refusal(self, refusal: errors.Error) -> errors.Error | None:
+        """Returns the error with which a stream ends whose continuation was refused; None if it may be tried again."""
+        assert self.is_pending, self
+        if refusal.code in _FINAL:
+            return refusal
+        self._refusal = refusal
+        return None if refusal.retryable else self._original_loss()
+
+    def _keep(self, token_ids: list[int]) -> None:
+        try:
+            self._token_ids.extend(token_ids)
+        except OverflowError:  # no vocabulary has such an id
+            self._resume = False
+
+    def _can_resume(self) -> bool:
+        # without the scheme, a worker with another vocabulary could take the ids for its own
+        return self._resume and self._hash_scheme is not None and len(self._token_ids) == self._num_tokens
+
+    def _original_loss(self) -> errors.Error | None:
+        """Returns the loss after which the stream could not be continued, with the reason if one is known."""
+        if self._loss is None or self._refusal is None:
+            return self._loss
+        problem = f"{self._loss.message}; no other worker continues it: {self._refusal.message}"
+        return errors.make_error(errors.Code.WORKER_LOST, problem)
