@@ -1,12 +1,13 @@
-"""A request's sampling is its own where it says so, else the model's default, else the wire's."""
+"""A run becomes the engine's request. Its sampling is its own where it says so, else the model's, else the wire's."""
 
 import pytest
 
 from tests.support.arithmetic import make_config
-from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire import block_hash, codec, errors, internal
 from tokenbus.protocol.wire.params import GenerationParams, SamplingParams
 from tokenbus.worker import contract
-from tokenbus.worker.streams.engine_request import resolve_sampling
+from tokenbus.worker.streams import packed_logprobs
+from tokenbus.worker.streams.engine_request import resolve_sampling, to_engine_request
 
 OWN = SamplingParams(temperature=0.3, top_p=0.8, top_k=20, min_p=0.1, max_tokens=50)
 
@@ -106,3 +107,99 @@ def test_the_last_prompt_that_fits_leaves_one_token_and_a_longer_one_is_refused(
         with pytest.raises(errors.RequestError, match=f"{prompt_tokens} tokens.*fit 100") as caught:
             resolved(prompt_tokens)
         assert caught.value.error.code is errors.Code.PROMPT_TOO_LONG
+
+
+def run(prompt: bytes = b"\1\0\0\0", resume_from: internal.RunResume | None = None, **params: object) -> internal.Run:
+    return internal.Run(
+        request_id="default:r",
+        attempt=1,
+        epoch="1-a",
+        router_id="router",
+        reply="_INBOX.a",
+        encoding=codec.Encoding.JSON,
+        token_ids=prompt,
+        params=GenerationParams(**params),  # type: ignore[arg-type]
+        resume_from=resume_from,
+    )
+
+
+def given(*token_ids: int, logprobs: list[contract.Logprob] | None = None, **fields: float) -> internal.RunResume:
+    packed = packed_logprobs.pack(logprobs or [])
+    return internal.RunResume(token_ids=block_hash.pack_token_ids(token_ids), logprobs=packed, **fields)  # type: ignore[arg-type]
+
+
+def to_request(asked: internal.Run) -> contract.EngineRequest:
+    config = make_config(vocab_size=50, features=("generate", "logprobs", "progress"))
+    return to_engine_request(asked, config, max_new_tokens=40)
+
+
+def test_a_run_that_continues_a_completion_says_how_it_began() -> None:
+    resume = given(7, 8, cached_tokens=16, queue_ms=1.5, prefill_ms=2.5, elapsed_ms=60.0)
+    assert to_request(run(resume_from=resume)).resumed == contract.ResumedCompletion(
+        token_ids=[7, 8], cached_tokens=16, queue_ms=1.5, prefill_ms=2.5, elapsed_ms=60.0
+    )
+    assert to_request(run()).resumed is None
+
+
+def test_max_tokens_counts_from_the_first_token_of_the_completion() -> None:
+    assert to_request(run(resume_from=given(7, 8), max_tokens=9)).sampling.max_tokens == 9
+    assert to_request(run(resume_from=given(7, 8))).sampling.max_tokens == 40
+
+
+def test_a_completion_that_continues_reports_no_progress_of_its_prompt() -> None:
+    assert to_request(run(return_progress=True)).return_progress
+    assert not to_request(run(return_progress=True, resume_from=given(7))).return_progress
+
+
+def test_log_probabilities_of_the_last_tokens_are_taken() -> None:
+    logprobs = [contract.Logprob(7, -0.5, [(7, -0.5)]), contract.Logprob(8, -2.0, [(49, -0.25)])]
+    for known in (logprobs, logprobs[1:], []):
+        resumed = to_request(run(resume_from=given(7, 8, logprobs=known), logprobs=1)).resumed
+        assert resumed is not None
+        assert resumed.logprobs == known
+
+
+def test_log_probabilities_that_nobody_asked_for_are_left_out() -> None:
+    resumed = to_request(run(resume_from=given(7, logprobs=[contract.Logprob(7, -0.5)]))).resumed
+    assert resumed is not None
+    assert resumed.logprobs == []
+
+
+BAD_LOGPROBS = {
+    "of another token": given(7, 8, logprobs=[contract.Logprob(7, -0.5, [(7, -0.5)])]),
+    "of more tokens": given(8, logprobs=[contract.Logprob(one, -0.5, [(7, -0.5)]) for one in (7, 8)]),
+    "without alternatives": given(7, logprobs=[contract.Logprob(7, -0.5)]),
+    "of tokens that do not exist": given(7, logprobs=[contract.Logprob(7, -0.5, [(50, -0.5)])]),
+    "above 0": given(7, logprobs=[contract.Logprob(7, 0.5, [(7, -0.5)])]),
+}
+
+
+@pytest.mark.parametrize("what", BAD_LOGPROBS)
+def test_log_probabilities_that_do_not_belong_to_the_tokens_are_refused(what: str) -> None:
+    with pytest.raises(errors.RequestError) as caught:
+        to_request(run(resume_from=BAD_LOGPROBS[what], logprobs=1))
+    assert (caught.value.error.code, caught.value.error.param) == (
+        errors.Code.INVALID_REQUEST,
+        "resume_from.logprobs",
+    )
+
+
+def test_a_whole_answer_with_log_probabilities_needs_those_of_all_tokens() -> None:
+    known = [contract.Logprob(one, -0.5) for one in (7, 8)]
+    assert to_request(run(resume_from=given(7, 8, logprobs=known), logprobs=0, stream=False)).resumed is not None
+    with pytest.raises(errors.RequestError, match="all tokens"):
+        to_request(run(resume_from=given(7, 8, logprobs=known[1:]), logprobs=0, stream=False))
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        (run(prompt=b"\1\0"), "token_ids"),
+        (run(prompt=b""), "token_ids"),
+        (run(resume_from=internal.RunResume(token_ids=b"\1\0\0")), "resume_from.token_ids"),
+    ],
+)
+def test_tokens_that_are_no_whole_numbers_are_refused(asked: internal.Run, param: str) -> None:
+    with pytest.raises(errors.RequestError) as caught:
+        to_request(asked)
+    assert (caught.value.error.code, caught.value.error.param) == (errors.Code.INVALID_REQUEST, param)

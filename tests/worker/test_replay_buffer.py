@@ -118,3 +118,34 @@ def test_the_segments_from_any_token_on_are_what_was_appended_from_there_on(
     assert [one for segment in segments for one in segment.token_ids] == whole.token_ids[offset:]
     if segments:
         assert whole.text.encode()[segments[0].text_offset :].decode() == "".join(p.text for p in segments)
+
+
+def test_what_another_worker_has_published_can_be_published_again() -> None:
+    buffer = ReplayBuffer(num_logprobs=2)
+    said = [likely(5, 6), likely(7, 8)]
+    buffer.append_resumed([5], "né", said[:1])
+    buffer.append([7], "b", said[1:])
+    assert buffer.all() == (0, 2, 0, "néb", [5, 7], said)
+
+
+def test_tokens_whose_log_probabilities_are_unknown_count_but_are_not_published_again() -> None:
+    buffer = ReplayBuffer(num_logprobs=2)
+    buffer.append_resumed([4], "é")
+    buffer.append_resumed([5], "b")
+    buffer.append_resumed([6], "c", [likely(6, 1)])
+    buffer.append([7], "d", [likely(7, 1)])
+    assert (buffer.num_tokens, buffer.text_bytes) == (4, 5)
+    for offset in (0, 1, 2):
+        (segment,) = buffer.segments(offset, 100_000)
+        assert segment == (2, 2, 3, "cd", [6, 7], [likely(6, 1), likely(7, 1)])
+    assert next(buffer.segments(3, 100_000)).logprobs == [likely(7, 1)]
+    with pytest.raises(AssertionError):
+        buffer.append_resumed([8], "e")
+    with pytest.raises(AssertionError):
+        buffer.all()
+
+
+def test_log_probabilities_are_no_matter_where_none_are_kept() -> None:
+    buffer = ReplayBuffer()
+    buffer.append_resumed([4], "a")
+    assert next(buffer.segments(0, 100)).text == "a"

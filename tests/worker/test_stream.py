@@ -25,7 +25,7 @@ def stream(attempt: int = 0, routing: messages.RoutingReport | None = None, **pa
         params=GenerationParams(**params),  # type: ignore[arg-type]
         routing=routing,
     )
-    return Stream(run, "demo", "worker-1", now=5.0, token_bytes=PIECES)
+    return Stream(run, "demo", "worker-1", now=5.0, token_bytes=PIECES, hash_scheme="xxh3-64:f")
 
 
 def output(text: str = "", *token_ids: int) -> contract.Output:
@@ -56,12 +56,13 @@ def made(stream: Stream, output: contract.Output) -> messages.Chunk:
     return chunk
 
 
-def test_the_head_names_the_worker_and_nothing_else() -> None:
+def test_the_head_names_the_worker_and_its_hash_scheme_and_nothing_else() -> None:
     head = stream(attempt=2).head()
     assert head is not None
     assert (head.id, head.attempt, head.worker_id, head.model) == ("r-1", 2, "worker-1", "demo")
     assert (head.offset, head.tokens, head.text_offset, head.text, head.finish_reason) == (0, 0, 0, "", None)
     assert isinstance(head.created, int)
+    assert head.hash_scheme == "xxh3-64:f"
     assert (head.usage, head.error, head.token_ids) == (UNSET, UNSET, UNSET)
 
 
@@ -224,6 +225,40 @@ def test_progress_comes_in_an_empty_chunk_and_only_in_a_stream() -> None:
     assert (chunk.progress, chunk.offset, chunk.tokens, chunk.text) == (progress, 0, 0, "")
     assert made(one, output("a", 1)).progress is UNSET
     assert stream(stream=False).chunk(seen) is None
+
+
+def given(text: str, *token_ids: int) -> contract.Output:
+    return contract.Output(token_ids=list(token_ids), text=text, is_resumed=True)
+
+
+def test_a_stream_that_continues_another_begins_where_that_one_was() -> None:
+    one = stream(attempt=2)
+    one.resume(given("né", 1))
+    one.resume(given("", 2))
+    head = one.head()
+    assert head is not None
+    assert (head.attempt, head.offset, head.tokens, head.text_offset, head.text) == (2, 2, 0, 3, "")
+    first = made(one, output("w", 3))
+    assert (first.offset, first.tokens, first.text_offset, first.text) == (2, 1, 3, "w")
+    (again,) = one.replay(0, 10_000)
+    assert (again.attempt, again.offset, again.tokens, again.text) == (2, 0, 3, "néw")
+
+
+def test_a_whole_answer_that_continues_another_holds_what_was_given() -> None:
+    whole = stream(stream=False, return_token_ids=True)
+    whole.resume(given("a", 1))
+    chunk = made(whole, terminal("b", 3))
+    assert (chunk.offset, chunk.tokens, chunk.text, chunk.token_ids) == (0, 2, "ab", [1, 3])
+
+
+def test_a_replay_begins_behind_the_tokens_whose_log_probabilities_are_unknown() -> None:
+    one = stream(logprobs=1)
+    one.resume(given("a", 1))
+    (alone,) = one.replay(0, 10_000)
+    assert (alone.offset, alone.tokens) == (1, 0)
+    made(one, spoken("b", likely(3, 1)))
+    (again,) = one.replay(0, 10_000)
+    assert (again.offset, again.text_offset, again.text, again.logprobs) == (1, 1, "b", [named(3, 1)])
 
 
 def test_a_terminal_that_is_too_large_becomes_an_error_without_text() -> None:

@@ -83,7 +83,13 @@ class Life(EngineListener):
 
         return EngineClient(launch, max_waiting=64)
 
-    async def ask(self, token_ids: list[int], max_tokens: int = 20, stops: tuple[int, ...] = ()) -> Recorder:
+    async def ask(
+        self,
+        token_ids: list[int],
+        max_tokens: int = 20,
+        stops: tuple[int, ...] = (),
+        given: tuple[int, ...] = (),
+    ) -> Recorder:
         async with asyncio.timeout(60):
             await self.serves.wait()
         assert self.engine is not None
@@ -91,8 +97,10 @@ class Life(EngineListener):
         sampling = contract.Sampling(
             max_tokens=max_tokens, ignore_eos=True, temperature=1.0, seed=5, stop_token_ids=stops
         )
+        resumed = contract.ResumedCompletion(token_ids=list(given)) if given else None
         self.engine.generate(
-            contract.EngineRequest(key=f"r{token_ids}", token_ids=token_ids, sampling=sampling), recorder
+            contract.EngineRequest(key=f"r{token_ids}", token_ids=token_ids, sampling=sampling, resumed=resumed),
+            recorder,
         )
         return recorder
 
@@ -136,6 +144,28 @@ async def test_streams_continue_where_they_were_when_their_engine_dies(life: Cal
     assert [one.outputs[-1].usage for one in torn] == [
         messages.Usage(prompt_tokens=4, completion_tokens=20, total_tokens=24, cached_tokens=0)
     ] * 4
+
+
+async def test_a_stream_that_another_worker_began_continues_where_it_was_when_its_engine_dies(
+    life: Callable[[list[Fragile]], Life],
+) -> None:
+    (calm,) = await answers(life([Fragile()]), PROMPTS[:1])
+    one = life([Fragile(fatal_step=4), Fragile()])
+    again = await one.ask(PROMPTS[0], given=tuple(calm.token_ids[:6]))
+    await again.terminal()
+    assert one.supervisor.restarts == 1
+    assert (again.token_ids, again.text) == (calm.token_ids, calm.text)
+    assert again.outputs[-1].usage == calm.outputs[-1].usage
+    assert [output.is_resumed for output in again.outputs] == [True] * 6 + [False] * 14
+
+
+async def test_a_stream_that_another_worker_began_is_suspect_like_any_other(
+    life: Callable[[list[Fragile]], Life],
+) -> None:
+    one = life([Deadly(), Deadly(), Fragile()])
+    terminal = await (await one.ask([1, 2], given=(3, 4))).terminal()
+    assert terminal.error is not None
+    assert terminal.error.code is errors.Code.REQUEST_CRASHES_ENGINE
 
 
 async def test_a_request_that_ends_two_engines_is_refused_and_its_neighbours_never_notice(

@@ -34,10 +34,13 @@ def terminal(reason: messages.FinishReason, *token_ids: int, completion: int, **
     return contract.Output(token_ids=list(token_ids), text="", finish_reason=reason, **(fields | changes))  # type: ignore[arg-type]
 
 
-def passed_on(*outputs: contract.Output, max_tokens: int = 3, min_tokens: int = 0) -> list[contract.Output]:
+def passed_on(
+    *outputs: contract.Output, max_tokens: int = 3, min_tokens: int = 0, resumed: tuple[int, ...] = ()
+) -> list[contract.Output]:
     """Returns the outputs that a sink behind the validator gets."""
     sampling = contract.Sampling(max_tokens=max_tokens, min_tokens=min_tokens)
-    request = contract.EngineRequest(key="default:v", token_ids=[1, 2], sampling=sampling)
+    given = contract.ResumedCompletion(token_ids=list(resumed)) if resumed else None
+    request = contract.EngineRequest(key="default:v", token_ids=[1, 2], sampling=sampling, resumed=given)
     heard: list[contract.Output] = []
     validator = StreamValidator(request, heard.append)
     for output in outputs:
@@ -91,6 +94,56 @@ def test_a_stop_with_min_tokens_many_is_too_early_and_with_one_more_it_is_not() 
     with pytest.raises(ContractError, match="stop within min_tokens"):
         passed_on(token(1), terminal(STOP, 2, completion=2), min_tokens=2)
     assert len(passed_on(token(1), terminal(STOP, 2, completion=2), min_tokens=1)) == 2
+
+
+def given(token_id: int) -> contract.Output:
+    return msgspec.structs.replace(token(token_id), is_resumed=True)
+
+
+FIRST = contract.FirstToken(cached_tokens=0, queue_ms=0, prefill_ms=0)
+
+
+def first(output: contract.Output) -> contract.Output:
+    return msgspec.structs.replace(output, first_token=FIRST)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        (given(7), given(8), terminal(LENGTH, 9, completion=3)),
+        (given(7), given(8), terminal(STOP, completion=2)),
+        (given(7), given(8), terminal(CANCELLED, completion=2)),
+    ],
+)
+def test_given_tokens_come_before_all_others_and_count(outputs: tuple[contract.Output, ...]) -> None:
+    assert passed_on(*outputs, resumed=(7, 8)) == list(outputs)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        (token(7),),
+        (given(8),),
+        (given(7), token(8)),
+        (given(7), terminal(CANCELLED, completion=1)),
+        (given(7), given(8), given(9)),
+        (msgspec.structs.replace(token(7, 8), is_resumed=True),),
+        (first(given(7)),),
+        (given(7), given(8), first(token(9))),
+    ],
+)
+def test_anything_else_of_a_completion_that_continues_is_stopped(outputs: tuple[contract.Output, ...]) -> None:
+    with pytest.raises(ContractError, match=r"resumed|first_token"):
+        passed_on(*outputs, resumed=(7, 8))
+    assert len(passed_on(*outputs[:-1], resumed=(7, 8))) == len(outputs) - 1
+
+
+def test_only_the_first_token_comes_with_an_account_of_it() -> None:
+    assert len(passed_on(first(token(1)), token(2))) == 2
+    assert len(passed_on(first(terminal(LENGTH, 1, completion=1)), max_tokens=1)) == 1
+    for outputs in ((token(1), first(token(2))), (first(token()),)):
+        with pytest.raises(ContractError, match="first_token"):
+            passed_on(*outputs)
 
 
 @pytest.mark.parametrize("after", [token(1), token(), terminal(CANCELLED, completion=1)])

@@ -402,6 +402,45 @@ def test_a_request_is_taken_or_the_field_that_is_out_of_range_is_named(fields: d
         assert refusal(make(**fields)).param in wrong
 
 
+# Earlier streams
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "fields", "param"),
+    [
+        ([], {}, "resume_from.token_ids"),
+        ([1, -1], {}, "resume_from.token_ids[1]"),
+        ([1 << 32], {}, "resume_from.token_ids[0]"),
+        ([1, 2, 3], {"max_tokens": 3}, "resume_from.token_ids"),
+    ],
+)
+def test_a_request_continues_after_some_tokens_but_fewer_than_it_may_have(
+    token_ids: list[int], fields: dict[str, object], param: str
+) -> None:
+    error = refusal(make(resume_from=ResumeFrom(token_ids=token_ids), **fields))
+    assert (error.code, error.param) == (Code.INVALID_REQUEST, param)
+
+
+def test_a_request_may_continue_after_all_tokens_but_one() -> None:
+    validation.check_request(make(resume_from=ResumeFrom(token_ids=[0, limits.MAX_TOKEN_ID]), max_tokens=3))
+
+
+def test_a_whole_answer_has_no_log_probabilities_of_given_tokens() -> None:
+    resume_from = ResumeFrom(token_ids=[1])
+    error = refusal(make(resume_from=resume_from, logprobs=0, stream=False))
+    assert (error.code, error.param) == (Code.UNSUPPORTED, "resume_from")
+    validation.check_request(make(resume_from=resume_from, logprobs=0))
+    validation.check_request(make(resume_from=resume_from, stream=False))
+
+
+def test_tokens_of_another_hash_scheme_are_refused_if_the_client_names_it() -> None:
+    for resume_from in (None, ResumeFrom(token_ids=[1]), ResumeFrom(token_ids=[1], hash_scheme="xxh3-64:a")):
+        validation.check_resume(make(resume_from=resume_from), "xxh3-64:a")
+    with pytest.raises(errors.RequestError) as caught:
+        validation.check_resume(make(resume_from=ResumeFrom(token_ids=[1], hash_scheme="xxh3-64:b")), "xxh3-64:a")
+    assert (caught.value.error.code, caught.value.error.param) == (Code.UNSUPPORTED, "resume_from.hash_scheme")
+
+
 # Runs
 
 
@@ -439,6 +478,22 @@ def test_a_run_is_held_to_the_ranges_of_a_request(name: str) -> None:
 )
 def test_a_run_whose_key_no_router_makes_is_refused(key: str) -> None:
     assert refusal_of_run(run(request_id=key)).param == "request_id"
+
+
+RESUME_RANGES = ranges_of(internal.RunResume)
+
+
+@pytest.mark.parametrize("name", sorted(RESUME_RANGES))
+def test_the_numbers_of_an_earlier_stream_are_held_to_their_ranges(name: str) -> None:
+    for outside in (RESUME_RANGES[name].low - 1, RESUME_RANGES[name].high * 2):
+        resume = internal.RunResume(token_ids=b"\1\0\0\0", **{name: outside})  # type: ignore[arg-type]
+        error = refusal_of_run(run(resume_from=resume))
+        assert (error.code, error.param) == (Code.INVALID_REQUEST, f"resume_from.{name}")
+    validation.check_run(run(resume_from=internal.RunResume(token_ids=b"\1\0\0\0")))
+
+
+def test_a_run_continues_after_at_least_one_token() -> None:
+    assert refusal_of_run(run(resume_from=internal.RunResume(token_ids=b""))).param == "resume_from.token_ids"
 
 
 def test_a_run_of_any_request_that_is_right_is_right() -> None:
