@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.sim.network import Broker, SimBus
-from tests.sim.system import MODEL, ClientProcess, FrontendProcess, RouterProcess, kill
+from tests.sim.clients import ClientProcess
+from tests.sim.network import Broker
+from tests.sim.sim_bus import SimBus
+from tests.sim.system import MODEL, FrontendProcess, RouterProcess, kill
 from tests.sim.world import Process, world
 from tokenbus.protocol.wire import codec, internal, subjects
 
