@@ -6,8 +6,10 @@ from collections.abc import Callable
 from nats.aio.msg import Msg
 
 from tests.router.builders import card, events
-from tests.sim.network import Broker, SimBus
-from tests.sim.system import MODEL, ClientProcess, RouterProcess
+from tests.sim.clients import ClientProcess
+from tests.sim.network import Broker
+from tests.sim.sim_bus import SimBus
+from tests.sim.system import MODEL, RouterProcess
 from tests.sim.world import World
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 

@@ -8,7 +8,7 @@ import pytest
 from tests.hostile.forged_worker import NAMES, Stage
 from tests.hostile.scale import times
 from tests.router.builders import card, events, stored
-from tests.sim.network import SimBus
+from tests.sim.sim_bus import SimBus
 from tests.sim.system import MODEL, FrontendProcess
 from tokenbus.protocol.wire import codec, messages
 

@@ -1,19 +1,30 @@
 """A simulated broker and its connections: ordered on each, unordered between them, lossy when they break."""
 
-import asyncio
-import contextlib
-import itertools
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 from nats.aio.msg import Msg
 
 from tests.sim.world import Process, World
 from tokenbus.protocol.bus import bus
 
-_RECONNECT_S = 0.2
-_MAX_PENDING = 50_000
+_LINGER_S = 0.05
+"""The time in which the broker reads what a connection that ended has left."""
+
+
+class Owner(Protocol):
+    """The end of a connection that is not the broker's."""
+
+    process: Process
+
+    def receive(self, link: "Link", subscription: "Subscription | None", message: Msg | None) -> None:
+        """Handles a message or, without one, the answer to a ping."""
+        ...
+
+    def broke(self, link: "Link") -> None:
+        """Handles the end of a connection."""
+        ...
 
 
 class Subscription:
@@ -22,8 +33,11 @@ class Subscription:
         self.tokens = subject.split(".")
         self.callback = callback
         self.queue = queue
+        self._has_wildcards = not {"*", ">"}.isdisjoint(self.tokens)
 
     def takes(self, tokens: list[str]) -> bool:
+        if not self._has_wildcards:
+            return tokens == self.tokens
         for number, mine in enumerate(self.tokens):
             if mine == ">":
                 return number < len(tokens)
@@ -35,7 +49,7 @@ class Subscription:
 class Link:
     """One TCP connection, with a queue of messages each way. Messages under way are lost when it breaks."""
 
-    def __init__(self, broker: "Broker", owner: "SimBus") -> None:
+    def __init__(self, broker: "Broker", owner: Owner) -> None:
         self.broker = broker
         self.owner = owner
         self.subscriptions: list[Subscription] = []
@@ -89,7 +103,12 @@ class Broker:
         self.is_up = True
         self.is_paused = False
         self.slowest_s = 0.002
+        self.before_routing: Callable[[Link, str, bytes], None] = lambda sender, subject, payload: None
+        """Called with each message that has arrived, before anybody else gets it; if it cuts the sender's connection
+        without lingering, nobody does."""
         self._waiting: deque[tuple[Link, Callable[[Link], None]]] = deque()
+        self._lingering: list[Link] = []
+        """Connections that ended while the broker stood still, and of which it has yet to read the rest."""
 
     def delay(self) -> float:
         return self.world.rng.uniform(0.0001, self.slowest_s)
@@ -115,10 +134,14 @@ class Broker:
             self.take(*lines[name].popleft())
             if not lines[name]:
                 del lines[name]
+        for link in self._lingering:
+            self._drop(link)
+        self._lingering.clear()
 
     def die(self) -> None:
         self.is_up = self.is_paused = False
         self._waiting.clear()
+        self._lingering.clear()
         for link in list(self.links):
             self.cut(link)
 
@@ -131,7 +154,7 @@ class Broker:
         What lies unread at the owner's side isn't lost: the owner notices the end after reading it."""
         link.is_open = False
         if lingers:
-            self.world.at(self.world.now + 0.05, lambda: self._drop(link))
+            self.world.at(self.world.now + _LINGER_S, lambda: self._drop_later(link))
         else:
             self._drop(link)
         if link.lag_s:
@@ -143,11 +166,21 @@ class Broker:
         link.hears = False
         link.owner.process.call(link.owner.broke, link)
 
+    def _drop_later(self, link: Link) -> None:
+        """Drops a connection that lingers. A broker that stands still will read first what has arrived over it."""
+        if self.is_paused:
+            self._lingering.append(link)
+        else:
+            self._drop(link)
+
     def _drop(self, link: Link) -> None:
         if link in self.links:
             self.links.remove(link)
 
     def route(self, sender: Link, subject: str, payload: bytes, reply: str, headers: dict[str, str] | None) -> None:
+        self.before_routing(sender, subject, payload)
+        if sender not in self.links:
+            return
         message = Msg(_client=None, subject=subject, reply=reply, data=payload, headers=headers)  # type: ignore[arg-type]
         tokens = subject.split(".")
         queues: dict[tuple[str, str], list[tuple[Link, Subscription]]] = {}
@@ -173,199 +206,3 @@ class Broker:
         for subscription in sender.subscriptions:
             if subscription.takes(tokens):
                 sender.deliver(subscription, message)
-
-
-class SimBus:
-    """A `Bus` of one simulated process."""
-
-    _numbers = itertools.count()
-
-    def __init__(self, process: Process, broker: Broker) -> None:
-        self.process = process
-        self._broker = broker
-        self._subscriptions: list[Subscription] = []
-        self._pending: list[Callable[[Link], None]] = []
-        self._pings: deque[tuple[float, asyncio.Future[None] | None]] = deque()
-        self._requests: dict[str, asyncio.Future[Msg]] = {}
-        self._inbox = f"_INBOX.{next(self._numbers)}"
-        self.link: Link | None = None
-        self._is_closed = False
-        self._flushing = False
-        self.on_permissions_violation: Callable[[str], None] = lambda words: None
-        self.on_reconnect: Callable[[], None] = lambda: None
-        self.guard: Callable[[], bool] = lambda: True
-        self.num_reconnects = 0
-        self.is_busy = False
-        """Whether the outbound buffer counts as full."""
-        self.tap: Callable[[Msg], None] = lambda message: None
-        """Called with every message that arrives."""
-        self.last_received_at = self.confirmed_at = process.world.now
-        self._connect()
-
-    def __repr__(self) -> str:
-        return f"<SimBus of {self.process!r} {'up' if self.is_connected else 'down'}>"
-
-    @property
-    def is_connected(self) -> bool:
-        return self.link is not None
-
-    @property
-    def max_payload(self) -> int:
-        return 1_048_576
-
-    def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        if self._is_closed:
-            raise ConnectionError("closed")
-        if self.is_busy or len(self._pending) > _MAX_PENDING:
-            raise bus.OutboundBufferLimitError("too much is waiting")
-        self._put(lambda link: self._broker.route(link, subject, payload, reply, headers))
-
-    async def subscribe(self, subject: str, callback: bus.Callback, queue: str = "") -> Subscription:
-        subscription = Subscription(subject, callback, queue)
-        self._subscriptions.append(subscription)
-        self._put(lambda link: self._register(link, subscription))
-        return subscription
-
-    async def unsubscribe(self, subscription: bus.Subscription) -> None:
-        assert isinstance(subscription, Subscription)
-        self._subscriptions.remove(subscription)
-        self._put(lambda link: _forget(link, subscription))
-        with contextlib.suppress(TimeoutError, ConnectionError):
-            await self.flush()
-
-    async def request(
-        self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
-    ) -> Msg:
-        reply = self.new_inbox()
-        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        self._requests[reply] = future
-        subscription = await self.subscribe(reply, lambda message: self._answer(reply, message))
-        try:
-            self.publish(subject, payload, reply, headers)
-            async with asyncio.timeout(timeout_s):
-                message = await future
-        except bus.OutboundBufferLimitError as error:
-            raise ConnectionError(str(error)) from error
-        finally:
-            del self._requests[reply]
-            self._subscriptions.remove(subscription)
-            self._put(lambda link: _forget(link, subscription))
-        if bus.is_no_responders(message):
-            raise bus.NoRespondersError(subject)
-        return message
-
-    async def flush(self, timeout_s: float = 5.0) -> None:
-        if not self.is_connected:
-            raise ConnectionError("the broker is away")
-        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._ping(answered)
-        async with asyncio.timeout(timeout_s):
-            await answered
-
-    def ping(self) -> None:
-        if self.is_connected:
-            self._ping(None)
-
-    async def wait_closed(self) -> None:
-        await asyncio.Event().wait()
-
-    def new_inbox(self) -> str:
-        return f"{self._inbox}.{next(self._numbers)}"
-
-    def abort(self) -> None:
-        self._pending.clear()
-        if self.link is not None:
-            self._broker.cut(self.link, lingers=self.process.world.rng.random() < 0.5)
-
-    async def close(self) -> None:
-        self._is_closed = True
-
-    def receive(self, link: Link, subscription: Subscription | None, message: Msg | None) -> None:
-        """Handles a message or an answer to a ping that has arrived."""
-        if link is not self.link:
-            return
-        self.last_received_at = self.process.world.now
-        if subscription is None:
-            self._answered()
-        elif subscription in self._subscriptions and message is not None:
-            self.tap(message)
-            subscription.callback(message)
-
-    def broke(self, link: Link) -> None:
-        if link is self.link:
-            self.link = None
-            self._pings.clear()
-            self.process.loop.call_later(_RECONNECT_S, self._try_again)
-
-    def kill(self) -> None:
-        """Breaks the connection of a process that was killed."""
-        if self.link is not None:
-            self._broker.cut(self.link, lingers=True)
-
-    def _ping(self, waiting: asyncio.Future[None] | None) -> None:
-        self._pings.append((self.process.world.now, waiting))
-        self._put(_pong)
-
-    def _answered(self) -> None:
-        if not self._pings:
-            return
-        sent_at, waiting = self._pings.popleft()
-        if waiting is None:
-            self.confirmed_at = sent_at
-        elif not waiting.done():
-            waiting.set_result(None)
-
-    def _try_again(self) -> None:
-        if self.link is not None or self._is_closed:
-            return
-        if not self._broker.is_up or self._broker.is_paused:
-            self.process.loop.call_later(_RECONNECT_S, self._try_again)
-            return
-        self._connect()
-        self.num_reconnects += 1
-        self.on_reconnect()
-
-    def _connect(self) -> None:
-        self.link = Link(self._broker, self)
-        self.confirmed_at = self.process.world.now
-        self._broker.links.append(self.link)
-        kept, self._pending = [action for action in self._pending if action is not _pong], []
-        for subscription in self._subscriptions:
-            self._put(lambda link, one=subscription: self._register(link, one))  # type: ignore[misc]
-        for action in kept:
-            self._put(action)
-
-    def _register(self, link: Link, subscription: Subscription) -> None:
-        if subscription in self._subscriptions and subscription not in link.subscriptions:
-            link.subscriptions.append(subscription)
-
-    def _put(self, action: Callable[[Link], None]) -> None:
-        self._pending.append(action)
-        if not self._flushing:
-            self._flushing = True
-            self.process.loop.call_soon(self._write)
-
-    def _write(self) -> None:
-        self._flushing = False
-        if self.link is None or not self._pending:
-            return
-        if not self.guard():
-            self.abort()
-            return
-        pending, self._pending = self._pending, []
-        for action in pending:
-            self.link.send(action)
-
-    def _answer(self, reply: str, message: Msg) -> None:
-        future: asyncio.Future[Any] | None = self._requests.get(reply)
-        if future is not None and not future.done():
-            future.set_result(message)
-
-
-def _pong(link: Link) -> None:
-    link.deliver(None, None)
-
-
-def _forget(link: Link, subscription: Subscription) -> None:
-    if subscription in link.subscriptions:
-        link.subscriptions.remove(subscription)

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 from nats.aio.msg import Msg
 
-from tests.sim.network import Broker, SimBus
+from tests.sim.network import Broker
+from tests.sim.sim_bus import SimBus
 from tests.sim.system import MODEL, FrontendProcess, RouterProcess
 from tests.sim.world import World, world
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.sim.clients import ClientProcess
 from tests.sim.network import Broker
-from tests.sim.system import ClientProcess, FrontendProcess, RouterProcess, kill
+from tests.sim.system import FrontendProcess, RouterProcess, kill
 from tests.sim.world import World, world
 from tokenbus.protocol.wire import errors, messages
 

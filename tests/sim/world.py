@@ -34,15 +34,19 @@ class ProcessLoop(asyncio.BaseEventLoop):
         return self._now()
 
     def turn(self) -> None:
-        self.call_soon(self.stop)
-        self.run_forever()
+        # as run_forever does for each turn, which takes several times as long around it
+        asyncio._set_running_loop(self)
+        try:
+            self._run_once()  # type: ignore[attr-defined]
+        finally:
+            asyncio._set_running_loop(None)
 
     def next_at(self) -> float | None:
-        """Returns when it has something to do; None for never."""
+        """Returns when it has something to do; None for never. A timer that was cancelled may cause an idle turn."""
         if self._ready:  # type: ignore[attr-defined]
             return self._now()
-        waiting = [handle for handle in self._scheduled if not handle.cancelled()]  # type: ignore[attr-defined]
-        return min(handle.when() for handle in waiting) if waiting else None
+        scheduled: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
+        return scheduled[0].when() if scheduled else None
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         future = self.create_future()
@@ -87,6 +91,10 @@ class Process:
 
     def kill(self) -> None:
         self.is_alive = False
+
+    def next_at(self) -> float | None:
+        """Returns when it has something to do; None for never."""
+        return self.loop.next_at() if self.is_alive and not self.is_paused else None
 
     def _note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if self.is_alive:
@@ -145,16 +153,13 @@ class World:
     def _step(self) -> None:
         while self._due and self._due[0][0] <= self.now:
             heapq.heappop(self._due)[2]()
-        for process in self._running():
-            at = process.loop.next_at()
+        for process in self.processes:
+            at = process.next_at()
             if at is not None and at <= self.now:
                 process.loop.turn()
 
-    def _running(self) -> list[Process]:
-        return [process for process in self.processes if process.is_alive and not process.is_paused]
-
     def _soonest(self) -> float | None:
-        times = [at for process in self._running() if (at := process.loop.next_at()) is not None]
+        times = [at for process in self.processes if (at := process.next_at()) is not None]
         if self._due:
             times.append(self._due[0][0])
         return min(times, default=None)

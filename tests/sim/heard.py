@@ -1,0 +1,71 @@
+"""The rules for what comes to a client's reply subject, whoever publishes it and whatever the client makes of it."""
+
+from tests.sim.engine import Token, first_token, tokens_in
+from tokenbus.protocol.wire import messages
+
+
+class Heard:
+    """One reply subject, and so one request id. Its checks hold for resyncs and all attempts together."""
+
+    def __init__(self) -> None:
+        self.attempt = 0
+        self.num_tokens = 0
+        self.tokens: dict[int, Token] = {}
+        """The tokens heard so far, by place."""
+        self.workers: dict[int, str] = {}
+        """The worker that runs an attempt."""
+        self.ends: list[tuple[str, int, str | None]] = []
+        self.broken_rules: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"<Heard attempt {self.attempt}: {self.num_tokens} tokens, {self.ends}>"
+
+    def take(self, chunk: messages.Chunk) -> None:
+        """Takes every chunk, in the order of arrival."""
+        self._check_order(chunk)
+        self._check_worker(chunk)
+        self._check_text(chunk)
+        if chunk.finish_reason is not None:
+            self.ends.append((chunk.finish_reason, chunk.attempt, chunk.worker_id or None))
+        self.attempt = max(self.attempt, chunk.attempt)
+        self.num_tokens = max(self.num_tokens, chunk.offset + chunk.tokens)
+
+    def check(self) -> None:
+        """Asserts that no rule was broken, and that there is one end, however often it is repeated.
+
+        A second one is a router's: it can't know of the first if the worker's death has torn apart the write that
+        carried the terminal. Its client has stopped listening by then."""
+        assert self.broken_rules == [], self
+        others = set(self.ends[1:]) - set(self.ends[:1])
+        assert all((reason, worker_id) == ("error", None) for reason, _, worker_id in others), self
+
+    def _check_order(self, chunk: messages.Chunk) -> None:
+        if self.ends and chunk.finish_reason is None and chunk.worker_id is None and not chunk.tokens:
+            self.broken_rules.append(f"a router's keepalive after the terminal: {chunk}")
+        if chunk.attempt < self.attempt and chunk.offset + chunk.tokens > self.num_tokens:
+            self.broken_rules.append(f"new tokens of an attempt that another has replaced: {chunk}")
+
+    def _check_worker(self, chunk: messages.Chunk) -> None:
+        if chunk.worker_id and self.workers.setdefault(chunk.attempt, chunk.worker_id) != chunk.worker_id:
+            self.broken_rules.append(f"two workers have the same attempt: {chunk}")
+
+    def _check_text(self, chunk: messages.Chunk) -> None:
+        tokens = tokens_in(chunk.text)
+        if len(tokens) != chunk.tokens:
+            self.broken_rules.append(f"a text of {len(tokens)} tokens: {chunk}")
+        for place, token in enumerate(tokens, chunk.offset):
+            if token.place != place or self.tokens.setdefault(place, token) != token:
+                self.broken_rules.append(f"token {place} was {self.tokens.get(place)}: {chunk}")
+
+
+def check_account(terminal: messages.Chunk, tokens: list[Token], *, knows_first: bool) -> None:
+    """Asserts that a worker's terminal accounts for these tokens, and for how it came to the first of them, which no
+    worker can know if only the client told it of the tokens. A forged worker's may lack an account."""
+    if not terminal.worker_id or not terminal.usage:
+        return
+    assert terminal.usage.completion_tokens == len(tokens), (terminal, tokens)
+    if tokens and knows_first:
+        first = first_token(tokens[0])
+        assert terminal.timings, terminal
+        said = (terminal.usage.cached_tokens, terminal.timings.queue_ms, terminal.timings.prefill_ms)
+        assert said == (first.cached_tokens, first.queue_ms, first.prefill_ms), (terminal, tokens)
