@@ -2,12 +2,12 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
 class Ratio(NamedTuple):
-    """B's CPU time as a share of A's, over all pairs."""
+    """The median and the quartiles of a number over all pairs, mostly of B's CPU time as a share of A's."""
 
     first_quartile: float
     median: float
@@ -15,6 +15,12 @@ class Ratio(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.median:.2f} (quartiles {self.first_quartile:.2f} to {self.third_quartile:.2f})"
+
+
+def quartiles(values: Sequence[float]) -> Ratio:
+    """Returns the median of some numbers and what spreads around it."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return Ratio(low, middle, high)
 
 
 def cpu_seconds(work: Callable[[], None]) -> float:
@@ -28,6 +34,5 @@ def compare(first: Callable[[], None], second: Callable[[], None], pairs: int = 
     first()
     second()
     times = [(cpu_seconds(first), cpu_seconds(second)) for _ in range(pairs)]
-    low, middle, high = statistics.quantiles([b / a for a, b in times], n=4)
     medians = [statistics.median(column) for column in zip(*times, strict=True)]
-    return medians[0], medians[1], Ratio(low, middle, high)
+    return medians[0], medians[1], quartiles([b / a for a, b in times])

@@ -142,6 +142,8 @@ class Dispatcher:
         self._fleet.unbook(address, flight.key)
         if refusal.code is errors.Code.WORKER_LOST:
             return refusal if await self._settle(flight, placement.worker) else None
+        if not refusal.retryable and flight.first_accepted_at is not None:  # the request was fine for its first worker
+            raise errors.request_error(errors.Code.WORKER_LOST, f"no worker can continue it: {refusal.message}")
         if not refusal.retryable:
             raise errors.RequestError(refusal)
         return refusal
