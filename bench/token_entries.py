@@ -3,8 +3,8 @@
 Run: .venv/bin/python -m bench.token_entries [--rate 2000] [--streams 8] [--seconds 4] [--pairs 7]
 
 A forged worker accepts as many requests as there are streams. Then it publishes entries at the given rate, in turn
-(A B A B): heartbeats without tokens, and entries with a token of each stream, each followed by its seal. The router's CPU
-time is that of its process, as a share of one core."""
+(A B A B): heartbeats without tokens, and entries with a token of each stream, each followed by its seal. The router's
+CPU time is that of its process, as a share of one core."""
 
 import argparse
 import asyncio

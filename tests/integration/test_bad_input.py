@@ -59,7 +59,7 @@ CASES: dict[str, tuple[bytes, str, str | None]] = {
     "grammar": (b'{"prompt": "x", "grammar": "root ::= \\"a\\""}', UNSUPPORTED, "grammar"),
     "tools": (b'{"prompt": "x", "tools": [{"type": "function"}]}', UNSUPPORTED, "tools"),
     "lora": (b'{"prompt": "x", "lora": [{"name": "a"}]}', UNSUPPORTED, "lora"),
-    "resume": (b'{"prompt": "x", "resume_from": {"token_ids": [1]}}', UNSUPPORTED, "resume_from"),
+    "no tokens to resume from": (b'{"prompt": "x", "resume_from": {"token_ids": []}}', INVALID, "resume_from.token_ids"),
 }  # fmt: skip
 
 

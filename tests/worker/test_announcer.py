@@ -14,6 +14,7 @@ ROOT = 1
 MOST = 4_096
 """Hashes of an event."""
 _events = codec.Decoder(internal.Events)
+_cards = codec.Decoder(messages.Card)
 
 
 class Wire:
@@ -22,12 +23,12 @@ class Wire:
     def __init__(self) -> None:
         self.is_busy = False
         self.payloads: list[bytes] = []
+        self.cards: list[bytes] = []
 
     def publish(self, subject: str, payload: bytes) -> None:
         if self.is_busy:
             raise OutboundBufferLimitError("too much is waiting")
-        if ".events." in subject:
-            self.payloads.append(payload)
+        (self.payloads if ".events." in subject else self.cards).append(payload)
 
 
 class Harness:
@@ -61,6 +62,15 @@ def chain(first: int, last: int) -> list[tuple[int, int]]:
 
 def stored_in(events: internal.Events) -> list[tuple[int, int]]:
     return [pair for one in events.stored for pair in zip([one.parent, *one.hashes], one.hashes, strict=False)]
+
+
+@pytest.mark.parametrize(("features", "resumes"), [(("generate", "seed"), True), (("embed",), False)])
+def test_every_worker_that_generates_can_continue_a_stream(features: tuple[str, ...], resumes: bool) -> None:
+    harness = Harness()
+    harness.announcer.engine_started(thread_engine(lambda _: ArithmeticRunner()), make_config(features=features), None)
+    card = _cards.decode(harness.wire.cards[-1])
+    assert card.features == [*features, "explain", *["resume"] * resumes]
+    assert card.hash_scheme == "xxh3-64:" + "0" * 16
 
 
 def test_blocks_are_published_once_with_the_next_event() -> None:

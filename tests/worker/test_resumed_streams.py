@@ -154,7 +154,7 @@ async def test_a_run_that_is_refused_leaves_no_stream(worker: Worker) -> None:
     assert ids_of(await worker.answer("again")) == ids_of(whole)
 
 
-async def test_a_bug_in_the_replay_refuses_the_run(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_at_a_given_token_refuses_the_run(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(stream: object, output: contract.Output) -> None:
         raise ZeroDivisionError
 

@@ -13,7 +13,12 @@ PIECES = [b"", b"a", b"\xe2\x82", b"b"]
 TIMINGS = messages.Timings(queue_ms=1, prefill_ms=2, ttft_ms=3, decode_ms=4, total_ms=7)
 
 
-def stream(attempt: int = 0, routing: messages.RoutingReport | None = None, **params: object) -> Stream:
+def stream(
+    attempt: int = 0,
+    routing: messages.RoutingReport | None = None,
+    resume_from: internal.RunResume | None = None,
+    **params: object,
+) -> Stream:
     run = internal.Run(
         request_id="acme:r-1",
         attempt=attempt,
@@ -24,6 +29,7 @@ def stream(attempt: int = 0, routing: messages.RoutingReport | None = None, **pa
         token_ids=b"",
         params=GenerationParams(**params),  # type: ignore[arg-type]
         routing=routing,
+        resume_from=resume_from,
     )
     return Stream(run, "demo", "worker-1", now=5.0, token_bytes=PIECES, hash_scheme="xxh3-64:f")
 
@@ -242,6 +248,12 @@ def test_a_stream_that_continues_another_begins_where_that_one_was() -> None:
     assert (first.offset, first.tokens, first.text_offset, first.text) == (2, 1, 3, "w")
     (again,) = one.replay(0, 10_000)
     assert (again.attempt, again.offset, again.tokens, again.text) == (2, 0, 3, "néw")
+
+
+def test_a_stream_that_continues_another_began_when_that_one_did_and_does_not_keep_its_tokens_twice() -> None:
+    one = stream(resume_from=internal.RunResume(token_ids=b"\1\0\0\0", elapsed_ms=2_000.0))
+    assert (one.accepted_at, one.began_at, one.run.resume_from) == (5.0, 3.0, None)
+    assert stream().began_at == 5.0
 
 
 def test_a_whole_answer_that_continues_another_holds_what_was_given() -> None:

@@ -18,8 +18,6 @@ from tokenbus.worker import contract
 from tokenbus.worker.broker.published_blocks import PublishedBlocks, to_runs
 from tokenbus.worker.broker.snapshot import split
 
-_FRONTEND_FEATURES = ("explain",)
-"""Features that the frontend adds to those of its engine."""
 _HASHES_PER_EVENT = 4_096
 """A stored block that no other follows takes about 50 bytes, so an event stays far below a broker's largest message."""
 _HEARTBEAT_INTERVAL_S = 0.8 * limits.HEARTBEAT_S
@@ -206,7 +204,7 @@ class Announcer:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             hash_scheme=block_hash.scheme_of(config.fingerprint),
-            features=[*config.features, *_FRONTEND_FEATURES],
+            features=_features(config),
             state=self.state,
             host=socket.gethostname(),
             pids=messages.Pids(front=os.getpid(), engine=self._engine_pid),
@@ -217,3 +215,9 @@ class Announcer:
             host_kv_blocks=config.host_kv_blocks if config.prefix_cache else None,
             tokenizer_digest=self._digest,
         )
+
+
+def _features(config: contract.EngineConfig) -> list[str]:
+    """Returns the features of the engine, and those that every frontend adds."""
+    added = ("explain", "resume") if "generate" in config.features else ("explain",)
+    return [*config.features, *added]

@@ -1,8 +1,8 @@
 """The engine client's side of one accepted request: turns sampled tokens into outputs and exactly one terminal.
 
 It outlives an engine: when one dies, the next is given the prompt and the tokens sampled so far, and continues. A
-completion that another worker has begun goes on in the same way: its tokens are replayed, and what follows from them,
-such as text that is held back, is as if they had been sampled here."""
+completion that another worker has begun continues in the same way: its tokens are turned into text again, so that all
+that depends on them, such as text that is held back, is as if they had been sampled here."""
 
 import asyncio
 from array import array
@@ -67,7 +67,7 @@ class Generation:
         return self._ending is not None
 
     def resume(self, end_token_ids: Sequence[int]) -> None:
-        """Replays the tokens that the request says it begins with, and hands them out.
+        """Takes up the completion that the request continues: hands out its tokens, with their text.
 
         Raises RequestError, and hands out nothing, if the completion ends before the last of them. If it ends with the
         last one, it is complete: `end_resumed` has to follow, and no engine."""
@@ -75,7 +75,7 @@ class Generation:
         if resumed is None:
             return
         # a list: all of them are checked before the first is handed out
-        outputs = list(self._replay(resumed, FinishRule(self.request.sampling, end_token_ids)))
+        outputs = list(self._resumed_outputs(resumed, FinishRule(self.request.sampling, end_token_ids)))
         self.sampled.extend(resumed.token_ids)
         self._elapsed_ms = resumed.elapsed_ms
         self._first_token = contract.FirstToken(
@@ -136,7 +136,7 @@ class Generation:
         """Ends it with an error because its engine is gone."""
         self._fail(errors.make_error(code), now)
 
-    def _replay(self, resumed: contract.ResumedCompletion, rule: FinishRule) -> Iterator[contract.Output]:
+    def _resumed_outputs(self, resumed: contract.ResumedCompletion, rule: FinishRule) -> Iterator[contract.Output]:
         """Yields an output for each given token. Raises RequestError if the completion ends before the last one."""
         num_unknown = len(resumed.token_ids) - len(resumed.logprobs)
         for place, token_id in enumerate(resumed.token_ids):

@@ -41,6 +41,7 @@ class RequestTelemetry:
             attempt=stream.run.attempt,
             prompt_tokens=len(request.token_ids),
             max_tokens=request.sampling.max_tokens,
+            resumed_tokens=len(request.resumed.token_ids) if request.resumed else None,
         )
 
     def refused(self, code: errors.Code) -> None:
@@ -106,19 +107,19 @@ class RequestTelemetry:
             total_ms=timings.total_ms if timings else None,
         )
         if stream.span.is_recording:
-            _end_span(stream.span, stream.accepted_at, terminal)
+            _end_span(stream.span, stream.began_at, terminal)
 
 
-def _end_span(span: tracing.Span, accepted_at: float, terminal: messages.Chunk) -> None:
+def _end_span(span: tracing.Span, began_at: float, terminal: messages.Chunk) -> None:
     """Ends a span, with a child for each of queue, prefill and decode as far as the stream got."""
     span.set_attributes(tracing.terminal_attributes(terminal))
     if terminal.error:
         span.set_error(str(terminal.error.code))
     if timings := terminal.timings:
-        marks = [accepted_at]
+        marks = [began_at]
         for spent_ms in (timings.queue_ms, timings.prefill_ms, timings.decode_ms):
             marks.append(marks[-1] + spent_ms / 1e3)
-        for name, (began_at, ended_at) in zip(("queue", "prefill", "decode"), pairwise(marks), strict=True):
-            if ended_at > began_at:
-                span.start_child(name, began_at=began_at).end(ended_at)
+        for name, (start, end) in zip(("queue", "prefill", "decode"), pairwise(marks), strict=True):
+            if end > start:
+                span.start_child(name, began_at=start).end(end)
     span.end()

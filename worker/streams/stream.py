@@ -47,6 +47,8 @@ class Stream:
         self._replay_buffer = ReplayBuffer(0 if asked is None else 1 + min(asked, len(token_bytes)))
         self.created = int(time.time())
         self.accepted_at = now
+        self.began_at = now - (run.resume_from.elapsed_ms / 1e3 if run.resume_from else 0.0)
+        """When the first worker accepted the request."""
         self.span = tracing.NOOP_SPAN
         self.slow = backoff.BackoffTimer(backoff.FIRST_S)
         """Decides when to log again that the request waits for its first token."""
