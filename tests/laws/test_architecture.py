@@ -40,6 +40,7 @@ PURE = (
     "worker/broker/published_blocks.py",
     "worker/broker/snapshot.py",
     "worker/engine_client/detokenizer.py",
+    "worker/streams/packed_logprobs.py",
     "worker/streams/replay_buffer.py",
     "worker/streams/liveness.py",
     "worker/streams/early_cancels.py",

@@ -1,0 +1,50 @@
+"""Packed log probabilities come out as they went in, also when packed tokens were put together or cut apart."""
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenbus.worker import contract
+from tokenbus.worker.streams import packed_logprobs
+
+PAIRS = st.tuples(st.integers(0, 2**32 - 1), st.floats(max_value=0, allow_nan=False))
+
+
+@st.composite
+def likely_tokens(draw: st.DrawFn) -> tuple[int, list[contract.Logprob]]:
+    count = draw(st.integers(0, 20))
+    tops = st.lists(PAIRS, min_size=count, max_size=count)
+    tokens = st.builds(lambda own, top: contract.Logprob(own[0], own[1], top), PAIRS, tops)
+    return count, draw(st.lists(tokens, max_size=5))
+
+
+@given(likely_tokens())
+def test_they_come_out_exactly_as_they_went_in(found: tuple[int, list[contract.Logprob]]) -> None:
+    count, logprobs = found
+    assert packed_logprobs.unpack(packed_logprobs.pack(logprobs), count) == logprobs
+
+
+@given(likely_tokens(), st.data())
+def test_packed_tokens_can_be_put_together(found: tuple[int, list[contract.Logprob]], data: st.DataObject) -> None:
+    count, logprobs = found
+    at = data.draw(st.integers(0, len(logprobs)))
+    together = packed_logprobs.pack(logprobs[:at]) + packed_logprobs.pack(logprobs[at:])
+    assert packed_logprobs.unpack(together, count) == logprobs
+
+
+def test_each_token_takes_twelve_bytes_and_twelve_for_each_alternative() -> None:
+    assert len(packed_logprobs.pack([contract.Logprob(1, -0.5, [(1, -0.5), (2, -1.0)])])) == 36
+
+
+@pytest.mark.parametrize("size", [1, 11, 12, 23, 25, 35])
+def test_data_of_another_length_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"{size} bytes"):
+        packed_logprobs.unpack(bytes(size), num_alternatives=1)
+
+
+@pytest.mark.parametrize("logprob", [1e-300, float("inf"), float("nan")])
+def test_numbers_that_are_no_log_probability_are_refused(logprob: float) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        packed_logprobs.unpack(struct.pack("<Id", 1, logprob), num_alternatives=0)

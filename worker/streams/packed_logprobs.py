@@ -1,0 +1,39 @@
+"""Packs the log probabilities of a completion for other workers; pure.
+
+Each token takes a record of 12 bytes for itself and one for each of the likeliest tokens at its position, so that
+packed tokens can be put together, and cut apart, without being read:
+
+    token 0: own | likeliest | second | ...     token 1: own | likeliest | ...     a record: id (4 bytes) | logprob (8)
+"""
+
+import struct
+from collections.abc import Iterable
+
+from tokenbus.worker import contract
+
+_RECORD = struct.Struct("<Id")
+
+
+def pack(logprobs: Iterable[contract.Logprob]) -> bytes:
+    """Packs log probabilities; all of them must have the same number of alternatives."""
+    return b"".join(
+        _RECORD.pack(token_id, logprob)
+        for one in logprobs
+        for token_id, logprob in ((one.token_id, one.logprob), *one.top)
+    )
+
+
+def unpack(data: bytes, num_alternatives: int) -> list[contract.Logprob]:
+    """Reverses `pack` for tokens with so many alternatives each. Raises ValueError if the data can't be that."""
+    width = 1 + num_alternatives
+    if len(data) % (width * _RECORD.size):
+        raise ValueError(f"{len(data)} bytes are no log probabilities with {num_alternatives} alternatives each")
+    records: list[tuple[int, float]] = list(_RECORD.iter_unpack(data))
+    # no probability is above 1; written so that NaN is refused
+    if not all(logprob <= 0 for _, logprob in records):
+        raise ValueError("a log probability is above 0")
+    return [
+        contract.Logprob(token_id, logprob, records[at + 1 : at + width])
+        for at, (token_id, logprob) in enumerate(records)
+        if at % width == 0
+    ]
