@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nats.aio.msg import Msg
@@ -195,6 +195,7 @@ class SimBus:
         self.on_reconnect: Callable[[], None] = lambda: None
         self.guard: Callable[[], bool] = lambda: True
         self.num_reconnects = 0
+        self.num_writes = 0
         self.is_busy = False
         """Whether the outbound buffer counts as full."""
         self.tap: Callable[[Msg], None] = lambda message: None
@@ -214,11 +215,18 @@ class SimBus:
         return 1_048_576
 
     def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
+        self.publish_all([bus.Outgoing(subject, payload, reply, headers)])
+
+    def publish_all(self, messages: Sequence[bus.Outgoing]) -> None:
         if self._is_closed:
             raise ConnectionError("closed")
         if self.is_busy or len(self._pending) > _MAX_PENDING:
             raise bus.OutboundBufferLimitError("too much is waiting")
-        self._put(lambda link: self._broker.route(link, subject, payload, reply, headers))
+        for message in messages:
+            self._put(lambda link, one=message: self._route(link, one))  # type: ignore[misc]
+
+    def _route(self, link: Link, message: bus.Outgoing) -> None:
+        self._broker.route(link, message.subject, message.payload, message.reply, message.headers)
 
     async def subscribe(self, subject: str, callback: bus.Callback, queue: str = "") -> Subscription:
         subscription = Subscription(subject, callback, queue)
@@ -353,6 +361,7 @@ class SimBus:
             self.abort()
             return
         pending, self._pending = self._pending, []
+        self.num_writes += 1
         for action in pending:
             self.link.send(action)
 
