@@ -187,6 +187,9 @@ class Subjects:
     def events(self, model: str, worker_id: str) -> str:
         return f"{self.prefix}.events.{encode_worker(WorkerAddress(model, worker_id))}"
 
+    def seal(self, model: str, worker_id: str) -> str:
+        return f"{self.events(model, worker_id)}.seal"
+
     def parse_model(self, subject: str) -> ModelAddress:
         """Parses a `generate` or `embed` subject. Raises ValueError for a name that is not encoded properly."""
         tokens = self._tail(subject)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
-from tokenbus.protocol.bus.bus import OutboundBufferLimitError
+from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
 from tokenbus.worker.broker.announcer import Announcer
 
@@ -16,26 +16,12 @@ MOST = 4_096
 _events = codec.Decoder(internal.Events)
 
 
-class Wire:
-    """Keeps the events that are published instead of sending them."""
-
-    def __init__(self) -> None:
-        self.is_busy = False
-        self.payloads: list[bytes] = []
-
-    def publish(self, subject: str, payload: bytes) -> None:
-        if self.is_busy:
-            raise OutboundBufferLimitError("too much is waiting")
-        if ".events." in subject:
-            self.payloads.append(payload)
-
-
 class Harness:
     """An announcer whose engine serves, and what it says."""
 
     def __init__(self) -> None:
-        self.wire = Wire()
-        self.announcer = Announcer(self.wire, subjects.Subjects(), "demo", "w1")  # type: ignore[arg-type]
+        self.bus = RecordingBus()
+        self.announcer = Announcer(self.bus, subjects.Subjects(), "demo", "w1")  # type: ignore[arg-type]
         self.serve()
         self.published()
 
@@ -45,9 +31,7 @@ class Harness:
 
     def published(self) -> list[internal.Events]:
         """The events since the last time."""
-        events = [_events.decode(payload) for payload in self.wire.payloads]
-        self.wire.payloads.clear()
-        return events
+        return [_events.decode(one.payload) for one in self.bus.take() if ".events." in one.subject]
 
     def publish(self) -> list[internal.Events]:
         self.announcer.publish_events()
@@ -66,10 +50,8 @@ def stored_in(events: internal.Events) -> list[tuple[int, int]]:
 def test_blocks_are_published_once_with_the_next_event() -> None:
     harness = Harness()
     harness.announcer.blocks_changed([], chain(10, 12))
-    assert harness.announcer.has_events_before_chunks
     (events,) = harness.publish()
     assert (events.removed, events.stored) == ([], [internal.BlockRun(parent=ROOT, hashes=[10, 11, 12])])
-    assert not harness.announcer.has_events_before_chunks
     (events,) = harness.publish()
     assert (events.removed, events.stored) == ([], [])
 
@@ -134,11 +116,12 @@ def test_removed_blocks_go_first_and_share_an_event_with_stored_ones() -> None:
 def test_requests_are_in_the_first_of_several_events_only() -> None:
     harness = Harness()
     harness.announcer.blocks_changed([], chain(10, 10 + MOST))
-    harness.announcer.request_started("acme:r", 5)
-    harness.announcer.first_token_sent("acme:r")
+    started = internal.Started(id="acme:r", stream_no=3, attempt=2, prompt_tokens=5)
+    harness.announcer.request_started(started)
+    harness.announcer.request_finished("acme:other")
     first, second = harness.publish()
-    assert ([one.id for one in first.started], first.first_token_sent) == (["acme:r"], ["acme:r"])
-    assert (second.started, second.first_token_sent) == ([], [])
+    assert (first.started, first.finished) == ([started], ["acme:other"])
+    assert (second.started, second.finished) == ([], [])
 
 
 def test_the_largest_event_stays_far_below_what_a_broker_takes() -> None:
@@ -146,18 +129,18 @@ def test_the_largest_event_stays_far_below_what_a_broker_takes() -> None:
     top = 2**64 - 1
     harness.announcer.blocks_changed([], [(top - 2 * number, top - 2 * number - 1) for number in range(MOST)])
     harness.announcer.publish_events()
-    (payload,) = harness.wire.payloads
-    assert len(payload) <= limits.PART_BYTES
+    (event,) = harness.bus.take()
+    assert len(event.payload) <= limits.PART_BYTES
 
 
 def test_while_the_broker_is_away_nothing_is_lost_and_no_number_is_used() -> None:
     harness = Harness()
     (before,) = harness.publish()
-    harness.wire.is_busy = True
+    harness.bus.is_busy = True
     harness.announcer.blocks_changed([], chain(10, 11))
     assert harness.publish() == []
     harness.announcer.blocks_changed([11], [])
-    harness.wire.is_busy = False
+    harness.bus.is_busy = False
     (events,) = harness.publish()
     assert (events.seq, events.removed, stored_in(events)) == (before.seq + 1, [], [(ROOT, 10)])
 

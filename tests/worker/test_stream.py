@@ -9,6 +9,7 @@ from tokenbus.worker import contract
 from tokenbus.worker.streams.stream import Stream
 
 USAGE = messages.Usage(prompt_tokens=2, completion_tokens=3, total_tokens=5, cached_tokens=0)
+ROOM_BYTES = 100_000
 PIECES = [b"", b"a", b"\xe2\x82", b"b"]
 TIMINGS = messages.Timings(queue_ms=1, prefill_ms=2, ttft_ms=3, decode_ms=4, total_ms=7)
 
@@ -50,9 +51,18 @@ def terminal(
     )
 
 
+def published(stream: Stream, *outputs: contract.Output) -> list[messages.Chunk]:
+    """Returns the chunks of outputs that are published together."""
+    for one in outputs:
+        stream.add(one)
+    chunks = stream.unpublished(ROOM_BYTES)
+    stream.mark_published()
+    return chunks
+
+
 def made(stream: Stream, output: contract.Output) -> messages.Chunk:
-    chunk = stream.chunk(output)
-    assert chunk is not None
+    """Returns the chunk of an output that is published alone."""
+    (chunk,) = published(stream, output)
     return chunk
 
 
@@ -141,8 +151,8 @@ def test_a_stream_that_ended_by_itself_keeps_its_reason() -> None:
 def test_a_client_that_wants_no_stream_gets_one_terminal_with_everything() -> None:
     whole = stream(stream=False, return_token_ids=True)
     assert whole.head() is None
-    assert whole.chunk(output("né", 1)) is None
-    assert whole.chunk(output("", 2)) is None
+    assert published(whole, output("né", 1)) == []
+    assert published(whole, output("", 2)) == []
     chunk = made(whole, terminal("w!", 3))
     assert (chunk.offset, chunk.tokens, chunk.text_offset, chunk.text) == (0, 3, 0, "néw!")
     assert (chunk.token_ids, chunk.usage) == ([1, 2, 3], USAGE)
@@ -150,7 +160,7 @@ def test_a_client_that_wants_no_stream_gets_one_terminal_with_everything() -> No
 
 def test_a_client_that_wants_no_stream_gets_what_there_is_when_it_is_cancelled() -> None:
     whole = stream(stream=False)
-    assert whole.chunk(output("par", 1)) is None
+    assert published(whole, output("par", 1)) == []
     chunk = made(whole, terminal("t", reason=messages.FinishReason.CANCELLED))
     assert (chunk.tokens, chunk.text, chunk.finish_reason) == (1, "part", messages.FinishReason.CANCELLED)
     assert chunk.token_ids is UNSET
@@ -200,7 +210,7 @@ def test_log_probabilities_come_only_if_asked_for() -> None:
 
 def test_a_client_that_wants_no_stream_gets_all_log_probabilities_at_the_end() -> None:
     whole = stream(stream=False, logprobs=1)
-    assert whole.chunk(spoken("a", likely(1, 3))) is None
+    assert published(whole, spoken("a", likely(1, 3))) == []
     assert made(whole, ended("b", likely(3, 1))).logprobs == [named(1, 3), named(3, 1)]
 
 
@@ -223,7 +233,7 @@ def test_progress_comes_in_an_empty_chunk_and_only_in_a_stream() -> None:
     chunk = made(one, seen)
     assert (chunk.progress, chunk.offset, chunk.tokens, chunk.text) == (progress, 0, 0, "")
     assert made(one, output("a", 1)).progress is UNSET
-    assert stream(stream=False).chunk(seen) is None
+    assert published(stream(stream=False), seen) == []
 
 
 def test_a_terminal_that_is_too_large_becomes_an_error_without_text() -> None:
