@@ -15,9 +15,8 @@ class RecordingBus:
         self.is_busy = False
         """Whether the outbound buffer counts as full."""
         self.is_closed = False
-        self.published: list[Outgoing] = []
-        self.batches: list[int] = []
-        """The number of messages that were published together, for each time."""
+        self.batches: list[list[Outgoing]] = []
+        """Messages that were published together."""
 
     def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
         self.publish_all([Outgoing(subject, payload, reply, headers)])
@@ -27,10 +26,13 @@ class RecordingBus:
             raise ConnectionError("closed")
         if self.is_busy:
             raise OutboundBufferLimitError("too much is waiting")
-        self.published += messages
-        self.batches.append(len(messages))
+        self.batches.append(list(messages))
 
     def take(self) -> list[Outgoing]:
         """Returns what was published, and forgets it."""
-        published, self.published, self.batches = self.published, [], []
-        return published
+        return [message for batch in self.take_batches() for message in batch]
+
+    def take_batches(self) -> list[list[Outgoing]]:
+        """Does the same for messages that were published together."""
+        batches, self.batches = self.batches, []
+        return batches

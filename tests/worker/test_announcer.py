@@ -7,13 +7,16 @@ from hypothesis import strategies as st
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
 from tests.support.recording_bus import RecordingBus
+from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.sampled_tokens import SampledTokens
 
 ROOT = 1
 MOST = 4_096
 """Hashes of an event."""
 _events = codec.Decoder(internal.Events)
+_cards = codec.Decoder(messages.Card)
 
 
 class Harness:
@@ -32,6 +35,18 @@ class Harness:
     def published(self) -> list[internal.Events]:
         """The events since the last time."""
         return [_events.decode(one.payload) for one in self.bus.take() if ".events." in one.subject]
+
+    def card(self) -> messages.Card:
+        """The last card since the last time."""
+        return [_cards.decode(one.payload) for one in self.bus.take() if ".card." in one.subject][-1]
+
+    def fence(self) -> messages.PreviousEpoch:
+        """Ends the epoch, and returns what the next one says of it."""
+        self.announcer.start_epoch()
+        self.announcer.announce_epoch()
+        previous = self.card().previous
+        assert previous is not None
+        return previous
 
     def publish(self) -> list[internal.Events]:
         self.announcer.publish_events()
@@ -155,6 +170,72 @@ def test_a_new_epoch_starts_at_number_zero_and_stores_every_cached_block() -> No
     harness.announcer.announce_epoch()
     (events,) = harness.published()
     assert (events.seq, events.removed, stored_in(events)) == (0, [], [(ROOT, 10), (10, 11), (ROOT, 20)])
+
+
+def test_between_two_epochs_no_step_is_published() -> None:
+    harness = Harness()
+    harness.announcer.start_epoch()
+    assert not harness.announcer.publish_step([SampledTokens()], [Outgoing("_INBOX.a", b"chunk")], [])
+    assert harness.bus.take() == []
+
+
+def test_a_step_waits_until_its_blocks_fit_one_entry() -> None:
+    harness = Harness()
+    harness.announcer.blocks_changed([], chain(10, 10 + MOST))
+    harness.bus.is_busy = True
+    assert not harness.announcer.publish_step([SampledTokens()], [Outgoing("_INBOX.a", b"chunk")], [])
+    harness.bus.is_busy = False
+    assert harness.announcer.publish_step([SampledTokens()], [Outgoing("_INBOX.a", b"chunk")], [])
+    assert [one.subject for one in harness.bus.take()][-1] == "_INBOX.a"
+
+
+def test_the_first_epoch_of_a_process_has_none_before_it() -> None:
+    harness = Harness()
+    harness.announcer.publish_card()
+    assert harness.card().previous is None
+
+
+def test_a_card_names_the_epoch_before_and_the_last_entry_of_it_that_was_written() -> None:
+    harness = Harness()
+    ended = harness.announcer.epoch
+    harness.publish()
+    harness.bus.num_writes += 1
+    (last,) = harness.publish()
+    harness.bus.num_writes += 1
+    assert harness.fence() == messages.PreviousEpoch(epoch=ended, seq=last.seq)
+    harness.bus.num_writes += 1
+    ended = harness.announcer.epoch
+    assert harness.fence() == messages.PreviousEpoch(epoch=ended, seq=0)
+
+
+def test_entries_that_wait_when_an_epoch_ends_were_not_written() -> None:
+    harness = Harness()
+    (last,) = harness.publish()
+    harness.bus.num_writes += 1
+    harness.publish()
+    harness.publish()
+    assert harness.fence().seq == last.seq
+
+
+def test_an_epoch_without_a_written_entry_ends_at_minus_one() -> None:
+    harness = Harness()
+    harness.publish()
+    assert harness.fence().seq == -1
+    assert harness.fence().seq == -1
+
+
+@given(st.lists(st.booleans(), max_size=20))
+def test_the_last_written_entry_is_the_newest_one_that_a_write_followed(steps: list[bool]) -> None:
+    harness = Harness()
+    newest = harness.publish()[0].seq
+    written = -1
+    for is_write in steps:
+        if is_write:
+            harness.bus.num_writes += 1
+            written = newest
+        else:
+            newest = harness.publish()[0].seq
+    assert harness.fence().seq == written
 
 
 def test_an_engine_that_dies_clears_every_block_and_the_next_starts_with_none() -> None:

@@ -19,7 +19,7 @@ async def test_a_closed_connection_does_not_hide_why_a_frontend_ended() -> None:
     line.take()
     line.is_closed = True
     frontend.announce_stopped()
-    assert not line.published
+    assert not line.batches
     line.is_closed = False
     frontend.announce_stopped()
-    assert line.published[0].subject == names.card("demo", "w1")
+    assert line.take()[0].subject == names.card("demo", "w1")

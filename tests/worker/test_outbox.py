@@ -123,7 +123,7 @@ async def test_a_step_is_published_together() -> None:
     sender, one = Sender(), stream()
     sender.put(one, output("a"), output("b", last=True))
     sender.outbox.flush()
-    assert sender.bus.batches == [len(sender.bus.published)] == [4]
+    assert [len(batch) for batch in sender.bus.take_batches()] == [4]
 
 
 async def test_an_entry_announces_the_end_of_a_stream_after_its_terminal_and_seals_the_step() -> None:

@@ -1,11 +1,13 @@
 """A stream numbers its chunks without gaps, and its terminal carries everything that the wire promises."""
 
 import msgspec
+import pytest
 from msgspec import UNSET
 
-from tokenbus.protocol.wire import codec, errors, internal, messages
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker import contract
+from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.stream import Stream
 
 USAGE = messages.Usage(prompt_tokens=2, completion_tokens=3, total_tokens=5, cached_tokens=0)
@@ -26,7 +28,7 @@ def stream(attempt: int = 0, routing: messages.RoutingReport | None = None, **pa
         params=GenerationParams(**params),  # type: ignore[arg-type]
         routing=routing,
     )
-    return Stream(run, "demo", "worker-1", now=5.0, token_bytes=PIECES)
+    return Stream(run, "demo", "worker-1", now=5.0, token_bytes=PIECES, stream_no=6)
 
 
 def output(text: str = "", *token_ids: int) -> contract.Output:
@@ -245,6 +247,109 @@ def test_a_terminal_that_is_too_large_becomes_an_error_without_text() -> None:
     assert (small.usage, small.timings, small.created) == (USAGE, TIMINGS, large.created)
     assert small.error is not UNSET
     assert small.error.code is errors.Code.PAYLOAD_TOO_LARGE
+
+
+# Publishing later
+
+
+def test_outputs_that_are_published_together_are_one_chunk() -> None:
+    chunks = published(stream(return_token_ids=True), output("n", 1), output("é", 2, 3), output("", 0))
+    assert [(chunk.offset, chunk.tokens, chunk.text, chunk.token_ids) for chunk in chunks] == [
+        (0, 4, "né", [1, 2, 3, 0])
+    ]
+
+
+def test_what_could_not_be_published_is_in_the_next_chunk() -> None:
+    one = stream()
+    made(one, output("a", 1))
+    one.add(output("b", 1))
+    assert one.unpublished(ROOM_BYTES) == one.unpublished(ROOM_BYTES)
+    chunk = made(one, output("c", 1))
+    assert (chunk.offset, chunk.tokens, chunk.text_offset, chunk.text) == (1, 2, 1, "bc")
+
+
+def test_the_terminal_follows_what_could_not_be_published() -> None:
+    one = stream()
+    chunks = published(one, output("a", 1), output("b", 1), terminal("c", 1))
+    assert [(chunk.offset, chunk.text, chunk.finish_reason) for chunk in chunks] == [
+        (0, "ab", None),
+        (2, "c", messages.FinishReason.LENGTH),
+    ]
+    assert (one.terminal, one.has_ended) == (chunks[-1], True)
+
+
+def test_a_stream_has_ended_before_its_terminal_is_published() -> None:
+    one = stream()
+    one.add(terminal("a", 1))
+    assert (one.has_ended, one.terminal) == (True, None)
+
+
+def test_a_head_that_is_wanted_comes_first_and_carries_the_newest_progress() -> None:
+    progress = [messages.Progress(prompt_tokens=9, processed_tokens=seen, cached_tokens=0) for seen in (4, 9)]
+    one = stream()
+    one.want_head()
+    seen = [contract.Output(token_ids=[], text="", progress=step) for step in progress]
+    head, chunk = published(one, *seen, output("a", 1))
+    assert (head.offset, head.tokens, head.progress, head.worker_id) == (0, 0, progress[1], "worker-1")
+    assert (chunk.tokens, chunk.progress) == (1, UNSET)
+
+
+def test_only_tokens_that_were_sampled_here_count_as_sent() -> None:
+    one, whole = stream(), stream(stream=False)
+    for resumed in (one, whole):
+        assert published(resumed, msgspec.structs.replace(output("né", 1, 2), is_resumed=True)) == []
+        assert not resumed.first_token_sent
+        published(resumed, output("w", 3))
+    assert (one.first_token_sent, whole.first_token_sent) == (True, False)
+
+
+def test_a_stream_that_failed_counts_its_tokens_and_has_no_text() -> None:
+    one = stream()
+    made(one, output("a", 1))
+    one.add(output("b", 2))
+    one.fail()
+    (chunk,) = one.unpublished(ROOM_BYTES)
+    assert (chunk.offset, chunk.tokens, chunk.text_offset, chunk.text) == (1, 1, 1, "")
+    assert chunk.error
+    assert chunk.usage
+    assert (chunk.error.code, chunk.usage.completion_tokens) == (errors.Code.INTERNAL, 2)
+
+
+# Snapshots
+
+
+@pytest.mark.parametrize(
+    ("known_tokens", "token_ids"), [(None, []), (0, [1, 3]), (1, [3]), (2, []), (2**60, []), (-1, [1, 3])]
+)
+def test_a_snapshot_has_the_published_tokens_behind_those_that_are_known(
+    known_tokens: int | None, token_ids: list[int]
+) -> None:
+    one = stream(attempt=4, logprobs=1)
+    published(one, spoken("a", likely(1, 3)), spoken("b", likely(3, 1)))
+    one.add(spoken("b", likely(2, 1)))
+    seen = one.snapshot(known_tokens)
+    assert (seen.id, seen.attempt, seen.stream_no, seen.first_token_sent) == ("acme:r-1", 4, 6, True)
+    assert block_hash.unpack_token_ids(seen.token_ids) == token_ids
+    assert [found.token_id for found in packed_logprobs.unpack(seen.logprobs, 1)] == token_ids
+
+
+def test_a_snapshot_has_the_account_of_the_first_token_once_that_is_published() -> None:
+    one = stream()
+    one.add(
+        msgspec.structs.replace(
+            output("a", 1), first_token=contract.FirstToken(cached_tokens=1, queue_ms=2.0, prefill_ms=3.0)
+        )
+    )
+    assert one.snapshot(None).first_token is None
+    one.mark_published()
+    account = internal.FirstToken(stream_no=6, cached_tokens=1, queue_ms=2.0, prefill_ms=3.0)
+    assert one.snapshot(None).first_token == account
+
+
+def test_resumed_tokens_are_in_a_snapshot() -> None:
+    one = stream()
+    published(one, msgspec.structs.replace(output("a", 1, 2), is_resumed=True), output("b", 3))
+    assert block_hash.unpack_token_ids(one.snapshot(1).token_ids) == [2, 3]
 
 
 def test_a_new_stream_has_sent_no_token() -> None:
