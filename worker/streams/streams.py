@@ -93,7 +93,8 @@ class Streams:
             # the client has its terminal: the router must not place the request again
             if ended is not None and ended.run.attempt == attempt and not moved:
                 return False
-            if moved:  # whoever continues it replays it too
+            # whoever continues it replays it too
+            if moved and ended is not None and ended.run.attempt <= attempt:
                 self._ended.pop(key)
             self._early_cancels.drop(key, attempt, now)
             return True
