@@ -11,9 +11,10 @@
    and the connection is cut and made again; what was published before never reaches the broker.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
 from nats.aio.msg import Msg
 
 Callback = Callable[[Msg], None]
@@ -35,6 +36,15 @@ class NoRespondersError(LookupError):
 
 class OutboundBufferLimitError(RuntimeError):
     """Too many bytes are waiting for the broker; nothing was sent."""
+
+
+class Outgoing(msgspec.Struct, frozen=True):
+    """A message to publish."""
+
+    subject: str
+    payload: bytes
+    reply: str = ""
+    headers: dict[str, str] | None = None
 
 
 class Subscription(Protocol):
@@ -70,6 +80,12 @@ class Bus(Protocol):
         """Bytes that the broker allows in one message, headers included."""
         ...
 
+    @property
+    def num_writes(self) -> int:
+        """Times that everything queued was handed to the operating system. Messages queued since the last time have not
+        left this process."""
+        ...
+
     def ping(self) -> None:
         """Sends a ping behind everything published before; nothing is sent while the broker can't be reached."""
         ...
@@ -79,6 +95,13 @@ class Bus(Protocol):
         can be reached again.
 
         Raises BadSubjectError, PayloadTooLargeError, OutboundBufferLimitError; ConnectionError once closed."""
+        ...
+
+    def publish_all(self, messages: Sequence[Outgoing]) -> None:
+        """Queues messages in their order: all of them or, if it raises, none.
+
+        Raises PayloadTooLargeError, OutboundBufferLimitError; ConnectionError once closed. A message with a bad subject
+        is logged and left out."""
         ...
 
     async def subscribe(self, subject: str, callback: Callback, queue: str = "") -> Subscription:

@@ -8,14 +8,13 @@ import asyncio
 import contextlib
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import nats.errors
 import structlog
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.protocol import command
 
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus.bus import (
@@ -32,6 +31,7 @@ from tokenbus.protocol.bus.settings import redact_url as redact_url
 from tokenbus.protocol.wire import limits
 
 _is_subject = re.compile(r"\S+").fullmatch
+_CONTROL_LINE_REST_BYTES = len(b"HPUB 1000000 1000000\r\n")
 
 
 class Connection:
@@ -62,6 +62,10 @@ class Connection:
     @property
     def confirmed_at(self) -> float:
         return self._client.confirmed_at
+
+    @property
+    def num_writes(self) -> int:
+        return self._client.num_writes
 
     @property
     def max_payload(self) -> int:
@@ -101,21 +105,37 @@ class Connection:
             self._client.ping()
 
     def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        client = self._client
-        if client.is_closed:
+        self._require_room()
+        self._client.enqueue(self._to_command(subject, payload, reply, headers))
+
+    def publish_all(self, messages: Sequence[bus.Outgoing]) -> None:
+        self._require_room()
+        commands = []
+        for one in messages:
+            try:
+                commands.append(self._to_command(one.subject, one.payload, one.reply, one.headers))
+            except BadSubjectError as error:
+                self._log.error("nats_error", error=str(error))
+        self._client.enqueue(b"".join(commands))
+
+    def _require_room(self) -> None:
+        if self._client.is_closed:
             raise ConnectionError("the connection to the broker is closed")
-        header = _header_block(headers) if headers else None
-        if len(payload) + (len(header) if header else 0) > client.max_payload:
-            raise PayloadTooLargeError(f"{len(payload)} bytes are more than the broker's {client.max_payload}")
-        if client.pending_data_size > self._settings.max_pending_bytes:
-            raise OutboundBufferLimitError(f"{client.pending_data_size} bytes are waiting for the broker")
-        if not _is_subject(subject) or (reply and not _is_subject(reply)):
-            raise BadSubjectError(f"{subject[:200]!r} or its reply subject {reply[:200]!r} is not a valid subject")
-        with_header = command.hpub_cmd(subject, reply, header, payload) if header else None
-        message = with_header or command.pub_cmd(subject, reply, payload)
-        if len(message) - len(payload) - len(header or b"") > limits.MAX_CONTROL_LINE_BYTES:
-            raise BadSubjectError(f"{subject[:200]!r} and its reply subject are longer than the broker allows")
-        client.enqueue(message)
+        waiting_bytes = self._client.pending_data_size
+        if waiting_bytes > self._settings.max_pending_bytes:
+            raise OutboundBufferLimitError(f"{waiting_bytes} bytes are waiting for the broker")
+
+    def _to_command(self, subject: str, payload: bytes, reply: str, headers: dict[str, str] | None) -> bytes:
+        """Returns the command that publishes a message. Raises BadSubjectError, PayloadTooLargeError."""
+        header = _header_block(headers) if headers else b""
+        num_bytes = len(header) + len(payload)
+        max_payload = self._client.max_payload
+        if num_bytes > max_payload:
+            raise PayloadTooLargeError(f"{num_bytes} bytes are more than the broker's {max_payload}")
+        address = _to_address(subject, reply)
+        if headers:
+            return b"HPUB %b%d %d\r\n%b%b\r\n" % (address, len(header), num_bytes, header, payload)
+        return b"PUB %b%d\r\n%b\r\n" % (address, num_bytes, payload)
 
     async def subscribe(self, subject: str, callback: bus.Callback, queue: str = "") -> Subscription:
         def deliver(message: Msg) -> None:
@@ -244,6 +264,17 @@ async def _raise_refusals(cancellation: CancellationGuard, error: Exception) -> 
     cancellation.check()
     if isinstance(error, BrokerRefusedError):
         raise error
+
+
+@functools.lru_cache(4_096)
+def _to_address(subject: str, reply: str) -> bytes:
+    """Returns the beginning of a command's control line: where a message goes. Raises BadSubjectError."""
+    if not _is_subject(subject) or (reply and not _is_subject(reply)):
+        raise BadSubjectError(f"{subject[:200]!r} or its reply subject {reply[:200]!r} is not a valid subject")
+    address = f"{subject} {reply} ".encode()
+    if len(address) + _CONTROL_LINE_REST_BYTES > limits.MAX_CONTROL_LINE_BYTES:
+        raise BadSubjectError(f"{subject[:200]!r} and its reply subject are longer than the broker allows")
+    return address
 
 
 def _header_block(headers: dict[str, str]) -> bytes:

@@ -61,6 +61,7 @@ class HardenedClient(handshake.HandshakeClient):
         self.may_write: Callable[[], bool] = lambda: True
         self.last_received_at = time.monotonic()
         self.confirmed_at = clock.now()
+        self.num_writes = 0
         self.callbacks: dict[int, bus.Callback] = {}
         """By subscription id. The read loop calls them, so that messages keep their order over all subscriptions."""
 
@@ -171,5 +172,6 @@ class HardenedClient(handshake.HandshakeClient):
             return
         # Taken before the await: what is published meanwhile belongs to the next write.
         self._pending, self._pending_data_size = [], 0
+        self.num_writes += 1
         transport.writelines(pending)
         await transport.drain()  # type: ignore[no-untyped-call]

@@ -32,6 +32,8 @@ class Encoding(enum.StrEnum):
     MSGPACK = "msgpack"
 
 
+_JSON = Encoding.JSON
+"""Looking up a member of an enumeration takes about half as long as encoding a chunk."""
 _ENCODINGS = {"application/json": Encoding.JSON, "application/msgpack": Encoding.MSGPACK}
 
 
@@ -63,7 +65,7 @@ _msgpack_encoder = msgspec.msgpack.Encoder()
 
 def encode(message: msgspec.Struct, encoding: Encoding = Encoding.MSGPACK) -> bytes:
     """Encodes a message. Raises UnicodeEncodeError for strings with lone surrogates."""
-    return (_json_encoder if encoding is Encoding.JSON else _msgpack_encoder).encode(message)
+    return (_json_encoder if encoding is _JSON else _msgpack_encoder).encode(message)
 
 
 class Decoder(Generic[MessageT]):
@@ -88,7 +90,7 @@ class Decoder(Generic[MessageT]):
             return self._lenient(payload, encoding)
 
     def _strict(self, payload: bytes, encoding: Encoding) -> MessageT:
-        if encoding is Encoding.JSON:
+        if encoding is _JSON:
             return self._json.decode(payload)
         message = self._msgpack.decode(payload)
         # JSON has no NaN, MessagePack does. Walking every message would cost more than decoding it: this looks for the

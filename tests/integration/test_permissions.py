@@ -218,12 +218,24 @@ async def test_a_tenant_can_not_cancel_another_s_request_of_the_same_id(guarded:
     assert (await theirs.terminal())["finish_reason"] == "length"
 
 
+async def test_an_operator_can_not_read_completions(guarded: Guarded) -> None:
+    operator = await guarded.connect("operator", "_INBOX_operator")
+    for subject in (f"{PREFIX}.events.>", f"{PREFIX}.events.demo.w-demo", "_INBOX_acme.>", f"{PREFIX}.worker.>"):
+        await operator.subscribe(subject)
+        await guarded.refuses("operator", "subscription")
+
+
 async def test_a_worker_s_credentials_can_not_read_prompts_of_other_models(guarded: Guarded) -> None:
     worker = await guarded.connect("worker-other", "_INBOX_worker_other")
     for subject in (f"{PREFIX}.worker.demo.>", f"{PREFIX}.generate.>", f"{PREFIX}.generate.demo", "_INBOX_acme.>", ">"):
         await worker.subscribe(subject)
         await guarded.refuses("worker-other", "subscription")
-    for subject in (f"{PREFIX}.card.demo.w-demo", f"{PREFIX}.events.demo.w-demo", f"{PREFIX}.worker.demo.w-demo.run"):
+    for subject in (
+        f"{PREFIX}.card.demo.w-demo",
+        f"{PREFIX}.events.demo.w-demo",
+        f"{PREFIX}.events.demo.w-demo.seal",
+        f"{PREFIX}.worker.demo.w-demo.run",
+    ):
         await worker.publish(subject, b"")
         await guarded.refuses("worker-other", subject)
 

@@ -1,7 +1,9 @@
 """Tests who ends a stream: what a frontend answers routers, and a router clients, message by message."""
 
 from collections.abc import Iterator
+from typing import TypeVar
 
+import msgspec
 import pytest
 from nats.aio.msg import Msg
 
@@ -11,6 +13,8 @@ from tests.sim.system import MODEL, FrontendProcess, RouterProcess
 from tests.sim.world import World, world
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
+
+MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 NAMES = subjects.Subjects()
 KEY = "default:r1"
@@ -65,21 +69,35 @@ class Stage:
         assert answer is not None
         return codec.Decoder(internal.RunReply).decode(answer)
 
-    def drop(self, attempt: int = 1) -> bool:
-        answer = self.peer.ask(
-            NAMES.worker(MODEL, "w0", "control"), internal.Control(op="drop", request_id=KEY, attempt=attempt)
-        )
+    def drop(self, attempt: int = 1, *, moved: bool = False) -> bool:
+        command = internal.Control(op="drop", request_id=KEY, attempt=attempt, moved=moved)
+        answer = self.peer.ask(NAMES.worker(MODEL, "w0", "control"), command)
         assert answer is not None
         return codec.Decoder(internal.ControlReply).decode(answer).ok
 
     def resync(self, offset: int) -> bytes | None:
         return self.peer.ask(NAMES.resync("r1"), b'{"offset": %d}' % offset)
 
+    def snapshot(self, **known_tokens: int) -> internal.SnapshotPart:
+        """Returns a snapshot with the tokens of named requests of the default tenant."""
+        known = {f"default:{name}": count for name, count in known_tokens.items()}
+        request = internal.SnapshotRequest(known_tokens=known) if known else b""
+        part = self.peer.ask(NAMES.worker(MODEL, "w0", "snapshot"), request)
+        assert part is not None
+        return codec.Decoder(internal.SnapshotPart).decode(part)
+
+    def overhear(self, subject: str, message_type: type[MessageT]) -> list[MessageT]:
+        """Returns the list to which every message on a subject is added from now on."""
+        heard: list[MessageT] = []
+        decoder = codec.Decoder(message_type)
+        self.peer.process.do(
+            self.peer.bus.subscribe(subject, lambda message: heard.append(decoder.decode(message.data)))
+        )
+        return heard
+
     @property
     def epoch(self) -> str:
-        part = self.peer.ask(NAMES.worker(MODEL, "w0", "snapshot"), b"")
-        assert part is not None
-        return codec.Decoder(internal.SnapshotPart).decode(part).epoch
+        return self.snapshot().epoch
 
 
 @pytest.fixture
@@ -117,6 +135,37 @@ def test_an_ended_attempt_is_not_dropped_since_its_client_has_a_terminal(stage: 
     stage.world.run(3.0)
     assert not stage.drop()
     assert stage.drop(attempt=2)
+
+
+def test_a_moved_attempt_ends_silently_even_if_it_has_sent_tokens(stage: Stage) -> None:
+    stage.run()
+    stage.world.run(0.5)
+    events = stage.overhear(NAMES.events(MODEL, "w0"), internal.Events)
+    assert stage.drop(moved=True)
+    said = len(stage.peer.chunks)
+    stage.world.run(3.0)
+    assert len(stage.peer.chunks) == said
+    assert [key for one in events for key in one.finished] == [KEY]
+    assert stage.resync(0) is None
+    assert stage.run(attempt=2).accepted
+
+
+def test_a_moved_attempt_that_has_ended_is_not_replayed_any_more(stage: Stage) -> None:
+    stage.run()
+    stage.world.run(3.0)
+    assert stage.resync(0)
+    assert stage.drop(moved=True)
+    assert stage.resync(0) is None
+
+
+def test_that_an_earlier_attempt_has_moved_does_not_end_a_later_one(stage: Stage) -> None:
+    stage.run(attempt=2)
+    stage.world.run(0.5)
+    assert stage.drop(attempt=1, moved=True)
+    stage.world.run(3.0)
+    assert stage.peer.chunks[-1].finish_reason == "length"
+    assert stage.drop(attempt=1, moved=True)
+    assert stage.resync(0)
 
 
 @pytest.mark.parametrize(("later_s", "attempt", "accepted"), [(0.1, 2, False), (0.1, 1, False), (0.1, 3, True)])
@@ -187,13 +236,73 @@ def test_a_resync_of_an_unknown_id_is_not_answered(stage: Stage) -> None:
 
 def test_a_snapshot_lists_running_requests_and_which_of_them_have_sent_tokens(stage: Stage) -> None:
     stage.run()
-    for first_token_sent in (False, True):
-        answer = stage.peer.ask(NAMES.worker(MODEL, "w0", "snapshot"), b"")
-        assert answer is not None
-        part = codec.Decoder(internal.SnapshotPart).decode(answer)
+    for has_tokens in (False, True):
+        part = stage.snapshot()
         assert (part.worker_id, part.epoch, part.part, part.parts) == ("w0", stage.epoch, 0, 1)
-        assert part.running == [internal.RunningRequest(id=KEY, attempt=1, first_token_sent=first_token_sent)]
+        assert [(one.id, one.attempt, one.num_tokens > 0) for one in part.running] == [(KEY, 1, has_tokens)]
         stage.world.run(1.0)
+
+
+def test_a_snapshot_has_the_tokens_that_its_reader_lacks(stage: Stage) -> None:
+    stage.run()
+    events = stage.overhear(NAMES.events(MODEL, "w0"), internal.Events)
+    stage.world.run(0.55)
+    for known in (0, 2):
+        part = stage.snapshot(r1=known, other=3)
+        said = [token for one in events if one.seq <= part.seq for token in block_hash.unpack_token_ids(one.token_ids)]
+        (running,) = part.running
+        assert block_hash.unpack_token_ids(running.token_ids) == said[known:]
+        assert len(said) > 2
+
+
+@pytest.mark.parametrize(
+    "malformed", [b"{}", b"\xc1", b"\x81\xacknown_tokens\x81\xa1a\xa1b", b"\x81\xacknown_tokens\x05"]
+)
+def test_a_malformed_request_for_a_snapshot_is_ignored(stage: Stage, malformed: bytes) -> None:
+    stage.run()
+    assert stage.peer.ask(NAMES.worker(MODEL, "w0", "snapshot"), malformed) is None
+    assert stage.snapshot(r1=0).running
+
+
+def test_streams_of_one_epoch_have_numbers_of_their_own(stage: Stage) -> None:
+    events = stage.overhear(NAMES.events(MODEL, "w0"), internal.Events)
+    stage.run(attempt=3)
+    stage.world.run(3.0)
+    stage.run(attempt=5)
+    stage.world.run(3.0)
+    first, second = started = [one for entry in events for one in entry.started]
+    assert [(one.id, one.attempt, one.prompt_tokens) for one in started] == [(KEY, 3, 3), (KEY, 5, 3)]
+    assert first.stream_no != second.stream_no
+    sampled = [number for entry in events for number in block_hash.unpack_token_ids(entry.stream_nos)]
+    assert sampled == [first.stream_no] * 20 + [second.stream_no] * 20
+
+
+def test_a_step_is_logged_before_its_chunk_and_sealed_behind_it(stage: Stage) -> None:
+    order: list[tuple[str, int]] = []
+    stage.peer.bus.tap = lambda message: order.append((message.subject, len(message.data)))
+    stage.overhear(NAMES.events(MODEL, "w0"), internal.Events)
+    seals = stage.overhear(NAMES.seal(MODEL, "w0"), internal.Seal)
+    stage.run()
+    stage.world.run(3.0)
+    assert len(seals) == 19  # the last token's entry is followed by one with the end
+    log, chunks = NAMES.events(MODEL, "w0"), stage.peer.inbox
+    for at, (subject, _) in enumerate(order):
+        if subject == NAMES.seal(MODEL, "w0"):
+            assert [one for one, _ in order[at - 2 : at]] == [log, chunks]
+
+
+def test_a_card_names_the_epoch_that_a_frontend_has_ended_and_its_last_entry(stage: Stage) -> None:
+    events = stage.overhear(NAMES.events(MODEL, "w0"), internal.Events)
+    cards = stage.overhear(NAMES.card(MODEL, "w0"), messages.Card)
+    stage.run()
+    stage.world.run(0.5)
+    ended = stage.epoch
+    stage.frontend.process.is_paused = True
+    stage.world.run(2.0)
+    stage.frontend.process.is_paused = False
+    stage.world.run(1.0)
+    last = max(one.seq for one in events if one.epoch == ended)
+    assert cards[-1].previous == messages.PreviousEpoch(epoch=ended, seq=last)
 
 
 def test_a_frontend_that_was_paused_gives_up_its_streams_and_returns_with_a_new_epoch(stage: Stage) -> None:

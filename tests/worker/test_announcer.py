@@ -6,9 +6,11 @@ from hypothesis import strategies as st
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
-from tokenbus.protocol.bus.bus import OutboundBufferLimitError
+from tests.support.recording_bus import RecordingBus
+from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.sampled_tokens import SampledTokens
 
 ROOT = 1
 MOST = 4_096
@@ -17,26 +19,12 @@ _events = codec.Decoder(internal.Events)
 _cards = codec.Decoder(messages.Card)
 
 
-class Wire:
-    """Keeps the events that are published instead of sending them."""
-
-    def __init__(self) -> None:
-        self.is_busy = False
-        self.payloads: list[bytes] = []
-        self.cards: list[bytes] = []
-
-    def publish(self, subject: str, payload: bytes) -> None:
-        if self.is_busy:
-            raise OutboundBufferLimitError("too much is waiting")
-        (self.payloads if ".events." in subject else self.cards).append(payload)
-
-
 class Harness:
     """An announcer whose engine serves, and what it says."""
 
     def __init__(self) -> None:
-        self.wire = Wire()
-        self.announcer = Announcer(self.wire, subjects.Subjects(), "demo", "w1")  # type: ignore[arg-type]
+        self.bus = RecordingBus()
+        self.announcer = Announcer(self.bus, subjects.Subjects(), "demo", "w1")  # type: ignore[arg-type]
         self.serve()
         self.published()
 
@@ -46,9 +34,19 @@ class Harness:
 
     def published(self) -> list[internal.Events]:
         """The events since the last time."""
-        events = [_events.decode(payload) for payload in self.wire.payloads]
-        self.wire.payloads.clear()
-        return events
+        return [_events.decode(one.payload) for one in self.bus.take() if ".events." in one.subject]
+
+    def card(self) -> messages.Card:
+        """The last card since the last time."""
+        return [_cards.decode(one.payload) for one in self.bus.take() if ".card." in one.subject][-1]
+
+    def fence(self) -> messages.PreviousEpoch:
+        """Ends the epoch, and returns what the next one says of it."""
+        self.announcer.start_epoch()
+        self.announcer.announce_epoch()
+        previous = self.card().previous
+        assert previous is not None
+        return previous
 
     def publish(self) -> list[internal.Events]:
         self.announcer.publish_events()
@@ -68,7 +66,7 @@ def stored_in(events: internal.Events) -> list[tuple[int, int]]:
 def test_every_worker_that_generates_can_continue_a_stream(features: tuple[str, ...], resumes: bool) -> None:
     harness = Harness()
     harness.announcer.engine_started(thread_engine(lambda _: ArithmeticRunner()), make_config(features=features), None)
-    card = _cards.decode(harness.wire.cards[-1])
+    card = harness.card()
     assert card.features == [*features, "explain", *["resume"] * resumes]
     assert card.hash_scheme == "xxh3-64:" + "0" * 16
 
@@ -76,10 +74,8 @@ def test_every_worker_that_generates_can_continue_a_stream(features: tuple[str, 
 def test_blocks_are_published_once_with_the_next_event() -> None:
     harness = Harness()
     harness.announcer.blocks_changed([], chain(10, 12))
-    assert harness.announcer.has_events_before_chunks
     (events,) = harness.publish()
     assert (events.removed, events.stored) == ([], [internal.BlockRun(parent=ROOT, hashes=[10, 11, 12])])
-    assert not harness.announcer.has_events_before_chunks
     (events,) = harness.publish()
     assert (events.removed, events.stored) == ([], [])
 
@@ -144,11 +140,12 @@ def test_removed_blocks_go_first_and_share_an_event_with_stored_ones() -> None:
 def test_requests_are_in_the_first_of_several_events_only() -> None:
     harness = Harness()
     harness.announcer.blocks_changed([], chain(10, 10 + MOST))
-    harness.announcer.request_started("acme:r", 5)
-    harness.announcer.first_token_sent("acme:r")
+    started = internal.Started(id="acme:r", stream_no=3, attempt=2, prompt_tokens=5)
+    harness.announcer.request_started(started)
+    harness.announcer.request_finished("acme:other")
     first, second = harness.publish()
-    assert ([one.id for one in first.started], first.first_token_sent) == (["acme:r"], ["acme:r"])
-    assert (second.started, second.first_token_sent) == ([], [])
+    assert (first.started, first.finished) == ([started], ["acme:other"])
+    assert (second.started, second.finished) == ([], [])
 
 
 def test_the_largest_event_stays_far_below_what_a_broker_takes() -> None:
@@ -156,18 +153,18 @@ def test_the_largest_event_stays_far_below_what_a_broker_takes() -> None:
     top = 2**64 - 1
     harness.announcer.blocks_changed([], [(top - 2 * number, top - 2 * number - 1) for number in range(MOST)])
     harness.announcer.publish_events()
-    (payload,) = harness.wire.payloads
-    assert len(payload) <= limits.PART_BYTES
+    (event,) = harness.bus.take()
+    assert len(event.payload) <= limits.PART_BYTES
 
 
 def test_while_the_broker_is_away_nothing_is_lost_and_no_number_is_used() -> None:
     harness = Harness()
     (before,) = harness.publish()
-    harness.wire.is_busy = True
+    harness.bus.is_busy = True
     harness.announcer.blocks_changed([], chain(10, 11))
     assert harness.publish() == []
     harness.announcer.blocks_changed([11], [])
-    harness.wire.is_busy = False
+    harness.bus.is_busy = False
     (events,) = harness.publish()
     assert (events.seq, events.removed, stored_in(events)) == (before.seq + 1, [], [(ROOT, 10)])
 
@@ -182,6 +179,72 @@ def test_a_new_epoch_starts_at_number_zero_and_stores_every_cached_block() -> No
     harness.announcer.announce_epoch()
     (events,) = harness.published()
     assert (events.seq, events.removed, stored_in(events)) == (0, [], [(ROOT, 10), (10, 11), (ROOT, 20)])
+
+
+def test_between_two_epochs_no_step_is_published() -> None:
+    harness = Harness()
+    harness.announcer.start_epoch()
+    assert not harness.announcer.publish_step([SampledTokens()], [Outgoing("_INBOX.a", b"chunk")], [])
+    assert harness.bus.take() == []
+
+
+def test_a_step_waits_until_its_blocks_fit_one_entry() -> None:
+    harness = Harness()
+    harness.announcer.blocks_changed([], chain(10, 10 + MOST))
+    harness.bus.is_busy = True
+    assert not harness.announcer.publish_step([SampledTokens()], [Outgoing("_INBOX.a", b"chunk")], [])
+    harness.bus.is_busy = False
+    assert harness.announcer.publish_step([SampledTokens()], [Outgoing("_INBOX.a", b"chunk")], [])
+    assert [one.subject for one in harness.bus.take()][-1] == "_INBOX.a"
+
+
+def test_the_first_epoch_of_a_process_has_none_before_it() -> None:
+    harness = Harness()
+    harness.announcer.publish_card()
+    assert harness.card().previous is None
+
+
+def test_a_card_names_the_epoch_before_and_the_last_entry_of_it_that_was_written() -> None:
+    harness = Harness()
+    ended = harness.announcer.epoch
+    harness.publish()
+    harness.bus.num_writes += 1
+    (last,) = harness.publish()
+    harness.bus.num_writes += 1
+    assert harness.fence() == messages.PreviousEpoch(epoch=ended, seq=last.seq)
+    harness.bus.num_writes += 1
+    ended = harness.announcer.epoch
+    assert harness.fence() == messages.PreviousEpoch(epoch=ended, seq=0)
+
+
+def test_entries_that_wait_when_an_epoch_ends_were_not_written() -> None:
+    harness = Harness()
+    (last,) = harness.publish()
+    harness.bus.num_writes += 1
+    harness.publish()
+    harness.publish()
+    assert harness.fence().seq == last.seq
+
+
+def test_an_epoch_without_a_written_entry_ends_at_minus_one() -> None:
+    harness = Harness()
+    harness.publish()
+    assert harness.fence().seq == -1
+    assert harness.fence().seq == -1
+
+
+@given(st.lists(st.booleans(), max_size=20))
+def test_the_last_written_entry_is_the_newest_one_that_a_write_followed(steps: list[bool]) -> None:
+    harness = Harness()
+    newest = harness.publish()[0].seq
+    written = -1
+    for is_write in steps:
+        if is_write:
+            harness.bus.num_writes += 1
+            written = newest
+        else:
+            newest = harness.publish()[0].seq
+    assert harness.fence().seq == written
 
 
 def test_an_engine_that_dies_clears_every_block_and_the_next_starts_with_none() -> None:

@@ -2,6 +2,7 @@
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
+from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import subjects
 from tokenbus.worker.frontend.frontend import Frontend
@@ -9,31 +10,16 @@ from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
 from tokenbus.worker.frontend.settings import FrontendSettings
 
 
-class Line:
-    """A bus that is closed at some time."""
-
-    def __init__(self) -> None:
-        self.is_closed = False
-        self.last_received_at = 0.0
-        self.max_payload = 1_000_000
-        self.published: list[str] = []
-
-    def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        if self.is_closed:
-            raise ConnectionError("closed")
-        self.published.append(subject)
-
-
 async def test_a_closed_connection_does_not_hide_why_a_frontend_ended() -> None:
-    line = Line()
+    line = RecordingBus()
     metrics = ReplicaMetrics(WorkerMetrics(), "demo", "w1")
     names = subjects.Subjects()
     frontend = Frontend(line, names, "demo", "w1", FrontendSettings(), metrics, tracing.NoopTracer())  # type: ignore[arg-type]
     frontend.engine_started(thread_engine(lambda _: ArithmeticRunner()), make_config())
-    line.published.clear()
+    line.take()
     line.is_closed = True
     frontend.announce_stopped()
-    assert not line.published
+    assert not line.batches
     line.is_closed = False
     frontend.announce_stopped()
-    assert line.published[0] == names.card("demo", "w1")
+    assert line.take()[0].subject == names.card("demo", "w1")

@@ -1,12 +1,13 @@
 """A run that continues a stream publishes only what is new, and can publish all of it again."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from tests.support.arithmetic import ArithmeticRunner
 from tests.support.engines import thread_engine
+from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
@@ -28,15 +29,21 @@ class Wire:
     """Keeps the chunks that are published to each inbox."""
 
     max_payload = 1_000_000
+    num_writes = 0
 
     def __init__(self) -> None:
         self.chunks: dict[str, list[messages.Chunk]] = {}
         self.changed = asyncio.Event()
 
-    def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        if subject.startswith("_INBOX."):
-            self.chunks.setdefault(subject, []).append(_chunks.decode(payload, codec.Encoding.JSON))
-            self.changed.set()
+    def publish(self, subject: str, payload: bytes) -> None:
+        self.publish_all([Outgoing(subject, payload)])
+
+    def publish_all(self, messages: Sequence[Outgoing]) -> None:
+        for message in messages:
+            if message.subject.startswith("_INBOX."):
+                chunk = _chunks.decode(message.payload, codec.Encoding.JSON)
+                self.chunks.setdefault(message.subject, []).append(chunk)
+                self.changed.set()
 
 
 class Worker(EngineListener):

@@ -2,12 +2,19 @@
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenbus.protocol.wire import codec, internal, limits, messages
-from tokenbus.worker.broker.snapshot import HASHES_PER_PART, REQUESTS_PER_PART, RUNS_PER_PART, split
+from tokenbus.worker.broker.snapshot import (
+    HASHES_PER_PART,
+    REQUESTS_PER_PART,
+    RUNS_PER_PART,
+    TOKEN_BYTES_PER_PART,
+    split,
+)
 
 LOAD = messages.Load(running=3, used_blocks=7)
 
@@ -89,6 +96,64 @@ def test_the_largest_part_of_blocks_stays_below_the_limit_in_bytes() -> None:
         for length in [1] * (RUNS_PER_PART - 1) + [rest]
     ]
     (part,) = made([], worst)
+    assert len(codec.encode(part)) <= limits.PART_BYTES
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "sizes"),
+    [
+        (TOKEN_BYTES_PER_PART, [TOKEN_BYTES_PER_PART]),
+        (TOKEN_BYTES_PER_PART + 4, [TOKEN_BYTES_PER_PART, 4]),
+        (2 * TOKEN_BYTES_PER_PART + 4, [TOKEN_BYTES_PER_PART, TOKEN_BYTES_PER_PART, 4]),
+    ],
+)
+def test_tokens_that_do_not_fit_one_part_follow_one_another_in_several(num_bytes: int, sizes: list[int]) -> None:
+    (plain,) = requests(1)
+    parts = made([msgspec.structs.replace(plain, token_ids=bytes(num_bytes))], [])
+    assert [[len(one.token_ids) for one in part.running] for part in parts] == [[size] for size in sizes]
+    assert {msgspec.structs.replace(one, token_ids=b"").id for part in parts for one in part.running} == {plain.id}
+
+
+@given(
+    lengths=st.lists(
+        st.tuples(*[st.one_of(st.integers(0, 99), st.integers(0, 3 * TOKEN_BYTES_PER_PART))] * 2), max_size=9
+    )
+)
+@settings(max_examples=40)
+def test_the_tokens_of_each_request_are_those_of_its_items_and_no_part_is_too_large(
+    lengths: list[tuple[int, int]],
+) -> None:
+    numbers = itertools.cycle(range(256))
+    running = [
+        msgspec.structs.replace(
+            plain,
+            token_ids=bytes(itertools.islice(numbers, token_bytes)),
+            logprobs=bytes(itertools.islice(numbers, logprob_bytes)),
+        )
+        for plain, (token_bytes, logprob_bytes) in zip(requests(len(lengths)), lengths, strict=True)
+    ]
+    parts = made(running, [])
+    for whole in running:
+        items = [one for part in parts for one in part.running if one.id == whole.id]
+        assert b"".join(one.token_ids for one in items) == whole.token_ids
+        assert b"".join(one.logprobs for one in items) == whole.logprobs
+    for part in parts:
+        assert sum(len(one.token_ids) + len(one.logprobs) for one in part.running) <= TOKEN_BYTES_PER_PART
+
+
+def test_the_largest_part_of_requests_stays_below_the_limit_in_bytes() -> None:
+    key = f"{'=00' * limits.MAX_NAME_BYTES}:{'x' * limits.MAX_ID_BYTES}"
+    top = 2**32 - 1
+    account = internal.FirstToken(stream_no=top, cached_tokens=top, queue_ms=0.1, prefill_ms=0.1)
+    largest = internal.RunningRequest(
+        id=key,
+        attempt=top,
+        first_token_sent=True,
+        stream_no=top,
+        token_ids=bytes(TOKEN_BYTES_PER_PART // REQUESTS_PER_PART),
+        first_token=account,
+    )
+    (part,) = made([largest] * REQUESTS_PER_PART, [])
     assert len(codec.encode(part)) <= limits.PART_BYTES
 
 

@@ -6,20 +6,20 @@ event with nothing new is a heartbeat."""
 
 import asyncio
 import contextlib
-import itertools
 import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 
-from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
+from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, Outgoing
 from tokenbus.protocol.wire import block_hash, codec, internal, limits, messages, subjects
 from tokenbus.worker import contract
-from tokenbus.worker.broker.published_blocks import PublishedBlocks, to_runs
+from tokenbus.worker.broker.event_log import EventLog
+from tokenbus.worker.broker.published_blocks import PublishedBlocks
+from tokenbus.worker.broker.sampled_tokens import SampledTokens
 from tokenbus.worker.broker.snapshot import split
 
-_HASHES_PER_EVENT = 4_096
-"""A stored block that no other follows takes about 50 bytes, so an event stays far below a broker's largest message."""
 _HEARTBEAT_INTERVAL_S = 0.8 * limits.HEARTBEAT_S
 """Less than the promised interval, since the event loop may be busy."""
 
@@ -37,6 +37,7 @@ class Announcer:
         self._names = names
         self._card_subject = names.card(model, worker_id)
         self._events_subject = names.events(model, worker_id)
+        self._seal_subject = names.seal(model, worker_id)
         self.model = model
         self.worker_id = worker_id
         self.epoch = new_epoch()
@@ -45,20 +46,15 @@ class Announcer:
         self._digest: str | None = None
         self._engine_pid = 0
         self._engine: contract.Engine | None = None
-        self._seq = 0
         self._published_at = 0.0
         self.is_muted = False
         """Nothing is published: the old epoch is over and the new one has no connection yet."""
-        self._cleared = False
         self._published_blocks = PublishedBlocks()
-        self._removed: list[int] = []
-        self._stored: dict[int, int] = {}
-        self._started: list[internal.Started] = []
-        self._first_token_sent: list[str] = []
-        self._finished: list[str] = []
+        self._log = EventLog(worker_id, self.epoch)
+        self._previous: messages.PreviousEpoch | None = None
 
     def __repr__(self) -> str:
-        return f"<Announcer {self.worker_id} {self.state} event {self._seq}>"
+        return f"<Announcer {self.worker_id} {self.state} {self._log!r}>"
 
     def gone_subject(self, key: str) -> str:
         """Returns the subject on which the broker reports that nobody listened to a chunk of this request."""
@@ -67,15 +63,15 @@ class Announcer:
     def start_epoch(self) -> None:
         """Ends this epoch and mutes the announcer until `announce_epoch`."""
         self.is_muted = True
+        last_written = self._log.last_written(self._connection.num_writes)
+        self._previous = messages.PreviousEpoch(epoch=self.epoch, seq=last_written)
         self.epoch = new_epoch()
 
     def announce_epoch(self) -> None:
         """Publishes the new epoch's card and first event, which stores every cached block again; no request
         survives."""
-        self._seq = 0
-        self._started, self._first_token_sent, self._finished = [], [], []
         # routers know nothing of the new epoch: it has to store every block again
-        self._removed, self._stored = [], {name: parent for parent, name in self._published_blocks.pairs()}
+        self._log = EventLog(self.worker_id, self.epoch, self._published_blocks.pairs())
         self.is_muted = False
         self.publish_card()
         self.publish_events()
@@ -87,7 +83,9 @@ class Announcer:
             return []
         # a snapshot continues the event log, so what is pending has to be in the log first
         self.publish_events()
-        return split(self.worker_id, self.epoch, self._seq - 1, running, self._published_blocks.runs(), self._load())
+        return split(
+            self.worker_id, self.epoch, self._log.next_seq - 1, running, self._published_blocks.runs(), self._load()
+        )
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig, digest: str | None) -> None:
         """Announces that a new engine serves."""
@@ -98,8 +96,7 @@ class Announcer:
         """Announces that the engine is restarting and that its cache is lost."""
         self._engine, self._engine_pid = None, 0
         self._published_blocks.clear()
-        # `cleared` tells routers to forget all blocks, so none has to be listed
-        self._removed, self._stored, self._cleared = [], {}, True
+        self._log.blocks_cleared()
         self.set_state(messages.WorkerState.RESTARTING)
 
     def set_state(self, state: messages.WorkerState) -> None:
@@ -117,44 +114,69 @@ class Announcer:
     def blocks_changed(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
         """Puts removed and newly cached blocks into the next event, each with the hash of the block before it."""
         self._published_blocks.apply(removed, stored)
-        for name in removed:
-            if self._stored.pop(name, None) is None:  # else no event has mentioned it yet
-                self._removed.append(name)
-        self._stored |= {name: parent for parent, name in stored}
+        self._log.blocks_changed(removed, stored)
 
-    def request_started(self, key: str, prompt_tokens: int) -> None:
-        """A request was accepted. Call `publish_events` at once, before its head is published."""
-        self._started.append(internal.Started(id=key, prompt_tokens=prompt_tokens, overlap_blocks=0))
-
-    def first_token_sent(self, key: str) -> None:
-        """A stream is about to send its first token. Call `publish_events` before that chunk is published."""
-        self._first_token_sent.append(key)
+    def request_started(self, started: internal.Started) -> None:
+        """A request was accepted."""
+        self._log.request_started(started)
 
     def request_finished(self, key: str) -> None:
-        """A stream has ended. Call `publish_events` after its terminal is published."""
-        self._finished.append(key)
-
-    @property
-    def has_events_before_chunks(self) -> bool:
-        """Whether routers must learn of something before the chunks of the same step are published."""
-        return bool(self._first_token_sent or self._removed or self._stored)
+        """A request has ended without a terminal. Call `publish_events` after that."""
+        self._log.request_finished(key)
 
     def publish_events(self) -> None:
-        """Publishes what has happened since the last event, in as many events as it takes."""
+        """Publishes what has happened since the last event, in as many events as it takes. If the broker is away, the
+        next events carry all of it."""
         if self._config is None or self.is_muted:
             return
         while True:
-            # removals first: a block may be evicted and stored again within one event
-            removed = self._removed[:_HASHES_PER_EVENT]
-            stored = list(itertools.islice(self._stored.items(), _HASHES_PER_EVENT - len(removed)))
-            try:
-                self._connection.publish(self._events_subject, codec.encode(self._events(removed, stored)))
-            except OutboundBufferLimitError:
-                return  # the broker is away: the next event carries all of it
-            self._mark_published(removed, stored)
+            entry = self._log.make(self._load(), self.state)
             # one event is enough, unless there are more blocks than fit
-            if not self._removed and not self._stored:
+            if not self._publish([entry], [self._to_message(entry)]) or not self._log.has_blocks:
                 return
+
+    def publish_step(self, sampled: Sequence[SampledTokens], chunks: Sequence[Outgoing], ended: Sequence[str]) -> bool:
+        """Publishes chunks between what routers must learn before and behind them, all or nothing: events with the
+        step's tokens, the chunks, and an event with the requests that they end, or else a seal.
+
+        Returns whether it was published. If not, the broker is away: try again later."""
+        if self._config is None or self.is_muted:
+            return False
+        if self._log.exceeds_one_entry:
+            self.publish_events()
+            if self._log.exceeds_one_entry:
+                return False
+        before, behind = self._step_entries(sampled, ended)
+        outgoing = [*map(self._to_message, before), *chunks, *map(self._to_message, behind)]
+        if before and not behind and sampled[0]:
+            seal = internal.Seal(epoch=self.epoch, seq=before[-1].seq)
+            outgoing.append(Outgoing(self._seal_subject, codec.encode(seal)))
+        return not outgoing or self._publish(before + behind, outgoing)
+
+    def _step_entries(
+        self, sampled: Sequence[SampledTokens], ended: Sequence[str]
+    ) -> tuple[list[internal.Events], list[internal.Events]]:
+        """Returns the events before a step's chunks and those behind them."""
+        if not sampled[0] and not self._log.has_news:
+            return [], [self._log.make(self._load(), self.state, ended=ended)] if ended else []
+        before = [self._log.make(self._load(), self.state, sampled[0])]
+        for more in sampled[1:]:
+            before.append(self._log.make_next(before[-1], more))
+        return before, [self._log.make_next(before[-1], ended=ended)] if ended else []
+
+    def _publish(self, entries: Sequence[internal.Events], outgoing: Sequence[Outgoing]) -> bool:
+        """Publishes messages and counts the entries among them; returns False if the broker is away."""
+        try:
+            self._connection.publish_all(outgoing)
+        except OutboundBufferLimitError:
+            return False
+        if entries:
+            self._log.mark_published(entries, self._connection.num_writes)
+            self._published_at = time.monotonic()
+        return True
+
+    def _to_message(self, entry: internal.Events) -> Outgoing:
+        return Outgoing(self._events_subject, codec.encode(entry))
 
     async def run_heartbeat(self) -> None:
         """Publishes an event whenever none was published for a while; runs until cancelled."""
@@ -164,30 +186,6 @@ class Announcer:
                 self.publish_events()
                 due_in_s = _HEARTBEAT_INTERVAL_S
             await asyncio.sleep(due_in_s)
-
-    def _mark_published(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
-        self._seq += 1
-        self._published_at = time.monotonic()
-        self._cleared = False
-        del self._removed[: len(removed)]
-        for name, _ in stored:
-            del self._stored[name]
-        self._started, self._first_token_sent, self._finished = [], [], []
-
-    def _events(self, removed: list[int], stored: list[tuple[int, int]]) -> internal.Events:
-        return internal.Events(
-            worker_id=self.worker_id,
-            epoch=self.epoch,
-            seq=self._seq,
-            load=self._load(),
-            state=self.state,
-            cleared=self._cleared,
-            removed=removed,
-            stored=list(to_runs((parent, name) for name, parent in stored)),
-            started=self._started,
-            first_token_sent=self._first_token_sent,
-            finished=self._finished,
-        )
 
     def _load(self) -> messages.Load:
         return self._engine.load() if self._engine is not None else messages.Load()
@@ -214,6 +212,7 @@ class Announcer:
             total_kv_blocks=config.total_kv_blocks if config.prefix_cache else None,
             host_kv_blocks=config.host_kv_blocks if config.prefix_cache else None,
             tokenizer_digest=self._digest,
+            previous=self._previous,
         )
 
 

@@ -32,6 +32,7 @@ _runs = codec.Decoder(internal.Run)
 _controls = codec.Decoder(internal.Control)
 _tokenizes = codec.Decoder(internal.Tokenize)
 _embeds = codec.Decoder(internal.Embed)
+_snapshot_requests = codec.Decoder(internal.SnapshotRequest)
 _resyncs = codec.Decoder(messages.ResyncRequest)
 _cards = codec.Decoder(messages.Card)
 
@@ -132,7 +133,8 @@ class Endpoints:
         match control:
             # a router's message, frequent and unlogged; everything else comes from operators
             case internal.Control(op="drop", request_id=str(key), attempt=int(attempt)):
-                self._reply(message, internal.ControlReply(ok=self._streams.drop(key, attempt)))
+                ok = self._streams.drop(key, attempt, moved=control.moved)
+                self._reply(message, internal.ControlReply(ok=ok))
             case internal.Control(op="clear_cache"):
                 if self._engine is not None:
                     self._engine.clear_cache()
@@ -217,8 +219,16 @@ class Endpoints:
             )
 
     def _send_snapshot(self, message: Msg) -> None:
-        if message.reply:
-            self._reply(message, *self._announcer.snapshot(self._streams.running_requests()))
+        if not message.reply:
+            return
+        try:
+            # an empty message asks for no tokens
+            request = _snapshot_requests.decode(message.data) if message.data else internal.SnapshotRequest()
+        except errors.RequestError as error:
+            self._log.error("snapshot_refused", worker_id=self._announcer.worker_id, error=str(error))
+            return
+        running = self._streams.running_requests(request.known_tokens)
+        self._reply(message, *self._announcer.snapshot(running))
 
     def _send_tokenizer(self, message: Msg) -> None:
         packed = self._engine.tokenizer_bundle() if self._engine is not None else None

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from tokenbus.protocol.wire import block_hash
 from tokenbus.worker import contract
 
 _JSON_GROWTH = 6
@@ -76,6 +77,10 @@ class ReplayBuffer:
         else:
             self.append(token_ids, text, logprobs)
 
+    def text_offset(self, offset: int) -> int:
+        """Returns where the text of token `offset` begins."""
+        return self._text_ends[offset - 1] if offset else 0
+
     def append(self, token_ids: Sequence[int], text: str, logprobs: Sequence[contract.Logprob] = ()) -> None:
         """Adds what was sampled and published next; text without a token belongs to the last token."""
         if self._num_logprobs:
@@ -101,7 +106,7 @@ class ReplayBuffer:
         """Returns the whole completion as one segment."""
         assert not self._first, "its first tokens can't be published again"
         text = self._text.decode()
-        return Segment(0, self.num_tokens, 0, text, list(self._token_ids), self._logprobs_between(0, self.num_tokens))
+        return Segment(0, self.num_tokens, 0, text, list(self._token_ids), self.logprobs(0, self.num_tokens))
 
     def segments(self, offset: int, max_bytes: int, end: int | None = None) -> Iterator[Segment]:
         """Yields the tokens from `offset` up to `end`, in segments of at most `max_bytes` of JSON or of one token.
@@ -110,13 +115,13 @@ class ReplayBuffer:
         start, end = max(offset, self._first), self.num_tokens if end is None else min(end, self.num_tokens)
         while start < end:
             stop = self._last_that_fits(start, end, max_bytes)
-            yield self._segment(start, stop)
+            yield self.segment(start, stop)
             start = stop
 
     def _last_that_fits(self, start: int, end: int, max_bytes: int) -> int:
         """Returns the end of the longest segment from `start` that fits, at least one token; a binary search."""
         low, high = start + 1, end
-        text_start = self._text_offset(start)
+        text_start = self.text_offset(start)
         while low < high:
             middle = (low + high + 1) // 2
             token_bytes = _TOKEN_ID_BYTES + _LOGPROB_BYTES * self._num_logprobs
@@ -125,11 +130,26 @@ class ReplayBuffer:
             low, high = (middle, high) if size <= max_bytes else (low, middle - 1)
         return low
 
-    def _segment(self, start: int, stop: int) -> Segment:
-        text_start, text_end = self._text_offset(start), self._text_ends[stop - 1]
+    def segment(self, start: int, stop: int) -> Segment:
+        """Returns the tokens from `start` up to `stop`, at least one."""
+        text_start, text_end = self.text_offset(start), self._text_ends[stop - 1]
         text = self._text[text_start:text_end].decode()
         ids = list(self._token_ids[start:stop])
-        return Segment(start, stop - start, text_start, text, ids, self._logprobs_between(start, stop))
+        return Segment(start, stop - start, text_start, text, ids, self.logprobs(start, stop))
+
+    def packed_token_ids(self, start: int, stop: int) -> bytes:
+        """Returns the token ids from `start` up to `stop` in the form in which they are sent."""
+        return block_hash.pack_token_ids(self._token_ids[start:stop])
+
+    def logprobs(self, start: int, stop: int) -> list[contract.Logprob]:
+        """Returns the log probabilities of the tokens from `start` up to `stop`, if they are kept."""
+        width = self._num_logprobs
+        found = []
+        first = max(0, start - self._first)
+        for at in range(first * width, (stop - self._first) * width, width) if width else ():
+            pairs = list(zip(self._logprob_ids[at : at + width], self._logprobs[at : at + width], strict=True))
+            found.append(contract.Logprob(*pairs[0], top=pairs[1:]))
+        return found
 
     def _append_logprob(self, one: contract.Logprob) -> None:
         alternatives = one.top[: self._num_logprobs - 1]
@@ -139,14 +159,3 @@ class ReplayBuffer:
         for token_id, logprob in alternatives:
             self._logprob_ids.append(token_id)
             self._logprobs.append(logprob)
-
-    def _logprobs_between(self, start: int, stop: int) -> list[contract.Logprob]:
-        width = self._num_logprobs
-        found = []
-        for at in range((start - self._first) * width, (stop - self._first) * width, width) if width else ():
-            pairs = list(zip(self._logprob_ids[at : at + width], self._logprobs[at : at + width], strict=True))
-            found.append(contract.Logprob(*pairs[0], top=pairs[1:]))
-        return found
-
-    def _text_offset(self, offset: int) -> int:
-        return self._text_ends[offset - 1] if offset else 0

@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.worker import contract
+from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.replay_buffer import ReplayBuffer, Segment
 
 _NO_TIMINGS = messages.Timings(queue_ms=0.0, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=0.0)
@@ -31,11 +32,14 @@ class Stream:
         gone_subject: str = "",
         token_bytes: Sequence[bytes] = (),
         hash_scheme: str = "",
+        stream_no: int = 0,
     ) -> None:
         # the tokens would be kept for a minute after the stream's end
         self.run = codec.replace(run, token_ids=b"", resume_from=None)
         self._prompt_tokens = len(run.token_ids) // 4
         self.key = run.request_id
+        self.stream_no = stream_no
+        """The number by which the event log names it."""
         self.gone_subject = gone_subject
         """The subject on which the broker reports that nobody listened to a chunk."""
         self._model = model
@@ -44,7 +48,15 @@ class Stream:
         self._token_bytes = token_bytes
         self._hash_scheme = hash_scheme
         asked = run.params.logprobs
-        self._replay_buffer = ReplayBuffer(0 if asked is None else 1 + min(asked, len(token_bytes)))
+        self._num_alternatives = 0 if asked is None else min(asked, len(token_bytes))
+        self._replay_buffer = ReplayBuffer(0 if asked is None else 1 + self._num_alternatives)
+        self._num_published = 0
+        """Tokens of the replay buffer that have been published."""
+        self._wants_head = False
+        self._progress: messages.Progress | UnsetType = UNSET
+        """The progress to publish with the next head."""
+        self._only_new: Segment | None = None
+        """The unpublished tokens, if one output has brought them all: the buffer would take longer to return them."""
         self.created = int(time.time())
         self.accepted_at = now
         self.began_at = now - (run.resume_from.elapsed_ms / 1e3 if run.resume_from else 0.0)
@@ -56,7 +68,12 @@ class Stream:
         """When the last chunk was made, in seconds of the caller's clock."""
         self.replayed_at = 0.0
         """When it was last replayed; 0 if never."""
+        self.first_token: internal.FirstToken | None = None
+        """The account of its first token, if that was sampled here."""
         self.first_token_sent = False
+        """Whether a token that was sampled here has been published in a chunk."""
+        self.ending: messages.Chunk | None = None
+        """The last chunk, until it has been published. What else is unpublished comes before it."""
         self.terminal: messages.Chunk | None = None
         """The last chunk, once it has been published."""
         self.cancel_error: errors.Error | None = None
@@ -70,60 +87,113 @@ class Stream:
         """Approximate memory that the stream takes once it has ended, in bytes."""
         return 2_048 + self._replay_buffer.memory_bytes
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it takes no more outputs. Its terminal may have to be published yet."""
+        return self.ending is not None or self.terminal is not None
+
+    def want_head(self) -> None:
+        """Has the next chunks begin with an empty one, which opens the stream or shows that it is alive."""
+        self._wants_head = True
+
     def head(self) -> messages.Chunk | None:
-        """Returns an empty chunk at the current offset, or None if the client wants only a terminal."""
-        if not self.run.params.is_streamed:
-            return None
-        empty = self._empty(self._replay_buffer.num_tokens, self._replay_buffer.text_bytes)
-        return codec.replace(empty, hash_scheme=self._hash_scheme)
+        """Returns an empty chunk behind the last published one, or None if the client wants only a terminal."""
+        return self._head() if self.run.params.is_streamed else None
 
     def resume(self, output: contract.Output) -> None:
         """Takes tokens that the client has already from another worker, so that they can be published again."""
         self._replay_buffer.append_resumed(output.token_ids, output.text, output.logprobs)
+        self._num_published = self._replay_buffer.num_tokens
 
-    def chunk(self, output: contract.Output) -> messages.Chunk | None:
-        """Returns the chunk that carries an output, or None if the terminal will."""
+    def add(self, output: contract.Output) -> None:
+        """Takes an engine's output; `unpublished` makes chunks of it."""
         if output.progress is not None:
-            head = self.head()
-            return None if head is None else codec.replace(head, progress=output.progress)
-        new = Segment(
-            self._replay_buffer.num_tokens,
-            len(output.token_ids),
-            self._replay_buffer.text_bytes,
-            output.text,
-            output.token_ids,
-            output.logprobs,
-        )
-        if output.finish_reason is None:
-            self._replay_buffer.append(output.token_ids, output.text, output.logprobs)
-            return self._segment_chunk(new) if self.run.params.is_streamed else None
-        if self.run.params.is_streamed:
-            return self._terminal(output, new)
-        # nothing was streamed: the terminal carries the whole completion
-        self._replay_buffer.append(output.token_ids, output.text, output.logprobs)
-        return self._terminal(output, self._replay_buffer.all())
+            self._wants_head, self._progress = True, output.progress
+            return
+        buffer = self._replay_buffer
+        offset = buffer.num_tokens
+        new = Segment(offset, len(output.token_ids), buffer.text_bytes, output.text, output.token_ids, output.logprobs)
+        if output.first_token is not None:
+            self.first_token = self._to_first_token(output.first_token)
+        if output.finish_reason is not None and self.run.params.is_streamed:
+            self.ending = self._terminal(output, new)
+            return
+        buffer.append(output.token_ids, output.text, output.logprobs)
+        if output.finish_reason is not None:
+            # nothing was streamed: the terminal carries the whole completion
+            self.ending = self._terminal(output, buffer.all())
+        else:
+            # text that the buffer adds to a published token would never be published
+            assert output.token_ids or not output.text, output
+            self._only_new = new if offset == self._num_published else None
 
-    def internal_error(self) -> contract.Output:
-        """Returns the terminal output of a stream that failed here and not in the engine."""
-        return contract.Output(
-            token_ids=[],
-            text="",
-            finish_reason=messages.FinishReason.ERROR,
-            error=errors.make_error(errors.Code.INTERNAL),
-            usage=self._usage(self._replay_buffer.num_tokens),
-            timings=_NO_TIMINGS,
+    def unpublished(self, max_bytes: int) -> list[messages.Chunk]:
+        """Returns the chunks that have not been published, each of at most `max_bytes` or of one token. The terminal is
+        among them if the stream has ended."""
+        last = [] if self.ending is None else [self.ending]
+        if not self.run.params.is_streamed:
+            return last
+        first = [self._head(self._progress)] if self._wants_head else []
+        if self._only_new is not None:
+            return [*first, self._segment_chunk(self._only_new), *last]
+        end = None if self.ending is None else self.ending.offset
+        segments = self._replay_buffer.segments(self._num_published, max_bytes, end)
+        return [*first, *map(self._segment_chunk, segments), *last]
+
+    def mark_published(self) -> None:
+        """Everything unpublished has been published."""
+        self._wants_head, self._progress, self._only_new = False, UNSET, None
+        num_tokens = self._replay_buffer.num_tokens
+        if num_tokens > self._num_published:
+            self._num_published = num_tokens
+            self.first_token_sent = self.first_token_sent or self.run.params.is_streamed
+        if self.ending is not None:
+            self.terminal, self.ending = self.ending, None
+
+    def snapshot(self, known_tokens: int | None) -> internal.RunningRequest:
+        """Returns the stream as a snapshot lists it, with the published tokens behind those that are known; with none
+        if `known_tokens` is None."""
+        tokens = self._num_published if known_tokens is None else max(0, known_tokens)
+        buffer, end = self._replay_buffer, self._num_published
+        return internal.RunningRequest(
+            id=self.key,
+            attempt=self.run.attempt,
+            first_token_sent=self.first_token_sent,
+            stream_no=self.stream_no,
+            num_tokens=end,
+            token_ids=buffer.packed_token_ids(tokens, end),
+            logprobs=packed_logprobs.pack(buffer.logprobs(tokens, end)),
+            first_token=self.first_token if end else None,
         )
+
+    def pack_logprobs(self, output: contract.Output) -> bytes:
+        """Returns the log probabilities of an output's tokens as they are kept; nothing if none were asked for."""
+        if self.run.params.logprobs is None:
+            return b""
+        count = self._num_alternatives
+        return packed_logprobs.pack(codec.replace(one, top=one.top[:count]) for one in output.logprobs)
+
+    def fail(self) -> None:
+        """Ends it with an error, because of a bug. The terminal counts the unpublished tokens and has no text."""
+        last = self._head() if self.run.params.is_streamed else self._empty(0, 0)
+        self._only_new = None
+        unpublished = codec.replace(last, tokens=self._replay_buffer.num_tokens - last.offset)
+        self.ending = self._error_terminal(unpublished, errors.make_error(errors.Code.INTERNAL))
 
     def too_large_terminal(self, chunk: messages.Chunk) -> messages.Chunk:
         """Returns the terminal to publish in place of a chunk that is larger than the broker takes."""
         problem = _ANSWER_SIZE if chunk.finish_reason else _STEP_SIZE
+        return self._error_terminal(chunk, errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, problem))
+
+    def _error_terminal(self, chunk: messages.Chunk, error: errors.Error) -> messages.Chunk:
+        """Returns a terminal in place of a chunk."""
         return codec.replace(
             self._empty(chunk.offset, chunk.text_offset),
             tokens=chunk.tokens,
             finish_reason=messages.FinishReason.ERROR,
             usage=chunk.usage or self._usage(chunk.offset + chunk.tokens),
             timings=chunk.timings or _NO_TIMINGS,
-            error=errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, problem),
+            error=error,
         )
 
     def _usage(self, completion_tokens: int) -> messages.Usage:
@@ -136,18 +206,23 @@ class Stream:
         )
 
     def replay(self, offset: int, max_bytes: int) -> Iterator[messages.Chunk]:
-        """Yields the chunks from token `offset` on, each of at most `max_bytes`, and the terminal if there is one; if
-        there is neither, an empty chunk shows that the stream is alive."""
+        """Yields the published chunks from token `offset` on, each of at most `max_bytes`, and the terminal if it has
+        been published; if there is neither, an empty chunk shows that the stream is alive."""
         chunks = 0
         if self.run.params.is_streamed:
             # the terminal's own tokens are in the terminal
-            end = self._replay_buffer.num_tokens if self.terminal is None else self.terminal.offset
+            end = self._num_published if self.terminal is None else self.terminal.offset
             for segment in self._replay_buffer.segments(offset, max_bytes, end):
                 yield self._segment_chunk(segment)
                 chunks += 1
         last = self.terminal or (None if chunks else self.head())
         if last is not None:
             yield last
+
+    def _head(self, progress: messages.Progress | UnsetType = UNSET) -> messages.Chunk:
+        at = self._num_published
+        empty = self._empty(at, self._replay_buffer.text_offset(at))
+        return codec.replace(empty, hash_scheme=self._hash_scheme, progress=progress)
 
     def _empty(self, offset: int, text_offset: int) -> messages.Chunk:
         """Returns a chunk without tokens that names the worker."""
@@ -188,6 +263,14 @@ class Stream:
             stop_match=codec.unset_if_none(output.stop_match),
             error=codec.unset_if_none(error),
             routing=codec.unset_if_none(self.run.routing),
+        )
+
+    def _to_first_token(self, found: contract.FirstToken) -> internal.FirstToken:
+        return internal.FirstToken(
+            stream_no=self.stream_no,
+            cached_tokens=found.cached_tokens,
+            queue_ms=found.queue_ms,
+            prefill_ms=found.prefill_ms,
         )
 
     def _wanted_logprobs(self, logprobs: list[contract.Logprob]) -> list[messages.TokenLogprob] | UnsetType:

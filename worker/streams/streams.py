@@ -5,7 +5,9 @@ client can ask for lost chunks. A router that gave up on this worker *drops* a s
 which is allowed only until the first token is sent."""
 
 import asyncio
+import itertools
 import time
+from collections.abc import Mapping
 from functools import partial
 
 from tokenbus.protocol.telemetry import backoff, tracing
@@ -44,7 +46,8 @@ class Streams:
         self._liveness = ClientLiveness()
         self._ended: TTLCache[Stream] = TTLCache(limits.ENDED_STREAM_TTL_S, limits.MAX_ENDED_STREAM_BYTES)
         self._early_cancels = EarlyCancels()
-        outbox.on_truncated = self._end_early
+        self._stream_nos = itertools.count()
+        outbox.on_ended = self._close
 
     def __repr__(self) -> str:
         return f"<Streams {len(self._streams)} open, {len(self._ended)} ended, {self._liveness!r}>"
@@ -79,23 +82,28 @@ class Streams:
         self._outbox.flush()
         return True
 
-    def drop(self, key: str, attempt: int) -> bool:
-        """Ends an attempt without a terminal; returns False if it has sent its first token or has ended."""
+    def drop(self, key: str, attempt: int, *, moved: bool = False) -> bool:
+        """Ends an attempt and all earlier ones without a terminal.
+
+        Returns False if it has sent a token or has ended, unless it has `moved`: another worker continues it."""
         now = time.monotonic()
         stream = self._streams.get(key)
         if stream is None:
             ended = self._ended.get(key, now)
             # the client has its terminal: the router must not place the request again
-            if ended is not None and ended.run.attempt == attempt:
+            if ended is not None and ended.run.attempt == attempt and not moved:
                 return False
+            # whoever continues it replays it too
+            if moved and ended is not None and ended.run.attempt <= attempt:
+                self._ended.pop(key)
             self._early_cancels.drop(key, attempt, now)
             return True
         # a later attempt runs here, so the dropped one is over in any case
         if stream.run.attempt > attempt:
             return True
-        if stream.first_token_sent:
+        if (stream.first_token_sent or stream.has_ended) and not moved:
             return False
-        self._abandon(stream, "dropped")
+        self._abandon(stream, "moved" if moved else "dropped")
         self._announcer.request_finished(key)
         self._announcer.publish_events()  # before the reply, or it could be taken for the end of a later attempt
         return True
@@ -152,17 +160,14 @@ class Streams:
                 load = self._engine.load() if self._engine is not None else messages.Load()
                 self._telemetry.waits(stream, now - stream.accepted_at, load)
         for key in self._liveness.due_probes(now):
-            self._outbox.put_head(self._streams[key], now, is_probe=True)
+            self._outbox.probe(self._streams[key], now)
         self._outbox.flush()
         self._ended.expire(now)
         self._early_cancels.expire(now)
 
-    def running_requests(self) -> list[internal.RunningRequest]:
-        """Returns the open streams as a snapshot lists them."""
-        return [
-            internal.RunningRequest(id=key, attempt=stream.run.attempt, first_token_sent=stream.first_token_sent)
-            for key, stream in self._streams.items()
-        ]
+    def running_requests(self, known_tokens: Mapping[str, int]) -> list[internal.RunningRequest]:
+        """Returns the open streams as a snapshot lists them, with the tokens behind those that are known."""
+        return [stream.snapshot(known_tokens.get(key)) for key, stream in self._streams.items()]
 
     def _start(self, run: internal.Run, headers: tracing.Headers) -> None:
         """Raises RequestError and changes nothing if the run can't be accepted."""
@@ -174,24 +179,39 @@ class Streams:
         announcer = self._announcer
         gone = announcer.gone_subject(run.request_id)
         scheme = block_hash.scheme_of(self._config.fingerprint)
-        stream = Stream(run, announcer.model, announcer.worker_id, now, gone, self._engine.token_bytes, scheme)
-        sink: contract.Sink = partial(self._publish, stream)
-        if self.settings.debug:
-            sink = StreamValidator(request, sink)
-        self._engine.generate(request, partial(self._guard, stream, sink))
+        token_bytes, stream_no = self._engine.token_bytes, next(self._stream_nos)
+        stream = Stream(run, announcer.model, announcer.worker_id, now, gone, token_bytes, scheme, stream_no)
+        self._generate(stream, request)
         # if the id was used before, resyncs refer to the new stream from now on
         self._ended.pop(stream.key)
-        self._streams[stream.key] = stream
         stream.slow = backoff.BackoffTimer(self.settings.slow_wait_s)
         if run.remaining_ms is not None:
             expired = errors.make_error(errors.Code.DEADLINE_EXCEEDED)
             loop = asyncio.get_running_loop()
             self._timers[stream.key] = loop.call_later(run.remaining_ms / 1e3, self.cancel, stream.key, expired)
         self._telemetry.started(stream, request, headers)
-        self._announcer.request_started(stream.key, len(request.token_ids))
-        self._announcer.publish_events()  # before the head, so that no router accepts the same id again
+        self._announcer.request_started(
+            internal.Started(
+                id=stream.key, stream_no=stream_no, attempt=run.attempt, prompt_tokens=len(request.token_ids)
+            )
+        )
         self._outbox.put_head(stream, now)
         self._outbox.flush()
+
+    def _generate(self, stream: Stream, request: contract.EngineRequest) -> None:
+        """Has the engine generate a stream. Raises RequestError, and changes nothing, if it refuses."""
+        assert self._engine is not None
+        sink: contract.Sink = partial(self._put, stream)
+        if self.settings.debug:
+            sink = StreamValidator(request, sink)
+        # open already, since the engine may hand out at once what it continues
+        self._streams[stream.key] = stream
+        try:
+            self._engine.generate(request, partial(self._guard, stream, sink))
+        except errors.RequestError:
+            del self._streams[stream.key]
+            self._outbox.remove(stream)
+            raise
 
     def _refusal(self, run: internal.Run, error: errors.Error) -> internal.RunReply:
         live = self._streams.get(run.request_id)
@@ -207,6 +227,7 @@ class Streams:
         """Ends a stream and its engine request without a terminal."""
         # forgotten first, so that the engine's last output for it is ignored
         self._forget(stream)
+        self._outbox.remove(stream)
         if self._engine is not None:
             self._engine.abort(stream.key)
         self._telemetry.abandoned(stream, reason)
@@ -228,38 +249,30 @@ class Streams:
 
     def _guard(self, stream: Stream, sink: contract.Sink, output: contract.Output) -> None:
         """The error boundary of a stream: a bug in it ends this stream in `internal`, and no other."""
+        # an engine that is being aborted may still have outputs for a stream that has ended
+        if stream.has_ended or self._streams.get(stream.key) is not stream:
+            return
         try:
             sink(output)
         except Exception:  # outermost frame of a stream: whatever went wrong, its client gets a terminal
             self._telemetry.failed(stream)
             if output.is_resumed:  # the stream has not been accepted yet
                 raise errors.request_error(errors.Code.INTERNAL) from None
-            if self._streams.get(stream.key) is stream:
-                self._end_early(stream)
-                self._outbox.put(stream, stream.internal_error(), time.monotonic())
+            self._outbox.fail(stream)
 
-    def _publish(self, stream: Stream, output: contract.Output) -> None:
-        """Publishes an engine's output. An engine that is being aborted may still have some for a stream that ended."""
+    def _put(self, stream: Stream, output: contract.Output) -> None:
         if output.is_resumed:
             stream.resume(output)
             return
-        if self._streams.get(stream.key) is not stream:
-            return
         self._outbox.put(stream, output, time.monotonic())
-        if output.finish_reason is not None:
-            self._close(stream)
-
-    def _end_early(self, stream: Stream) -> None:
-        """Ends a stream here that its engine would continue."""
-        if self._streams.get(stream.key) is stream:
-            self._close(stream)
-            if self._engine is not None:
-                self._engine.abort(stream.key)
 
     def _close(self, stream: Stream) -> None:
         """Keeps a stream that has ended for a while, so that its client can ask for lost chunks."""
         self._forget(stream)
         self._ended.put(stream.key, stream, time.monotonic(), stream.memory_bytes)
+        # it may have ended here only: the engine would go on
+        if self._engine is not None:
+            self._engine.abort(stream.key)
 
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.key]

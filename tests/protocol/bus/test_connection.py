@@ -11,6 +11,7 @@ from tokenbus.protocol.bus.bus import (
     BadSubjectError,
     NoRespondersError,
     OutboundBufferLimitError,
+    Outgoing,
     PayloadTooLargeError,
     is_no_responders,
 )
@@ -238,6 +239,48 @@ async def test_more_than_may_wait_is_refused_and_what_waits_is_sent(connected: C
     connection.publish(SUBJECT, b"z")
     await inbox.until(5)
     assert inbox.payloads == [b"x"] * 4 + [b"z"]
+
+
+async def test_messages_that_belong_together_are_all_queued_or_none_of_them(connected: Connect) -> None:
+    one = len(f"PUB {SUBJECT}  1\r\nx\r\n")
+    connection = await connected(max_pending_bytes=3 * one)
+    inbox = Inbox()
+    await connection.subscribe(SUBJECT, inbox)
+    await connection.flush()
+    connection.publish_all([Outgoing(SUBJECT, b"%d" % number) for number in range(9)])
+    with pytest.raises(OutboundBufferLimitError):
+        connection.publish_all([Outgoing(SUBJECT, b"y"), Outgoing(SUBJECT, b"y")])
+    await connection.flush()
+    with pytest.raises(PayloadTooLargeError):
+        connection.publish_all([Outgoing(SUBJECT, b"y"), Outgoing(SUBJECT, b"y" * (connection.max_payload + 1))])
+    connection.publish_all([Outgoing(SUBJECT, b"z", "reply", {"a": "b"})])
+    await inbox.until(10)
+    assert inbox.payloads == [*(b"%d" % number for number in range(9)), b"z"]
+    assert (inbox.messages[-1].reply, inbox.messages[-1].headers) == ("reply", {"a": "b"})
+
+
+async def test_of_messages_that_belong_together_one_with_a_bad_subject_is_left_out(connected: Connect) -> None:
+    connection = await connected()
+    inbox = Inbox()
+    await connection.subscribe(SUBJECT, inbox)
+    with structlog.testing.capture_logs() as logs:
+        connection.publish_all([Outgoing(SUBJECT, b"1"), Outgoing(SUBJECT, b"2", "a b"), Outgoing(SUBJECT, b"3")])
+    await inbox.until(2)
+    assert inbox.payloads == [b"1", b"3"]
+    assert [line["event"] for line in logs] == ["nats_error"]
+
+
+async def test_writes_are_counted_and_what_was_queued_since_the_last_one_is_not_written(connected: Connect) -> None:
+    connection = await connected()
+    before = connection.num_writes
+    connection.publish(SUBJECT, b"x")
+    connection.publish(SUBJECT, b"y")
+    assert connection.num_writes == before
+    await connection.flush()
+    assert connection.num_writes == before + 1
+    connection.publish(SUBJECT, b"never")
+    connection.abort()
+    assert connection.num_writes == before + 1
 
 
 def test_half_of_what_the_broker_takes_is_for_the_request() -> None:

@@ -1,10 +1,11 @@
 """Parses the script of faults that a simulator injects, and injects those that its engine can't; pure."""
 
 import itertools
+from collections.abc import Sequence
 
 import msgspec
 
-from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.bus.bus import Bus, Outgoing
 from tokenbus.worker.engine.process.settings import EngineSettings
 
 _KINDS = ("crash", "hang", "slow", "lose")
@@ -57,10 +58,9 @@ def lose_events(bus: Bus, events_subject: str, settings: EngineSettings) -> None
         return
     if not every:
         return
-    publish, count = bus.publish, itertools.count(1)
+    publish_all, count = bus.publish_all, itertools.count(1)
 
-    def lossy(subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        if subject != events_subject or next(count) % every:
-            publish(subject, payload, reply, headers)
+    def lossy(messages: Sequence[Outgoing]) -> None:
+        publish_all([one for one in messages if one.subject != events_subject or next(count) % every])
 
-    bus.publish = lossy  # type: ignore[method-assign]
+    bus.publish_all = lossy  # type: ignore[method-assign]

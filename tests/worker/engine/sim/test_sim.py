@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.recording_bus import RecordingBus
+from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine.process.settings import EngineSettings
@@ -82,28 +84,18 @@ def test_a_fault_that_there_is_not_is_refused_with_those_that_there_are(text: st
         SimRunner(EngineSettings(model="dynamo", engine="sim", sim_faults=text))
 
 
-class Wire:
-    """The part of a bus that publishes, with a list of what was published."""
-
-    def __init__(self) -> None:
-        self.published: list[tuple[str, bytes]] = []
-
-    def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        self.published.append((subject, payload))
-
-
 @pytest.mark.parametrize(
     ("engine", "script", "lost"),
     [("sim", "crash@9,lose@3", {3, 6}), ("sim", "", set()), ("sim", "lose@x", set()), ("gguf", "lose@3", set())],
 )
 def test_every_nth_event_of_a_simulator_is_lost_and_no_other_message(engine: str, script: str, lost: set[int]) -> None:
-    wire: Any = Wire()
-    faults.lose_events(wire, "events", EngineSettings(model="dynamo", engine=engine, sim_faults=script))
+    bus: Any = RecordingBus()
+    faults.lose_events(bus, "events", EngineSettings(model="dynamo", engine=engine, sim_faults=script))
     for number in range(1, 8):
-        wire.publish("events", b"%d" % number)
-        wire.publish("chunks", b"%d" % number)
-    assert {int(payload) for subject, payload in wire.published if subject == "events"} == set(range(1, 8)) - lost
-    assert sum(subject == "chunks" for subject, _ in wire.published) == 7
+        bus.publish_all([Outgoing("events", b"%d" % number), Outgoing("chunks", b"%d" % number)])
+    published = bus.take()
+    assert {int(one.payload) for one in published if one.subject == "events"} == set(range(1, 8)) - lost
+    assert sum(one.subject == "chunks" for one in published) == 7
 
 
 def test_a_step_is_never_shorter_than_its_least() -> None:

@@ -1,0 +1,135 @@
+"""Collects what routers must learn of a worker, and makes numbered entries of it; pure."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from tokenbus.protocol.wire import block_hash, internal, messages
+from tokenbus.worker.broker.published_blocks import to_runs
+from tokenbus.worker.broker.sampled_tokens import SampledTokens
+
+_HASHES_PER_ENTRY = 4_096
+"""A stored block that no other follows takes about 50 bytes, so an entry stays far below a broker's largest message."""
+
+
+class EventLog:
+    """The event log of one epoch. An entry counts once it is marked as published; until then the next one says the
+    same."""
+
+    def __init__(self, worker_id: str, epoch: str, blocks: Iterable[tuple[int, int]] = ()) -> None:
+        """Begins with `blocks`, pairs of the hash of the block before and its own, as the first ones to store."""
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self.next_seq = 0
+        self._num_writes = 0
+        """Writes of the bus when the newest entry was queued."""
+        self._unwritten_seq = 0
+        """The first of the entries that were queued after this many writes."""
+        self._is_cleared = False
+        self._removed: list[int] = []
+        self._stored: dict[int, int] = {name: parent for parent, name in blocks}
+        self._started: list[internal.Started] = []
+        self._finished: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"<EventLog at {self.next_seq}>"
+
+    def blocks_changed(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
+        """Puts removed and newly cached blocks into the next entry, each with the hash of the block before it."""
+        for name in removed:
+            if self._stored.pop(name, None) is None:  # else no entry has mentioned it yet
+                self._removed.append(name)
+        self._stored |= {name: parent for parent, name in stored}
+
+    def blocks_cleared(self) -> None:
+        """All blocks are gone: the next entry tells routers to forget them, so that none has to be listed."""
+        self._removed, self._stored, self._is_cleared = [], {}, True
+
+    def request_started(self, started: internal.Started) -> None:
+        self._started.append(started)
+
+    def request_finished(self, key: str) -> None:
+        self._finished.append(key)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether routers must learn of something before the chunks of the same step are published."""
+        return bool(self._started or self._removed or self._stored)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether there are blocks for another entry."""
+        return bool(self._removed or self._stored)
+
+    @property
+    def exceeds_one_entry(self) -> bool:
+        """Whether there are more blocks than one entry takes."""
+        return len(self._removed) + len(self._stored) > _HASHES_PER_ENTRY
+
+    def make(
+        self,
+        load: messages.Load,
+        state: messages.WorkerState,
+        sampled: SampledTokens | None = None,
+        ended: Sequence[str] = (),
+    ) -> internal.Events:
+        """Returns the next entry: everything that has happened, as far as the blocks of it fit, with the tokens of
+        `sampled` and the ends of requests."""
+        sampled = sampled or SampledTokens()
+        # removals first: a block may be evicted and stored again within one entry
+        removed = self._removed[:_HASHES_PER_ENTRY]
+        stored = itertools.islice(self._stored.items(), _HASHES_PER_ENTRY - len(removed))
+        return internal.Events(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            seq=self.next_seq,
+            load=load,
+            state=state,
+            cleared=self._is_cleared,
+            removed=removed,
+            stored=list(to_runs((parent, name) for name, parent in stored)),
+            started=self._started,
+            first_token_sent=sampled.first_token_sent,
+            stream_nos=block_hash.pack_token_ids(sampled.stream_nos),
+            token_ids=block_hash.pack_token_ids(sampled.token_ids),
+            logprobs=sampled.logprobs,
+            first_tokens=sampled.first_tokens,
+            finished=[*self._finished, *ended],
+        )
+
+    def make_next(
+        self, entry: internal.Events, sampled: SampledTokens | None = None, ended: Sequence[str] = ()
+    ) -> internal.Events:
+        """Returns an entry to publish together with `entry` and behind it."""
+        sampled = sampled or SampledTokens()
+        return internal.Events(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            seq=entry.seq + 1,
+            load=entry.load,
+            state=entry.state,
+            first_token_sent=sampled.first_token_sent,
+            stream_nos=block_hash.pack_token_ids(sampled.stream_nos),
+            token_ids=block_hash.pack_token_ids(sampled.token_ids),
+            logprobs=sampled.logprobs,
+            first_tokens=sampled.first_tokens,
+            finished=list(ended),
+        )
+
+    def mark_published(self, entries: Sequence[internal.Events], num_writes: int) -> None:
+        """Counts entries that were queued together, the first of which is from `make`. `num_writes` is that of the
+        bus."""
+        first = entries[0]
+        if num_writes != self._num_writes:
+            self._num_writes, self._unwritten_seq = num_writes, first.seq
+        self.next_seq = entries[-1].seq + 1
+        self._is_cleared = False
+        del self._removed[: len(first.removed)]
+        for run in first.stored:
+            for name in run.hashes:
+                del self._stored[name]
+        self._started, self._finished = [], []
+
+    def last_written(self, num_writes: int) -> int:
+        """Returns the number of the last entry that has left this process, -1 if none has. `num_writes` is that of the
+        bus now."""
+        return (self._unwritten_seq if num_writes == self._num_writes else self.next_seq) - 1
