@@ -52,7 +52,7 @@ class Asked:
         self._num_checked = 0
 
     def __repr__(self) -> str:
-        return f"<Asked {self.stream!r}: {self.text}>"
+        return f"<Asked {self.stream!r}: {self.text} {self.terminal and self.terminal.error}>"
 
     @property
     def text(self) -> str:

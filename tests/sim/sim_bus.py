@@ -13,8 +13,6 @@ from tests.sim.network import Broker, Link, Subscription
 from tests.sim.world import Process
 from tokenbus.protocol.bus import bus
 
-Outgoing = tuple[str, bytes, str, dict[str, str] | None]
-"""Subject, payload, reply subject and headers of a message."""
 _RECONNECT_S = 0.2
 _MAX_PENDING = 50_000
 
@@ -60,16 +58,19 @@ class SimBus:
         return 1_048_576
 
     def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        self.publish_all([(subject, payload, reply, headers)])
+        self.publish_all([bus.Outgoing(subject, payload, reply, headers)])
 
-    def publish_all(self, messages: Sequence[Outgoing]) -> None:
+    def publish_all(self, messages: Sequence[bus.Outgoing]) -> None:
         """Queues several messages, or none of them."""
         if self._is_closed:
             raise ConnectionError("closed")
         if self.is_busy or len(self._pending) + len(messages) > _MAX_PENDING:
             raise bus.OutboundBufferLimitError("too much is waiting")
         for message in messages:
-            self._put(lambda link, one=message: self._broker.route(link, *one))  # type: ignore[misc]
+            self._put(lambda link, one=message: self._route(link, one))  # type: ignore[misc]
+
+    def _route(self, link: Link, message: bus.Outgoing) -> None:
+        self._broker.route(link, message.subject, message.payload, message.reply, message.headers)
 
     async def subscribe(self, subject: str, callback: bus.Callback, queue: str = "") -> Subscription:
         subscription = Subscription(subject, callback, queue)
