@@ -52,7 +52,7 @@ class Asked:
         self._num_checked = 0
 
     def __repr__(self) -> str:
-        return f"<Asked {self.stream!r}: {self.text}>"
+        return f"<Asked {self.stream!r}: {self.text} {self.terminal and self.terminal.error}>"
 
     @property
     def text(self) -> str:
@@ -95,6 +95,7 @@ class ClientProcess(Listener):
         timeout_ms: float | None = None,
         prompt: str | None = None,
         seed: int | None = None,
+        session_id: str | None = None,
         worker_id: str = "",
         model: str = MODEL,
     ) -> None:
@@ -108,6 +109,7 @@ class ClientProcess(Listener):
                 seed=seed,
                 stream=stream,
                 timeout_ms=timeout_ms,
+                session_id=session_id,
                 routing=messages.RoutingOptions(worker_id=worker_id) if worker_id else None,
             )
             one = Asked(self.client.generate(model, request), max_tokens, seed, time.monotonic())
@@ -138,7 +140,8 @@ async def _read(one: Asked) -> None:
 class SimplyAsked:
     """One request of the simplest client: the texts of its messages, in the order of arrival."""
 
-    def __init__(self, max_tokens: int, seed: int | None, patience_s: float) -> None:
+    def __init__(self, inbox: str, max_tokens: int, seed: int | None, patience_s: float) -> None:
+        self.inbox = inbox
         self.max_tokens = max_tokens
         self.patience_s = patience_s
         self.text = ""
@@ -180,22 +183,23 @@ class SimpleClient(Listener):
         super().__init__(world, broker, name)
         self.asked: list[SimplyAsked] = []
 
-    def ask(self, max_tokens: int, *, stream: bool = True, seed: int | None = None) -> None:
+    def ask(
+        self, max_tokens: int, *, stream: bool = True, seed: int | None = None, session_id: str | None = None
+    ) -> None:
         def go() -> None:
-            self.process.spawn(self._ask(max_tokens, stream, seed))
+            one = SimplyAsked(self.bus.new_inbox(), max_tokens, seed, patience_s=12.0 if stream else 60.0)
+            self.asked.append(one)
+            fields = {"max_tokens": max_tokens, "stream": stream, "seed": seed, "session_id": session_id}
+            self.process.spawn(self._ask(one, fields))
 
         self.process.call(go)
 
     def open(self) -> list[SimplyAsked]:
         return [one for one in self.asked if not one.ended]
 
-    async def _ask(self, max_tokens: int, stream: bool, seed: int | None) -> None:
-        one = SimplyAsked(max_tokens, seed, patience_s=12.0 if stream else 60.0)
-        self.asked.append(one)
-        inbox = self.bus.new_inbox()
-        subscription = await self.bus.subscribe(inbox, lambda message: self._take(one, message))
-        request = {"token_ids": [1, 2, 3], "max_tokens": max_tokens, "stream": stream, "seed": seed}
-        self.bus.publish(_NAMES.generate(MODEL), json.dumps(request).encode(), inbox)
+    async def _ask(self, one: SimplyAsked, fields: dict[str, int | str | None]) -> None:
+        subscription = await self.bus.subscribe(one.inbox, lambda message: self._take(one, message))
+        self.bus.publish(_NAMES.generate(MODEL), json.dumps(fields | {"token_ids": [1, 2, 3]}).encode(), one.inbox)
         while not one.ended:
             await asyncio.sleep(0.5)
             one.ended |= time.monotonic() - one.heard_at > one.patience_s

@@ -176,7 +176,7 @@ class TimedEngine:
             total_kv_blocks=4_096,
             prefix_cache=False,
             vocab_size=_CONTEXT_LENGTH * _VALUES,
-            features=("generate", "embed", "prompt", "token_ids"),
+            features=("generate", "embed", "prompt", "token_ids", "resume"),
             defaults=SamplingParams(),
             versions={},
             pid=0,

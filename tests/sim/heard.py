@@ -18,7 +18,7 @@ class Heard:
         self.broken_rules: list[str] = []
 
     def __repr__(self) -> str:
-        return f"<Heard attempt {self.attempt}: {self.num_tokens} tokens, {self.ends}>"
+        return f"<Heard attempt {self.attempt}: {self.num_tokens} tokens, {self.ends} {self.broken_rules}>"
 
     def take(self, chunk: messages.Chunk) -> None:
         """Takes every chunk, in the order of arrival."""

@@ -106,6 +106,8 @@ class Broker:
         self.before_routing: Callable[[Link, str, bytes], None] = lambda sender, subject, payload: None
         """Called with each message that has arrived, before anybody else gets it; if it cuts the sender's connection
         without lingering, nobody does."""
+        self.pick: Callable[[list[tuple[Link, Subscription]]], tuple[Link, Subscription]] = world.rng.choice
+        """Chooses the member of a queue group that gets a message."""
         self._waiting: deque[tuple[Link, Callable[[Link], None]]] = deque()
         self._lingering: list[Link] = []
         """Connections that ended while the broker stood still, and of which it has yet to read the rest."""
@@ -195,7 +197,7 @@ class Broker:
                 else:
                     link.deliver(subscription, message)
         for members in queues.values():
-            link, subscription = self.world.rng.choice(members)
+            link, subscription = self.pick(members)
             link.deliver(subscription, message)
         if not reached and reply:
             self._notice(sender, reply)

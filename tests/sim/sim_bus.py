@@ -13,7 +13,6 @@ from tests.sim.network import Broker, Link, Subscription
 from tests.sim.world import Process
 from tokenbus.protocol.bus import bus
 
-"""Subject, payload, reply subject and headers of a message."""
 _RECONNECT_S = 0.2
 _MAX_PENDING = 50_000
 

@@ -1,0 +1,100 @@
+"""A fault of every kind before every message of one exchange, and what the simplest client sees of it.
+
+The library sees nothing at all of any of them. TOKENBUS_EVERY_MESSAGE=all tries all messages, otherwise it is a fifth
+of them, always the same."""
+
+import itertools
+import os
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from tests.sim.exchange import Exchange
+from tests.sim.world import world
+from tokenbus.protocol.wire import errors
+
+ALL = os.environ.get("TOKENBUS_EVERY_MESSAGE") == "all"
+
+
+class Fault(NamedTuple):
+    name: str
+    strike: Callable[[Exchange], None]
+    expect: Callable[[Exchange], None]
+    """Asserts what the simple client has got of its stream, besides text without a hole."""
+
+
+def everything(exchange: Exchange) -> None:
+    assert exchange.simply_asked.is_whole
+
+
+def everything_or_an_error_if_not_sealed(exchange: Exchange) -> None:
+    asked = exchange.simply_asked
+    if not asked.is_whole:
+        assert not exchange.record.is_sealed(asked.inbox)
+        assert asked.terminal
+        assert asked.terminal.error
+        assert asked.terminal.error.code is errors.Code.WORKER_LOST
+
+
+def everything_if_placed(exchange: Exchange) -> None:
+    asked = exchange.simply_asked
+    if not asked.is_whole:
+        assert not exchange.record.was_placed(asked.inbox)
+        assert asked.terminal is None
+
+
+def anything(exchange: Exchange) -> None:
+    """A request that nobody holds any more is lost in silence; holes, where they are allowed, can't be told."""
+
+
+FAULTS = (
+    Fault("worker_killed", Exchange.kill_worker, everything),
+    Fault("write_torn", lambda exchange: exchange.kill_worker(lingers=False), everything_or_an_error_if_not_sealed),
+    Fault("worker_cut", lambda exchange: exchange.cut_worker(lingers=True), everything),
+    Fault("worker_cut_and_messages_lost", lambda exchange: exchange.cut_worker(lingers=False), anything),
+    Fault("worker_paused", Exchange.pause_worker, everything),
+    Fault("router_cut", Exchange.cut_router, everything_if_placed),
+    Fault("router_killed", Exchange.kill_router, everything_if_placed),
+    Fault("worker_and_router_killed", Exchange.kill_worker_and_router, anything),
+    Fault("clients_cut", Exchange.cut_clients, anything),
+)
+
+
+def is_chosen(fault: Fault, number: int) -> bool:
+    return ALL or zlib.crc32(f"{fault.name} {number}".encode()) % 5 == 0
+
+
+def has_message(fault: Fault, number: int) -> bool:
+    """Tries a fault before the n-th message; returns False if there are fewer."""
+    with world(seed=1) as made:
+        exchange = Exchange(made)
+        try:
+            if exchange.play(fault.strike, number):
+                exchange.settle()
+                exchange.check()
+                fault.expect(exchange)
+        except AssertionError as error:
+            error.add_note(f"{fault.name} before message {number}, {exchange.struck_by}: {exchange!r}")
+            raise
+        return exchange.struck_at is not None
+
+
+def test_without_a_fault_all_comes_from_the_worker_of_the_session() -> None:
+    with world(seed=1) as made:
+        exchange = Exchange(made)
+        assert not exchange.play(Exchange.kill_worker, 1_000)
+        exchange.check()
+        everything(exchange)
+        workers = [
+            heard.workers for heard in (*exchange.library.heard.values(), *exchange.simple_client.heard.values())
+        ]
+        assert workers == [{1: "w0"}] * 4
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_stream_outlives_a_fault_before_any_message(fault: Fault) -> None:
+    numbers = (number for number in itertools.count(1) if is_chosen(fault, number))
+    tried = len(list(itertools.takewhile(lambda number: has_message(fault, number), numbers)))
+    assert tried > 5
