@@ -11,14 +11,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.support.exact_client import cards, until_idle, until_ready
-from tests.support.raw_client import RawClient
+from tests.support.exact_client import until_idle, until_ready
+from tests.support.raw_client import Answer, RawClient
 from tests.support.system import System
 from tokenbus.client import Client
 from tokenbus.protocol.wire import messages
 
 KILLS = int(os.environ.get("TOKENBUS_KILLS", "20"))
-WORKERS = ("worker-a", "worker-b", "worker-c")
+WORKERS = ("worker-a", "worker-b", "worker-c", "worker-d")
 TOKENS = 200
 """Tokens of each stream, one every 50 ms."""
 LIBRARY, PLAIN, WHOLE = 16, 12, 4
@@ -31,6 +31,15 @@ class Tally:
         self.ends: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.gaps_s: list[float] = []
+        self.open: list[Answer] = []
+        """The plain clients' streams, the oldest first."""
+
+    def oldest(self) -> tuple[Answer, str] | None:
+        """Returns the oldest plain stream that has text, and its worker."""
+        for answer in self.open:
+            if any(message["text"] for message in answer.messages):
+                return answer, [one["worker_id"] for one in answer.messages if one.get("worker_id")][-1]
+        return None
 
     def add(self, kind: str, end: str, text: str, expected: str) -> None:
         self.ends[f"{kind} {end}"] += 1
@@ -47,15 +56,19 @@ def start_worker(system: System, name: str) -> None:
     system.worker(name, "--engine", "sim", "--max-num-seqs", "32", model=Path("steps-of-50ms"))
 
 
-async def until_back(bare: RawClient, name: str, epoch: str) -> None:
-    """Waits until the worker serves in another epoch than this one."""
+async def kill(system: System, bare: RawClient, tally: Tally) -> None:
+    """Kills and restarts the worker of the oldest plain stream; returns when that stream has gone on or ended."""
     async with asyncio.timeout(60):
-        while (await epochs(bare)).get(name, epoch) == epoch:
+        await until_ready(bare, len(WORKERS) - 1)
+        while (oldest := tally.oldest()) is None:
             await asyncio.sleep(0.05)
-
-
-async def epochs(bare: RawClient) -> dict[str, str]:
-    return {card["worker_id"]: card["epoch"] for card in await cards(bare) if card["state"] == "ready"}
+        answer, name = oldest
+        attempt = max(message["attempt"] for message in answer.messages)
+        system.signal(name, signal.SIGKILL)
+        await asyncio.to_thread(system.wait, name)
+        start_worker(system, name)
+        while not answer.terminals and not any(one["attempt"] > attempt and one["text"] for one in answer.messages):
+            await asyncio.sleep(0.05)
 
 
 async def keep_streaming(
@@ -81,6 +94,7 @@ async def _read_plain(kind: str, bare: RawClient, request: dict[str, Any], expec
     """Concatenates text in the order of arrival, like the client in the README."""
     answer = await bare.generate(request)
     attempt, heard_at, read = 1, time.monotonic(), 0
+    tally.open += [answer] if kind == "plain" else []
     while not answer.terminals:
         await answer.until(read + 1)
         now = time.monotonic()
@@ -91,6 +105,7 @@ async def _read_plain(kind: str, bare: RawClient, request: dict[str, Any], expec
                 attempt, heard_at = max(attempt, message["attempt"]), now
         read = len(answer.messages)
     assert len(answer.terminals) == 1, answer.messages[-3:]
+    tally.open = [one for one in tally.open if one is not answer]
     terminal = answer.terminals[0]
     tally.add(kind, (terminal.get("error") or {}).get("code") or terminal["finish_reason"], answer.text, expected)
 
@@ -107,13 +122,8 @@ async def test_no_byte_is_lost_or_repeated_when_whole_workers_are_killed(system:
     kinds = ["library"] * LIBRARY + ["plain"] * PLAIN + ["whole"] * WHOLE
     async with await Client.connect(system.url) as client:
         clients = [asyncio.create_task(keep_streaming(kind, bare, client, texts, tally, done)) for kind in kinds]
-        for number in range(KILLS):
-            name = WORKERS[number % len(WORKERS)]
-            epoch = (await epochs(bare))[name]
-            system.signal(name, signal.SIGKILL)
-            await asyncio.to_thread(system.wait, name)
-            start_worker(system, name)
-            await until_back(bare, name, epoch)
+        for _ in range(KILLS):
+            await kill(system, bare, tally)
         done.set()
         await asyncio.gather(*clients)
         await until_idle(bare)
