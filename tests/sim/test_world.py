@@ -76,7 +76,7 @@ def test_a_broker_that_stays_away_ends_every_stream_in_an_error(one: System) -> 
     one.client.ask(600)
     one.world.run(1.0)
     one.broker.die()
-    one.world.run(20.0)
+    one.world.run(30.0)  # the client tries three times to have it continued
     (asked,) = one.client.asked
     asked.check()
     assert asked.terminal is not None
