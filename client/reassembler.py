@@ -38,6 +38,8 @@ class Reassembler:
 
     def __init__(self, num_tokens: int = 0) -> None:
         self.attempt = 0
+        self._worker_attempt = 0
+        """The attempt of the last chunk that a worker made."""
         self.num_tokens = num_tokens
         self.text_bytes = 0
         self._knows_text_bytes = not num_tokens
@@ -47,22 +49,16 @@ class Reassembler:
 
     def restart_attempts(self) -> None:
         """Prepares for a request under a new id, whose attempts are counted anew and whose stream goes on here."""
-        self.attempt = 0
+        self.attempt = self._worker_attempt = 0
 
     def add(self, chunk: messages.Chunk) -> Ready | Duplicate | Gap:
         """Takes a chunk if it continues the stream. Raises BrokenStreamError if it contradicts earlier ones."""
         if chunk.attempt < self.attempt:
             return Duplicate()
-        carries = chunk.tokens or chunk.text
-        if carries and chunk.attempt > self.attempt and chunk.offset < self.num_tokens:
-            # An attempt that starts over would repeat, in other words, what the reader has already seen.
-            raise BrokenStreamError(
-                f"attempt {chunk.attempt} begins at token {chunk.offset}, attempt {self.attempt} had {self.num_tokens}"
-            )
+        if not _is_routers(chunk):
+            self._check_place(chunk)
         self.attempt = chunk.attempt
-        if not self._knows_text_bytes and chunk.offset == self.num_tokens and not _is_routers(chunk):
-            self.text_bytes, self._knows_text_bytes = chunk.text_offset, True
-        if not carries:
+        if not (chunk.tokens or chunk.text):
             return self._add_empty(chunk)
         if chunk.offset > self.num_tokens:
             return Gap()
@@ -72,6 +68,18 @@ class Reassembler:
         self.num_tokens += new.tokens
         self.text_bytes += len(new.text.encode())
         return Ready(new)
+
+    def _check_place(self, chunk: messages.Chunk) -> None:
+        """Raises BrokenStreamError if a worker starts an attempt over: it would say in other words what is known."""
+        is_error = chunk.finish_reason is messages.FinishReason.ERROR and not chunk.tokens
+        if chunk.attempt > self._worker_attempt and chunk.offset < self.num_tokens and not is_error:
+            raise BrokenStreamError(
+                f"attempt {chunk.attempt} begins at token {chunk.offset}, "
+                f"attempt {self._worker_attempt} had {self.num_tokens}"
+            )
+        self._worker_attempt = chunk.attempt
+        if not self._knows_text_bytes and chunk.offset == self.num_tokens:
+            self.text_bytes, self._knows_text_bytes = chunk.text_offset, True
 
     def _add_empty(self, chunk: messages.Chunk) -> Ready | Gap:
         is_ahead = chunk.offset > self.num_tokens and not _is_routers(chunk)

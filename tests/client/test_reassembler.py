@@ -117,10 +117,16 @@ def test_a_later_attempt_goes_on_where_the_stream_is() -> None:
     assert (reassembler.attempt, reassembler.num_tokens, reassembler.text_bytes) == (3, 3, 3)
 
 
-def test_a_later_attempt_that_begins_again_after_something_was_said_breaks_the_stream() -> None:
+@pytest.mark.parametrize("first", [chunk(0, 3, 0, "abc", attempt=2), chunk(attempt=2, worker_id="w1")])
+@pytest.mark.parametrize("keepalive", [[], [chunk(attempt=2, worker_id=None)]], ids=["", "after a router's keepalive"])
+def test_a_later_attempt_that_begins_again_after_something_was_said_breaks_the_stream(
+    first: messages.Chunk, keepalive: list[messages.Chunk]
+) -> None:
     reassembler = begun()
+    for one in keepalive:
+        reassembler.add(one)
     with pytest.raises(BrokenStreamError):
-        reassembler.add(chunk(0, 3, 0, "abc", attempt=2))
+        reassembler.add(first)
 
 
 def test_a_stream_that_continues_an_earlier_one_begins_where_its_first_chunk_says() -> None:

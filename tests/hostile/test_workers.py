@@ -250,7 +250,7 @@ def test_a_worker_that_beats_and_answers_nothing_holds_a_request_for_some_second
     ForgedWorker(stage.world, stage.broker, "mute", **services)
     stage.world.run(0.5)
     ask(stage, 1)
-    assert stage.until_ended(20.0) == ["worker_lost"]
+    assert stage.until_ended(80.0) == ["worker_lost"]  # its client asks four times
 
 
 def test_a_worker_that_beats_and_answers_no_drop_is_not_given_up_while_the_broker_stands_still(stage: Stage) -> None:
