@@ -124,8 +124,9 @@ SERVED: Schema = {
 }
 LIMITS: Schema = {"max_request_bytes": POSITIVE}
 
+SEAL: Schema = {"epoch": _EPOCH, "seq": COUNT}
 _RUN_OF_BLOCKS = field_types.MAP
-_STARTED: Schema = {"id": NAME, "prompt_tokens": COUNT, "overlap_blocks": COUNT}
+_STARTED: Schema = {"id": NAME, "stream_no": COUNT, "attempt": POSITIVE, "prompt_tokens": COUNT}
 EVENTS: Schema = {
     "worker_id": NAME,
     "epoch": _EPOCH,
@@ -134,12 +135,13 @@ EVENTS: Schema = {
     "removed": optional(list_of(COUNT)),
     "stored": optional(list_of(_RUN_OF_BLOCKS)),
     "started": optional(list_of(map_of(_STARTED))),
-    "first_token_sent": optional(list_of(NAME)),
+    "stream_nos": optional(field_types.BYTES),
+    "token_ids": optional(field_types.BYTES),
     "finished": optional(list_of(NAME)),
     "load": map_of(LOAD),
     "state": NAME,
 }
-_RUNNING: Schema = {"id": NAME, "attempt": COUNT, "first_token_sent": FLAG}
+_RUNNING: Schema = {"id": NAME, "attempt": POSITIVE, "stream_no": COUNT, "num_tokens": optional(COUNT)}
 SNAPSHOT: Schema = {
     "worker_id": NAME,
     "epoch": _EPOCH,

@@ -114,7 +114,8 @@ class VirtualWorker:
         )
         self._scheduler.add(sequence)
         key = self._keys[number] = request.key(number)
-        self._publish(now, started=[internal.Started(id=key, prompt_tokens=request.prompt_tokens, overlap_blocks=0)])
+        started = internal.Started(id=key, stream_no=number, attempt=1, prompt_tokens=request.prompt_tokens)
+        self._publish(now, started=[started])
         if self._plan is None:
             self._start_step(now)
 

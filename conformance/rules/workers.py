@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from array import array
 from collections.abc import Sequence
 
 from tokenbus.conformance import field_types, schemas
@@ -81,16 +82,17 @@ async def epochs(probe: Probe) -> None:
 
 
 async def events_of_a_request(probe: Probe) -> None:
-    """A request is reported once each as started, as first_token_sent before its first token, and as finished
-    after its terminal."""
+    """A request is reported as started, then each token in an entry before its chunk, which is sealed behind the chunk,
+    and as finished after its terminal."""
     require_workers(probe)
     events = await probe.listen(probe.names.all_events, msgpack=True)
+    seals = await probe.listen(probe.names.all_seals, msgpack=True)
     await asyncio.sleep(2 * _HEARTBEAT_S)  # a subscription that works receives heartbeats
     expect(bool(events.received), "no events arrived")
-    answer = await probe.ask(short_request(16, id=probe.new_id()))
+    answer = await probe.ask(short_request(16, id=probe.new_id(), return_token_ids=True))
     key = subjects.request_key(probe.tenant, str(answer.request_id))
     await events.until(lambda: any(key in (m.get("finished") or []) for m in events.messages), f"finished {key}")
-    check_request_events(key, events.pairs, answer)
+    check_request_events(key, events.pairs, seals.pairs, answer)
 
 
 async def snapshot(probe: Probe) -> None:
@@ -123,18 +125,63 @@ def check_event_log(events: Sequence[Message], worker_id: str) -> None:
     expect(len(events) >= _MIN_EVENTS, f"{worker_id}: {len(events)} events in {_WATCH_S:g} s, fewer than {_MIN_EVENTS}")
 
 
-def check_request_events(key: str, events: Sequence[tuple[Received, Message]], answer: Exchange) -> None:
+def check_request_events(
+    key: str,
+    events: Sequence[tuple[Received, Message]],
+    seals: Sequence[tuple[Received, Message]],
+    answer: Exchange,
+) -> None:
     """Checks the events about one request, and their order relative to its chunks on the same connection."""
-    places: dict[str, int] = {}
-    for what in ("started", "first_token_sent", "finished"):
+    places: dict[str, tuple[int, Message]] = {}
+    for what in ("started", "finished"):
         reports = [(received.order, message) for received, message in events if key in _named(message, what)]
         expect(len(reports) == 1, f"{what} was reported {len(reports)} times")
-        places[what] = reports[0][0]
-    first = next(received.order for received, message in answer.pairs if message["tokens"])
-    last = answer.received[-1].order
-    expect(places["started"] <= places["first_token_sent"], "first_token_sent came before started")
-    expect(places["first_token_sent"] < first, "the first token came before first_token_sent")
-    expect(last < places["finished"], "finished came before the terminal")
+        places[what] = reports[0]
+    expect(answer.received[-1].order < places["finished"][0], "finished came before the terminal")
+    started = places["started"][1]
+    own = [pair for pair in events if _life(pair[1]) == _life(started)]
+    for _, seal in seals:
+        field_types.check(seal, schemas.SEAL, "a seal")
+    sealed = [(received.order, seal["seq"]) for received, seal in seals if seal["epoch"] == started["epoch"]]
+    sealed += [(received.order, entry["seq"] - 1) for received, entry in own]  # a later entry seals those before it
+    _check_tokens(_tokens_of(key, started, own), sealed, answer)
+
+
+def _tokens_of(
+    key: str, started: Message, events: Sequence[tuple[Received, Message]]
+) -> list[tuple[int, Message, int]]:
+    """Returns the tokens of a request, each with the arrival of its entry, and the entry."""
+    number = next(entry["stream_no"] for entry in started["started"] if entry["id"] == key)
+    tokens = []
+    for received, entry in events:
+        stream_nos, token_ids = array("I", entry.get("stream_nos") or b""), array("I", entry.get("token_ids") or b"")
+        expect(len(stream_nos) == len(token_ids), "an entry has not as many stream_nos as token_ids")
+        found = [token_id for stream_no, token_id in zip(stream_nos, token_ids, strict=True) if stream_no == number]
+        tokens += [(received.order, entry, token_id) for token_id in found]
+    return tokens
+
+
+def _check_tokens(
+    tokens: Sequence[tuple[int, Message, int]], sealed: Sequence[tuple[int, int]], answer: Exchange
+) -> None:
+    """Checks that each chunk's tokens are in entries before it, and that these are sealed behind it.
+
+    `sealed` are pairs of arrival order and the last entry that is sealed by then."""
+    for received, chunk in answer.pairs:
+        for at, token_id in enumerate(chunk.get("token_ids") or [], start=chunk["offset"]):
+            expect(at < len(tokens), f"token {at} of the answer is in no entry")
+            order, entry, known = tokens[at]
+            expect(known == token_id, f"token {at} is {token_id}, and {known} in the event log")
+            expect(order < received.order, f"token {at} came before the entry that has it")
+            is_sealed = any(place > received.order and seq >= entry["seq"] for place, seq in sealed)
+            expect(is_sealed, f"entry {entry['seq']} was not sealed behind its chunks")
+    expect(
+        len(tokens) == answer.messages[-1]["usage"]["completion_tokens"], "the event log has other tokens than chunks"
+    )
+
+
+def _life(message: Message) -> tuple[str, str]:
+    return message["worker_id"], message["epoch"]
 
 
 def _named(message: Message, what: str) -> list[str]:
@@ -154,7 +201,7 @@ def check_snapshot(parts: Sequence[Message], key: str) -> None:
     expect(key in running, f"{key} is not among the {len(running)} running")
     entry = running[key]
     expect(
-        entry["first_token_sent"] is True and entry["attempt"] >= 1,
+        entry.get("num_tokens", 0) > 0 and entry["attempt"] >= 1,
         f"a request that has sent tokens is listed as {entry}",
     )
 

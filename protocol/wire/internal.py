@@ -168,14 +168,12 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     """`<tenant token>:<id>`."""
-    stream_no: int = 0
+    stream_no: int
     """Number of the stream, unique in this epoch, by which entries name it."""
-    attempt: int = 0
+    attempt: int
     """The attempt that was accepted."""
     prompt_tokens: int
     """Tokens of the prompt."""
-    overlap_blocks: int = 0
-    """Leading blocks of the prompt that were cached."""
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,8 +219,6 @@ class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Blocks that are new."""
     started: list[Started] = []
     """Requests that the worker has accepted."""
-    first_token_sent: list[str] = []
-    """Keys of requests whose client is about to get text."""
     stream_nos: bytes = b""
     """The stream of each of `token_ids`, as unsigned 32-bit little-endian integers."""
     token_ids: bytes = b""
@@ -258,9 +254,7 @@ class RunningRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """`<tenant token>:<id>`."""
     attempt: int
     """The attempt that is running."""
-    first_token_sent: bool
-    """Whether its client has received text."""
-    stream_no: int = 0
+    stream_no: int
     """Number of the stream."""
     num_tokens: int = 0
     """The number of its sampled tokens."""

@@ -264,36 +264,68 @@ def test_a_log_has_no_gaps_and_is_never_silent() -> None:
         check_event_log([{**event(0), "seq": None}], "w")
 
 
-def told(orders: dict[str, int]) -> list[tuple[Received, Message]]:
-    started = {"id": "t:r", "prompt_tokens": 3, "overlap_blocks": 0}
-    said = {"started": [started], "first_token_sent": ["t:r"], "finished": ["t:r"]}
-    return [(Received(order, 0.0, "", b"", {}), event(order, **{what: said[what]})) for what, order in orders.items()]
+def at(order: int) -> Received:
+    return Received(order, 0.0, "", b"", {})
+
+
+def told(order: int, **what: object) -> tuple[Received, Message]:
+    return at(order), event(order, **what)
+
+
+def with_token(order: int, token_id: int, stream_no: int = 7) -> tuple[Received, Message]:
+    return told(order, stream_nos=bytes([stream_no, 0, 0, 0]), token_ids=bytes([token_id, 0, 0, 0]))
+
+
+STARTED = told(11, started=[{"id": "t:r", "stream_no": 7, "attempt": 1, "prompt_tokens": 3}])
+FINISHED = told(50, finished=["t:r"])
+TOKENS = [with_token(15, 1), with_token(25, 2), with_token(35, 3)]
+"""Entries with the tokens of three chunks, which arrive at 20, 30 and 40. A later entry seals the one before it."""
 
 
 @pytest.mark.parametrize(
-    ("orders", "seen"),
+    ("events", "seen"),
     [
-        ({"started": 11, "first_token_sent": 15, "finished": 50}, None),
-        ({"started": 11, "finished": 50}, "first_token_sent was reported 0 times"),
-        ({"started": 15, "first_token_sent": 11, "finished": 50}, "first_token_sent came before started"),
-        ({"started": 11, "first_token_sent": 25, "finished": 50}, "the first token came before first_token_sent"),
-        ({"started": 11, "first_token_sent": 15, "finished": 35}, "finished came before the terminal"),
+        ([STARTED, *TOKENS, FINISHED], None),
+        ([STARTED, with_token(12, 9, stream_no=8), *TOKENS, FINISHED], None),
+        ([STARTED, *TOKENS[:2], FINISHED], "token 2 of the answer is in no entry"),
+        ([STARTED, TOKENS[0], with_token(25, 9), TOKENS[2], FINISHED], "token 1 is 2, and 9 in the event log"),
+        ([STARTED, TOKENS[0], with_token(31, 2), TOKENS[2], FINISHED], "token 1 came before the entry that has it"),
+        ([STARTED, *TOKENS, with_token(45, 4), FINISHED], "the event log has other tokens than chunks"),
+        ([*TOKENS, FINISHED], "started was reported 0 times"),
+        ([STARTED, *TOKENS, FINISHED, FINISHED], "finished was reported 2 times"),
+        ([STARTED, *TOKENS, told(38, finished=["t:r"])], "finished came before the terminal"),
     ],
 )
-def test_events_come_in_order_with_the_chunks(orders: dict[str, int], seen: str | None) -> None:
-    answer = Exchange("inbox", msgpack=False)
-    for number, message in enumerate(right(), 1):
-        answer.received.append(Received(10 * number, 0.0, "", b"", {}))
-        answer.messages.append(message)
+def test_events_come_in_order_with_the_chunks(events: list[tuple[Received, Message]], seen: str | None) -> None:
     if seen is None:
-        check_request_events("t:r", told(orders), answer)
+        check_request_events("t:r", events, [], answered())
         return
     with pytest.raises(BrokenError, match=seen):
-        check_request_events("t:r", told(orders), answer)
+        check_request_events("t:r", events, [], answered())
+
+
+@pytest.mark.parametrize(("sealed_at", "is_sealed"), [(41, True), (39, False)])
+def test_an_entry_is_sealed_behind_its_chunks(sealed_at: int, is_sealed: bool) -> None:
+    events = [STARTED, *TOKENS, (at(60), event(35, finished=["t:r"]))]  # an entry that seals none of these
+    seals = [(at(sealed_at), {"epoch": "1-a", "seq": 35}), (at(70), {"epoch": "2-b", "seq": 35})]
+    if is_sealed:
+        check_request_events("t:r", events, seals, answered())
+        return
+    with pytest.raises(BrokenError, match="entry 35 was not sealed behind its chunks"):
+        check_request_events("t:r", events, seals, answered())
+
+
+def answered() -> Exchange:
+    """Returns a right stream whose messages have arrived at 10, 20, 30 and 40."""
+    answer = Exchange("inbox", msgpack=False)
+    for number, message in enumerate(right(), 1):
+        answer.received.append(at(10 * number))
+        answer.messages.append({**message, "token_ids": [number - 1] if message["tokens"] else []})
+    return answer
 
 
 def snapshot(**changes: object) -> Message:
-    running = [{"id": "t:r", "attempt": 1, "first_token_sent": True}]
+    running = [{"id": "t:r", "attempt": 1, "stream_no": 7, "num_tokens": 2}]
     return {**event(4), "part": 0, "parts": 1, "runs": [], "running": running, **changes}
 
 
@@ -306,7 +338,7 @@ def snapshot(**changes: object) -> Message:
         ([snapshot(parts=2), snapshot(part=1, parts=2, seq=5)], "parts of 2 instants"),
         ([snapshot(running=[])], "is not among the 0 running"),
         (
-            [snapshot(running=[{"id": "t:r", "attempt": 1, "first_token_sent": False}])],
+            [snapshot(running=[{"id": "t:r", "attempt": 1, "stream_no": 7}])],
             "a request that has sent tokens is",
         ),
         ([snapshot(load=None)], "load is None"),

@@ -255,7 +255,8 @@ async def test_a_worker_s_credentials_can_not_speak_for_a_worker_of_another_mode
         "worker_id": "w-demo",
         "load": {},
         "state": "stopped",
-        "first_token_sent": ["acme:live"],
+        "stream_nos": b"\0\0\0\0",
+        "token_ids": b"\7\0\0\0",
         "finished": ["acme:live"],
     }
     for number in range(10):

@@ -100,7 +100,7 @@ def part(
         part=number,
         parts=parts,
         runs=list(runs),
-        running=[internal.RunningRequest(id=key, attempt=1, first_token_sent=False) for key in running],
+        running=[internal.RunningRequest(id=key, attempt=1, stream_no=1) for key in running],
         load=messages.Load(),
     )
 

@@ -24,7 +24,6 @@ def running(num_tokens: int, *token_ids: int, logprobs: bytes = b"") -> internal
         id="default:r1",
         attempt=1,
         stream_no=7,
-        first_token_sent=True,
         num_tokens=num_tokens,
         token_ids=block_hash.pack_token_ids(token_ids),
         logprobs=logprobs,

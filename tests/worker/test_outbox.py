@@ -165,20 +165,6 @@ async def test_an_entry_announces_a_request_before_its_head() -> None:
     assert events.started == [started]
 
 
-async def test_an_entry_announces_a_first_token_once_and_before_its_chunk() -> None:
-    sender, one, two = Sender(), stream("r1"), stream("r2")
-    sender.outbox.put_head(one, 1.0)
-    sender.put(one, output("a"), output("b"))
-    sender.put(two, output("b"))
-    events, *_ = sender.flush()
-    assert isinstance(events, internal.Events)
-    assert events.first_token_sent == ["default:r1", "default:r2"]
-    sender.put(one, output("c"))
-    events, *_ = sender.flush()
-    assert isinstance(events, internal.Events)
-    assert events.first_token_sent == []
-
-
 async def test_the_account_of_a_first_token_is_in_the_entry_with_that_token() -> None:
     sender, one = Sender(), stream(number=5)
     sender.put(one, msgspec.structs.replace(output("a"), first_token=FIRST_TOKEN), output("b"))
@@ -243,7 +229,7 @@ async def test_a_client_that_wants_no_stream_gets_no_chunk_before_the_end_but_it
     events, seal = sender.flush()
     assert isinstance(events, internal.Events)
     assert isinstance(seal, internal.Seal)
-    assert (tokens_in(events), events.first_token_sent) == ([(2, 5)], [])
+    assert tokens_in(events) == [(2, 5)]
     assert not whole.first_token_sent
     sender.put(whole, output("b", 6, last=True))
     published = sender.flush()
@@ -263,7 +249,7 @@ async def test_tokens_of_another_worker_are_not_published_again() -> None:
     events, chunk, _ = sender.flush()
     assert isinstance(events, internal.Events)
     assert isinstance(chunk, messages.Chunk)
-    assert (tokens_in(events), events.first_token_sent) == ([(0, 7)], ["default:r1"])
+    assert tokens_in(events) == [(0, 7)]
     assert (chunk.offset, chunk.text_offset, chunk.text) == (2, 3, "w")
     assert [again.text for again in sender.replay(one)] == ["néw"]
 
@@ -348,7 +334,6 @@ async def test_what_a_stream_had_to_publish_is_forgotten_with_it() -> None:
     published = sender.flush()
     (events,) = entries_in(published)
     assert (tokens_in(events), events.logprobs, events.first_tokens) == ([(2, 9)], {}, [])
-    assert events.first_token_sent == ["default:r2"]
     assert [chunk.id for chunk in chunks_in(published)] == ["r2"]
 
 

@@ -20,9 +20,7 @@ LOAD = messages.Load(running=3, used_blocks=7)
 
 
 def requests(count: int) -> list[internal.RunningRequest]:
-    return [
-        internal.RunningRequest(id=f"acme:{number}", attempt=number, first_token_sent=False) for number in range(count)
-    ]
+    return [internal.RunningRequest(id=f"acme:{number}", attempt=number, stream_no=number) for number in range(count)]
 
 
 def runs(*lengths: int) -> list[internal.BlockRun]:
@@ -148,7 +146,7 @@ def test_the_largest_part_of_requests_stays_below_the_limit_in_bytes() -> None:
     largest = internal.RunningRequest(
         id=key,
         attempt=top,
-        first_token_sent=True,
+        num_tokens=1,
         stream_no=top,
         token_ids=bytes(TOKEN_BYTES_PER_PART // REQUESTS_PER_PART),
         first_token=account,

@@ -376,7 +376,7 @@ def test_a_snapshot_has_the_published_tokens_behind_those_that_are_known(
     published(one, spoken("a", likely(1, 3)), spoken("b", likely(3, 1)))
     one.add(spoken("b", likely(2, 1)))
     seen = one.snapshot(known_tokens)
-    assert (seen.id, seen.attempt, seen.stream_no, seen.first_token_sent) == ("acme:r-1", 4, 6, True)
+    assert (seen.id, seen.attempt, seen.stream_no) == ("acme:r-1", 4, 6)
     assert block_hash.unpack_token_ids(seen.token_ids) == token_ids
     assert [found.token_id for found in packed_logprobs.unpack(seen.logprobs, 1)] == token_ids
 

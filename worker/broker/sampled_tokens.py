@@ -15,7 +15,6 @@ class SampledTokens:
         self.token_ids = array("I")
         self.logprobs: dict[int, bytes] = {}
         self.first_tokens: list[internal.FirstToken] = []
-        self.first_token_sent: list[str] = []
         self._logprob_bytes = 0
 
     def __repr__(self) -> str:
@@ -40,9 +39,6 @@ class SampledTokens:
             self._logprob_bytes += len(packed)
         if output.first_token is not None and stream.first_token is not None:
             self.first_tokens.append(stream.first_token)
-        # a client that wants no stream gets no text before the end
-        if not stream.first_token_sent and stream.run.params.is_streamed and stream.key not in self.first_token_sent:
-            self.first_token_sent.append(stream.key)
 
     def remove(self, stream: Stream) -> None:
         """Forgets the tokens of a stream that ends without publishing them."""
@@ -52,4 +48,3 @@ class SampledTokens:
         self.token_ids = array("I", (pair[1] for pair in kept))
         self.logprobs.pop(number, None)
         self.first_tokens = [one for one in self.first_tokens if one.stream_no != number]
-        self.first_token_sent = [key for key in self.first_token_sent if key != stream.key]

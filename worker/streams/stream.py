@@ -158,7 +158,6 @@ class Stream:
         return internal.RunningRequest(
             id=self.key,
             attempt=self.run.attempt,
-            first_token_sent=self.first_token_sent,
             stream_no=self.stream_no,
             num_tokens=end,
             token_ids=buffer.packed_token_ids(tokens, end),

@@ -331,8 +331,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             cleared=True,
             removed=[HASHES[0]],
             stored=[internal.BlockRun(parent=HASHES[2], hashes=HASHES)],
-            started=[internal.Started(id="default:r-1", stream_no=7, attempt=2, prompt_tokens=100, overlap_blocks=4)],
-            first_token_sent=["default:r-1"],
+            started=[internal.Started(id="default:r-1", stream_no=7, attempt=2, prompt_tokens=100)],
             finished=["default:r-2"],
             stream_nos=block_hash.pack_token_ids([7, 3, 7]),
             token_ids=block_hash.pack_token_ids([11, 12, 13]),
@@ -356,7 +355,6 @@ INTERNAL: list[tuple[str, messages.Message]] = [
                 internal.RunningRequest(
                     id="default:r-1",
                     attempt=1,
-                    first_token_sent=True,
                     stream_no=7,
                     num_tokens=5,
                     token_ids=block_hash.pack_token_ids([11, 13]),

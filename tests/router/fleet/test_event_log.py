@@ -55,9 +55,7 @@ def test_the_tokens_of_a_request_may_come_in_several_parts() -> None:
     log = EventLog()
     log.request_snapshot(0.0, 1.0)
     pieces = [
-        internal.RunningRequest(
-            id="a", attempt=1, first_token_sent=True, num_tokens=4, token_ids=data, logprobs=data[:1]
-        )
+        internal.RunningRequest(id="a", attempt=1, stream_no=7, num_tokens=4, token_ids=data, logprobs=data[:1])
         for data in (b"aaaabbbb", b"ccccdddd")
     ]
     parts = [codec.replace(part(seq=5, number=at, parts=2), running=[piece]) for at, piece in enumerate(pieces)]
