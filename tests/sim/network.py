@@ -35,9 +35,10 @@ class Subscription:
         self.queue = queue
         self._has_wildcards = not {"*", ">"}.isdisjoint(self.tokens)
 
-    def takes(self, tokens: list[str]) -> bool:
+    def takes(self, subject: str, tokens: list[str]) -> bool:
+        """Whether it matches a subject, given also as its tokens."""
         if not self._has_wildcards:
-            return tokens == self.tokens
+            return subject == self.subject
         for number, mine in enumerate(self.tokens):
             if mine == ">":
                 return number < len(tokens)
@@ -189,7 +190,7 @@ class Broker:
         reached = False
         for link in self.links:
             for subscription in link.subscriptions:
-                if not subscription.takes(tokens):
+                if not subscription.takes(subject, tokens):
                     continue
                 reached = True
                 if subscription.queue:
@@ -206,5 +207,5 @@ class Broker:
         message = Msg(_client=None, subject=reply, reply="", data=b"", headers={"Status": "503"})  # type: ignore[arg-type]
         tokens = reply.split(".")
         for subscription in sender.subscriptions:
-            if subscription.takes(tokens):
+            if subscription.takes(reply, tokens):
                 sender.deliver(subscription, message)

@@ -1,12 +1,14 @@
 """Virtual time: every process has an event loop of its own, and can be paused while the others go on."""
 
 import asyncio
+import functools
 import heapq
 import itertools
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -40,13 +42,6 @@ class ProcessLoop(asyncio.BaseEventLoop):
             self._run_once()  # type: ignore[attr-defined]
         finally:
             asyncio._set_running_loop(None)
-
-    def next_at(self) -> float | None:
-        """Returns when it has something to do; None for never. A timer that was cancelled may cause an idle turn."""
-        if self._ready:  # type: ignore[attr-defined]
-            return self._now()
-        scheduled: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
-        return scheduled[0].when() if scheduled else None
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         future = self.create_future()
@@ -93,8 +88,13 @@ class Process:
         self.is_alive = False
 
     def next_at(self) -> float | None:
-        """Returns when it has something to do; None for never."""
-        return self.loop.next_at() if self.is_alive and not self.is_paused else None
+        """Returns when it has something to do; None for never. A timer that was cancelled may cause an idle turn."""
+        if self.is_paused or not self.is_alive:
+            return None
+        if self.loop._ready:  # type: ignore[attr-defined]
+            return self.world.now
+        scheduled = self.loop._scheduled  # type: ignore[attr-defined]
+        return scheduled[0]._when if scheduled else None
 
     def _note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if self.is_alive:
@@ -165,6 +165,9 @@ class World:
         return min(times, default=None)
 
 
+_entry_points = functools.cache(metadata.entry_points)
+
+
 @contextmanager
 def world(seed: int) -> Iterator[World]:
     """Yields a world whose clock replaces the functions of `time` for all code that runs in it."""
@@ -172,6 +175,8 @@ def world(seed: int) -> Iterator[World]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", lambda: made.now)
         patch.setattr(time, "clock_gettime", lambda clock: made.now)
+        # each router asks for installed policies, which takes longer than all the rest of its start
+        patch.setattr(metadata, "entry_points", _entry_points)
         patch.setattr(time, "time_ns", lambda: int(made.now * 1e9))
         try:
             yield made
