@@ -181,9 +181,13 @@ class Streams:
         scheme = block_hash.scheme_of(self._config.fingerprint)
         token_bytes, stream_no = self._engine.token_bytes, next(self._stream_nos)
         stream = Stream(run, announcer.model, announcer.worker_id, now, gone, token_bytes, scheme, stream_no)
-        self._generate(stream, request)
+        sink: contract.Sink = partial(self._put, stream)
+        if self.settings.debug:
+            sink = StreamValidator(request, sink)
+        self._engine.generate(request, partial(self._guard, stream, sink))
         # if the id was used before, resyncs refer to the new stream from now on
         self._ended.pop(stream.key)
+        self._streams[stream.key] = stream
         stream.slow = backoff.BackoffTimer(self.settings.slow_wait_s)
         if run.remaining_ms is not None:
             expired = errors.make_error(errors.Code.DEADLINE_EXCEEDED)
@@ -197,21 +201,6 @@ class Streams:
         )
         self._outbox.put_head(stream, now)
         self._outbox.flush()
-
-    def _generate(self, stream: Stream, request: contract.EngineRequest) -> None:
-        """Has the engine generate a stream. Raises RequestError, and changes nothing, if it refuses."""
-        assert self._engine is not None
-        sink: contract.Sink = partial(self._put, stream)
-        if self.settings.debug:
-            sink = StreamValidator(request, sink)
-        # open already, since the engine may hand out at once what it continues
-        self._streams[stream.key] = stream
-        try:
-            self._engine.generate(request, partial(self._guard, stream, sink))
-        except errors.RequestError:
-            del self._streams[stream.key]
-            self._outbox.remove(stream)
-            raise
 
     def _refusal(self, run: internal.Run, error: errors.Error) -> internal.RunReply:
         live = self._streams.get(run.request_id)
@@ -249,8 +238,8 @@ class Streams:
 
     def _guard(self, stream: Stream, sink: contract.Sink, output: contract.Output) -> None:
         """The error boundary of a stream: a bug in it ends this stream in `internal`, and no other."""
-        # an engine that is being aborted may still have outputs for a stream that has ended
-        if stream.has_ended or self._streams.get(stream.key) is not stream:
+        # resumed tokens come before the stream is open, and an engine that is being aborted may have outputs afterwards
+        if not output.is_resumed and (stream.has_ended or self._streams.get(stream.key) is not stream):
             return
         try:
             sink(output)
