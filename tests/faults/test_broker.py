@@ -12,9 +12,9 @@ NUM_TOKENS = 300
 """3 s of the simulated worker: twice the time that a frontend keeps running without its broker."""
 
 
-@pytest.mark.parametrize(("away_s", "must_survive"), [(0.0, True), (4.0, False)])
+@pytest.mark.parametrize("away_s", [0.0, 4.0])
 async def test_a_broker_killed_and_restarted_under_32_streams_costs_no_byte_and_hangs_nobody(
-    system: System, away_s: float, must_survive: bool
+    system: System, away_s: float
 ) -> None:
     system.router("router")
     for name in ("worker-a", "worker-b"):
@@ -28,8 +28,7 @@ async def test_a_broker_killed_and_restarted_under_32_streams_costs_no_byte_and_
         await system.restart_broker(away_s)
         for one in await asyncio.gather(*(one.end() for one in told)):
             one.check(undisturbed)
-        num_whole = sum(one.is_whole for one in told)
-        assert num_whole == 32 if must_survive else num_whole < 32
+        assert all(one.is_whole for one in told)
         fresh = await system.connect()
         await until_ready(fresh, 2)
         await until_idle(fresh)
