@@ -13,9 +13,10 @@ from tests.support.system import System
 from tokenbus.protocol.wire import codec, messages
 
 _chunks = codec.Decoder(messages.Chunk)
+_MAX_TOKENS = 900
 
 
-async def test_a_worker_whose_way_out_is_blocked_under_others_traffic_says_nothing_behind_its_routers_terminal(
+async def test_a_worker_whose_way_out_is_blocked_under_others_traffic_adds_nothing_to_the_stream_that_goes_on(
     system: System,
 ) -> None:
     system.router("router")
@@ -34,7 +35,7 @@ async def test_a_worker_whose_way_out_is_blocked_under_others_traffic_says_nothi
 
             inbox = bare.nats.new_inbox()
             subscription = await bare.nats.subscribe(inbox, cb=hear)
-            asked = b'{"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": true}'
+            asked = b'{"prompt": "Once upon a time", "max_tokens": %d, "ignore_eos": true}' % _MAX_TOKENS
             await bare.nats.publish(f"{PREFIX}.generate.demo", asked, reply=inbox)
             async with asyncio.timeout(60):
                 while not any(chunk.text for chunk in chunks):
@@ -51,5 +52,11 @@ async def test_a_worker_whose_way_out_is_blocked_under_others_traffic_says_nothi
             await bare.nats.flush()
             await subscription.unsubscribe()
             reasons = [chunk.finish_reason for chunk in chunks]
-            assert reasons == [None] * (len(reasons) - 1) + ["error"], chunks[-4:]
+            assert reasons == [None] * (len(reasons) - 1) + ["length"], chunks[-4:]
+            num_tokens = 0
+            for chunk in chunks:
+                assert chunk.offset == num_tokens, chunk
+                num_tokens += chunk.tokens
+            assert num_tokens == _MAX_TOKENS
+            assert {chunk.attempt for chunk in chunks if chunk.tokens} == {1, 2}
     assert any(line["event"] == "self_fenced" for line in system.log("worker"))
