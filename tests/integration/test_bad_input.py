@@ -60,6 +60,22 @@ CASES: dict[str, tuple[bytes, str, str | None]] = {
     "tools": (b'{"prompt": "x", "tools": [{"type": "function"}]}', UNSUPPORTED, "tools"),
     "lora": (b'{"prompt": "x", "lora": [{"name": "a"}]}', UNSUPPORTED, "lora"),
     "no tokens to resume from": (b'{"prompt": "x", "resume_from": {"token_ids": []}}', INVALID, "resume_from.token_ids"),
+    "tokens to resume from beyond the vocabulary": (
+        b'{"prompt": "x", "resume_from": {"token_ids": [5, 5000]}}', INVALID, "resume_from.token_ids[1]"
+    ),
+    "as many tokens to resume from as max_tokens": (
+        b'{"prompt": "x", "max_tokens": 2, "resume_from": {"token_ids": [5, 6]}}', INVALID, "resume_from.token_ids"
+    ),
+    "a negative token to resume from": (
+        b'{"prompt": "x", "resume_from": {"token_ids": [-1]}}', INVALID, "resume_from.token_ids[0]"
+    ),
+    "tokens of another hash scheme": (
+        b'{"prompt": "x", "resume_from": {"token_ids": [5], "hash_scheme": "xxh3-64:another"}}',
+        UNSUPPORTED, "resume_from.hash_scheme",
+    ),
+    "a whole answer with logprobs": (
+        b'{"prompt": "x", "stream": false, "logprobs": 1, "resume_from": {"token_ids": [5]}}', UNSUPPORTED, "resume_from"
+    ),
 }  # fmt: skip
 
 

@@ -1,0 +1,167 @@
+"""A router keeps the tokens of its own requests, from the worker, the incarnation and the attempt that have them."""
+
+from array import array
+
+import pytest
+
+from tests.router.builders import at, card, events, fleet_of, flight, known, part
+from tokenbus.protocol.wire import block_hash, codec, internal, subjects
+from tokenbus.router.fleet.worker import Worker
+from tokenbus.router.metrics import RouterMetrics
+from tokenbus.router.requests.flight import Flight, Flights
+from tokenbus.router.requests.recovery import Recovery
+
+KEY = "default:r1"
+HELD = internal.RunningRequest(
+    id=KEY, attempt=1, stream_no=1, num_tokens=3, token_ids=block_hash.pack_token_ids([6, 7])
+)
+"""A request with three tokens, of which a router has asked for the last two."""
+
+
+class Attempts:
+    def __init__(self) -> None:
+        self.moved: list[tuple[str, int]] = []
+
+    def move(self, flight: Flight, address: subjects.WorkerAddress, attempt: int) -> None:
+        self.moved.append((address.worker_id, attempt))
+
+
+class Lifecycle:
+    def __init__(self, flights: Flights) -> None:
+        self._flights = flights
+        self.lost: list[tuple[str, str]] = []
+
+    def finish(self, flight: Flight) -> None:
+        self._flights.remove(flight)
+
+    def recover(self, flight: Flight, worker: Worker, *, is_certain: bool) -> None:
+        self.lost.append((flight.key, worker.card.epoch))
+        self._flights.reclaim(flight)
+
+
+class Testbed:
+    """The guardian of one request, which worker w1 has accepted."""
+
+    __test__ = False
+
+    def __init__(self) -> None:
+        self.fleet = fleet_of(card("w1"), card("w2"), card("w1", model="other"))
+        self.flights = Flights(8, 1_000)
+        self.attempts = Attempts()
+        self.lifecycle = Lifecycle(self.flights)
+        self.recovery = Recovery(
+            self.fleet,
+            self.flights,
+            self.attempts,  # type: ignore[arg-type]
+            self.lifecycle,  # type: ignore[arg-type]
+            RouterMetrics(),
+        )
+        self.flight = flight("r1")
+        self.flights.add(self.flight, 10)
+        self.flights.set_prompt_ids(self.flight, b"1234")
+        self.dispatch("w1")
+        self.flights.accept(self.flight, "w1", 0.0)
+
+    def dispatch(self, worker_id: str) -> None:
+        self.flights.start_attempt(self.flight, worker_id)
+
+    def hear(self, entry: internal.Events, model: str = "demo") -> None:
+        update = self.fleet.apply_events(model, entry, 0.0)
+        if update is not None:
+            self.recovery.apply(update, at(entry.worker_id, model))
+        self.flights.check_integrity()
+
+    @property
+    def tokens(self) -> list[int]:
+        return list(self.flight.completion.token_ids)
+
+
+def started(seq: int, worker_id: str = "w1", attempt: int = 1, epoch: str = "100-a") -> internal.Events:
+    entry = events(worker_id, seq, epoch=epoch)
+    return codec.replace(entry, started=[internal.Started(id=KEY, stream_no=1, attempt=attempt, prompt_tokens=1)])
+
+
+def test_tokens_are_kept_with_the_entry_of_the_last_one() -> None:
+    testbed = Testbed()
+    testbed.hear(codec.replace(started(0), stream_nos=b"\1\0\0\0\2\0\0\0", token_ids=b"\5\0\0\0\6\0\0\0"))
+    testbed.hear(events("w1", 1))
+    testbed.hear(events("w1", 2, tokens=[(1, 7)]))
+    testbed.hear(events("w1", 3))
+    assert (testbed.tokens, testbed.flight.completion.last_seq) == ([5, 7], 2)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        started(0, attempt=2),
+        started(0, attempt=0),
+        started(0, "w2"),
+        started(0, epoch="99-z"),
+        codec.replace(started(0), started=[internal.Started(id="default:r2", stream_no=1, attempt=1, prompt_tokens=1)]),
+    ],
+)
+def test_tokens_count_only_for_the_attempt_at_the_worker_that_has_it(claim: internal.Events) -> None:
+    testbed = Testbed()
+    testbed.hear(claim)
+    testbed.hear(events(claim.worker_id, 1, epoch=claim.epoch, tokens=[(1, 7)]))
+    assert testbed.tokens == []
+
+
+def test_a_worker_of_another_model_can_not_add_tokens() -> None:
+    testbed = Testbed()
+    testbed.hear(started(0), model="other")
+    testbed.hear(events("w1", 1, tokens=[(1, 7)]), model="other")
+    assert testbed.tokens == []
+
+
+def test_tokens_behind_a_gap_count_once_a_snapshot_has_closed_it() -> None:
+    testbed = Testbed()
+    testbed.hear(codec.replace(started(0), stream_nos=b"\1\0\0\0", token_ids=b"\5\0\0\0"))
+    testbed.fleet.snapshots_due(0.0, 1.0)
+    testbed.hear(events("w1", 3, tokens=[(1, 8)]))
+    assert testbed.tokens == [5]
+    assert testbed.fleet.snapshots_due(0.0, 1.0) == [known(testbed.fleet)]
+    assert testbed.recovery.known_tokens(known(testbed.fleet)) == {KEY: 1}
+    snapshot = codec.replace(part("w1", 2), running=[HELD])
+    testbed.recovery.apply(testbed.fleet.apply_snapshot_part("demo", snapshot, 0.0), at("w1"))
+    assert (testbed.tokens, testbed.flight.completion.last_seq) == ([5, 6, 7, 8], 3)
+
+
+def test_a_snapshot_that_was_asked_for_too_early_is_asked_for_again() -> None:
+    """The request was accepted after the router had said what it knows, so its tokens are not in the answer."""
+    testbed = Testbed()
+    testbed.fleet.snapshots_due(0.0, 1.0)
+    snapshot = codec.replace(part("w1", 2), running=[HELD])
+    testbed.recovery.apply(testbed.fleet.apply_snapshot_part("demo", snapshot, 0.0), at("w1"))
+    assert testbed.tokens == []
+    assert known(testbed.fleet).log.is_behind
+    testbed.hear(events("w1", 3, tokens=[(1, 8)]))
+    assert testbed.tokens == []
+
+
+@pytest.mark.parametrize("in_snapshot", [False, True])
+def test_a_worker_that_still_has_an_earlier_attempt_is_told_that_it_was_moved(in_snapshot: bool) -> None:
+    testbed = Testbed()
+    testbed.flights.reclaim(testbed.flight)
+    testbed.dispatch("w2")
+    if in_snapshot:
+        testbed.fleet.snapshots_due(0.0, 1.0)
+        snapshot = codec.replace(part("w1", 2), running=[HELD])
+        testbed.recovery.apply(testbed.fleet.apply_snapshot_part("demo", snapshot, 0.0), at("w1"))
+    else:
+        testbed.hear(started(0))
+    assert testbed.attempts.moved == [("w1", 1)]
+    assert testbed.tokens == []
+
+
+def test_what_a_superseded_worker_has_sent_before_its_end_still_counts() -> None:
+    testbed = Testbed()
+    testbed.hear(started(0))
+    update = testbed.fleet.apply_card(card("w1", epoch="101-a"), 0.0)
+    testbed.recovery.apply(update, at("w1"))
+    assert testbed.lifecycle.lost == [(KEY, "100-a")]
+    testbed.hear(events("w1", 1, tokens=[(1, 7)]))
+    assert testbed.tokens == [7]
+    assert testbed.flight.completion.token_ids == array("I", [7])
+    testbed.hear(events("w1", 2, finished=(KEY,)))
+    assert (testbed.flight.ended_by, testbed.flights.find(KEY)) == ("w1", testbed.flight)
