@@ -188,6 +188,8 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     """Workers whose cards were refused."""
     refused_messages: int = 0
     """Messages of workers that were malformed, out of order, or from unknown workers."""
+    continued: int = 0
+    """Requests that lost their worker and went on elsewhere."""
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):

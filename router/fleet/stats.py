@@ -19,6 +19,7 @@ class DecisionStats:
         self.prompt_tokens = 0
         self.predicted_tokens = 0
         self.refused_messages = 0
+        self.continued = 0
         self._durations_s: deque[float] = deque(maxlen=_MAX_SAMPLES)
         self._rate = DecayingRate()
 
@@ -75,4 +76,5 @@ class DecisionStats:
             hit_rate=round(sum(load.cached_tokens for load in loads) / prompts, 4) if prompts else 0.0,
             refused_cards=list(refused_cards),
             refused_messages=self.refused_messages,
+            continued=self.continued,
         )

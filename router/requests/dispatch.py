@@ -95,6 +95,7 @@ class Dispatcher:
         if not is_certain:
             self._attempts.move(flight, worker.card.address, flight.attempt)
         self._metrics.continued.labels(flight.model).inc()
+        self._fleet.stats.continued += 1
         self._log.warning(
             "request_continued",
             request_id=flight.key,

@@ -206,6 +206,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
                 hit_rate=0.5,
                 refused_cards=[messages.RefusedCard(worker_id="w9", model="m", reason="its blocks differ")],
                 refused_messages=4,
+                continued=2,
             ),
         ),
     ),
