@@ -125,7 +125,7 @@ class Exchange:
             assert asked.is_whole, asked
         self.simply_asked.check()
         for heard in (*self.library.heard.values(), *self.simple_client.heard.values()):
-            heard.check()
+            heard.check(ends_are_known=not self.broker.has_lost_messages)
 
     def kill_worker(self, *, lingers: bool = True) -> None:
         kill(self.worker.process, self.worker.bus, self.worker.incoming, lingers=lingers)

@@ -104,6 +104,8 @@ class Broker:
         self.is_up = True
         self.is_paused = False
         self.slowest_s = 0.002
+        self.has_lost_messages = False
+        """Whether a connection has ended with which messages may have been lost."""
         self.before_routing: Callable[[Link, str, bytes], None] = lambda sender, subject, payload: None
         """Called with each message that has arrived, before anybody else gets it; if it cuts the sender's connection
         without lingering, nobody does."""
@@ -156,6 +158,7 @@ class Broker:
 
         What lies unread at the owner's side isn't lost: the owner notices the end after reading it."""
         link.is_open = False
+        self.has_lost_messages |= not lingers
         if lingers:
             self.world.at(self.world.now + _LINGER_S, lambda: self._drop_later(link))
         else:
