@@ -26,6 +26,10 @@ class Answer:
         return "".join(message["text"] for message in self.messages)
 
     @property
+    def num_tokens(self) -> int:
+        return sum(message["tokens"] for message in self.messages)
+
+    @property
     def terminals(self) -> list[Message]:
         return [message for message in self.messages if message["finish_reason"] is not None]
 
