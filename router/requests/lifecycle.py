@@ -151,7 +151,8 @@ class RequestLifecycle:
         """Ends the requests that no worker has, and forgets the others, which their workers end without this router."""
         for flight in self._flights.all():
             if flight.worker_id is None:
-                self._end(flight, errors.make_error(errors.Code.SHUTTING_DOWN))
+                has_text = len(flight.completion) > 0
+                self._end(flight, errors.make_error(errors.Code.WORKER_LOST if has_text else errors.Code.SHUTTING_DOWN))
             else:
                 self.finish(flight)
         for task in self._tasks:

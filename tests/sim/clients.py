@@ -98,6 +98,7 @@ class ClientProcess(Listener):
         session_id: str | None = None,
         worker_id: str = "",
         model: str = MODEL,
+        resume: bool = True,
     ) -> None:
         """Sends a request with a text prompt, if there is one, or with token ids."""
 
@@ -112,7 +113,7 @@ class ClientProcess(Listener):
                 session_id=session_id,
                 routing=messages.RoutingOptions(worker_id=worker_id) if worker_id else None,
             )
-            one = Asked(self.client.generate(model, request), max_tokens, seed, time.monotonic())
+            one = Asked(self.client.generate(model, request, resume=resume), max_tokens, seed, time.monotonic())
             self.asked.append(one)
             self.process.spawn(_read(one))
 

@@ -135,6 +135,41 @@ def test_a_killed_frontend_that_comes_back_goes_on_with_its_streams(one: System)
     assert asked.is_whole, asked
 
 
+def test_a_stream_that_no_worker_continues_within_a_minute_is_lost(one: System) -> None:
+    one.client.ask(30, resume=False)
+    one.world.run(1.0)
+    dead = one.frontends[0]
+    kill(dead.process, dead.bus, dead.incoming)
+    one.world.run(61.0)
+    assert one.client.open()
+    one.world.run(3.0)
+    (asked,) = one.client.asked
+    asked.check()
+    assert asked.terminal is not None
+    assert asked.terminal.error
+    assert asked.terminal.error.code is errors.Code.WORKER_LOST
+
+
+@pytest.mark.parametrize("dead_s", [0.5, 1.5, 2.05, 10.0])
+def test_a_cancel_that_comes_while_the_worker_is_dead_is_not_lost(dead_s: float) -> None:
+    """Nobody acts on it at once, but the stream does not go on elsewhere."""
+    with world(seed=4) as made:
+        system = System(made)
+        system.client.ask(600)
+        made.run(1.0)
+        dead = system.frontends[0]
+        kill(dead.process, dead.bus, dead.incoming)
+        made.run(dead_s)
+        system.client.cancel(0)
+        FrontendProcess(made, system.broker, "another")
+        made.run(15.0)
+        (asked,) = system.client.asked
+        asked.check()
+        assert asked.terminal is not None
+        assert asked.terminal.finish_reason is messages.FinishReason.CANCELLED
+        assert asked.terminal.offset < 600
+
+
 def test_a_request_without_tokens_of_a_killed_frontend_moves_to_another() -> None:
     with world(seed=2) as made:
         system = System(made, frontends=2)
