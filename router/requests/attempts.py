@@ -187,7 +187,8 @@ class Attempts:
             else:
                 self._fleet.renew_lease(card, time.monotonic())
                 if reply.ok:
-                    return Revocation.DROPPED
+                    # a later epoch knows nothing of what this one has published
+                    return Revocation.LOST if self._fleet.is_lost(card) else Revocation.DROPPED
                 self._fleet.mark_behind(card)  # the event that ended the request may have been lost
                 self.accept(flight, card)
                 return Revocation.KEPT
