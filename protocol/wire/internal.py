@@ -104,6 +104,8 @@ class ControlReply(public.Message, frozen=True, kw_only=True, omit_defaults=True
     """The share of a `load` that is done, 0 to 1. More replies follow until it is 1 or `ok` is false."""
     worker_ids: list[str] = []
     """The new replicas, once a `load` is done."""
+    epoch: str | None = None
+    """The epoch in which a `drop` was carried out; a later one knows nothing of what an earlier one has published."""
 
 
 class Tokenize(public.Message, frozen=True, kw_only=True, omit_defaults=True):

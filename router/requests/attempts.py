@@ -186,12 +186,15 @@ class Attempts:
                 waited_s, timeout_s = timeout_s, min(2 * timeout_s, _MAX_TIMEOUT_S)
             else:
                 self._fleet.renew_lease(card, time.monotonic())
-                if reply.ok:
-                    # a later epoch knows nothing of what this one has published
-                    return Revocation.LOST if self._fleet.is_lost(card) else Revocation.DROPPED
-                self._fleet.mark_behind(card)  # the event that ended the request may have been lost
-                self.accept(flight, card)
-                return Revocation.KEPT
+                # a later epoch knows nothing of what this one has published; its card may still be under way
+                is_current = reply.epoch in (None, card.epoch) and not self._fleet.is_lost(card)
+                if is_current and reply.ok:
+                    return Revocation.DROPPED
+                if is_current:
+                    self._fleet.mark_behind(card)  # the event that ended the request may have been lost
+                    self.accept(flight, card)
+                    return Revocation.KEPT
+                await asyncio.sleep(_RETRY_S)
             if self._fleet.is_lost(card):
                 self._fleet.remove(card)
                 return Revocation.LOST

@@ -134,7 +134,7 @@ class Endpoints:
             # a router's message, frequent and unlogged; everything else comes from operators
             case internal.Control(op="drop", request_id=str(key), attempt=int(attempt)):
                 ok = self._streams.drop(key, attempt, moved=control.moved)
-                self._reply(message, internal.ControlReply(ok=ok))
+                self._reply(message, internal.ControlReply(ok=ok, epoch=self._announcer.epoch))
             case internal.Control(op="clear_cache"):
                 if self._engine is not None:
                     self._engine.clear_cache()

@@ -293,6 +293,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
         ),
     ),
     ("done", internal.ControlReply(ok=True)),
+    ("dropped", internal.ControlReply(ok=True, epoch="1760000000000-abcdef")),
     ("loading", internal.ControlReply(ok=True, progress=0.5)),
     ("loaded", internal.ControlReply(ok=True, progress=1.0, worker_ids=["w-2", "w-3"])),
     ("not done", internal.ControlReply(ok=False, error=ERROR)),
