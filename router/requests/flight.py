@@ -88,6 +88,11 @@ class Flight:
         return self.first_accepted_at is not None or len(self.completion) > 0
 
     @property
+    def num_streamed_tokens(self) -> int:
+        """Tokens of the completion, once a worker has accepted it; a refusal counts none."""
+        return len(self.completion) if self.first_accepted_at is not None else 0
+
+    @property
     def has_new_tokens(self) -> bool:
         """Whether the present attempt has sampled any token."""
         return len(self.completion) > self.attempt_offset

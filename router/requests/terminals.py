@@ -61,7 +61,7 @@ class TerminalPublisher:
         if error:
             self._metrics.request_errors.labels(error.code).inc()
         now = time.monotonic()
-        prompt_tokens, completion_tokens = flight.num_prompt_tokens, len(flight.completion)
+        prompt_tokens, completion_tokens = flight.num_prompt_tokens, flight.num_streamed_tokens
         first = flight.completion.first_token
         total_ms = round((now - flight.received_at) * 1e3, 3)
         chunk = messages.Chunk(
@@ -103,7 +103,7 @@ class TerminalPublisher:
         chunk = messages.Chunk(
             id=flight.request_id,
             attempt=flight.attempt,
-            offset=len(flight.completion),
+            offset=flight.num_streamed_tokens,
             worker_id=None,
             model=flight.model,
             created=int(time.time()),
