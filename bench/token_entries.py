@@ -38,6 +38,10 @@ class ForgedWorker:
 
     async def open(self) -> None:
         await self._bus.subscribe(_NAMES.worker(*_ADDRESS, "run"), self._accept)
+        await self._bus.subscribe(_NAMES.discover, lambda _: self._publish_card())
+        self._publish_card()
+
+    def _publish_card(self) -> None:
         card = messages.Card(
             worker_id=_ADDRESS[1],
             epoch=_EPOCH,
@@ -56,7 +60,6 @@ class ForgedWorker:
             versions={},
         )
         self._bus.publish(_NAMES.card(*_ADDRESS), codec.encode(card))
-        self.publish()
 
     def publish(self, **changes: object) -> None:
         """Publishes the next entry."""
