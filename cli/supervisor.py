@@ -82,10 +82,12 @@ class SupervisedProcess:
             self._process = await self._start()
             status = await self._process.wait()
             if status == EXIT_BAD_SETTINGS:
-                raise StartError(self._last_line())
+                raise StartError(self._last_words() or f"{self.name} wrote nothing to {self._log_path}")
             # Pauses double as long as the process keeps failing soon after its start.
             pause_s = _FIRST_PAUSE_S if time.monotonic() - began > _HEALTHY_AFTER_S else pause_s
-            self._report(f"{self.name} exited with status {status} ({self._last_line()}); restarting in {pause_s:g} s")
+            end = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+            reason = self._last_words() or f"see {self._log_path}"
+            self._report(f"{self.name} {end} ({reason}); restarting in {pause_s:g} s")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -133,13 +135,15 @@ class SupervisedProcess:
         found = (json.loads(line) for line in reversed(lines) if line.startswith("{") and f'"{event}"' in line)
         return next((line.get(key) for line in found if line["event"] == event), None)
 
-    def _last_line(self) -> str:
-        """Returns the last line that was written for people since the last start, or else the last line since then."""
+    def _last_words(self) -> str:
+        """Returns the last line that was written for people since the last start, or else the last one that is not a
+        structured log line; nothing if there is neither."""
         with self._log_path.open("rb") as log:
             log.seek(max(self._log_start, self._log_path.stat().st_size - _MAX_LAST_WORDS))
             lines = log.read().decode(errors="replace").strip().splitlines()
         for_people = [line.removeprefix(_MESSAGE_PREFIX) for line in lines if line.startswith(_MESSAGE_PREFIX)]
-        return (for_people or lines or [f"{self.name} wrote nothing"])[-1]
+        unstructured = [line for line in lines if not line.startswith("{")]
+        return (for_people or unstructured or [""])[-1]
 
 
 class Supervisor:
