@@ -3,6 +3,7 @@
 A subject is a sequence of tokens with dots between them (a NATS token, not a model's). Names of models, tenants and
 workers may hold any character, so each is encoded as one token: bytes outside `A-Z a-z 0-9 _ -` become `=XX`."""
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -129,6 +130,7 @@ def encode_worker(address: WorkerAddress) -> str:
     return f"{encode_name(address.model)}.{encode_name(address.worker_id)}"
 
 
+@functools.lru_cache(4_096)  # a router parses the same few subjects for every entry and seal of its workers
 def decode_worker(tokens: str) -> WorkerAddress:
     """Reverses `encode_worker`. Raises ValueError for tokens that it can't have returned."""
     model, worker_id = tokens.split(".")

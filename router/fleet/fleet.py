@@ -38,7 +38,7 @@ class Fleet(WorkerRegistry):
         the id again."""
         address = WorkerAddress(model, events.worker_id)
         worker = self._workers.get(address)
-        if self._refused.get(incarnation_key(address, events.epoch), now) is not None:
+        if self._refused and self._refused.get(incarnation_key(address, events.epoch), now) is not None:
             return FleetUpdate()
         if worker is None or worker.card.epoch != events.epoch:
             return self._apply_late(address, events, now)
