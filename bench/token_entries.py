@@ -2,9 +2,9 @@
 
 Run: .venv/bin/python -m bench.token_entries [--rate 2000] [--streams 8] [--seconds 4] [--pairs 7]
 
-A forged worker accepts as many requests as there are streams. Then it publishes entries at the given rate, in turn
-(A B A B): heartbeats without tokens, and entries with a token of each stream, each followed by its seal. The router's
-CPU time is that of its process, as a share of one core."""
+A forged worker accepts one request for each stream. Then it publishes at the given rate, in alternating runs (A B A B),
+heartbeats without tokens, and entries that hold one token of each stream and are followed by their seal. The result is
+the CPU time of the router's process as a share of one core."""
 
 import argparse
 import asyncio
@@ -119,7 +119,7 @@ async def measure(options: argparse.Namespace) -> None:
 
 
 async def _ask(bus: nats.Connection, worker: ForgedWorker, count: int) -> None:
-    """Sends requests until the worker has as many as wanted."""
+    """Sends requests until the worker has accepted `count`."""
     request = messages.GenerateRequest(token_ids=[1, 2, 3], max_tokens=1 << 19)
     while len(worker.keys) < count:
         worker.accepted.clear()
@@ -132,7 +132,7 @@ async def _ask(bus: nats.Connection, worker: ForgedWorker, count: int) -> None:
 
 
 async def _share(publish: Callable[[], None], options: argparse.Namespace, pid: int) -> float:
-    """Publishes at the wanted rate, and returns the share of a core that a process needs meanwhile."""
+    """Publishes at the given rate, and returns the share of a core that a process uses meanwhile."""
     before, began, done = cpu_seconds(pid), time.perf_counter(), 0
     while (passed := time.perf_counter() - began) < options.seconds:
         due = int(passed * options.rate)

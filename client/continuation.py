@@ -1,4 +1,4 @@
-"""Makes the request with which a lost stream goes on elsewhere; pure.
+"""Makes the request that continues a lost stream; pure.
 
 nothing has come                       the same request again
 all token ids that have come are known  the same request, with `resume_from`
@@ -12,16 +12,16 @@ from msgspec import UNSET
 from tokenbus.protocol.wire import codec, errors, messages
 
 MAX_RESUBMITS = 3
-"""Times in a row that a request is submitted again without a new token."""
+"""The number of times in a row that a request is submitted again without a new token."""
 _FINAL = (errors.Code.DEADLINE_EXCEEDED, errors.Code.REQUEST_CRASHES_ENGINE)
-"""Errors of a continued stream that say more than that the worker before was lost."""
+"""Errors of a continued stream that are more telling than the loss that came before."""
 
 
 class Continuation:
-    """Remembers what a stream's request was and which tokens have come, in 4 bytes for each.
+    """Remembers a stream's request and the tokens that have come, at 4 bytes each.
 
-    A stream of many chunks asks for the ids of its tokens, unless `resume` is False. One without (`stream: false`) has
-    no tokens before its end, so that its request can always be submitted again."""
+    A request for a stream also asks for token ids, unless `resume` is False. With `stream: false` no token comes before
+    the end, so the request can always be submitted again."""
 
     def __init__(self, request: messages.GenerateRequest, now: float, *, resume: bool) -> None:
         self._hides_ids = not request.return_token_ids
@@ -40,7 +40,7 @@ class Continuation:
         self._token_ids = array("I")
         self._num_tokens = 0
         self._loss: errors.Error | None = None
-        """Why the stream had to be continued, until it has a new token."""
+        """The reason why the stream had to be continued; None once it has a new token."""
         self._refusal: errors.Error | None = None
         """Why the last attempt to continue it was refused."""
 
@@ -49,12 +49,12 @@ class Continuation:
 
     @property
     def is_empty(self) -> bool:
-        """True as long as nothing has come that a stream begun anew could contradict."""
+        """True as long as no token has come that a stream from the beginning could contradict."""
         return not self._num_tokens
 
     @property
     def is_pending(self) -> bool:
-        """True from a resubmit that continues the stream to its first new token."""
+        """True from a resubmit that continues the stream until its first new token."""
         return self._loss is not None
 
     def take(self, chunk: messages.Chunk) -> messages.Chunk:
@@ -88,7 +88,7 @@ class Continuation:
         return codec.replace(self.request, timeout_ms=remaining_ms, resume_from=resume_from)
 
     def error_after_refusal(self, refusal: errors.Error) -> errors.Error | None:
-        """Returns the error with which a stream ends whose continuation was refused; None if it may be tried again."""
+        """Returns the error with which the stream ends after a refused continuation; None if it may be tried again."""
         assert self.is_pending, self
         if refusal.code in _FINAL:
             return refusal

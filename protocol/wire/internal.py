@@ -10,13 +10,13 @@ from tokenbus.protocol.wire.params import COUNT, DURATION_MS, REMAINING_MS, Gene
 
 
 class RunResume(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The part of a completion that another worker has sampled, and that the new one continues."""
+    """The part of a completion that was sampled before this run, which continues it."""
 
     token_ids: bytes
     """The sampled tokens, as unsigned 32-bit little-endian integers."""
     logprobs: bytes = b""
-    """The log probabilities of the last of them, if the request asks for them; only workers can read them. They are
-    unknown for tokens that a client gave."""
+    """Their log probabilities, if the request asks for them, in a form that only workers read. Those of tokens that a
+    client gave are unknown and left out."""
     cached_tokens: Annotated[int, COUNT] = 0
     """Prompt tokens that the first worker had cached, for `usage`."""
     queue_ms: Annotated[float, DURATION_MS] = 0.0
@@ -35,7 +35,7 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     attempt: Annotated[int, COUNT]
     """Raised by one at every dispatch of the request."""
     epoch: str
-    """The epoch of the worker that is meant; in any other the worker refuses the run."""
+    """The epoch of the worker for which the run is meant; in any other epoch the worker refuses it."""
     router_id: str
     """The router that sends it."""
     reply: str
@@ -53,7 +53,7 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     crashes: int = 0
     """Engines that have died in a step with this request in it."""
     resume_from: RunResume | None = None
-    """The point at which an earlier stream continues."""
+    """The completion so far, if the run continues a stream."""
     routing: public.RoutingReport | None = None
     """The routing report for the terminal, if the client asked for it."""
 
@@ -81,7 +81,7 @@ class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     attempt: Annotated[int | None, COUNT] = None
     """The attempt to `drop`, together with all earlier ones."""
     moved: bool = False
-    """Whether another worker continues the request to `drop`, so that it ends here even if it has published text."""
+    """Whether another worker continues the request to `drop`, so that it ends here even if it has sent a token."""
     model: str | None = None
     """The model to `load`: a file, a directory or a name on the Hub, as seen from the worker."""
     served_name: str | None = None
@@ -96,7 +96,7 @@ class ControlReply(public.Message, frozen=True, kw_only=True, omit_defaults=True
     """A worker's answer to a command."""
 
     ok: bool
-    """Whether the command was carried out. An attempt that has published text or has ended refuses a `drop` that does
+    """Whether the command was carried out. An attempt that has sent a token or has ended refuses a `drop` that does
     not say `moved`."""
     error: errors.Error | None = None
     """Why the command was not carried out."""
@@ -105,7 +105,7 @@ class ControlReply(public.Message, frozen=True, kw_only=True, omit_defaults=True
     worker_ids: list[str] = []
     """The new replicas, once a `load` is done."""
     epoch: str | None = None
-    """The epoch in which a `drop` was carried out; a later one knows nothing of what an earlier one has published."""
+    """The epoch in which a `drop` was carried out; a later epoch knows nothing of what an earlier one has published."""
 
 
 class Tokenize(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -179,7 +179,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
-    """Says how a stream came to its first token."""
+    """Tells how long a stream took to its first token, and how much of its prompt was cached."""
 
     stream_no: int
     """Number of the stream."""
@@ -214,7 +214,7 @@ class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     state: public.WorkerState
     """State after this event."""
     cleared: bool = False
-    """Whether all blocks of before are gone, because a new engine has started."""
+    """Whether all earlier blocks are gone, because a new engine has started."""
     removed: list[int] = []
     """Hashes of blocks that are gone."""
     stored: list[BlockRun] = []
@@ -224,7 +224,7 @@ class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     stream_nos: bytes = b""
     """The stream of each of `token_ids`, as unsigned 32-bit little-endian integers."""
     token_ids: bytes = b""
-    """Sampled tokens that clients are about to get, in the order of sampling, in the same form."""
+    """Sampled tokens that clients are about to get, in the order of sampling; unsigned 32-bit little-endian."""
     logprobs: dict[int, bytes] = {}
     """Log probabilities of these tokens by stream number, for requests that ask for them. Only workers read them."""
     first_tokens: list[FirstToken] = []
@@ -234,7 +234,7 @@ class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Seal(public.Message, frozen=True, kw_only=True):
-    """Says that everything that belongs to an entry has reached the broker: the chunks with its tokens."""
+    """Says that the chunks with the tokens of an entry have reached the broker."""
 
     epoch: str
     """The worker's epoch."""
@@ -246,7 +246,7 @@ class SnapshotRequest(public.Message, frozen=True, kw_only=True, omit_defaults=T
     """Asks what a worker holds. An empty message asks for no tokens."""
 
     known_tokens: dict[str, int] = {}
-    """Requests whose sampled tokens are wanted, with the number of them that are known."""
+    """Requests whose sampled tokens are wanted, each with the number of tokens that are known."""
 
 
 class RunningRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -261,11 +261,11 @@ class RunningRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     num_tokens: int = 0
     """The number of its sampled tokens."""
     token_ids: bytes = b""
-    """The last of these tokens, behind those that are known, if they were asked for; unsigned 32-bit little-endian."""
+    """Those of its tokens that are not known yet, if it was asked for, as unsigned 32-bit little-endian integers."""
     logprobs: bytes = b""
-    """Their log probabilities, if the request asks for them; only workers can read them."""
+    """The log probabilities of `token_ids`, if the request asks for them, in a form that only workers read."""
     first_token: FirstToken | None = None
-    """The account of its first token, once it has one."""
+    """Its first token's cached prompt tokens and times, once it has a token."""
 
 
 class SnapshotPart(public.Message, frozen=True, kw_only=True):

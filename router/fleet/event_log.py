@@ -5,7 +5,7 @@ events are buffered, and a snapshot is requested. A snapshot comes in parts and 
 state is complete again once all parts are there and the buffered events continue at exactly the next number.
 
 An event precedes the chunks with its tokens. It is *sealed* once something has come that the worker sent behind these
-chunks: they have reached the broker too."""
+chunks: then the chunks have reached the broker too."""
 
 from collections import deque
 from typing import NamedTuple
@@ -75,14 +75,14 @@ class EventLog:
             self.sealed_seq = max(self.sealed_seq, min(seq, self.seq))
 
     def mark_behind(self) -> None:
-        """Something may have been missed: only a snapshot requested from now on can close the gap."""
+        """Notes that something may have been missed: only a snapshot requested from now on can close the gap."""
         self.is_behind = True
         self._buffer.clear()
         self._parts.clear()
         self._first_requested_at = None
 
     def request_snapshot(self, now: float, interval_s: float) -> bool:
-        """Returns whether to request a snapshot now: when behind, and not more often than every `interval_s`."""
+        """Returns whether to request a snapshot now: only when behind, and at most once in `interval_s`."""
         if not self.is_behind or (self._first_requested_at is not None and now - self._requested_at < interval_s):
             return False
         self._requested_at = now
@@ -91,8 +91,8 @@ class EventLog:
         return True
 
     def receive_part(self, part: internal.SnapshotPart) -> AppliedSnapshot | None:
-        """Takes in a part; returns the snapshot if this completes it and the buffered events continue it without a
-        gap."""
+        """Takes in a part; returns the snapshot if this part completes it and the buffered events continue it
+        without a gap."""
         if not self.is_behind or self._first_requested_at is None or not 0 <= part.part < part.parts:
             return None
         if any((known.seq, known.parts) != (part.seq, part.parts) for known in self._parts.values()):

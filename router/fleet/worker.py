@@ -13,9 +13,9 @@ _QUEUE_SHARE = 8
 """A worker is given an eighth more requests than it can run, so that it always has a next one to start."""
 _RECOVERABLE = (messages.WorkerState.STARTING, messages.WorkerState.READY, messages.WorkerState.RESTARTING)
 SETTLE_S = 2.0
-"""After this time nothing that an incarnation sent before its end is under way any more."""
+"""After this time nothing that an incarnation sent before its end can still be under way."""
 _RESTART_SETTLE_S = 0.5
-"""The same for one whose process has ended: the broker has lost its connection too."""
+"""The same if the process has ended: then its connection to the broker is gone too."""
 _MAX_UNREPORTED = 3
 """After this many prompts whose blocks were never reported as stored, the worker's events are not relied on."""
 
@@ -62,9 +62,9 @@ class Worker:
         self.num_unreported = 0
         """Those of them that have ended since it last reported any stored block."""
         self.last_seq: int | None = None
-        """The last entry of its event log that can come, once its successor has said so."""
+        """The last entry of its event log that can still come, if its successor has named it."""
         self.settled_at = 0.0
-        """When nothing more can come, once it is superseded; until then 0."""
+        """The time after which nothing more can come, once it is superseded; until then 0."""
 
     def __repr__(self) -> str:
         return f"<Worker {self.card.worker_id} {self.state} {self.num_requests} requests>"
@@ -105,7 +105,7 @@ class Worker:
 
     @property
     def log_is_whole(self) -> bool:
-        """Whether every entry of its event log that may have reached the broker has come."""
+        """Whether every entry of its event log that may have reached the broker has arrived here."""
         seq = -1 if self.log.seq is None else self.log.seq
         return not self.log.is_behind and (self.last_seq is None or seq >= self.last_seq)
 

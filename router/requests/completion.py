@@ -1,11 +1,11 @@
-"""The part of a completion that a router knows from its worker's event log, enough to continue it elsewhere; pure."""
+"""Keeps what a router must know of a completion to continue it elsewhere, from its worker's event log; pure."""
 
 from array import array
 
 from tokenbus.protocol.wire import internal
 
 MAX_LOSSES = 3
-"""A completion that has lost this many workers in a row is taken to be the reason."""
+"""A completion that has lost this many workers in a row is blamed for their deaths."""
 LOSS_WINDOW_TOKENS = 32
 """Losses with fewer tokens than this between them count together: one token from each worker is no progress."""
 
@@ -20,9 +20,9 @@ class Completion:
         self.first_token: internal.FirstToken | None = None
         """The first worker's account of its first token."""
         self.last_seq = -1
-        """The entry of the present worker's event log that holds its last tokens; -1 if it has said none."""
+        """The entry of the present worker's event log that holds its last tokens; -1 if there is none."""
         self._losses: list[int] = []
-        """The number of tokens at each death of its worker."""
+        """The number of tokens that it had at each death of a worker."""
 
     def __repr__(self) -> str:
         return f"<Completion {len(self.token_ids)} tokens, {len(self._losses)} losses>"
@@ -32,11 +32,11 @@ class Completion:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """The memory that it takes."""
         return 4 * len(self.token_ids) + len(self.logprobs)
 
     def start_attempt(self) -> None:
-        """Another worker is to continue it."""
+        """Notes that another worker is to continue it."""
         self.last_seq = -1
 
     def append(self, token_id: int, seq: int) -> None:
@@ -45,9 +45,9 @@ class Completion:
         self.last_seq = seq
 
     def restore(self, running: internal.RunningRequest, seq: int) -> bool:
-        """Adds the tokens that a snapshot taken after entry `seq` holds behind those that are known.
+        """Adds those tokens from a snapshot, taken after entry `seq`, that are not known yet.
 
-        Returns False if some are in neither, because the snapshot was asked for by somebody who knew more."""
+        Returns False if tokens are missing between the two, because whoever asked for the snapshot knew more."""
         num_given, rest = divmod(len(running.token_ids), 4)
         num_known = len(self.token_ids) - (running.num_tokens - num_given)
         if rest or num_known < 0:
@@ -61,13 +61,15 @@ class Completion:
         return True
 
     def add_loss(self) -> bool:
-        """Counts the death of its worker; returns whether the completion is to be blamed for it."""
+        """Counts the death of a worker; returns whether the completion is to be blamed."""
         self._losses.append(len(self.token_ids))
         recent = [at for at in self._losses if len(self.token_ids) - at < LOSS_WINDOW_TOKENS]
         return len(recent) >= MAX_LOSSES
 
     def resume_from(self, elapsed_ms: float) -> internal.RunResume | None:
-        """Returns what the next worker has to know; None before the first token. `elapsed_ms` is since its accept."""
+        """Returns what the next worker has to know; None before the first token.
+
+        `elapsed_ms` is the time since the first accept."""
         if not self.token_ids:
             return None
         first = self.first_token

@@ -16,7 +16,7 @@ from tokenbus.router.requests.flight import Flight
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 
 _MAX_TRIES = 12
-"""Refusals after which a request ends with the last one. A worker that could not be reached is no try."""
+"""Refusals after which a request ends with the last one. A worker that could not be reached does not count."""
 _RETRY_S = 0.1
 _SETTLE_POLL_S = 0.02
 _UNREACHABLE = (errors.Code.NO_WORKER, errors.Code.WORKER_LOST, errors.Code.ENGINE_POISONED)
@@ -24,12 +24,12 @@ _UNREACHABLE = (errors.Code.NO_WORKER, errors.Code.WORKER_LOST, errors.Code.ENGI
 
 
 class Dispatcher:
-    """Takes requests to workers, again if a worker is lost."""
+    """Finds a worker for each request, and another one if that worker is lost."""
 
     def __init__(
         self, fleet: Fleet, queue: PlacementQueue, attempts: Attempts, metrics: RouterMetrics, patience_s: float
     ) -> None:
-        """A request that a worker has begun waits `patience_s` for another that can continue it."""
+        """`patience_s` is the time for which a request that has begun waits for a worker that can continue it."""
         self._fleet = fleet
         self._queue = queue
         self._attempts = attempts
@@ -42,9 +42,9 @@ class Dispatcher:
         return f"<Dispatcher {self._queue!r}>"
 
     async def dispatch(self, flight: Flight) -> None:
-        """Returns when a worker has accepted the request, or when it was cancelled before one had.
+        """Returns when a worker has accepted the request, or when the request was cancelled before that.
 
-        Raises RequestError if no worker accepts it, and AlreadyStreamingError if one has it already."""
+        Raises RequestError if no worker accepts it, and AlreadyStreamingError if a worker has it already."""
         refused: dict[str, errors.Error] = {}
         tries, served_at = 0, time.monotonic()
         while tries < _MAX_TRIES:
@@ -85,10 +85,10 @@ class Dispatcher:
             raise errors.RequestError(_final_error(flight, refused))
 
     async def redispatch(self, flight: Flight, worker: Worker, *, is_certain: bool) -> None:
-        """Continues a request whose worker is lost, or seems to be if that is not certain.
+        """Continues a request whose worker is lost. If the loss is not certain, the run is revoked first.
 
-        Raises RequestError if its client may have text that this router does not know, or if the worker lives and can't
-        be asked."""
+        Raises RequestError if its client may have text that this router does not know, or if the worker lives and
+        doesn't reply."""
         revocation = Revocation.LOST if is_certain else await self._attempts.revoke(flight, worker)
         if revocation is Revocation.KEPT or (revocation is Revocation.LOST and not await self._settle(flight, worker)):
             return
@@ -106,9 +106,10 @@ class Dispatcher:
         await self.dispatch(flight)
 
     async def _settle(self, flight: Flight, worker: Worker) -> bool:
-        """Waits until nothing more can come of a lost worker; returns False if it has ended the request itself.
+        """Waits until nothing more can come from a lost worker; returns False if that worker has ended the request.
 
-        Raises RequestError unless everything is known that the client may have got, and the prompt is still there."""
+        Raises RequestError if the client may have got something that this router does not know, if the prompt was
+        forgotten, or if too many workers have died with the request."""
         while time.monotonic() < worker.settled_at and not flight.cancelled:
             if worker.last_seq is not None and _knows_all_text(flight, worker):
                 break
@@ -128,8 +129,9 @@ class Dispatcher:
         return True
 
     async def _try(self, flight: Flight, placement: Placement) -> errors.Error | None:
-        """Returns None if the worker has accepted, or the request was cancelled. Raises RequestError for a refusal that
-        no other worker can mend."""
+        """Returns None if the worker has accepted the request, or if the request has ended or was cancelled.
+
+        Raises RequestError for a refusal that no other worker could change."""
         address = placement.worker.card.address
         if flight.cancelled:
             self._fleet.unbook(address, flight.key)
@@ -150,7 +152,7 @@ class Dispatcher:
         return refusal
 
     def _is_served(self, flight: Flight) -> bool:
-        """Whether a worker that could continue the request is there, or about to be."""
+        """Returns whether a worker that could continue the request is there, or is about to be."""
         routing = flight.request.routing
         only = routing.worker_id if routing is not None else None
         for worker in self._fleet.workers_of(flight.model):
@@ -170,8 +172,7 @@ class Dispatcher:
 
 
 def _knows_all_text(flight: Flight, worker: Worker) -> bool:
-    """Whether the client can't have any token of a lost worker that this router does not know, nor lack one that it
-    does know."""
+    """Returns whether this router knows exactly those tokens of a lost worker that the client has got or will get."""
     is_sealed = flight.completion.last_seq <= worker.log.sealed_seq
     return worker.log_is_whole and (is_sealed or not flight.request.is_streamed)
 

@@ -14,7 +14,7 @@ from tokenbus.protocol.wire import codec, messages, subjects
 from tokenbus.router.requests.completion import Completion
 
 _TRIM_TO = 0.9
-"""The share of the memory to which `trim` goes back, so that it need not be done again at once."""
+"""The share of the allowed memory down to which `trim` frees, so that it need not run again at once."""
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
@@ -38,7 +38,7 @@ class Flight:
     held_bytes: int = 0
     """Memory that counts against the limit of `Flights`."""
     prompt_ids: bytes | None = None
-    """The tokenized prompt, kept to the end; without it the request can't be placed again."""
+    """The tokenized prompt, kept until the request ends or `trim` forgets it; then it can't be placed again."""
     num_prompt_tokens: int = 0
     completion: Completion = dataclasses.field(default_factory=Completion)
     hash_scheme: str = ""
@@ -48,7 +48,7 @@ class Flight:
     attempt: int = 0
     """Number of the last attempt that was dispatched; 0 before the first."""
     attempt_worker_id: str = ""
-    """The worker that was sent this attempt."""
+    """The worker to which this attempt was sent."""
     attempt_offset: int = 0
     """Tokens that were sampled before this attempt."""
     worker_id: str | None = None
@@ -174,7 +174,7 @@ class Flights:
         self._set_held_bytes(flight, len(prompt_ids))
 
     def start_attempt(self, flight: Flight, worker_id: str) -> None:
-        """A worker is to run the request: what an earlier one still says of it no longer counts."""
+        """Notes that a worker is to run the request: what an earlier worker still says of it no longer counts."""
         self.unbind_stream(flight)
         flight.attempt += 1
         flight.attempt_worker_id = worker_id
@@ -183,7 +183,7 @@ class Flights:
         flight.ended_by = None
 
     def bind_stream(self, flight: Flight, incarnation: str, stream_no: int) -> None:
-        """A worker has started the request, and names it by a number from now on."""
+        """Notes that a worker has started the request, and names it by a number from now on."""
         self.unbind_stream(flight)
         if (other := self.streams_of(incarnation).get(stream_no)) is not None:
             self.unbind_stream(other)  # the worker contradicts itself: only what it said last counts
@@ -195,8 +195,9 @@ class Flights:
         return self._streams.get(incarnation, _NO_STREAMS)
 
     def trim(self) -> int:
-        """Makes accepted flights forget what they need to be placed again, the largest first, while all flights take
-        more memory than they may. Returns their number. To be called about once a second, since completions grow."""
+        """Frees memory if all flights together take too much; call it about once a second, since completions grow.
+
+        Makes accepted flights, the largest first, forget what they need to be placed again. Returns their number."""
         for there in self._streams.values():
             for flight in there.values():
                 assert flight.prompt_ids is not None, flight
@@ -274,7 +275,7 @@ class Flights:
         flight.held_bytes = num_bytes
 
     def unbind_stream(self, flight: Flight) -> None:
-        """Makes its worker's tokens count no longer."""
+        """Makes the tokens that its worker reports no longer count."""
         if flight.stream is None:
             return
         incarnation, stream_no = flight.stream

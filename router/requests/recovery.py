@@ -1,7 +1,7 @@
 """Applies what workers report, and the loss of workers, to the requests that they have accepted.
 
 The router that placed a request is its guardian: it hears of every token before the client does. When the worker is
-lost, it has everything that another one needs to continue the stream."""
+lost, it has everything that another worker needs to continue the stream."""
 
 from array import array
 
@@ -60,7 +60,7 @@ class Recovery:
             self._fleet.remove(lost.card)
 
     def known_tokens(self, worker: Worker) -> dict[str, int]:
-        """Returns how many tokens are known of each request of this router that a worker has or may have."""
+        """Returns how many tokens are known of each of this router's requests that a worker has or may have."""
         flights = self._flights.accepted_by(worker.card.address)
         flights += [one for one in self._flights.unaccepted() if _is_sent_to(one, worker)]
         return {flight.key: len(flight.completion) for flight in flights}
@@ -84,9 +84,9 @@ class Recovery:
                 flight.completion.first_token = first
 
     def _find(self, worker: Worker, key: str, attempt: int) -> Flight | None:
-        """Returns the request of this router that a worker says it runs, if that is its present attempt.
+        """Returns the request that a worker says it runs, if it is this router's and that attempt is the present one.
 
-        A worker that still runs an earlier one, because it was taken for lost, is told to stop."""
+        A worker that still runs an earlier attempt, because it was taken for lost, is told to stop."""
         flight = self._flights.find(key)
         if flight is None or flight.model != worker.card.model:
             return None
@@ -106,7 +106,7 @@ class Recovery:
             if flight.completion.restore(running, snapshot.seq):
                 self._flights.bind_stream(flight, worker.incarnation, running.stream_no)
             else:
-                # It was placed there after the snapshot was asked for: another one will have its tokens.
+                # it was placed there after the snapshot was asked for: the next snapshot will have its tokens
                 self._flights.unbind_stream(flight)
                 self._fleet.mark_behind(worker.card)
         for flight in self._flights.accepted_by(address):
@@ -125,5 +125,5 @@ class Recovery:
 
 
 def _is_sent_to(flight: Flight, worker: Worker) -> bool:
-    """Whether the present attempt was sent to that worker."""
+    """Returns whether the request's present attempt was sent to this worker."""
     return (flight.model, flight.attempt_worker_id) == worker.card.address

@@ -1,6 +1,6 @@
-"""Whole workers are killed one after another under load, and no client loses or repeats a byte.
+"""Whole workers are killed one after another under load, and no client misses a byte or gets one twice.
 
-TOKENBUS_KILLS is the number of kills: 20 by default, 200 for the long run in bench/README.md."""
+TOKENBUS_KILLS is the number of kills: 20 by default."""
 
 import asyncio
 import os
@@ -23,12 +23,12 @@ TOKENS = 400
 """Tokens of each stream, one every 20 ms."""
 STORIES = 7
 BETWEEN_KILLS = 24
-"""Tokens that a stream gets from each worker: with fewer it would be blamed for the third death."""
+"""Tokens that each stream gets between two kills: with fewer, it would be blamed for the third death."""
 LIBRARY, PLAIN, WHOLE = 16, 12, 4
 
 
 class Tally:
-    """What the clients got: the ends of their streams by kind of client, wrong texts, and gaps after a loss."""
+    """Counts what the clients got: the ends of their streams by kind of client, wrong texts, and gaps after a loss."""
 
     def __init__(self) -> None:
         self.ends: Counter[str] = Counter()
@@ -38,7 +38,7 @@ class Tally:
         """The plain clients' streams, the oldest first."""
 
     def oldest_worker(self) -> str | None:
-        """Returns the worker of the oldest plain stream that has text."""
+        """Returns the present worker of the oldest plain stream that has tokens."""
         for answer in self.open:
             if answer.num_tokens:
                 return [one["worker_id"] for one in answer.messages if one.get("worker_id")][-1]
@@ -65,8 +65,8 @@ def start_worker(system: System, name: str) -> None:
 
 
 async def kill(system: System, bare: RawClient, tally: Tally) -> None:
-    """Kills and restarts the worker of the oldest plain stream; returns when all plain streams have gone on for a
-    while."""
+    """Kills and restarts the worker of the oldest plain stream; returns when all plain streams have gone on for
+    a while."""
     async with asyncio.timeout(60):
         await until_ready(bare, len(WORKERS) - 1)
         while (name := tally.oldest_worker()) is None:

@@ -1,4 +1,4 @@
-"""Collects what routers must learn of a worker, and makes numbered entries of it; pure."""
+"""Collects what routers must learn about a worker, and turns it into numbered entries; pure."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -12,18 +12,18 @@ _HASHES_PER_ENTRY = 4_096
 
 
 class EventLog:
-    """The event log of one epoch. An entry counts once it is marked as published; until then the next one says the
-    same."""
+    """The event log of one epoch. An entry counts once it is marked as published; until then the next one repeats its
+    content."""
 
     def __init__(self, worker_id: str, epoch: str, blocks: Iterable[tuple[int, int]] = ()) -> None:
-        """Begins with `blocks`, pairs of the hash of the block before and its own, as the first ones to store."""
+        """Begins with `blocks` as the first to store: pairs of the hash of the block before it and its own hash."""
         self._worker_id = worker_id
         self._epoch = epoch
         self.next_seq = 0
         self._num_writes = 0
-        """Writes of the bus when the newest entry was queued."""
+        """The bus's `num_writes` when the newest entry was queued."""
         self._unwritten_seq = 0
-        """The first of the entries that were queued after this many writes."""
+        """The first of the entries that were queued since that write."""
         self._is_cleared = False
         self._removed: list[int] = []
         self._stored: dict[int, int] = {name: parent for parent, name in blocks}
@@ -72,8 +72,9 @@ class EventLog:
         sampled: SampledTokens | None = None,
         ended: Sequence[str] = (),
     ) -> internal.Events:
-        """Returns the next entry: everything that has happened, as far as the blocks of it fit, with the tokens of
-        `sampled` and the ends of requests."""
+        """Returns the next entry: everything that has happened, with the tokens of `sampled` and the ends of requests.
+
+        Blocks that don't fit are left for later entries."""
         sampled = sampled or SampledTokens()
         # removals first: a block may be evicted and stored again within one entry
         removed = self._removed[:_HASHES_PER_ENTRY]
@@ -114,8 +115,9 @@ class EventLog:
         )
 
     def mark_published(self, entries: Sequence[internal.Events], num_writes: int) -> None:
-        """Counts entries that were queued together, the first of which is from `make`. `num_writes` is that of the
-        bus."""
+        """Counts entries that were queued together, the first of them made by `make`.
+
+        `num_writes` is the number of writes of the bus so far."""
         first = entries[0]
         if num_writes != self._num_writes:
             self._num_writes, self._unwritten_seq = num_writes, first.seq
@@ -128,6 +130,7 @@ class EventLog:
         self._started, self._finished = [], []
 
     def last_written(self, num_writes: int) -> int:
-        """Returns the number of the last entry that has left this process, -1 if none has. `num_writes` is that of the
-        bus now."""
+        """Returns the number of the last entry that has left this process, or -1 if none has.
+
+        `num_writes` is the number of writes of the bus so far."""
         return (self._unwritten_seq if num_writes == self._num_writes else self.next_seq) - 1

@@ -64,7 +64,7 @@ class Outbox:
                 sampled.remove(stream)
 
     def probe(self, stream: Stream, now: float) -> None:
-        """Publishes an empty chunk at once. The no-responders notice of it can be told from those of other chunks."""
+        """Publishes an empty chunk at once. Its no-responders notice can be told from those of other chunks."""
         stream.last_chunk_at = now
         head = stream.head()
         if head is not None:
@@ -72,14 +72,14 @@ class Outbox:
             self._publish(Outgoing(stream.run.reply, payload, stream.gone_subject + subjects.PROBE_SUFFIX))
 
     def replay(self, stream: Stream, offset: int, now: float) -> None:
-        """Publishes at once what a stream has published from a token on."""
+        """Publishes again, at once, what a stream has published from token `offset` on."""
         stream.last_chunk_at = now
         for chunk in stream.replay(offset, self._room_bytes):
             outgoing = _to_message(stream, chunk)
             if len(outgoing.payload) <= self._room_bytes:
                 self._publish(outgoing)
                 continue
-            # the broker took it once, and is another one now
+            # an earlier broker took it; the present one allows less
             if stream.terminal is not None:
                 self._publish(_to_message(stream, stream.too_large_terminal(chunk)))
             elif not stream.has_ended:
@@ -89,7 +89,7 @@ class Outbox:
             return
 
     def flush(self) -> None:
-        """Publishes everything that was added since it was last published, or nothing of it."""
+        """Publishes everything that was added since the last flush that succeeded, or nothing."""
         if not self._streams:
             return
         room_bytes = self._room_bytes
@@ -117,7 +117,7 @@ class Outbox:
         return self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES
 
     def _publish(self, outgoing: Outgoing) -> None:
-        """Publishes a chunk that nobody misses: its client asks for it again."""
+        """Publishes a chunk, or drops it if the broker is away: its client asks for it again."""
         with contextlib.suppress(OutboundBufferLimitError):
             self._connection.publish_all([outgoing])
 

@@ -8,7 +8,7 @@ from tokenbus.worker.streams.stream import Stream
 
 
 class SampledTokens:
-    """Tokens that one entry of the event log is going to carry, in the order of sampling."""
+    """The tokens that one entry of the event log is going to carry, in the order of sampling."""
 
     def __init__(self) -> None:
         self.stream_nos = array("I")
@@ -25,11 +25,11 @@ class SampledTokens:
 
     @property
     def is_full(self) -> bool:
-        """Whether further tokens belong into another entry."""
+        """Whether further tokens belong in another entry."""
         return 8 * len(self.token_ids) + self._logprob_bytes >= limits.PART_BYTES
 
     def add(self, stream: Stream, output: contract.Output) -> None:
-        """Adds the tokens of an output that the stream has taken."""
+        """Adds the tokens of an output that was added to the stream."""
         number = stream.stream_no
         for token_id in output.token_ids:
             self.stream_nos.append(number)
