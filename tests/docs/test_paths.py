@@ -10,7 +10,7 @@ NAMED = re.compile(rf"`((?:{'|'.join(PACKAGES)}|bench|deploy|tests|docs)/[\w./-]
 FOLDER = re.compile(r"^(\s*)([\w-]+)/ ", re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", ["architecture", "glossary", "routing", "operations", "logs", "bench"])
+@pytest.mark.parametrize("page", ["architecture", "glossary", "routing", "operations", "logs", "bench", "guarantees"])
 def test_every_path_on_a_page_exists(page: str) -> None:
     paths = set(NAMED.findall((ROOT / f"docs/{page}.md").read_text()))
     assert not {path for path in paths if not (ROOT / path).exists()}

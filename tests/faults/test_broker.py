@@ -35,7 +35,7 @@ async def test_a_broker_killed_and_restarted_under_32_streams_costs_no_byte_and_
         (await ask(client, 20).end()).check(undisturbed)
 
 
-async def test_a_broker_that_stands_still_for_three_seconds_mixes_nothing_and_hangs_nobody(system: System) -> None:
+async def test_a_broker_that_stands_still_for_three_seconds_ends_no_stream_of_the_library(system: System) -> None:
     system.router("router")
     system.worker("worker-a")
     system.worker("worker-b")
@@ -49,6 +49,7 @@ async def test_a_broker_that_stands_still_for_three_seconds_mixes_nothing_and_ha
             await asyncio.sleep(3)
         for one in await asyncio.gather(*(one.end() for one in told)):
             one.check(undisturbed)
+        assert all(one.is_whole for one in told)
         fresh = await system.connect()
         await until_ready(fresh, 2)
         await until_idle(fresh)
