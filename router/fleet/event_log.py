@@ -18,6 +18,8 @@ MAX_BUFFERED = 1_024
 
 MAX_PARTS = 16_384
 """Parts of one snapshot. One of so many requests or blocks comes from no worker."""
+_MAX_LOST = 2**53
+"""Lost events are counted up to here: clients are told the number, and a worker may claim any."""
 
 
 class AppliedSnapshot(NamedTuple):
@@ -63,7 +65,7 @@ class EventLog:
         if events.seq <= last:
             return ()
         if events.seq > last + 1 and not self.is_behind:
-            self.num_lost += events.seq - last - 1
+            self.num_lost = min(self.num_lost + events.seq - last - 1, _MAX_LOST)
             self.mark_behind()
         self.seq = events.seq
         if not events.token_ids:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.router.builders import events, part
-from tokenbus.protocol.wire import codec, internal
+from tokenbus.protocol.wire import codec, internal, messages
 from tokenbus.router.fleet.event_log import MAX_BUFFERED, MAX_PARTS, EventLog
 
 
@@ -113,6 +113,17 @@ def test_after_a_gap_no_event_is_applied_until_a_snapshot_closes_it(missing: int
     caught = log.receive_part(part(seq=3 + missing))
     assert caught is not None
     assert seqs(caught.events) == [4 + missing]
+
+
+def test_the_count_of_lost_events_can_be_sent_however_often_a_worker_jumps() -> None:
+    log = live_at(0)
+    for at in (0.0, 5.0):
+        log.receive(events(seq=2**64 - 1))
+        for more in (0.0, 2.0):  # the first is refused, because an event that was kept does not follow it
+            log.request_snapshot(at + more, 1.0)
+            log.receive_part(part(seq=-1))
+        assert not log.is_behind
+    codec.encode(messages.WorkerTracking(events="live", indexed_blocks=0, lost_events=log.num_lost, booked=0))
 
 
 def test_repeated_events_and_events_out_of_order_are_not_applied() -> None:
