@@ -109,9 +109,10 @@ class FleetWatch:
         self._fleet.sweep(now)
         if self._confirming is None and self._fleet.has_expired_leases(now):
             self._confirming = asyncio.create_task(self._confirm_lost(now))
+        room_bytes = self._bus.max_payload - limits.MESSAGE_RESERVE_BYTES
         for worker in self._fleet.snapshots_due(now, _SNAPSHOT_RETRY_S):
             subject = self._names.worker(worker.card.model, worker.card.worker_id, "snapshot")
-            known = internal.SnapshotRequest(known_tokens=self._recovery.known_tokens(worker))
+            known = internal.SnapshotRequest(known_tokens=self._recovery.known_tokens(worker, room_bytes))
             self._ask(subject, self._snapshot_inbox(worker.card.address), codec.encode(known))
         self._lifecycle.tick(now)
 

@@ -5,7 +5,8 @@ events are buffered, and a snapshot is requested. A snapshot comes in parts and 
 state is complete again once all parts are there and the buffered events continue at exactly the next number.
 
 An event precedes the chunks with its tokens. It is *sealed* once something has come that the worker sent behind these
-chunks: then the chunks have reached the broker too."""
+chunks: they have reached the broker too. An event with tokens proves nothing about the one before it, since the tokens
+of one step may take several events, and the chunks of all of them follow the last."""
 
 from collections import deque
 from typing import NamedTuple
@@ -14,6 +15,11 @@ from tokenbus.protocol.wire import codec, internal
 
 MAX_BUFFERED = 1_024
 """Events that may wait for a snapshot; one more, and all are dropped and a new snapshot is requested."""
+
+MAX_PARTS = 16_384
+"""Parts of one snapshot. One of so many requests or blocks comes from no worker."""
+_MAX_LOST = 2**53
+"""Lost events are counted up to here: clients are told the number, and a worker may claim any."""
 
 
 class AppliedSnapshot(NamedTuple):
@@ -59,9 +65,11 @@ class EventLog:
         if events.seq <= last:
             return ()
         if events.seq > last + 1 and not self.is_behind:
-            self.num_lost += events.seq - last - 1
+            self.num_lost = min(self.num_lost + events.seq - last - 1, _MAX_LOST)
             self.mark_behind()
-        self.seq, self.sealed_seq = events.seq, events.seq - 1
+        self.seq = events.seq
+        if not events.token_ids:
+            self.sealed_seq = events.seq - 1
         if not self.is_behind:
             return (events,)
         if len(self._buffer) >= MAX_BUFFERED:
@@ -95,7 +103,10 @@ class EventLog:
         without a gap."""
         if not self.is_behind or self._first_requested_at is None or not 0 <= part.part < part.parts:
             return None
-        if any((known.seq, known.parts) != (part.seq, part.parts) for known in self._parts.values()):
+        if part.parts > MAX_PARTS:
+            return None
+        known = next(iter(self._parts.values()), part)
+        if (known.seq, known.parts) != (part.seq, part.parts):
             self._parts.clear()  # these parts are of an older snapshot
         self._parts[part.part] = part
         if len(self._parts) < part.parts:
@@ -110,16 +121,22 @@ class EventLog:
         self.mark_behind()  # forgets buffer and parts
         self.is_behind = False
         self.seq = later[-1].seq if later else part.seq
-        self.sealed_seq = max(part.seq, self.seq - 1)  # a snapshot is sent behind the chunks of the event before it
+        # a snapshot is sent behind the chunks of the event before it
+        sealed_seq = max(part.seq, *(events.seq - 1 for events in later if not events.token_ids), self.sealed_seq)
+        self.sealed_seq = min(sealed_seq, self.seq)
         return AppliedSnapshot(running, later, runs, requested_at, part.seq)
 
 
 def _join(pieces: list[internal.RunningRequest]) -> dict[str, internal.RunningRequest]:
     """Returns the running requests by id. One with many tokens comes in several pieces, in their order."""
-    whole: dict[str, internal.RunningRequest] = {}
+    by_id: dict[str, list[internal.RunningRequest]] = {}
     for piece in pieces:
-        if (known := whole.get(piece.id)) is not None:
-            token_ids, logprobs = known.token_ids + piece.token_ids, known.logprobs + piece.logprobs
-            piece = codec.replace(known, token_ids=token_ids, logprobs=logprobs)
-        whole[piece.id] = piece
-    return whole
+        by_id.setdefault(piece.id, []).append(piece)
+    return {name: _join_one(found) for name, found in by_id.items()}
+
+
+def _join_one(pieces: list[internal.RunningRequest]) -> internal.RunningRequest:
+    if len(pieces) == 1:
+        return pieces[0]
+    token_ids, logprobs = b"".join(one.token_ids for one in pieces), b"".join(one.logprobs for one in pieces)
+    return codec.replace(pieces[0], token_ids=token_ids, logprobs=logprobs)

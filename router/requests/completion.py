@@ -15,7 +15,7 @@ class Completion:
 
     def __init__(self) -> None:
         self.token_ids = array("I")
-        self.logprobs = b""
+        self.logprobs = bytearray()
         """Packed by workers, for requests that ask for them."""
         self.first_token: internal.FirstToken | None = None
         """The first worker's account of its first token."""
@@ -75,7 +75,7 @@ class Completion:
         first = self.first_token
         return internal.RunResume(
             token_ids=self.token_ids.tobytes(),
-            logprobs=self.logprobs,
+            logprobs=bytes(self.logprobs),
             cached_tokens=first.cached_tokens if first else 0,
             queue_ms=first.queue_ms if first else 0.0,
             prefill_ms=first.prefill_ms if first else 0.0,

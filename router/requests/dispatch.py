@@ -92,6 +92,8 @@ class Dispatcher:
         revocation = Revocation.LOST if is_certain else await self._attempts.revoke(flight, worker)
         if revocation is Revocation.KEPT or (revocation is Revocation.LOST and not await self._settle(flight, worker)):
             return
+        if flight.prompt_ids is None and not flight.cancelled:  # forgotten for want of memory
+            raise errors.request_error(errors.Code.WORKER_LOST)
         if not is_certain:
             self._attempts.move(flight, worker.card.address, flight.attempt)
         self._metrics.continued.labels(flight.model).inc()

@@ -167,11 +167,14 @@ class Flights:
         return self._flights.get(flight.key) is flight
 
     def set_prompt_ids(self, flight: Flight, prompt_ids: bytes) -> None:
-        """Replaces the prompt's text by its token ids, four bytes each."""
+        """Replaces the prompt's text by its token ids, four bytes each, and so those of an earlier stream."""
         flight.prompt_ids = prompt_ids
         flight.num_prompt_tokens = len(prompt_ids) // 4
-        flight.request = codec.replace(flight.request, messages=None, prompt=None, token_ids=None)
-        self._set_held_bytes(flight, len(prompt_ids))
+        if (given := flight.request.resume_from) is not None:
+            flight.completion.token_ids.extend(given.token_ids)
+            flight.hash_scheme = given.hash_scheme or ""
+        flight.request = codec.replace(flight.request, messages=None, prompt=None, token_ids=None, resume_from=None)
+        self._set_held_bytes(flight, len(prompt_ids) + flight.completion.num_bytes)
 
     def start_attempt(self, flight: Flight, worker_id: str) -> None:
         """Notes that a worker is to run the request: what an earlier worker still says of it no longer counts."""

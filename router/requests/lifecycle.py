@@ -203,9 +203,6 @@ class RequestLifecycle:
         self._flights.set_prompt_ids(flight, block_hash.pack_token_ids(token_ids))
         if flight.request.seed is None:  # drawn here, or a worker that continues the stream would draw another
             flight.request = codec.replace(flight.request, seed=secrets.randbits(32))
-        if flight.request.resume_from is not None:
-            flight.completion.token_ids.extend(flight.request.resume_from.token_ids)
-            flight.hash_scheme = flight.request.resume_from.hash_scheme or ""
         num_tokens = len(token_ids) + (flight.request.max_tokens or 0)
         _check_throttled(self._rate_limiter.charge_tokens(flight.tenant, num_tokens, time.monotonic()))
         await self._dispatcher.dispatch(flight)

@@ -3,6 +3,7 @@
 The router that placed a request is its guardian: it hears of every token before the client does. When the worker is
 lost, it has everything that another worker needs to continue the stream."""
 
+import itertools
 from array import array
 
 import structlog
@@ -16,6 +17,9 @@ from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.flight import Flight, Flights
 from tokenbus.router.requests.lifecycle import RequestLifecycle
+
+_KNOWN_BYTES = 16
+"""Bytes of a snapshot request for each request that it names, beside its key."""
 
 
 class Recovery:
@@ -59,11 +63,15 @@ class Recovery:
         if not flights:
             self._fleet.remove(lost.card)
 
-    def known_tokens(self, worker: Worker) -> dict[str, int]:
-        """Returns how many tokens are known of each of this router's requests that a worker has or may have."""
+    def known_tokens(self, worker: Worker, max_bytes: int) -> dict[str, int]:
+        """Returns how many tokens are known of each request of this router that a worker has or may have, as far as
+        they fit a message of `max_bytes`."""
         flights = self._flights.accepted_by(worker.card.address)
         flights += [one for one in self._flights.unaccepted() if _is_sent_to(one, worker)]
-        return {flight.key: len(flight.completion) for flight in flights}
+        flights = [flight for flight in flights if flight.prompt_ids is not None]
+        sizes = itertools.accumulate(len(flight.key) + _KNOWN_BYTES for flight in flights)
+        fitting = itertools.takewhile(lambda pair: pair[1] <= max_bytes, zip(flights, sizes, strict=True))
+        return {flight.key: len(flight.completion) for flight, _ in fitting}
 
     def _apply_tokens(self, entry: internal.Events, worker: Worker) -> None:
         """Keeps the tokens of this router's requests."""
@@ -84,7 +92,8 @@ class Recovery:
                 flight.completion.first_token = first
 
     def _find(self, worker: Worker, key: str, attempt: int) -> Flight | None:
-        """Returns the request that a worker says it runs, if it is this router's and that attempt is the present one.
+        """Returns the request of this router that a worker says it runs, if that is its present attempt and can go on
+        elsewhere.
 
         A worker that still runs an earlier attempt, because it was taken for lost, is told to stop."""
         flight = self._flights.find(key)
@@ -93,6 +102,8 @@ class Recovery:
         if attempt < flight.attempt:
             self._metrics.stale_attempts.inc()
             self._attempts.move(flight, worker.card.address, attempt)
+        if flight.prompt_ids is None:  # forgotten for want of memory: its tokens are of no use any more
+            return None
         return flight if attempt == flight.attempt and _is_sent_to(flight, worker) else None
 
     def _apply_snapshot(self, snapshot: AppliedSnapshot, worker: Worker) -> None:

@@ -279,7 +279,7 @@ def with_token(order: int, token_id: int, stream_no: int = 7) -> tuple[Received,
 STARTED = told(11, started=[{"id": "t:r", "stream_no": 7, "attempt": 1, "prompt_tokens": 3}])
 FINISHED = told(50, finished=["t:r"])
 TOKENS = [with_token(15, 1), with_token(25, 2), with_token(35, 3)]
-"""Entries with the tokens of three chunks, which arrive at 20, 30 and 40. A later entry seals the one before it."""
+"""Entries with the tokens of three chunks, which arrive at 20, 30 and 40. The entry at 50 seals them."""
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,8 @@ def test_events_come_in_order_with_the_chunks(events: list[tuple[Received, Messa
 
 @pytest.mark.parametrize(("sealed_at", "is_sealed"), [(41, True), (39, False)])
 def test_an_entry_is_sealed_behind_its_chunks(sealed_at: int, is_sealed: bool) -> None:
-    events = [STARTED, *TOKENS, (at(60), event(35, finished=["t:r"]))]  # an entry that seals none of these
+    # the last entry seals no more than the one at 25; one with tokens seals nothing
+    events = [STARTED, *TOKENS, with_token(45, 9, stream_no=8), (at(60), event(26, finished=["t:r"]))]
     seals = [(at(sealed_at), {"epoch": "1-a", "seq": 35}), (at(70), {"epoch": "2-b", "seq": 35})]
     if is_sealed:
         check_request_events("t:r", events, seals, answered())

@@ -37,7 +37,7 @@ def test_a_completion_without_tokens_is_not_resumed() -> None:
 
 def test_the_next_worker_gets_every_token_and_the_account_of_the_first() -> None:
     completion = of(11, 12)
-    completion.first_token, completion.logprobs = FIRST, b"ab"
+    completion.first_token, completion.logprobs = FIRST, bytearray(b"ab")
     assert completion.resume_from(5.0) == internal.RunResume(
         token_ids=block_hash.pack_token_ids([11, 12]),
         logprobs=b"ab",
@@ -46,6 +46,16 @@ def test_the_next_worker_gets_every_token_and_the_account_of_the_first() -> None
         prefill_ms=2.0,
         elapsed_ms=5.0,
     )
+
+
+def test_log_probabilities_are_added_in_place() -> None:
+    """A completion may have megabytes of them: a copy for each token would take longer than the tokens do."""
+    completion = of(11)
+    kept = completion.logprobs
+    completion.logprobs += b"ab"
+    assert completion.restore(running(2, 12, logprobs=b"cd"), seq=1)
+    assert completion.logprobs is kept
+    assert kept == b"abcd"
 
 
 def test_the_last_entry_with_tokens_is_that_of_the_present_worker() -> None:
@@ -66,7 +76,7 @@ def test_a_snapshot_adds_exactly_what_is_missing_or_is_of_no_use(tokens: list[in
     completion = of(*tokens[:known])
     given = tokens[asked:]
     logprobs = bytes(token_id % 251 for token_id in given)
-    completion.logprobs = bytes(token_id % 251 for token_id in tokens[:known])
+    completion.logprobs = bytearray(token_id % 251 for token_id in tokens[:known])
     is_whole = completion.restore(running(len(tokens), *given, logprobs=logprobs), seq=9)
     has_a_hole = min(known, len(tokens)) < len(tokens) - len(given)
     assert is_whole is not has_a_hole

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from tests.router.builders import at, flight
+from tokenbus.protocol.wire import messages
 from tokenbus.router.requests.flight import Flight, Flights
 
 
@@ -60,6 +61,17 @@ def test_more_flights_than_the_capacity_violate_the_integrity() -> None:
     flights.add(flight("r2"), 10)
     with pytest.raises(AssertionError):
         flights.check_integrity()
+
+
+def test_the_tokens_of_an_earlier_stream_count_as_memory_and_are_kept_once() -> None:
+    flights = Flights(2, 1_000)
+    given = messages.ResumeFrom(token_ids=[7] * 200, hash_scheme="x")
+    one = flight("r1", resume_from=given)
+    flights.add(one, 300)
+    flights.set_prompt_ids(one, bytes(8))
+    assert (one.held_bytes, one.request.resume_from) == (808, None)
+    assert (list(one.completion.token_ids), one.hash_scheme) == ([7] * 200, "x")
+    assert not flights.has_room(300)
 
 
 def test_an_accepted_flight_belongs_to_its_worker_until_it_is_removed() -> None:

@@ -121,7 +121,7 @@ def test_tokens_behind_a_gap_count_once_a_snapshot_has_closed_it() -> None:
     testbed.hear(events("w1", 3, tokens=[(1, 8)]))
     assert testbed.tokens == [5]
     assert testbed.fleet.snapshots_due(0.0, 1.0) == [known(testbed.fleet)]
-    assert testbed.recovery.known_tokens(known(testbed.fleet)) == {KEY: 1}
+    assert testbed.recovery.known_tokens(known(testbed.fleet), 1_000) == {KEY: 1}
     snapshot = codec.replace(part("w1", 2), running=[HELD])
     testbed.recovery.apply(testbed.fleet.apply_snapshot_part("demo", snapshot, 0.0), at("w1"))
     assert (testbed.tokens, testbed.flight.completion.last_seq) == ([5, 6, 7, 8], 3)
@@ -165,3 +165,36 @@ def test_what_a_superseded_worker_has_sent_before_its_end_still_counts() -> None
     assert testbed.flight.completion.token_ids == array("I", [7])
     testbed.hear(events("w1", 2, finished=(KEY,)))
     assert (testbed.flight.ended_by, testbed.flights.find(KEY)) == ("w1", testbed.flight)
+
+
+@pytest.mark.parametrize("in_snapshot", [False, True])
+def test_tokens_of_a_request_that_was_forgotten_for_want_of_memory_are_not_kept_again(in_snapshot: bool) -> None:
+    testbed = Testbed()
+    testbed.hear(started(0))
+    testbed.flight.completion.logprobs += bytes(1_000)
+    assert testbed.flights.trim() == 1
+    if in_snapshot:
+        testbed.fleet.mark_all_behind()
+        testbed.fleet.snapshots_due(0.0, 1.0)
+        assert testbed.recovery.known_tokens(known(testbed.fleet), 1_000) == {}
+        whole = codec.replace(HELD, token_ids=block_hash.pack_token_ids([5, 6, 7]))
+        snapshot = codec.replace(part("w1", 2), running=[whole])
+        testbed.recovery.apply(testbed.fleet.apply_snapshot_part("demo", snapshot, 0.0), at("w1"))
+        assert not known(testbed.fleet).log.is_behind
+    else:
+        testbed.hear(codec.replace(started(1), stream_nos=b"\1\0\0\0", token_ids=b"\5\0\0\0"))
+    assert (testbed.tokens, testbed.flights.trim()) == ([], 0)
+    assert testbed.flights.holds(testbed.flight)
+
+
+def test_a_snapshot_request_names_no_more_requests_than_fit_a_message() -> None:
+    testbed = Testbed()
+    testbed.flights = testbed.recovery._flights = Flights(2_000, 1_000_000)
+    for number in range(1_000):
+        one = flight(f"{number:0128}")
+        testbed.flights.add(one, 10)
+        testbed.flights.set_prompt_ids(one, b"1234")
+        one.completion.token_ids.extend(range(70_000 if number < 10 else 1))
+        testbed.flights.accept(one, "w1", 0.0)
+    named = testbed.recovery.known_tokens(known(testbed.fleet), 50_000)
+    assert 40_000 < len(codec.encode(internal.SnapshotRequest(known_tokens=named))) <= 50_000

@@ -18,37 +18,69 @@ class StopMatcher:
     If several end at the same character, the longest wins. How the text is split into pieces makes no difference."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+        self._stops = tuple(map(_Stop, stops))
         self._held = ""
 
     def push(self, text: str) -> Text:
         """Takes more text and returns what can no longer be part of a stop string."""
         if not self._stops:
             return Text(text)
+        # the tuple's order decides: the earliest end, then the longest
+        found = [(end, -len(stop.text), stop.text) for stop in self._stops if (end := stop.push(text)) is not None]
         text = self._held + text
-        # the tuple's order decides: the earliest end, then the earliest start, which is the longest
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            _, at, stop = min(found)
-            self._held = ""
-            return Text(text[:at], stop)
+            end, _, stop_text = min(found)
+            at = len(self._held) + end - len(stop_text)
+            self._forget()
+            return Text(text[:at], stop_text)
         # the longest possible start of any stop string is held back
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        keep = max(stop.num_matched for stop in self._stops)
         self._held = text[len(text) - keep :]
         return Text(text[: len(text) - keep])
 
     def flush(self) -> str:
         """Returns the text that is held back, when no more will come."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._forget()
         return held
 
+    def _forget(self) -> None:
+        self._held = ""
+        for stop in self._stops:
+            stop.num_matched = 0
 
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+
+class _Stop:
+    """One stop string, and how much of it the text ends with.
+
+    Each character is looked at once or twice (Knuth, Morris, Pratt), whatever the strings are: all the text of a
+    completion that continues comes at once, and a worker that computes for too long takes itself for cut off."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        self._borders = [0] * len(text)
+        """For each start of the string, the length of its longest other start that it ends with."""
+        border = 0
+        for at in range(1, len(text)):
+            border = self._borders[at] = self._next(border, text[at])
+
+    def push(self, text: str) -> int | None:
+        """Takes more text; returns where in it the string is complete for the first time, or None."""
+        matched = self.num_matched
+        if not matched and self.text[0] not in text:
+            return None
+        for end, char in enumerate(text, start=1):
+            matched = self._next(matched, char)
+            if matched == len(self.text):
+                return end
+        self.num_matched = matched
+        return None
+
+    def _next(self, matched: int, char: str) -> int:
+        while matched and self.text[matched] != char:
+            matched = self._borders[matched - 1]
+        return matched + (self.text[matched] == char)
 
 
 class Detokenizer:

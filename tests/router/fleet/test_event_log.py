@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.router.builders import events, part
-from tokenbus.protocol.wire import codec, internal
-from tokenbus.router.fleet.event_log import MAX_BUFFERED, EventLog
+from tokenbus.protocol.wire import codec, internal, messages
+from tokenbus.router.fleet.event_log import MAX_BUFFERED, MAX_PARTS, EventLog
 
 
 def seqs(ready: tuple[internal.Events, ...]) -> list[int]:
@@ -39,6 +39,32 @@ def test_an_entry_is_sealed_by_its_seal_or_by_the_next_entry_and_never_unsealed(
     assert log.sealed_seq == 2
     log.receive(events(seq=3))
     assert log.sealed_seq == 2
+
+
+def test_an_entry_with_tokens_seals_no_other() -> None:
+    """The tokens of one step may take two entries, and the chunks of both follow the second."""
+    log = live_at(2)
+    log.receive(events(seq=3, tokens=[(1, 5)]))
+    log.receive(events(seq=4, tokens=[(2, 5)]))
+    assert log.sealed_seq == 1
+    log.receive(events(seq=5))
+    assert log.sealed_seq == 4
+
+
+def test_an_entry_with_tokens_behind_a_snapshot_seals_no_other() -> None:
+    log = EventLog()
+    log.request_snapshot(0.0, 1.0)
+    for seq in (6, 7):
+        log.receive(events(seq=seq, tokens=[(1, 5)]))
+    log.seal(6)
+    assert log.receive_part(part(seq=5)) is not None
+    assert log.sealed_seq == 6
+    log.mark_behind()
+    log.request_snapshot(0.0, 1.0)
+    for seq in (8, 9):
+        log.receive(events(seq=seq, tokens=[(1, 5)]))
+    assert log.receive_part(part(seq=7)) is not None
+    assert log.sealed_seq == 7
 
 
 @pytest.mark.parametrize(("later", "sealed_seq"), [((), 5), ((6,), 5), ((6, 7), 6)])
@@ -89,6 +115,17 @@ def test_after_a_gap_no_event_is_applied_until_a_snapshot_closes_it(missing: int
     assert seqs(caught.events) == [4 + missing]
 
 
+def test_the_count_of_lost_events_can_be_sent_however_often_a_worker_jumps() -> None:
+    log = live_at(0)
+    for at in (0.0, 5.0):
+        log.receive(events(seq=2**64 - 1))
+        for more in (0.0, 2.0):  # the first is refused, because an event that was kept does not follow it
+            log.request_snapshot(at + more, 1.0)
+            log.receive_part(part(seq=-1))
+        assert not log.is_behind
+    codec.encode(messages.WorkerTracking(events="live", indexed_blocks=0, lost_events=log.num_lost, booked=0))
+
+
 def test_repeated_events_and_events_out_of_order_are_not_applied() -> None:
     log = live_at(3)
     assert [seqs(log.receive(events(seq=number))) for number in (3, 0, 1)] == [[], [], []]
@@ -125,7 +162,7 @@ def test_parts_of_two_snapshots_are_never_mixed() -> None:
     assert set(caught.running) == {"new"}
 
 
-@pytest.mark.parametrize(("number", "parts"), [(1, 1), (-1, 1), (0, 0), (5, 3)])
+@pytest.mark.parametrize(("number", "parts"), [(1, 1), (-1, 1), (0, 0), (5, 3), (0, MAX_PARTS + 1)])
 def test_an_impossible_part_is_ignored(number: int, parts: int) -> None:
     log = EventLog()
     log.request_snapshot(0.0, 1.0)
