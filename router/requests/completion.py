@@ -2,10 +2,12 @@
 
 from array import array
 
-from tokenbus.protocol.wire import internal
+from tokenbus.protocol.wire import errors, internal
 
-MAX_LOSSES = 3
-"""A completion that has lost this many workers in a row is blamed for their deaths."""
+MAX_DEATHS = 3
+"""A completion with which this many workers in a row have died is blamed for their deaths."""
+MAX_LOSSES = 8
+"""A completion that has lost this many in a row, for whatever reason, goes on no more: it may be what holds them up."""
 LOSS_WINDOW_TOKENS = 32
 """Losses with fewer tokens than this between them count together: one token from each worker is no progress."""
 
@@ -21,8 +23,8 @@ class Completion:
         """The first worker's account of its first token."""
         self.last_seq = -1
         """The entry of the present worker's event log that holds its last tokens; -1 if there is none."""
-        self._losses: list[int] = []
-        """The number of tokens that it had at each death of a worker."""
+        self._losses: list[tuple[int, bool]] = []
+        """The tokens that it had at each recent loss of a worker, and whether the worker had died."""
 
     def __repr__(self) -> str:
         return f"<Completion {len(self.token_ids)} tokens, {len(self._losses)} losses>"
@@ -60,11 +62,14 @@ class Completion:
         self.last_seq = seq
         return True
 
-    def add_loss(self) -> bool:
-        """Counts the death of a worker; returns whether the completion is to be blamed."""
-        self._losses.append(len(self.token_ids))
-        recent = [at for at in self._losses if len(self.token_ids) - at < LOSS_WINDOW_TOKENS]
-        return len(recent) >= MAX_LOSSES
+    def add_loss(self, *, is_death: bool) -> errors.Code | None:
+        """Counts the loss of a worker, which has died or has only cut itself off; returns the error with which the
+        completion ends if there were too many."""
+        self._losses.append((len(self.token_ids), is_death))
+        self._losses = [one for one in self._losses if len(self.token_ids) - one[0] < LOSS_WINDOW_TOKENS]
+        if sum(died for _, died in self._losses) >= MAX_DEATHS:
+            return errors.Code.REQUEST_CRASHES_ENGINE
+        return errors.Code.WORKER_LOST if len(self._losses) >= MAX_LOSSES else None
 
     def resume_from(self, elapsed_ms: float) -> internal.RunResume | None:
         """Returns what the next worker has to know; None before the first token.

@@ -124,10 +124,9 @@ class Dispatcher:
         if flight.prompt_ids is None or not _knows_all_text(flight, worker):
             raise errors.request_error(errors.Code.WORKER_LOST)
         # a frontend that fences itself has not died of anything
-        if worker.last_seq is None and flight.completion.add_loss():
-            raise errors.request_error(
-                errors.Code.REQUEST_CRASHES_ENGINE, "three workers in a row died with the request"
-            )
+        code = flight.completion.add_loss(is_death=worker.last_seq is None)
+        if code is not None:
+            raise errors.request_error(code, "too many workers in a row were lost with the request")
         return True
 
     async def _try(self, flight: Flight, placement: Placement) -> errors.Error | None:

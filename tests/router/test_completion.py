@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.protocol.wire import block_hash, internal
-from tokenbus.router.requests.completion import LOSS_WINDOW_TOKENS, MAX_LOSSES, Completion
+from tokenbus.protocol.wire import block_hash, errors, internal
+from tokenbus.router.requests.completion import LOSS_WINDOW_TOKENS, MAX_DEATHS, MAX_LOSSES, Completion
 
 FIRST = internal.FirstToken(stream_no=7, cached_tokens=3, queue_ms=1.0, prefill_ms=2.0)
 
@@ -96,12 +96,20 @@ def test_a_snapshot_that_contradicts_what_is_known_changes_nothing(claim: intern
 
 def test_three_deaths_without_progress_are_blamed_on_the_request() -> None:
     completion = of(1, 2)
-    assert [completion.add_loss() for _ in range(MAX_LOSSES)] == [False] * (MAX_LOSSES - 1) + [True]
+    ends = [completion.add_loss(is_death=True) for _ in range(MAX_DEATHS)]
+    assert ends == [None] * (MAX_DEATHS - 1) + [errors.Code.REQUEST_CRASHES_ENGINE]
 
 
-def test_deaths_with_enough_tokens_between_them_are_not() -> None:
+def test_workers_that_cut_themselves_off_are_no_deaths_but_too_many_of_them_end_the_request_too() -> None:
+    completion = of(1, 2)
+    ends = [completion.add_loss(is_death=False) for _ in range(MAX_LOSSES)]
+    assert ends == [None] * (MAX_LOSSES - 1) + [errors.Code.WORKER_LOST]
+
+
+@pytest.mark.parametrize("is_death", [False, True])
+def test_losses_with_enough_tokens_between_them_are_forgotten(is_death: bool) -> None:
     completion = Completion()
     for _ in range(5 * MAX_LOSSES):
-        assert not completion.add_loss()
-        for token_id in range(LOSS_WINDOW_TOKENS // (MAX_LOSSES - 1)):
+        assert completion.add_loss(is_death=is_death) is None
+        for token_id in range(LOSS_WINDOW_TOKENS // (MAX_DEATHS - 1)):
             completion.append(token_id, seq=0)
