@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from array import array
 from collections.abc import Sequence
 
 from tokenbus.conformance import field_types, schemas
@@ -10,7 +9,7 @@ from tokenbus.conformance.assertions import Message, SkippedError, expect
 from tokenbus.conformance.exchange import Exchange
 from tokenbus.conformance.link import Received
 from tokenbus.conformance.probe import Probe, short_request
-from tokenbus.protocol.wire import subjects
+from tokenbus.protocol.wire import block_hash, subjects
 
 _WATCH_S = 2.0
 _HEARTBEAT_S = 0.25
@@ -155,7 +154,8 @@ def _tokens_of(
     number = next(entry["stream_no"] for entry in started["started"] if entry["id"] == key)
     tokens = []
     for received, entry in events:
-        stream_nos, token_ids = array("I", entry.get("stream_nos") or b""), array("I", entry.get("token_ids") or b"")
+        stream_nos = block_hash.unpack_token_ids(entry.get("stream_nos") or b"")
+        token_ids = block_hash.unpack_token_ids(entry.get("token_ids") or b"")
         expect(len(stream_nos) == len(token_ids), "an entry has not as many stream_nos as token_ids")
         found = [token_id for stream_no, token_id in zip(stream_nos, token_ids, strict=True) if stream_no == number]
         tokens += [(received.order, entry, token_id) for token_id in found]

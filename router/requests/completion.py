@@ -2,7 +2,7 @@
 
 from array import array
 
-from tokenbus.protocol.wire import errors, internal
+from tokenbus.protocol.wire import block_hash, errors, internal
 
 MAX_DEATHS = 3
 """A completion with which this many workers in a row have died is blamed for their deaths."""
@@ -56,7 +56,7 @@ class Completion:
             return False
         if num_known >= num_given:
             return num_known == num_given
-        self.token_ids.frombytes(running.token_ids[4 * num_known :])
+        self.token_ids.extend(block_hash.unpack_token_ids(running.token_ids[4 * num_known :]))
         self.logprobs += running.logprobs[num_known * (len(running.logprobs) // num_given) :]
         self.first_token = self.first_token or running.first_token
         self.last_seq = seq
@@ -79,7 +79,7 @@ class Completion:
             return None
         first = self.first_token
         return internal.RunResume(
-            token_ids=self.token_ids.tobytes(),
+            token_ids=block_hash.pack_token_ids(self.token_ids),
             logprobs=bytes(self.logprobs),
             cached_tokens=first.cached_tokens if first else 0,
             queue_ms=first.queue_ms if first else 0.0,

@@ -94,7 +94,7 @@ class Dispatcher:
             return
         if flight.prompt_ids is None and not flight.cancelled:  # forgotten for want of memory
             raise errors.request_error(errors.Code.WORKER_LOST)
-        if not is_certain:
+        if revocation is Revocation.LOST and not is_certain:  # it may live after all, and still run the attempt
             self._attempts.move(flight, worker.card.address, flight.attempt)
         self._metrics.continued.labels(flight.model).inc()
         self._fleet.stats.continued += 1
@@ -110,8 +110,8 @@ class Dispatcher:
     async def _settle(self, flight: Flight, worker: Worker) -> bool:
         """Waits until nothing more can come from a lost worker; returns False if that worker has ended the request.
 
-        Raises RequestError if the client may have got something that this router does not know, if the prompt was
-        forgotten, or if too many workers have died with the request."""
+        Raises RequestError if the client may have got something that this router does not know, or if too many workers
+        in a row were lost with the request."""
         while time.monotonic() < worker.settled_at and not flight.cancelled:
             if worker.last_seq is not None and _knows_all_text(flight, worker):
                 break
@@ -121,7 +121,7 @@ class Dispatcher:
             return False
         if flight.cancelled:
             return True
-        if flight.prompt_ids is None or not _knows_all_text(flight, worker):
+        if not _knows_all_text(flight, worker):
             raise errors.request_error(errors.Code.WORKER_LOST)
         # a frontend that fences itself has not died of anything
         code = flight.completion.add_loss(is_death=worker.last_seq is None)

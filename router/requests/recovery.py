@@ -4,11 +4,10 @@ The router that placed a request is its guardian: it hears of every token before
 lost, it has everything that another worker needs to continue the stream."""
 
 import itertools
-from array import array
 
 import structlog
 
-from tokenbus.protocol.wire import internal, subjects
+from tokenbus.protocol.wire import block_hash, internal, subjects
 from tokenbus.router.fleet.event_log import AppliedSnapshot
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.updates import FleetUpdate
@@ -81,7 +80,8 @@ class Recovery:
         streams = self._flights.streams_of(worker.incarnation)
         if not streams:
             return
-        for stream_no, token_id in zip(array("I", entry.stream_nos), array("I", entry.token_ids), strict=True):
+        stream_nos = block_hash.unpack_token_ids(entry.stream_nos)
+        for stream_no, token_id in zip(stream_nos, block_hash.unpack_token_ids(entry.token_ids), strict=True):
             if (flight := streams.get(stream_no)) is not None:
                 flight.completion.append(token_id, entry.seq)
         for stream_no, logprobs in entry.logprobs.items():

@@ -300,7 +300,7 @@ class PassesOffGivenTokensAsNew(Honest):
 
 
 class TakesGivenTokensForPrompt(Honest):
-    """As if tokens were all that has to be told of a completion."""
+    """Passes the given tokens on as the end of the prompt, so that the engine counts them as none of its own."""
 
     def request(self, request):  # type: ignore[no-untyped-def]
         if request.resumed is None:

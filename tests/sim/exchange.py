@@ -20,7 +20,7 @@ _seals = codec.Decoder(internal.Seal)
 
 
 class Record:
-    """What the broker has received of one worker's log, and of the runs for all workers."""
+    """Keeps what the broker has received of one worker's log, and of the runs for all workers."""
 
     def __init__(self, worker_id: str) -> None:
         self._events_subject = _NAMES.events(MODEL, worker_id)

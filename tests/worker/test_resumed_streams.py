@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.arithmetic import ArithmeticRunner
 from tests.support.engines import thread_engine
+from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
@@ -25,18 +26,13 @@ MAX_TOKENS = 12
 SCHEME = "xxh3-64:" + "0" * 16
 
 
-class Wire:
+class Wire(RecordingBus):
     """Keeps the chunks that are published to each inbox."""
 
-    max_payload = 1_000_000
-    num_writes = 0
-
     def __init__(self) -> None:
+        super().__init__()
         self.chunks: dict[str, list[messages.Chunk]] = {}
         self.changed = asyncio.Event()
-
-    def publish(self, subject: str, payload: bytes) -> None:
-        self.publish_all([Outgoing(subject, payload)])
 
     def publish_all(self, messages: Sequence[Outgoing]) -> None:
         for message in messages:

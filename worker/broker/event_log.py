@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tokenbus.protocol.wire import block_hash, internal, messages
 from tokenbus.worker.broker.published_blocks import to_runs
@@ -75,24 +76,18 @@ class EventLog:
         """Returns the next entry: everything that has happened, with the tokens of `sampled` and the ends of requests.
 
         Blocks that don't fit are left for later entries."""
-        sampled = sampled or SampledTokens()
         # removals first: a block may be evicted and stored again within one entry
         removed = self._removed[:_HASHES_PER_ENTRY]
         stored = itertools.islice(self._stored.items(), _HASHES_PER_ENTRY - len(removed))
-        return internal.Events(
-            worker_id=self._worker_id,
-            epoch=self._epoch,
-            seq=self.next_seq,
-            load=load,
-            state=state,
+        return self._entry(
+            self.next_seq,
+            load,
+            state,
+            sampled,
             cleared=self._is_cleared,
             removed=removed,
             stored=list(to_runs((parent, name) for name, parent in stored)),
             started=self._started,
-            stream_nos=block_hash.pack_token_ids(sampled.stream_nos),
-            token_ids=block_hash.pack_token_ids(sampled.token_ids),
-            logprobs=sampled.logprobs,
-            first_tokens=sampled.first_tokens,
             finished=[*self._finished, *ended],
         )
 
@@ -100,19 +95,7 @@ class EventLog:
         self, entry: internal.Events, sampled: SampledTokens | None = None, ended: Sequence[str] = ()
     ) -> internal.Events:
         """Returns an entry to publish together with `entry` and behind it."""
-        sampled = sampled or SampledTokens()
-        return internal.Events(
-            worker_id=self._worker_id,
-            epoch=self._epoch,
-            seq=entry.seq + 1,
-            load=entry.load,
-            state=entry.state,
-            stream_nos=block_hash.pack_token_ids(sampled.stream_nos),
-            token_ids=block_hash.pack_token_ids(sampled.token_ids),
-            logprobs=sampled.logprobs,
-            first_tokens=sampled.first_tokens,
-            finished=list(ended),
-        )
+        return self._entry(entry.seq + 1, entry.load, entry.state, sampled, finished=list(ended))
 
     def mark_published(self, entries: Sequence[internal.Events], num_writes: int) -> None:
         """Counts entries that were queued together, the first of them made by `make`.
@@ -134,3 +117,25 @@ class EventLog:
 
         `num_writes` is the number of writes of the bus so far."""
         return (self._unwritten_seq if num_writes == self._num_writes else self.next_seq) - 1
+
+    def _entry(
+        self,
+        seq: int,
+        load: messages.Load,
+        state: messages.WorkerState,
+        sampled: SampledTokens | None,
+        **news: Any,
+    ) -> internal.Events:
+        sampled = sampled or SampledTokens()
+        return internal.Events(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            seq=seq,
+            load=load,
+            state=state,
+            stream_nos=block_hash.pack_token_ids(sampled.stream_nos),
+            token_ids=block_hash.pack_token_ids(sampled.token_ids),
+            logprobs=sampled.logprobs,
+            first_tokens=sampled.first_tokens,
+            **news,
+        )

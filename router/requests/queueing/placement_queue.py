@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection
 from typing import NamedTuple
 
-from tokenbus.protocol.wire import errors, messages
+from tokenbus.protocol.wire import block_hash, errors, messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement.placement import Capacity, NoWorker, Placement, PlacementOptions, PlacementRequest
@@ -205,6 +205,6 @@ class PlacementQueue:
         if scheme is None or request.cache_prompt is False:
             return PlacementRequest(flight.key, num_tokens, session=session)
         # whoever continues a completion computes it like a prompt, unless its blocks are cached
-        token_ids = flight.prompt_ids + flight.completion.token_ids.tobytes()
+        token_ids = flight.prompt_ids + block_hash.pack_token_ids(flight.completion.token_ids)
         hashes = scheme.hashes(token_ids, flight.tenant, request.cache_salt or "")
         return PlacementRequest(flight.key, num_tokens, hashes, session)
