@@ -54,6 +54,9 @@ class WorkerState(enum.StrEnum):
     RESTARTING = "restarting"
     """Its engine died and a new one is being started."""
     DRAINING = "draining"
+    """It takes no new requests, and finishes those that it has."""
+    LEAVING = "leaving"
+    """Routers are to take its streams elsewhere."""
     STOPPED = "stopped"
     """It has withdrawn; this is the last thing it says."""
 

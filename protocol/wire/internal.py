@@ -56,6 +56,8 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """The completion so far, if the run continues a stream."""
     routing: public.RoutingReport | None = None
     """The routing report for the terminal, if the client asked for it."""
+    routing_options: public.RoutingOptions | None = None
+    """The client's wishes for the choice of a worker, for a router that places the request again."""
 
 
 class RunReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -106,6 +108,76 @@ class ControlReply(public.Message, frozen=True, kw_only=True, omit_defaults=True
     """The new replicas, once a `load` is done."""
     epoch: str | None = None
     """The epoch in which a `drop` was carried out; a later epoch knows nothing of what an earlier one has published."""
+
+
+class Take(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks a leaving worker to give up a stream, so that another worker continues it."""
+
+    request_id: str
+    """`<tenant token>:<id>`."""
+    attempt: Annotated[int, COUNT]
+    """The attempt that runs there."""
+    known_tokens: Annotated[int, COUNT] = 0
+    """The number of its sampled tokens that the router knows."""
+
+
+class TakeReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker's answer to `take`. It follows the last chunk of the stream, and is the same if the router asks again."""
+
+    ok: bool
+    """Whether the worker has given up the stream. If not, it does not have it, or has already ended it."""
+    epoch: str
+    """The worker's epoch."""
+    num_tokens: int = 0
+    """The number of the stream's sampled tokens."""
+    token_ids: bytes = b""
+    """Those of its tokens that the router does not know, as unsigned 32-bit little-endian integers."""
+    logprobs: bytes = b""
+    """The log probabilities of `token_ids`, if the request asks for them, in a form that only workers read."""
+    first_token: "FirstToken | None" = None
+    """Its first token's cached prompt tokens and times, once it has a token."""
+
+
+class Guard(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks a router to become the guardian of a request. A worker asks for a stream whose guardian is gone, and a router
+    that leaves for a request that no worker has."""
+
+    run: Run
+    """The request, with the completion so far. `router_id` names the guardian until now; `epoch` is empty, and `attempt`
+    the last one, if no worker has it."""
+    stream_no: int | None = None
+    """Number of the stream, if a worker has it."""
+    hash_scheme: str = ""
+    """The hash scheme of the worker that accepted it first; empty if none has."""
+
+
+class GuardReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """A router's answer to `guard`."""
+
+    request_id: str
+    """`<tenant token>:<id>`."""
+    attempt: Annotated[int, COUNT]
+    """The attempt that it was asked about."""
+    accepted: bool
+    """Whether the router is the request's guardian from now on."""
+    router_id: str
+    """The router that answers."""
+
+
+class GuardCheck(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks a router whether it still is the guardian of a worker's streams. Only a router that is not answers."""
+
+    request_ids: list[str]
+    """The keys of the streams whose guardian it is, as far as the worker knows."""
+
+
+class Unguarded(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """A router's answer to a check."""
+
+    router_id: str
+    """The router that answers."""
+    request_ids: list[str]
+    """Those of the requests that it does not know."""
 
 
 class Tokenize(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -176,6 +248,8 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     """The attempt that was accepted."""
     prompt_tokens: int
     """Tokens of the prompt."""
+    router_id: str = ""
+    """The router that has placed it and is its guardian."""
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,6 +305,10 @@ class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Streams whose first token is among `token_ids`."""
     finished: list[str] = []
     """Keys of requests that have ended, sent after their terminal."""
+    taken: list[str] = []
+    """Keys of requests that a router has taken from here, to continue them elsewhere."""
+    guardians: dict[int, str] = {}
+    """The new guardians of streams, by stream number; only the router that was named last acts on a stream."""
 
 
 class Seal(public.Message, frozen=True, kw_only=True):
@@ -266,6 +344,8 @@ class RunningRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The log probabilities of `token_ids`, if the request asks for them, in a form that only workers read."""
     first_token: FirstToken | None = None
     """Its first token's cached prompt tokens and times, once it has a token."""
+    router_id: str = ""
+    """Its guardian."""
 
 
 class SnapshotPart(public.Message, frozen=True, kw_only=True):

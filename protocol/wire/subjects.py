@@ -152,6 +152,7 @@ class Subjects:
         self.all_generates = (f"{prefix}.generate.*", f"{prefix}.generate.*.*")
         self.all_embeds = (f"{prefix}.embed.*", f"{prefix}.embed.*.*")
         self.all_resyncs = (f"{prefix}.resync.*", f"{prefix}.resync.*.*")
+        self.all_guards = (f"{prefix}.guard.*", f"{prefix}.guard.*.*")
         self.all_cancels = (f"{prefix}.cancel.*", f"{prefix}.cancel.*.*")
 
     def __repr__(self) -> str:
@@ -192,6 +193,26 @@ class Subjects:
 
     def seal(self, model: str, worker_id: str) -> str:
         return f"{self.events(model, worker_id)}.seal"
+
+    def guard(self, model: str, worker_id: str | None = None) -> str:
+        """Returns the subject on which a router is asked to guard a request of a model, by a worker or by another
+        router."""
+        subject = f"{self.prefix}.guard.{encode_name(model)}"
+        return subject if worker_id is None else f"{subject}.{encode_name(worker_id)}"
+
+    def parse_guard(self, subject: str) -> tuple[str, str | None]:
+        """Returns the model and the worker in a `guard` subject; no worker if a router asks. Raises ValueError for a
+        name that is not encoded properly."""
+        model, *worker_id = map(decode_name, self._tail(subject)[1:])
+        return model, worker_id[0] if worker_id else None
+
+    def router(self, router_id: str) -> str:
+        """Returns the subject on which a router hears what workers ask it alone."""
+        return f"{self.prefix}.router.{escape(router_id)}"
+
+    def unguarded(self, model: str, worker_id: str, router_id: str) -> str:
+        """Returns the reply subject of a worker's checks of one guardian."""
+        return self.worker(model, worker_id, f"unguarded.{escape(router_id)}")
 
     def parse_model(self, subject: str) -> ModelAddress:
         """Parses a `generate` or `embed` subject. Raises ValueError for a name that is not encoded properly."""

@@ -196,7 +196,11 @@ class Streams:
         self._telemetry.started(stream, request, headers)
         self._announcer.request_started(
             internal.Started(
-                id=stream.key, stream_no=stream_no, attempt=run.attempt, prompt_tokens=len(request.token_ids)
+                id=stream.key,
+                stream_no=stream_no,
+                attempt=run.attempt,
+                prompt_tokens=len(request.token_ids),
+                router_id=run.router_id,
             )
         )
         self._outbox.put_head(stream, now)

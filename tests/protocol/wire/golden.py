@@ -224,20 +224,19 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     ),
 ]
 
+RUN = internal.Run(
+    request_id="default:r-1",
+    attempt=0,
+    epoch="1760000000000-abcdef",
+    router_id="router-1",
+    reply="_INBOX.a.b",
+    encoding=codec.Encoding.JSON,
+    token_ids=block_hash.pack_token_ids([1, 2, 4_294_967_295]),
+    params=GenerationParams(),
+)
+
 INTERNAL: list[tuple[str, messages.Message]] = [
-    (
-        "what must be there",
-        internal.Run(
-            request_id="default:r-1",
-            attempt=0,
-            epoch="1760000000000-abcdef",
-            router_id="router-1",
-            reply="_INBOX.a.b",
-            encoding=codec.Encoding.JSON,
-            token_ids=block_hash.pack_token_ids([1, 2, 4_294_967_295]),
-            params=GenerationParams(),
-        ),
-    ),
+    ("what must be there", RUN),
     (
         "everything",
         internal.Run(
@@ -278,6 +277,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
                 elapsed_ms=99.0,
             ),
             routing=ROUTING,
+            routing_options=messages.RoutingOptions(policy="kv"),
         ),
     ),
     ("accepted", internal.RunReply(accepted=True)),
@@ -286,6 +286,27 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ("drop", internal.Control(op="drop", request_id="default:r-1", attempt=2)),
     ("moved", internal.Control(op="drop", request_id="default:r-1", attempt=2, moved=True)),
     ("drain", internal.Control(op="drain")),
+    ("take", internal.Take(request_id="default:r-1", attempt=2, known_tokens=3)),
+    (
+        "taken",
+        internal.TakeReply(
+            ok=True,
+            epoch="1760000000000-abcdef",
+            num_tokens=5,
+            token_ids=block_hash.pack_token_ids([11, 13]),
+            logprobs=b"\x00\xff",
+            first_token=FIRST_TOKEN,
+        ),
+    ),
+    ("not there", internal.TakeReply(ok=False, epoch="1760000000000-abcdef")),
+    ("of a stream", internal.Guard(run=RUN, stream_no=7, hash_scheme="0" * 32)),
+    ("of a request that no worker has", internal.Guard(run=codec.replace(RUN, epoch=""))),
+    (
+        "guarded",
+        internal.GuardReply(request_id="default:r-1", attempt=2, accepted=True, router_id="router-1"),
+    ),
+    ("are they yours?", internal.GuardCheck(request_ids=["default:r-1", "default:r-2"])),
+    ("one is not", internal.Unguarded(router_id="router-1", request_ids=["default:r-2"])),
     (
         "load",
         internal.Control(
@@ -333,12 +354,16 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             cleared=True,
             removed=[HASHES[0]],
             stored=[internal.BlockRun(parent=HASHES[2], hashes=HASHES)],
-            started=[internal.Started(id="default:r-1", stream_no=7, attempt=2, prompt_tokens=100)],
+            started=[
+                internal.Started(id="default:r-1", stream_no=7, attempt=2, prompt_tokens=100, router_id="router-1")
+            ],
             finished=["default:r-2"],
             stream_nos=block_hash.pack_token_ids([7, 3, 7]),
             token_ids=block_hash.pack_token_ids([11, 12, 13]),
             logprobs={7: b"\x00\xff"},
             first_tokens=[FIRST_TOKEN],
+            taken=["default:r-3"],
+            guardians={7: "router-2"},
         ),
     ),
     ("of an entry", internal.Seal(epoch="1760000000000-abcdef", seq=41)),
@@ -362,6 +387,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
                     token_ids=block_hash.pack_token_ids([11, 13]),
                     logprobs=b"\x00\xff",
                     first_token=FIRST_TOKEN,
+                    router_id="router-1",
                 )
             ],
             load=LOAD,
