@@ -122,7 +122,7 @@ class Take(public.Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TakeReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker's answer to `take`. It follows the last chunk of the stream, and is the same if the router asks again."""
+    """A worker's answer to `take`. It follows the last chunk of the stream, and is the same if it is asked again."""
 
     ok: bool
     """Whether the worker has given up the stream. If not, it does not have it, or has already ended it."""
@@ -139,12 +139,12 @@ class TakeReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Guard(public.Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Asks a router to become the guardian of a request. A worker asks for a stream whose guardian is gone, and a router
-    that leaves for a request that no worker has."""
+    """Asks a router to become the guardian of a request. A worker asks this for a stream whose guardian is gone, and a
+    router that leaves for a request that no worker has."""
 
     run: Run
-    """The request, with the completion so far. `router_id` names the guardian until now; `epoch` is empty, and `attempt`
-    the last one, if no worker has it."""
+    """The request, with the completion so far. `router_id` names the guardian until now. If no worker has the request,
+    `epoch` is empty and `attempt` is the last one."""
     stream_no: int | None = None
     """Number of the stream, if a worker has it."""
     hash_scheme: str = ""
