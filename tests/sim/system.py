@@ -42,6 +42,7 @@ class FrontendProcess:
         settings = FrontendSettings(debug=True)
         metrics = ReplicaMetrics(WorkerMetrics(), MODEL, self.name)
         self.frontend = Frontend(self.bus, subjects.Subjects(), MODEL, self.name, settings, metrics, NoopTracer())
+        self._on_reconnect = self.bus.on_reconnect
         await self.frontend.open(self.incoming)
         self._start_engine()
 
@@ -52,6 +53,18 @@ class FrontendProcess:
 
     def engine_dies(self) -> None:
         self.process.call(self._engine_dies)
+
+    def fence_twice(self) -> None:
+        """Makes it fence itself, and again in the next epoch, whose card never leaves."""
+        if self.bus.link is not None:
+            self.bus.link.hears = False
+            self.bus.on_reconnect = self._reconnected_in_vain
+
+    def _reconnected_in_vain(self) -> None:
+        assert self.bus.link is not None
+        self.bus.link.stall(4.0)
+        self.bus.on_reconnect = self._on_reconnect
+        self._on_reconnect()
 
     def _engine_dies(self) -> None:
         if self.engine is None:

@@ -148,6 +148,11 @@ class History(RuleBasedStateMachine):
         self.pause(self.of(self.frontends, who).process, seconds)
         self.world.run(then_s)
 
+    @rule(who=NUMBERS, then_s=THEN_S)
+    def frontend_fences_twice(self, who: int, then_s: float) -> None:
+        self.of(self.frontends, who).fence_twice()
+        self.world.run(then_s)
+
     @rule(who=NUMBERS, seconds=st.sampled_from([0.3, 1.0, 2.4, 6.0]), then_s=THEN_S)
     def router_pauses(self, who: int, seconds: float, then_s: float) -> None:
         self.pause(self.of(self.routers, who).process, seconds)

@@ -46,10 +46,10 @@ class Peer:
 
 
 class Stage:
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, token_s: float = 0.1) -> None:
         self.world = world
         self.broker = Broker(world)
-        self.frontend = FrontendProcess(world, self.broker, "w0")
+        self.frontend = FrontendProcess(world, self.broker, "w0", token_s=token_s)
         self.peer = Peer(world, self.broker)
         world.run(0.5)
 
@@ -318,6 +318,24 @@ def test_a_frontend_that_was_paused_gives_up_its_streams_and_returns_with_a_new_
     assert stage.resync(0) is None
     assert not stage.run(attempt=2, epoch=before).accepted
     assert stage.run(attempt=2).accepted
+
+
+def test_a_worker_that_fenced_itself_has_not_died_even_if_the_card_of_an_epoch_was_lost() -> None:
+    with world(seed=5) as made:
+        stage = Stage(made, token_s=0.5)
+        RouterProcess(made, stage.broker, "r0")
+        made.run(1.0)
+        request = b'{"id": "r1", "token_ids": [1, 2, 3], "max_tokens": 24}'
+        stage.peer.publish(NAMES.generate(MODEL), request, stage.peer.inbox)
+        cards = stage.overhear(NAMES.card(MODEL, "w0"), messages.Card)
+        for fences in (2, 4, 6):  # as many deaths would be too many
+            made.run(0.7)
+            stage.frontend.fence_twice()
+            made.run(3.5)
+            assert (len(cards), len(cards[-1].earlier)) == (fences // 2, fences - 1)
+            assert stage.peer.chunks[-1].finish_reason is None
+        made.run(10.0)
+        assert end_of(stage) == "length"
 
 
 def test_a_router_sends_a_keepalive_for_a_request_within_a_second(stage: Stage) -> None:

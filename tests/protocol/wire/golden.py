@@ -60,6 +60,7 @@ FULL_CARD = codec.replace(
     watched=messages.WorkerTracking(events="live", indexed_blocks=11, lost_events=2, booked=1),
     tokenizer_digest="99aa06d3014798d86001c324468d497f",
     previous=messages.PreviousEpoch(epoch="1750000000000-abcdef", seq=41),
+    earlier=[messages.PreviousEpoch(epoch="1740000000000-abcdef", seq=-1)],
     adapters=["style"],
     role="decode",
     load=LOAD,
