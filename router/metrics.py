@@ -57,8 +57,9 @@ class RouterMetrics(MetricFamilies):
         self.index_blocks = Gauge(f"{_P}_index_blocks", "Blocks in the prefix index.", ("model",), models)
         self.index_bytes = Gauge(f"{_P}_index_bytes", "Estimated memory of the prefix index.", ("model",), models)
         self.continued = Counter(
-            f"{_P}_requests_continued", "Requests that went on after their worker was lost.", ("model",), models
+            f"{_P}_requests_continued", "Requests that went on after their worker was lost or left.", ("model",), models
         )
+        self.adopted = Counter(f"{_P}_requests_adopted", "Requests taken over from another router.", ("model",), models)
         self.stale_attempts = Counter(
             f"{_P}_stale_attempts", "Requests that a worker still had when another one continued them."
         )

@@ -25,6 +25,7 @@ from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.dispatch import Dispatcher
 from tokenbus.router.requests.embeddings import Embeddings
 from tokenbus.router.requests.flight import Flights
+from tokenbus.router.requests.guardianship import Guardianship
 from tokenbus.router.requests.intake import Intake
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue, PolicySettings
@@ -91,7 +92,18 @@ class Router:
             terminals,
             self.metrics,
         )
-        recovery = Recovery(self.fleet, self.flights, attempts, self._lifecycle, self.metrics)
+        self._guardianship = Guardianship(
+            bus,
+            self._replies,
+            names,
+            settings.inbox_prefixes,
+            self.fleet,
+            self.flights,
+            self._lifecycle,
+            attempts,
+            router_id,
+        )
+        recovery = Recovery(self.fleet, self.flights, attempts, self._lifecycle, self.metrics, router_id)
         self._watch = FleetWatch(bus, names, self.fleet, recovery, self._lifecycle, self.metrics)
 
     def __repr__(self) -> str:
@@ -134,6 +146,7 @@ class Router:
     async def open(self) -> None:
         """Discovers the workers, then starts to receive requests."""
         await self._watch.open()
+        await self._guardianship.open()
         await self._intake.open()
 
     async def run(self) -> None:
@@ -141,7 +154,8 @@ class Router:
         await self._watch.watch()
 
     async def stop_intake(self) -> None:
-        """Stops receiving requests."""
+        """Stops receiving requests, and guarding those that workers have."""
+        await self._guardianship.close()
         await self._intake.close()
 
     async def drain(self) -> None:
@@ -150,8 +164,8 @@ class Router:
         await self._embeddings.drain()
 
     async def shut_down(self) -> None:
-        """Ends every request that no worker has. The router sends nothing afterwards."""
-        await self._lifecycle.shut_down()
+        """Hands over or ends every request that no worker has. The router sends nothing afterwards."""
+        await self._lifecycle.shut_down(self._guardianship.offer)
         await self._embeddings.shut_down()
         self._replies.send_pending()
 

@@ -214,6 +214,11 @@ class Subjects:
         """Returns the reply subject of a worker's checks of one guardian."""
         return self.worker(model, worker_id, f"unguarded.{escape(router_id)}")
 
+    def is_unguarded(self, subject: str, router_id: str) -> bool:
+        """Whether `unguarded` can have returned this for the router."""
+        tokens = subject.removeprefix(f"{self.prefix}.worker.").split(".")
+        return subject.startswith(f"{self.prefix}.worker.") and tokens[2:] == ["unguarded", escape(router_id)]
+
     def parse_model(self, subject: str) -> ModelAddress:
         """Parses a `generate` or `embed` subject. Raises ValueError for a name that is not encoded properly."""
         tokens = self._tail(subject)

@@ -204,6 +204,8 @@ class Fleet(WorkerRegistry):
                 self._owners.start(worker, started.id)
             for key in one.finished:
                 self._owners.finish(worker, key)
+            for key in one.taken:
+                self._owners.forget(worker, key)
             self._models[worker.card.model].apply(worker, one, now)
 
     def _refresh(self, worker: Worker) -> None:

@@ -42,6 +42,13 @@ class RequestOwners:
             worker.expected_to_cache.remove(key)
             worker.num_unreported += 1
 
+    def forget(self, worker: Worker, key: str) -> None:
+        """Notes that a router has taken a request from a worker, which says nothing about the worker's cache."""
+        worker.bookings.pop(key, None)
+        self._release(worker, key)
+        worker.running.discard(key)
+        worker.expected_to_cache.discard(key)
+
     def replace(self, worker: Worker, keys: Iterable[str]) -> None:
         """Replaces everything that is known to run on a worker by a snapshot's keys."""
         keys = list(keys)

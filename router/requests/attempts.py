@@ -7,7 +7,9 @@ outcomes:
     the worker dropped it, or never had it      nobody holds the request
     the worker refuses to drop it               it has sent text or the terminal: the request stays there
     the worker's epoch is over, or it is lost   nobody holds the request, but its client may have text of this attempt
-    the worker lives and never replies          nobody knows: the request ends in `worker_lost`"""
+    the worker lives and never replies          nobody knows: the request ends in `worker_lost`
+
+A worker that leaves is asked to give the request up instead, with all its tokens, and refuses only if it has ended."""
 
 import asyncio
 import contextlib
@@ -28,6 +30,7 @@ from tokenbus.router.requests.worker_client import Headers, Operation, ReplyT, W
 
 _RUN = Operation("run", codec.Decoder(internal.RunReply))
 _CONTROL = Operation("control", codec.Decoder(internal.ControlReply))
+_TAKE = Operation("take", codec.Decoder(internal.TakeReply))
 
 _RETRY_S = 0.1
 _MAX_TIMEOUT_S = 2.0
@@ -43,7 +46,7 @@ class Revocation(enum.Enum):
     KEPT = enum.auto()
     """The worker keeps the request: it has published text or the terminal."""
     DROPPED = enum.auto()
-    """The worker has not published anything in this attempt, and never will."""
+    """The worker publishes nothing more in this attempt, and every token of it is known."""
     LOST = enum.auto()
     """The worker is lost, whatever it has published."""
 
@@ -86,13 +89,13 @@ class Attempts:
             return refusal
 
     async def revoke(self, flight: Flight, worker: Worker) -> Revocation:
-        """Makes a worker drop a request that it may hold.
+        """Makes a worker drop a request that it may hold, or give it up if the worker leaves.
 
         Returns once the worker has replied, or its epoch is over: no responders may just mean that it is reconnecting.
         Raises RequestError(worker_lost) if the worker lives and does not reply: it may still hold the request."""
         flight.in_doubt = True
         try:
-            return await self._drop(flight, worker)
+            return await self._revoke(flight, worker)
         finally:
             flight.in_doubt = False
 
@@ -103,17 +106,15 @@ class Attempts:
         with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
             self._bus.publish(subject, codec.encode(drop))
 
-    async def _run(self, flight: Flight, placement: Placement, headers: Headers) -> errors.Error | None:
+    def to_run(self, flight: Flight, epoch: str, report: messages.RoutingReport | None = None) -> internal.Run:
+        """Returns the run of a request's present attempt."""
         assert flight.prompt_ids is not None, flight
-        worker, now = placement.worker, time.monotonic()
-        card = worker.card
-        self._flights.start_attempt(flight, card.worker_id)
-        flight.awaiting_worker_id, flight.in_doubt = card.worker_id, True
+        now = time.monotonic()
         elapsed_s = 0.0 if flight.first_accepted_at is None else now - flight.first_accepted_at
-        run = internal.Run(
+        return internal.Run(
             request_id=flight.key,
             attempt=flight.attempt,
-            epoch=card.epoch,
+            epoch=epoch,
             router_id=self._router_id,
             reply=flight.reply,
             encoding=flight.encoding,
@@ -122,8 +123,16 @@ class Attempts:
             remaining_ms=flight.remaining_ms(now),
             age_ms=(now - flight.received_at) * 1e3,
             resume_from=flight.completion.resume_from(elapsed_s * 1e3),
-            routing=placement.report,
+            routing=report,
+            routing_options=flight.request.routing,
         )
+
+    async def _run(self, flight: Flight, placement: Placement, headers: Headers) -> errors.Error | None:
+        worker = placement.worker
+        card = worker.card
+        self._flights.start_attempt(flight, card.worker_id)
+        flight.awaiting_worker_id, flight.in_doubt = card.worker_id, True
+        run = self.to_run(flight, card.epoch, placement.report)
         try:
             reply = await self._call(card, _RUN, run, limits.ACCEPT_TIMEOUT_S, headers)
         except NoRespondersError:
@@ -165,9 +174,8 @@ class Attempts:
                 text = f"worker {worker.card.worker_id} did not accept in time"
                 return problem or errors.make_error(errors.Code.NO_WORKER, text)
 
-    async def _drop(self, flight: Flight, worker: Worker) -> Revocation:
+    async def _revoke(self, flight: Flight, worker: Worker) -> Revocation:
         card = worker.card
-        drop = internal.Control(op="drop", request_id=flight.key, attempt=flight.attempt)
         timeout_s, unanswered_s = limits.ACCEPT_TIMEOUT_S, 0.0
         while unanswered_s < _GIVE_UP_S:
             last_event = self._fleet.last_event_seq(card)
@@ -176,7 +184,7 @@ class Attempts:
                 self.accept(flight, card)  # its terminal was sent: a drop would be refused
                 return Revocation.KEPT
             try:
-                reply = await self._call(card, _CONTROL, drop, timeout_s)
+                reply = await self._ask(flight, worker, timeout_s)
             except ConnectionError:  # this router is disconnected, which says nothing about the worker
                 await asyncio.sleep(_RETRY_S)
                 continue
@@ -189,6 +197,8 @@ class Attempts:
                 # a later epoch knows nothing of what this one has published; its card may still be under way
                 is_current = reply.epoch in (None, card.epoch) and not self._fleet.is_lost(card)
                 if is_current and reply.ok:
+                    if isinstance(reply, internal.TakeReply):
+                        self._restore(flight, reply)
                     return Revocation.DROPPED
                 if is_current:
                     self._fleet.mark_behind(card)  # the event that ended the request may have been lost
@@ -202,6 +212,24 @@ class Attempts:
             if self._fleet.last_event_seq(card) != last_event:
                 unanswered_s += waited_s
         raise errors.request_error(errors.Code.WORKER_LOST, f"worker {card.worker_id} no longer answers")
+
+    async def _ask(
+        self, flight: Flight, worker: Worker, timeout_s: float
+    ) -> internal.ControlReply | internal.TakeReply:
+        """Asks a worker once to drop a request, or to give it up if the worker leaves."""
+        if worker.state is messages.WorkerState.LEAVING:
+            known = len(flight.completion)
+            take = internal.Take(request_id=flight.key, attempt=flight.attempt, known_tokens=known)
+            return await self._call(worker.card, _TAKE, take, timeout_s)
+        drop = internal.Control(op="drop", request_id=flight.key, attempt=flight.attempt)
+        return await self._call(worker.card, _CONTROL, drop, timeout_s)
+
+    def _restore(self, flight: Flight, taken: internal.TakeReply) -> None:
+        """Adds the tokens of a request that a worker has given up. Raises RequestError(worker_lost) if they don't
+        follow those that are known."""
+        self._flights.unbind_stream(flight)  # entries that are read later would add them again
+        if not flight.completion.restore(taken, flight.completion.last_seq):
+            raise errors.request_error(errors.Code.WORKER_LOST)
 
     async def _call(
         self, card: messages.Card, op: Operation[ReplyT], message: Message, timeout_s: float, headers: Headers = None

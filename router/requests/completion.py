@@ -37,6 +37,14 @@ class Completion:
         """The memory that it takes."""
         return 4 * len(self.token_ids) + len(self.logprobs)
 
+    def resume(self, given: internal.RunResume) -> None:
+        """Takes the tokens that another router knows. Raises ValueError if they can't be told apart."""
+        self.token_ids.extend(block_hash.unpack_token_ids(given.token_ids))
+        self.logprobs += given.logprobs
+        self.first_token = internal.FirstToken(
+            stream_no=0, cached_tokens=given.cached_tokens, queue_ms=given.queue_ms, prefill_ms=given.prefill_ms
+        )
+
     def start_attempt(self) -> None:
         """Notes that another worker is to continue it."""
         self.last_seq = -1
@@ -46,10 +54,11 @@ class Completion:
         self.token_ids.append(token_id)
         self.last_seq = seq
 
-    def restore(self, running: internal.RunningRequest, seq: int) -> bool:
-        """Adds those tokens from a snapshot, taken after entry `seq`, that are not known yet.
+    def restore(self, running: internal.RunningRequest | internal.TakeReply, seq: int) -> bool:
+        """Adds those tokens that are not known yet, from a snapshot or from a worker that gives the request up, after
+        entry `seq`.
 
-        Returns False if tokens are missing between the two, because whoever asked for the snapshot knew more."""
+        Returns False if tokens are missing between the two, because whoever asked for them knew more."""
         num_given, rest = divmod(len(running.token_ids), 4)
         num_known = len(self.token_ids) - (running.num_tokens - num_given)
         if rest or num_known < 0:

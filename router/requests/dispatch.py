@@ -35,6 +35,8 @@ class Dispatcher:
         self._attempts = attempts
         self._metrics = metrics
         self._patience_s = patience_s
+        self.is_stopped = False
+        """Whether requests that no worker has are left as they are, for another router."""
         self._log = structlog.get_logger()
         self._accepting = self._metrics.phases.labels("accept")
 
@@ -42,14 +44,15 @@ class Dispatcher:
         return f"<Dispatcher {self._queue!r}>"
 
     async def dispatch(self, flight: Flight, lost: Worker | None = None) -> None:
-        """Returns when a worker has accepted the request, or when the request was cancelled before that.
+        """Returns when a worker has accepted the request, or when the request was cancelled or this router stopped
+        before that.
 
         `lost` is the worker that had it before, if that is gone. Raises RequestError if no worker accepts it, and
         AlreadyStreamingError if a worker has it already."""
         refused: dict[str, errors.Error] = {}
         tries, served_at = 0, time.monotonic()
         while tries < _MAX_TRIES:
-            if flight.cancelled:
+            if flight.cancelled or self.is_stopped:
                 return
             remaining_ms = flight.remaining_ms(time.monotonic())
             if remaining_ms is not None and remaining_ms <= 0:
@@ -84,7 +87,7 @@ class Dispatcher:
                     refused[worker.card.worker_id] = refusal
                     tries += not worker.has_no_responders
             served_at = time.monotonic()
-        if not flight.cancelled:
+        if not flight.cancelled and not self.is_stopped:
             raise errors.RequestError(_final_error(flight, refused))
 
     async def redispatch(self, flight: Flight, worker: Worker, *, is_certain: bool) -> None:

@@ -66,6 +66,9 @@ class Flight:
     ended_by: str | None = None
     """The last worker to report that the request has ended there. The report may overtake the worker's accept."""
     cancelled: bool = False
+    is_named: bool = True
+    """Whether the log of its worker names this router as its guardian, or is bound to; until then another router may
+    act on it."""
 
     def __post_init__(self) -> None:
         self.key = subjects.request_key(self.tenant, self.request_id)

@@ -1,14 +1,15 @@
 """The lifecycle of requests in a router: from their receipt to a worker's accept, or to a terminal sent here.
 
-A request that no worker has accepted has one task, which ends in one of four ways: a worker has accepted the request,
-its worker has already ended it, this router has sent its terminal, or it was a duplicate and nothing is sent. If the
-worker is lost afterwards, the request gets another task."""
+A request that no worker has accepted has one task, which ends in one of five ways: a worker has accepted the request,
+its worker has already ended it, this router has sent its terminal, it was a duplicate and nothing is sent, or another
+router has taken it over, because this one stops. If the worker is lost or leaves afterwards, the request gets another
+task."""
 
 import asyncio
 import functools
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import structlog
@@ -29,6 +30,8 @@ from tokenbus.router.requests.tokenization.prompt_tokenizer import PromptTokeniz
 _FIRST_KEEPALIVE_S = 1.0 - 2 * limits.TICK_S
 """A client whose request is held here gets its first keepalive within a second."""
 _TRIM_INTERVAL_S = 1.0
+_HAND_OVER_S = 5.0
+"""A router that stops gives its requests this long to reach a worker that is just accepting them, or another router."""
 
 
 class RequestLifecycle:
@@ -54,6 +57,8 @@ class RequestLifecycle:
         self._rate_limiter = rate_limiter
         self._telemetry = telemetry
         self._trimmed_at = 0.0
+        self._offer: Callable[[Flight], Awaitable[bool]] | None = None
+        """Asks another router to take over a request, once this one stops."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
 
@@ -87,6 +92,30 @@ class RequestLifecycle:
         flight.in_doubt = not is_certain
         self._telemetry.rerouted(flight, worker.card.worker_id, time.monotonic())
         self._spawn(flight, functools.partial(self._dispatcher.redispatch, flight, worker, is_certain=is_certain))
+
+    def adopt(self, flight: Flight, worker: Worker | None) -> bool:
+        """Takes over a request of another router, which `worker` runs, or which is to be dispatched if none does.
+
+        Returns False if there is no room for it, or another request has its id."""
+        known = self._flights.find(flight.key)
+        if known is not None:
+            return known.reply == flight.reply
+        assert flight.prompt_ids is not None, flight
+        num_bytes = len(flight.prompt_ids) + flight.completion.num_bytes
+        if not self._flights.has_room(num_bytes):
+            return False
+        self._flights.add(flight, num_bytes)
+        self._telemetry.adopted(flight)
+        if worker is None:
+            self._spawn(flight, functools.partial(self._dispatcher.dispatch, flight))
+        else:
+            self._flights.accept(flight, worker.card.worker_id, time.monotonic())
+        return True
+
+    def forget(self, flight: Flight, reason: str) -> None:
+        """Forgets a request that is another router's now."""
+        self._flights.remove(flight)
+        self._terminals.log_end(flight, reason)
 
     def finish(self, flight: Flight) -> None:
         """Forgets a request that its worker ends."""
@@ -147,8 +176,16 @@ class RequestLifecycle:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def shut_down(self) -> None:
-        """Ends the requests that no worker has, and forgets the others, which their workers end without this router."""
+    async def shut_down(self, offer: Callable[[Flight], Awaitable[bool]]) -> None:
+        """Hands the requests that no worker has to other routers, and forgets those at workers, which look for another
+        guardian.
+
+        `offer` asks another router to take one over and returns whether it does."""
+        self._offer, self._dispatcher.is_stopped = offer, True
+        for flight in self._flights.unaccepted():
+            self._queue.cancel(flight)
+        if self._tasks:  # a worker's answer to a run decides whether it has the request
+            await asyncio.wait(self._tasks, timeout=_HAND_OVER_S)
         for flight in self._flights.all():
             if flight.worker_id is None:
                 has_text = len(flight.completion) > 0
@@ -191,12 +228,22 @@ class RequestLifecycle:
         else:
             if not self._flights.holds(flight):
                 return
-            if flight.worker_id is None:  # cancelled
-                self._end(flight, None)
+            if flight.worker_id is None:
+                await self._end_or_hand_over(flight)
             elif flight.ended_by == flight.worker_id:  # the worker's events ended it before its accept was read
                 self.finish(flight)
         finally:
             flight.span.end()
+
+    async def _end_or_hand_over(self, flight: Flight) -> None:
+        """Ends a request that was cancelled; otherwise this router stops, and another one may take the request over."""
+        if not flight.cancelled and self._offer is not None and await self._offer(flight):
+            self.forget(flight, "by_router")
+        elif not flight.cancelled:
+            code = errors.Code.WORKER_LOST if len(flight.completion) else errors.Code.SHUTTING_DOWN
+            self._end(flight, errors.make_error(code))
+        else:
+            self._end(flight, None)
 
     async def _tokenize_and_dispatch(self, flight: Flight) -> None:
         token_ids = await self._prompts.tokenize(flight)

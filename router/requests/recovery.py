@@ -7,7 +7,7 @@ import itertools
 
 import structlog
 
-from tokenbus.protocol.wire import block_hash, internal, subjects
+from tokenbus.protocol.wire import block_hash, internal, messages, subjects
 from tokenbus.router.fleet.event_log import AppliedSnapshot
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.updates import FleetUpdate
@@ -25,13 +25,20 @@ class Recovery:
     """Keeps the flights of one router in step with its fleet."""
 
     def __init__(
-        self, fleet: Fleet, flights: Flights, attempts: Attempts, lifecycle: RequestLifecycle, metrics: RouterMetrics
+        self,
+        fleet: Fleet,
+        flights: Flights,
+        attempts: Attempts,
+        lifecycle: RequestLifecycle,
+        metrics: RouterMetrics,
+        router_id: str,
     ) -> None:
         self._fleet = fleet
         self._flights = flights
         self._attempts = attempts
         self._lifecycle = lifecycle
         self._metrics = metrics
+        self._router_id = router_id
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -45,11 +52,16 @@ class Recovery:
         for entry in update.entries:
             assert update.worker is not None
             self._apply_tokens(entry, update.worker)
+            for stream_no, router_id in entry.guardians.items():
+                self._apply_guardian(self._flights.streams_of(update.worker.incarnation).get(stream_no), router_id)
         for flight in self._flights.find_all(update.finished, address.model):
             self._finish(flight, address.worker_id)
         if update.lost is not None:
             self._log.error("worker_epoch_changed", worker_id=address.worker_id, epoch=update.lost.card.epoch)
             self.recover(update.lost, is_certain=True)
+        worker = self._fleet.find(address)
+        if worker is not None and worker.state is messages.WorkerState.LEAVING:
+            self._take_streams(worker)
         if update.left:
             for flight in self._flights.accepted_by(address):
                 self._finish(flight, address.worker_id)
@@ -58,7 +70,10 @@ class Recovery:
         """Continues the requests of a lost worker elsewhere. If the loss is not certain, each run is revoked first."""
         flights = self._flights.accepted_by(lost.card.address)
         for flight in flights:
-            self._lifecycle.recover(flight, lost, is_certain=is_certain)
+            if flight.is_named:
+                self._lifecycle.recover(flight, lost, is_certain=is_certain)
+            else:  # nobody can tell which router it was going to name
+                self._lifecycle.forget(flight, "without_guardian")
         if not flights:
             self._fleet.remove(lost.card)
 
@@ -71,6 +86,22 @@ class Recovery:
         sizes = itertools.accumulate(len(flight.key) + _KNOWN_BYTES for flight in flights)
         fitting = itertools.takewhile(lambda pair: pair[1] <= max_bytes, zip(flights, sizes, strict=True))
         return {flight.key: len(flight.completion) for flight, _ in fitting}
+
+    def _take_streams(self, leaving: Worker) -> None:
+        """Continues the requests of a worker that leaves elsewhere. Those whose prompts are forgotten have to end
+        there."""
+        for flight in self._flights.accepted_by(leaving.card.address):
+            if flight.is_named and flight.prompt_ids is not None:
+                self._lifecycle.recover(flight, leaving, is_certain=False)
+
+    def _apply_guardian(self, flight: Flight | None, router_id: str) -> None:
+        """Notes which router a worker's log names as the guardian of a request of this router."""
+        if flight is None:
+            return
+        if router_id == self._router_id:
+            flight.is_named = True
+        elif flight.worker_id is not None:
+            self._lifecycle.forget(flight, "by_router")
 
     def _apply_tokens(self, entry: internal.Events, worker: Worker) -> None:
         """Keeps the tokens of this router's requests."""
@@ -116,6 +147,7 @@ class Recovery:
                 continue
             if flight.completion.restore(running, snapshot.seq):
                 self._flights.bind_stream(flight, worker.incarnation, running.stream_no)
+                self._apply_guardian(flight, running.router_id)
             else:
                 # it was placed there after the snapshot was asked for: the next snapshot will have its tokens
                 self._flights.unbind_stream(flight)

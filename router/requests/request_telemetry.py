@@ -51,6 +51,14 @@ class RequestTelemetry:
                 text = request.prompt or ""
             self._log.info("request_prompt", request_id=flight.key, prompt=text[:max_chars])
 
+    def adopted(self, flight: Flight) -> None:
+        """Notes a request of another router."""
+        flight.slow_wait = backoff.BackoffTimer(self.settings.slow_wait_s)
+        self._metrics.adopted.labels(flight.model).inc()
+        self._log.info(
+            "request_adopted", request_id=flight.key, model=flight.model, worker_id=flight.attempt_worker_id or None
+        )
+
     def model_found(self, flight: Flight) -> None:
         """Counts the request. Only requests for known models are counted by name: clients can make up any number."""
         self._metrics.received.labels(flight.model).inc()

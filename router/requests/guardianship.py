@@ -1,0 +1,158 @@
+"""Makes a router the guardian of requests that it has not received itself, and tells workers which ones it guards.
+
+A worker offers a stream whose guardian is gone, and a router that stops a request that no worker has. Offers reach one
+router each. A worker's log then names the router that has accepted; until it does, this router does not act."""
+
+import time
+
+import structlog
+from nats.aio.msg import Msg
+
+from tokenbus.protocol.bus.bus import Bus, NoRespondersError, PayloadTooLargeError, Subscription
+from tokenbus.protocol.bus.reply_sender import ReplySender
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, subjects, validation
+from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.fleet.worker import Worker
+from tokenbus.router.requests.attempts import Attempts
+from tokenbus.router.requests.flight import Flight, Flights
+from tokenbus.router.requests.lifecycle import RequestLifecycle
+
+_guards = codec.Decoder(internal.Guard)
+_checks = codec.Decoder(internal.GuardCheck)
+_replies = codec.Decoder(internal.GuardReply)
+_OFFER_TIMEOUT_S = 2.0
+
+
+class Guardianship:
+    """Takes over the requests of others, and hands over its own."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        replies: ReplySender,
+        names: subjects.Subjects,
+        inbox_prefixes: tuple[str, ...],
+        fleet: Fleet,
+        flights: Flights,
+        lifecycle: RequestLifecycle,
+        attempts: Attempts,
+        router_id: str,
+    ) -> None:
+        self._bus = bus
+        self._replies = replies
+        self._names = names
+        self._inbox_prefixes = inbox_prefixes
+        self._fleet = fleet
+        self._flights = flights
+        self._lifecycle = lifecycle
+        self._attempts = attempts
+        self._router_id = router_id
+        self._inbox_prefix = bus.new_inbox().partition(".")[0] + "."
+        """Other routers have the same."""
+        self._subscriptions: list[Subscription] = []
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Guardianship of {self._router_id}>"
+
+    async def open(self) -> None:
+        """Subscribes. Offers are shared between routers."""
+        self._subscriptions.append(await self._bus.subscribe(self._names.router(self._router_id), self._on_check))
+        for subject in self._names.all_guards:
+            self._subscriptions.append(await self._bus.subscribe(subject, self._on_guard, queue="router"))
+
+    async def close(self) -> None:
+        """Takes over nothing more. Workers notice that nobody listens any more, and look for other guardians."""
+        while self._subscriptions:
+            await self._bus.unsubscribe(self._subscriptions.pop())
+
+    async def offer(self, flight: Flight) -> bool:
+        """Asks another router to take over a request that no worker has, once; returns whether it does."""
+        if flight.prompt_ids is None:
+            return False
+        guard = internal.Guard(run=self._attempts.to_run(flight, ""), hash_scheme=flight.hash_scheme)
+        try:
+            reply = await self._bus.request(self._names.guard(flight.model), codec.encode(guard), _OFFER_TIMEOUT_S)
+            return _replies.decode(reply.data).accepted
+        except (NoRespondersError, PayloadTooLargeError, TimeoutError, ConnectionError, errors.RequestError):
+            return False
+
+    def _on_check(self, message: Msg) -> None:
+        try:
+            check = _checks.decode(message.data)
+        except errors.RequestError as error:
+            self._log.error("guard_check_refused", error=str(error))
+            return
+        if not self._names.is_unguarded(message.reply, self._router_id):
+            return
+        unknown = [key for key in check.request_ids if self._flights.find(key) is None]
+        if unknown:
+            answer = internal.Unguarded(router_id=self._router_id, request_ids=unknown)
+            self._replies.send(message.reply, codec.encode(answer))
+
+    def _on_guard(self, message: Msg) -> None:
+        try:
+            model, worker_id = self._names.parse_guard(message.subject)
+            guard = _guards.decode(message.data)
+            validation.check_run(guard.run)
+            if not self._may_answer(message.reply, model, worker_id):
+                raise errors.invalid_field("the reply subject", "is not that of a worker or router")
+            worker = None if worker_id is None else self._find_worker(guard.run, model, worker_id)
+            flight = self._to_flight(guard, model, worker)
+        except (errors.RequestError, ValueError) as error:
+            self._log.error("guard_refused", subject=message.subject, error=str(error))
+            return
+        is_accepted = (worker is None) == (worker_id is None) and self._adopt(flight, worker, guard)
+        answer = internal.GuardReply(
+            request_id=flight.key, attempt=guard.run.attempt, accepted=is_accepted, router_id=self._router_id
+        )
+        self._replies.send(message.reply, codec.encode(answer))
+
+    def _may_answer(self, reply: str, model: str, worker_id: str | None) -> bool:
+        """Whether a reply subject belongs to the worker, or to a router, that has sent an offer."""
+        if worker_id is None:
+            return reply.startswith(self._inbox_prefix)
+        return reply == self._names.worker(model, worker_id, "guarded")
+
+    def _adopt(self, flight: Flight, worker: Worker | None, guard: internal.Guard) -> bool:
+        if not self._lifecycle.adopt(flight, worker):
+            return False
+        if worker is not None and guard.stream_no is not None and self._flights.holds(flight):
+            self._flights.bind_stream(flight, worker.incarnation, guard.stream_no)
+        return True
+
+    def _find_worker(self, run: internal.Run, model: str, worker_id: str) -> Worker | None:
+        """Returns the worker that offers a stream, if this router follows its log: the offer's tokens end with the
+        entry before it."""
+        worker = self._fleet.find(subjects.WorkerAddress(model, worker_id))
+        if worker is None or worker.card.epoch != run.epoch or worker.lease_expired or worker.log.is_behind:
+            return None
+        return worker
+
+    def _to_flight(self, guard: internal.Guard, model: str, worker: Worker | None) -> Flight:
+        """Raises RequestError if the run's reply subject is not an inbox of its tenant, and ValueError for tokens that
+        can't be told apart."""
+        run, now = guard.run, time.monotonic()
+        tenant = subjects.key_to_tenant(run.request_id)
+        if not subjects.is_inbox(run.reply, self._inbox_prefixes, run.request_id.partition(":")[0]):
+            raise errors.invalid_field("reply", "is not an inbox")
+        age_ms = run.age_ms or 0.0
+        request = messages.GenerateRequest(
+            **{name: getattr(run.params, name) for name in run.params.__struct_fields__},
+            id=subjects.key_to_request_id(run.request_id),
+            timeout_ms=None if run.remaining_ms is None else age_ms + run.remaining_ms,
+            routing=run.routing_options,
+        )
+        address = subjects.ModelAddress(model, tenant)
+        flight = Flight(request, address, run.reply, run.encoding, now - age_ms / 1e3)
+        flight.prompt_ids = run.token_ids
+        flight.num_prompt_tokens = len(block_hash.unpack_token_ids(run.token_ids))
+        flight.attempt, flight.hash_scheme = run.attempt, guard.hash_scheme
+        if run.resume_from is not None:
+            flight.completion.resume(run.resume_from)
+        if worker is not None:
+            flight.attempt_worker_id, flight.is_named = worker.card.worker_id, False
+        if guard.hash_scheme:
+            elapsed_ms = 0.0 if run.resume_from is None else run.resume_from.elapsed_ms
+            flight.first_accepted_at = now - elapsed_ms / 1e3
+        return flight
