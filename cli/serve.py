@@ -19,7 +19,7 @@ from tokenbus.worker import contract
 Settings = TypeVar("Settings")
 
 CHANGEABLE = {
-    "worker": frozenset({"max_waiting", "max_new_tokens", "slow_wait_s", "grace_s", "log_level"}),
+    "worker": frozenset({"max_waiting", "max_new_tokens", "slow_wait_s", "grace_s", "handover_s", "log_level"}),
     "router": frozenset(
         {
             "tenant_limit",

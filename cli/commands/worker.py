@@ -25,6 +25,7 @@ _RANGES = (
     ("max_waiting", 0, 1 << 20),
     ("max_new_tokens", 1, 1 << 30),
     ("grace_s", 0, 86_400),
+    ("handover_s", 0, 86_400),
     ("step_timeout_s", 0.1, 86_400),
 )
 """Allowed ranges of the frontend's settings. The engine checks its own."""
@@ -64,7 +65,8 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     ("--max-waiting", WorkerSettings.max_waiting, "accepted requests that may wait for the engine"),
     ("--max-new-tokens", FrontendSettings.max_new_tokens, "length of a completion without max_tokens"),
     ("--step-timeout-s", WorkerSettings.step_timeout_s, "time after which a step counts as hung"),
-    ("--grace-s", WorkerSettings.grace_s, "seconds that running requests may take after SIGTERM"),
+    ("--grace-s", WorkerSettings.grace_s, "seconds that running requests may take to finish here after SIGTERM"),
+    ("--handover-s", WorkerSettings.handover_s, "seconds that routers then have to take them to other workers"),
 )
 """Flag, default and help text of the settings that an engine, a frontend or a worker has under the same name."""
 
@@ -143,6 +145,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         ),
         max_waiting=options.max_waiting,
         grace_s=options.grace_s,
+        handover_s=options.handover_s,
         step_timeout_s=options.step_timeout_s,
     )
 

@@ -73,6 +73,12 @@ def check_attempt(control: internal.Control) -> None:
     check_ranges(control)
 
 
+def check_take(take: internal.Take) -> None:
+    """Raises RequestError for a `take` that does not name an attempt of a request."""
+    check_key(take.request_id)
+    check_ranges(take)
+
+
 def check_key(key: str | None) -> None:
     """Raises RequestError for anything but `<tenant token>:<request id>`."""
     if key is None or not subjects.is_request_key(key):

@@ -128,6 +128,14 @@ class Announcer:
         """A request has ended without a terminal. Call `publish_events` after that."""
         self._log.request_finished(key)
 
+    def request_taken(self, key: str) -> None:
+        """A router has taken a request from here. Call `publish_events` after that."""
+        self._log.request_taken(key)
+
+    def guardian_changed(self, stream_no: int, router_id: str) -> None:
+        """A router has become the guardian of a stream. Call `publish_events` after that."""
+        self._log.guardian_changed(stream_no, router_id)
+
     def publish_events(self) -> None:
         """Publishes what has happened since the last event, in as many events as it takes. If the broker is away, the
         next events carry all of it."""

@@ -30,6 +30,7 @@ from tokenbus.worker.streams.streams import Streams
 
 _runs = codec.Decoder(internal.Run)
 _controls = codec.Decoder(internal.Control)
+_takes = codec.Decoder(internal.Take)
 _tokenizes = codec.Decoder(internal.Tokenize)
 _embeds = codec.Decoder(internal.Embed)
 _snapshot_requests = codec.Decoder(internal.SnapshotRequest)
@@ -91,6 +92,7 @@ class Endpoints:
         services: dict[str, Callback] = {
             "run": self._run,
             "control": self._control,
+            "take": self._take,
             "tokenizer": self._send_tokenizer,
             "tokenize": self._start_tokenize,
             "embed": self._start_embed,
@@ -147,6 +149,17 @@ class Endpoints:
             case _:
                 refusal = errors.make_error(errors.Code.UNSUPPORTED, f"op {control.op!r} with these fields", param="op")
                 self._answer_operator(message, control, internal.ControlReply(ok=False, error=refusal))
+
+    def _take(self, message: Msg) -> None:
+        try:
+            take = _takes.decode(message.data)
+            validation.check_take(take)
+        except errors.RequestError as error:
+            self._log.error("take_refused", worker_id=self._announcer.worker_id, error=str(error))
+            return
+        # while chunks wait for the broker there is no reply: the router asks again
+        if (reply := self._streams.take(take)) is not None:
+            self._reply(message, reply)
 
     def _answer_operator(self, message: Msg, control: internal.Control | None, reply: internal.ControlReply) -> None:
         """Replies to an operator, and logs the command and its result.

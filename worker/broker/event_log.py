@@ -30,6 +30,8 @@ class EventLog:
         self._stored: dict[int, int] = {name: parent for parent, name in blocks}
         self._started: list[internal.Started] = []
         self._finished: list[str] = []
+        self._taken: list[str] = []
+        self._guardians: dict[int, str] = {}
 
     def __repr__(self) -> str:
         return f"<EventLog at {self.next_seq}>"
@@ -50,6 +52,13 @@ class EventLog:
 
     def request_finished(self, key: str) -> None:
         self._finished.append(key)
+
+    def request_taken(self, key: str) -> None:
+        self._taken.append(key)
+
+    def guardian_changed(self, stream_no: int, router_id: str) -> None:
+        """Names the guardian of a stream in the next entry."""
+        self._guardians[stream_no] = router_id
 
     @property
     def has_news(self) -> bool:
@@ -89,6 +98,8 @@ class EventLog:
             stored=list(to_runs((parent, name) for name, parent in stored)),
             started=self._started,
             finished=[*self._finished, *ended],
+            taken=self._taken,
+            guardians=self._guardians,
         )
 
     def make_next(
@@ -110,7 +121,7 @@ class EventLog:
         for run in first.stored:
             for name in run.hashes:
                 del self._stored[name]
-        self._started, self._finished = [], []
+        self._started, self._finished, self._taken, self._guardians = [], [], [], {}
 
     def last_written(self, num_writes: int) -> int:
         """Returns the number of the last entry that has left this process, or -1 if none has.

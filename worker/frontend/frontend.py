@@ -16,6 +16,7 @@ from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.endpoints import Endpoints
 from tokenbus.worker.broker.fence import Fence
+from tokenbus.worker.broker.guardians import Guardians
 from tokenbus.worker.broker.outbox import Outbox
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
 from tokenbus.worker.frontend.settings import FrontendSettings, OnProgress
@@ -51,6 +52,7 @@ class Frontend:
         self.drain_requested = asyncio.Event()
         self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._endpoints = Endpoints(bus, names, self._announcer, self._streams, settings.inbox_prefixes, self, metrics)
+        self._guardians = Guardians(bus, names, self._announcer, self._outbox, self._streams)
         self._fence = Fence(clock.now())
         self._is_draining = False
         self._has_engine = False
@@ -76,6 +78,7 @@ class Frontend:
 
     async def open(self, incoming: Bus) -> None:
         """Subscribes to the worker's subjects over `incoming`."""
+        await self._guardians.open(incoming)
         await self._endpoints.open(incoming)
 
     async def run(self) -> None:
@@ -91,7 +94,7 @@ class Frontend:
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         """Sends requests to this engine from now on."""
-        self._has_engine = True
+        self._has_engine, state = True, self._announcer.state
         engine.on_kv_events = self._announcer.blocks_changed
         bundle = engine.tokenizer_bundle()
         self._streams.set_engine(engine, config)
@@ -99,7 +102,7 @@ class Frontend:
         self._announcer.engine_started(engine, config, prompt.bundle_digest(bundle) if bundle else None)
         # an engine that restarts while draining must not make the worker ready
         if self._is_draining:
-            self._announcer.set_state(messages.WorkerState.DRAINING)
+            self._announcer.set_state(state)
 
     def engine_died(self) -> None:
         """Announces that there is no engine, before any stream ends because of it. Safe to call again."""
@@ -119,6 +122,19 @@ class Frontend:
         """Accepts nothing new from now on."""
         self._is_draining = True
         self._announcer.set_state(messages.WorkerState.DRAINING)
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether any stream is open."""
+        return len(self._streams) > 0
+
+    def start_leaving(self) -> None:
+        """Asks routers to take the open streams to other workers."""
+        self._announcer.set_state(messages.WorkerState.LEAVING)
+
+    async def wait_left(self) -> None:
+        """Returns when no stream is open any more."""
+        await self._streams.wait_none()
 
     def announce_stopped(self) -> None:
         """Announces that the worker has stopped, if there still is a connection."""
@@ -145,6 +161,7 @@ class Frontend:
             self._fence.tick(clock.now())
             if self._check_fence():
                 self._streams.tick()
+                self._guardians.tick(now)
             self.on_tick(now, now - ticked_at)
             ticked_at = now
 

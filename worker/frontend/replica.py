@@ -189,7 +189,8 @@ class Replica(EngineListener):
             frontend.announce_stopped()
 
     async def _drain(self, supervisor: Supervisor, frontend: Frontend) -> None:
-        """Accepts nothing new, lets running requests finish within the grace period, and ends the rest."""
+        """Accepts nothing new, lets running requests finish within the grace period, has routers take the rest, and
+        ends what nobody has taken."""
         frontend.start_draining()
         self._log.info("draining", grace_s=self._settings.grace_s)
         engine = supervisor.engine
@@ -197,5 +198,11 @@ class Replica(EngineListener):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.grace_s):
                     await engine.drain()
+        if frontend.has_streams:
+            frontend.start_leaving()
+            self._log.info("leaving", handover_s=self._settings.handover_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.handover_s):
+                    await frontend.wait_left()
         await supervisor.cleanup()
         self._log.info("drained")

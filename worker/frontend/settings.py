@@ -58,6 +58,8 @@ class WorkerSettings:
     max_waiting: int = 64
     """Accepted requests that may wait for a lane of a replica; more are refused with `overloaded`."""
     grace_s: float = 30.0
-    """Running streams may continue this long after SIGTERM."""
+    """Running streams may finish this long after SIGTERM; then routers take them to other workers."""
+    handover_s: float = 15.0
+    """Time that routers have to take them; what is left afterwards ends in `worker_lost`."""
     step_timeout_s: float = 30.0
     """An engine whose step takes longer than this, and ten times longer than any before, is killed and restarted."""

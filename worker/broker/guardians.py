@@ -1,0 +1,156 @@
+"""Makes sure that each stream has a guardian: the router that continues it if this worker is lost or leaves.
+
+At first that is the router that placed it. Once a second each guardian is asked whether it still is one; it answers only
+if not. A stream without a guardian is offered to all routers, of which one gets the offer. Whoever accepts it is named
+in the event log, and only the router that was named last acts on the stream."""
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import structlog
+from nats.aio.msg import Msg
+
+from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, PayloadTooLargeError, is_no_responders
+from tokenbus.protocol.wire import codec, errors, internal, limits, subjects
+from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.outbox import Outbox
+from tokenbus.worker.streams.stream import Stream
+from tokenbus.worker.streams.streams import Streams
+
+_replies = codec.Decoder(internal.GuardReply)
+_unguarded = codec.Decoder(internal.Unguarded)
+_CHECK_INTERVAL_S = 1.0
+_CONFIRM_S = 0.05
+"""A router on whose subject nobody listens is asked again after this: it may just be reconnecting."""
+_KEYS_PER_CHECK = 1_000
+
+
+class Guardians:
+    """The guardians of one worker's streams."""
+
+    def __init__(
+        self, connection: Bus, names: subjects.Subjects, announcer: Announcer, outbox: Outbox, streams: Streams
+    ) -> None:
+        self._connection = connection
+        self._names = names
+        self._announcer = announcer
+        self._outbox = outbox
+        self._streams = streams
+        self._replies_to = names.worker(announcer.model, announcer.worker_id, "guarded")
+        self._checked_at = 0.0
+        self._unheard_since: dict[str, float] = {}
+        """When nobody listened on a router's subject for the first time; by router, as a subject token."""
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Guardians {sorted({str(stream.guardian) for stream in self._streams})}>"
+
+    async def open(self, incoming: Bus) -> None:
+        """Subscribes. The broker's notices come over the connection that has asked."""
+        unguarded = self._names.unguarded(self._announcer.model, self._announcer.worker_id, "*")
+        await self._connection.subscribe(unguarded, self._on_unguarded)
+        await incoming.subscribe(self._replies_to, self._on_reply)
+
+    def tick(self, now: float) -> None:
+        """Asks every guardian, and offers the streams that have none, once a second."""
+        if now - self._checked_at < _CHECK_INTERVAL_S:
+            return
+        self._checked_at = now
+        for router_id, keys in self._guarded().items():
+            self._check(router_id, keys)
+        self._offer([stream for stream in self._streams if stream.guardian is None])
+        for token in [token for token, since in self._unheard_since.items() if now - since >= _CHECK_INTERVAL_S / 2]:
+            del self._unheard_since[token]
+
+    def _guarded(self) -> dict[str, list[str]]:
+        """Returns the keys of the streams of each guardian."""
+        guarded: defaultdict[str, list[str]] = defaultdict(list)
+        for stream in self._streams:
+            if stream.guardian is not None:
+                guarded[stream.guardian].append(stream.key)
+        return guarded
+
+    def _check(self, router_id: str, keys: list[str]) -> None:
+        reply = self._names.unguarded(self._announcer.model, self._announcer.worker_id, router_id)
+        for at in range(0, len(keys), _KEYS_PER_CHECK):
+            check = internal.GuardCheck(request_ids=keys[at : at + _KEYS_PER_CHECK])
+            with contextlib.suppress(OutboundBufferLimitError):  # asked again in a second
+                self._connection.publish(self._names.router(router_id), codec.encode(check), reply)
+
+    def _on_unguarded(self, message: Msg) -> None:
+        token, now = message.subject.rpartition(".")[2], time.monotonic()
+        if not is_no_responders(message):
+            try:
+                missing = set(_unguarded.decode(message.data).request_ids)
+            except errors.RequestError as error:
+                self._log.error("unguarded_refused", worker_id=self._announcer.worker_id, error=str(error))
+                return
+            self._lose(token, [stream for stream in self._of(token) if stream.key in missing])
+        elif token not in self._unheard_since:
+            self._unheard_since[token] = now
+            asyncio.get_running_loop().call_later(_CONFIRM_S, self._check_again, token)
+        elif now - self._unheard_since[token] >= _CONFIRM_S:
+            del self._unheard_since[token]
+            self._lose(token, list(self._of(token)))
+
+    def _check_again(self, token: str) -> None:
+        for router_id, keys in self._guarded().items():
+            if subjects.escape(router_id) == token:
+                self._check(router_id, keys[:1])
+
+    def _of(self, token: str) -> Iterator[Stream]:
+        """Yields the streams of the router that has this subject token."""
+        return (one for one in self._streams if one.guardian is not None and subjects.escape(one.guardian) == token)
+
+    def _lose(self, token: str, streams: Sequence[Stream]) -> None:
+        if not streams:
+            return
+        self._log.warning(
+            "guardian_lost", worker_id=self._announcer.worker_id, router_id=streams[0].guardian, streams=len(streams)
+        )
+        for stream in streams:
+            stream.guardian = None
+        self._offer(streams)
+
+    def _offer(self, streams: Sequence[Stream]) -> None:
+        """Offers streams to other routers, each to one. An offer has the tokens of all entries before it."""
+        if not streams or not self._outbox.flush():
+            return
+        subject = self._names.guard(self._announcer.model, self._announcer.worker_id)
+        for stream in streams:
+            if stream.terminal is not None:  # the flush has ended it
+                continue
+            guard = internal.Guard(
+                run=stream.to_run(time.monotonic()), stream_no=stream.stream_no, hash_scheme=stream.hash_scheme
+            )
+            try:
+                self._connection.publish(subject, codec.encode(guard), self._replies_to)
+            except OutboundBufferLimitError:
+                return
+            except PayloadTooLargeError:  # it can't be placed again either
+                stream.guardian = ""
+                self._log.error("stream_not_offered", worker_id=self._announcer.worker_id, request_id=stream.key)
+
+    def _on_reply(self, message: Msg) -> None:
+        try:
+            reply = _replies.decode(message.data)
+        except errors.RequestError as error:
+            self._log.error("guard_reply_refused", worker_id=self._announcer.worker_id, error=str(error))
+            return
+        stream = self._streams.find(reply.request_id)
+        if stream is None or stream.run.attempt != reply.attempt or stream.guardian is not None:
+            return
+        if not reply.accepted or not 0 < len(reply.router_id) <= limits.MAX_NAME_BYTES:
+            return
+        stream.guardian = reply.router_id
+        self._announcer.guardian_changed(stream.stream_no, reply.router_id)
+        self._announcer.publish_events()
+        self._log.info(
+            "guardian_changed",
+            worker_id=self._announcer.worker_id,
+            request_id=stream.key,
+            router_id=reply.router_id,
+        )
