@@ -95,8 +95,8 @@ class Recovery:
                 self._lifecycle.recover(flight, leaving, is_certain=False)
 
     def _apply_guardian(self, flight: Flight | None, router_id: str) -> None:
-        """Notes which router a worker's log names as the guardian of a request of this router."""
-        if flight is None:
+        """Notes which router a worker's log names as the guardian of a request of this router, if it names any."""
+        if flight is None or not router_id:
             return
         if router_id == self._router_id:
             flight.is_named = True

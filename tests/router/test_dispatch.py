@@ -52,7 +52,7 @@ class Testbed:
         self.flights = Flights(8, 1_000)
         self.attempts = Attempts(self.flights)
         metrics = RouterMetrics()
-        self._recovery = Recovery(self.fleet, self.flights, self.attempts, None, metrics)  # type: ignore[arg-type]
+        self._recovery = Recovery(self.fleet, self.flights, self.attempts, None, metrics, "router-1")  # type: ignore[arg-type]
         self._dispatcher = Dispatcher(self.fleet, self, self.attempts, metrics, 60.0)  # type: ignore[arg-type]
         self.flight = flight("r1", stream=stream)
         self.flights.add(self.flight, 10)

@@ -55,6 +55,7 @@ class Testbed:
             self.attempts,  # type: ignore[arg-type]
             self.lifecycle,  # type: ignore[arg-type]
             RouterMetrics(),
+            "router-1",
         )
         self.flight = flight("r1")
         self.flights.add(self.flight, 10)
