@@ -151,6 +151,18 @@ class Exchange:
         self.kill_worker()
         self.kill_router()
 
+    def drain_worker(self) -> None:
+        self.worker.drain()
+        self.workers.remove(self.worker)
+
+    def stop_router(self) -> None:
+        self.router.leave()
+        self.routers.remove(self.router)
+
+    def stop_router_and_worker(self) -> None:
+        self.drain_worker()
+        self.stop_router()
+
     def cut_clients(self) -> None:
         self.library.bus.cut(lingers=False)
         self.simple_client.bus.cut(lingers=False)

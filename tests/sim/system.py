@@ -1,5 +1,8 @@
 """Frontends and routers as simulated processes."""
 
+import asyncio
+import contextlib
+
 from tests.sim.engine import TimedEngine
 from tests.sim.network import Broker
 from tests.sim.sim_bus import SimBus
@@ -14,6 +17,10 @@ from tokenbus.worker.frontend.settings import FrontendSettings
 
 MODEL = "sim"
 _START_S = 0.3
+_HANDOVER_S = 15.0
+"""Time that routers have to take the streams of a worker that leaves."""
+_GRACE_S = 1.0
+"""Time that requests have to reach a worker before a router stops."""
 
 
 class FrontendProcess:
@@ -54,6 +61,24 @@ class FrontendProcess:
     def engine_dies(self) -> None:
         self.process.call(self._engine_dies)
 
+    def drain(self) -> None:
+        """Stops it, without time for its streams to finish."""
+        self.process.call(lambda: self.process.spawn(self._drain()))
+
+    async def _drain(self) -> None:
+        self.frontend.start_draining()
+        if self.frontend.has_streams:
+            self.frontend.start_leaving()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HANDOVER_S):
+                    await self.frontend.wait_left()
+        if self.engine is not None:
+            self.engine.die()
+            self.frontend.step_done()
+        self.frontend.announce_stopped()
+        await asyncio.sleep(0)  # its last messages leave at the end of a turn
+        kill(self.process, self.bus, self.incoming)
+
     def fence_twice(self) -> None:
         """Makes it fence itself, and again in the next epoch, whose card never leaves."""
         if self.bus.link is not None:
@@ -87,6 +112,19 @@ class RouterProcess:
         self.router = Router(self.bus, subjects.Subjects(), self.name, RouterSettings(), world.rng, NoopTracer())
         await self.router.open()
         await self.router.run()
+
+    def leave(self) -> None:
+        """Stops it."""
+        self.process.call(lambda: self.process.spawn(self._leave()))
+
+    async def _leave(self) -> None:
+        await self.router.stop_intake()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GRACE_S):
+                await self.router.drain()
+        await self.router.shut_down()
+        await asyncio.sleep(0)
+        kill(self.process, self.bus)
 
 
 def kill(process: Process, *buses: SimBus, lingers: bool = True) -> None:

@@ -58,6 +58,9 @@ FAULTS = (
     Fault("router_cut", Exchange.cut_router, everything_if_placed),
     Fault("router_killed", Exchange.kill_router, everything_if_placed),
     Fault("worker_and_router_killed", Exchange.kill_worker_and_router, anything),
+    Fault("worker_drained", Exchange.drain_worker, everything),
+    Fault("router_stopped", Exchange.stop_router, everything),
+    Fault("router_and_worker_stopped", Exchange.stop_router_and_worker, everything),
     Fault("clients_cut", Exchange.cut_clients, anything),
 )
 

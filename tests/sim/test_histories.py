@@ -38,6 +38,8 @@ class History(RuleBasedStateMachine):
         self.routers = [RouterProcess(self.world, self.broker, f"r{number}") for number in range(routers)]
         self.clients = [ClientProcess(self.world, self.broker, f"c{number}") for number in range(2)]
         self.simple_client = SimpleClient(self.world, self.broker, "s0")
+        self.leaving: list[FrontendProcess | RouterProcess] = []
+        """Processes that were told to stop."""
         self.doomed: list[FrontendProcess] = []
         """Frontends that are about to die in the middle of a write."""
         self.born = 10
@@ -185,6 +187,34 @@ class History(RuleBasedStateMachine):
         self.routers.append(RouterProcess(self.world, self.broker, f"r{self.born}"))
         self.world.run(then_s)
 
+    @rule(who=NUMBERS, then_s=THEN_S)
+    def router_stops(self, who: int, then_s: float) -> None:
+        """Stops a router, after another one was started."""
+        self.born += 1
+        self.routers.append(RouterProcess(self.world, self.broker, f"r{self.born}"))
+        self.world.run(0.7)
+        leaving = self.of(self.routers[:-1], who)
+        self.routers.remove(leaving)
+        leaving.leave()
+        self.leaving.append(leaving)
+        self.world.run(then_s)
+
+    @rule(who=NUMBERS, starts_first=st.booleans(), then_s=THEN_S)
+    def frontend_drains(self, who: int, starts_first: bool, then_s: float) -> None:
+        """Stops a frontend, and starts another one before or afterwards."""
+        number = who % len(self.frontends)
+        leaving = self.frontends[number]
+        self.born += 1
+        if not starts_first:
+            leaving.drain()
+            self.world.run(0.5)
+        self.frontends[number] = FrontendProcess(self.world, self.broker, f"w{self.born}")
+        if starts_first:
+            self.world.run(0.5)
+            leaving.drain()
+        self.leaving.append(leaving)
+        self.world.run(then_s)
+
     @precondition(lambda self: self.broker.is_up and not self.broker.is_paused)
     @rule(who=NUMBERS, then_s=THEN_S)
     def frontend_is_replaced(self, who: int, then_s: float) -> None:
@@ -280,6 +310,7 @@ class History(RuleBasedStateMachine):
             assert frontend.engine is not None
             assert frontend.engine.load().running == 0, frontend.frontend
             assert self.snapshot(frontend).running == []
+        assert not [one for one in self.leaving if one.process.is_alive]
         for router in self.routers:
             assert len(router.router.flights) == 0, router.router
             router.router.flights.check_integrity()
