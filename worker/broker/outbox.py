@@ -75,9 +75,9 @@ class Outbox:
         if not self.flush():
             return
         stream.last_chunk_at = now
-        for chunk in stream.replay(offset, self._room_bytes):
+        for chunk in stream.replay(offset, self.room_bytes):
             outgoing = _to_message(stream, chunk)
-            if len(outgoing.payload) <= self._room_bytes:
+            if len(outgoing.payload) <= self.room_bytes:
                 self._publish(outgoing)
                 continue
             # an earlier broker took it; the present one allows less
@@ -105,13 +105,14 @@ class Outbox:
         return True
 
     @property
-    def _room_bytes(self) -> int:
+    def room_bytes(self) -> int:
+        """The largest payload that the present broker takes."""
         return self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES
 
     def _replace_too_large(self) -> None:
         """Puts a terminal in place of each chunk that does not fit a message of the present broker, and leaves out what
         follows of its stream."""
-        room_bytes = self._room_bytes
+        room_bytes = self.room_bytes
         if all(len(outgoing.payload) <= room_bytes for _, _, outgoing in self._waiting):
             return
         fitting: list[tuple[Stream, messages.Chunk, Outgoing]] = []

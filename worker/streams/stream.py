@@ -34,8 +34,12 @@ class Stream:
         hash_scheme: str = "",
         stream_no: int = 0,
     ) -> None:
-        # the tokens would be kept for a minute after the stream's end
-        self.run = codec.replace(run, token_ids=b"", resume_from=None)
+        given = run.resume_from
+        self.run = codec.replace(run, resume_from=given and codec.replace(given, token_ids=b"", logprobs=b""))
+        """The run that began it here, without the tokens that the replay buffer has."""
+        self.guardian: str | None = run.router_id
+        """The router that continues it if this worker is lost or leaves; None while there is none, empty if there can't
+        be any."""
         self._prompt_tokens = len(run.token_ids) // 4
         self._is_streamed = run.params.is_streamed
         self.key = run.request_id
@@ -47,7 +51,7 @@ class Stream:
         self._worker_id = worker_id
         self._id = subjects.key_to_request_id(run.request_id)
         self._token_bytes = token_bytes
-        self._hash_scheme = hash_scheme
+        self.hash_scheme = hash_scheme
         asked = run.params.logprobs
         self._num_alternatives = 0 if asked is None else min(asked, len(token_bytes))
         self._replay_buffer = ReplayBuffer(0 if asked is None else 1 + self._num_alternatives)
@@ -84,7 +88,7 @@ class Stream:
         if not self._is_streamed or self.terminal is not None:
             return None
         empty = self._empty(self._replay_buffer.num_tokens, self._replay_buffer.text_bytes)
-        return codec.replace(empty, hash_scheme=self._hash_scheme, progress=progress)
+        return codec.replace(empty, hash_scheme=self.hash_scheme, progress=progress)
 
     def resume(self, output: contract.Output) -> None:
         """Takes tokens that the client has already from another worker, so that they can be published again."""
@@ -123,7 +127,42 @@ class Stream:
             token_ids=buffer.packed_token_ids(start, end),
             logprobs=packed_logprobs.pack(buffer.logprobs(start, end)),
             first_token=self.first_token,
+            router_id=self.guardian or "",
         )
+
+    def give_up(self, known_tokens: int, epoch: str) -> internal.TakeReply:
+        """Returns what a router needs to continue the stream elsewhere, with the tokens behind those that it knows."""
+        running = self.snapshot(known_tokens)
+        return internal.TakeReply(
+            ok=True,
+            epoch=epoch,
+            num_tokens=running.num_tokens,
+            token_ids=running.token_ids,
+            logprobs=running.logprobs,
+            first_token=running.first_token,
+        )
+
+    def to_run(self, now: float) -> internal.Run:
+        """Returns a run that continues the stream from here on."""
+        running, first = self.snapshot(0), self.first_token or self.run.resume_from
+        resume_from = internal.RunResume(
+            token_ids=running.token_ids,
+            logprobs=running.logprobs,
+            cached_tokens=first.cached_tokens if first else 0,
+            queue_ms=first.queue_ms if first else 0.0,
+            prefill_ms=first.prefill_ms if first else 0.0,
+            elapsed_ms=(now - self.began_at) * 1e3,
+        )
+        elapsed_ms = (now - self.accepted_at) * 1e3
+        left_ms = None if self.run.remaining_ms is None else max(1.0, self.run.remaining_ms - elapsed_ms)
+        age_ms = (self.run.age_ms or 0.0) + elapsed_ms
+        return codec.replace(
+            self.run, remaining_ms=left_ms, age_ms=age_ms, resume_from=resume_from if running.num_tokens else None
+        )
+
+    def forget_prompt(self) -> None:
+        """Frees the memory that nobody needs any more once the stream has ended."""
+        self.run = codec.replace(self.run, token_ids=b"")
 
     def pack_logprobs(self, output: contract.Output) -> bytes:
         """Returns the log probabilities of an output's tokens as they are kept; nothing if none were asked for."""

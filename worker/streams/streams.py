@@ -7,7 +7,7 @@ which is allowed only until the first token is sent."""
 import asyncio
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from tokenbus.protocol.telemetry import backoff, tracing
@@ -23,6 +23,8 @@ from tokenbus.worker.streams.liveness import ClientLiveness
 from tokenbus.worker.streams.request_telemetry import RequestTelemetry
 from tokenbus.worker.streams.stream import Stream
 from tokenbus.worker.validator import StreamValidator
+
+_MAX_TAKEN_BYTES = 32 * 1024 * 1024
 
 
 class Streams:
@@ -45,6 +47,10 @@ class Streams:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._liveness = ClientLiveness()
         self._ended: TTLCache[Stream] = TTLCache(limits.ENDED_STREAM_TTL_S, limits.MAX_ENDED_STREAM_BYTES)
+        self._taken: TTLCache[internal.TakeReply] = TTLCache(limits.ENDED_STREAM_TTL_S, _MAX_TAKEN_BYTES)
+        """The replies to `take`, by request key and attempt."""
+        self._none_open = asyncio.Event()
+        self._none_open.set()
         self._early_cancels = EarlyCancels()
         self._stream_nos = itertools.count()
         outbox.on_ended = self._close
@@ -108,6 +114,43 @@ class Streams:
         self._announcer.publish_events()  # before the reply, or it could be taken for the end of a later attempt
         return True
 
+    def take(self, take: internal.Take) -> internal.TakeReply | None:
+        """Gives up a stream, which the router that asks for it continues elsewhere; asked again, returns the same.
+
+        Returns None, and changes nothing, while something of it waits for the broker."""
+        now, epoch = time.monotonic(), self._announcer.epoch
+        if (taken := self._taken.get(f"{take.request_id} {take.attempt}", now)) is not None:
+            return taken
+        if not self._outbox.flush():
+            return None
+        stream = self._streams.get(take.request_id)
+        is_leaving = self._announcer.state is messages.WorkerState.LEAVING
+        if stream is None or stream.run.attempt != take.attempt or not is_leaving:
+            return internal.TakeReply(ok=False, epoch=epoch)
+        reply = stream.give_up(take.known_tokens, epoch)
+        if len(reply.token_ids) + len(reply.logprobs) > self._outbox.room_bytes:
+            return internal.TakeReply(ok=False, epoch=epoch)
+        self._taken.put(f"{stream.key} {take.attempt}", reply, now, len(reply.token_ids) + len(reply.logprobs) + 512)
+        self._abandon(stream, "taken")
+        self._announcer.request_taken(stream.key)
+        self._announcer.publish_events()
+        return reply
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __iter__(self) -> Iterator[Stream]:
+        """Yields the open streams."""
+        return iter(self._streams.values())
+
+    def find(self, key: str) -> Stream | None:
+        """Returns the open stream of a request."""
+        return self._streams.get(key)
+
+    async def wait_none(self) -> None:
+        """Returns when no stream is open."""
+        await self._none_open.wait()
+
     def holds(self, key: str) -> bool:
         """Returns whether a stream is here, open or ended."""
         return key in self._streams or self._ended.get(key, time.monotonic()) is not None
@@ -133,6 +176,7 @@ class Streams:
         for stream in list(self._streams.values()):
             self._abandon(stream, "abandoned")
         self._ended.clear()
+        self._taken.clear()
 
     def no_responders(self, key: str, *, is_probe: bool) -> None:
         """Handles a no-responders notice. If it answers a probe, the client is gone and its stream is cancelled."""
@@ -163,6 +207,7 @@ class Streams:
             self._outbox.put_head(self._streams[key], now, is_probe=True)
         self._outbox.flush()
         self._ended.expire(now)
+        self._taken.expire(now)
         self._early_cancels.expire(now)
 
     def running_requests(self, known_tokens: Mapping[str, int]) -> list[internal.RunningRequest] | None:
@@ -191,6 +236,7 @@ class Streams:
         # if the id was used before, resyncs refer to the new stream from now on
         self._ended.pop(stream.key)
         self._streams[stream.key] = stream
+        self._none_open.clear()
         stream.slow = backoff.BackoffTimer(self.settings.slow_wait_s)
         if run.remaining_ms is not None:
             expired = errors.make_error(errors.Code.DEADLINE_EXCEEDED)
@@ -232,7 +278,7 @@ class Streams:
         """Raises RequestError if this worker can't accept the run now."""
         if run.epoch != self._announcer.epoch:
             raise errors.request_error(errors.Code.NO_WORKER, "the run was meant for another epoch of this worker")
-        if self._announcer.state is messages.WorkerState.DRAINING:
+        if self._announcer.state in (messages.WorkerState.DRAINING, messages.WorkerState.LEAVING):
             raise errors.request_error(errors.Code.SHUTTING_DOWN)
         if self._engine is None or self._config is None:
             raise errors.request_error(errors.Code.ENGINE_POISONED, "the engine is being restarted")
@@ -265,6 +311,7 @@ class Streams:
     def _close(self, stream: Stream) -> None:
         """Keeps a stream that has ended for a while, so that its client can ask for lost chunks."""
         self._forget(stream)
+        stream.forget_prompt()
         self._ended.put(stream.key, stream, time.monotonic(), stream.memory_bytes)
         # it may have ended here only: the engine would go on
         if self._engine is not None:
@@ -272,6 +319,8 @@ class Streams:
 
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.key]
+        if not self._streams:
+            self._none_open.set()
         self._liveness.forget(stream.key)
         timer = self._timers.pop(stream.key, None)
         if timer is not None:
