@@ -11,7 +11,7 @@ from tests.sim.network import Broker
 from tests.sim.sim_bus import SimBus
 from tests.sim.system import MODEL, FrontendProcess, RouterProcess
 from tests.sim.world import World, world
-from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
@@ -253,6 +253,44 @@ def test_a_snapshot_has_the_tokens_that_its_reader_lacks(stage: Stage) -> None:
         (running,) = part.running
         assert block_hash.unpack_token_ids(running.token_ids) == said[known:]
         assert len(said) > 2
+
+
+def test_no_snapshot_is_sent_while_tokens_wait_for_the_broker(stage: Stage) -> None:
+    stage.run()
+    parts = stage.overhear(inbox := stage.peer.bus.new_inbox(), internal.SnapshotPart)
+    stage.world.run(0.5)
+    stage.frontend.bus.is_busy = True
+    stage.world.run(0.2)
+    stage.peer.publish(NAMES.worker(MODEL, "w0", "snapshot"), b"", inbox)
+    stage.world.run(0.1)
+    stage.frontend.bus.is_busy = False
+    stage.world.run(1.0)
+    assert parts == []
+    assert stage.snapshot(r1=0).running
+
+
+def test_what_an_engine_puts_out_behind_a_terminal_that_waits_is_ignored(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(stream: object, output: object) -> None:
+        raise ZeroDivisionError
+
+    events = stage.overhear(NAMES.events(MODEL, "w0"), internal.Events)
+    stage.run()
+    stage.world.run(0.5)
+    stage.frontend.bus.is_busy = True
+    with monkeypatch.context() as broken:
+        broken.setattr("tokenbus.worker.streams.stream.Stream.chunk", fail)
+        stage.world.run(0.1)
+    stage.world.run(0.3)
+    stage.frontend.bus.is_busy = False
+    stage.world.run(3.0)
+    *chunks, terminal = stage.peer.chunks
+    assert terminal.error
+    assert terminal.error.code is errors.Code.INTERNAL
+    assert terminal.offset == sum(chunk.tokens for chunk in chunks) > 1
+    assert all(chunk.finish_reason is None for chunk in chunks)
+    assert [key for entry in events for key in entry.finished] == [KEY]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
 from tokenbus.worker.broker.announcer import Announcer
-from tokenbus.worker.broker.sampled_tokens import SampledTokens
 
 ROOT = 1
 MOST = 4_096
@@ -184,7 +183,7 @@ def test_a_new_epoch_starts_at_number_zero_and_stores_every_cached_block() -> No
 def test_between_two_epochs_no_step_is_published() -> None:
     harness = Harness()
     harness.announcer.start_epoch()
-    assert not harness.announcer.publish_step([SampledTokens()], [Outgoing("_INBOX.a", b"chunk")], [])
+    assert not harness.announcer.publish_step([], [Outgoing("_INBOX.a", b"chunk")], [])
     assert harness.bus.take() == []
 
 
@@ -192,9 +191,9 @@ def test_a_step_waits_until_its_blocks_fit_one_entry() -> None:
     harness = Harness()
     harness.announcer.blocks_changed([], chain(10, 10 + MOST))
     harness.bus.is_busy = True
-    assert not harness.announcer.publish_step([SampledTokens()], [Outgoing("_INBOX.a", b"chunk")], [])
+    assert not harness.announcer.publish_step([], [Outgoing("_INBOX.a", b"chunk")], [])
     harness.bus.is_busy = False
-    assert harness.announcer.publish_step([SampledTokens()], [Outgoing("_INBOX.a", b"chunk")], [])
+    assert harness.announcer.publish_step([], [Outgoing("_INBOX.a", b"chunk")], [])
     assert [one.subject for one in harness.bus.take()][-1] == "_INBOX.a"
 
 

@@ -115,7 +115,11 @@ async def test_a_step_is_an_entry_with_its_tokens_then_its_chunks_then_a_seal() 
     events, *chunks, seal = sender.flush()
     assert isinstance(events, internal.Events)
     assert tokens_in(events) == [(7, 11), (9, 12), (9, 13), (7, 14)]
-    assert [(chunk.id, chunk.tokens, chunk.text) for chunk in chunks_in(chunks)] == [("r1", 2, "ad"), ("r2", 2, "bc")]
+    assert [(chunk.id, chunk.offset, chunk.tokens, chunk.text) for chunk in chunks_in(chunks)] == [
+        ("r1", 0, 1, "a"),
+        ("r2", 0, 2, "bc"),
+        ("r1", 1, 1, "d"),
+    ]
     assert seal == internal.Seal(epoch=sender.announcer.epoch, seq=events.seq)
 
 
@@ -202,7 +206,7 @@ async def test_more_tokens_than_fit_one_entry_are_in_several_before_their_chunks
     token_ids = list(range(limits.PART_BYTES // 8 + 1))
     sender.put(one, *(output("", token_id) for token_id in token_ids))
     published = sender.flush()
-    assert kinds(published)[:3] == ["Events", "Events", "Chunk"]
+    assert kinds(published) == ["Events", "Events", *["Chunk"] * len(token_ids), "Seal"]
     first, second = entries_in(published)
     assert [len(tokens_in(first)), len(tokens_in(second))] == [len(token_ids) - 1, 1]
     assert [token_id for _, token_id in tokens_in(first) + tokens_in(second)] == token_ids
@@ -274,24 +278,38 @@ async def test_while_too_much_waits_nothing_is_published_and_later_all_of_it_is(
         sender.put(one, output(str(number), number))
         assert sender.flush() == []
     sender.bus.is_busy = False
-    events, chunk, _ = sender.flush()
-    assert isinstance(events, internal.Events)
-    assert isinstance(chunk, messages.Chunk)
+    published = sender.flush()
+    assert kinds(published) == ["Events", "Chunk", "Chunk", "Seal"]
+    (events,) = entries_in(published)
     assert (events.seq, tokens_in(events)) == (before.seq + 1, [(3, 6), (3, 7)])
-    assert (chunk.offset, chunk.tokens, chunk.text_offset, chunk.text) == (1, 2, 1, "67")
+    chunks = [(chunk.offset, chunk.text_offset, chunk.text) for chunk in chunks_in(published)]
+    assert chunks == [(1, 1, "6"), (2, 2, "7")]
 
 
-async def test_a_head_waits_for_room_too_and_comes_first() -> None:
+async def test_a_head_waits_in_its_place() -> None:
     sender, one = Sender(), stream()
     sender.bus.is_busy = True
     sender.outbox.put_head(one, 1.0)
     sender.put(one, output("a"))
+    sender.outbox.put_head(one, 2.0)
     assert sender.flush() == []
     sender.bus.is_busy = False
     assert [(chunk.offset, chunk.tokens, chunk.worker_id) for chunk in chunks_in(sender.flush())] == [
         (0, 0, "w1"),
         (0, 1, msgspec.UNSET),
+        (1, 0, "w1"),
     ]
+
+
+async def test_a_flush_says_whether_nothing_is_left() -> None:
+    sender, one, whole = Sender(), stream("r1"), stream("r2", stream=False)
+    for put_out in (one, whole):
+        assert sender.outbox.flush()
+        sender.put(put_out, output("a"))
+        sender.bus.is_busy = True
+        assert not sender.outbox.flush()
+        sender.bus.is_busy = False
+        assert sender.outbox.flush()
 
 
 async def test_a_stream_has_not_ended_for_anyone_before_its_terminal_is_published() -> None:
@@ -302,12 +320,11 @@ async def test_a_stream_has_not_ended_for_anyone_before_its_terminal_is_publishe
     sender.put(one, output("b", last=True))
     assert sender.flush() == []
     sender.announcer.publish_events()
-    assert (one.has_ended, one.terminal, sender.ended) == (True, None, [])
+    assert sender.ended == []
     sender.bus.is_busy = False
     sender.announcer.publish_events()
     (heartbeat,) = sender.bus.take()
     assert _events.decode(heartbeat.payload).finished == []
-    assert [again.text for again in sender.replay(one)] == ["a"]
     published = sender.flush()
     assert kinds(published) == ["Events", "Chunk", "Events"]
     assert sender.ended == [one]
@@ -337,38 +354,49 @@ async def test_what_a_stream_had_to_publish_is_forgotten_with_it() -> None:
     assert [chunk.id for chunk in chunks_in(published)] == ["r2"]
 
 
+async def test_the_tokens_of_others_are_announced_though_a_stream_that_filled_an_entry_is_forgotten() -> None:
+    sender, one, two = Sender(), stream("r1", 1), stream("r2", 2)
+    sender.put(one, *[output("")] * (limits.PART_BYTES // 8))
+    sender.put(two, output("b", 9))
+    sender.outbox.remove(one)
+    published = sender.flush()
+    assert kinds(published) == ["Events", "Chunk", "Seal"]
+    assert tokens_in(entries_in(published)[0]) == [(2, 9)]
+
+
 # Replay and probe
 
 
-async def test_a_replay_shows_only_what_has_been_published() -> None:
+async def test_a_replay_follows_what_was_still_to_be_published() -> None:
+    sender, one = Sender(), stream()
+    sender.put(one, output("a"))
+    sender.outbox.replay(one, 0, 2.0)
+    published = [decoded(outgoing) for outgoing in sender.bus.take()]
+    assert kinds(published) == ["Events", "Chunk", "Seal", "Chunk"]
+    assert [(chunk.offset, chunk.text) for chunk in chunks_in(published)] == [(0, "a"), (0, "a")]
+    assert [(again.offset, again.text) for again in sender.replay(one, 1)] == [(1, "")]
+
+
+async def test_nothing_is_replayed_while_chunks_wait() -> None:
     sender, one = Sender(), stream()
     sender.put(one, output("a"))
     sender.flush()
     sender.put(one, output("b"))
-    assert [(again.offset, again.text) for again in sender.replay(one)] == [(0, "a")]
-    assert [(again.offset, again.text) for again in sender.replay(one, 1)] == [(1, "")]
+    sender.announcer.start_epoch()  # nothing can be published
+    assert sender.replay(one) == []
 
 
-async def test_a_probe_is_published_at_once_behind_the_last_published_token() -> None:
+async def test_the_notice_of_a_probe_can_be_told_from_that_of_a_head() -> None:
     sender, one, whole = Sender(), stream(), stream(stream=False)
-    sender.put(one, output("a"))
-    sender.flush()
-    sender.put(one, output("b"))
     one.gone_subject = "gone"
-    sender.outbox.probe(one, 2.0)
-    sender.outbox.probe(whole, 2.0)
-    (probe,) = sender.bus.take()
+    sender.put(one, output("a"))
+    sender.outbox.put_head(one, 2.0, is_probe=True)
+    sender.outbox.put_head(whole, 2.0, is_probe=True)
+    sender.outbox.flush()
+    _, chunk, probe, _ = sender.bus.take()
     head = decoded(probe)
     assert isinstance(head, messages.Chunk)
-    assert (head.offset, head.tokens, probe.reply) == (1, 0, "gone" + subjects.PROBE_SUFFIX)
-
-
-async def test_a_probe_that_finds_no_room_is_left_out() -> None:
-    sender = Sender()
-    sender.bus.is_busy = True
-    sender.outbox.probe(stream(), 2.0)
-    sender.bus.is_busy = False
-    assert sender.flush() == []
+    assert (head.offset, head.tokens, chunk.reply, probe.reply) == (1, 0, "gone", "gone" + subjects.PROBE_SUFFIX)
 
 
 # Chunks that do not fit
@@ -398,9 +426,9 @@ async def test_a_terminal_that_just_fits_is_sent_and_one_byte_more_makes_it_an_e
 
 def _terminal_of(one: Stream, text: str) -> messages.Chunk:
     one.created = 1_000_000_000
-    one.add(output(text, last=True))
-    assert one.ending is not None
-    return one.ending
+    terminal = one.chunk(output(text, last=True))
+    assert terminal is not None
+    return terminal
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -430,16 +458,26 @@ async def test_a_chunk_that_does_not_fit_ends_its_stream_and_nothing_follows(wai
     assert [(again.offset, again.finish_reason) for again in sender.replay(one)] == [(0, None), (1, "error")]
 
 
-async def test_what_waited_is_divided_into_chunks_that_fit() -> None:
-    sender, one = Sender(max_payload=limits.MESSAGE_RESERVE_BYTES + 700), stream()
+async def test_what_follows_a_chunk_that_a_new_broker_does_not_take_is_left_out() -> None:
+    sender, one, other = Sender(), stream("r1"), stream("r2")
     sender.bus.is_busy = True
-    for _ in range(4):
-        sender.put(one, output("y" * 90))
-        sender.flush()
+    for text in ("a", "x" * 800, "b"):
+        sender.put(one, output(text))
+        sender.put(other, output("o"))
+    sender.put(one, output("c", last=True))
+    assert sender.flush() == []
+    sender.bus.max_payload = limits.MESSAGE_RESERVE_BYTES + 700
+    assert sender.flush() == []
+    assert one.terminal is not None
+    assert (one.terminal.offset, one.terminal.finish_reason, sender.ended) == (1, "error", [])
     sender.bus.is_busy = False
     chunks = chunks_in(sender.flush())
-    assert [(chunk.offset, chunk.tokens) for chunk in chunks] == [(0, 1), (1, 1), (2, 1), (3, 1)]
-    assert "".join(chunk.text for chunk in chunks) == "y" * 360
+    assert [(chunk.offset, chunk.text, chunk.finish_reason) for chunk in chunks if chunk.id == "r1"] == [
+        (0, "a", None),
+        (1, "", "error"),
+    ]
+    assert [chunk.text for chunk in chunks if chunk.id == "r2"] == ["o"] * 3
+    assert sender.ended == [one]
 
 
 async def test_a_stream_that_a_new_broker_does_not_take_ends_when_it_is_asked_for() -> None:
@@ -465,13 +503,19 @@ async def test_an_error_terminal_has_its_error_in_headers_too() -> None:
     assert [one.headers for one in sender.bus.take()] == [None, codec.error_headers(error), None]
 
 
-async def test_a_stream_whose_chunk_can_not_be_made_ends_alone() -> None:
+async def test_a_stream_that_fails_ends_alone_and_nothing_of_the_output_at_which_it_failed_is_published() -> None:
     sender, broken, other = Sender(), stream("r1", 1, (b"a",), logprobs=0), stream("r2", 2)
-    unknown = contract.Logprob(77, -1.0)
-    sender.put(broken, msgspec.structs.replace(output("x", 77), logprobs=[unknown]))
-    sender.put(other, output("o"))
-    terminal, chunk = chunks_in(sender.flush())
-    assert (terminal.id, terminal.tokens, terminal.text, terminal.finish_reason) == ("r1", 1, "", "error")
+    sender.put(other, output("o", 8))
+    sender.put(broken, msgspec.structs.replace(output("x", 0), logprobs=[contract.Logprob(0, -1.0)]))
+    with pytest.raises(IndexError):
+        sender.put(broken, msgspec.structs.replace(output("y", 77), logprobs=[contract.Logprob(77, -1.0)]))
+    sender.outbox.fail(broken)
+    published = sender.flush()
+    assert kinds(published) == ["Events", "Chunk", "Chunk", "Chunk", "Events"]
+    assert tokens_in(entries_in(published)[0]) == [(2, 8), (1, 0)]
+    terminal = chunks_in(published)[-1]
+    assert (terminal.id, terminal.offset, terminal.tokens, terminal.text) == ("r1", 1, 0, "")
     assert terminal.error
     assert terminal.error.code is errors.Code.INTERNAL
-    assert (chunk.id, chunk.text, sender.ended) == ("r2", "o", [broken])
+    assert sender.ended == [broken]
+    assert [(again.text, again.finish_reason) for again in sender.replay(broken)] == [("x", None), ("", "error")]

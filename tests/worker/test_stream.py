@@ -11,7 +11,6 @@ from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.stream import Stream
 
 USAGE = messages.Usage(prompt_tokens=2, completion_tokens=3, total_tokens=5, cached_tokens=0)
-ROOM_BYTES = 100_000
 PIECES = [b"", b"a", b"\xe2\x82", b"b"]
 TIMINGS = messages.Timings(queue_ms=1, prefill_ms=2, ttft_ms=3, decode_ms=4, total_ms=7)
 
@@ -59,18 +58,10 @@ def terminal(
     )
 
 
-def published(stream: Stream, *outputs: contract.Output) -> list[messages.Chunk]:
-    """Returns the chunks of outputs that are published together."""
-    for one in outputs:
-        stream.add(one)
-    chunks = stream.unpublished(ROOM_BYTES)
-    stream.mark_published()
-    return chunks
-
-
 def made(stream: Stream, output: contract.Output) -> messages.Chunk:
-    """Returns the chunk of an output that is published alone."""
-    (chunk,) = published(stream, output)
+    """Returns the chunk of an output that has one."""
+    chunk = stream.chunk(output)
+    assert chunk is not None
     return chunk
 
 
@@ -160,8 +151,8 @@ def test_a_stream_that_ended_by_itself_keeps_its_reason() -> None:
 def test_a_client_that_wants_no_stream_gets_one_terminal_with_everything() -> None:
     whole = stream(stream=False, return_token_ids=True)
     assert whole.head() is None
-    assert published(whole, output("né", 1)) == []
-    assert published(whole, output("", 2)) == []
+    assert whole.chunk(output("né", 1)) is None
+    assert whole.chunk(output("", 2)) is None
     chunk = made(whole, terminal("w!", 3))
     assert (chunk.offset, chunk.tokens, chunk.text_offset, chunk.text) == (0, 3, 0, "néw!")
     assert (chunk.token_ids, chunk.usage) == ([1, 2, 3], USAGE)
@@ -169,7 +160,7 @@ def test_a_client_that_wants_no_stream_gets_one_terminal_with_everything() -> No
 
 def test_a_client_that_wants_no_stream_gets_what_there_is_when_it_is_cancelled() -> None:
     whole = stream(stream=False)
-    assert published(whole, output("par", 1)) == []
+    assert whole.chunk(output("par", 1)) is None
     chunk = made(whole, terminal("t", reason=messages.FinishReason.CANCELLED))
     assert (chunk.tokens, chunk.text, chunk.finish_reason) == (1, "part", messages.FinishReason.CANCELLED)
     assert chunk.token_ids is UNSET
@@ -219,7 +210,7 @@ def test_log_probabilities_come_only_if_asked_for() -> None:
 
 def test_a_client_that_wants_no_stream_gets_all_log_probabilities_at_the_end() -> None:
     whole = stream(stream=False, logprobs=1)
-    assert published(whole, spoken("a", likely(1, 3))) == []
+    assert whole.chunk(spoken("a", likely(1, 3))) is None
     assert made(whole, ended("b", likely(3, 1))).logprobs == [named(1, 3), named(3, 1)]
 
 
@@ -242,7 +233,7 @@ def test_progress_comes_in_an_empty_chunk_and_only_in_a_stream() -> None:
     chunk = made(one, seen)
     assert (chunk.progress, chunk.offset, chunk.tokens, chunk.text) == (progress, 0, 0, "")
     assert made(one, output("a", 1)).progress is UNSET
-    assert published(stream(stream=False), seen) == []
+    assert stream(stream=False).chunk(seen) is None
 
 
 def given(text: str, *token_ids: int) -> contract.Output:
@@ -296,71 +287,49 @@ def test_a_terminal_that_is_too_large_becomes_an_error_without_text() -> None:
     assert small.error.code is errors.Code.PAYLOAD_TOO_LARGE
 
 
-# Publishing later
+# Ends
 
 
-def test_outputs_that_are_published_together_are_one_chunk() -> None:
-    chunks = published(stream(return_token_ids=True), output("n", 1), output("é", 2, 3), output("", 0))
-    assert [(chunk.offset, chunk.tokens, chunk.text, chunk.token_ids) for chunk in chunks] == [
-        (0, 4, "né", [1, 2, 3, 0])
-    ]
+def test_a_stream_has_a_terminal_once_that_is_made_and_no_head_after_it() -> None:
+    for one in (stream(), stream(stream=False)):
+        one.chunk(output("a", 1))
+        assert one.terminal is None
+        last = made(one, terminal("b", 1))
+        assert (one.terminal, one.head()) == (last, None)
 
 
-def test_what_could_not_be_published_is_in_the_next_chunk() -> None:
-    one = stream()
-    made(one, output("a", 1))
-    one.add(output("b", 1))
-    assert one.unpublished(ROOM_BYTES) == one.unpublished(ROOM_BYTES)
-    chunk = made(one, output("c", 1))
-    assert (chunk.offset, chunk.tokens, chunk.text_offset, chunk.text) == (1, 2, 1, "bc")
-
-
-def test_the_terminal_follows_what_could_not_be_published() -> None:
-    one = stream()
-    chunks = published(one, output("a", 1), output("b", 1), terminal("c", 1))
-    assert [(chunk.offset, chunk.text, chunk.finish_reason) for chunk in chunks] == [
-        (0, "ab", None),
-        (2, "c", messages.FinishReason.LENGTH),
-    ]
-    assert (one.terminal, one.has_ended) == (chunks[-1], True)
-
-
-def test_a_stream_has_ended_before_its_terminal_is_published() -> None:
-    one = stream()
-    one.add(terminal("a", 1))
-    assert (one.has_ended, one.terminal) == (True, None)
-
-
-def test_a_head_that_is_wanted_comes_first_and_carries_the_newest_progress() -> None:
-    progress = [messages.Progress(prompt_tokens=9, processed_tokens=seen, cached_tokens=0) for seen in (4, 9)]
-    one = stream()
-    one.want_head()
-    seen = [contract.Output(token_ids=[], text="", progress=step) for step in progress]
-    head, chunk = published(one, *seen, output("a", 1))
-    assert (head.offset, head.tokens, head.progress, head.worker_id) == (0, 0, progress[1], "worker-1")
-    assert (chunk.tokens, chunk.progress) == (1, UNSET)
+def test_a_chunk_that_can_not_be_made_leaves_the_stream_as_it_was() -> None:
+    one = stream(logprobs=0)
+    with pytest.raises(IndexError):
+        one.chunk(spoken("a", likely(len(PIECES))))
+    assert not one.first_token_sent
+    assert made(one, spoken("b", likely(3))).offset == 0
+    assert [again.text for again in one.replay(0, 10_000)] == ["b"]
 
 
 def test_only_tokens_that_were_sampled_here_count_as_sent() -> None:
     one, whole = stream(), stream(stream=False)
     for resumed in (one, whole):
         resumed.resume(output("né", 1, 2))
-        assert published(resumed) == []
+        resumed.head()
+        resumed.chunk(output(""))
         assert not resumed.first_token_sent
-        published(resumed, output("w", 3))
+        resumed.chunk(output("w", 3))
     assert (one.first_token_sent, whole.first_token_sent) == (True, False)
 
 
-def test_a_stream_that_failed_counts_its_tokens_and_has_no_text() -> None:
-    one = stream()
-    made(one, output("a", 1))
-    one.add(output("b", 2))
-    one.fail()
-    (chunk,) = one.unpublished(ROOM_BYTES)
-    assert (chunk.offset, chunk.tokens, chunk.text_offset, chunk.text) == (1, 1, 1, "")
+@pytest.mark.parametrize(("is_streamed", "counted"), [(True, (1, 0, 1)), (False, (0, 1, 0))])
+def test_a_stream_that_failed_counts_its_tokens_and_has_no_text(
+    is_streamed: bool, counted: tuple[int, int, int]
+) -> None:
+    one = stream(stream=is_streamed)
+    one.chunk(output("a", 1))
+    chunk = one.fail()
+    assert one.terminal == chunk
+    assert ((chunk.offset, chunk.tokens, chunk.text_offset), chunk.text) == (counted, "")
     assert chunk.error
     assert chunk.usage
-    assert (chunk.error.code, chunk.usage.completion_tokens) == (errors.Code.INTERNAL, 2)
+    assert (chunk.error.code, chunk.usage.completion_tokens) == (errors.Code.INTERNAL, 1)
 
 
 # Snapshots
@@ -369,27 +338,21 @@ def test_a_stream_that_failed_counts_its_tokens_and_has_no_text() -> None:
 @pytest.mark.parametrize(
     ("known_tokens", "token_ids"), [(None, []), (0, [1, 3]), (1, [3]), (2, []), (2**60, []), (-1, [1, 3])]
 )
-def test_a_snapshot_has_the_published_tokens_behind_those_that_are_known(
-    known_tokens: int | None, token_ids: list[int]
-) -> None:
+def test_a_snapshot_has_the_tokens_behind_those_that_are_known(known_tokens: int | None, token_ids: list[int]) -> None:
     one = stream(attempt=4, logprobs=1)
-    published(one, spoken("a", likely(1, 3)), spoken("b", likely(3, 1)))
-    one.add(spoken("b", likely(2, 1)))
+    one.chunk(spoken("a", likely(1, 3)))
+    one.chunk(spoken("b", likely(3, 1)))
     seen = one.snapshot(known_tokens)
     assert (seen.id, seen.attempt, seen.stream_no) == ("acme:r-1", 4, 6)
     assert block_hash.unpack_token_ids(seen.token_ids) == token_ids
     assert [found.token_id for found in packed_logprobs.unpack(seen.logprobs, 1)] == token_ids
 
 
-def test_a_snapshot_has_the_account_of_the_first_token_once_that_is_published() -> None:
+def test_a_snapshot_has_the_account_of_the_first_token_once_there_is_one() -> None:
     one = stream()
-    one.add(
-        msgspec.structs.replace(
-            output("a", 1), first_token=contract.FirstToken(cached_tokens=1, queue_ms=2.0, prefill_ms=3.0)
-        )
-    )
     assert one.snapshot(None).first_token is None
-    one.mark_published()
+    first = contract.FirstToken(cached_tokens=1, queue_ms=2.0, prefill_ms=3.0)
+    one.chunk(msgspec.structs.replace(output("a", 1), first_token=first))
     account = internal.FirstToken(stream_no=6, cached_tokens=1, queue_ms=2.0, prefill_ms=3.0)
     assert one.snapshot(None).first_token == account
 
@@ -397,7 +360,7 @@ def test_a_snapshot_has_the_account_of_the_first_token_once_that_is_published() 
 def test_resumed_tokens_are_in_a_snapshot() -> None:
     one = stream()
     one.resume(output("a", 1, 2))
-    published(one, output("b", 3))
+    one.chunk(output("b", 3))
     assert block_hash.unpack_token_ids(one.snapshot(1).token_ids) == [2, 3]
 
 

@@ -136,8 +136,8 @@ class Announcer:
                 return
 
     def publish_step(self, sampled: Sequence[SampledTokens], chunks: Sequence[Outgoing], ended: Sequence[str]) -> bool:
-        """Publishes chunks between what routers must learn before and behind them, all or nothing: events with the
-        step's tokens, the chunks, and an event with the requests that they end, or else a seal.
+        """Publishes chunks between what routers must learn before and behind them, all or nothing: an event for each of
+        `sampled`, the chunks, and an event with the requests that they end, or else a seal.
 
         Returns whether it was published. If not, the broker is away: try again later."""
         if self._config is None or self.is_muted:
@@ -148,18 +148,18 @@ class Announcer:
                 return False
         before, behind = self._step_entries(sampled, ended)
         outgoing = [*map(self._to_message, before), *chunks, *map(self._to_message, behind)]
-        if before and not behind and sampled[0]:
+        if sampled and not behind:
             seal = internal.Seal(epoch=self.epoch, seq=before[-1].seq)
             outgoing.append(Outgoing(self._seal_subject, codec.encode(seal)))
-        return not outgoing or self._publish(before + behind, outgoing)
+        return self._publish(before + behind, outgoing)
 
     def _step_entries(
         self, sampled: Sequence[SampledTokens], ended: Sequence[str]
     ) -> tuple[list[internal.Events], list[internal.Events]]:
         """Returns the events before a step's chunks and those behind them."""
-        if not sampled[0] and not self._log.has_news:
+        if not sampled and not self._log.has_news:
             return [], [self._log.make(self._load(), self.state, ended=ended)] if ended else []
-        before = [self._log.make(self._load(), self.state, sampled[0])]
+        before = [self._log.make(self._load(), self.state, sampled[0] if sampled else None)]
         for more in sampled[1:]:
             before.append(self._log.make_next(before[-1], more))
         return before, [self._log.make_next(before[-1], ended=ended)] if ended else []

@@ -228,7 +228,8 @@ class Endpoints:
             self._log.error("snapshot_refused", worker_id=self._announcer.worker_id, error=str(error))
             return
         running = self._streams.running_requests(request.known_tokens)
-        self._reply(message, *self._announcer.snapshot(running))
+        if running is not None:  # else the router asks again in a second
+            self._reply(message, *self._announcer.snapshot(running))
 
     def _send_tokenizer(self, message: Msg) -> None:
         packed = self._engine.tokenizer_bundle() if self._engine is not None else None

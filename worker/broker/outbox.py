@@ -2,8 +2,9 @@
 
 Routers must know which tokens were sampled, and which blocks changed, before clients can see the tokens; they must
 learn of a request's end only after its client can. So an event goes before the chunks of a step, and another one after
-its terminals. All of it is published together or, while too much waits for the broker, later together with what comes
-next: a stream remembers how much of it has been published."""
+its terminals. All of it is published together. While too much waits for the broker, it stays here and is published
+together with what comes next. That is bounded: after 1.5 s without the broker the fence ends every stream
+(`worker/broker/fence.py`)."""
 
 import contextlib
 from collections.abc import Callable
@@ -18,61 +19,61 @@ from tokenbus.worker.streams.stream import Stream
 
 
 class Outbox:
-    """Collects the streams that have something to publish, and publishes it at the end of a step."""
+    """Collects the chunks of a step and publishes them at its end."""
 
     def __init__(self, connection: Bus, announcer: Announcer, telemetry: RequestTelemetry) -> None:
         self._connection = connection
         self._announcer = announcer
         self._telemetry = telemetry
-        self._streams: dict[Stream, None] = {}
-        """The streams with something to publish, in order."""
-        self._sampled = [SampledTokens()]
-        """Their tokens, as many as fit into each event."""
+        self._waiting: list[tuple[Stream, messages.Chunk, Outgoing]] = []
+        """The chunks to publish, in order, and the messages that carry them."""
+        self._sampled: list[SampledTokens] = []
+        """The tokens to announce, as many as fit into each event."""
         self.on_ended: Callable[[Stream], None] = lambda stream: None
         """Called with a stream whose terminal has been published. Its engine request may be open still: a stream also
         ends when one of its chunks does not fit a message."""
 
     def __repr__(self) -> str:
-        return f"<Outbox of {len(self._streams)} streams>"
+        return f"<Outbox of {len(self._waiting)} chunks>"
 
-    def put_head(self, stream: Stream, now: float) -> None:
-        """Adds the empty chunk that opens a stream or shows that it is alive."""
-        stream.last_chunk_at = now
-        stream.want_head()
-        self._streams[stream] = None
+    def put_head(self, stream: Stream, now: float, *, is_probe: bool = False) -> None:
+        """Adds the empty chunk that opens a stream or shows that it is alive.
 
-    def put(self, stream: Stream, output: contract.Output, now: float) -> None:
-        """Adds an engine's output."""
-        stream.add(output)
-        if output.token_ids:
-            if self._sampled[-1].is_full:
-                self._sampled.append(SampledTokens())
-            self._sampled[-1].add(stream, output)
-        stream.last_chunk_at = now
-        self._streams[stream] = None
-
-    def fail(self, stream: Stream) -> None:
-        """Ends a stream because of a bug."""
-        stream.fail()
-        self._streams[stream] = None
-
-    def remove(self, stream: Stream) -> None:
-        """Forgets what a stream has to publish."""
-        if stream in self._streams:
-            del self._streams[stream]
-            for sampled in self._sampled:
-                sampled.remove(stream)
-
-    def probe(self, stream: Stream, now: float) -> None:
-        """Publishes an empty chunk at once. Its no-responders notice can be told from those of other chunks."""
+        The no-responders notice of a probe can be told from those of other chunks."""
         stream.last_chunk_at = now
         head = stream.head()
         if head is not None:
-            payload = codec.encode(head, stream.run.encoding)
-            self._publish(Outgoing(stream.run.reply, payload, stream.gone_subject + subjects.PROBE_SUFFIX))
+            suffix = subjects.PROBE_SUFFIX if is_probe else ""
+            self._waiting.append((stream, head, _to_message(stream, head, suffix)))
+
+    def put(self, stream: Stream, output: contract.Output, now: float) -> None:
+        """Adds an engine's output. If its chunk can't be made, nothing is added."""
+        chunk = stream.chunk(output)
+        stream.last_chunk_at = now
+        if output.token_ids:
+            if not self._sampled or self._sampled[-1].is_full:
+                self._sampled.append(SampledTokens())
+            self._sampled[-1].add(stream, output)
+        if chunk is not None:
+            self._waiting.append((stream, chunk, _to_message(stream, chunk)))
+
+    def fail(self, stream: Stream) -> None:
+        """Ends a stream because of a bug."""
+        terminal = stream.fail()
+        self._waiting.append((stream, terminal, _to_message(stream, terminal)))
+
+    def remove(self, stream: Stream) -> None:
+        """Forgets what a stream has to publish."""
+        self._waiting = [entry for entry in self._waiting if entry[0] is not stream]
+        for sampled in self._sampled:
+            sampled.remove(stream)
+        self._sampled = [sampled for sampled in self._sampled if sampled]
 
     def replay(self, stream: Stream, offset: int, now: float) -> None:
-        """Publishes again, at once, what a stream has published from token `offset` on."""
+        """Publishes again, at once, a stream's chunks from token `offset` on; does nothing while chunks wait, since
+        none may overtake them."""
+        if not self.flush():
+            return
         stream.last_chunk_at = now
         for chunk in stream.replay(offset, self._room_bytes):
             outgoing = _to_message(stream, chunk)
@@ -82,39 +83,48 @@ class Outbox:
             # an earlier broker took it; the present one allows less
             if stream.terminal is not None:
                 self._publish(_to_message(stream, stream.too_large_terminal(chunk)))
-            elif not stream.has_ended:
-                stream.ending = stream.too_large_terminal(chunk)
-                self._streams[stream] = None
-                self.flush()
+            else:
+                self._waiting.append((stream, chunk, outgoing))
+                self.flush()  # which ends the stream
             return
 
-    def flush(self) -> None:
-        """Publishes everything that was added since the last flush that succeeded, or nothing."""
-        if not self._streams:
-            return
-        room_bytes = self._room_bytes
-        chunks: list[Outgoing] = []
-        for stream in self._streams:
-            try:
-                chunks += _unpublished(stream, room_bytes)
-            except Exception:  # outermost frame of a stream: whatever went wrong, its client gets a terminal
-                self._telemetry.failed(stream)
-                stream.fail()
-                chunks += _unpublished(stream, room_bytes)
-        ended = [stream.key for stream in self._streams if stream.ending is not None]
-        if not self._announcer.publish_step(self._sampled, chunks, ended):
-            return
-        # taken first: ending a stream may add outputs
-        published, self._streams, self._sampled = self._streams, {}, [SampledTokens()]
-        for stream in published:
-            stream.mark_published()
-            if stream.terminal is not None:
-                self._telemetry.finished(stream, stream.terminal)
-                self.on_ended(stream)
+    def flush(self) -> bool:
+        """Publishes everything that was added since the last flush that succeeded, or nothing. Returns whether nothing
+        is left to publish."""
+        if not self._waiting and not self._sampled:
+            return True
+        self._replace_too_large()
+        chunks = [outgoing for _, _, outgoing in self._waiting]
+        ended = [(stream, chunk) for stream, chunk, _ in self._waiting if chunk.finish_reason is not None]
+        if not self._announcer.publish_step(self._sampled, chunks, [stream.key for stream, _ in ended]):
+            return False
+        self._waiting, self._sampled = [], []
+        for stream, terminal in ended:
+            self._telemetry.finished(stream, terminal)
+            self.on_ended(stream)
+        return True
 
     @property
     def _room_bytes(self) -> int:
         return self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES
+
+    def _replace_too_large(self) -> None:
+        """Puts a terminal in place of each chunk that does not fit a message of the present broker, and leaves out what
+        follows of its stream."""
+        room_bytes = self._room_bytes
+        if all(len(outgoing.payload) <= room_bytes for _, _, outgoing in self._waiting):
+            return
+        fitting: list[tuple[Stream, messages.Chunk, Outgoing]] = []
+        ended: set[Stream] = set()
+        for stream, chunk, outgoing in self._waiting:
+            if stream in ended:
+                continue
+            if len(outgoing.payload) > room_bytes:
+                ended.add(stream)
+                stream.terminal = chunk = stream.too_large_terminal(chunk)
+                outgoing = _to_message(stream, chunk)
+            fitting.append((stream, chunk, outgoing))
+        self._waiting = fitting
 
     def _publish(self, outgoing: Outgoing) -> None:
         """Publishes a chunk, or drops it if the broker is away: its client asks for it again."""
@@ -122,18 +132,7 @@ class Outbox:
             self._connection.publish_all([outgoing])
 
 
-def _to_message(stream: Stream, chunk: messages.Chunk) -> Outgoing:
+def _to_message(stream: Stream, chunk: messages.Chunk, gone_suffix: str = "") -> Outgoing:
     headers = codec.error_headers(chunk.error) if chunk.error else None
-    return Outgoing(stream.run.reply, codec.encode(chunk, stream.run.encoding), stream.gone_subject, headers)
-
-
-def _unpublished(stream: Stream, room_bytes: int) -> list[Outgoing]:
-    """Returns a stream's unpublished chunks. One that does not fit a message becomes the terminal."""
-    outgoing: list[Outgoing] = []
-    for chunk in stream.unpublished(room_bytes):
-        outgoing.append(_to_message(stream, chunk))
-        if len(outgoing[-1].payload) > room_bytes:
-            stream.ending = stream.too_large_terminal(chunk)
-            outgoing[-1] = _to_message(stream, stream.ending)
-            break
-    return outgoing
+    payload = codec.encode(chunk, stream.run.encoding)
+    return Outgoing(stream.run.reply, payload, stream.gone_subject + gone_suffix, headers)

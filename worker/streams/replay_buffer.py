@@ -1,4 +1,4 @@
-"""Keeps the text and tokens that a stream has published, so that any part can be published again; pure.
+"""Keeps the text and tokens of a stream, so that any part can be published again; pure.
 
 One entry per token says where its text ends:
 

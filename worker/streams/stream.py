@@ -13,7 +13,7 @@ from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.worker import contract
 from tokenbus.worker.streams import packed_logprobs
-from tokenbus.worker.streams.replay_buffer import ReplayBuffer, Segment
+from tokenbus.worker.streams.replay_buffer import ReplayBuffer
 
 _NO_TIMINGS = messages.Timings(queue_ms=0.0, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=0.0)
 _ANSWER_SIZE = "the whole answer does not fit one message: stream it"
@@ -37,6 +37,7 @@ class Stream:
         # the tokens would be kept for a minute after the stream's end
         self.run = codec.replace(run, token_ids=b"", resume_from=None)
         self._prompt_tokens = len(run.token_ids) // 4
+        self._is_streamed = run.params.is_streamed
         self.key = run.request_id
         self.stream_no = stream_no
         """The number by which the event log names it."""
@@ -50,13 +51,6 @@ class Stream:
         asked = run.params.logprobs
         self._num_alternatives = 0 if asked is None else min(asked, len(token_bytes))
         self._replay_buffer = ReplayBuffer(0 if asked is None else 1 + self._num_alternatives)
-        self._num_published = 0
-        """Tokens of the replay buffer that have been published."""
-        self._wants_head = False
-        self._progress: messages.Progress | UnsetType = UNSET
-        """The progress to publish with the next head."""
-        self._only_new: Segment | None = None
-        """The unpublished tokens, if one output has brought them all: the buffer would take longer to return them."""
         self.created = int(time.time())
         self.accepted_at = now
         self.began_at = now - (run.resume_from.elapsed_ms / 1e3 if run.resume_from else 0.0)
@@ -71,11 +65,9 @@ class Stream:
         self.first_token: internal.FirstToken | None = None
         """The account of its first token, if that was sampled here."""
         self.first_token_sent = False
-        """Whether a token that was sampled here has been published in a chunk."""
-        self.ending: messages.Chunk | None = None
-        """The last chunk, until it has been published. What else is unpublished comes before it."""
+        """Whether a token that was sampled here is in a chunk."""
         self.terminal: messages.Chunk | None = None
-        """The last chunk, once it has been published."""
+        """The last chunk, once it is made: the stream takes no more outputs."""
         self.cancel_error: errors.Error | None = None
         """The error that a cancel is reported as if the client did not ask for it, such as an expired deadline."""
 
@@ -87,82 +79,50 @@ class Stream:
         """Approximate memory that the stream takes once it has ended, in bytes."""
         return 2_048 + self._replay_buffer.memory_bytes
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it takes no more outputs. Its terminal may have to be published yet."""
-        return self.ending is not None or self.terminal is not None
-
-    def want_head(self) -> None:
-        """Has the next chunks begin with an empty one, which opens the stream or shows that it is alive."""
-        self._wants_head = True
-
-    def head(self) -> messages.Chunk | None:
-        """Returns an empty chunk behind the last published one, or None if the client wants only a terminal."""
-        return self._head() if self.run.params.is_streamed else None
+    def head(self, progress: messages.Progress | UnsetType = UNSET) -> messages.Chunk | None:
+        """Returns an empty chunk at the current offset, or None if the client is to get only a terminal."""
+        if not self._is_streamed or self.terminal is not None:
+            return None
+        empty = self._empty(self._replay_buffer.num_tokens, self._replay_buffer.text_bytes)
+        return codec.replace(empty, hash_scheme=self._hash_scheme, progress=progress)
 
     def resume(self, output: contract.Output) -> None:
         """Takes tokens that the client has already from another worker, so that they can be published again."""
         self._replay_buffer.append_resumed(output.token_ids, output.text, output.logprobs)
-        self._num_published = self._replay_buffer.num_tokens
 
-    def add(self, output: contract.Output) -> None:
-        """Takes an engine's output; `unpublished` makes chunks of it."""
+    def chunk(self, output: contract.Output) -> messages.Chunk | None:
+        """Returns the chunk that carries an engine's output, or None if the terminal will."""
         if output.progress is not None:
-            self._wants_head, self._progress = True, output.progress
-            return
-        buffer = self._replay_buffer
-        offset = buffer.num_tokens
-        new = Segment(offset, len(output.token_ids), buffer.text_bytes, output.text, output.token_ids, output.logprobs)
+            return self.head(output.progress)
         if output.first_token is not None:
             self.first_token = self._to_first_token(output.first_token)
-        if output.finish_reason is not None and self.run.params.is_streamed:
-            self.ending = self._terminal(output, new)
-            return
-        buffer.append(output.token_ids, output.text, output.logprobs)
         if output.finish_reason is not None:
-            # nothing was streamed: the terminal carries the whole completion
-            self.ending = self._terminal(output, buffer.all())
-        else:
-            # text that the buffer adds to a published token would never be published
-            assert output.token_ids or not output.text, output
-            self._only_new = new if offset == self._num_published else None
-
-    def unpublished(self, max_bytes: int) -> list[messages.Chunk]:
-        """Returns the chunks that have not been published, each of at most `max_bytes` or of one token. The terminal is
-        among them if the stream has ended."""
-        last = [] if self.ending is None else [self.ending]
-        if not self.run.params.is_streamed:
-            return last
-        first = [self._head(self._progress)] if self._wants_head else []
-        if self._only_new is not None:
-            return [*first, self._segment_chunk(self._only_new), *last]
-        end = None if self.ending is None else self.ending.offset
-        segments = self._replay_buffer.segments(self._num_published, max_bytes, end)
-        return [*first, *map(self._segment_chunk, segments), *last]
-
-    def mark_published(self) -> None:
-        """Everything unpublished has been published."""
-        self._wants_head, self._progress, self._only_new = False, UNSET, None
-        num_tokens = self._replay_buffer.num_tokens
-        if num_tokens > self._num_published:
-            self._num_published = num_tokens
-            self.first_token_sent = self.first_token_sent or self.run.params.is_streamed
-        if self.ending is not None:
-            self.terminal, self.ending = self.ending, None
+            self.terminal = self._terminal(output)
+            return self.terminal
+        # a client that lost text without a token could not ask for it again
+        assert output.token_ids or not output.text, output
+        chunk = None
+        if self._is_streamed:
+            chunk = self._output_chunk(output)
+            if output.token_ids:
+                self.first_token_sent = True
+        # last: a chunk that can't be made must not be replayed either
+        self._replay_buffer.append(output.token_ids, output.text, output.logprobs)
+        return chunk
 
     def snapshot(self, known_tokens: int | None) -> internal.RunningRequest:
-        """Returns the stream as a snapshot lists it, with the published tokens behind those that are known; with none
-        if `known_tokens` is None."""
-        tokens = self._num_published if known_tokens is None else max(0, known_tokens)
-        buffer, end = self._replay_buffer, self._num_published
+        """Returns the stream as a snapshot lists it, with the tokens behind those that are known; with none if
+        `known_tokens` is None. All of them must have been published."""
+        buffer, end = self._replay_buffer, self._replay_buffer.num_tokens
+        start = end if known_tokens is None else max(0, known_tokens)
         return internal.RunningRequest(
             id=self.key,
             attempt=self.run.attempt,
             stream_no=self.stream_no,
             num_tokens=end,
-            token_ids=buffer.packed_token_ids(tokens, end),
-            logprobs=packed_logprobs.pack(buffer.logprobs(tokens, end)),
-            first_token=self.first_token if end else None,
+            token_ids=buffer.packed_token_ids(start, end),
+            logprobs=packed_logprobs.pack(buffer.logprobs(start, end)),
+            first_token=self.first_token,
         )
 
     def pack_logprobs(self, output: contract.Output) -> bytes:
@@ -172,12 +132,15 @@ class Stream:
         count = self._num_alternatives
         return packed_logprobs.pack(codec.replace(one, top=one.top[:count]) for one in output.logprobs)
 
-    def fail(self) -> None:
-        """Ends it with an error, because of a bug. The terminal counts the unpublished tokens and has no text."""
-        last = self._head() if self.run.params.is_streamed else self._empty(0, 0)
-        self._only_new = None
-        unpublished = codec.replace(last, tokens=self._replay_buffer.num_tokens - last.offset)
-        self.ending = self._error_terminal(unpublished, errors.make_error(errors.Code.INTERNAL))
+    def fail(self) -> messages.Chunk:
+        """Ends it with an error, because of a bug; returns the terminal. It has no text."""
+        buffer = self._replay_buffer
+        if self._is_streamed:
+            last = self._empty(buffer.num_tokens, buffer.text_bytes)
+        else:
+            last = codec.replace(self._empty(0, 0), tokens=buffer.num_tokens)
+        self.terminal = self._error_terminal(last, errors.make_error(errors.Code.INTERNAL))
+        return self.terminal
 
     def too_large_terminal(self, chunk: messages.Chunk) -> messages.Chunk:
         """Returns the terminal to publish in place of a chunk that is larger than the broker takes."""
@@ -205,23 +168,18 @@ class Stream:
         )
 
     def replay(self, offset: int, max_bytes: int) -> Iterator[messages.Chunk]:
-        """Yields the published chunks from token `offset` on, each of at most `max_bytes`, and the terminal if it has
-        been published; if there is neither, an empty chunk shows that the stream is alive."""
+        """Yields the chunks from token `offset` on, each of at most `max_bytes`, and the terminal if there is one; if
+        there is neither, an empty chunk shows that the stream is alive."""
         chunks = 0
-        if self.run.params.is_streamed:
+        if self._is_streamed:
             # the terminal's own tokens are in the terminal
-            end = self._num_published if self.terminal is None else self.terminal.offset
+            end = None if self.terminal is None else self.terminal.offset
             for segment in self._replay_buffer.segments(offset, max_bytes, end):
-                yield self._segment_chunk(segment)
+                yield self._tokens_chunk(*segment)
                 chunks += 1
         last = self.terminal or (None if chunks else self.head())
         if last is not None:
             yield last
-
-    def _head(self, progress: messages.Progress | UnsetType = UNSET) -> messages.Chunk:
-        at = self._num_published
-        empty = self._empty(at, self._replay_buffer.text_offset(at))
-        return codec.replace(empty, hash_scheme=self._hash_scheme, progress=progress)
 
     def _empty(self, offset: int, text_offset: int) -> messages.Chunk:
         """Returns a chunk without tokens that names the worker."""
@@ -235,24 +193,47 @@ class Stream:
             created=self.created,
         )
 
-    def _segment_chunk(self, segment: Segment) -> messages.Chunk:
+    def _output_chunk(self, output: contract.Output) -> messages.Chunk:
+        """Returns a chunk with what an output adds to the replay buffer."""
+        buffer, token_ids = self._replay_buffer, output.token_ids
+        return self._tokens_chunk(
+            buffer.num_tokens, len(token_ids), buffer.text_bytes, output.text, token_ids, output.logprobs
+        )
+
+    def _tokens_chunk(
+        self,
+        offset: int,
+        num_tokens: int,
+        text_offset: int,
+        text: str,
+        token_ids: list[int],
+        logprobs: list[contract.Logprob],
+    ) -> messages.Chunk:
+        """Returns a chunk with tokens; its arguments are those of a `Segment`."""
+        asked = self.run.params
         return messages.Chunk(
             id=self._id,
             attempt=self.run.attempt,
-            offset=segment.offset,
-            tokens=segment.num_tokens,
-            text_offset=segment.text_offset,
-            text=segment.text,
-            token_ids=segment.token_ids if self.run.params.return_token_ids else UNSET,
-            logprobs=self._wanted_logprobs(segment.logprobs),
+            offset=offset,
+            tokens=num_tokens,
+            text_offset=text_offset,
+            text=text,
+            token_ids=token_ids if asked.return_token_ids else UNSET,
+            logprobs=UNSET if asked.logprobs is None else self._named_logprobs(logprobs),
         )
 
-    def _terminal(self, output: contract.Output, segment: Segment) -> messages.Chunk:
+    def _terminal(self, output: contract.Output) -> messages.Chunk:
+        if self._is_streamed:
+            last = self._output_chunk(output)
+        else:
+            # nothing was streamed: the terminal carries the whole completion
+            self._replay_buffer.append(output.token_ids, output.text, output.logprobs)
+            last = self._tokens_chunk(*self._replay_buffer.all())
         reason, error = output.finish_reason, output.error
         if reason is messages.FinishReason.CANCELLED and self.cancel_error is not None:
             reason, error = messages.FinishReason.ERROR, self.cancel_error
         return codec.replace(
-            self._segment_chunk(segment),
+            last,
             finish_reason=reason,
             worker_id=self._worker_id,
             model=self._model,
@@ -272,9 +253,8 @@ class Stream:
             prefill_ms=found.prefill_ms,
         )
 
-    def _wanted_logprobs(self, logprobs: list[contract.Logprob]) -> list[messages.TokenLogprob] | UnsetType:
-        if self.run.params.logprobs is None:
-            return UNSET
+    def _named_logprobs(self, logprobs: list[contract.Logprob]) -> list[messages.TokenLogprob]:
+        """Returns log probabilities with the texts of their tokens."""
         named = []
         for one in logprobs:
             token = self._token_bytes[one.token_id]

@@ -101,7 +101,7 @@ class Streams:
         # a later attempt runs here, so the dropped one is over in any case
         if stream.run.attempt > attempt:
             return True
-        if (stream.first_token_sent or stream.has_ended) and not moved:
+        if (stream.first_token_sent or stream.terminal is not None) and not moved:
             return False
         self._abandon(stream, "moved" if moved else "dropped")
         self._announcer.request_finished(key)
@@ -160,13 +160,16 @@ class Streams:
                 load = self._engine.load() if self._engine is not None else messages.Load()
                 self._telemetry.waits(stream, now - stream.accepted_at, load)
         for key in self._liveness.due_probes(now):
-            self._outbox.probe(self._streams[key], now)
+            self._outbox.put_head(self._streams[key], now, is_probe=True)
         self._outbox.flush()
         self._ended.expire(now)
         self._early_cancels.expire(now)
 
-    def running_requests(self, known_tokens: Mapping[str, int]) -> list[internal.RunningRequest]:
-        """Returns the open streams as a snapshot lists them, with the tokens behind those that are known."""
+    def running_requests(self, known_tokens: Mapping[str, int]) -> list[internal.RunningRequest] | None:
+        """Returns the open streams as a snapshot lists them, with the tokens behind those that are known; None while
+        some of their tokens can't be published."""
+        if not self._outbox.flush():
+            return None
         return [stream.snapshot(known_tokens.get(key)) for key, stream in self._streams.items()]
 
     def _start(self, run: internal.Run, headers: tracing.Headers) -> None:
@@ -243,7 +246,7 @@ class Streams:
     def _guard(self, stream: Stream, sink: contract.Sink, output: contract.Output) -> None:
         """The error boundary of a stream: a bug in it ends this stream in `internal`, and no other."""
         # resumed tokens come before the stream is open, and an engine that is being aborted may have outputs afterwards
-        if not output.is_resumed and (stream.has_ended or self._streams.get(stream.key) is not stream):
+        if not output.is_resumed and (stream.terminal is not None or self._streams.get(stream.key) is not stream):
             return
         try:
             sink(output)
