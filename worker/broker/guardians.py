@@ -1,8 +1,8 @@
 """Makes sure that each stream has a guardian: the router that continues it if this worker is lost or leaves.
 
-At first that is the router that placed it. Once a second each guardian is asked whether it still is one; it answers only
-if not. A stream without a guardian is offered to all routers, of which one gets the offer. Whoever accepts it is named
-in the event log, and only the router that was named last acts on the stream."""
+At first that is the router that placed it. Once a second each guardian is asked whether it still is one; it answers
+only if not. A stream without a guardian is offered to all routers, of which one gets the offer. Whoever accepts it is
+named in the event log, and only the router that was named last acts on the stream."""
 
 import asyncio
 import contextlib

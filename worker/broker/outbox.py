@@ -120,12 +120,11 @@ class Outbox:
         for stream, chunk, outgoing in self._waiting:
             if stream in ended:
                 continue
-            if len(outgoing.payload) <= room_bytes:
-                fitting.append((stream, chunk, outgoing))
-                continue
-            ended.add(stream)
-            stream.terminal = terminal = stream.too_large_terminal(chunk)
-            fitting.append((stream, terminal, _to_message(stream, terminal)))
+            if len(outgoing.payload) > room_bytes:
+                ended.add(stream)
+                stream.terminal = chunk = stream.too_large_terminal(chunk)
+                outgoing = _to_message(stream, chunk)
+            fitting.append((stream, chunk, outgoing))
         self._waiting = fitting
 
     def _publish(self, outgoing: Outgoing) -> None:
