@@ -26,6 +26,8 @@ _READY_TIMEOUT_S = 600.0
 _POLL_S = 0.2
 _REFRESH_S = 1.0
 _GRACE_S = 10.0
+_HANDOVER_S = 3.0
+"""A worker that is restarted gives up its streams at once; when all stops there is nobody to give them to."""
 _GATEWAY_HOST = "127.0.0.1"
 _GATEWAY_PORT = 8000
 _METRICS_PORTS = {"router": "9100-9109", "worker": "9110-9129", "gateway": "9130-9139"}
@@ -119,7 +121,7 @@ class LocalSystem:
         common = ["--nats", self._settings.url, "--otlp-traces-endpoint", options.otlp_traces_endpoint]
         if self._broker is not None:
             common += connection_flags.anonymous_flags()  # credentials in the environment are for another broker
-        grace = ["--grace-s", str(_GRACE_S)]
+        grace = ["--grace-s", str(_GRACE_S), "--handover-s", str(_HANDOVER_S)]
         self._supervisor.start("router", ["router", *common, *self._metrics_flags("router")])
         threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)
         model = ["--model", str(options.model), "--served-name", options.served_name, "--threads", str(threads)]
