@@ -50,8 +50,8 @@ class Guardians:
 
     async def open(self, incoming: Bus) -> None:
         """Subscribes. The broker's notices come over the connection that has asked."""
-        unguarded = self._names.unguarded(self._announcer.model, self._announcer.worker_id, "*")
-        await self._connection.subscribe(unguarded, self._on_unguarded)
+        subject = self._names.worker(self._announcer.model, self._announcer.worker_id, "unguarded.*")
+        await self._connection.subscribe(subject, self._on_unguarded)
         await incoming.subscribe(self._replies_to, self._on_reply)
 
     def tick(self, now: float) -> None:
