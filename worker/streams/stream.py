@@ -101,8 +101,9 @@ class Stream:
         return self._head() if self.run.params.is_streamed else None
 
     def resume(self, output: contract.Output) -> None:
-        """Takes tokens that the client has already from another worker, so that they can be published again."""
-        self._replay_buffer.append_resumed(output.token_ids, output.text, output.logprobs)
+        """Takes the tokens that the client has already from another worker, so that they can be published again."""
+        assert output.resumed_texts is not None, output
+        self._replay_buffer.append_resumed(output.token_ids, output.resumed_texts, output.logprobs)
         self._num_published = self._replay_buffer.num_tokens
 
     def add(self, output: contract.Output) -> None:
