@@ -87,8 +87,9 @@ class Stream:
         return codec.replace(empty, hash_scheme=self._hash_scheme, progress=progress)
 
     def resume(self, output: contract.Output) -> None:
-        """Takes tokens that the client has already from another worker, so that they can be published again."""
-        self._replay_buffer.append_resumed(output.token_ids, output.text, output.logprobs)
+        """Takes the tokens that the client has already from another worker, so that they can be published again."""
+        assert output.resumed_texts is not None, output
+        self._replay_buffer.append_resumed(output.token_ids, output.resumed_texts, output.logprobs)
 
     def chunk(self, output: contract.Output) -> messages.Chunk | None:
         """Returns the chunk that carries an engine's output, or None if the terminal will."""
