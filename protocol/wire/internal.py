@@ -247,6 +247,8 @@ class SnapshotRequest(public.Message, frozen=True, kw_only=True, omit_defaults=T
 
     known_tokens: dict[str, int] = {}
     """Requests whose sampled tokens are wanted, each with the number of tokens that are known."""
+    wants_others: bool = False
+    """Whether the tokens of all other requests are wanted too: all that their present attempt has sampled."""
 
 
 class RunningRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -261,7 +263,7 @@ class RunningRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     num_tokens: int = 0
     """The number of its sampled tokens."""
     token_ids: bytes = b""
-    """Those of its tokens that are not known yet, if it was asked for, as unsigned 32-bit little-endian integers."""
+    """Those of its tokens that are not known yet, if they are wanted, as unsigned 32-bit little-endian integers."""
     logprobs: bytes = b""
     """The log probabilities of `token_ids`, if the request asks for them, in a form that only workers read."""
     first_token: FirstToken | None = None

@@ -18,7 +18,7 @@ from tests.sim.network import Broker, Link
 from tests.sim.sim_bus import SimBus
 from tests.sim.system import MODEL, FrontendProcess, RouterProcess, kill
 from tests.sim.world import Process, world
-from tokenbus.protocol.wire import codec, internal, subjects
+from tokenbus.protocol.wire import codec, internal, limits, subjects
 
 HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "60"))
 NUMBERS = st.integers(0, 5)
@@ -29,13 +29,17 @@ THEN_S = st.sampled_from([0.0, 0.05, 0.4, 1.5])
 class History(RuleBasedStateMachine):
     """A few processes, and everything that can happen to them."""
 
-    @initialize(seed=st.integers(0, 2**32), routers=st.integers(1, 2), frontends=st.integers(1, 3))
-    def begin(self, seed: int, routers: int, frontends: int) -> None:
+    @initialize(
+        seed=st.integers(0, 2**32), routers=st.integers(1, 2), frontends=st.integers(1, 3), most_named=st.integers(0, 2)
+    )
+    def begin(self, seed: int, routers: int, frontends: int, most_named: int) -> None:
+        """At 0, `most_named` doesn't limit the requests that a router can name at a time."""
         self._closing = world(seed)
         self.world = self._closing.__enter__()
         self.broker = Broker(self.world)
         self.frontends = [FrontendProcess(self.world, self.broker, f"w{number}") for number in range(frontends)]
-        self.routers = [RouterProcess(self.world, self.broker, f"r{number}") for number in range(routers)]
+        self.most_named = most_named
+        self.routers = [self.new_router(f"r{number}") for number in range(routers)]
         self.clients = [ClientProcess(self.world, self.broker, f"c{number}") for number in range(2)]
         self.simple_client = SimpleClient(self.world, self.broker, "s0")
         self.doomed: list[FrontendProcess] = []
@@ -182,7 +186,7 @@ class History(RuleBasedStateMachine):
         self.routers.remove(dead)
         kill(dead.process, dead.bus)
         self.born += 1
-        self.routers.append(RouterProcess(self.world, self.broker, f"r{self.born}"))
+        self.routers.append(self.new_router(f"r{self.born}"))
         self.world.run(then_s)
 
     @precondition(lambda self: self.broker.is_up and not self.broker.is_paused)
@@ -294,6 +298,12 @@ class History(RuleBasedStateMachine):
         bus, subject = self.routers[0].bus, subjects.Subjects().worker(MODEL, frontend.name, "snapshot")
         answer = self.routers[0].process.do(bus.request(subject, b"", 1.0))
         return codec.Decoder(internal.SnapshotPart).decode(answer.data)
+
+    def new_router(self, name: str) -> RouterProcess:
+        router = RouterProcess(self.world, self.broker, name)
+        if self.most_named:
+            router.bus.max_payload = limits.MESSAGE_RESERVE_BYTES + 50 * self.most_named
+        return router
 
     def next_seed(self) -> int | None:
         """Returns a seed for two requests of three."""

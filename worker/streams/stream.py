@@ -52,6 +52,8 @@ class Stream:
         self._replay_buffer = ReplayBuffer(0 if asked is None else 1 + self._num_alternatives)
         self._num_published = 0
         """Tokens of the replay buffer that have been published."""
+        self.num_resumed = 0
+        """Tokens that were sampled before this run."""
         self._wants_head = False
         self._progress: messages.Progress | UnsetType = UNSET
         """The progress to publish with the next head."""
@@ -103,7 +105,7 @@ class Stream:
     def resume(self, output: contract.Output) -> None:
         """Takes tokens that the client has already from another worker, so that they can be published again."""
         self._replay_buffer.append_resumed(output.token_ids, output.text, output.logprobs)
-        self._num_published = self._replay_buffer.num_tokens
+        self._num_published = self.num_resumed = self._replay_buffer.num_tokens
 
     def add(self, output: contract.Output) -> None:
         """Takes an engine's output; `unpublished` makes chunks of it."""

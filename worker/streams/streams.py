@@ -7,7 +7,6 @@ which is allowed only until the first token is sent."""
 import asyncio
 import itertools
 import time
-from collections.abc import Mapping
 from functools import partial
 
 from tokenbus.protocol.telemetry import backoff, tracing
@@ -165,9 +164,12 @@ class Streams:
         self._ended.expire(now)
         self._early_cancels.expire(now)
 
-    def running_requests(self, known_tokens: Mapping[str, int]) -> list[internal.RunningRequest]:
-        """Returns the open streams as a snapshot lists them, with the tokens behind those that are known."""
-        return [stream.snapshot(known_tokens.get(key)) for key, stream in self._streams.items()]
+    def running_requests(self, asked: internal.SnapshotRequest) -> list[internal.RunningRequest]:
+        """Returns the open streams as a snapshot lists them, with the tokens that were asked for."""
+        return [
+            stream.snapshot(asked.known_tokens.get(key, stream.num_resumed if asked.wants_others else None))
+            for key, stream in self._streams.items()
+        ]
 
     def _start(self, run: internal.Run, headers: tracing.Headers) -> None:
         """Raises RequestError and changes nothing if the run can't be accepted."""

@@ -344,7 +344,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ),
     ("of an entry", internal.Seal(epoch="1760000000000-abcdef", seq=41)),
     ("without tokens", internal.SnapshotRequest()),
-    ("with tokens", internal.SnapshotRequest(known_tokens={"default:r-1": 3})),
+    ("with tokens", internal.SnapshotRequest(known_tokens={"default:r-1": 3}, wants_others=True)),
     (
         "the first of two",
         internal.SnapshotPart(
