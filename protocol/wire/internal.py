@@ -178,8 +178,8 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the prompt."""
 
 
-class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
-    """Tells how long a stream took to its first token, and how much of its prompt was cached."""
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tells how long a stream took to its first token, and what else its first worker decides."""
 
     stream_no: int
     """Number of the stream."""
@@ -189,6 +189,8 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     """Time from the accept to the first step."""
     prefill_ms: float
     """Time from the first step to the first token."""
+    max_tokens: int | None = None
+    """Tokens that the stream may have: no more than its request asks for, and what the worker's limits leave of it."""
 
 
 class BlockRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,7 +269,7 @@ class RunningRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: bytes = b""
     """The log probabilities of `token_ids`, if the request asks for them, in a form that only workers read."""
     first_token: FirstToken | None = None
-    """Its first token's cached prompt tokens and times, once it has a token."""
+    """The account of its first token, once it has one that this worker has sampled."""
 
 
 class SnapshotPart(public.Message, frozen=True, kw_only=True):

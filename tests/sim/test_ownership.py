@@ -47,10 +47,10 @@ class Peer:
 
 
 class Stage:
-    def __init__(self, world: World, token_s: float = 0.1) -> None:
+    def __init__(self, world: World, token_s: float = 0.1, max_new_tokens: int = 1_024) -> None:
         self.world = world
         self.broker = Broker(world)
-        self.frontend = FrontendProcess(world, self.broker, "w0", token_s=token_s)
+        self.frontend = FrontendProcess(world, self.broker, "w0", token_s=token_s, max_new_tokens=max_new_tokens)
         self.peer = Peer(world, self.broker)
         world.run(0.5)
 
@@ -371,6 +371,22 @@ def test_a_router_that_was_away_catches_up_even_if_it_can_not_name_all_its_reque
         for asked in client.asked:
             asked.check()
             assert asked.is_whole, asked
+
+
+@pytest.mark.parametrize("next_limit", [20, 40])
+def test_a_request_keeps_the_limit_of_its_first_worker(next_limit: int) -> None:
+    with world(seed=5) as made:
+        stage = Stage(made, max_new_tokens=30)
+        RouterProcess(made, stage.broker, "r0")
+        made.run(1.0)
+        stage.peer.publish(NAMES.generate(MODEL), b'{"id": "r1", "token_ids": [1, 2, 3]}', stage.peer.inbox)
+        made.run(2.5)
+        kill(stage.frontend.process, stage.frontend.bus, stage.frontend.incoming)
+        assert sum(chunk.tokens for chunk in stage.peer.chunks) > 20
+        FrontendProcess(made, stage.broker, "w1", max_new_tokens=next_limit)
+        made.run(10.0)
+        assert end_of(stage) == "length"
+        assert sum(chunk.tokens for chunk in stage.peer.chunks) == 30
 
 
 def test_a_router_sends_a_keepalive_for_a_request_within_a_second(stage: Stage) -> None:

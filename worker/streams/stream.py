@@ -70,6 +70,8 @@ class Stream:
         """When the last chunk was made, in seconds of the caller's clock."""
         self.replayed_at = 0.0
         """When it was last replayed; 0 if never."""
+        self.max_tokens: int | None = None
+        """Tokens that it may have, once that is known."""
         self.first_token: internal.FirstToken | None = None
         """The account of its first token, if that was sampled here."""
         self.first_token_sent = False
@@ -272,6 +274,7 @@ class Stream:
             cached_tokens=found.cached_tokens,
             queue_ms=found.queue_ms,
             prefill_ms=found.prefill_ms,
+            max_tokens=self.max_tokens,
         )
 
     def _wanted_logprobs(self, logprobs: list[contract.Logprob]) -> list[messages.TokenLogprob] | UnsetType:

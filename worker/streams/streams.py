@@ -183,6 +183,7 @@ class Streams:
         scheme = block_hash.scheme_of(self._config.fingerprint)
         token_bytes, stream_no = self._engine.token_bytes, next(self._stream_nos)
         stream = Stream(run, announcer.model, announcer.worker_id, now, gone, token_bytes, scheme, stream_no)
+        stream.max_tokens = request.sampling.max_tokens
         sink: contract.Sink = partial(self._put, stream)
         if self.settings.debug:
             sink = StreamValidator(request, sink)

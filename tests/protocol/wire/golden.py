@@ -27,7 +27,7 @@ TIMINGS = messages.Timings(queue_ms=0.5, prefill_ms=20.25, ttft_ms=21.0, decode_
 LOAD = messages.Load(
     running=2, waiting=1, queued_prefill_tokens=300, used_blocks=5, cached_blocks=6, free_blocks=53, step_age_ms=4.5
 )
-FIRST_TOKEN = internal.FirstToken(stream_no=7, cached_tokens=64, queue_ms=0.5, prefill_ms=20.25)
+FIRST_TOKEN = internal.FirstToken(stream_no=7, cached_tokens=64, queue_ms=0.5, prefill_ms=20.25, max_tokens=900)
 ROUTING = messages.RoutingReport(
     chosen="w1",
     policy="cost",
