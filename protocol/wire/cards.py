@@ -127,6 +127,8 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Digest of its tokenizer bundle; absent where it offers none and has to be asked to tokenize."""
     previous: PreviousEpoch | None = None
     """The epoch before this one, if the same process ended it: its last entries may still be under way."""
+    earlier: list[PreviousEpoch] = []
+    """The epochs before `previous` that the same process ended, the latest first; at most 15."""
     adapters: list[str] = []
     """Names of the adapters that are loaded."""
     role: str = "both"

@@ -97,11 +97,10 @@ class Worker:
 
     def supersede(self, successor: messages.Card, now: float) -> None:
         """Notes that a later incarnation has announced itself."""
-        previous = successor.previous
-        if previous is not None and previous.epoch == self.card.epoch:
-            self.last_seq, self.settled_at = previous.seq, now + SETTLE_S
-        else:
-            self.settled_at = now + _RESTART_SETTLE_S
+        self.settled_at = now + _RESTART_SETTLE_S
+        for ended in (successor.previous, *successor.earlier):  # the cards of epochs between the two may have been lost
+            if ended is not None and ended.epoch == self.card.epoch:
+                self.last_seq, self.settled_at = ended.seq, now + SETTLE_S
 
     @property
     def log_is_whole(self) -> bool:

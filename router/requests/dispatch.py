@@ -41,10 +41,11 @@ class Dispatcher:
     def __repr__(self) -> str:
         return f"<Dispatcher {self._queue!r}>"
 
-    async def dispatch(self, flight: Flight) -> None:
+    async def dispatch(self, flight: Flight, lost: Worker | None = None) -> None:
         """Returns when a worker has accepted the request, or when the request was cancelled before that.
 
-        Raises RequestError if no worker accepts it, and AlreadyStreamingError if a worker has it already."""
+        `lost` is the worker that had it before, if that is gone. Raises RequestError if no worker accepts it, and
+        AlreadyStreamingError if a worker has it already."""
         refused: dict[str, errors.Error] = {}
         tries, served_at = 0, time.monotonic()
         while tries < _MAX_TRIES:
@@ -75,9 +76,11 @@ class Dispatcher:
                     await asyncio.sleep(_RETRY_S * 2 ** min(tries, 3))
                     tries += 1
                 case Placement(worker) as placement:
-                    refusal = await self._try(flight, placement)
+                    refusal = await self._try(flight, placement, lost)
                     if refusal is None:
                         return
+                    if refusal.code is errors.Code.WORKER_LOST:
+                        lost = worker
                     refused[worker.card.worker_id] = refusal
                     tries += not worker.has_no_responders
             served_at = time.monotonic()
@@ -105,7 +108,7 @@ class Dispatcher:
             attempt=flight.attempt,
             tokens=len(flight.completion),
         )
-        await self.dispatch(flight)
+        await self.dispatch(flight, worker if revocation is Revocation.LOST else None)
 
     async def _settle(self, flight: Flight, worker: Worker) -> bool:
         """Waits until nothing more can come from a lost worker; returns False if that worker has ended the request.
@@ -116,25 +119,38 @@ class Dispatcher:
             if worker.last_seq is not None and _knows_all_text(flight, worker):
                 break
             await asyncio.sleep(_SETTLE_POLL_S)
-        if flight.has_new_tokens and flight.ended_by == worker.card.worker_id:
-            self._attempts.accept(flight, worker.card)
+        if not self._may_go_on(flight, worker):
             return False
         if flight.cancelled:
             return True
-        if not _knows_all_text(flight, worker):
-            raise errors.request_error(errors.Code.WORKER_LOST)
         # a frontend that fences itself has not died of anything
         code = flight.completion.add_loss(is_death=worker.last_seq is None)
         if code is not None:
             raise errors.request_error(code, "too many workers in a row were lost with the request")
         return True
 
-    async def _try(self, flight: Flight, placement: Placement) -> errors.Error | None:
+    def _may_go_on(self, flight: Flight, lost: Worker) -> bool:
+        """Returns False if a lost worker has ended the request. Raises RequestError if the client may have got
+        something that this router does not know."""
+        if flight.has_new_tokens and flight.ended_by == lost.card.worker_id:
+            self._attempts.accept(flight, lost.card)
+            return False
+        if not flight.cancelled and not _knows_all_text(flight, lost):
+            raise errors.request_error(errors.Code.WORKER_LOST)
+        return True
+
+    async def _try(self, flight: Flight, placement: Placement, lost: Worker | None) -> errors.Error | None:
         """Returns None if the worker has accepted the request, or if the request has ended or was cancelled.
 
-        Raises RequestError for a refusal that no other worker could change."""
+        Raises RequestError for a refusal that no other worker could change, and like `_may_go_on`."""
         address = placement.worker.card.address
-        if flight.cancelled:
+        try:
+            # more may have come from the lost worker while the request waited for this one
+            may_start = not flight.cancelled and (lost is None or self._may_go_on(flight, lost))
+        except errors.RequestError:
+            self._fleet.unbook(address, flight.key)
+            raise
+        if not may_start:
             self._fleet.unbook(address, flight.key)
             return None
         began = time.perf_counter()

@@ -197,6 +197,8 @@ class TimedEngine:
     def generate(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
         if len(self._generations) > self.config.max_num_seqs:  # one may wait, as routers expect
             raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=100.0))
+        if request.resumed is not None and len(request.resumed.token_ids) > request.sampling.max_tokens:
+            raise errors.request_error(errors.Code.INVALID_REQUEST, "the completion has ended before")
         generation = self._generations[request.key] = _Generation(request, sink)
         generation.replay()
         if generation.num_missing == 0:

@@ -13,6 +13,8 @@ from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
 from tokenbus.worker.frontend.settings import FrontendSettings
 
 MODEL = "sim"
+LIMITS = (20, 40)
+"""Tokens that different workers allow a request without `max_tokens`."""
 _START_S = 0.3
 
 
@@ -27,8 +29,10 @@ class FrontendProcess:
         max_num_seqs: int = 4,
         token_s: float = 0.1,
         restart_s: float = _START_S,
+        max_new_tokens: int = FrontendSettings.max_new_tokens,
     ) -> None:
         self._restart_s = restart_s
+        self._settings = FrontendSettings(debug=True, max_new_tokens=max_new_tokens)
         self.name = name
         self.process = world.process(name)
         self.bus = SimBus(self.process, broker)
@@ -39,9 +43,9 @@ class FrontendProcess:
         self.process.spawn(self.frontend.run())
 
     async def _begin(self) -> None:
-        settings = FrontendSettings(debug=True)
         metrics = ReplicaMetrics(WorkerMetrics(), MODEL, self.name)
-        self.frontend = Frontend(self.bus, subjects.Subjects(), MODEL, self.name, settings, metrics, NoopTracer())
+        self.frontend = Frontend(self.bus, subjects.Subjects(), MODEL, self.name, self._settings, metrics, NoopTracer())
+        self._on_reconnect = self.bus.on_reconnect
         await self.frontend.open(self.incoming)
         self._start_engine()
 
@@ -52,6 +56,18 @@ class FrontendProcess:
 
     def engine_dies(self) -> None:
         self.process.call(self._engine_dies)
+
+    def fence_twice(self) -> None:
+        """Makes it fence itself, and again in the next epoch, whose card never leaves."""
+        if self.bus.link is not None:
+            self.bus.link.hears = False
+            self.bus.on_reconnect = self._reconnected_in_vain
+
+    def _reconnected_in_vain(self) -> None:
+        assert self.bus.link is not None
+        self.bus.link.stall(4.0)
+        self.bus.on_reconnect = self._on_reconnect
+        self._on_reconnect()
 
     def _engine_dies(self) -> None:
         if self.engine is None:

@@ -216,6 +216,18 @@ def test_a_card_names_the_epoch_before_and_the_last_entry_of_it_that_was_written
     assert harness.fence() == messages.PreviousEpoch(epoch=ended, seq=0)
 
 
+def test_a_card_names_the_last_sixteen_epochs_that_its_process_has_ended() -> None:
+    harness = Harness()
+    ended: list[str] = []
+    for _ in range(18):
+        ended.insert(0, harness.announcer.epoch)
+        harness.announcer.start_epoch()
+        harness.announcer.announce_epoch()
+        card = harness.card()
+        assert card.previous is not None
+        assert [one.epoch for one in (card.previous, *card.earlier)] == ended[:16]
+
+
 def test_entries_that_wait_when_an_epoch_ends_were_not_written() -> None:
     harness = Harness()
     (last,) = harness.publish()

@@ -22,6 +22,8 @@ from tokenbus.worker.broker.snapshot import split
 
 _HEARTBEAT_INTERVAL_S = 0.8 * limits.HEARTBEAT_S
 """Less than the promised interval, since the event loop may be busy."""
+_MAX_ENDED_EPOCHS = 16
+"""Epochs that a card says this process has ended."""
 
 
 def new_epoch() -> str:
@@ -51,7 +53,8 @@ class Announcer:
         """Nothing is published: the old epoch is over and the new one has no connection yet."""
         self._published_blocks = PublishedBlocks()
         self._log = EventLog(worker_id, self.epoch)
-        self._previous: messages.PreviousEpoch | None = None
+        self._ended_epochs: list[messages.PreviousEpoch] = []
+        """The epochs that this process has ended, the latest first."""
 
     def __repr__(self) -> str:
         return f"<Announcer {self.worker_id} {self.state} {self._log!r}>"
@@ -64,7 +67,8 @@ class Announcer:
         """Ends this epoch and mutes the announcer until `announce_epoch`."""
         self.is_muted = True
         last_written = self._log.last_written(self._connection.num_writes)
-        self._previous = messages.PreviousEpoch(epoch=self.epoch, seq=last_written)
+        ended = messages.PreviousEpoch(epoch=self.epoch, seq=last_written)
+        self._ended_epochs = [ended, *self._ended_epochs[: _MAX_ENDED_EPOCHS - 1]]
         self.epoch = new_epoch()
 
     def announce_epoch(self) -> None:
@@ -212,7 +216,8 @@ class Announcer:
             total_kv_blocks=config.total_kv_blocks if config.prefix_cache else None,
             host_kv_blocks=config.host_kv_blocks if config.prefix_cache else None,
             tokenizer_digest=self._digest,
-            previous=self._previous,
+            previous=self._ended_epochs[0] if self._ended_epochs else None,
+            earlier=self._ended_epochs[1:],
         )
 
 

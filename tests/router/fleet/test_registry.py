@@ -1,5 +1,7 @@
 """The registry believes the latest incarnation of each worker, refuses impossible cards, and knows the models."""
 
+import weakref
+
 import pytest
 
 from tests.router.builders import (
@@ -93,19 +95,38 @@ def test_what_a_superseded_incarnation_has_sent_counts_for_two_seconds_but_not_a
     assert fleet.apply_events("demo", events(epoch="100-b", seq=2), 3.0) is None
 
 
+def test_an_incarnation_is_forgotten_two_seconds_after_a_later_one_has_replaced_it() -> None:
+    fleet = fleet_of(card(epoch="100-b"))
+    superseded = weakref.ref(known(fleet))
+    fleet.apply_card(card(epoch="101-a"), 1.0)
+    fleet.sweep(2.9)
+    assert superseded() is not None
+    fleet.sweep(3.0)
+    assert superseded() is None
+
+
+def ended(*epochs: str) -> list[messages.PreviousEpoch]:
+    """The epochs that a process has ended, the latest first."""
+    return [messages.PreviousEpoch(epoch=epoch, seq=7 - number) for number, epoch in enumerate(epochs)]
+
+
 @pytest.mark.parametrize(
-    ("previous", "last_seq", "settled_at"),
+    ("epochs", "last_seq", "settled_at"),
     [
-        (None, None, 1.5),
-        (messages.PreviousEpoch(epoch="100-b", seq=7), 7, 3.0),
-        (messages.PreviousEpoch(epoch="99-a", seq=7), None, 1.5),
+        ([], None, 1.5),
+        (["100-b"], 7, 3.0),
+        (["99-a"], None, 1.5),
+        (["100-d", "100-c", "100-b", "99-a"], 5, 3.0),
+        (["100-d", "100-c"], None, 1.5),
     ],
 )
-def test_a_frontend_that_fenced_itself_says_what_may_still_come_of_its_epoch(
-    previous: messages.PreviousEpoch | None, last_seq: int | None, settled_at: float
+def test_a_frontend_that_fenced_itself_says_what_may_still_come_of_its_epoch_even_if_later_cards_were_missed(
+    epochs: list[str], last_seq: int | None, settled_at: float
 ) -> None:
     fleet = fleet_of(card(epoch="100-b"))
-    lost = fleet.apply_card(card(epoch="101-a", previous=previous), 1.0).lost
+    named = ended(*epochs)
+    successor = card(epoch="101-a", previous=named[0] if named else None, earlier=named[1:])
+    lost = fleet.apply_card(successor, 1.0).lost
     assert lost is not None
     assert (lost.last_seq, lost.settled_at) == (last_seq, settled_at)
 
