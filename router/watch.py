@@ -112,8 +112,8 @@ class FleetWatch:
         room_bytes = self._bus.max_payload - limits.MESSAGE_RESERVE_BYTES
         for worker in self._fleet.snapshots_due(now, _SNAPSHOT_RETRY_S):
             subject = self._names.worker(worker.card.model, worker.card.worker_id, "snapshot")
-            known = internal.SnapshotRequest(known_tokens=self._recovery.known_tokens(worker, room_bytes))
-            self._ask(subject, self._snapshot_inbox(worker.card.address), codec.encode(known))
+            request = self._recovery.snapshot_request(worker, room_bytes)
+            self._ask(subject, self._snapshot_inbox(worker.card.address), codec.encode(request))
         self._lifecycle.tick(now)
 
     async def _confirm_lost(self, now: float) -> None:

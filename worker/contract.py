@@ -22,10 +22,10 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
     they were (`EngineClient.take_over`), as long as `cleanup` has not ended them.
 11. An engine with an `embedding_width` returns one row for each input of `embed`, in their order, whatever runs beside
     it. An input's row does not depend on the others. An engine without one refuses.
-12. A request with `resumed` continues a completion. Before `generate` returns, its tokens come out as outputs with
-    `is_resumed`, one each. Then all goes on as if they had been sampled here: held back text, stop strings, draws,
-    penalties, `min_tokens`, `usage`. If they complete it, the terminal follows without another token, after `generate`
-    has returned. If it ends before the last of them, it is refused. A sink that raises meanwhile refuses it as well.
+12. A request with `resumed` continues a completion. Before `generate` returns, its tokens come out as one output with
+    `resumed_texts`. Then all goes on as if they had been sampled here: held back text, stop strings, draws, penalties,
+    `min_tokens`, `usage`. If they complete it, the terminal follows without another token, after `generate` has
+    returned. If it ends before the last of them, it is refused. A sink that raises meanwhile refuses it as well.
 
 Sinks are called from the event loop, in order. A sink is a plain function and not an async iterator, because waking a
 task for each token and stream costs several times what the token itself does (docs/decisions/0003).
@@ -134,13 +134,18 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     usage: messages.Usage | None = None
     timings: messages.Timings | None = None
     logprobs: list[Logprob] = []
-    """One for each of `token_ids`, if the request asked for them."""
+    """One for each of `token_ids`, if the request asked for them; of resumed tokens, those of the last ones."""
     progress: messages.Progress | None = None
     """The progress of the prompt; such an output has no tokens."""
     first_token: FirstToken | None = None
     """With the first token that this engine sampled, unless it continues a completion."""
-    is_resumed: bool = False
-    """Whether the tokens are those of `EngineRequest.resumed`, which the client has already."""
+    resumed_texts: list[str] | None = None
+    """The text of each token, if they are those of `EngineRequest.resumed`, which the client has already."""
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether it has the tokens with which a completion begins, and not new ones."""
+        return self.resumed_texts is not None
 
 
 Sink = Callable[[Output], None]

@@ -41,8 +41,10 @@ class StreamValidator:
         resumed, count = self._request.resumed, self._num_tokens
         given = resumed.token_ids if resumed is not None else []
         self._require(output.is_resumed == (count < len(given)), "the given tokens are resumed, before all others")
-        if output.is_resumed:
-            self._require(output.token_ids == given[count : count + 1], "a resumed output is not the next given token")
+        if output.resumed_texts is not None:
+            self._require(output.token_ids == given, "a resumed output has other tokens than the given ones")
+            self._require(len(output.resumed_texts) == len(given), "a resumed output has not one text for each token")
+            self._require(output.text == "".join(output.resumed_texts), "a resumed output's texts are not its text")
         if output.first_token is not None:
             is_first = not count and bool(output.token_ids) and not output.is_resumed
             self._require(is_first, "first_token without the first token")

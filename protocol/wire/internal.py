@@ -252,8 +252,8 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     """The router that has placed it and is its guardian."""
 
 
-class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
-    """Tells how long a stream took to its first token, and how much of its prompt was cached."""
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tells how long a stream took to its first token, and what else its first worker decides."""
 
     stream_no: int
     """Number of the stream."""
@@ -263,6 +263,8 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     """Time from the accept to the first step."""
     prefill_ms: float
     """Time from the first step to the first token."""
+    max_tokens: int | None = None
+    """Tokens that the stream may have: no more than its request asks for, and what the worker's limits leave of it."""
 
 
 class BlockRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -325,6 +327,8 @@ class SnapshotRequest(public.Message, frozen=True, kw_only=True, omit_defaults=T
 
     known_tokens: dict[str, int] = {}
     """Requests whose sampled tokens are wanted, each with the number of tokens that are known."""
+    wants_others: bool = False
+    """Whether the tokens of all other requests are wanted too: all that their present attempt has sampled."""
 
 
 class RunningRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -339,11 +343,11 @@ class RunningRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     num_tokens: int = 0
     """The number of its sampled tokens."""
     token_ids: bytes = b""
-    """Those of its tokens that are not known yet, if it was asked for, as unsigned 32-bit little-endian integers."""
+    """Those of its tokens that are not known yet, if they are wanted, as unsigned 32-bit little-endian integers."""
     logprobs: bytes = b""
     """The log probabilities of `token_ids`, if the request asks for them, in a form that only workers read."""
     first_token: FirstToken | None = None
-    """Its first token's cached prompt tokens and times, once it has a token."""
+    """The account of its first token, once it has one that this worker has sampled."""
     router_id: str = ""
     """Its guardian."""
 

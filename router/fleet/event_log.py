@@ -15,9 +15,13 @@ from tokenbus.protocol.wire import codec, internal
 
 MAX_BUFFERED = 1_024
 """Events that may wait for a snapshot; one more, and all are dropped and a new snapshot is requested."""
+MAX_BUFFERED_BYTES = 16 * 1024 * 1024
+"""The same in bytes, as they were sent."""
 
 MAX_PARTS = 16_384
 """Parts of one snapshot. One of so many requests or blocks comes from no worker."""
+MAX_SNAPSHOT_BYTES = 128 * 1024 * 1024
+"""Bytes of its parts, as they were sent. What exceeds them is ignored, so that such a snapshot never closes a gap."""
 _MAX_LOST = 2**53
 """Lost events are counted up to here: clients are told the number, and a worker may claim any."""
 
@@ -50,7 +54,9 @@ class EventLog:
         self.num_lost = 0
         """Events that never arrived."""
         self._buffer: deque[internal.Events] = deque()
+        self._buffered_bytes = 0
         self._parts: dict[int, internal.SnapshotPart] = {}
+        self._snapshot_bytes = 0
         self._first_requested_at: float | None = None
         self._requested_at = 0.0
 
@@ -72,9 +78,11 @@ class EventLog:
             self.sealed_seq = events.seq - 1
         if not self.is_behind:
             return (events,)
-        if len(self._buffer) >= MAX_BUFFERED:
+        size = len(codec.encode(events))
+        if len(self._buffer) >= MAX_BUFFERED or self._buffered_bytes + size > MAX_BUFFERED_BYTES:
             self.mark_behind()  # forgets them all: a snapshot from now on is newer anyway
         self._buffer.append(events)
+        self._buffered_bytes += size
         return ()
 
     def seal(self, seq: int) -> None:
@@ -87,6 +95,7 @@ class EventLog:
         self.is_behind = True
         self._buffer.clear()
         self._parts.clear()
+        self._buffered_bytes = self._snapshot_bytes = 0
         self._first_requested_at = None
 
     def request_snapshot(self, now: float, interval_s: float) -> bool:
@@ -108,7 +117,12 @@ class EventLog:
         known = next(iter(self._parts.values()), part)
         if (known.seq, known.parts) != (part.seq, part.parts):
             self._parts.clear()  # these parts are of an older snapshot
+            self._snapshot_bytes = 0
+        size = len(codec.encode(part))
+        if part.part in self._parts or self._snapshot_bytes + size > MAX_SNAPSHOT_BYTES:
+            return None
         self._parts[part.part] = part
+        self._snapshot_bytes += size
         if len(self._parts) < part.parts:
             return None
         later = tuple(events for events in self._buffer if events.seq > part.seq)

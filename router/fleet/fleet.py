@@ -169,7 +169,10 @@ class Fleet(WorkerRegistry):
             self._refresh(worker)
 
     def sweep(self, now: float) -> None:
-        """Forgets old bookings and some outdated state of each model. It must be called a few times a second."""
+        """Forgets what is outdated: bookings, incarnations and some state of each model. It must be called a few times
+        a second."""
+        self._superseded.expire(now)
+        self._refused.expire(now)
         for worker in self._workers.values():
             old = [key for key, booking in worker.bookings.items() if now - booking.at >= _BOOKING_TTL_S]
             for key in old:

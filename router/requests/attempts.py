@@ -20,7 +20,7 @@ import structlog
 
 from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, PayloadTooLargeError
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects, validation
+from tokenbus.protocol.wire import codec, errors, internal, limits, messages, params, subjects, validation
 from tokenbus.protocol.wire.codec import Message
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
@@ -119,7 +119,7 @@ class Attempts:
             reply=flight.reply,
             encoding=flight.encoding,
             token_ids=flight.prompt_ids,
-            params=validation.to_params(flight.request),
+            params=_to_params(flight),
             remaining_ms=flight.remaining_ms(now),
             age_ms=(now - flight.received_at) * 1e3,
             resume_from=flight.completion.resume_from(elapsed_s * 1e3),
@@ -264,3 +264,9 @@ class Attempts:
         if flight.cancelled:  # the worker has not seen the client's cancel, which came before the request did
             with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
                 self._bus.publish(self._names.cancel(flight.request_id, flight.tenant), b"")
+
+
+def _to_params(flight: Flight) -> params.GenerationParams:
+    """Returns the parameters for a run. A completion keeps the limit that its first worker has set."""
+    asked, first = validation.to_params(flight.request), flight.completion.first_token
+    return asked if first is None or first.max_tokens is None else codec.replace(asked, max_tokens=first.max_tokens)

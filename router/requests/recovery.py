@@ -77,15 +77,17 @@ class Recovery:
         if not flights:
             self._fleet.remove(lost.card)
 
-    def known_tokens(self, worker: Worker, max_bytes: int) -> dict[str, int]:
-        """Returns how many tokens are known of each request of this router that a worker has or may have, as far as
-        they fit a message of `max_bytes`."""
+    def snapshot_request(self, worker: Worker, max_bytes: int) -> internal.SnapshotRequest:
+        """Asks for the unknown tokens of each request of this router that a worker has or may have. If a message of
+        `max_bytes` has no room for all names, it has those of the requests of which most is known."""
         flights = self._flights.accepted_by(worker.card.address)
         flights += [one for one in self._flights.unaccepted() if _is_sent_to(one, worker)]
         flights = [flight for flight in flights if flight.prompt_ids is not None]
+        flights.sort(key=lambda flight: flight.attempt_offset - len(flight.completion))
         sizes = itertools.accumulate(len(flight.key) + _KNOWN_BYTES for flight in flights)
         fitting = itertools.takewhile(lambda pair: pair[1] <= max_bytes, zip(flights, sizes, strict=True))
-        return {flight.key: len(flight.completion) for flight, _ in fitting}
+        known = {flight.key: len(flight.completion) for flight, _ in fitting}
+        return internal.SnapshotRequest(known_tokens=known, wants_others=len(known) < len(flights))
 
     def _take_streams(self, leaving: Worker) -> None:
         """Continues the requests of a worker that leaves elsewhere. Those whose prompts are forgotten have to end

@@ -296,7 +296,14 @@ class ForgetsWhatItIsGiven(Honest):
 
 class PassesOffGivenTokensAsNew(Honest):
     def output(self, request, output, sink):  # type: ignore[no-untyped-def]
-        sink(replace(output, is_resumed=False))
+        sink(replace(output, resumed_texts=None))
+
+
+class GivesAllGivenTextToTheFirstToken(Honest):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        if output.is_resumed:
+            output = replace(output, resumed_texts=[output.text, *([""] * (len(output.token_ids) - 1))])
+        sink(output)
 
 
 class TakesGivenTokensForPrompt(Honest):
@@ -314,9 +321,8 @@ class TakesGivenTokensForPrompt(Honest):
         resumed = request.resumed
         if resumed is None:
             return sink
-        text = b"".join(self.token_bytes[token_id] for token_id in resumed.token_ids).decode(errors="replace")
-        for place, token_id in enumerate(resumed.token_ids):
-            sink(contract.Output(token_ids=[token_id], text="" if place else text, is_resumed=True))
+        texts = [self.token_bytes[token_id].decode(errors="replace") for token_id in resumed.token_ids]
+        sink(contract.Output(token_ids=resumed.token_ids, text="".join(texts), resumed_texts=texts))
         count, prompt = len(resumed.token_ids), len(request.token_ids)
 
         def take(output: contract.Output) -> None:
@@ -406,6 +412,7 @@ BROKEN = {
     ForgetsAnEmbedding: kit.embeds_each_input_by_itself,
     ForgetsWhatItIsGiven: resume_rules.continues_a_seeded_answer_after_any_token,
     PassesOffGivenTokensAsNew: resume_rules.continues_a_seeded_answer_after_any_token,
+    GivesAllGivenTextToTheFirstToken: resume_rules.continues_a_seeded_answer_after_any_token,
     TakesGivenTokensForPrompt: resume_rules.continues_a_seeded_answer_after_any_token,
     ForgetsGivenLogprobs: resume_rules.keeps_the_log_probabilities_it_is_given,
     SamplesOnWhenItIsComplete: resume_rules.ends_what_is_complete_after_it_was_accepted,

@@ -43,6 +43,7 @@ PURE = (
     "worker/broker/sampled_tokens.py",
     "worker/broker/snapshot.py",
     "worker/engine_client/detokenizer.py",
+    "worker/engine_client/stop_automaton.py",
     "worker/streams/packed_logprobs.py",
     "worker/streams/replay_buffer.py",
     "worker/streams/liveness.py",

@@ -122,7 +122,8 @@ def test_tokens_behind_a_gap_count_once_a_snapshot_has_closed_it() -> None:
     testbed.hear(events("w1", 3, tokens=[(1, 8)]))
     assert testbed.tokens == [5]
     assert testbed.fleet.snapshots_due(0.0, 1.0) == [known(testbed.fleet)]
-    assert testbed.recovery.known_tokens(known(testbed.fleet), 1_000) == {KEY: 1}
+    asked = testbed.recovery.snapshot_request(known(testbed.fleet), 1_000)
+    assert asked == internal.SnapshotRequest(known_tokens={KEY: 1})
     snapshot = codec.replace(part("w1", 2), running=[HELD])
     testbed.recovery.apply(testbed.fleet.apply_snapshot_part("demo", snapshot, 0.0), at("w1"))
     assert (testbed.tokens, testbed.flight.completion.last_seq) == ([5, 6, 7, 8], 3)
@@ -177,7 +178,8 @@ def test_tokens_of_a_request_that_was_forgotten_for_want_of_memory_are_not_kept_
     if in_snapshot:
         testbed.fleet.mark_all_behind()
         testbed.fleet.snapshots_due(0.0, 1.0)
-        assert testbed.recovery.known_tokens(known(testbed.fleet), 1_000) == {}
+        asked = testbed.recovery.snapshot_request(known(testbed.fleet), 1_000)
+        assert asked == internal.SnapshotRequest()
         whole = codec.replace(HELD, token_ids=block_hash.pack_token_ids([5, 6, 7]))
         snapshot = codec.replace(part("w1", 2), running=[whole])
         testbed.recovery.apply(testbed.fleet.apply_snapshot_part("demo", snapshot, 0.0), at("w1"))
@@ -188,14 +190,17 @@ def test_tokens_of_a_request_that_was_forgotten_for_want_of_memory_are_not_kept_
     assert testbed.flights.holds(testbed.flight)
 
 
-def test_a_snapshot_request_names_no_more_requests_than_fit_a_message() -> None:
+def test_a_snapshot_request_names_no_more_requests_than_fit_a_message_and_those_of_which_most_is_known() -> None:
     testbed = Testbed()
     testbed.flights = testbed.recovery._flights = Flights(2_000, 1_000_000)
     for number in range(1_000):
         one = flight(f"{number:0128}")
         testbed.flights.add(one, 10)
         testbed.flights.set_prompt_ids(one, b"1234")
-        one.completion.token_ids.extend(range(70_000 if number < 10 else 1))
+        one.completion.token_ids.extend(range(70_000 if number >= 990 else 1))
+        one.attempt_offset = 0 if number >= 995 else len(one.completion)
         testbed.flights.accept(one, "w1", 0.0)
-    named = testbed.recovery.known_tokens(known(testbed.fleet), 50_000)
-    assert 40_000 < len(codec.encode(internal.SnapshotRequest(known_tokens=named))) <= 50_000
+    asked = testbed.recovery.snapshot_request(known(testbed.fleet), 50_000)
+    assert 40_000 < len(codec.encode(asked)) <= 50_000
+    assert asked.wants_others
+    assert [int(key.removeprefix("default:")) for key in asked.known_tokens][:6] == [995, 996, 997, 998, 999, 0]

@@ -101,10 +101,13 @@ class _Generation:
 
     def replay(self) -> None:
         """Hands out the tokens with which the completion begins."""
-        for token_id in self._resumed.token_ids if self._resumed is not None else ():
-            assert Token.of(token_id).place == self.num_tokens, self._resumed
-            self.num_tokens += 1
-            self.sink(contract.Output(token_ids=[token_id], text=Token.of(token_id).text, is_resumed=True))
+        if self._resumed is None:
+            return
+        tokens = [Token.of(token_id) for token_id in self._resumed.token_ids]
+        check_completion(tokens, None)
+        self.num_tokens = len(tokens)
+        texts = [token.text for token in tokens]
+        self.sink(contract.Output(token_ids=self._resumed.token_ids, text="".join(texts), resumed_texts=texts))
 
     def step(self) -> None:
         """Samples a token, which may be the last one."""
@@ -194,6 +197,8 @@ class TimedEngine:
     def generate(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
         if len(self._generations) > self.config.max_num_seqs:  # one may wait, as routers expect
             raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=100.0))
+        if request.resumed is not None and len(request.resumed.token_ids) > request.sampling.max_tokens:
+            raise errors.request_error(errors.Code.INVALID_REQUEST, "the completion has ended before")
         generation = self._generations[request.key] = _Generation(request, sink)
         generation.replay()
         if generation.num_missing == 0:

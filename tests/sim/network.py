@@ -59,6 +59,7 @@ class Link:
         """Whether messages from the broker still arrive."""
         self._stalled: list[Callable[[Link], None]] | None = None
         """Actions sent since the way to the broker was blocked; None while it is open."""
+        self._stalled_until = 0.0
         self.lag_s = 0.0
         """The time that messages from the broker lie unread."""
         self._to_broker_at = 0.0
@@ -66,10 +67,13 @@ class Link:
 
     def stall(self, seconds: float) -> None:
         """Blocks the way to the broker for that time, while the way back stays open."""
-        self._stalled = []
+        self._stalled = self._stalled or []
+        self._stalled_until = max(self._stalled_until, self.broker.world.now + seconds)
         self.broker.world.at(self.broker.world.now + seconds, self._go_on)
 
     def _go_on(self) -> None:
+        if self.broker.world.now < self._stalled_until:
+            return
         stalled, self._stalled = self._stalled or [], None
         if self.is_open:
             for action in stalled:

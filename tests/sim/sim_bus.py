@@ -39,6 +39,7 @@ class SimBus:
         self.num_reconnects = 0
         self.num_writes = 0
         """Writes that were made so far. Everything published in one turn of the event loop is one write."""
+        self.max_payload = 1_048_576
         self.is_busy = False
         """Whether the outbound buffer counts as full."""
         self.tap: Callable[[Msg], None] = lambda message: None
@@ -52,10 +53,6 @@ class SimBus:
     @property
     def is_connected(self) -> bool:
         return self.link is not None
-
-    @property
-    def max_payload(self) -> int:
-        return 1_048_576
 
     def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
         self.publish_all([bus.Outgoing(subject, payload, reply, headers)])

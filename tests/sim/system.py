@@ -16,6 +16,8 @@ from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
 from tokenbus.worker.frontend.settings import FrontendSettings
 
 MODEL = "sim"
+LIMITS = (20, 40)
+"""Tokens that different workers allow a request without `max_tokens`."""
 _START_S = 0.3
 _HANDOVER_S = 15.0
 """Time that routers have to take the streams of a worker that leaves."""
@@ -34,8 +36,10 @@ class FrontendProcess:
         max_num_seqs: int = 4,
         token_s: float = 0.1,
         restart_s: float = _START_S,
+        max_new_tokens: int = FrontendSettings.max_new_tokens,
     ) -> None:
         self._restart_s = restart_s
+        self._settings = FrontendSettings(debug=True, max_new_tokens=max_new_tokens)
         self.name = name
         self.process = world.process(name)
         self.bus = SimBus(self.process, broker)
@@ -46,9 +50,8 @@ class FrontendProcess:
         self.process.spawn(self.frontend.run())
 
     async def _begin(self) -> None:
-        settings = FrontendSettings(debug=True)
         metrics = ReplicaMetrics(WorkerMetrics(), MODEL, self.name)
-        self.frontend = Frontend(self.bus, subjects.Subjects(), MODEL, self.name, settings, metrics, NoopTracer())
+        self.frontend = Frontend(self.bus, subjects.Subjects(), MODEL, self.name, self._settings, metrics, NoopTracer())
         self._on_reconnect = self.bus.on_reconnect
         await self.frontend.open(self.incoming)
         self._start_engine()

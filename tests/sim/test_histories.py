@@ -16,12 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.sim.clients import ClientProcess, SimpleClient
 from tests.sim.network import Broker, Link
 from tests.sim.sim_bus import SimBus
-from tests.sim.system import MODEL, FrontendProcess, RouterProcess, kill
+from tests.sim.system import LIMITS, MODEL, FrontendProcess, RouterProcess, kill
 from tests.sim.world import Process, world
-from tokenbus.protocol.wire import codec, internal, subjects
+from tokenbus.protocol.wire import codec, internal, limits, subjects
 
 HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "60"))
 NUMBERS = st.integers(0, 5)
+LENGTHS = st.lists(st.none() | st.integers(1, 60), min_size=1, max_size=3)
+"""The `max_tokens` of several requests."""
 THEN_S = st.sampled_from([0.0, 0.05, 0.4, 1.5])
 """The time that passes after each fault."""
 
@@ -29,13 +31,18 @@ THEN_S = st.sampled_from([0.0, 0.05, 0.4, 1.5])
 class History(RuleBasedStateMachine):
     """A few processes, and everything that can happen to them."""
 
-    @initialize(seed=st.integers(0, 2**32), routers=st.integers(1, 2), frontends=st.integers(1, 3))
-    def begin(self, seed: int, routers: int, frontends: int) -> None:
+    @initialize(
+        seed=st.integers(0, 2**32), routers=st.integers(1, 2), frontends=st.integers(1, 3), most_named=st.integers(0, 2)
+    )
+    def begin(self, seed: int, routers: int, frontends: int, most_named: int) -> None:
+        """At 0, `most_named` doesn't limit the requests that a router can name at a time."""
         self._closing = world(seed)
         self.world = self._closing.__enter__()
         self.broker = Broker(self.world)
-        self.frontends = [FrontendProcess(self.world, self.broker, f"w{number}") for number in range(frontends)]
-        self.routers = [RouterProcess(self.world, self.broker, f"r{number}") for number in range(routers)]
+        self.num_frontends = 0
+        self.frontends = [self.new_frontend(f"w{number}") for number in range(frontends)]
+        self.most_named = most_named
+        self.routers = [self.new_router(f"r{number}") for number in range(routers)]
         self.clients = [ClientProcess(self.world, self.broker, f"c{number}") for number in range(2)]
         self.simple_client = SimpleClient(self.world, self.broker, "s0")
         self.leaving: list[FrontendProcess | RouterProcess] = []
@@ -50,20 +57,20 @@ class History(RuleBasedStateMachine):
 
     @rule(
         who=NUMBERS,
-        lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
+        lengths=LENGTHS,
         stream=st.integers(0, 3),
         deadline=st.integers(0, 5),
         then_s=THEN_S,
     )
-    def ask(self, who: int, lengths: list[int], stream: int, deadline: int, then_s: float) -> None:
+    def ask(self, who: int, lengths: list[int | None], stream: int, deadline: int, then_s: float) -> None:
         for max_tokens in lengths:
             timeout_ms = 900.0 if deadline == 0 else None
             client = self.of(self.clients, who)
             client.ask(max_tokens, stream=stream > 0, timeout_ms=timeout_ms, seed=self.next_seed())
         self.world.run(then_s)
 
-    @rule(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3), stream=st.integers(0, 3), then_s=THEN_S)
-    def ask_simply(self, lengths: list[int], stream: int, then_s: float) -> None:
+    @rule(lengths=LENGTHS, stream=st.integers(0, 3), then_s=THEN_S)
+    def ask_simply(self, lengths: list[int | None], stream: int, then_s: float) -> None:
         for max_tokens in lengths:
             self.simple_client.ask(max_tokens, stream=stream > 0, seed=self.next_seed())
         self.world.run(then_s)
@@ -184,7 +191,7 @@ class History(RuleBasedStateMachine):
         self.routers.remove(dead)
         kill(dead.process, dead.bus)
         self.born += 1
-        self.routers.append(RouterProcess(self.world, self.broker, f"r{self.born}"))
+        self.routers.append(self.new_router(f"r{self.born}"))
         self.world.run(then_s)
 
     @rule(who=NUMBERS, then_s=THEN_S)
@@ -222,7 +229,7 @@ class History(RuleBasedStateMachine):
         self.frontends.remove(dead)
         kill(dead.process, dead.bus, dead.incoming)
         self.born += 1
-        self.frontends.append(FrontendProcess(self.world, self.broker, f"w{self.born}"))
+        self.frontends.append(self.new_frontend(f"w{self.born}"))
         self.world.run(then_s)
 
     @precondition(lambda self: self.broker.is_up and not self.broker.is_paused)
@@ -233,7 +240,7 @@ class History(RuleBasedStateMachine):
         dead = self.frontends[number]
         kill(dead.process, dead.bus, dead.incoming, lingers=lingers)
         self.world.run(away_s)
-        self.frontends[number] = FrontendProcess(self.world, self.broker, dead.name)
+        self.frontends[number] = self.new_frontend(dead.name)
         self.world.run(then_s)
 
     @precondition(lambda self: len(self.frontends) > 1)
@@ -325,6 +332,17 @@ class History(RuleBasedStateMachine):
         bus, subject = self.routers[0].bus, subjects.Subjects().worker(MODEL, frontend.name, "snapshot")
         answer = self.routers[0].process.do(bus.request(subject, b"", 1.0))
         return codec.Decoder(internal.SnapshotPart).decode(answer.data)
+
+    def new_frontend(self, name: str) -> FrontendProcess:
+        self.num_frontends += 1
+        limit = LIMITS[self.num_frontends % len(LIMITS)]
+        return FrontendProcess(self.world, self.broker, name, max_new_tokens=limit)
+
+    def new_router(self, name: str) -> RouterProcess:
+        router = RouterProcess(self.world, self.broker, name)
+        if self.most_named:
+            router.bus.max_payload = limits.MESSAGE_RESERVE_BYTES + 50 * self.most_named
+        return router
 
     def next_seed(self) -> int | None:
         """Returns a seed for two requests of three."""

@@ -7,11 +7,12 @@ import msgspec
 import pytest
 from nats.aio.msg import Msg
 
+from tests.sim.clients import SimpleClient
 from tests.sim.network import Broker
 from tests.sim.sim_bus import SimBus
-from tests.sim.system import MODEL, FrontendProcess, RouterProcess
+from tests.sim.system import MODEL, FrontendProcess, RouterProcess, kill
 from tests.sim.world import World, world
-from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, subjects
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
@@ -46,10 +47,10 @@ class Peer:
 
 
 class Stage:
-    def __init__(self, world: World, token_s: float = 0.1) -> None:
+    def __init__(self, world: World, token_s: float = 0.1, max_new_tokens: int = 1_024) -> None:
         self.world = world
         self.broker = Broker(world)
-        self.frontend = FrontendProcess(world, self.broker, "w0", token_s=token_s)
+        self.frontend = FrontendProcess(world, self.broker, "w0", token_s=token_s, max_new_tokens=max_new_tokens)
         self.peer = Peer(world, self.broker)
         world.run(0.5)
 
@@ -78,10 +79,11 @@ class Stage:
     def resync(self, offset: int) -> bytes | None:
         return self.peer.ask(NAMES.resync("r1"), b'{"offset": %d}' % offset)
 
-    def snapshot(self, **known_tokens: int) -> internal.SnapshotPart:
+    def snapshot(self, *, wants_others: bool = False, **known_tokens: int) -> internal.SnapshotPart:
         """Returns a snapshot with the tokens of named requests of the default tenant."""
         known = {f"default:{name}": count for name, count in known_tokens.items()}
-        request = internal.SnapshotRequest(known_tokens=known) if known else b""
+        asks = wants_others or known
+        request = internal.SnapshotRequest(known_tokens=known, wants_others=wants_others) if asks else b""
         part = self.peer.ask(NAMES.worker(MODEL, "w0", "snapshot"), request)
         assert part is not None
         return codec.Decoder(internal.SnapshotPart).decode(part)
@@ -293,6 +295,18 @@ def test_what_an_engine_puts_out_behind_a_terminal_that_waits_is_ignored(
     assert [key for entry in events for key in entry.finished] == [KEY]
 
 
+def test_a_snapshot_has_what_a_run_has_sampled_of_requests_that_its_reader_could_not_name(stage: Stage) -> None:
+    events = stage.overhear(NAMES.events(MODEL, "w0"), internal.Events)
+    stage.run(resume_from=internal.RunResume(token_ids=block_hash.pack_token_ids([5, 1_005])))
+    stage.world.run(0.55)
+    part = stage.snapshot(wants_others=True, other=3)
+    said = [token for one in events if one.seq <= part.seq for token in block_hash.unpack_token_ids(one.token_ids)]
+    (running,) = part.running
+    assert block_hash.unpack_token_ids(running.token_ids) == said
+    assert running.num_tokens == 2 + len(said) > 4
+    assert stage.snapshot(wants_others=True, r1=4).running[0].token_ids == block_hash.pack_token_ids(said[2:])
+
+
 @pytest.mark.parametrize(
     "malformed", [b"{}", b"\xc1", b"\x81\xacknown_tokens\x81\xa1a\xa1b", b"\x81\xacknown_tokens\x05"]
 )
@@ -374,6 +388,43 @@ def test_a_worker_that_fenced_itself_has_not_died_even_if_the_card_of_an_epoch_w
             assert stage.peer.chunks[-1].finish_reason is None
         made.run(10.0)
         assert end_of(stage) == "length"
+
+
+def test_a_router_that_was_away_catches_up_even_if_it_can_not_name_all_its_requests() -> None:
+    with world(seed=5) as made:
+        broker = Broker(made)
+        frontends = [FrontendProcess(made, broker, f"w{number}", max_num_seqs=8) for number in range(2)]
+        router, client = RouterProcess(made, broker, "r0"), SimpleClient(made, broker, "s0")
+        router.bus.max_payload = limits.MESSAGE_RESERVE_BYTES + 100
+        made.run(1.0)
+        for number in range(16):
+            client.ask(60, seed=number)
+        made.run(0.5)
+        router.bus.cut(lingers=False)
+        made.run(2.0)
+        for frontend in frontends:
+            kill(frontend.process, frontend.bus, frontend.incoming)
+        FrontendProcess(made, broker, "w2", max_num_seqs=16)
+        made.run_until(lambda: not client.open())
+        for asked in client.asked:
+            asked.check()
+            assert asked.is_whole, asked
+
+
+@pytest.mark.parametrize("next_limit", [20, 40])
+def test_a_request_keeps_the_limit_of_its_first_worker(next_limit: int) -> None:
+    with world(seed=5) as made:
+        stage = Stage(made, max_new_tokens=30)
+        RouterProcess(made, stage.broker, "r0")
+        made.run(1.0)
+        stage.peer.publish(NAMES.generate(MODEL), b'{"id": "r1", "token_ids": [1, 2, 3]}', stage.peer.inbox)
+        made.run(2.5)
+        kill(stage.frontend.process, stage.frontend.bus, stage.frontend.incoming)
+        assert sum(chunk.tokens for chunk in stage.peer.chunks) > 20
+        FrontendProcess(made, stage.broker, "w1", max_new_tokens=next_limit)
+        made.run(10.0)
+        assert end_of(stage) == "length"
+        assert sum(chunk.tokens for chunk in stage.peer.chunks) == 30
 
 
 def test_a_router_sends_a_keepalive_for_a_request_within_a_second(stage: Stage) -> None:

@@ -111,6 +111,11 @@ class Recorder:
         return "".join(output.text for output in self.outputs)
 
     @property
+    def texts(self) -> list[str]:
+        """The text of each resumed token, and then that of each output."""
+        return [text for output in self.outputs for text in output.resumed_texts or [output.text]]
+
+    @property
     def token_ids(self) -> list[int]:
         return [token_id for output in self.outputs for token_id in output.token_ids]
 

@@ -2,12 +2,14 @@
 
 import itertools
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tokenbus.worker.engine_client.detokenizer import Detokenizer, StopMatcher, Text
+from tokenbus.worker.engine_client.stop_automaton import StopAutomaton
 
 GREETING = "héllo € 😀 wörld"
 
@@ -151,8 +153,9 @@ def test_held_back_text_is_released_at_the_end() -> None:
     assert said([b"so ", b"ST"], "STOP") == ("so ST", None)
 
 
-def test_held_text_and_half_a_character_are_released_together() -> None:
-    assert said([b"ST", b"\xe2\x82"], "STOP") == ("ST\ufffd", None)
+def test_held_text_and_half_a_character_are_released_together_and_once() -> None:
+    one = detokenizer([b"ST", b"\xe2\x82"], "STOP")
+    assert [one.push(0).text, one.push(1).text, one.flush(), one.flush()] == ["", "", "ST\ufffd", ""]
 
 
 def test_a_stop_string_does_not_end_it_before_min_tokens_are_there() -> None:
@@ -175,17 +178,20 @@ def search(parts: list[str], stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-few_letters = st.text(alphabet="ab", min_size=1, max_size=4)
+few_letters = st.text(alphabet="ab", min_size=1, max_size=4) | st.text(alphabet="abc", min_size=1, max_size=9)
+texts = st.text(alphabet="ab", max_size=4) | st.text(alphabet="abc", max_size=12)
 
 
-@given(parts=st.lists(st.text(alphabet="ab", max_size=4), max_size=12), stops=st.lists(few_letters, max_size=4))
-@settings(max_examples=200)
+@given(parts=st.lists(texts, max_size=12), stops=st.lists(few_letters, max_size=8))
+@example(parts=["bca", "babd"], stops=["abd", "bca"])
+@example(parts=["ab", "abab", "abac"], stops=["ababac", "babac", "bac"])
+@settings(max_examples=500)
 def test_stop_strings_are_found_as_a_search_of_the_whole_text_finds_them(parts: list[str], stops: list[str]) -> None:
     assert said([part.encode() for part in parts], *stops) == search(parts, stops)
 
 
-@given(parts=st.lists(st.text(alphabet="ab", max_size=4), max_size=12), stops=st.lists(few_letters, max_size=4))
-@settings(max_examples=200)
+@given(parts=st.lists(texts, max_size=12), stops=st.lists(few_letters, max_size=8))
+@settings(max_examples=500)
 def test_only_what_could_become_a_stop_string_is_held_back(parts: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     text = so_far = ""
@@ -208,10 +214,64 @@ def test_with_one_stop_string_it_does_not_matter_how_a_text_is_split(text: str, 
 
 
 def test_the_work_for_a_token_does_not_grow_with_stop_strings_that_almost_match() -> None:
-    """All tokens of a completion that continues come at once, while its worker's heart does not beat. Compared from
-    every place, these take some 10 s."""
+    """Compared from every place, these take some 10 s."""
     matcher = StopMatcher(["a" * 1_023 + "!", *(f"ab{number}" + "ab" * 510 for number in range(15))])
     began = time.process_time()
     for _ in range(4_000):
         assert matcher.push("a").stop is None
     assert time.process_time() - began < 1.0
+
+
+@given(
+    token_bytes=st.lists(texts.map(str.encode) | st.binary(max_size=3), max_size=12),
+    stops=st.lists(few_letters, max_size=8),
+    min_tokens=st.integers(0, 6),
+    data=st.data(),
+)
+@settings(max_examples=500)
+def test_tokens_that_come_at_once_have_the_text_that_they_have_one_by_one(
+    token_bytes: list[bytes], stops: list[str], min_tokens: int, data: st.DataObject
+) -> None:
+    token_ids = range(len(token_bytes))
+    first, last = sorted(data.draw(st.tuples(places := st.integers(0, len(token_bytes)), places)))
+    alone, together = (detokenizer(token_bytes, *stops, min_tokens=min_tokens) for _ in range(2))
+    for token_id in token_ids[:first]:
+        if alone.push(token_id).stop is not None:
+            return
+        together.push(token_id)
+    one_by_one = list(map(alone.push, token_ids[first:last]))
+    free = list(itertools.takewhile(lambda said: said.stop is None, one_by_one))
+    assert together.push_all(token_ids[first:last]) == [said.text for said in free]
+    if len(free) == len(one_by_one):
+        assert list(map(together.push, token_ids[last:])) == list(map(alone.push, token_ids[last:]))
+        assert (together.num_tokens, together.flush()) == (alone.num_tokens, alone.flush())
+
+
+def test_a_token_that_comes_again_at_once_is_not_looked_through_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher, seen, advance = StopMatcher(["a" * 1_023 + "!"]), [], StopAutomaton.advance
+
+    def look(automaton: StopAutomaton, state: int, text: str) -> tuple[int, int | None]:
+        seen.append(state)
+        return advance(automaton, state, text)
+
+    monkeypatch.setattr(StopAutomaton, "advance", look)
+    published = matcher.push_all(["a" * 250] * 1_000)
+    assert seen == [0, 250, 500, 750, 1_000, 1_023]
+    assert "".join(published) + matcher.flush() == "a" * 250_000
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [
+        [chr(ord("a") + place) + "ab" * 511 for place in range(16)],
+        ["a" * (1_023 - place) + chr(ord("b") + place) for place in range(16)],
+        ["".join(chr(0x400 + (place * place + step * step) % 1_000) for step in range(512)) for place in range(16)],
+    ],
+)
+def test_the_memory_for_stop_strings_is_in_proportion_to_their_length(stops: list[str]) -> None:
+    tracemalloc.start()
+    matcher = StopMatcher(stops)
+    matcher.push("".join(stop[:-1] for stop in stops))
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 8_192 + 128 * sum(map(len, stops))

@@ -144,6 +144,20 @@ def test_a_run_that_continues_a_completion_says_how_it_began() -> None:
 def test_max_tokens_counts_from_the_first_token_of_the_completion() -> None:
     assert to_request(run(resume_from=given(7, 8), max_tokens=9)).sampling.max_tokens == 9
     assert to_request(run(resume_from=given(7, 8))).sampling.max_tokens == 40
+    assert to_request(run(resume_from=given(*[7] * 60))).sampling.max_tokens == 60
+
+
+@pytest.mark.parametrize(
+    ("num_resumed", "max_tokens", "most"),
+    [(39, None, 40), (40, None, 40), (41, None, 41), (41, 45, 45), (41, 30, 30), (89, 95, 90)],
+)
+def test_a_completion_that_has_outgrown_this_workers_limits_ends_behind_the_given_tokens(
+    num_resumed: int, max_tokens: int | None, most: int
+) -> None:
+    """At a worker that allows 40 tokens, in a context that has room for 90."""
+    asked = GenerationParams(max_tokens=max_tokens)
+    config = make_config(context_length=100)
+    assert resolve_sampling(asked, 10, config, max_new_tokens=40, num_resumed=num_resumed).max_tokens == most
 
 
 def test_a_completion_that_continues_reports_no_progress_of_its_prompt() -> None:

@@ -244,7 +244,7 @@ async def test_a_client_that_wants_no_stream_gets_no_chunk_before_the_end_but_it
 
 async def test_tokens_of_another_worker_are_not_published_again() -> None:
     sender, one = Sender(), stream()
-    one.resume(output("né", 5, 6))
+    one.resume(contract.Output(token_ids=[5, 6], text="né", resumed_texts=["n", "é"]))
     sender.outbox.put_head(one, 1.0)
     (head,) = sender.flush()
     assert isinstance(head, messages.Chunk)

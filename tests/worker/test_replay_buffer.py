@@ -122,17 +122,24 @@ def test_the_segments_from_any_token_on_are_what_was_appended_from_there_on(
 
 def test_what_another_worker_has_published_can_be_published_again() -> None:
     buffer = ReplayBuffer(num_logprobs=2)
-    said = [likely(5, 6), likely(7, 8)]
-    buffer.append_resumed([5], "né", said[:1])
-    buffer.append([7], "b", said[1:])
-    assert buffer.all() == (0, 2, 0, "néb", [5, 7], said)
+    said = [likely(5, 6), likely(7, 8), likely(9, 1)]
+    buffer.append_resumed([5, 7], ["né", "b"], said[:2])
+    buffer.append([9], "c", said[2:])
+    assert buffer.all() == (0, 3, 0, "nébc", [5, 7, 9], said)
+
+
+@given(texts=st.lists(st.text(max_size=4), min_size=1, max_size=8))
+def test_what_another_worker_has_published_is_kept_as_if_it_had_been_published_here(texts: list[str]) -> None:
+    token_ids = list(range(len(texts)))
+    here, resumed = buffer_of([(1, text) for text in texts]), ReplayBuffer()
+    resumed.append_resumed(token_ids, texts)
+    for offset in token_ids:
+        assert list(resumed.segments(offset, 20)) == list(here.segments(offset, 20))
 
 
 def test_tokens_whose_log_probabilities_are_unknown_count_but_are_not_published_again() -> None:
     buffer = ReplayBuffer(num_logprobs=2)
-    buffer.append_resumed([4], "é")
-    buffer.append_resumed([5], "b")
-    buffer.append_resumed([6], "c", [likely(6, 1)])
+    buffer.append_resumed([4, 5, 6], ["é", "b", "c"], [likely(6, 1)])
     buffer.append([7], "d", [likely(7, 1)])
     assert (buffer.num_tokens, buffer.text_bytes) == (4, 5)
     for offset in (0, 1, 2):
@@ -140,12 +147,15 @@ def test_tokens_whose_log_probabilities_are_unknown_count_but_are_not_published_
         assert segment == (2, 2, 3, "cd", [6, 7], [likely(6, 1), likely(7, 1)])
     assert next(buffer.segments(3, 100_000)).logprobs == [likely(7, 1)]
     with pytest.raises(AssertionError):
-        buffer.append_resumed([8], "e")
-    with pytest.raises(AssertionError):
         buffer.all()
+
+
+def test_what_another_worker_has_published_comes_first() -> None:
+    with pytest.raises(AssertionError):
+        buffer_of([(1, "a")]).append_resumed([8], ["e"])
 
 
 def test_log_probabilities_are_no_matter_where_none_are_kept() -> None:
     buffer = ReplayBuffer()
-    buffer.append_resumed([4], "a")
+    buffer.append_resumed([4], ["a"])
     assert next(buffer.segments(0, 100)).text == "a"

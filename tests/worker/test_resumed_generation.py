@@ -51,7 +51,8 @@ class Engine:
     @property
     def texts(self) -> list[str]:
         """The text that came with each token."""
-        return [output.text for output in self.outputs if output.token_ids]
+        with_tokens = [output for output in self.outputs if output.token_ids]
+        return [text for output in with_tokens for text in output.resumed_texts or [output.text]]
 
     @property
     def token_ids(self) -> list[int]:
@@ -96,7 +97,7 @@ def test_a_completion_continued_at_any_place_is_the_undisturbed_one(
     whole.sample(*token_ids)
     count = data.draw(st.integers(1, len(whole.token_ids)))
     again = Engine(*stops, resumed=after(*whole.token_ids[:count]), **sampling)
-    assert [output.is_resumed for output in again.outputs] == [True] * count
+    assert [output.is_resumed for output in again.outputs] == [True]
     again.sample(*token_ids[count:])
     if whole.terminal.finish_reason is None:
         whole.generation.cancel(12.0)
@@ -200,7 +201,7 @@ def test_the_first_token_says_how_it_was_reached_but_for_one_that_another_worker
 def test_known_log_probabilities_belong_to_the_last_given_tokens() -> None:
     known = contract.Logprob(B, -0.5, [])
     one = Engine(logprobs=0, resumed=after(A, B, logprobs=[known]))
-    assert [output.logprobs for output in one.outputs] == [[], [known]]
+    assert [output.logprobs for output in one.outputs] == [[known]]
 
 
 def test_the_next_engine_gets_the_given_tokens_too() -> None:

@@ -236,14 +236,14 @@ def test_progress_comes_in_an_empty_chunk_and_only_in_a_stream() -> None:
     assert stream(stream=False).chunk(seen) is None
 
 
-def given(text: str, *token_ids: int) -> contract.Output:
-    return contract.Output(token_ids=list(token_ids), text=text, is_resumed=True)
+def given(*pieces: tuple[str, int]) -> contract.Output:
+    texts, token_ids = [text for text, _ in pieces], [token_id for _, token_id in pieces]
+    return contract.Output(token_ids=token_ids, text="".join(texts), resumed_texts=texts)
 
 
 def test_a_stream_that_continues_another_begins_where_that_one_was() -> None:
     one = stream(attempt=2)
-    one.resume(given("né", 1))
-    one.resume(given("", 2))
+    one.resume(given(("né", 1), ("", 2)))
     head = one.head()
     assert head is not None
     assert (head.attempt, head.offset, head.tokens, head.text_offset, head.text) == (2, 2, 0, 3, "")
@@ -261,14 +261,14 @@ def test_a_stream_that_continues_another_began_when_that_one_did_and_does_not_ke
 
 def test_a_whole_answer_that_continues_another_holds_what_was_given() -> None:
     whole = stream(stream=False, return_token_ids=True)
-    whole.resume(given("a", 1))
+    whole.resume(given(("a", 1)))
     chunk = made(whole, terminal("b", 3))
     assert (chunk.offset, chunk.tokens, chunk.text, chunk.token_ids) == (0, 2, "ab", [1, 3])
 
 
 def test_a_replay_begins_behind_the_tokens_whose_log_probabilities_are_unknown() -> None:
     one = stream(logprobs=1)
-    one.resume(given("a", 1))
+    one.resume(given(("a", 1)))
     (alone,) = one.replay(0, 10_000)
     assert (alone.offset, alone.tokens) == (1, 0)
     made(one, spoken("b", likely(3, 1)))
@@ -310,7 +310,7 @@ def test_a_chunk_that_can_not_be_made_leaves_the_stream_as_it_was() -> None:
 def test_only_tokens_that_were_sampled_here_count_as_sent() -> None:
     one, whole = stream(), stream(stream=False)
     for resumed in (one, whole):
-        resumed.resume(output("né", 1, 2))
+        resumed.resume(given(("n", 1), ("é", 2)))
         resumed.head()
         resumed.chunk(output(""))
         assert not resumed.first_token_sent
@@ -359,7 +359,7 @@ def test_a_snapshot_has_the_account_of_the_first_token_once_there_is_one() -> No
 
 def test_resumed_tokens_are_in_a_snapshot() -> None:
     one = stream()
-    one.resume(output("a", 1, 2))
+    one.resume(given(("a", 1), ("", 2)))
     one.chunk(output("b", 3))
     assert block_hash.unpack_token_ids(one.snapshot(1).token_ids) == [2, 3]
 

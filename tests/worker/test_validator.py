@@ -96,8 +96,8 @@ def test_a_stop_with_min_tokens_many_is_too_early_and_with_one_more_it_is_not() 
     assert len(passed_on(token(1), terminal(STOP, 2, completion=2), min_tokens=1)) == 2
 
 
-def given(token_id: int) -> contract.Output:
-    return msgspec.structs.replace(token(token_id), is_resumed=True)
+def given(*token_ids: int, text: str = "xy", texts: tuple[str, ...] = ("x", "y")) -> contract.Output:
+    return contract.Output(token_ids=list(token_ids), text=text, resumed_texts=list(texts))
 
 
 FIRST = contract.FirstToken(cached_tokens=0, queue_ms=0, prefill_ms=0)
@@ -110,9 +110,9 @@ def first(output: contract.Output) -> contract.Output:
 @pytest.mark.parametrize(
     "outputs",
     [
-        (given(7), given(8), terminal(LENGTH, 9, completion=3)),
-        (given(7), given(8), terminal(STOP, completion=2)),
-        (given(7), given(8), terminal(CANCELLED, completion=2)),
+        (given(7, 8), terminal(LENGTH, 9, completion=3)),
+        (given(7, 8), terminal(STOP, completion=2)),
+        (given(7, 8), terminal(CANCELLED, completion=2)),
     ],
 )
 def test_given_tokens_come_before_all_others_and_count(outputs: tuple[contract.Output, ...]) -> None:
@@ -122,14 +122,15 @@ def test_given_tokens_come_before_all_others_and_count(outputs: tuple[contract.O
 @pytest.mark.parametrize(
     "outputs",
     [
-        (token(7),),
-        (given(8),),
-        (given(7), token(8)),
-        (given(7), terminal(CANCELLED, completion=1)),
-        (given(7), given(8), given(9)),
-        (msgspec.structs.replace(token(7, 8), is_resumed=True),),
-        (first(given(7)),),
-        (given(7), given(8), first(token(9))),
+        (token(7, 8),),
+        (given(8, 7),),
+        (given(7, texts=("xy",)),),
+        (given(7, 8, texts=("xy",)),),
+        (given(7, 8, text="yx"),),
+        (terminal(CANCELLED, completion=0),),
+        (given(7, 8), given(9)),
+        (first(given(7, 8)),),
+        (given(7, 8), first(token(9))),
     ],
 )
 def test_anything_else_of_a_completion_that_continues_is_stopped(outputs: tuple[contract.Output, ...]) -> None:

@@ -240,7 +240,7 @@ class Endpoints:
         except errors.RequestError as error:
             self._log.error("snapshot_refused", worker_id=self._announcer.worker_id, error=str(error))
             return
-        running = self._streams.running_requests(request.known_tokens)
+        running = self._streams.running_requests(request)
         if running is not None:  # else the router asks again in a second
             self._reply(message, *self._announcer.snapshot(running))
 

@@ -1,8 +1,14 @@
 """Turns sampled tokens into text: whole characters only, and nothing that is or could become a stop string; pure."""
 
 import codecs
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from tokenbus.worker.engine_client.stop_automaton import StopAutomaton
+
+_REMEMBERED_STEPS = 16_384
+"""Texts that are remembered with the states before and after them: about as many as a few MiB hold."""
 
 
 class Text(NamedTuple):
@@ -18,69 +24,49 @@ class StopMatcher:
     If several end at the same character, the longest wins. How the text is split into pieces makes no difference."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(map(_Stop, stops))
+        self._automaton = StopAutomaton(stops) if stops else None
+        self._state = 0
         self._held = ""
+        """The start of a stop string, as long as the state says."""
 
     def push(self, text: str) -> Text:
         """Takes more text and returns what can no longer be part of a stop string."""
-        if not self._stops:
+        if self._automaton is None:
             return Text(text)
-        # the tuple's order decides: the earliest end, then the longest
-        found = [(end, -len(stop.text), stop.text) for stop in self._stops if (end := stop.push(text)) is not None]
-        text = self._held + text
-        if found:
-            end, _, stop_text = min(found)
-            at = len(self._held) + end - len(stop_text)
-            self._forget()
-            return Text(text[:at], stop_text)
-        # the longest possible start of any stop string is held back
-        keep = max(stop.num_matched for stop in self._stops)
-        self._held = text[len(text) - keep :]
-        return Text(text[: len(text) - keep])
+        state, end = self._automaton.advance(self._state, text)
+        if end is None:
+            return Text(self._hold_back(text, state))
+        stop = self._automaton.stop_at(state)
+        return Text((self.flush() + text[:end]).removesuffix(stop), stop)
+
+    def push_all(self, texts: list[str]) -> list[str]:
+        """Takes texts and returns what may be published with each, up to the first that completes a stop string."""
+        if self._automaton is None:
+            return texts
+        # tokens repeat: if each of 100,000 tokens with 256 characters were looked through, that would take seconds
+        advance = functools.lru_cache(_REMEMBERED_STEPS)(self._automaton.advance)
+        published = []
+        for text in texts:
+            state, end = advance(self._state, text)
+            if end is not None:
+                break
+            published.append(self._hold_back(text, state))
+        return published
 
     def flush(self) -> str:
         """Returns the text that is held back, when no more will come."""
-        held = self._held
-        self._forget()
+        held, self._held, self._state = self._held, "", 0
         return held
 
-    def _forget(self) -> None:
-        self._held = ""
-        for stop in self._stops:
-            stop.num_matched = 0
-
-
-class _Stop:
-    """One stop string, and how much of it the text ends with.
-
-    Each character is looked at once or twice (Knuth, Morris, Pratt), whatever the strings are: all the text of a
-    completion that continues comes at once, and a worker that computes for too long takes itself for cut off."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.num_matched = 0
-        self._borders = [0] * len(text)
-        """For each start of the string, the length of its longest other start that it ends with."""
-        border = 0
-        for at in range(1, len(text)):
-            border = self._borders[at] = self._next(border, text[at])
-
-    def push(self, text: str) -> int | None:
-        """Takes more text; returns where in it the string is complete for the first time, or None."""
-        matched = self.num_matched
-        if not matched and self.text[0] not in text:
-            return None
-        for end, char in enumerate(text, start=1):
-            matched = self._next(matched, char)
-            if matched == len(self.text):
-                return end
-        self.num_matched = matched
-        return None
-
-    def _next(self, matched: int, char: str) -> int:
-        while matched and self.text[matched] != char:
-            matched = self._borders[matched - 1]
-        return matched + (self.text[matched] == char)
+    def _hold_back(self, text: str, state: int) -> str:
+        """Returns what can be published when `text` leads to a state."""
+        if not state and not self._state:
+            return text
+        assert self._automaton is not None
+        text = self._held + text
+        cut = len(text) - self._automaton.num_matched(state)
+        self._held, self._state = text[cut:], state
+        return text[:cut]
 
 
 class Detokenizer:
@@ -88,7 +74,8 @@ class Detokenizer:
 
     def __init__(self, token_bytes: Sequence[bytes], stops: Sequence[str], min_tokens: int) -> None:
         self._token_bytes = token_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._partial = b""
+        """The first bytes of a character."""
         self._matcher = StopMatcher(stops)
         self._min_tokens = min_tokens
         self.num_tokens = 0
@@ -96,8 +83,17 @@ class Detokenizer:
     def push(self, token_id: int) -> Text:
         """Counts a token and adds its text; looks for stop strings once there are more than `min_tokens`."""
         self.num_tokens += 1
-        text = self._decoder.decode(self._token_bytes[token_id])
+        text = self._decode(self._token_bytes[token_id])
         return self._matcher.push(text) if self.num_tokens > self._min_tokens else Text(text)
+
+    def push_all(self, token_ids: Sequence[int]) -> list[str]:
+        """Adds tokens and returns the text of each, up to the first that completes a stop string: if one does, there
+        are fewer texts than tokens, and no more can be added."""
+        texts = [self._decode(self._token_bytes[token_id]) for token_id in token_ids]
+        unmatched = max(0, self._min_tokens - self.num_tokens)
+        texts = texts[:unmatched] + self._matcher.push_all(texts[unmatched:])
+        self.num_tokens += len(texts)
+        return texts
 
     def count_hidden_token(self) -> None:
         """Counts a token whose text is not part of the completion, such as a stop token."""
@@ -105,4 +101,13 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Returns everything held back at the completion's end; an incomplete character becomes U+FFFD."""
-        return self._matcher.flush() + self._decoder.decode(b"", final=True)
+        rest = codecs.utf_8_decode(self._partial, "replace", True)[0]
+        self._partial = b""
+        return self._matcher.flush() + rest
+
+    def _decode(self, data: bytes) -> str:
+        # half as long as with `codecs.getincrementaldecoder`, which does the same in Python
+        data = self._partial + data
+        text, used = codecs.utf_8_decode(data, "replace")
+        self._partial = data[used:]
+        return text

@@ -6,7 +6,7 @@ that depends on them, such as text that is held back, is as if they had been sam
 
 import asyncio
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tokenbus.protocol.wire import codec, errors, messages
@@ -74,15 +74,16 @@ class Generation:
         resumed = self.request.resumed
         if resumed is None:
             return
-        # a list: all of them are checked before the first is handed out
-        outputs = list(self._resumed_outputs(resumed, FinishRule(self.request.sampling, end_token_ids)))
+        texts = self._add_resumed(resumed.token_ids, FinishRule(self.request.sampling, end_token_ids))
         self.sampled.extend(resumed.token_ids)
         self._elapsed_ms = resumed.elapsed_ms
         self._first_token = contract.FirstToken(
             cached_tokens=resumed.cached_tokens, queue_ms=resumed.queue_ms, prefill_ms=resumed.prefill_ms
         )
-        for output in outputs:
-            self._sink(output)
+        whole = contract.Output(
+            token_ids=resumed.token_ids, text="".join(texts), logprobs=resumed.logprobs, resumed_texts=texts
+        )
+        self._sink(whole)
 
     def end_resumed(self, now: float) -> None:
         """Ends a generation that was complete with the last token that the request gave."""
@@ -136,16 +137,20 @@ class Generation:
         """Ends it with an error because its engine is gone."""
         self._fail(errors.make_error(code), now)
 
-    def _resumed_outputs(self, resumed: contract.ResumedCompletion, rule: FinishRule) -> Iterator[contract.Output]:
-        """Yields an output for each given token. Raises RequestError if the completion ends before the last one."""
-        num_unknown = len(resumed.token_ids) - len(resumed.logprobs)
-        for place, token_id in enumerate(resumed.token_ids):
-            if self._ending is not None:
-                problem = f"the completion ends with token {place} of the {len(resumed.token_ids)} given ones"
-                raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="resume_from")
-            text, self._ending = self._add_text(token_id, rule.finish_reason(token_id, place + 1))
-            logprobs = [] if place < num_unknown else [resumed.logprobs[place - num_unknown]]
-            yield contract.Output(token_ids=[token_id], text=text, logprobs=logprobs, is_resumed=True)
+    def _add_resumed(self, token_ids: list[int], rule: FinishRule) -> list[str]:
+        """Counts the given tokens and returns the text that came with each. Only the last of them may complete the
+        generation; otherwise raises RequestError.
+
+        All is done at once while the worker stands still, so the work for each token matters: there may be 100,000."""
+        *before, last = token_ids
+        texts = self._detokenizer.push_all(before)
+        finishing = (place for place, token_id in enumerate(before) if rule.finish_reason(token_id, place + 1))
+        place = min(len(texts), next(finishing, len(before)))
+        if place < len(before):
+            problem = f"the completion ends with token {place + 1} of the {len(token_ids)} given ones"
+            raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="resume_from")
+        text, self._ending = self._add_text(last, rule.finish_reason(last, len(token_ids)))
+        return [*texts, text]
 
     def _add_text(self, token_id: int, finish_reason: EngineFinishReason | None) -> tuple[str, _Ending | None]:
         """Counts a token; returns the text that may be published now, and how the token completes the generation."""

@@ -18,10 +18,12 @@ def to_engine_request(run: internal.Run, config: contract.EngineConfig, max_new_
         if need.feature not in config.features:
             problem = f"{need.param} is not served by this engine"
             raise errors.request_error(errors.Code.UNSUPPORTED, problem, param=need.param)
+    resumed = None if run.resume_from is None else _to_resumed(run.resume_from, run.params, config)
+    num_resumed = 0 if resumed is None else len(resumed.token_ids)
     return contract.EngineRequest(
         key=run.request_id,
         token_ids=token_ids,
-        sampling=resolve_sampling(run.params, len(token_ids), config, max_new_tokens),
+        sampling=resolve_sampling(run.params, len(token_ids), config, max_new_tokens, num_resumed),
         stop=tuple(run.params.stop_strings),
         tenant=subjects.key_to_tenant(run.request_id),
         cache_salt=run.params.cache_salt or "",
@@ -29,17 +31,22 @@ def to_engine_request(run: internal.Run, config: contract.EngineConfig, max_new_
         priority=run.params.priority or 0,
         # a completion that continues has no news of its prompt
         return_progress=bool(run.params.return_progress) and run.params.is_streamed and run.resume_from is None,
-        resumed=None if run.resume_from is None else _to_resumed(run.resume_from, run.params, config),
+        resumed=resumed,
     )
 
 
 def resolve_sampling(
-    requested: params.SamplingParams, prompt_tokens: int, config: contract.EngineConfig, max_new_tokens: int
+    requested: params.SamplingParams,
+    prompt_tokens: int,
+    config: contract.EngineConfig,
+    max_new_tokens: int,
+    num_resumed: int = 0,
 ) -> contract.Sampling:
     """Fills in what the client left open. Raises RequestError(prompt_too_long) if the context has no room for a token.
 
     A completion ends at the end of the context in any case. Without `max_tokens` it also ends at the model's own limit
-    or, if it has none, at `max_new_tokens`, a setting."""
+    or, if it has none, at `max_new_tokens`, a setting; but no sooner than behind the `num_resumed` tokens that it has
+    from another worker, whose limit may be higher."""
     left = config.context_length - prompt_tokens
     if left < 1:
         raise errors.request_error(
@@ -47,7 +54,8 @@ def resolve_sampling(
             f"the prompt has {prompt_tokens} tokens; with one to generate it must fit {config.context_length}",
         )
     values = _given(params.DEFAULTS) | _given(config.defaults) | _given(requested)
-    values["max_tokens"] = min(values.get("max_tokens", max_new_tokens), left)
+    most = values.get("max_tokens", max_new_tokens)
+    values["max_tokens"] = min(max(most, num_resumed) if requested.max_tokens is None else most, left)
     values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
     biases = requested.logit_bias or {}
     values["logit_bias"] = tuple(sorted((int(token_id), bias) for token_id, bias in biases.items()))

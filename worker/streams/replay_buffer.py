@@ -67,15 +67,20 @@ class ReplayBuffer:
         """Memory that the buffer takes, in bytes."""
         return len(self._text) + 8 * len(self._text_ends) + 12 * len(self._logprobs)
 
-    def append_resumed(self, token_ids: Sequence[int], text: str, logprobs: Sequence[contract.Logprob] = ()) -> None:
-        """Adds what another worker has published, like `append`. Without the log probabilities that are kept, it can't
-        be published again, nor can what was before it."""
-        if self._num_logprobs and not logprobs:
-            assert not self._logprobs, self
-            self._append_tokens(token_ids, text)
-            self._first = self.num_tokens
-        else:
-            self.append(token_ids, text, logprobs)
+    def append_resumed(
+        self, token_ids: Sequence[int], texts: Sequence[str], logprobs: Sequence[contract.Logprob] = ()
+    ) -> None:
+        """Adds what another worker has published: tokens, the text of each, and the log probabilities of the last ones.
+        If those are kept, the tokens before can't be published again."""
+        assert not self._token_ids, self
+        for text in texts:
+            self._text += text.encode()
+            self._text_ends.append(len(self._text))
+        self._token_ids.extend(token_ids)
+        if self._num_logprobs:
+            self._first = len(token_ids) - len(logprobs)
+            for one in logprobs:
+                self._append_logprob(one)
 
     def text_offset(self, offset: int) -> int:
         """Returns where the text of token `offset` begins."""

@@ -55,6 +55,8 @@ class Stream:
         asked = run.params.logprobs
         self._num_alternatives = 0 if asked is None else min(asked, len(token_bytes))
         self._replay_buffer = ReplayBuffer(0 if asked is None else 1 + self._num_alternatives)
+        self.num_resumed = 0
+        """Tokens that were sampled before this run."""
         self.created = int(time.time())
         self.accepted_at = now
         self.began_at = now - (run.resume_from.elapsed_ms / 1e3 if run.resume_from else 0.0)
@@ -66,6 +68,8 @@ class Stream:
         """When the last chunk was made, in seconds of the caller's clock."""
         self.replayed_at = 0.0
         """When it was last replayed; 0 if never."""
+        self.max_tokens: int | None = None
+        """Tokens that it may have, once that is known."""
         self.first_token: internal.FirstToken | None = None
         """The account of its first token, if that was sampled here."""
         self.first_token_sent = False
@@ -91,8 +95,10 @@ class Stream:
         return codec.replace(empty, hash_scheme=self.hash_scheme, progress=progress)
 
     def resume(self, output: contract.Output) -> None:
-        """Takes tokens that the client has already from another worker, so that they can be published again."""
-        self._replay_buffer.append_resumed(output.token_ids, output.text, output.logprobs)
+        """Takes the tokens that the client has already from another worker, so that they can be published again."""
+        assert output.resumed_texts is not None, output
+        self._replay_buffer.append_resumed(output.token_ids, output.resumed_texts, output.logprobs)
+        self.num_resumed = self._replay_buffer.num_tokens
 
     def chunk(self, output: contract.Output) -> messages.Chunk | None:
         """Returns the chunk that carries an engine's output, or None if the terminal will."""
@@ -157,7 +163,11 @@ class Stream:
         left_ms = None if self.run.remaining_ms is None else max(1.0, self.run.remaining_ms - elapsed_ms)
         age_ms = (self.run.age_ms or 0.0) + elapsed_ms
         return codec.replace(
-            self.run, remaining_ms=left_ms, age_ms=age_ms, resume_from=resume_from if running.num_tokens else None
+            self.run,
+            params=codec.replace(self.run.params, max_tokens=self.max_tokens),
+            remaining_ms=left_ms,
+            age_ms=age_ms,
+            resume_from=resume_from if running.num_tokens else None,
         )
 
     def forget_prompt(self) -> None:
@@ -290,6 +300,7 @@ class Stream:
             cached_tokens=found.cached_tokens,
             queue_ms=found.queue_ms,
             prefill_ms=found.prefill_ms,
+            max_tokens=self.max_tokens,
         )
 
     def _named_logprobs(self, logprobs: list[contract.Logprob]) -> list[messages.TokenLogprob]:

@@ -7,7 +7,7 @@ which is allowed only until the first token is sent."""
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 
 from tokenbus.protocol.telemetry import backoff, tracing
@@ -210,12 +210,15 @@ class Streams:
         self._taken.expire(now)
         self._early_cancels.expire(now)
 
-    def running_requests(self, known_tokens: Mapping[str, int]) -> list[internal.RunningRequest] | None:
-        """Returns the open streams as a snapshot lists them, with the tokens behind those that are known; None while
-        some of their tokens can't be published."""
+    def running_requests(self, asked: internal.SnapshotRequest) -> list[internal.RunningRequest] | None:
+        """Returns the open streams as a snapshot lists them, with the tokens that were asked for; None while some of
+        their tokens can't be published."""
         if not self._outbox.flush():
             return None
-        return [stream.snapshot(known_tokens.get(key)) for key, stream in self._streams.items()]
+        return [
+            stream.snapshot(asked.known_tokens.get(key, stream.num_resumed if asked.wants_others else None))
+            for key, stream in self._streams.items()
+        ]
 
     def _start(self, run: internal.Run, headers: tracing.Headers) -> None:
         """Raises RequestError and changes nothing if the run can't be accepted."""
@@ -229,6 +232,7 @@ class Streams:
         scheme = block_hash.scheme_of(self._config.fingerprint)
         token_bytes, stream_no = self._engine.token_bytes, next(self._stream_nos)
         stream = Stream(run, announcer.model, announcer.worker_id, now, gone, token_bytes, scheme, stream_no)
+        stream.max_tokens = request.sampling.max_tokens
         sink: contract.Sink = partial(self._put, stream)
         if self.settings.debug:
             sink = StreamValidator(request, sink)

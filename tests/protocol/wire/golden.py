@@ -27,7 +27,7 @@ TIMINGS = messages.Timings(queue_ms=0.5, prefill_ms=20.25, ttft_ms=21.0, decode_
 LOAD = messages.Load(
     running=2, waiting=1, queued_prefill_tokens=300, used_blocks=5, cached_blocks=6, free_blocks=53, step_age_ms=4.5
 )
-FIRST_TOKEN = internal.FirstToken(stream_no=7, cached_tokens=64, queue_ms=0.5, prefill_ms=20.25)
+FIRST_TOKEN = internal.FirstToken(stream_no=7, cached_tokens=64, queue_ms=0.5, prefill_ms=20.25, max_tokens=900)
 ROUTING = messages.RoutingReport(
     chosen="w1",
     policy="cost",
@@ -369,7 +369,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ),
     ("of an entry", internal.Seal(epoch="1760000000000-abcdef", seq=41)),
     ("without tokens", internal.SnapshotRequest()),
-    ("with tokens", internal.SnapshotRequest(known_tokens={"default:r-1": 3})),
+    ("with tokens", internal.SnapshotRequest(known_tokens={"default:r-1": 3}, wants_others=True)),
     (
         "the first of two",
         internal.SnapshotPart(

@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 
 from tests.router.builders import events, part
 from tokenbus.protocol.wire import codec, internal, messages
-from tokenbus.router.fleet.event_log import MAX_BUFFERED, MAX_PARTS, EventLog
+from tokenbus.router.fleet.event_log import (
+    MAX_BUFFERED,
+    MAX_BUFFERED_BYTES,
+    MAX_PARTS,
+    MAX_SNAPSHOT_BYTES,
+    EventLog,
+)
 
 
 def seqs(ready: tuple[internal.Events, ...]) -> list[int]:
@@ -199,6 +205,52 @@ def test_when_the_buffer_overflows_a_new_snapshot_is_requested() -> None:
     caught = log.receive_part(part(seq=MAX_BUFFERED))
     assert caught is not None
     assert seqs(caught.events) == [MAX_BUFFERED + 1]
+
+
+def sized_events(seq: int, size: int) -> internal.Events:
+    """Returns an event of that many bytes."""
+    largest = codec.replace(events(seq=seq), logprobs={1: bytes(size)})
+    return codec.replace(largest, logprobs={1: bytes(2 * size - len(codec.encode(largest)))})
+
+
+def sized_part(number: int, size: int) -> internal.SnapshotPart:
+    """Returns one of three parts, which has that many bytes."""
+    largest = _part_with(number, bytes(size))
+    return _part_with(number, bytes(2 * size - len(codec.encode(largest))))
+
+
+def _part_with(number: int, token_ids: bytes) -> internal.SnapshotPart:
+    running = internal.RunningRequest(id="a", attempt=1, stream_no=1, token_ids=token_ids)
+    return codec.replace(part(seq=4, number=number, parts=3), running=[running])
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_events_that_take_too_much_memory_are_not_kept_until_a_snapshot_comes(excess: int) -> None:
+    log = EventLog()
+    for first in (1, 5):
+        log.mark_behind()
+        log.request_snapshot(0.0, 1.0)
+        for seq in range(first, first + 3):
+            log.receive(sized_events(seq, MAX_BUFFERED_BYTES // 4))
+        assert log.receive(sized_events(first + 3, MAX_BUFFERED_BYTES // 4 + excess)) == ()
+        assert log.request_snapshot(0.1, 1.0) is bool(excess)
+        caught = log.receive_part(part(seq=first + 2))
+        assert caught is not None
+        assert seqs(caught.events) == [first + 3]
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_snapshot_that_takes_too_much_memory_closes_no_gap(excess: int) -> None:
+    log = EventLog()
+    log.request_snapshot(0.0, 1.0)
+    quarter = MAX_SNAPSHOT_BYTES // 4
+    assert log.receive_part(codec.replace(sized_part(0, quarter), seq=3)) is None  # of an older snapshot
+    for number, size in [(0, quarter), (0, quarter), (1, quarter)]:
+        assert log.receive_part(sized_part(number, size)) is None
+    caught = log.receive_part(sized_part(2, 2 * quarter + excess))
+    assert (caught is None) is log.is_behind is bool(excess)
+    assert not log.request_snapshot(0.9, 1.0)
+    assert log.request_snapshot(1.0, 1.0) is bool(excess)
 
 
 @given(data=st.data())

@@ -1,5 +1,7 @@
 """The registry believes the latest incarnation of each worker, refuses impossible cards, and knows the models."""
 
+import weakref
+
 import pytest
 
 from tests.router.builders import (
@@ -91,6 +93,16 @@ def test_what_a_superseded_incarnation_has_sent_counts_for_two_seconds_but_not_a
     assert update.worker is not known(fleet)
     assert known(fleet).num_requests == 0
     assert fleet.apply_events("demo", events(epoch="100-b", seq=2), 3.0) is None
+
+
+def test_an_incarnation_is_forgotten_two_seconds_after_a_later_one_has_replaced_it() -> None:
+    fleet = fleet_of(card(epoch="100-b"))
+    superseded = weakref.ref(known(fleet))
+    fleet.apply_card(card(epoch="101-a"), 1.0)
+    fleet.sweep(2.9)
+    assert superseded() is not None
+    fleet.sweep(3.0)
+    assert superseded() is None
 
 
 def ended(*epochs: str) -> list[messages.PreviousEpoch]:
