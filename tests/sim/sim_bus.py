@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,9 +13,12 @@ from nats.aio.msg import Msg
 from tests.sim.network import Broker, Link, Subscription
 from tests.sim.world import Process
 from tokenbus.protocol.bus import bus
+from tokenbus.protocol.wire import limits
 
 _RECONNECT_S = 0.2
 _MAX_PENDING = 50_000
+_MAX_PAYLOAD = 1_048_576
+_is_subject = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*").fullmatch
 
 
 class SimBus:
@@ -55,13 +59,20 @@ class SimBus:
 
     @property
     def max_payload(self) -> int:
-        return 1_048_576
+        return _MAX_PAYLOAD
 
     def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
         self.publish_all([bus.Outgoing(subject, payload, reply, headers)])
 
     def publish_all(self, messages: Sequence[bus.Outgoing]) -> None:
         """Queues several messages, or none of them."""
+        for one in messages:
+            if not _is_subject(one.subject) or (one.reply and not _is_subject(one.reply)):
+                raise bus.BadSubjectError(f"{one.subject!r} or {one.reply!r}")
+            if len(one.subject + one.reply) > limits.MAX_CONTROL_LINE_BYTES:
+                raise bus.BadSubjectError("too long")
+            if len(one.payload) > _MAX_PAYLOAD:
+                raise bus.PayloadTooLargeError(f"{len(one.payload)} bytes")
         if self._is_closed:
             raise ConnectionError("closed")
         if self.is_busy or len(self._pending) + len(messages) > _MAX_PENDING:
