@@ -119,13 +119,17 @@ class Take(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """The attempt that runs there."""
     known_tokens: Annotated[int, COUNT] = 0
     """The number of its sampled tokens that the router knows."""
+    router_id: str = ""
+    """The router that asks. If the stream has another guardian, the worker refuses."""
 
 
 class TakeReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker's answer to `take`. It follows the last chunk of the stream, and is the same if it is asked again."""
+    """A worker's answer to `take`. It follows the last chunk of the stream, and is the same if that router asks
+    again."""
 
     ok: bool
-    """Whether the worker has given up the stream. If not, it does not have it, or has already ended it."""
+    """Whether the worker has given up the stream. If not, it does not have it, has already ended it, or another router
+    is its guardian."""
     epoch: str
     """The worker's epoch."""
     num_tokens: int = 0

@@ -40,6 +40,7 @@ def check_request(request: messages.GenerateRequest) -> None:
 def check_run(run: internal.Run) -> None:
     """Raises RequestError for a run that no router makes from a request that it has checked."""
     check_key(run.request_id)
+    check_router_id(run.router_id)
     check_ranges(run)
     _check_params(run.params)
     if run.resume_from is not None:
@@ -83,6 +84,12 @@ def check_key(key: str | None) -> None:
     """Raises RequestError for anything but `<tenant token>:<request id>`."""
     if key is None or not subjects.is_request_key(key):
         raise invalid_field("request_id", "must be an encoded tenant name, a colon and a request id")
+
+
+def check_router_id(router_id: str) -> None:
+    """Raises RequestError for a name under which no router can be asked anything."""
+    if not 0 < len(router_id.encode()) <= limits.MAX_NAME_BYTES:
+        raise invalid_field("router_id", f"must have 1 to {limits.MAX_NAME_BYTES} bytes")
 
 
 def check_id(request_id: str | None) -> None:

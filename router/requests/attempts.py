@@ -9,7 +9,8 @@ outcomes:
     the worker's epoch is over, or it is lost   nobody holds the request, but its client may have text of this attempt
     the worker lives and never replies          nobody knows: the request ends in `worker_lost`
 
-A worker that leaves is asked to give the request up instead, with all its tokens, and refuses only if it has ended."""
+A worker that leaves is asked to give up a request that it has accepted instead, with all its tokens, and refuses only
+if it has ended or if another router is its guardian."""
 
 import asyncio
 import contextlib
@@ -44,7 +45,7 @@ class Revocation(enum.Enum):
     """The end of an attempt to take a run back."""
 
     KEPT = enum.auto()
-    """The worker keeps the request: it has published text or the terminal."""
+    """The worker keeps the request: it has published text or the terminal, or another router is its guardian."""
     DROPPED = enum.auto()
     """The worker publishes nothing more in this attempt, and every token of it is known."""
     LOST = enum.auto()
@@ -88,14 +89,15 @@ class Attempts:
                 span.set_error(str(refusal.code))
             return refusal
 
-    async def revoke(self, flight: Flight, worker: Worker) -> Revocation:
-        """Makes a worker drop a request that it may hold, or give it up if the worker leaves.
+    async def revoke(self, flight: Flight, worker: Worker, *, takes: bool = False) -> Revocation:
+        """Makes a worker drop a request that it may hold. If it `takes` the request, it makes a worker that leaves give
+        up one that it has accepted.
 
         Returns once the worker has replied, or its epoch is over: no responders may just mean that it is reconnecting.
         Raises RequestError(worker_lost) if the worker lives and does not reply: it may still hold the request."""
         flight.in_doubt = True
         try:
-            return await self._revoke(flight, worker)
+            return await self._revoke(flight, worker, takes)
         finally:
             flight.in_doubt = False
 
@@ -174,7 +176,7 @@ class Attempts:
                 text = f"worker {worker.card.worker_id} did not accept in time"
                 return problem or errors.make_error(errors.Code.NO_WORKER, text)
 
-    async def _revoke(self, flight: Flight, worker: Worker) -> Revocation:
+    async def _revoke(self, flight: Flight, worker: Worker, takes: bool) -> Revocation:
         card = worker.card
         timeout_s, unanswered_s = limits.ACCEPT_TIMEOUT_S, 0.0
         while unanswered_s < _GIVE_UP_S:
@@ -184,7 +186,7 @@ class Attempts:
                 self.accept(flight, card)  # its terminal was sent: a drop would be refused
                 return Revocation.KEPT
             try:
-                reply = await self._ask(flight, worker, timeout_s)
+                reply = await self._ask(flight, card, takes, timeout_s)
             except ConnectionError:  # this router is disconnected, which says nothing about the worker
                 await asyncio.sleep(_RETRY_S)
                 continue
@@ -214,15 +216,17 @@ class Attempts:
         raise errors.request_error(errors.Code.WORKER_LOST, f"worker {card.worker_id} no longer answers")
 
     async def _ask(
-        self, flight: Flight, worker: Worker, timeout_s: float
+        self, flight: Flight, card: messages.Card, takes: bool, timeout_s: float
     ) -> internal.ControlReply | internal.TakeReply:
-        """Asks a worker once to drop a request, or to give it up if the worker leaves."""
-        if worker.state is messages.WorkerState.LEAVING:
+        """Asks a worker once to drop a request, or to give it up."""
+        if takes:
             known = len(flight.completion)
-            take = internal.Take(request_id=flight.key, attempt=flight.attempt, known_tokens=known)
-            return await self._call(worker.card, _TAKE, take, timeout_s)
+            take = internal.Take(
+                request_id=flight.key, attempt=flight.attempt, known_tokens=known, router_id=self._router_id
+            )
+            return await self._call(card, _TAKE, take, timeout_s)
         drop = internal.Control(op="drop", request_id=flight.key, attempt=flight.attempt)
-        return await self._call(worker.card, _CONTROL, drop, timeout_s)
+        return await self._call(card, _CONTROL, drop, timeout_s)
 
     def _restore(self, flight: Flight, taken: internal.TakeReply) -> None:
         """Adds the tokens of a request that a worker has given up. Raises RequestError(worker_lost) if they don't

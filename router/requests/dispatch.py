@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import structlog
 
-from tokenbus.protocol.wire import errors, subjects
+from tokenbus.protocol.wire import errors, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.metrics import RouterMetrics
@@ -95,7 +95,9 @@ class Dispatcher:
 
         Raises RequestError if its client may have text that this router does not know, or if the worker lives and
         doesn't reply."""
-        revocation = Revocation.LOST if is_certain else await self._attempts.revoke(flight, worker)
+        revocation, takes = Revocation.LOST, worker.state is messages.WorkerState.LEAVING
+        if not is_certain:
+            revocation = await self._attempts.revoke(flight, worker, takes=takes)
         if revocation is Revocation.KEPT or (revocation is Revocation.LOST and not await self._settle(flight, worker)):
             return
         if flight.prompt_ids is None and not flight.cancelled:  # forgotten for want of memory

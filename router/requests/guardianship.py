@@ -3,12 +3,19 @@
 A worker offers a stream whose guardian is gone, and a router that stops a request that no worker has. Offers reach one
 router each. A worker's log then names the router that has accepted; until it does, this router does not act."""
 
+import contextlib
 import time
 
 import structlog
 from nats.aio.msg import Msg
 
-from tokenbus.protocol.bus.bus import Bus, NoRespondersError, PayloadTooLargeError, Subscription
+from tokenbus.protocol.bus.bus import (
+    Bus,
+    NoRespondersError,
+    OutboundBufferLimitError,
+    PayloadTooLargeError,
+    Subscription,
+)
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, subjects, validation
 from tokenbus.router.fleet.fleet import Fleet
@@ -73,7 +80,11 @@ class Guardianship:
         guard = internal.Guard(run=self._attempts.to_run(flight, ""), hash_scheme=flight.hash_scheme)
         try:
             reply = await self._bus.request(self._names.guard(flight.model), codec.encode(guard), _OFFER_TIMEOUT_S)
-            return _replies.decode(reply.data).accepted
+            is_accepted = _replies.decode(reply.data).accepted
+            if is_accepted and flight.cancelled:  # the other router may have read the cancel before the offer
+                with contextlib.suppress(OutboundBufferLimitError):
+                    self._bus.publish(self._names.cancel(flight.request_id, flight.tenant), b"")
+            return is_accepted
         except (NoRespondersError, PayloadTooLargeError, TimeoutError, ConnectionError, errors.RequestError):
             return False
 
@@ -97,12 +108,14 @@ class Guardianship:
             validation.check_run(guard.run)
             if not self._may_answer(message.reply, model, worker_id):
                 raise errors.invalid_field("the reply subject", "is not that of a worker or router")
+            if (guard.stream_no is None) is not (worker_id is None):
+                raise errors.invalid_field("stream_no", "is for a stream at a worker")
             worker = None if worker_id is None else self._find_worker(guard.run, model, worker_id)
             flight = self._to_flight(guard, model, worker)
+            is_accepted = (worker is None) == (worker_id is None) and self._adopt(flight, worker, guard)
         except (errors.RequestError, ValueError) as error:
             self._log.error("guard_refused", subject=message.subject, error=str(error))
             return
-        is_accepted = (worker is None) == (worker_id is None) and self._adopt(flight, worker, guard)
         answer = internal.GuardReply(
             request_id=flight.key, attempt=guard.run.attempt, accepted=is_accepted, router_id=self._router_id
         )

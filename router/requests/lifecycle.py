@@ -6,6 +6,7 @@ router has taken it over, because this one stops. If the worker is lost or leave
 task."""
 
 import asyncio
+import contextlib
 import functools
 import secrets
 import time
@@ -96,10 +97,12 @@ class RequestLifecycle:
     def adopt(self, flight: Flight, worker: Worker | None) -> bool:
         """Takes over a request of another router, which `worker` runs, or which is to be dispatched if none does.
 
-        Returns False if there is no room for it, or another request has its id."""
+        Returns False if there is no room for it, or another request has its id. Raises RequestError for an unknown
+        policy."""
+        self._queue.check_policy(flight.request.routing)
         known = self._flights.find(flight.key)
-        if known is not None:
-            return known.reply == flight.reply
+        if known is not None:  # one that only waits to be named can't be placed
+            return known.reply == flight.reply and (worker is not None or known.is_named)
         assert flight.prompt_ids is not None, flight
         num_bytes = len(flight.prompt_ids) + flight.completion.num_bytes
         if not self._flights.has_room(num_bytes):
@@ -184,8 +187,10 @@ class RequestLifecycle:
         self._offer, self._dispatcher.is_stopped = offer, True
         for flight in self._flights.unaccepted():
             self._queue.cancel(flight)
-        if self._tasks:  # a worker's answer to a run decides whether it has the request
-            await asyncio.wait(self._tasks, timeout=_HAND_OVER_S)
+        # a worker's answer to a run decides whether it has the request; workers may be lost, or leave, meanwhile
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HAND_OVER_S):
+                await self.drain()
         for flight in self._flights.all():
             if flight.worker_id is None:
                 has_text = len(flight.completion) > 0

@@ -68,13 +68,14 @@ class Recovery:
 
     def recover(self, lost: Worker, *, is_certain: bool) -> None:
         """Continues the requests of a lost worker elsewhere. If the loss is not certain, each run is revoked first."""
-        flights = self._flights.accepted_by(lost.card.address)
-        for flight in flights:
+        is_revoked = False
+        for flight in self._flights.accepted_by(lost.card.address):
             if flight.is_named:
                 self._lifecycle.recover(flight, lost, is_certain=is_certain)
+                is_revoked = True
             else:  # nobody can tell which router it was going to name
                 self._lifecycle.forget(flight, "without_guardian")
-        if not flights:
+        if not is_revoked:  # or else that decides whether the worker is gone
             self._fleet.remove(lost.card)
 
     def snapshot_request(self, worker: Worker, max_bytes: int) -> internal.SnapshotRequest:
@@ -91,7 +92,9 @@ class Recovery:
 
     def _take_streams(self, leaving: Worker) -> None:
         """Continues the requests of a worker that leaves elsewhere. Those whose prompts are forgotten have to end
-        there."""
+        there. While events are missing, this router can't tell whether it still is their guardian."""
+        if leaving.log.is_behind:
+            return
         for flight in self._flights.accepted_by(leaving.card.address):
             if flight.is_named and flight.prompt_ids is not None:
                 self._lifecycle.recover(flight, leaving, is_certain=False)
@@ -149,15 +152,14 @@ class Recovery:
                 continue
             if flight.completion.restore(running, snapshot.seq):
                 self._flights.bind_stream(flight, worker.incarnation, running.stream_no)
-                self._apply_guardian(flight, running.router_id)
             else:
                 # it was placed there after the snapshot was asked for: the next snapshot will have its tokens
                 self._flights.unbind_stream(flight)
                 self._fleet.mark_behind(worker.card)
         for flight in self._flights.accepted_by(address):
-            if flight.key in snapshot.running:
-                continue
-            if flight.accepted_at < snapshot.requested_at:
+            if (one := snapshot.running.get(flight.key)) is not None:
+                self._apply_guardian(flight, one.router_id)
+            elif flight.accepted_at < snapshot.requested_at:
                 self._finish(flight, address.worker_id)
             else:
                 # Accepted after the snapshot, or before it and ended already: only another snapshot can tell.

@@ -25,7 +25,7 @@ class Attempts:
         self.continued: list[list[int]] = []
         """The tokens behind which a run continued its request."""
 
-    async def revoke(self, flight: Flight, worker: Worker) -> Revocation:
+    async def revoke(self, flight: Flight, worker: Worker, *, takes: bool = False) -> Revocation:
         return Revocation.DROPPED
 
     def move(self, flight: Flight, address: subjects.WorkerAddress, attempt: int) -> None:

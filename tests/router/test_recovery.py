@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from tests.router.builders import at, card, events, fleet_of, flight, known, part
-from tokenbus.protocol.wire import block_hash, codec, internal, subjects
+from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.flight import Flight, Flights
@@ -30,8 +30,13 @@ class Lifecycle:
     def __init__(self, flights: Flights) -> None:
         self._flights = flights
         self.lost: list[tuple[str, str]] = []
+        self.forgotten: list[tuple[str, str]] = []
 
     def finish(self, flight: Flight) -> None:
+        self._flights.remove(flight)
+
+    def forget(self, flight: Flight, reason: str) -> None:
+        self.forgotten.append((flight.key, reason))
         self._flights.remove(flight)
 
     def recover(self, flight: Flight, worker: Worker, *, is_certain: bool) -> None:
@@ -70,6 +75,13 @@ class Testbed:
         update = self.fleet.apply_events(model, entry, 0.0)
         if update is not None:
             self.recovery.apply(update, at(entry.worker_id, model))
+        self.flights.check_integrity()
+
+    def snapshot(self, running: internal.RunningRequest) -> None:
+        """Asks worker w1 for a snapshot, and gets one with that request."""
+        self.fleet.snapshots_due(0.0, 0.0)
+        one = codec.replace(part("w1", 2), running=[running])
+        self.recovery.apply(self.fleet.apply_snapshot_part("demo", one, 0.0), at("w1"))
         self.flights.check_integrity()
 
     @property
@@ -167,6 +179,108 @@ def test_what_a_superseded_worker_has_sent_before_its_end_still_counts() -> None
     assert testbed.flight.completion.token_ids == array("I", [7])
     testbed.hear(events("w1", 2, finished=(KEY,)))
     assert (testbed.flight.ended_by, testbed.flights.find(KEY)) == ("w1", testbed.flight)
+
+
+LEAVING = messages.WorkerState.LEAVING
+LOST = [(KEY, "100-a")]
+
+
+def test_a_request_at_a_worker_that_leaves_is_taken_from_there() -> None:
+    testbed = Testbed()
+    testbed.hear(started(0))
+    testbed.hear(events("w1", 1, state=messages.WorkerState.DRAINING))
+    assert testbed.lifecycle.lost == []
+    testbed.hear(events("w1", 2, state=LEAVING))
+    assert testbed.lifecycle.lost == LOST
+    testbed.hear(events("w1", 3, state=LEAVING))
+    assert testbed.lifecycle.lost == LOST
+
+
+def test_a_card_that_says_so_is_enough() -> None:
+    testbed = Testbed()
+    testbed.hear(started(0))
+    testbed.recovery.apply(testbed.fleet.apply_card(card("w1", state=LEAVING), 0.0), at("w1"))
+    assert testbed.lifecycle.lost == LOST
+
+
+def test_a_request_whose_accept_comes_when_its_worker_leaves_already_is_taken_too() -> None:
+    testbed = Testbed()
+    testbed.flights.reclaim(testbed.flight)
+    testbed.hear(codec.replace(started(0), state=LEAVING))
+    assert testbed.lifecycle.lost == []
+    testbed.flights.accept(testbed.flight, "w1", 0.0)
+    testbed.hear(events("w1", 1, state=LEAVING))
+    assert testbed.lifecycle.lost == LOST
+
+
+def test_only_a_request_that_could_go_on_elsewhere_and_is_guarded_here_is_taken() -> None:
+    testbed = Testbed()
+    testbed.flight.is_named = False
+    testbed.hear(codec.replace(started(0), state=LEAVING))
+    assert testbed.lifecycle.lost == []
+    testbed.hear(codec.replace(events("w1", 1, state=LEAVING), guardians={1: "router-1"}))
+    assert testbed.lifecycle.lost == LOST
+    other = Testbed()
+    other.flight.prompt_ids = None
+    other.hear(codec.replace(started(0), state=LEAVING))
+    assert other.lifecycle.lost == []
+
+
+def test_nothing_is_taken_while_a_log_may_have_named_another_guardian_behind_a_gap() -> None:
+    testbed = Testbed()
+    testbed.hear(started(0))
+    testbed.hear(events("w1", 2, state=LEAVING))
+    assert known(testbed.fleet).state is LEAVING
+    assert testbed.lifecycle.lost == []
+    testbed.snapshot(codec.replace(HELD, num_tokens=0, token_ids=b"", router_id="router-1"))
+    assert testbed.lifecycle.lost == LOST
+
+
+@pytest.mark.parametrize("router_id", ["router-1", "router-2", ""])
+@pytest.mark.parametrize("in_snapshot", [False, True])
+@pytest.mark.parametrize("has_prompt", [False, True])
+def test_a_request_is_forgotten_once_its_worker_names_another_router(
+    router_id: str, in_snapshot: bool, has_prompt: bool
+) -> None:
+    testbed = Testbed()
+    testbed.hear(started(0))
+    if not has_prompt and in_snapshot:
+        testbed.flights.unbind_stream(testbed.flight)
+        testbed.flight.prompt_ids = None
+    if in_snapshot:
+        testbed.fleet.mark_all_behind()
+        testbed.snapshot(codec.replace(HELD, num_tokens=0, token_ids=b"", router_id=router_id))
+    else:
+        testbed.hear(codec.replace(events("w1", 1), guardians={2: "router-3", 1: router_id, 7: "router-2"}))
+    is_lost = router_id == "router-2"
+    assert testbed.lifecycle.forgotten == [(KEY, "by_router")] * is_lost
+    assert len(testbed.flights) == (not is_lost)
+    assert testbed.lifecycle.lost == []
+
+
+def test_a_snapshot_that_does_not_fit_what_is_known_still_names_the_guardian() -> None:
+    testbed = Testbed()
+    testbed.hear(started(0))
+    testbed.fleet.mark_all_behind()
+    testbed.snapshot(codec.replace(HELD, router_id="router-2"))
+    assert testbed.lifecycle.forgotten == [(KEY, "by_router")]
+
+
+def test_another_worker_s_log_names_no_guardian_of_a_request() -> None:
+    testbed = Testbed()
+    testbed.hear(started(0))
+    testbed.hear(codec.replace(started(0, "w2"), guardians={1: "router-2"}))
+    assert testbed.lifecycle.forgotten == []
+
+
+def test_a_request_that_another_router_takes_is_known_to_be_gone_from_its_worker() -> None:
+    testbed = Testbed()
+    testbed.hear(started(0))
+    assert testbed.fleet.owner_of(KEY, "demo") is known(testbed.fleet)
+    testbed.hear(codec.replace(events("w1", 1), taken=[KEY]))
+    assert testbed.fleet.owner_of(KEY, "demo") is None
+    assert testbed.flights.holds(testbed.flight)
+    testbed.fleet.check_integrity()
 
 
 @pytest.mark.parametrize("in_snapshot", [False, True])

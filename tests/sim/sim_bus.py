@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,9 +13,12 @@ from nats.aio.msg import Msg
 from tests.sim.network import Broker, Link, Subscription
 from tests.sim.world import Process
 from tokenbus.protocol.bus import bus
+from tokenbus.protocol.wire import limits
 
 _RECONNECT_S = 0.2
 _MAX_PENDING = 50_000
+_MAX_PAYLOAD = 1_048_576
+_is_subject = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*").fullmatch
 
 
 class SimBus:
@@ -39,7 +43,7 @@ class SimBus:
         self.num_reconnects = 0
         self.num_writes = 0
         """Writes that were made so far. Everything published in one turn of the event loop is one write."""
-        self.max_payload = 1_048_576
+        self.max_payload = _MAX_PAYLOAD
         self.is_busy = False
         """Whether the outbound buffer counts as full."""
         self.tap: Callable[[Msg], None] = lambda message: None
@@ -59,6 +63,13 @@ class SimBus:
 
     def publish_all(self, messages: Sequence[bus.Outgoing]) -> None:
         """Queues several messages, or none of them."""
+        for one in messages:
+            if not _is_subject(one.subject) or (one.reply and not _is_subject(one.reply)):
+                raise bus.BadSubjectError(f"{one.subject!r} or {one.reply!r}")
+            if len(one.subject + one.reply) > limits.MAX_CONTROL_LINE_BYTES:
+                raise bus.BadSubjectError("too long")
+            if len(one.payload) > _MAX_PAYLOAD:
+                raise bus.PayloadTooLargeError(f"{len(one.payload)} bytes")
         if self._is_closed:
             raise ConnectionError("closed")
         if self.is_busy or len(self._pending) + len(messages) > _MAX_PENDING:

@@ -1,105 +1,15 @@
 """Tests who ends a stream: what a frontend answers routers, and a router clients, message by message."""
 
 from collections.abc import Iterator
-from typing import TypeVar
 
-import msgspec
 import pytest
-from nats.aio.msg import Msg
 
 from tests.sim.clients import SimpleClient
 from tests.sim.network import Broker
-from tests.sim.sim_bus import SimBus
+from tests.sim.stage import KEY, NAMES, Stage
 from tests.sim.system import MODEL, FrontendProcess, RouterProcess, kill
-from tests.sim.world import World, world
-from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects
-from tokenbus.protocol.wire.params import GenerationParams
-
-MessageT = TypeVar("MessageT", bound=msgspec.Struct)
-
-NAMES = subjects.Subjects()
-KEY = "default:r1"
-
-
-class Peer:
-    """A bare process that sends as a router would, and listens as a client would."""
-
-    def __init__(self, world: World, broker: Broker) -> None:
-        self.process = world.process("peer")
-        self.bus = SimBus(self.process, broker)
-        self.inbox = self.bus.new_inbox()
-        self.chunks: list[messages.Chunk] = []
-        self.process.do(self.bus.subscribe(self.inbox, self._take))
-
-    def _take(self, message: Msg) -> None:
-        self.chunks.append(codec.Decoder(messages.Chunk).decode(message.data, codec.Encoding.JSON))
-
-    def ask(self, subject: str, message: messages.Message | bytes) -> bytes | None:
-        payload = message if isinstance(message, bytes) else codec.encode(message)
-        try:
-            answer: Msg = self.process.do(self.bus.request(subject, payload, 0.3))
-        except TimeoutError:
-            return None
-        return answer.data
-
-    def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
-        self.process.call(self.bus.publish, subject, payload, reply)
-
-
-class Stage:
-    def __init__(self, world: World, token_s: float = 0.1, max_new_tokens: int = 1_024) -> None:
-        self.world = world
-        self.broker = Broker(world)
-        self.frontend = FrontendProcess(world, self.broker, "w0", token_s=token_s, max_new_tokens=max_new_tokens)
-        self.peer = Peer(world, self.broker)
-        world.run(0.5)
-
-    def run(self, attempt: int = 1, epoch: str | None = None, **fields: object) -> internal.RunReply:
-        run = internal.Run(
-            request_id=KEY,
-            attempt=attempt,
-            epoch=self.epoch if epoch is None else epoch,
-            router_id="peer",
-            reply=self.peer.inbox,
-            encoding=codec.Encoding.JSON,
-            token_ids=block_hash.pack_token_ids([1, 2, 3]),
-            params=GenerationParams(max_tokens=20, return_token_ids=True),
-            **fields,  # type: ignore[arg-type]
-        )
-        answer = self.peer.ask(NAMES.worker(MODEL, "w0", "run"), run)
-        assert answer is not None
-        return codec.Decoder(internal.RunReply).decode(answer)
-
-    def drop(self, attempt: int = 1, *, moved: bool = False) -> bool:
-        command = internal.Control(op="drop", request_id=KEY, attempt=attempt, moved=moved)
-        answer = self.peer.ask(NAMES.worker(MODEL, "w0", "control"), command)
-        assert answer is not None
-        return codec.Decoder(internal.ControlReply).decode(answer).ok
-
-    def resync(self, offset: int) -> bytes | None:
-        return self.peer.ask(NAMES.resync("r1"), b'{"offset": %d}' % offset)
-
-    def snapshot(self, *, wants_others: bool = False, **known_tokens: int) -> internal.SnapshotPart:
-        """Returns a snapshot with the tokens of named requests of the default tenant."""
-        known = {f"default:{name}": count for name, count in known_tokens.items()}
-        asks = wants_others or known
-        request = internal.SnapshotRequest(known_tokens=known, wants_others=wants_others) if asks else b""
-        part = self.peer.ask(NAMES.worker(MODEL, "w0", "snapshot"), request)
-        assert part is not None
-        return codec.Decoder(internal.SnapshotPart).decode(part)
-
-    def overhear(self, subject: str, message_type: type[MessageT]) -> list[MessageT]:
-        """Returns the list to which every message on a subject is added from now on."""
-        heard: list[MessageT] = []
-        decoder = codec.Decoder(message_type)
-        self.peer.process.do(
-            self.peer.bus.subscribe(subject, lambda message: heard.append(decoder.decode(message.data)))
-        )
-        return heard
-
-    @property
-    def epoch(self) -> str:
-        return self.snapshot().epoch
+from tests.sim.world import world
+from tokenbus.protocol.wire import block_hash, errors, internal, limits, messages
 
 
 @pytest.fixture

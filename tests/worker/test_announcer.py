@@ -147,6 +147,40 @@ def test_requests_are_in_the_first_of_several_events_only() -> None:
     assert (second.started, second.finished) == ([], [])
 
 
+def test_a_taken_request_and_a_new_guardian_are_in_the_next_event_and_in_no_other() -> None:
+    harness = Harness()
+    harness.announcer.blocks_changed([], chain(10, 10 + MOST))
+    harness.announcer.request_taken("acme:r")
+    harness.announcer.guardian_changed(3, "r1")
+    harness.announcer.guardian_changed(4, "r1")
+    harness.announcer.guardian_changed(3, "r2")
+    said = [(one.taken, one.guardians) for one in harness.publish() + harness.publish()]
+    assert said == [(["acme:r"], {3: "r2", 4: "r1"}), ([], {}), ([], {})]
+
+
+def test_a_taken_request_and_a_new_guardian_wait_for_the_broker() -> None:
+    harness = Harness()
+    harness.bus.is_busy = True
+    harness.announcer.request_taken("acme:r")
+    harness.announcer.guardian_changed(3, "r1")
+    assert harness.publish() == []
+    harness.bus.is_busy = False
+    assert [(one.taken, one.guardians) for one in harness.publish()] == [(["acme:r"], {3: "r1"})]
+
+
+def test_a_new_epoch_knows_nothing_of_what_was_taken_before() -> None:
+    harness = Harness()
+    harness.bus.is_busy = True
+    harness.announcer.request_taken("acme:r")
+    harness.announcer.guardian_changed(3, "r1")
+    harness.publish()
+    harness.bus.is_busy = False
+    harness.announcer.start_epoch()
+    harness.announcer.announce_epoch()
+    (events,) = harness.published()
+    assert (events.taken, events.guardians) == ([], {})
+
+
 def test_the_largest_event_stays_far_below_what_a_broker_takes() -> None:
     harness = Harness()
     top = 2**64 - 1

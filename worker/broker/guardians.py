@@ -14,7 +14,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, PayloadTooLargeError, is_no_responders
-from tokenbus.protocol.wire import codec, errors, internal, limits, subjects
+from tokenbus.protocol.wire import codec, errors, internal, limits, subjects, validation
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.outbox import Outbox
 from tokenbus.worker.streams.stream import Stream
@@ -25,7 +25,11 @@ _unguarded = codec.Decoder(internal.Unguarded)
 _CHECK_INTERVAL_S = 1.0
 _CONFIRM_S = 0.05
 """A router on whose subject nobody listens is asked again after this: it may just be reconnecting."""
-_KEYS_PER_CHECK = 1_000
+_MAX_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_ID_BYTES + 8
+"""Bytes that a request's key may take in a message."""
+_OFFERED_BYTES = 4 * 1024 * 1024
+"""Offers that are published at once. If a router had many streams with long prompts, all together could hold up pings
+for so long that the frontend fences itself."""
 
 
 class Guardians:
@@ -69,15 +73,16 @@ class Guardians:
         """Returns the keys of the streams of each guardian."""
         guarded: defaultdict[str, list[str]] = defaultdict(list)
         for stream in self._streams:
-            if stream.guardian is not None:
+            if stream.guardian:
                 guarded[stream.guardian].append(stream.key)
         return guarded
 
     def _check(self, router_id: str, keys: list[str]) -> None:
         reply = self._names.unguarded(self._announcer.model, self._announcer.worker_id, router_id)
-        for at in range(0, len(keys), _KEYS_PER_CHECK):
-            check = internal.GuardCheck(request_ids=keys[at : at + _KEYS_PER_CHECK])
-            with contextlib.suppress(OutboundBufferLimitError):  # asked again in a second
+        num_fitting = max(1, self._outbox.room_bytes // _MAX_KEY_BYTES)
+        for at in range(0, len(keys), num_fitting):
+            check = internal.GuardCheck(request_ids=keys[at : at + num_fitting])
+            with contextlib.suppress(OutboundBufferLimitError, ConnectionError):  # asked again in a second
                 self._connection.publish(self._names.router(router_id), codec.encode(check), reply)
 
     def _on_unguarded(self, message: Msg) -> None:
@@ -103,7 +108,7 @@ class Guardians:
 
     def _of(self, token: str) -> Iterator[Stream]:
         """Yields the streams of the router that has this subject token."""
-        return (one for one in self._streams if one.guardian is not None and subjects.escape(one.guardian) == token)
+        return (one for one in self._streams if one.guardian and subjects.escape(one.guardian) == token)
 
     def _lose(self, token: str, streams: Sequence[Stream]) -> None:
         if not streams:
@@ -120,15 +125,19 @@ class Guardians:
         if not streams or not self._outbox.flush():
             return
         subject = self._names.guard(self._announcer.model, self._announcer.worker_id)
-        for stream in streams:
+        num_bytes, now = 0, time.monotonic()
+        for stream in sorted(streams, key=lambda stream: stream.offered_at):
             if stream.terminal is not None:  # the flush has ended it
                 continue
-            guard = internal.Guard(
-                run=stream.to_run(time.monotonic()), stream_no=stream.stream_no, hash_scheme=stream.hash_scheme
-            )
+            guard = internal.Guard(run=stream.to_run(now), stream_no=stream.stream_no, hash_scheme=stream.hash_scheme)
+            payload = codec.encode(guard)
+            num_bytes += len(payload)
+            if num_bytes > _OFFERED_BYTES and num_bytes > len(payload):
+                return
+            stream.offered_at = now
             try:
-                self._connection.publish(subject, codec.encode(guard), self._replies_to)
-            except OutboundBufferLimitError:
+                self._connection.publish(subject, payload, self._replies_to)
+            except (OutboundBufferLimitError, ConnectionError):
                 return
             except PayloadTooLargeError:  # it can't be placed again either
                 stream.guardian = ""
@@ -137,13 +146,14 @@ class Guardians:
     def _on_reply(self, message: Msg) -> None:
         try:
             reply = _replies.decode(message.data)
+            validation.check_router_id(reply.router_id)
         except errors.RequestError as error:
             self._log.error("guard_reply_refused", worker_id=self._announcer.worker_id, error=str(error))
             return
         stream = self._streams.find(reply.request_id)
         if stream is None or stream.run.attempt != reply.attempt or stream.guardian is not None:
             return
-        if not reply.accepted or not 0 < len(reply.router_id) <= limits.MAX_NAME_BYTES:
+        if not reply.accepted:
             return
         stream.guardian = reply.router_id
         self._announcer.guardian_changed(stream.stream_no, reply.router_id)

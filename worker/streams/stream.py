@@ -40,6 +40,8 @@ class Stream:
         self.guardian: str | None = run.router_id
         """The router that continues it if this worker is lost or leaves; None while there is none, empty if there can't
         be any."""
+        self.offered_at = 0.0
+        """When it was last offered to a router."""
         self._prompt_tokens = len(run.token_ids) // 4
         self._is_streamed = run.params.is_streamed
         self.key = run.request_id

@@ -48,7 +48,7 @@ class Streams:
         self._liveness = ClientLiveness()
         self._ended: TTLCache[Stream] = TTLCache(limits.ENDED_STREAM_TTL_S, limits.MAX_ENDED_STREAM_BYTES)
         self._taken: TTLCache[internal.TakeReply] = TTLCache(limits.ENDED_STREAM_TTL_S, _MAX_TAKEN_BYTES)
-        """The replies to `take`, by request key and attempt."""
+        """The replies to `take`, by request key, attempt and router."""
         self._none_open = asyncio.Event()
         self._none_open.set()
         self._early_cancels = EarlyCancels()
@@ -119,7 +119,8 @@ class Streams:
 
         Returns None, and changes nothing, while something of it waits for the broker."""
         now, epoch = time.monotonic(), self._announcer.epoch
-        if (taken := self._taken.get(f"{take.request_id} {take.attempt}", now)) is not None:
+        name = f"{take.request_id} {take.attempt} {take.router_id}"
+        if (taken := self._taken.get(name, now)) is not None:
             return taken
         if not self._outbox.flush():
             return None
@@ -127,10 +128,12 @@ class Streams:
         is_leaving = self._announcer.state is messages.WorkerState.LEAVING
         if stream is None or stream.run.attempt != take.attempt or not is_leaving:
             return internal.TakeReply(ok=False, epoch=epoch)
+        if stream.guardian and stream.guardian != take.router_id:  # both would continue it
+            return internal.TakeReply(ok=False, epoch=epoch)
         reply = stream.give_up(take.known_tokens, epoch)
         if len(reply.token_ids) + len(reply.logprobs) > self._outbox.room_bytes:
             return internal.TakeReply(ok=False, epoch=epoch)
-        self._taken.put(f"{stream.key} {take.attempt}", reply, now, len(reply.token_ids) + len(reply.logprobs) + 512)
+        self._taken.put(name, reply, now, len(name) + len(reply.token_ids) + len(reply.logprobs) + 512)
         self._abandon(stream, "taken")
         self._announcer.request_taken(stream.key)
         self._announcer.publish_events()

@@ -1,0 +1,111 @@
+"""A replica that drains lets its streams finish for a while, then leaves them to routers, and waits for these no longer
+than it has to."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from tests.sim.world import Process, World, world
+from tokenbus.protocol.telemetry import tracing
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.frontend.metrics import WorkerMetrics
+from tokenbus.worker.frontend.replica import Replica
+from tokenbus.worker.frontend.settings import WorkerSettings
+
+
+class Part:
+    """The supervisor, the engine and the frontend of a replica with one stream, and what is asked of them."""
+
+    def __init__(self, process: Process, finishes_after_s: float | None, taken_after_s: float | None) -> None:
+        self._process = process
+        self._finishes_after_s = finishes_after_s
+        self._taken_after_s = taken_after_s
+        self._began_at = process.world.now
+        self.engine: Part | None = self
+        self.has_streams = finishes_after_s is not None
+        self.asked: list[tuple[str, float]] = []
+        """What was done, and after which time."""
+
+    def _note(self, what: str) -> None:
+        self.asked.append((what, round(self._process.world.now - self._began_at, 3)))
+
+    def start_draining(self) -> None:
+        self._note("draining")
+
+    async def drain(self) -> None:
+        if self._finishes_after_s is not None:
+            await asyncio.sleep(self._finishes_after_s)
+            self.has_streams = False
+
+    def start_leaving(self) -> None:
+        self._note("leaving")
+
+    async def wait_left(self) -> None:
+        if self._taken_after_s is None:
+            await asyncio.Event().wait()
+        else:
+            await asyncio.sleep(self._taken_after_s)
+
+    async def cleanup(self) -> None:
+        self._note("ended")
+
+
+@pytest.fixture
+def made() -> Iterator[World]:
+    with world(seed=1) as made:
+        yield made
+
+
+def drain(
+    made: World,
+    *,
+    grace_s: float = 30.0,
+    finishes_after_s: float | None = None,
+    taken_after_s: float | None = None,
+    has_engine: bool = True,
+) -> list[tuple[str, float]]:
+    """Drains a replica, and returns what it does and when."""
+    process = made.process("w0")
+    part = Part(process, finishes_after_s, taken_after_s)
+    if not has_engine:
+        part.engine = None
+
+    async def run() -> None:
+        settings = WorkerSettings(models=(), grace_s=grace_s, handover_s=15.0)
+        made_of = (EngineSettings(model="demo"), None, WorkerMetrics(), tracing.NoopTracer())
+        replica = Replica(settings, "demo", "w0", *made_of)  # type: ignore[arg-type]
+        await replica._drain(part, part)  # type: ignore[arg-type]
+
+    with structlog.testing.capture_logs():
+        process.do(run())
+    return part.asked
+
+
+def test_streams_that_finish_in_time_are_left_to_nobody(made: World) -> None:
+    assert drain(made, finishes_after_s=29.0) == [("draining", 0.0), ("ended", 29.0)]
+
+
+def test_without_a_stream_a_replica_ends_at_once(made: World) -> None:
+    assert drain(made) == [("draining", 0.0), ("ended", 0.0)]
+
+
+def test_streams_that_take_longer_are_left_to_routers(made: World) -> None:
+    done = drain(made, finishes_after_s=99.0, taken_after_s=0.5)
+    assert done == [("draining", 0.0), ("leaving", 30.0), ("ended", 30.5)]
+
+
+def test_without_grace_streams_are_left_to_routers_at_once(made: World) -> None:
+    done = drain(made, grace_s=0.0, finishes_after_s=99.0, taken_after_s=0.5)
+    assert done == [("draining", 0.0), ("leaving", 0.0), ("ended", 0.5)]
+
+
+def test_streams_that_nobody_takes_end_after_the_time_for_it(made: World) -> None:
+    done = drain(made, grace_s=0.0, finishes_after_s=99.0)
+    assert done == [("draining", 0.0), ("leaving", 0.0), ("ended", 15.0)]
+
+
+def test_streams_whose_engine_is_gone_are_left_to_routers_at_once(made: World) -> None:
+    done = drain(made, has_engine=False, finishes_after_s=99.0, taken_after_s=0.5)
+    assert done == [("draining", 0.0), ("leaving", 0.0), ("ended", 0.5)]

@@ -1,0 +1,312 @@
+"""A worker asks once a second who guards its streams, and offers those that nobody guards to the routers."""
+
+from collections.abc import Iterator
+
+import pytest
+from nats.aio.msg import Msg
+
+from tests.sim.engine import Token, first_token
+from tests.sim.stage import KEY, NAMES, Stage
+from tests.sim.system import MODEL
+from tests.sim.world import World, world
+from tokenbus.protocol.wire import block_hash, codec, internal, limits, messages
+
+OFFERS = NAMES.guard(MODEL, "w0")
+GUARDED = NAMES.worker(MODEL, "w0", "guarded")
+_guards = codec.Decoder(internal.Guard)
+
+
+class Guarded(Stage):
+    """A frontend, and everything that it says about guardians; the router `peer` does not listen at first."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.offers: list[tuple[float, internal.Guard]] = []
+        """When each offer came, and what it says."""
+        self.entries = self.overhear(NAMES.events(MODEL, "w0"), internal.Events)
+        self.peer.process.do(self.peer.bus.subscribe(OFFERS, self._take_offer))
+
+    def _take_offer(self, message: Msg) -> None:
+        assert message.reply == GUARDED
+        self.offers.append((self.world.now, _guards.decode(message.data)))
+
+    def reconfigure(self, **changes: object) -> None:
+        """Changes the engine's configuration."""
+        engine = self.frontend.engine
+        assert engine is not None
+        engine.config = codec.replace(engine.config, **changes)
+        self.frontend.process.call(self.frontend.frontend.engine_started, engine, engine.config)
+        self.world.run(0.1)
+
+    def listen(self, router_id: str = "peer") -> list[internal.GuardCheck]:
+        """Listens as a router, and returns the list of what it is asked."""
+        return self.overhear(NAMES.router(router_id), internal.GuardCheck)
+
+    def answer(self, router_id: str = "r9", key: str = KEY, attempt: int = 1, *, accepted: bool = True) -> None:
+        """Answers an offer."""
+        reply = internal.GuardReply(request_id=key, attempt=attempt, accepted=accepted, router_id=router_id)
+        self.peer.publish(GUARDED, codec.encode(reply))
+        self.world.run(0.02)
+
+    @property
+    def guardian(self) -> str:
+        """The guardian of the only stream, as a snapshot names it."""
+        (running,) = self.snapshot().running
+        return running.router_id
+
+    @property
+    def named(self) -> list[dict[int, str]]:
+        """The guardians in the log, entry by entry."""
+        return [entry.guardians for entry in self.entries if entry.guardians]
+
+    def said(self) -> list[int]:
+        """The tokens in the log."""
+        return [token for entry in self.entries for token in block_hash.unpack_token_ids(entry.token_ids)]
+
+
+@pytest.fixture
+def stage() -> Iterator[Guarded]:
+    with world(seed=5) as made:
+        yield Guarded(made)
+        for process in made.processes:
+            assert process.faults == [], process
+
+
+def test_each_guardian_is_asked_once_a_second_about_its_own_streams_and_nothing_is_offered(stage: Guarded) -> None:
+    asked, other = stage.listen(), stage.listen("other")
+    for name, router_id in (("r1", "peer"), ("r2", "other"), ("r3", "peer")):
+        assert stage.run(name=name, router_id=router_id, max_tokens=90).accepted
+    stage.world.run(5.1)
+    assert [sorted(check.request_ids) for check in asked] == [["default:r1", "default:r3"]] * 5
+    assert [check.request_ids for check in other] == [["default:r2"]] * 5
+    assert (stage.offers, stage.named) == ([], [])
+
+
+def test_the_log_and_a_snapshot_name_the_router_that_has_placed_a_stream(stage: Guarded) -> None:
+    stage.run(max_tokens=90)
+    assert [one.router_id for entry in stage.entries for one in entry.started] == ["peer"]
+    assert stage.guardian == "peer"
+
+
+def test_a_stream_on_whose_guardian_nobody_listens_twice_is_offered_to_the_routers(stage: Guarded) -> None:
+    stage.run(max_tokens=90)
+    began_at = stage.world.now
+    stage.world.run(1.3)
+    ((offered_at, _),) = stage.offers
+    assert 0.05 <= offered_at - began_at < 1.3
+    assert stage.guardian == ""
+
+
+def test_a_guardian_that_listens_again_within_50_ms_keeps_its_streams(stage: Guarded) -> None:
+    stage.run(max_tokens=90)
+    notices: list[float] = []
+    stage.frontend.bus.tap = lambda message: (
+        notices.append(stage.world.now) if ".unguarded." in message.subject else None
+    )
+    stage.world.run_until(lambda: len(notices) == 1)
+    asked = stage.listen()
+    stage.world.run(3.0)
+    assert (len(notices), stage.offers, stage.guardian) == (1, [], "peer")
+    assert len(asked) == 4  # again after 50 ms, and then once a second
+
+
+def test_of_a_guardian_s_streams_those_that_it_does_not_know_are_offered(stage: Guarded) -> None:
+    stage.listen()
+    for name in ("r1", "r2"):
+        stage.run(name=name, max_tokens=90)
+    unknown = internal.Unguarded(router_id="peer", request_ids=["default:r2", "default:r3"])
+    stage.peer.publish(NAMES.unguarded(MODEL, "w0", "peer"), codec.encode(unknown))
+    stage.world.run(0.1)
+    assert [guard.run.request_id for _, guard in stage.offers] == ["default:r2"]
+
+
+def test_a_router_can_not_speak_for_another_one_s_streams(stage: Guarded) -> None:
+    stage.listen()
+    stage.run(max_tokens=90)
+    unknown = internal.Unguarded(router_id="peer", request_ids=[KEY])
+    stage.peer.publish(NAMES.unguarded(MODEL, "w0", "other"), codec.encode(unknown))
+    stage.world.run(2.0)
+    assert (stage.offers, stage.guardian) == ([], "peer")
+
+
+def test_an_offer_has_everything_that_another_worker_would_need(stage: Guarded) -> None:
+    wishes = messages.RoutingOptions(policy="random")
+    stage.run(attempt=3, max_tokens=90, remaining_ms=60_000.0, age_ms=500.0, routing_options=wishes)
+    accepted_at = stage.world.now
+    stage.world.run_until(lambda: len(stage.offers) == 1)
+    offered_at, guard = stage.offers[0]
+    (started,) = [one for entry in stage.entries for one in entry.started]
+    assert (guard.stream_no, guard.hash_scheme) == (started.stream_no, "xxh3-64:0")
+    run = guard.run
+    assert (run.request_id, run.attempt, run.epoch, run.router_id) == (KEY, 3, stage.epoch, "peer")
+    assert (run.reply, run.encoding) == (stage.peer.inbox, codec.Encoding.JSON)
+    assert block_hash.unpack_token_ids(run.token_ids) == [1, 2, 3]
+    assert (run.params.max_tokens, run.params.seed, run.routing_options) == (90, 1, wishes)
+    elapsed_ms = (offered_at - accepted_at) * 1e3
+    assert run.remaining_ms == pytest.approx(60_000.0 - elapsed_ms, abs=10.0)
+    assert run.age_ms == pytest.approx(500.0 + elapsed_ms, abs=10.0)
+    given = run.resume_from
+    assert given is not None
+    tokens = block_hash.unpack_token_ids(given.token_ids)
+    assert len(tokens) > 2
+    assert tokens == stage.said()[: len(tokens)]
+    first = first_token(Token.of(tokens[0]))
+    assert (given.cached_tokens, given.queue_ms, given.prefill_ms) == (
+        first.cached_tokens,
+        first.queue_ms,
+        first.prefill_ms,
+    )
+    assert given.elapsed_ms == pytest.approx(elapsed_ms, abs=10.0)
+
+
+def test_an_offer_of_a_stream_without_tokens_continues_nothing() -> None:
+    with world(seed=5) as made:
+        stage = Guarded(made)
+        stage.frontend.engine._token_s = 60.0  # type: ignore[union-attr]
+        stage.run()
+        made.run_until(lambda: len(stage.offers) == 1)
+        assert stage.offers[0][1].run.resume_from is None
+
+
+def test_what_a_stream_had_when_it_came_and_what_it_has_sampled_since_is_offered(stage: Guarded) -> None:
+    given = [Token(place, 7).token_id for place in range(3)]
+    resume_from = internal.RunResume(
+        token_ids=block_hash.pack_token_ids(given), cached_tokens=2, queue_ms=4.0, prefill_ms=5.0, elapsed_ms=9_000.0
+    )
+    stage.run(attempt=2, max_tokens=90, resume_from=resume_from)
+    stage.world.run_until(lambda: len(stage.offers) == 1)
+    offered = stage.offers[0][1].run.resume_from
+    assert offered is not None
+    tokens = block_hash.unpack_token_ids(offered.token_ids)
+    assert tokens[:3] == given
+    assert len(tokens) > 5
+    assert tokens[3:] == stage.said()[: len(tokens) - 3]
+    assert (offered.cached_tokens, offered.queue_ms, offered.prefill_ms) == (2, 4.0, 5.0)
+    assert 9_000.0 < offered.elapsed_ms < 11_000.0
+
+
+def test_the_log_names_whoever_accepts_an_offer_first_and_the_offers_end(stage: Guarded) -> None:
+    stage.run(max_tokens=90)
+    stage.world.run_until(lambda: len(stage.offers) == 1)
+    asked = stage.listen("r9")
+    stage.answer("r9")
+    assert (stage.named, stage.guardian) == ([{stage.offers[0][1].stream_no: "r9"}], "r9")
+    stage.answer("r8")
+    stage.world.run(2.1)
+    assert (len(stage.named), stage.guardian, len(stage.offers)) == (1, "r9", 1)
+    assert [check.request_ids for check in asked] == [[KEY]] * 2
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"accepted": False},
+        {"attempt": 2},
+        {"key": "default:r2"},
+        {"router_id": ""},
+        {"router_id": "r" * 129},
+        {"router_id": "é" * 65},
+    ],
+    ids=str,
+)
+def test_a_reply_that_accepts_nothing_leaves_a_stream_without_a_guardian(
+    stage: Guarded, claim: dict[str, object]
+) -> None:
+    stage.run(max_tokens=90)
+    stage.world.run_until(lambda: len(stage.offers) == 1)
+    stage.answer(**claim)  # type: ignore[arg-type]
+    assert (stage.named, stage.guardian) == ([], "")
+    stage.world.run(1.1)
+    assert len(stage.offers) == 2
+
+
+def test_an_offer_without_an_answer_is_repeated_every_second_with_the_tokens_until_then(stage: Guarded) -> None:
+    stage.run(max_tokens=90)
+    stage.world.run_until(lambda: len(stage.offers) == 4)
+    times = [at for at, _ in stage.offers]
+    assert all(
+        later - sooner == pytest.approx(1.0, abs=0.3) for sooner, later in zip(times[1:], times[2:], strict=False)
+    )
+    lengths = [len(guard.run.resume_from.token_ids) // 4 for _, guard in stage.offers if guard.run.resume_from]
+    assert lengths == sorted(set(lengths))
+    assert len(lengths) == 4
+
+
+def test_a_stream_that_has_ended_is_not_offered(stage: Guarded) -> None:
+    stage.run(max_tokens=12)
+    stage.world.run_until(lambda: len(stage.offers) == 1)
+    stage.world.run(3.0)
+    assert len(stage.offers) == 1
+    stage.answer()
+    assert stage.named == []
+
+
+def test_nothing_is_offered_while_tokens_wait_for_the_broker(stage: Guarded) -> None:
+    """What is offered must have left before."""
+    stage.run(max_tokens=90)
+    stage.world.run_until(lambda: len(stage.offers) == 1)
+    stage.frontend.bus.is_busy = True
+    stage.world.run(1.2)
+    stage.frontend.bus.is_busy = False
+    stage.world.run(1.2)
+    (_, _), (_, guard) = stage.offers
+    assert guard.run.resume_from is not None
+    tokens = block_hash.unpack_token_ids(guard.run.resume_from.token_ids)
+    assert tokens == stage.said()[: len(tokens)]
+
+
+@pytest.mark.parametrize("subject", [GUARDED, NAMES.unguarded(MODEL, "w0", "peer")])
+def test_a_malformed_answer_is_ignored(stage: Guarded, subject: str) -> None:
+    stage.listen()
+    stage.run(max_tokens=90)
+    for payload in (b"", b"\xc1", b"\x80", codec.encode(internal.Take(request_id=KEY, attempt=1))):
+        stage.peer.publish(subject, payload)
+    stage.world.run(1.5)
+    assert (stage.offers, stage.guardian) == ([], "peer")
+
+
+def test_a_stream_too_large_for_an_offer_goes_on_without_a_guardian(
+    stage: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.reconfigure(context_length=1_000_000)
+    stage.run(max_tokens=90, prompt=[7] * 100_000)
+    stage.run(name="r2", max_tokens=90)
+    monkeypatch.setattr("tests.sim.sim_bus._MAX_PAYLOAD", 400_000)
+    stage.world.run(3.5)
+    assert [guard.run.request_id for _, guard in stage.offers] == ["default:r2"] * 3
+    stage.world.run(8.0)
+    assert [chunk.finish_reason for chunk in stage.peer.chunks if chunk.finish_reason] == ["length", "length"]
+
+
+def test_the_question_to_a_guardian_of_many_streams_is_split_to_fit_messages(
+    stage: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.reconfigure(max_num_seqs=40)
+    names = [f"{number:0100}" for number in range(40)]
+    for name in names:
+        stage.run(name=name, max_tokens=60)
+    asked = stage.listen()
+    monkeypatch.setattr("tests.sim.sim_bus._MAX_PAYLOAD", limits.MESSAGE_RESERVE_BYTES + 2_000)
+    stage.world.run(1.2)
+    assert sorted(key for check in asked for key in check.request_ids) == [f"default:{name}" for name in names]
+    assert max(len(codec.encode(check)) for check in asked) <= 2_000
+
+
+@pytest.mark.parametrize("router_id", ["", "r" * 129])
+def test_a_run_by_a_router_that_could_not_be_asked_is_refused(stage: Guarded, router_id: str) -> None:
+    reply = stage.run(router_id=router_id)
+    assert not reply.accepted
+    assert reply.error
+    assert reply.error.param == "router_id"
+
+
+def test_only_as_much_as_a_broker_reads_easily_is_offered_at_once_and_the_rest_in_turn(stage: Guarded) -> None:
+    stage.reconfigure(max_num_seqs=20, context_length=1_000_000)
+    names = [f"r{number}" for number in range(20)]
+    for name in names:
+        assert stage.run(name=name, max_tokens=150, prompt=[7] * 150_000).accepted
+    stage.world.run(5.5)
+    assert {guard.run.request_id for _, guard in stage.offers} == {f"default:{name}" for name in names}
+    for at, _ in stage.offers:
+        within = [guard for other, guard in stage.offers if 0 <= other - at < 0.5]
+        assert sum(len(guard.run.token_ids) for guard in within) <= 4 * 1024 * 1024
