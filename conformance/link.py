@@ -26,6 +26,7 @@ class Received:
     subject: str
     data: bytes
     headers: dict[str, str]
+    reply: str = ""
 
     @property
     def is_no_responders(self) -> bool:
@@ -49,7 +50,8 @@ class _Client(handshake.HandshakeClient):
     ) -> None:
         self._num_received += 1
         if (take := self.callbacks.get(sid)) is not None:
-            take(Received(self._num_received, time.monotonic(), subject.decode(), data, headers or {}))
+            at, to = time.monotonic(), reply.decode() if reply else ""
+            take(Received(self._num_received, at, subject.decode(), data, headers or {}, to))
 
 
 class Link:
