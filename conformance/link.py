@@ -117,7 +117,8 @@ class Link:
 
     async def flush(self) -> None:
         """Waits until the broker has processed everything sent before."""
-        await self._client.flush()
+        # nats-py's reader ends when a PONG comes for a flush that was cancelled
+        await asyncio.shield(self._client.flush())
 
     def denied_reason(self, subjects: set[str]) -> str | None:
         """Returns the broker's error text if it has denied one of these subjects."""
