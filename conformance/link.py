@@ -26,6 +26,7 @@ class Received:
     subject: str
     data: bytes
     headers: dict[str, str]
+    reply: str = ""
 
     @property
     def is_no_responders(self) -> bool:
@@ -49,7 +50,8 @@ class _Client(handshake.HandshakeClient):
     ) -> None:
         self._num_received += 1
         if (take := self.callbacks.get(sid)) is not None:
-            take(Received(self._num_received, time.monotonic(), subject.decode(), data, headers or {}))
+            at, to = time.monotonic(), reply.decode() if reply else ""
+            take(Received(self._num_received, at, subject.decode(), data, headers or {}, to))
 
 
 class Link:
@@ -115,7 +117,8 @@ class Link:
 
     async def flush(self) -> None:
         """Waits until the broker has processed everything sent before."""
-        await self._client.flush()
+        # nats-py's reader ends when a PONG comes for a flush that was cancelled
+        await asyncio.shield(self._client.flush())
 
     def denied_reason(self, subjects: set[str]) -> str | None:
         """Returns the broker's error text if it has denied one of these subjects."""

@@ -54,6 +54,12 @@ class Probe:
     def new_id(self) -> str:
         return f"wire-check-{self._nonce}-{next(self._numbers)}"
 
+    def require_workers(self) -> tuple[str, ...]:
+        """Returns the workers' names. Raises SkippedError if the models reply has none."""
+        if not self.target.worker_ids:
+            raise SkippedError("the models reply names no workers")
+        return self.target.worker_ids
+
     @property
     def subject(self) -> str:
         """The subject of this tenant's generate requests."""
@@ -93,10 +99,14 @@ class Probe:
         """Runs a whole short stream of exactly `max_tokens` tokens, and returns it."""
         return await self.ask(short_request(max_tokens, **fields))
 
+    @property
+    def long_tokens(self) -> int:
+        """The length of a stream that runs for a long time."""
+        return max(1, min(_LONG_TOKENS, self.target.context_length - _ROOM_FOR_PROMPT))
+
     def long_request(self, **fields: object) -> Message:
         """Returns a request with an id whose stream runs for a long time."""
-        wanted = min(_LONG_TOKENS, self.target.context_length - _ROOM_FOR_PROMPT)
-        return {"id": self.new_id(), **short_request(max(wanted, 1)), **fields}
+        return {"id": self.new_id(), **short_request(self.long_tokens), **fields}
 
     async def live(self, *, inbox: str | None = None, tenant: str | None = None, **fields: object) -> Exchange:
         """Starts a long stream with an id and waits for its first tokens."""

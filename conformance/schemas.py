@@ -126,7 +126,7 @@ LIMITS: Schema = {"max_request_bytes": POSITIVE}
 
 SEAL: Schema = {"epoch": _EPOCH, "seq": COUNT}
 _RUN_OF_BLOCKS = field_types.MAP
-_STARTED: Schema = {"id": NAME, "stream_no": COUNT, "attempt": POSITIVE, "prompt_tokens": COUNT}
+_STARTED: Schema = {"id": NAME, "stream_no": COUNT, "attempt": POSITIVE, "prompt_tokens": COUNT, "router_id": NAME}
 EVENTS: Schema = {
     "worker_id": NAME,
     "epoch": _EPOCH,
@@ -138,10 +138,18 @@ EVENTS: Schema = {
     "stream_nos": optional(field_types.BYTES),
     "token_ids": optional(field_types.BYTES),
     "finished": optional(list_of(NAME)),
+    "taken": optional(list_of(NAME)),
+    "guardians": optional(field_types.MAP),
     "load": map_of(LOAD),
     "state": NAME,
 }
-_RUNNING: Schema = {"id": NAME, "attempt": POSITIVE, "stream_no": COUNT, "num_tokens": optional(COUNT)}
+_RUNNING: Schema = {
+    "id": NAME,
+    "attempt": POSITIVE,
+    "stream_no": COUNT,
+    "num_tokens": optional(COUNT),
+    "router_id": optional(NAME),
+}
 SNAPSHOT: Schema = {
     "worker_id": NAME,
     "epoch": _EPOCH,
@@ -153,3 +161,28 @@ SNAPSHOT: Schema = {
     "load": map_of(LOAD),
 }
 TOKENIZER: Schema = {"digest": NAME, "part": COUNT, "parts": POSITIVE, "data": field_types.BYTES}
+
+TAKE_REPLY: Schema = {"ok": FLAG, "epoch": _EPOCH}
+RUN: Schema = {
+    "request_id": NAME,
+    "attempt": COUNT,
+    "epoch": TEXT,
+    "router_id": NAME,
+    "reply": NAME,
+    "encoding": field_types.one_of("json", "msgpack"),
+    "token_ids": field_types.BYTES,
+    "params": field_types.MAP,
+    "age_ms": optional(DURATION),
+    "remaining_ms": optional(DURATION),
+}
+RUN_RESUME: Schema = {
+    "token_ids": field_types.BYTES,
+    "cached_tokens": optional(COUNT),
+    "queue_ms": optional(DURATION),
+    "prefill_ms": optional(DURATION),
+    "elapsed_ms": optional(DURATION),
+}
+GUARD: Schema = {"run": map_of(RUN), "stream_no": optional(COUNT), "hash_scheme": optional(NAME)}
+GUARD_REPLY: Schema = {"request_id": NAME, "attempt": COUNT, "accepted": FLAG, "router_id": NAME}
+GUARD_CHECK: Schema = {"request_ids": list_of(NAME)}
+UNGUARDED: Schema = {"router_id": NAME, "request_ids": list_of(NAME)}

@@ -163,7 +163,7 @@ def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[s
     yield (
         f"router {router.router_id}: {router.decisions} placed, {router.decisions_per_s:.1f} a second "
         f"in {router.decision_p50_us:.0f} µs (p99 {router.decision_p99_us:.0f}), "
-        f"{router.waiting} wait here, {router.continued} went on after a loss; {router.indexed_blocks} blocks indexed; "
+        f"{router.waiting} wait here, {router.continued} went on elsewhere; {router.indexed_blocks} blocks indexed; "
         f"cached {router.predicted_hit_rate:.0%} expected, {router.hit_rate:.0%} real"
     )
     for refused in router.refused_cards:

@@ -121,11 +121,12 @@ class LocalSystem:
         common = ["--nats", self._settings.url, "--otlp-traces-endpoint", options.otlp_traces_endpoint]
         if self._broker is not None:
             common += connection_flags.anonymous_flags()  # credentials in the environment are for another broker
-        grace = ["--grace-s", str(_GRACE_S), "--handover-s", str(_HANDOVER_S)]
+        grace = ["--grace-s", str(_GRACE_S)]
         self._supervisor.start("router", ["router", *common, *self._metrics_flags("router")])
         threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)
         model = ["--model", str(options.model), "--served-name", options.served_name, "--threads", str(threads)]
-        model += ["--engine", options.engine, *grace, *self._metrics_flags("worker")]
+        model += ["--engine", options.engine, *grace, "--handover-s", str(_HANDOVER_S)]
+        model += self._metrics_flags("worker")
         for number in range(1, options.workers + 1):
             name = f"worker-{number}"
             # On a shared broker other machines run workers of the same numbers.

@@ -10,6 +10,7 @@ from tokenbus.conformance.rules import (
     endings,
     features,
     fields,
+    guardians,
     ids,
     models,
     resync,
@@ -19,7 +20,7 @@ from tokenbus.conformance.rules import (
     workers,
 )
 
-_MODULES = (stream, sampling, encoding, fields, ids, endings, resync, features, models, workers, runs)
+_MODULES = (stream, sampling, encoding, fields, ids, endings, resync, features, models, workers, runs, guardians)
 
 
 class Rule(NamedTuple):

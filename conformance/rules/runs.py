@@ -1,15 +1,13 @@
 """Rules of the messages from routers to workers: run, drop, tokenizer, tokenize."""
 
 import asyncio
-import struct
 
 import xxhash
 
-from tokenbus.conformance import field_types, schemas, stream_checks
+from tokenbus.conformance import acting_router, field_types, schemas, stream_checks
 from tokenbus.conformance.assertions import Message, SkippedError, expect, shorten
 from tokenbus.conformance.exchange import Exchange
 from tokenbus.conformance.probe import Probe
-from tokenbus.conformance.rules.workers import require_workers
 from tokenbus.protocol.wire import subjects
 
 _SILENCE_S = 0.4
@@ -17,7 +15,7 @@ _SILENCE_S = 0.4
 
 async def run(probe: Probe) -> None:
     """A run is answered {accepted: true} to the router, and its chunks go to the client."""
-    reply, client = await _run(probe, attempt=3)
+    reply, client = await acting_router.run(probe, attempt=3)
     expect(reply.get("accepted") is True, f"the run got {reply}")
     await client.terminal()
     stream_checks.check_order(client.messages)
@@ -27,7 +25,7 @@ async def run(probe: Probe) -> None:
 
 async def wrong_epoch(probe: Probe) -> None:
     """A run with the wrong epoch is refused in the reply to the router, and its client gets nothing."""
-    reply, client = await _run(probe, attempt=1, epoch="1-foreign")
+    reply, client = await acting_router.run(probe, attempt=1, epoch="1-foreign")
     await _check_refused(reply, client)
 
 
@@ -37,15 +35,15 @@ async def dropped(probe: Probe) -> None:
     reply = await _drop(probe, key, 2)
     expect(reply.get("ok") is True, f"the drop got {reply}")
     for attempt in (2, 1):
-        await _check_refused(*await _run(probe, attempt=attempt, key=key))
-    reply, client = await _run(probe, attempt=3, key=key)
+        await _check_refused(*await acting_router.run(probe, attempt=attempt, key=key))
+    reply, client = await acting_router.run(probe, attempt=3, key=key)
     expect(reply.get("accepted") is True, f"the next attempt got {reply}")
     await client.terminal()
 
 
 async def drop_after_first_token(probe: Probe) -> None:
     """drop of an attempt that has sent a token is refused, and its stream continues."""
-    live = await probe.live(routing={"worker_id": require_workers(probe)[0]})
+    live = await probe.live(routing={"worker_id": probe.require_workers()[0]})
     key = subjects.request_key(probe.tenant, str(live.request_id))
     reply = await _drop(probe, key, live.messages[-1]["attempt"])
     expect(reply.get("ok") is False, f"the drop got {reply}")
@@ -57,20 +55,20 @@ async def drop_after_first_token(probe: Probe) -> None:
 
 async def tokenizer(probe: Probe) -> None:
     """The parts of a tokenizer fit together and match the digest in the worker's card."""
-    card = await _card(probe)
+    card = await acting_router.card(probe)
     if card.get("tokenizer_digest") is None:
         raise SkippedError("the worker has no tokenizer to offer")
-    exchange = await probe.send_internal(_service(probe, "tokenizer"))
+    exchange = await probe.send_internal(acting_router.service(probe, "tokenizer"))
     check_parts(await exchange.parts("a tokenizer"), card["tokenizer_digest"])
 
 
 async def tokenize(probe: Probe) -> None:
     """tokenize returns token ids or an error."""
-    reply = await probe.call_internal(_service(probe, "tokenize"), {"text": "Once upon a time"})
+    reply = await probe.call_internal(acting_router.service(probe, "tokenize"), {"text": "Once upon a time"})
     ids = reply.get("token_ids")
     is_packed = isinstance(ids, bytes) and len(ids) > 0 and len(ids) % 4 == 0
     expect(is_packed or field_types.list_of(field_types.COUNT).holds(ids), f"token_ids is {shorten(ids)}")
-    wrong = await probe.call_internal(_service(probe, "tokenize"), {"text": 5})
+    wrong = await probe.call_internal(acting_router.service(probe, "tokenize"), {"text": 5})
     stream_checks.check_error(wrong.get("error"))
 
 
@@ -86,28 +84,6 @@ def check_parts(parts: list[Message], digest: str) -> None:
     expect(seen == digest, f"all parts together have digest {seen} instead of {digest}")
 
 
-async def _run(
-    probe: Probe, *, attempt: int, epoch: str | None = None, key: str | None = None
-) -> tuple[Message, Exchange]:
-    """Sends a run like a router; returns the worker's reply and the client's exchange."""
-    client = await probe.listen(probe.link.new_inbox(), msgpack=False)
-    # Token ids are packed as little-endian 32-bit integers.
-    body = {
-        "request_id": key or subjects.request_key(probe.tenant, probe.new_id()),
-        "attempt": attempt,
-        "epoch": epoch or (await _card(probe))["epoch"],
-        "router_id": "wire-check",
-        "reply": client.inbox,
-        "encoding": "json",
-        "token_ids": struct.pack("<4I", 1, 2, 3, 4),
-        "params": {"max_tokens": 4, "ignore_eos": True},
-        "remaining_ms": 5_000.0,
-        "crashes": 0,
-        "wire-check": {"unknown": "fields are ignored here too"},
-    }
-    return await probe.call_internal(_service(probe, "run"), body), client
-
-
 async def _check_refused(reply: Message, client: Exchange) -> None:
     expect(reply.get("accepted") is False, f"the run got {reply}")
     stream_checks.check_error(reply.get("error"))
@@ -116,17 +92,5 @@ async def _check_refused(reply: Message, client: Exchange) -> None:
 
 
 async def _drop(probe: Probe, key: str, attempt: int) -> Message:
-    return await probe.call_internal(_service(probe, "control"), {"op": "drop", "request_id": key, "attempt": attempt})
-
-
-async def _card(probe: Probe) -> Message:
-    worker_id = require_workers(probe)[0]
-    exchange = await probe.listen(probe.names.card(probe.target.model, worker_id), msgpack=True)
-    await probe.publish(probe.names.discover, b"")
-    card = await exchange.first(f"the card of {worker_id}")
-    await probe.stop_listening(exchange)
-    return card
-
-
-def _service(probe: Probe, service: str) -> str:
-    return probe.names.worker(probe.target.model, require_workers(probe)[0], service)
+    body = {"op": "drop", "request_id": key, "attempt": attempt}
+    return await probe.call_internal(acting_router.service(probe, "control"), body)

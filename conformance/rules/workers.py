@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 
 from tokenbus.conformance import field_types, schemas
-from tokenbus.conformance.assertions import Message, SkippedError, expect
+from tokenbus.conformance.assertions import Message, expect
 from tokenbus.conformance.exchange import Exchange
 from tokenbus.conformance.link import Received
 from tokenbus.conformance.probe import Probe, short_request
@@ -23,7 +23,7 @@ _WATCHES = 3
 
 async def cards(probe: Probe) -> None:
     """Each worker answers discover with its card, on its own subject."""
-    workers = require_workers(probe)
+    workers = probe.require_workers()
     exchange = await probe.listen(probe.names.all_cards, msgpack=True)
     await probe.publish(probe.names.discover, b"")
     model = probe.target.model
@@ -39,7 +39,7 @@ async def cards(probe: Probe) -> None:
 
 async def heartbeats(probe: Probe) -> None:
     """Each worker publishes events on its own subject at least every 250 ms, numbered without gaps."""
-    workers = require_workers(probe)
+    workers = probe.require_workers()
     exchange = await probe.listen(probe.names.all_events, msgpack=True)
     known = 0
     for _ in range(_WATCHES):
@@ -63,7 +63,7 @@ def _of(probe: Probe, worker_id: str, exchange: Exchange, since: int) -> list[Me
 
 async def epochs(probe: Probe) -> None:
     """A worker's card, events, snapshot and entry in the models reply have the same epoch."""
-    worker_id = require_workers(probe)[0]
+    worker_id = probe.require_workers()[0]
     model = probe.target.model
     exchanges = {
         "card": await probe.listen(probe.names.card(model, worker_id), msgpack=True),
@@ -83,7 +83,7 @@ async def epochs(probe: Probe) -> None:
 async def events_of_a_request(probe: Probe) -> None:
     """A request is reported as started, then each token in an entry before its chunk, which is sealed behind the chunk,
     and as finished after its terminal."""
-    require_workers(probe)
+    probe.require_workers()
     events = await probe.listen(probe.names.all_events, msgpack=True)
     seals = await probe.listen(probe.names.all_seals, msgpack=True)
     await asyncio.sleep(2 * _HEARTBEAT_S)  # a subscription that works receives heartbeats
@@ -96,7 +96,7 @@ async def events_of_a_request(probe: Probe) -> None:
 
 async def snapshot(probe: Probe) -> None:
     """A snapshot's parts are of one instant, come in order with the events, and list the running request."""
-    worker_id = require_workers(probe)[0]
+    worker_id = probe.require_workers()[0]
     events = await probe.listen(probe.names.events(probe.target.model, worker_id), msgpack=True)
     live = await probe.live(routing={"worker_id": worker_id})
     subject = probe.names.worker(probe.target.model, worker_id, "snapshot")
@@ -105,13 +105,6 @@ async def snapshot(probe: Probe) -> None:
     await asyncio.sleep(2 * _HEARTBEAT_S)  # for the first event after the snapshot
     arrived = [(received.order, message["seq"]) for received, message in events.pairs]
     check_snapshot_order(exchange.received[0].order, exchange.messages[0]["seq"], arrived)
-
-
-def require_workers(probe: Probe) -> tuple[str, ...]:
-    """Returns the workers' names. Raises SkippedError if the models reply has none."""
-    if not probe.target.worker_ids:
-        raise SkippedError("the models reply names no workers")
-    return probe.target.worker_ids
 
 
 def check_event_log(events: Sequence[Message], worker_id: str) -> None:
@@ -205,6 +198,7 @@ def check_snapshot(parts: Sequence[Message], key: str) -> None:
         entry.get("num_tokens", 0) > 0 and entry["attempt"] >= 1,
         f"a request that has sent tokens is listed as {entry}",
     )
+    expect(bool(entry.get("router_id")), f"{key} is listed without its guardian")
 
 
 def check_snapshot_order(order: int, seq: int, events: Sequence[tuple[int, int]]) -> None:

@@ -143,7 +143,7 @@ _FLEET = (
         ),
     ),
     Panel(
-        "Requests whose worker was lost",
+        "Requests whose worker was lost or left",
         "If `stale` grows, workers that live are taken for lost: look for a slow network or machines that stand still. "
         "If `forgotten` does, prompts take more memory than routers have: add routers.",
         "short",
@@ -154,6 +154,18 @@ _FLEET = (
             ),
             Query(increase(f"{_P}_stale_attempts_total", ROUTER_FILTER, "instance"), f"{_NAME} stale"),
             Query(increase(f"{_P}_prompts_forgotten_total", ROUTER_FILTER, "instance"), f"{_NAME} forgotten"),
+        ),
+    ),
+    Panel(
+        "Requests taken over from other routers",
+        "Those of a router that has stopped or died. If there are some all the time, routers restart, or lose their "
+        "connection to the broker.",
+        "short",
+        (
+            Query(
+                increase(f"{_P}_requests_adopted_total", MODEL_ROUTER_FILTER, "instance, model"),
+                f"{_NAME} {{{{model}}}}",
+            ),
         ),
     ),
     Panel(

@@ -51,6 +51,13 @@ _REQUESTS = (
         "stacked",
     ),
     Panel(
+        "Streams that no router guards",
+        "They end together with their worker. If there are any for more than a few seconds, no router takes the "
+        "worker's offers: see the runbook of the alert.",
+        "short",
+        (Query(sum_of(f"{_P}_streams_unguarded", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
         "Inputs embedded per second",
         "If the rate stays 0 though clients request embeddings, the router dashboard shows how those requests end.",
         "suffix: /s",

@@ -194,7 +194,7 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     refused_messages: int = 0
     """Messages of workers that were malformed, out of order, or from unknown workers."""
     continued: int = 0
-    """Requests that lost their worker and went on elsewhere."""
+    """Requests that went on elsewhere after their worker was lost or left."""
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,11 +9,13 @@ import pytest
 import xxhash
 
 from tokenbus.conformance import field_types, stream_checks
+from tokenbus.conformance.acting_router import PROMPT_IDS
 from tokenbus.conformance.assertions import BrokenError
 from tokenbus.conformance.exchange import Exchange, any_tokens, decode
 from tokenbus.conformance.link import Received
 from tokenbus.conformance.report import Outcome, Verdict, json_line, line, summary
 from tokenbus.conformance.rules import fields
+from tokenbus.conformance.rules.guardians import check_guardian_check, check_offer
 from tokenbus.conformance.rules.models import check_embeddings, check_models
 from tokenbus.conformance.rules.registry import all_rules
 from tokenbus.conformance.rules.resync import check_replayed, split_replayed
@@ -326,7 +328,7 @@ def answered() -> Exchange:
 
 
 def snapshot(**changes: object) -> Message:
-    running = [{"id": "t:r", "attempt": 1, "stream_no": 7, "num_tokens": 2}]
+    running = [{"id": "t:r", "attempt": 1, "stream_no": 7, "num_tokens": 2, "router_id": "q"}]
     return {**event(4), "part": 0, "parts": 1, "runs": [], "running": running, **changes}
 
 
@@ -341,6 +343,10 @@ def snapshot(**changes: object) -> Message:
         (
             [snapshot(running=[{"id": "t:r", "attempt": 1, "stream_no": 7}])],
             "a request that has sent tokens is",
+        ),
+        (
+            [snapshot(running=[{"id": "t:r", "attempt": 1, "stream_no": 7, "num_tokens": 2}])],
+            "t:r is listed without its guardian",
         ),
         ([snapshot(load=None)], "load is None"),
     ],
@@ -361,6 +367,59 @@ def test_a_snapshot_stands_between_the_events() -> None:
         check_snapshot_order(15, 5, [(5, 3), (10, 4), (20, 5)])
     with pytest.raises(BrokenError, match="no events"):
         check_snapshot_order(15, 5, [])
+
+
+@pytest.mark.parametrize(
+    ("check", "reply", "seen"),
+    [
+        ({"request_ids": ["t:r"]}, "unguarded.q", None),
+        ({"request_ids": ["t:r", "t:s"]}, "unguarded.q", r"a check of \['t:r', 't:s'\]"),
+        ({"request_ids": []}, "unguarded.q", r"a check of \[\]"),
+        ({"request_ids": "t:r"}, "unguarded.q", "request_ids is 't:r'"),
+        ({"request_ids": ["t:r"]}, "inbox", "reply subject 'inbox' instead of unguarded.q"),
+    ],
+)
+def test_a_guardian_is_asked_for_exactly_the_streams_that_it_has_placed(
+    check: Message, reply: str, seen: str | None
+) -> None:
+    received = Received(1, 0.0, "router.q", b"", {}, reply)
+    if seen is None:
+        check_guardian_check(received, check, "t:r", "unguarded.q")
+        return
+    with pytest.raises(BrokenError, match=seen):
+        check_guardian_check(received, check, "t:r", "unguarded.q")
+
+
+def offer(*, resume_from: object = None, run: Message | None = None, **changes: object) -> Message:
+    placed = {
+        "request_id": "t:r", "attempt": 1, "epoch": "1-a", "router_id": "q", "reply": "inbox", "encoding": "json",
+        "token_ids": PROMPT_IDS, "params": {}, "resume_from": resume_from,
+    }  # fmt: skip
+    return {"run": placed | (run or {}), "stream_no": 7, "hash_scheme": "x", **changes}
+
+
+@pytest.mark.parametrize(
+    ("guard", "seen"),
+    [
+        (offer(), None),
+        (offer(resume_from={"token_ids": b"\0" * 8, "elapsed_ms": 5.0}), None),
+        (offer(stream_no=8), "stream 7 was offered as 8"),
+        (offer(stream_no=None), "stream 7 was offered as None"),
+        (offer(run={"router_id": "other"}), "its guardian was q, and the offer names other"),
+        (offer(run={"token_ids": b""}), "another prompt"),
+        (offer(run={"epoch": ""}), "no epoch or no hash scheme"),
+        (offer(hash_scheme=None), "no epoch or no hash scheme"),
+        (offer(run={"reply": None}), "run is"),
+        (offer(resume_from={"token_ids": b"\0" * 7}), "not of four bytes each"),
+        (offer(resume_from={"token_ids": [1]}), r"token_ids is \[1\], not bytes"),
+    ],
+)
+def test_an_offer_has_all_that_another_router_needs(guard: Message, seen: str | None) -> None:
+    if seen is None:
+        check_offer(guard, "q", 7)
+        return
+    with pytest.raises(BrokenError, match=seen):
+        check_offer(guard, "q", 7)
 
 
 def test_a_tokenizers_parts_must_fit_the_digest() -> None:

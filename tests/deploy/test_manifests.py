@@ -1,5 +1,7 @@
 """The manifests for Kubernetes and Docker are well-formed, and agree with what the processes take."""
 
+import os
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,21 +80,47 @@ def test_probes_ask_where_no_client_is() -> None:
         assert name == "nats" or section["metrics-port"] == "9100", name
 
 
-def test_a_pod_has_more_time_to_leave_than_its_streams_to_finish() -> None:
-    (settings,) = [document for _, document in MANIFESTS if document["kind"] == "ConfigMap"]
-    grace_s = tomllib.loads(settings["data"]["tokenbus.toml"])["worker"]["grace-s"]
+def test_a_pod_has_more_time_to_leave_than_its_streams_to_finish_and_to_be_taken() -> None:
+    (document,) = [document for _, document in MANIFESTS if document["kind"] == "ConfigMap"]
+    settings = tomllib.loads(document["data"]["tokenbus.toml"])["worker"]
     (worker,) = [
         document
         for _, document in MANIFESTS
         if document["kind"] == "Deployment" and document["metadata"]["name"] == "worker"
     ]
-    assert worker["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > grace_s
+    needed_s = settings["grace-s"] + settings["handover-s"]
+    assert worker["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > needed_s
 
 
-def test_the_commands_of_the_compose_file_are_ones_that_processes_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    for name in ("router", "worker", "gateway"):
-        command = services[name]["command"]
-        words = command if isinstance(command, list) else command.split()
-        words = [word.partition(":-")[2].rstrip("}") if word.startswith("${") else word for word in words]
-        assert main.parse(words).nats == "nats://nats:4222"
+def default(text: str) -> str:
+    """Returns what compose makes of a variable that is not set."""
+    return text.partition(":-")[2].rstrip("}") if text.startswith("${") else text
+
+
+def test_the_commands_of_the_compose_files_are_ones_that_processes_take() -> None:
+    for file, nats in (("compose.yaml", "nats://nats:4222"), ("compose.host.yaml", "nats://127.0.0.1:4222")):
+        services = yaml.safe_load((DEPLOY / file).read_text())["services"]
+        for name in ("router", "worker", "gateway"):
+            command = services[name]["command"]
+            words = command if isinstance(command, list) else command.split()
+            assert main.parse([default(word) for word in words]).nats == nats
+
+
+def test_the_entrypoint_of_a_worker_in_compose_writes_its_grace_period_to_the_file_that_it_reads(
+    tmp_path: Path,
+) -> None:
+    worker = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["worker"]
+    tokenbus = tmp_path / "tokenbus"
+    tokenbus.write_text('#!/bin/sh\necho "$@"; cat "$TOKENBUS_CONFIG"\n')
+    tokenbus.chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "TOKENBUS_CONFIG": str(tmp_path / "worker.toml"),
+        "GRACE_S": default(worker["environment"]["GRACE_S"]),
+    }
+    words = [word.replace("$$", "$") for word in worker["entrypoint"]] + ["worker", "--threads", "1"]
+    said = subprocess.run(words, env=variables, capture_output=True, text=True, check=True).stdout
+    assert said == "worker --threads 1\n[worker]\ngrace-s = 10\n"
+    _, commands = main.make_parser()
+    config.apply(commands["worker"], "worker", config.read(tmp_path / "worker.toml"), "worker.toml")
+    assert commands["worker"].get_default("grace_s") == 10

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "tests/support/docker.py"
 NEVER = 1_000_000
+_VARIABLES = ("COMPOSE", "READY_S", "GRACE_S", "HANDOVER_S")
 
 
 class Engine:
@@ -23,16 +24,24 @@ class Engine:
         self.program("docker", f'exec "{sys.executable}" -I -S "{DOCKER}" "$@"')
         self.program("sleep", "exit 0")
 
-    def hold(self, *running: str, stopped: str = "", looks: int = 1, room: int = 100, health: bool = True) -> None:
+    def hold(
+        self,
+        *running: str,
+        stopped: str = "",
+        looks: int = 1,
+        room: int = 100,
+        health: bool = True,
+        can_be_told: bool = True,
+    ) -> None:
         """Containers of such names; new ones are ready after so many looks, and only so many can be started."""
         names = filter(None, (*running, stopped))
         held = {name: {"service": name[:-2], "runs": name != stopped, "looks": 0} for name in names}
         state = {"containers": held, "num_started": len(held), "looks": looks, "room": room, "events": []}
-        self._path.write_text(json.dumps(state | {"has_health_checks": health}))
+        self._path.write_text(json.dumps(state | {"has_health_checks": health, "can_be_told": can_be_told}))
 
     def start_to_roll(self, *services: str, **variables: str) -> "subprocess.Popen[str]":
         own = {"FAKE_DOCKER": str(self._path), "PATH": f"{self._folder}:{os.environ['PATH']}"}
-        inherited = {name: value for name, value in os.environ.items() if name not in ("COMPOSE", "READY_S")}
+        inherited = {name: value for name, value in os.environ.items() if name not in _VARIABLES}
         return subprocess.Popen(
             ["sh", "deploy/roll", *services],
             cwd=ROOT,
@@ -114,6 +123,40 @@ def test_what_could_be_started_is_taken_away_when_the_rest_could_not(engine: Eng
     assert rolled.returncode == 1
     assert "no memory is left" in rolled.stderr
     assert engine.events == ["worker-3 started", "worker-3 stopped", "worker-3 removed"]
+
+
+def test_old_workers_are_told_how_long_their_streams_may_run_on(engine: Engine) -> None:
+    engine.hold("worker-1", "router-2")
+    assert engine.roll("router", "worker", GRACE_S="0", HANDOVER_S="20").returncode == 0
+    assert [event for event in engine.events if "start" not in event] == [
+        "router-3 ready",
+        "router-2 stopped",
+        "router-2 removed",
+        "worker-4 ready",
+        "worker-1 has 0 s",
+        "worker-1 stopped within 35 s",
+        "worker-1 removed",
+    ]
+
+
+def test_an_old_worker_that_can_not_be_told_stops_as_it_was_started(engine: Engine) -> None:
+    engine.hold("worker-1", can_be_told=False)
+    rolled = engine.roll("worker", GRACE_S="5")
+    assert (rolled.returncode, rolled.stderr) == (
+        0,
+        "\nroll: worker: worker-1 keeps the grace period that it was started with\n",
+    )
+    assert "worker-1 stopped" in engine.events
+
+
+@pytest.mark.parametrize("grace", ["1.5", "-1", "ten"])
+def test_a_grace_period_that_is_no_number_of_seconds_stops_it_before_anything_is_done(
+    engine: Engine, grace: str
+) -> None:
+    engine.hold("worker-1")
+    rolled = engine.roll("worker", GRACE_S=grace)
+    assert (rolled.returncode, rolled.stderr) == (2, f"roll: GRACE_S must be whole seconds, got {grace}\n")
+    assert engine.events == []
 
 
 def test_old_containers_stay_when_it_is_interrupted(engine: Engine) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import secrets
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from nats.aio.client import Client as Nats
 from nats.aio.msg import Msg
 
-from tests.support.raw_client import PREFIX, RawClient
+from tests.support.raw_client import PREFIX, RawClient, check_stream
 from tests.support.system import System, running_gateway
 from tokenbus import demo
 from tokenbus.client import Client
@@ -30,11 +31,22 @@ TENANTS_ONLY = ("--inbox-prefix", "_INBOX_{tenant}")
 class Guarded:
     """A system whose broker requires credentials."""
 
-    def __init__(self, system: System, passwords: dict[str, str]) -> None:
+    def __init__(self, system: System, passwords: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
         self.system = system
         self.passwords = passwords
         self.clients: list[Nats] = []
         self.violations: list[str] = []
+        self._monkeypatch = monkeypatch
+
+    def router(self, name: str) -> None:
+        self._monkeypatch.setenv("TOKENBUS_NATS_PASSWORD", self.passwords["router"])
+        self.system.router(name, "--nats-user", "router", "--nats-inbox", "_INBOX_router", *TENANTS_ONLY)
+
+    def worker(self, name: str, *arguments: str, model: str | Path, served_name: str) -> None:
+        user = f"worker-{served_name}"
+        self._monkeypatch.setenv("TOKENBUS_NATS_PASSWORD", self.passwords[user])
+        who = ("--nats-user", user, "--nats-inbox", f"_INBOX_worker_{served_name}", *TENANTS_ONLY)
+        self.system.worker(name, *who, *arguments, model=model, served_name=served_name)
 
     async def connect(self, user: str, inbox: str) -> Nats:
         async def note(error: Exception) -> None:
@@ -58,24 +70,33 @@ class Guarded:
                 await asyncio.sleep(0.01)
         self.violations.clear()
 
+    def check_nothing_was_refused(self, *processes: str) -> None:
+        assert not self.violations
+        for name in processes:
+            assert "permissions violation" not in self.system.text_log(name).lower(), name
+
 
 @pytest.fixture
-async def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Guarded]:
+async def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Guarded]:
+    """A broker without routers and workers."""
     passwords = {user: f"p{secrets.token_hex(8)}" for user in USERS}  # digits alone would be read as a number
     for user, password in passwords.items():
         monkeypatch.setenv(f"TOKENBUS_{user.replace('-', '_').upper()}_PASSWORD", password)
     system = await System.start(tmp_path, CONFIG)
-    guarded = Guarded(system, passwords)
-    monkeypatch.setenv("TOKENBUS_NATS_PASSWORD", passwords["router"])
-    system.router("router", "--nats-user", "router", "--nats-inbox", "_INBOX_router", *TENANTS_ONLY)
-    for model, path in (("demo", demo.MODEL_PATH), ("other", demo.ONNX_PATH)):
-        monkeypatch.setenv("TOKENBUS_NATS_PASSWORD", passwords[f"worker-{model}"])
-        who = ("--nats-user", f"worker-{model}", "--nats-inbox", f"_INBOX_worker_{model}")
-        system.worker(f"w-{model}", *who, *TENANTS_ONLY, model=path, served_name=model)
+    guarded = Guarded(system, passwords, monkeypatch)
     yield guarded
     for client in guarded.clients:
         await client.close()
     await system.stop()
+
+
+@pytest.fixture
+async def guarded(empty: Guarded) -> Guarded:
+    """A router, and a worker of each of two models."""
+    empty.router("router")
+    for name, path in (("demo", demo.MODEL_PATH), ("other", demo.ONNX_PATH)):
+        empty.worker(f"w-{name}", model=path, served_name=name)
+    return empty
 
 
 async def until_served(client: Nats, tenant: str, count: int) -> None:
@@ -133,9 +154,97 @@ async def test_everyone_can_do_what_is_their_role(guarded: Guarded) -> None:
     control = f"{PREFIX}.worker.demo.w-demo.control"
     assert json.loads((await operator.request(f"{PREFIX}.models.operator", b"", timeout=60)).data)["models"]
     assert (await operator.request(control, b"\x81\xa2op\xabclear_cache", timeout=60)).data
-    assert not guarded.violations
-    for name in ("router", "w-demo", "w-other"):
-        assert "permissions violation" not in guarded.system.text_log(name).lower(), name
+    guarded.check_nothing_was_refused("router", "w-demo", "w-other")
+
+
+async def until_workers(client: Nats, count: int) -> None:
+    """Waits until so many workers of the model `demo` are ready."""
+    async with asyncio.timeout(60):
+        while True:
+            models = json.loads((await client.request(f"{PREFIX}.models.acme", b"", timeout=60)).data)["models"]
+            if sum(card["state"] == "ready" for served in models for card in served["workers"]) == count:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def test_streams_survive_their_router_and_then_their_worker(empty: Guarded) -> None:
+    system = empty.system
+    routers, workers = ("router-a", "router-b"), ("w-a", "w-b")
+    for name in routers:
+        empty.router(name)
+    for name in workers:
+        empty.worker(name, "--engine", "sim", "--grace-s", "0", model="dynamo", served_name="demo")
+    acme = await empty.connect("acme", "_INBOX_acme")
+    await until_served(acme, "acme", 1)
+    for name in routers:
+        await system.until_logged(name, "router_ready")
+    await until_workers(acme, 2)
+    live = await RawClient(acme).generate(ask(max_tokens=1_500), subject=f"{PREFIX}.generate.demo.acme")
+    await live.until(3)
+    its_worker = next(message["worker_id"] for message in live.messages if message["worker_id"])
+    its_router = next(one for one in routers if any(line["event"] == "request_placed" for line in system.log(one)))
+    system.signal(its_router, signal.SIGKILL)
+    await system.until_logged(its_worker, "guardian_changed")
+    system.signal(its_worker, signal.SIGTERM)
+    terminal = await live.terminal()
+    assert (terminal["finish_reason"], terminal["attempt"]) == ("length", 2)
+    assert {its_worker, terminal["worker_id"]} == set(workers)
+    check_stream(live)
+    assert system.wait(its_worker) == 0
+    empty.check_nothing_was_refused(*routers, *workers)
+
+
+async def test_a_router_that_stops_hands_over_what_waits(empty: Guarded) -> None:
+    system = empty.system
+    empty.router("router-a")
+    empty.worker("w", "--engine", "sim", "--max-num-seqs", "2", model="dynamo", served_name="demo")
+    acme = await empty.connect("acme", "_INBOX_acme")
+    await until_served(acme, "acme", 1)
+    subject = f"{PREFIX}.generate.demo.acme"
+    running = [
+        await RawClient(acme).generate(ask(id=f"running-{number}", max_tokens=10_000), subject=subject)
+        for number in range(3)  # one of them waits in the worker
+    ]
+    waiting = await RawClient(acme).generate(ask(id="waiting"), subject=subject)
+    await waiting.until(1)
+    assert waiting.messages[0]["worker_id"] is None  # the router says that it waits
+    empty.router("router-b")
+    await system.until_logged("router-b", "router_ready")
+    system.signal("router-a", signal.SIGTERM)
+    assert system.wait("router-a") == 0
+    for number in range(3):
+        await acme.publish(f"{PREFIX}.cancel.acme.running-{number}", b"")
+    assert (await waiting.terminal())["finish_reason"] == "length"
+    assert [(await answer.terminal())["finish_reason"] for answer in running] == ["cancelled"] * 3
+    adopted = [line["request_id"] for line in system.log("router-b") if line["event"] == "request_adopted"]
+    assert "acme:waiting" in adopted
+    check_stream(waiting)
+    empty.check_nothing_was_refused("router-a", "router-b", "w")
+
+
+async def test_only_routers_and_workers_of_the_model_speak_of_guardians(guarded: Guarded) -> None:
+    await until_served(await guarded.connect("acme", "_INBOX_acme"), "acme", 2)
+    offers, checks, take = (
+        f"{PREFIX}.guard.demo.w-demo",
+        f"{PREFIX}.router.router",
+        f"{PREFIX}.worker.demo.w-demo.take",
+    )
+    denied = {
+        "acme": (offers, f"{PREFIX}.guard.demo", checks, take),
+        "default": (offers, f"{PREFIX}.guard.demo", checks, take),
+        "gateway": (offers, f"{PREFIX}.guard.demo", checks, take),
+        "operator": (offers, f"{PREFIX}.guard.demo", checks, take),
+        "worker-other": (offers, f"{PREFIX}.guard.demo", f"{PREFIX}.guard.other", take),
+        "router": (offers, checks),
+    }
+    for user, subjects in denied.items():
+        client = await guarded.connect(user, f"_INBOX_{user.replace('-', '_')}")
+        for subject in subjects:
+            await client.publish(subject, b"")
+            await guarded.refuses(user, subject)
+        for subject in (f"{PREFIX}.guard.>", f"{PREFIX}.router.*") if user != "router" else ():
+            await client.subscribe(subject)
+            await guarded.refuses(user, "subscription")
 
 
 async def test_a_gateway_asks_for_the_tenants_of_its_keys_and_for_nobody_else(guarded: Guarded, tmp_path: Path) -> None:

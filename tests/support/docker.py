@@ -37,6 +37,14 @@ class _Docker:
                 print(f'{{"port":{_PORT + int(name[-1])},"event":"status_page","process":"router"}}', file=sys.stderr)
             case ["exec", name, "tokenbus", "health", "--port", port]:
                 return 0 if port == str(_PORT + int(name[-1])) and self._looked_at(name) else 1
+            case ["exec", name, "sh", "-c", script, "sh", grace_s]:
+                assert '> "$TOKENBUS_CONFIG" && kill -HUP 1' in script
+                if not self._state["can_be_told"]:
+                    return 1
+                self._note(f"{name} has {grace_s} s")
+            case ["stop", "-t", seconds, name]:
+                self._containers[name]["runs"] = False
+                self._note(f"{name} stopped within {seconds} s")
             case ["stop", name]:
                 self._containers[name]["runs"] = False
                 self._note(f"{name} stopped")

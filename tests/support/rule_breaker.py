@@ -47,8 +47,10 @@ class RuleBreaker:
         }
         for subject, answer in answers.items():
             await breaker._answer(subject, json.dumps(answer).encode())
-        for service in ("run", "control", "snapshot", "tokenizer", "tokenize"):
+        for service in ("run", "control", "snapshot", "take", "tokenizer", "tokenize"):
             await breaker._answer(f"worker.*.*.{service}", msgspec.msgpack.encode({"fine": True}))
+        for subject in ("guard.>", "router.*"):
+            await breaker._answer(subject, msgspec.msgpack.encode({"fine": True}))
         await breaker._nats.subscribe(f"{PREFIX}.generate.>", cb=breaker._generate)
         await breaker._nats.subscribe(f"{PREFIX}.resync.>", cb=breaker._resync)
         await breaker._nats.subscribe(f"{PREFIX}.discover", cb=breaker._card)

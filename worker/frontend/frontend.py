@@ -128,6 +128,11 @@ class Frontend:
         """Whether any stream is open."""
         return len(self._streams) > 0
 
+    @property
+    def num_unguarded(self) -> int:
+        """The number of open streams without a guardian."""
+        return sum(not stream.guardian for stream in self._streams)
+
     def start_leaving(self) -> None:
         """Asks routers to take the open streams to other workers."""
         self._announcer.set_state(messages.WorkerState.LEAVING)

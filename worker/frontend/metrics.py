@@ -57,6 +57,9 @@ class WorkerMetrics(MetricFamilies):
         self.preemptions = counter("preemptions", "Running sequences that were preempted for lack of KV memory.")
         self.evicted = counter("evicted_blocks", "Cached blocks that were evicted from the device.")
         self.restarts = counter("engine_restarts", "Engine starts after the first.")
+        self.unguarded = gauge(
+            "streams_unguarded", "Open streams that no router guards, which end together with the worker."
+        )
         self.finished = counter("requests", "Requests that have ended, by finish reason.", "finish_reason")
         self.refused = counter("refusals", "Runs that were refused, by error code.", "code")
         self.embeddings = counter("embeddings", "Inputs that were embedded.")
@@ -132,7 +135,9 @@ class ReplicaMetrics:
                 child.inc(now - before if now > before else now)
         self._last_load = load
 
-    def update_gauges(self, load: messages.Load, config: contract.EngineConfig, *, is_ready: bool) -> None:
+    def update_gauges(
+        self, load: messages.Load, config: contract.EngineConfig, *, is_ready: bool, num_unguarded: int
+    ) -> None:
         """Sets every gauge."""
         metrics, who = self._metrics, self._own_labels
         self.count_load(load)
@@ -148,6 +153,7 @@ class ReplicaMetrics:
         metrics.kv_usage.labels(*who).set(load.used_blocks / max(1, config.total_kv_blocks))
         metrics.kv_bytes.labels(*who).set(config.kv_bytes)
         metrics.step_age.labels(*who).set(load.step_age_ms / 1e3)
+        metrics.unguarded.labels(*who).set(num_unguarded)
 
     def forget(self) -> None:
         """Stops exporting the replica's metrics."""

@@ -120,7 +120,13 @@ class Replica(EngineListener):
         """Updates the replica's gauges for a scrape."""
         engine = self._supervisor.engine if self._supervisor is not None else None
         if engine is not None and self._config is not None:
-            self._metrics.update_gauges(engine.load(), self._config, is_ready=not self.unready_reason)
+            assert self.frontend is not None
+            self._metrics.update_gauges(
+                engine.load(),
+                self._config,
+                is_ready=not self.unready_reason,
+                num_unguarded=self.frontend.num_unguarded,
+            )
 
     def loading(self, fraction: float) -> None:
         """Logs the progress of a long load every few seconds."""
