@@ -61,13 +61,8 @@ async def offered(probe: Probe) -> None:
 async def unguarded(probe: Probe) -> None:
     """A router answers a check with those of the keys that it does not guard, and not at all if it guards all of
     them."""
-    worker_id = probe.require_workers()[0]
-    events = await probe.listen(probe.names.events(probe.target.model, worker_id), msgpack=True)
-    await probe.link.flush()
-    live = await probe.live(routing={"worker_id": worker_id})
+    live, router_id = await _live(probe)
     key = subjects.request_key(probe.tenant, str(live.request_id))
-    await events.until(lambda: bool(_started(key, events)), f"started {key}")
-    router_id = str(_started(key, events)[0].get("router_id"))
     reply = probe.names.unguarded(probe.target.model, worker_id=probe.new_id(), router_id=router_id)
     answers = await probe.listen(reply, msgpack=True)
     for keys in ([key, unknown := f"{key}-unknown"], [key]):
@@ -107,9 +102,9 @@ async def handed_on(probe: Probe) -> None:
 
 async def take(probe: Probe) -> None:
     """take of a stream at a worker that does not leave is refused, and the stream goes on."""
-    live = await probe.live(routing={"worker_id": probe.require_workers()[0]})
+    live, router_id = await _live(probe)
     key = subjects.request_key(probe.tenant, str(live.request_id))
-    body = {"request_id": key, "attempt": live.messages[-1]["attempt"], "known_tokens": 0}
+    body = {"request_id": key, "attempt": live.messages[-1]["attempt"], "known_tokens": 0, "router_id": router_id}
     reply = await probe.call_internal(acting_router.service(probe, "take"), body)
     field_types.check(reply, schemas.TAKE_REPLY, "the reply")
     expect(reply["ok"] is False, f"the take got {reply}")
@@ -152,6 +147,17 @@ async def _place(probe: Probe, key: str, router_id: str) -> Exchange:
     expect(reply.get("accepted") is True, f"the run got {reply}")
     await stream.tokens(1)
     return stream
+
+
+async def _live(probe: Probe) -> tuple[Exchange, str]:
+    """Starts a long stream like a client; returns it, and the router that has placed it."""
+    worker_id = probe.require_workers()[0]
+    events = await probe.listen(probe.names.events(probe.target.model, worker_id), msgpack=True)
+    await probe.link.flush()
+    live = await probe.live(routing={"worker_id": worker_id})
+    key = subjects.request_key(probe.tenant, str(live.request_id))
+    await events.until(lambda: bool(_started(key, events)), f"started {key}")
+    return live, str(_started(key, events)[0].get("router_id"))
 
 
 async def _cancel(probe: Probe, key: str, stream: Exchange) -> None:
