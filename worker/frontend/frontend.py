@@ -23,7 +23,6 @@ from tokenbus.worker.frontend.settings import FrontendSettings, OnProgress
 from tokenbus.worker.streams.request_telemetry import RequestTelemetry
 from tokenbus.worker.streams.streams import Streams
 
-
 _LINGER_S = 1.0
 """A worker that has given up streams can still be asked for them after the last one, if their routers got no reply."""
 
