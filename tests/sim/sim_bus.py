@@ -68,7 +68,7 @@ class SimBus:
                 raise bus.BadSubjectError(f"{one.subject!r} or {one.reply!r}")
             if len(one.subject + one.reply) > limits.MAX_CONTROL_LINE_BYTES:
                 raise bus.BadSubjectError("too long")
-            if len(one.payload) > _MAX_PAYLOAD:
+            if len(one.payload) > self.max_payload:
                 raise bus.PayloadTooLargeError(f"{len(one.payload)} bytes")
         if self._is_closed:
             raise ConnectionError("closed")

@@ -265,28 +265,24 @@ def test_a_malformed_answer_is_ignored(stage: Guarded, subject: str) -> None:
     assert (stage.offers, stage.guardian) == ([], "peer")
 
 
-def test_a_stream_too_large_for_an_offer_goes_on_without_a_guardian(
-    stage: Guarded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_too_large_for_an_offer_goes_on_without_a_guardian(stage: Guarded) -> None:
     stage.reconfigure(context_length=1_000_000)
     stage.run(max_tokens=90, prompt=[7] * 100_000)
     stage.run(name="r2", max_tokens=90)
-    monkeypatch.setattr("tests.sim.sim_bus._MAX_PAYLOAD", 400_000)
+    stage.frontend.bus.max_payload = 400_000
     stage.world.run(3.5)
     assert [guard.run.request_id for _, guard in stage.offers] == ["default:r2"] * 3
     stage.world.run(8.0)
     assert [chunk.finish_reason for chunk in stage.peer.chunks if chunk.finish_reason] == ["length", "length"]
 
 
-def test_the_question_to_a_guardian_of_many_streams_is_split_to_fit_messages(
-    stage: Guarded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_question_to_a_guardian_of_many_streams_is_split_to_fit_messages(stage: Guarded) -> None:
     stage.reconfigure(max_num_seqs=40)
     names = [f"{number:0100}" for number in range(40)]
     for name in names:
         stage.run(name=name, max_tokens=60)
     asked = stage.listen()
-    monkeypatch.setattr("tests.sim.sim_bus._MAX_PAYLOAD", limits.MESSAGE_RESERVE_BYTES + 2_000)
+    stage.frontend.bus.max_payload = limits.MESSAGE_RESERVE_BYTES + 2_000
     stage.world.run(1.2)
     assert sorted(key for check in asked for key in check.request_ids) == [f"default:{name}" for name in names]
     assert max(len(codec.encode(check)) for check in asked) <= 2_000

@@ -197,13 +197,11 @@ def test_while_chunks_wait_for_the_broker_a_take_has_no_answer_and_changes_nothi
     assert tokens == stage.said == stage.heard
 
 
-def test_a_stream_whose_unknown_tokens_fit_no_message_is_not_given_up(
-    stage: Leaving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_whose_unknown_tokens_fit_no_message_is_not_given_up(stage: Leaving) -> None:
     stage.run(max_tokens=30)
     stage.world.run(1.5)
     stage.start_leaving()
-    monkeypatch.setattr("tests.sim.sim_bus._MAX_PAYLOAD", 4_096 + 40)
+    stage.frontend.bus.max_payload = 4_096 + 40
     refused = stage.take()
     assert refused is not None
     assert not refused.ok

@@ -23,6 +23,9 @@ from tokenbus.worker.frontend.settings import FrontendSettings, OnProgress
 from tokenbus.worker.streams.request_telemetry import RequestTelemetry
 from tokenbus.worker.streams.streams import Streams
 
+_LINGER_S = 1.0
+"""A worker that has given up streams can still be asked for them after the last one, if their routers got no reply."""
+
 
 class ReplacedError(RuntimeError):
     """Another worker has taken this one's name; the message says what to do."""
@@ -138,8 +141,11 @@ class Frontend:
         self._announcer.set_state(messages.WorkerState.LEAVING)
 
     async def wait_left(self) -> None:
-        """Returns when no stream is open any more."""
+        """Returns when no stream is open any more, and a router whose connection has broken could ask again for one
+        that it has taken."""
         await self._streams.wait_none()
+        if self._streams.has_taken:
+            await asyncio.sleep(_LINGER_S)
 
     def announce_stopped(self) -> None:
         """Announces that the worker has stopped, if there still is a connection."""

@@ -150,6 +150,11 @@ class Streams:
         """Returns the open stream of a request."""
         return self._streams.get(key)
 
+    @property
+    def has_taken(self) -> bool:
+        """Whether a router has taken a stream lately."""
+        return len(self._taken) > 0
+
     async def wait_none(self) -> None:
         """Returns when no stream is open."""
         await self._none_open.wait()

@@ -1,0 +1,484 @@
+"""Streams outlive the routers that placed them and the workers that leave, and whatever happens to both meanwhile."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.sim.clients import ClientProcess, SimpleClient, SimplyAsked
+from tests.sim.network import Broker, Link
+from tests.sim.system import FrontendProcess, RouterProcess, kill
+from tests.sim.world import World, world
+from tokenbus.protocol.wire import codec, errors, internal, subjects
+
+NAMES = subjects.Subjects()
+_events = codec.Decoder(internal.Events)
+NUM_TOKENS = 60
+"""Takes six seconds."""
+Strike = Callable[["System"], None]
+
+
+class System:
+    """Two routers and a worker; the first router gets everything that is meant for one of them, until it is gone."""
+
+    def __init__(self, world: World, *, max_num_seqs: int = 4) -> None:
+        self.world = world
+        self.broker = Broker(world)
+        self.routers = [RouterProcess(world, self.broker, f"r{number}") for number in range(2)]
+        self.worker = FrontendProcess(world, self.broker, "w0", max_num_seqs)
+        self.workers = [self.worker]
+        self._num_workers = 0
+        self.broker.pick = lambda members: members[0]
+        self.client = SimpleClient(world, self.broker, "s0")
+        self.library = ClientProcess(world, self.broker, "c0")
+        self.named: list[str] = []
+        """The guardians in the workers' logs."""
+        self.on_message: Callable[[Link, str, bytes], None] = lambda sender, subject, payload: None
+        self.broker.before_routing = self._read
+        world.run(0.8)
+
+    def _read(self, sender: Link, subject: str, payload: bytes) -> None:
+        if ".events." in subject and not subject.endswith(".seal"):
+            self.named += _events.decode(payload).guardians.values()
+        self.on_message(sender, subject, payload)
+
+    @property
+    def router(self) -> RouterProcess:
+        return self.routers[0]
+
+    def add_worker(self) -> FrontendProcess:
+        """Starts another worker."""
+        self._num_workers += 1
+        one = FrontendProcess(self.world, self.broker, f"w{self._num_workers}")
+        self.workers.append(one)
+        self.world.run(0.5)
+        return one
+
+    def kill_router(self) -> None:
+        kill(self.router.process, self.router.bus)
+        self.routers.pop(0)
+
+    def stop_router(self) -> None:
+        self.router.leave()
+        self.routers.pop(0)
+
+    def kill_worker(self) -> None:
+        kill(self.worker.process, self.worker.bus, self.worker.incoming)
+        self.workers.remove(self.worker)
+
+    def drain_worker(self) -> None:
+        self.worker.drain()
+        self.workers.remove(self.worker)
+
+    def ask(self, max_tokens: int = NUM_TOKENS, seed: int = 1) -> SimplyAsked:
+        """Starts a stream of the simplest client, and waits for its first tokens."""
+        self.client.ask(max_tokens, seed=seed)
+        self.world.run(0.01)
+        one = self.client.asked[-1]
+        self.world.run_until(lambda: len(one.tokens) > 2)
+        return one
+
+    def when(self, is_meant: Callable[[Link, str, bytes], bool], act: Callable[[], None]) -> None:
+        """Acts once, before the first message that is meant."""
+        has_come = False
+
+        def look(sender: Link, subject: str, payload: bytes) -> None:
+            nonlocal has_come
+            if not has_come and is_meant(sender, subject, payload):
+                has_come = True
+                act()
+
+        self.on_message = look
+
+    def finish(self) -> None:
+        """Waits until every request has ended, and asserts that nothing is left of them and nothing went wrong."""
+        self.world.run_until(lambda: not self.client.open() and not self.library.open())
+        self.world.run(17.0)
+        for process in self.world.processes:
+            assert process.faults == [], process
+        for heard in (*self.client.heard.values(), *self.library.heard.values()):
+            heard.check()
+        for asked in (*self.client.asked, *self.library.asked):
+            asked.check()
+        for router in self.routers:
+            assert len(router.router.flights) == 0, router.router
+            router.router.flights.check_integrity()
+        for worker in self.workers:
+            assert worker.engine is not None
+            assert worker.engine.load().running == 0
+
+
+@pytest.fixture
+def system() -> Iterator[System]:
+    with world(seed=3) as made:
+        yield System(made)
+
+
+def about_take(sender: Link, subject: str, payload: bytes) -> bool:
+    return subject.endswith(".take")
+
+
+def start_second_worker(system: System) -> None:
+    system.add_worker()
+
+
+# Routers that are gone
+
+
+@pytest.mark.parametrize("lose", [System.kill_router, System.stop_router])
+def test_a_stream_outlives_its_router_and_then_its_worker(system: System, lose: Strike) -> None:
+    asked = system.ask()
+    lose(system)
+    system.world.run(3.0)
+    assert system.named == ["r1"]
+    system.add_worker()
+    system.kill_worker()
+    system.finish()
+    assert asked.is_whole
+    assert system.client.heard[asked.inbox].workers == {1: "w0", 2: "w1"}
+
+
+def test_a_stream_outlives_one_router_after_another(system: System) -> None:
+    system.client.ask(150, seed=1)
+    system.world.run(1.0)
+    for number in range(2, 5):
+        system.routers.append(RouterProcess(system.world, system.broker, f"r{number}"))
+        system.world.run(0.8)
+        system.kill_router()
+        system.world.run(2.5)
+    assert system.named == ["r1", "r2", "r3"]
+    system.add_worker()
+    system.kill_worker()
+    system.finish()
+    assert system.client.asked[0].is_whole
+
+
+def test_a_stream_waits_for_the_only_router_to_return_and_then_for_a_worker(system: System) -> None:
+    kill(system.routers[1].process, system.routers[1].bus)
+    system.routers.pop()
+    system.client.ask(150, seed=1)
+    system.world.run(1.0)
+    system.kill_router()
+    system.world.run(4.0)
+    assert system.named == []
+    system.routers.append(RouterProcess(system.world, system.broker, "r9"))
+    system.world.run(2.0)
+    assert system.named == ["r9"]
+    system.kill_worker()
+    system.world.run(2.0)
+    system.add_worker()
+    system.finish()
+    assert system.client.asked[0].is_whole
+
+
+def test_a_router_that_stops_hands_on_what_waits_in_its_queue() -> None:
+    with world(seed=3) as made:
+        system = System(made, max_num_seqs=1)
+        for seed in range(1, 5):
+            system.client.ask(20, seed=seed)
+        made.run(0.5)
+        assert len(system.router.router._queue) > 0
+        system.stop_router()
+        system.finish()
+        assert [asked.is_whole for asked in system.client.asked] == [True] * 4
+
+
+def test_what_waits_in_the_queue_of_the_last_router_that_stops_is_refused() -> None:
+    with world(seed=3) as made:
+        system = System(made, max_num_seqs=1)
+        kill(system.routers[1].process, system.routers[1].bus)
+        system.routers.pop()
+        for seed in range(1, 5):
+            system.client.ask(30, seed=seed)
+        made.run(0.5)
+        system.stop_router()
+        system.finish()
+        codes = [asked.terminal.error.code for asked in system.client.asked if asked.terminal and asked.terminal.error]
+        assert codes == [errors.Code.SHUTTING_DOWN] * 2
+        assert sum(asked.is_whole for asked in system.client.asked) == 2
+
+
+def test_a_stream_that_was_taken_and_waits_for_a_worker_is_handed_on_too(system: System) -> None:
+    asked = system.ask()
+    system.drain_worker()
+    system.world.run(1.0)
+    system.stop_router()
+    system.world.run(4.0)
+    system.add_worker()
+    system.finish()
+    assert asked.is_whole
+
+
+def test_a_worker_and_its_router_stop_together(system: System) -> None:
+    asked = system.ask()
+    system.add_worker()
+    system.stop_router()
+    system.drain_worker()
+    system.finish()
+    assert asked.is_whole
+
+
+# Workers that leave
+
+
+def test_the_only_worker_drains_and_the_next_one_comes_later(system: System) -> None:
+    asked, other = system.ask(seed=1), system.ask(seed=2)
+    system.client.ask(40, seed=3, stream=False)
+    system.world.run(0.5)
+    system.drain_worker()
+    system.world.run(5.0)
+    assert not system.worker.process.is_alive
+    system.add_worker()
+    system.finish()
+    assert asked.is_whole
+    assert other.is_whole
+    assert system.client.asked[2].is_whole
+
+
+def test_a_worker_leaves_while_its_router_is_replaced(system: System) -> None:
+    kill(system.routers[1].process, system.routers[1].bus)
+    system.routers.pop()
+    asked = system.ask()
+    system.add_worker()
+    system.kill_router()
+    system.drain_worker()
+    system.world.run(1.0)
+    system.routers.append(RouterProcess(system.world, system.broker, "r9"))
+    system.finish()
+    assert asked.is_whole
+    assert system.named == ["r9"]
+
+
+def test_streams_that_nobody_takes_end_with_their_worker(system: System) -> None:
+    system.client.ask(200, seed=1)
+    system.world.run(1.0)
+    for router in system.routers:
+        kill(router.process, router.bus)
+    system.routers.clear()
+    system.drain_worker()
+    system.finish()
+    terminal = system.client.asked[0].terminal
+    assert terminal
+    assert terminal.error
+    assert terminal.error.code is errors.Code.WORKER_LOST
+    assert not system.worker.process.is_alive
+
+
+@pytest.mark.parametrize("lingers", [False, True])
+def test_a_worker_that_dies_before_it_answers_a_take_is_lost_like_any_other(system: System, lingers: bool) -> None:
+    asked = system.ask()
+    system.add_worker()
+
+    def die() -> None:
+        kill(system.worker.process, system.worker.bus, system.worker.incoming, lingers=lingers)
+
+    system.when(about_take, die)
+    system.drain_worker()
+    system.finish()
+    assert asked.is_whole
+
+
+@pytest.mark.parametrize("num_streams", [1, 2])
+def test_a_take_whose_answer_is_lost_is_asked_again(system: System, num_streams: int) -> None:
+    several = [system.ask(seed=seed) for seed in range(1, 1 + num_streams)]
+    system.add_worker()
+    system.when(
+        lambda sender, subject, payload: sender is system.worker.bus.link and b"num_tokens" in payload,
+        lambda: system.router.bus.cut(lingers=False),
+    )
+    system.drain_worker()
+    system.world.run_until(lambda: not system.client.open())
+    system.finish()
+    assert all(asked.is_whole for asked in several)
+
+
+# Guardians in doubt
+
+
+def is_acceptance(sender: Link, subject: str, payload: bytes) -> bool:
+    return subject.endswith(".guarded")
+
+
+def test_an_offer_whose_answer_is_lost_is_made_again_and_only_the_router_that_is_named_acts(system: System) -> None:
+    third = RouterProcess(system.world, system.broker, "r2")
+    system.routers.append(third)
+    system.world.run(0.8)
+    asked = system.ask()
+    has_come = False
+
+    def lose() -> None:
+        nonlocal has_come
+        has_come = True
+        system.worker.incoming.cut(lingers=False)
+
+    system.when(is_acceptance, lose)
+    system.kill_router()
+    system.world.run_until(lambda: has_come)
+    first, second = system.routers
+    assert len(first.router.flights) == 1
+    system.broker.pick = lambda members: members[-1]
+    system.world.run(1.5)
+    assert system.named == ["r2"]
+    assert (len(first.router.flights), len(second.router.flights)) == (0, 1)
+    system.add_worker()
+    system.kill_worker()
+    system.finish()
+    assert asked.is_whole
+
+
+def test_a_router_that_is_not_named_yet_does_not_act(system: System) -> None:
+    """Nobody can tell which router the worker was going to name."""
+    asked = system.ask()
+    system.add_worker()
+    system.when(is_acceptance, system.kill_worker)
+    system.kill_router()
+    system.finish()
+    assert not asked.is_whole
+    assert asked.terminal is None
+
+
+def cut_off(system: System, router: RouterProcess, seconds: float) -> None:
+    """Stops a router, whose connection ends meanwhile."""
+    router.process.is_paused = True
+    router.bus.cut(lingers=True)
+    system.world.run(seconds)
+    router.process.is_paused = False
+
+
+def test_a_guardian_that_was_away_hears_that_it_is_one_no_more(system: System) -> None:
+    asked = system.ask()
+    first = system.router
+    cut_off(system, first, 2.5)
+    assert system.named == ["r1"]
+    system.world.run(1.0)
+    assert len(first.router.flights) == 0
+    system.add_worker()
+    system.kill_worker()
+    system.finish()
+    assert asked.is_whole
+
+
+def test_a_guardian_that_was_away_can_not_take_what_another_one_guards_now(system: System) -> None:
+    asked = system.ask()
+    system.add_worker()
+    first = system.router
+    cut_off(system, first, 2.0)
+    assert system.named == ["r1"]
+    system.drain_worker()
+    system.finish()
+    assert asked.is_whole
+    assert len(system.client.heard[asked.inbox].workers) == 2
+
+
+def test_a_guardian_that_is_only_slow_stays_one(system: System) -> None:
+    asked = system.ask()
+    first = system.router
+    first.process.is_paused = True
+    system.world.run(3.0)
+    first.process.is_paused = False
+    assert system.named == []
+    system.add_worker()
+    system.kill_worker()
+    system.finish()
+    assert asked.is_whole
+
+
+def test_a_request_handed_over_twice_in_a_row_is_placed_once(system: System) -> None:
+    system.routers.append(RouterProcess(system.world, system.broker, "r2"))
+    asked = system.ask()
+    system.drain_worker()
+    system.world.run(1.0)
+    system.stop_router()
+    system.world.run(0.5)
+    system.stop_router()
+    system.world.run(0.5)
+    system.add_worker()
+    system.finish()
+    assert asked.is_whole
+
+
+# Cancels and deadlines
+
+
+def kill_router_then_worker(system: System) -> None:
+    system.kill_router()
+    system.world.run(2.0)
+    system.kill_worker()
+
+
+def drain_then_stop_router(system: System) -> None:
+    system.drain_worker()
+    system.world.run(0.5)
+    system.stop_router()
+
+
+def drain_during_restart(system: System) -> None:
+    kill(system.routers[1].process, system.routers[1].bus)
+    system.routers.pop()
+    system.kill_router()
+    system.drain_worker()
+    system.world.run(1.0)
+    system.routers.append(RouterProcess(system.world, system.broker, "r9"))
+
+
+def die_at_take(system: System) -> None:
+    system.when(about_take, lambda: kill(system.worker.process, system.worker.bus, system.worker.incoming))
+    system.drain_worker()
+
+
+def lose_an_acceptance(system: System) -> None:
+    system.when(is_acceptance, lambda: system.worker.incoming.cut(lingers=True))
+    system.kill_router()
+
+
+FAULTS: list[Strike] = [
+    System.drain_worker,
+    System.kill_router,
+    System.stop_router,
+    kill_router_then_worker,
+    drain_then_stop_router,
+    drain_during_restart,
+    die_at_take,
+    lose_an_acceptance,
+]
+
+
+@pytest.mark.parametrize("later_s", [0.0, 0.003, 0.1, 1.2, 3.1])
+@pytest.mark.parametrize("strike", FAULTS)
+def test_a_cancel_ends_a_stream_once_whatever_happens_to_its_router_and_its_worker(
+    system: System, strike: Strike, later_s: float
+) -> None:
+    system.library.ask(150, seed=1, resume=False)
+    system.world.run(1.0)
+    system.world.at(system.world.now + later_s, lambda: system.library.cancel(0))
+    strike(system)
+    system.world.run(4.0)
+    system.add_worker()
+    system.finish()
+    assert ends_of(system) == ["cancelled"]
+
+
+@pytest.mark.parametrize("has_successor", [False, True])
+@pytest.mark.parametrize("timeout_ms", [1_000.5, 1_003.0, 1_100.0, 2_200.0, 4_000.0])
+@pytest.mark.parametrize("strike", FAULTS)
+def test_a_deadline_ends_a_stream_once_whatever_happens_to_its_router_and_its_worker(
+    system: System, strike: Strike, timeout_ms: float, has_successor: bool
+) -> None:
+    system.library.ask(150, seed=1, resume=False, timeout_ms=timeout_ms)
+    asked_at = system.world.now
+    system.world.run(1.0)
+    strike(system)
+    if has_successor:
+        system.add_worker()
+    system.finish()
+    (asked,) = system.library.asked
+    assert ends_of(system) == ["error"]
+    assert asked.terminal
+    assert asked.terminal.error
+    assert asked.terminal.error.code is errors.Code.DEADLINE_EXCEEDED
+    assert asked.ended_at is not None
+    assert asked.ended_at - asked_at < timeout_ms / 1e3 + 3.0  # until the loss of a worker is noticed
+
+
+def ends_of(system: System) -> list[str]:
+    """Returns the finish reasons of all that has come for the library's only request."""
+    return [reason for heard in system.library.heard.values() for reason, _, _ in heard.ends]
