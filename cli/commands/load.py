@@ -82,7 +82,7 @@ async def _unload(options: argparse.Namespace, client: Client) -> int:
     async for reply in _ask(options, client, internal.Control(op="unload")):
         if reply.error is not None:
             return await print_request_error(client, None, reply.error)
-        print(f"{options.worker_id} accepts no new requests and will leave when its running ones have finished or gone elsewhere")
+        print(f"{options.worker_id} accepts no new requests, and leaves when its running ones have ended or moved")
         return 0
     return print_error("the worker does not answer")
 
