@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import structlog
 from nats.aio.msg import Msg
 
 from tests.sim.engine import Token, first_token
@@ -19,8 +20,8 @@ _guards = codec.Decoder(internal.Guard)
 class Guarded(Stage):
     """A frontend, and everything that it says about guardians; the router `peer` does not listen at first."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
+    def __init__(self, world: World, token_s: float = 0.1) -> None:
+        super().__init__(world, token_s)
         self.offers: list[tuple[float, internal.Guard]] = []
         """When each offer came, and what it says."""
         self.entries = self.overhear(NAMES.events(MODEL, "w0"), internal.Events)
@@ -28,7 +29,18 @@ class Guarded(Stage):
 
     def _take_offer(self, message: Msg) -> None:
         assert message.reply == GUARDED
-        self.offers.append((self.world.now, _guards.decode(message.data)))
+        guard = _guards.decode(message.data)
+        given = guard.run.resume_from
+        tokens = [] if given is None else block_hash.unpack_token_ids(given.token_ids)
+        said = [token for name, token in self._said() if name == guard.stream_no]
+        assert tokens[len(tokens) - len(said) :] == said, "an offer has the tokens of all entries before it"
+        self.offers.append((self.world.now, guard))
+
+    def _said(self) -> Iterator[tuple[int, int]]:
+        """Yields the streams and the tokens in the log."""
+        for entry in self.entries:
+            names, tokens = map(block_hash.unpack_token_ids, (entry.stream_nos, entry.token_ids))
+            yield from zip(names, tokens, strict=True)
 
     def reconfigure(self, **changes: object) -> None:
         """Changes the engine's configuration."""
@@ -59,17 +71,34 @@ class Guarded(Stage):
         """The guardians in the log, entry by entry."""
         return [entry.guardians for entry in self.entries if entry.guardians]
 
+    @property
     def said(self) -> list[int]:
-        """The tokens in the log."""
-        return [token for entry in self.entries for token in block_hash.unpack_token_ids(entry.token_ids)]
+        """The tokens of the only stream in the log."""
+        return [token for _, token in self._said()]
+
+    def unguard(self, key: str = KEY, router_id: str = "peer") -> None:
+        """Says in the name of a router that it does not guard a stream."""
+        unknown = internal.Unguarded(router_id="peer", request_ids=[key, "default:r3"])
+        self.peer.publish(NAMES.unguarded(MODEL, "w0", router_id), codec.encode(unknown))
+        self.world.run(0.02)
+
+
+def make(token_s: float) -> Iterator[Guarded]:
+    with world(seed=5) as made:
+        yield Guarded(made, token_s)
+        for process in made.processes:
+            assert process.faults == [], process
 
 
 @pytest.fixture
 def stage() -> Iterator[Guarded]:
-    with world(seed=5) as made:
-        yield Guarded(made)
-        for process in made.processes:
-            assert process.faults == [], process
+    yield from make(0.1)
+
+
+@pytest.fixture
+def slow_stage() -> Iterator[Guarded]:
+    """A frontend whose engine takes a minute for a step."""
+    yield from make(60.0)
 
 
 def test_each_guardian_is_asked_once_a_second_about_its_own_streams_and_nothing_is_offered(stage: Guarded) -> None:
@@ -114,17 +143,14 @@ def test_of_a_guardian_s_streams_those_that_it_does_not_know_are_offered(stage: 
     stage.listen()
     for name in ("r1", "r2"):
         stage.run(name=name, max_tokens=90)
-    unknown = internal.Unguarded(router_id="peer", request_ids=["default:r2", "default:r3"])
-    stage.peer.publish(NAMES.unguarded(MODEL, "w0", "peer"), codec.encode(unknown))
-    stage.world.run(0.1)
+    stage.unguard("default:r2")
     assert [guard.run.request_id for _, guard in stage.offers] == ["default:r2"]
 
 
 def test_a_router_can_not_speak_for_another_one_s_streams(stage: Guarded) -> None:
     stage.listen()
     stage.run(max_tokens=90)
-    unknown = internal.Unguarded(router_id="peer", request_ids=[KEY])
-    stage.peer.publish(NAMES.unguarded(MODEL, "w0", "other"), codec.encode(unknown))
+    stage.unguard(router_id="other")
     stage.world.run(2.0)
     assert (stage.offers, stage.guardian) == ([], "peer")
 
@@ -149,7 +175,7 @@ def test_an_offer_has_everything_that_another_worker_would_need(stage: Guarded) 
     assert given is not None
     tokens = block_hash.unpack_token_ids(given.token_ids)
     assert len(tokens) > 2
-    assert tokens == stage.said()[: len(tokens)]
+    assert tokens == stage.said[: len(tokens)]
     first = first_token(Token.of(tokens[0]))
     assert (given.cached_tokens, given.queue_ms, given.prefill_ms) == (
         first.cached_tokens,
@@ -159,13 +185,10 @@ def test_an_offer_has_everything_that_another_worker_would_need(stage: Guarded) 
     assert given.elapsed_ms == pytest.approx(elapsed_ms, abs=10.0)
 
 
-def test_an_offer_of_a_stream_without_tokens_continues_nothing() -> None:
-    with world(seed=5) as made:
-        stage = Guarded(made)
-        stage.frontend.engine._token_s = 60.0  # type: ignore[union-attr]
-        stage.run()
-        made.run_until(lambda: len(stage.offers) == 1)
-        assert stage.offers[0][1].run.resume_from is None
+def test_an_offer_of_a_stream_without_tokens_continues_nothing(slow_stage: Guarded) -> None:
+    slow_stage.run()
+    slow_stage.world.run_until(lambda: len(slow_stage.offers) == 1)
+    assert slow_stage.offers[0][1].run.resume_from is None
 
 
 def test_what_a_stream_had_when_it_came_and_what_it_has_sampled_since_is_offered(stage: Guarded) -> None:
@@ -180,17 +203,19 @@ def test_what_a_stream_had_when_it_came_and_what_it_has_sampled_since_is_offered
     tokens = block_hash.unpack_token_ids(offered.token_ids)
     assert tokens[:3] == given
     assert len(tokens) > 5
-    assert tokens[3:] == stage.said()[: len(tokens) - 3]
+    assert tokens[3:] == stage.said[: len(tokens) - 3]
     assert (offered.cached_tokens, offered.queue_ms, offered.prefill_ms) == (2, 4.0, 5.0)
     assert 9_000.0 < offered.elapsed_ms < 11_000.0
 
 
-def test_the_log_names_whoever_accepts_an_offer_first_and_the_offers_end(stage: Guarded) -> None:
+def test_the_log_names_at_once_whoever_accepts_an_offer_first_and_the_offers_end(slow_stage: Guarded) -> None:
+    stage = slow_stage
     stage.run(max_tokens=90)
     stage.world.run_until(lambda: len(stage.offers) == 1)
     asked = stage.listen("r9")
     stage.answer("r9")
-    assert (stage.named, stage.guardian) == ([{stage.offers[0][1].stream_no: "r9"}], "r9")
+    assert stage.named == [{stage.offers[0][1].stream_no: "r9"}]
+    assert stage.guardian == "r9"
     stage.answer("r8")
     stage.world.run(2.1)
     assert (len(stage.named), stage.guardian, len(stage.offers)) == (1, "r9", 1)
@@ -241,18 +266,31 @@ def test_a_stream_that_has_ended_is_not_offered(stage: Guarded) -> None:
     assert stage.named == []
 
 
-def test_nothing_is_offered_while_tokens_wait_for_the_broker(stage: Guarded) -> None:
-    """What is offered must have left before."""
-    stage.run(max_tokens=90)
+def test_while_the_broker_takes_nothing_nobody_is_asked_and_nothing_is_offered(stage: Guarded) -> None:
+    for name, router_id in (("r1", "gone"), ("r2", "peer")):
+        stage.run(name=name, router_id=router_id, max_tokens=90)
+    asked = stage.listen()
     stage.world.run_until(lambda: len(stage.offers) == 1)
+    asked.clear()
     stage.frontend.bus.is_busy = True
     stage.world.run(1.2)
     stage.frontend.bus.is_busy = False
     stage.world.run(1.2)
-    (_, _), (_, guard) = stage.offers
-    assert guard.run.resume_from is not None
-    tokens = block_hash.unpack_token_ids(guard.run.resume_from.token_ids)
-    assert tokens == stage.said()[: len(tokens)]
+    assert (len(stage.offers), len(asked)) == (2, 1)
+
+
+@pytest.mark.parametrize("max_tokens", [7, 90])
+def test_what_waits_for_the_broker_leaves_before_the_offer_of_its_stream(stage: Guarded, max_tokens: int) -> None:
+    """If that ends the stream, there is nothing to offer."""
+    stage.listen()
+    stage.run(max_tokens=max_tokens)
+    stage.world.run_until(lambda: len(stage.said) == 5)
+    stage.frontend.bus.is_busy = True
+    stage.world.run(0.22)
+    stage.frontend.bus.is_busy = False
+    stage.unguard()
+    assert len(stage.said) == 7
+    assert len(stage.offers) == (max_tokens > 7)
 
 
 @pytest.mark.parametrize("subject", [GUARDED, NAMES.unguarded(MODEL, "w0", "peer")])
@@ -270,7 +308,9 @@ def test_a_stream_too_large_for_an_offer_goes_on_without_a_guardian(stage: Guard
     stage.run(max_tokens=90, prompt=[7] * 100_000)
     stage.run(name="r2", max_tokens=90)
     stage.frontend.bus.max_payload = 400_000
-    stage.world.run(3.5)
+    with structlog.testing.capture_logs() as logs:
+        stage.world.run(3.5)
+    assert [line["request_id"] for line in logs if line["event"] == "stream_not_offered"] == [KEY]
     assert [guard.run.request_id for _, guard in stage.offers] == ["default:r2"] * 3
     stage.world.run(8.0)
     assert [chunk.finish_reason for chunk in stage.peer.chunks if chunk.finish_reason] == ["length", "length"]

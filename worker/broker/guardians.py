@@ -98,7 +98,6 @@ class Guardians:
             self._unheard_since[token] = now
             asyncio.get_running_loop().call_later(_CONFIRM_S, self._check_again, token)
         elif now - self._unheard_since[token] >= _CONFIRM_S:
-            del self._unheard_since[token]
             self._lose(token, list(self._of(token)))
 
     def _check_again(self, token: str) -> None:

@@ -152,7 +152,7 @@ class Streams:
 
     @property
     def has_taken(self) -> bool:
-        """Whether a router has taken a stream lately."""
+        """Whether routers have taken streams."""
         return len(self._taken) > 0
 
     async def wait_none(self) -> None:
@@ -215,7 +215,6 @@ class Streams:
             self._outbox.put_head(self._streams[key], now, is_probe=True)
         self._outbox.flush()
         self._ended.expire(now)
-        self._taken.expire(now)
         self._early_cancels.expire(now)
 
     def running_requests(self, asked: internal.SnapshotRequest) -> list[internal.RunningRequest] | None:

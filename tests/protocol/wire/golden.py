@@ -287,7 +287,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ("drop", internal.Control(op="drop", request_id="default:r-1", attempt=2)),
     ("moved", internal.Control(op="drop", request_id="default:r-1", attempt=2, moved=True)),
     ("drain", internal.Control(op="drain")),
-    ("take", internal.Take(request_id="default:r-1", attempt=2, known_tokens=3, router_id="router-1")),
+    ("take", internal.Take(request_id="default:r-1", attempt=2, known_tokens=3, router_id="r-2")),
     (
         "taken",
         internal.TakeReply(
