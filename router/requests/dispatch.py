@@ -50,7 +50,8 @@ class Dispatcher:
         `lost` is the worker that had it before, if that is gone. Raises RequestError if no worker accepts it, and
         AlreadyStreamingError if a worker has it already."""
         refused: dict[str, errors.Error] = {}
-        tries, served_at = 0, time.monotonic()
+        tries, pauses = 0, 0
+        began_at = served_at = time.monotonic()
         while tries < _MAX_TRIES:
             if flight.cancelled or self.is_stopped:
                 return
@@ -59,6 +60,7 @@ class Dispatcher:
                 raise errors.request_error(errors.Code.DEADLINE_EXCEEDED)
             with flight.span.start_child("place"):
                 outcome = await self._queue.place(flight, refused)
+            is_patient = flight.has_begun and time.monotonic() - began_at < self._patience_s
             match outcome:
                 case None:
                     return
@@ -70,14 +72,17 @@ class Dispatcher:
                     await asyncio.sleep(_RETRY_S)
                     continue
                 case NoWorker():
-                    # Every worker has refused. Those that were merely unreachable get another chance after a pause.
-                    unreachable = [worker_id for worker_id, error in refused.items() if error.code in _UNREACHABLE]
-                    if not unreachable and not self._may_return(flight, refused):
+                    # Every worker has refused. Those that were merely unreachable, or too busy for a stream that has
+                    # begun, get another chance after a pause.
+                    passing = (*_UNREACHABLE, errors.Code.OVERLOADED) if is_patient else _UNREACHABLE
+                    again = [worker_id for worker_id, error in refused.items() if error.code in passing]
+                    if not again and not self._may_return(flight, refused):
                         break
-                    for worker_id in unreachable:
+                    for worker_id in again:
                         del refused[worker_id]
-                    await asyncio.sleep(_RETRY_S * 2 ** min(tries, 3))
-                    tries += 1
+                    await asyncio.sleep(_RETRY_S * 2 ** min(pauses, 3))
+                    pauses += 1
+                    tries += not is_patient
                 case Placement(worker) as placement:
                     refusal = await self._try(flight, placement, lost)
                     if refusal is None:
@@ -85,7 +90,9 @@ class Dispatcher:
                     if refusal.code is errors.Code.WORKER_LOST:
                         lost = worker
                     refused[worker.card.worker_id] = refusal
-                    tries += not worker.has_no_responders
+                    # several routers may choose the same worker at a time, which then has no room for all
+                    is_busy = is_patient and refusal.code is errors.Code.OVERLOADED
+                    tries += not worker.has_no_responders and not is_busy
             served_at = time.monotonic()
         if not flight.cancelled and not self.is_stopped:
             raise errors.RequestError(_final_error(flight, refused))

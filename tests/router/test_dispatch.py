@@ -1,14 +1,15 @@
 """A request whose worker is lost goes on elsewhere only if this router still has all that another worker needs."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import pytest
 
 from tests.router.builders import at, card, events, fleet_of, flight, known
+from tests.sim.world import Process, world
 from tokenbus.protocol.wire import errors, internal, messages, subjects
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.metrics import RouterMetrics
-from tokenbus.router.placement.placement import Placement, PlacementRequest
+from tokenbus.router.placement.placement import NoWorker, Placement, PlacementRequest
 from tokenbus.router.requests.attempts import Revocation
 from tokenbus.router.requests.dispatch import Dispatcher
 from tokenbus.router.requests.flight import Flight, Flights
@@ -24,8 +25,11 @@ class Attempts:
         self._flights = flights
         self.continued: list[list[int]] = []
         """The tokens behind which a run continued its request."""
+        self.takes: list[bool] = []
+        """Whether each revocation was to take the request."""
 
     async def revoke(self, flight: Flight, worker: Worker, *, takes: bool = False) -> Revocation:
+        self.takes.append(takes)
         return Revocation.DROPPED
 
     def move(self, flight: Flight, address: subjects.WorkerAddress, attempt: int) -> None:
@@ -38,6 +42,35 @@ class Attempts:
 
     def accept(self, flight: Flight, card: messages.Card) -> None:
         self._flights.accept(flight, card.worker_id, 0.0)
+
+
+class Refusals:
+    """Lets the only worker refuse a run some times before it accepts one. It is placement queue and attempts."""
+
+    def __init__(self, code: errors.Code, num_refusals: int) -> None:
+        self.fleet, self.flights = fleet_of(card("w1")), Flights(8, 1_000)
+        self.num_runs = 0
+        self._code = code
+        self._num_refusals = num_refusals
+        self.dispatcher = Dispatcher(self.fleet, self, self, RouterMetrics(), 60.0)  # type: ignore[arg-type]
+        self.flight = flight("r1")
+        self.flights.add(self.flight, 10)
+        self.flights.set_prompt_ids(self.flight, b"1234")
+
+    async def dispatch(self, *, has_begun: bool) -> None:
+        """Dispatches a request in virtual time."""
+        self.flight.first_accepted_at = 0.0 if has_begun else None
+        await self.dispatcher.dispatch(self.flight)
+
+    async def place(self, flight: Flight, excluded: Collection[str]) -> Placement | NoWorker:
+        return NoWorker() if "w1" in excluded else Placement(known(self.fleet), "kv")
+
+    async def run(self, flight: Flight, placement: Placement) -> errors.Error | None:
+        self.num_runs += 1
+        if self.num_runs <= self._num_refusals:
+            return errors.make_error(self._code)
+        self.flights.accept(flight, "w1", 0.0)
+        return None
 
 
 class Testbed:
@@ -53,7 +86,7 @@ class Testbed:
         self.attempts = Attempts(self.flights)
         metrics = RouterMetrics()
         self._recovery = Recovery(self.fleet, self.flights, self.attempts, None, metrics, "router-1")  # type: ignore[arg-type]
-        self._dispatcher = Dispatcher(self.fleet, self, self.attempts, metrics, 60.0)  # type: ignore[arg-type]
+        self.dispatcher = Dispatcher(self.fleet, self, self.attempts, metrics, 60.0)  # type: ignore[arg-type]
         self.flight = flight("r1", stream=stream)
         self.flights.add(self.flight, 10)
         self.flights.set_prompt_ids(self.flight, b"1234")
@@ -67,7 +100,7 @@ class Testbed:
     async def redispatch(self, late: Sequence[internal.Events]) -> None:
         """Continues the request. What is `late` comes while it waits for a worker."""
         self._late = late
-        await self._dispatcher.redispatch(self.flight, self._lost, is_certain=True)
+        await self.dispatcher.redispatch(self.flight, self._lost, is_certain=True)
 
     async def place(self, flight: Flight, excluded: Collection[str]) -> Placement:
         self.hear(*self._late)
@@ -125,3 +158,56 @@ async def test_a_request_that_turns_out_to_have_ended_while_it_waited_is_not_con
     assert testbed.attempts.continued == []
     assert testbed.flight.worker_id == testbed.flight.ended_by == "w1"
     assert known(testbed.fleet, "w2").num_requests == 0
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    with world(seed=1) as made:
+        yield made.process("router")
+
+
+def test_a_stream_that_has_begun_waits_for_room_at_the_only_worker_that_can_continue_it(process: Process) -> None:
+    """Several routers may have sent their streams there at the same time."""
+    refusals = Refusals(errors.Code.OVERLOADED, 40)
+    process.do(refusals.dispatch(has_begun=True))
+    assert (refusals.flight.worker_id, refusals.num_runs) == ("w1", 41)
+
+
+@pytest.mark.parametrize(
+    ("code", "has_begun", "at_most"),
+    [(errors.Code.OVERLOADED, False, 1), (errors.Code.SHUTTING_DOWN, True, 1), (errors.Code.NO_WORKER, True, 12)],
+)
+def test_other_refusals_end_a_request_soon(process: Process, code: errors.Code, has_begun: bool, at_most: int) -> None:
+    refusals = Refusals(code, 1_000)
+    with pytest.raises(errors.RequestError) as refused:
+        process.do(refusals.dispatch(has_begun=has_begun))
+    assert (refused.value.error.code, refusals.num_runs) == (code, at_most)
+
+
+def test_a_stream_for_which_no_worker_ever_has_room_ends(process: Process) -> None:
+    refusals = Refusals(errors.Code.OVERLOADED, 1_000)
+    began_at = process.world.now
+    with pytest.raises(errors.RequestError):
+        process.do(refusals.dispatch(has_begun=True))
+    assert 60.0 < process.world.now - began_at < 70.0
+
+
+@pytest.mark.parametrize("is_leaving", [False, True])
+async def test_a_stream_is_taken_from_a_worker_that_leaves_and_goes_on_though_its_last_token_is_not_sealed(
+    is_leaving: bool,
+) -> None:
+    testbed = Testbed()
+    worker = known(testbed.fleet, "w1")
+    worker.state = messages.WorkerState.LEAVING if is_leaving else messages.WorkerState.READY
+    testbed.flight.completion.last_seq = 99
+    await testbed.dispatcher.redispatch(testbed.flight, worker, is_certain=False)
+    assert testbed.attempts.takes == [is_leaving]
+    assert testbed.attempts.continued == [[5]]
+    assert repr(testbed.flight.completion) == "<Completion 1 tokens, 0 losses>"
+
+
+async def test_a_router_that_stops_dispatches_nothing_more() -> None:
+    refusals = Refusals(errors.Code.OVERLOADED, 0)
+    refusals.dispatcher.is_stopped = True
+    await refusals.dispatch(has_begun=True)
+    assert (refusals.num_runs, refusals.flight.worker_id) == (0, None)

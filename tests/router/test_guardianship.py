@@ -445,6 +445,13 @@ async def test_a_request_that_another_router_hands_on_is_dispatched_here() -> No
     assert testbed.dispatcher.dispatched == [one]
 
 
+@pytest.mark.parametrize("reply", ["", GUARDED, "tokenbus.v1.cancel.r1", "_INBOXES.a", "_INBOX"])
+async def test_a_request_that_no_router_hands_on_has_no_answer(reply: str) -> None:
+    testbed = await Testbed.opened()
+    assert testbed.offer(request(), NAMES.guard("demo"), reply) is None
+    assert len(testbed.flights) == 0
+
+
 async def test_a_request_that_no_worker_has_accepted_yet_has_not_begun_here_either() -> None:
     testbed = await Testbed.opened()
     assert testbed.hand_on(request()) is not None

@@ -104,9 +104,8 @@ async def test_a_stream_that_nobody_takes_ends_in_the_loss_of_its_worker() -> No
 
 
 async def test_a_cancelled_request_is_not_offered() -> None:
-    testbed = Testbed("a")
-    await asyncio.sleep(0)
-    testbed.lifecycle.cancel("default:a")
+    testbed = Testbed()
+    testbed.add("a").cancelled = True
     await testbed.shut_down()
     assert (testbed.offered, testbed.terminals.ends) == ([], [("default:a", None)])
 

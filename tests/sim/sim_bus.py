@@ -88,10 +88,10 @@ class SimBus:
 
     async def unsubscribe(self, subscription: bus.Subscription) -> None:
         assert isinstance(subscription, Subscription)
-        self._subscriptions.remove(subscription)
         self._put(lambda link: _forget(link, subscription))
         with contextlib.suppress(TimeoutError, ConnectionError):
             await self.flush()
+        self._subscriptions.remove(subscription)
 
     async def request(
         self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
