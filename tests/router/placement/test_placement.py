@@ -263,6 +263,19 @@ def test_requests_that_arrive_one_by_one_are_spread() -> None:
     assert max(counts.values()) <= 30, counts
 
 
+def test_a_worker_that_has_just_started_does_not_draw_a_whole_burst() -> None:
+    fleet = fleet_with_blocks(0, 0, 0, 0, max_num_seqs=64)
+    for number in range(3):
+        load = messages.Load(running=4, generated_tokens=1_000)
+        fleet.apply_events("demo", events(f"w{number}", seq=1, load=load), 0.0)
+    rng = random.Random(1)
+    assert placed(fleet, KvAware(), rng) == "w3"
+    for _ in range(27):
+        place(fleet, KvAware(), rng)
+    assert sum(requests_at(fleet)) == 40
+    assert max(requests_at(fleet)) <= 11, requests_at(fleet)
+
+
 def test_removed_blocks_and_those_of_a_dead_engine_are_no_longer_held() -> None:
     fleet = fleet_with_blocks(10, 4)
     fleet.apply_events("demo", events("w0", seq=1, removed=tuple(PROMPT[2:])), 0.0)
