@@ -51,8 +51,8 @@ class Worker:
         """Keys of the requests that it says it has, whichever router placed them."""
         self.row = -1
         """Its row in its model's worker table and its bit in the prefix index."""
-        self.processed_tokens = 0
-        """Tokens that it has computed and generated until its last applied event."""
+        self.processed_tokens: int | None = None
+        """Tokens that it has computed and generated until its last applied event, if there was one."""
         self.applied_load = messages.Load()
         self.applied_at = 0.0
         """Load and time of its last applied event."""

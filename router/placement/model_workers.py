@@ -107,7 +107,7 @@ class ModelWorkers:
         if events.stored:
             worker.num_unreported = 0
         processed = events.load.computed_tokens + events.load.generated_tokens
-        if processed > worker.processed_tokens:
+        if worker.processed_tokens is not None and processed > worker.processed_tokens:
             self._table.record_work(worker.row, processed - worker.processed_tokens, now)
         worker.processed_tokens = processed
         self.refresh(worker)

@@ -59,7 +59,8 @@ class WorkerRow(NamedTuple):
     decode_slowdown: float = 1.0
     """The same for the tokens of streams."""
     utilization: float = 0.0
-    """Its recent work compared with the most it has ever done: 0 when idle, near 1 at its most."""
+    """Its recent work compared with the most it has ever done: 0 when idle, near 1 at its most. While it has only its
+    first requests, it is the median of the others'."""
     last_chosen: int = 0
     """Larger the later it was chosen last; 0 if never."""
 
@@ -110,6 +111,8 @@ class WorkerTable:
         is_back = values.last_seen_at - column[1] > _LATE_EVENT_S
         if is_back or was_late != is_late or (values.is_open, values.context_length) != (column[0], column[3]):
             self._eligible = self._eligible._replace(until=-math.inf)
+        if values.requests and not column[_COLUMN["requests"]] and not self._peak[row]:
+            self._utilization_at = -math.inf  # its first requests
         column[:_FIRST_DERIVED] = values[:_FIRST_DERIVED]
 
     def matches(self, row: int, values: WorkerRow) -> bool:
@@ -181,7 +184,13 @@ class WorkerTable:
         self._utilization_at = now
         recent = self._work * np.exp((self._worked_at - now) / WORK_DECAY_S) / np.maximum(self._peak, 1.0)
         # bent, so that a little work already tells an idle worker from one that is not
-        self.column("utilization")[:] = recent / (recent + _HALF_UTILIZED_SHARE)
+        utilization = recent / (recent + _HALF_UTILIZED_SHARE)
+        has_worked = self._peak > 0
+        # a worker that has only got its first requests would draw all others too, until it reports any work
+        is_starting = ~has_worked & (self.column("requests") > 0)
+        if is_starting.any() and has_worked.any():
+            utilization[is_starting] = np.median(utilization[has_worked])
+        self.column("utilization")[:] = utilization
 
     def _grow(self) -> None:
         self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)

@@ -39,14 +39,15 @@ class Heard:
         """Asserts that no rule was broken, and that there is one end, however often it is repeated.
 
         Where messages were lost, a router may not know of an end before it has lost the worker. Then it ends a stream
-        in an error, and has a whole answer made again. The client has stopped listening by then."""
+        in an error, or because the client cancels what it has stopped listening to, and has a whole answer made
+        again."""
         assert self.broken_rules == [], self
         others = set(self.ends[1:]) - set(self.ends[:1])
         if ends_are_known:
             assert not others, self
             assert not self.late_keepalives, self
         elif self.is_streamed:
-            assert all((reason, worker_id) == ("error", None) for reason, _, worker_id in others), self
+            assert all(reason in ("error", "cancelled") and worker_id is None for reason, _, worker_id in others), self
 
     def _check_order(self, chunk: messages.Chunk) -> None:
         if self.ends and chunk.finish_reason is None and chunk.worker_id is None and not chunk.tokens:

@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint
 import numpy as np
 import pytest
 
-from tests.router.builders import at, card, events, stored
+from tests.router.builders import at, card, events, known, stored
 from tokenbus.protocol.wire import messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement.placement import NoWorker, Placement, PlacementOptions, PlacementRequest
@@ -261,6 +261,34 @@ def test_requests_that_arrive_one_by_one_are_spread() -> None:
             load = messages.Load(computed_tokens=done[f"w{one}"])
             fleet.apply_events("demo", events(f"w{one}", seq=number, load=load), float(number))
     assert max(counts.values()) <= 30, counts
+
+
+def test_a_worker_that_has_just_started_does_not_draw_a_whole_burst() -> None:
+    fleet = fleet_with_blocks(0, 0, 0, 0, max_num_seqs=64)
+    for number in range(3):
+        load = messages.Load(running=4, generated_tokens=1_000)
+        fleet.apply_events("demo", events(f"w{number}", seq=1, load=load), 0.0)
+    rng = random.Random(1)
+    assert placed(fleet, KvAware(), rng) == "w3"
+    for _ in range(27):
+        place(fleet, KvAware(), rng)
+    assert sum(requests_at(fleet)) == 40
+    assert max(requests_at(fleet)) <= 11, requests_at(fleet)
+
+
+def test_what_a_worker_did_before_the_router_heard_it_is_not_its_most_work() -> None:
+    """Or nothing that it does would be a share worth mentioning, for as long as that counts."""
+    fleet = Fleet(began_at=0.0)
+    for number, blocks in enumerate([stored(PROMPT), ()]):
+        fleet.apply_card(card(f"w{number}", **BLOCKS), 0.0)
+        load = messages.Load(computed_tokens=10**9)
+        fleet.apply_events("demo", events(f"w{number}", load=load, stored=blocks), 0.0)
+    assert chosen(fleet).worker.card.worker_id == "w0"
+    fleet.unbook(at("w0"), next(iter(known(fleet, "w0").bookings)))
+    for number, tokens in enumerate([1_000, 0]):
+        load = messages.Load(computed_tokens=10**9 + tokens)
+        fleet.apply_events("demo", events(f"w{number}", seq=1, load=load), 60.0)
+    assert chosen(fleet, now=60.0).worker.card.worker_id == "w1"
 
 
 def test_removed_blocks_and_those_of_a_dead_engine_are_no_longer_held() -> None:
