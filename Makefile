@@ -20,7 +20,8 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/laws
 
-# The long form of the hostile tests, with a report at the end: 20,000 messages, 60 Ctrl-Cs, 50 forged cards and runs.
+# The long form of the hostile tests, with a report at the end: 20,000 messages, 60 Ctrl-Cs, 50 forged cards and runs, and
+# brokers that fail in every way, alone and in a cluster.
 hostile: $(READY)
 	TOKENBUS_HOSTILE=long $(BIN)/pytest -q tests/hostile $(ARGS)
 

@@ -31,7 +31,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     Passwords and tokens have no flag, because every user of the machine can read a process's command line."""
     url = _variable("--nats") or _DEFAULT_URL
     now = nats.redact_url(url).replace("%", "%%")
-    parser.add_argument("--nats", metavar="URL", default=url, help=f"the broker (variable TOKENBUS_NATS; now {now})")
+    text = f"the broker, or servers of a cluster, comma-separated (variable TOKENBUS_NATS; now {now})"
+    parser.add_argument("--nats", metavar="URL", default=url, help=text)
     parser.add_argument(
         "--nats-inbox",
         metavar="PREFIX",

@@ -17,8 +17,9 @@ from tokenbus.protocol.wire import codec, errors, messages
 _chunks = codec.Decoder(messages.Chunk)
 _resyncs = codec.Decoder(messages.ResyncReply)
 
-MAX_UNREAD_CHUNKS = 65_536
-"""Chunks that may wait for a slow reader. If there are more, the stream ends with an error."""
+MAX_UNREAD_BYTES = 4 * 1024 * 1024
+"""Bytes of chunks, as they came, that may wait for a slow reader. With more the stream ends with an error. In memory
+they take about four times as much."""
 
 
 class Transport(Protocol):
@@ -71,7 +72,9 @@ class Stream:
         self._continuation = Continuation(request, now, resume=resume)
         self._reassembler = Reassembler(len(request.resume_from.token_ids) if request.resume_from else 0)
         self._resync_timer = ResyncTimer(now, streamed=request.is_streamed)
-        self._unread: deque[messages.Chunk] = deque()
+        self._unread: deque[tuple[messages.Chunk, int]] = deque()
+        """Chunks, each with the bytes of the message that it came in."""
+        self._unread_bytes = 0
         self._arrived = asyncio.Event()
         self._is_cancelled = False
         self._ended = False
@@ -93,7 +96,9 @@ class Stream:
                 raise StopAsyncIteration
             self._arrived.clear()
             await self._arrived.wait()
-        return self._unread.popleft()
+        chunk, num_bytes = self._unread.popleft()
+        self._unread_bytes -= num_bytes
+        return chunk
 
     async def __aenter__(self) -> "Stream":
         return self
@@ -142,7 +147,7 @@ class Stream:
             if final is None:
                 return
             chunk = codec.replace(chunk, error=final)
-        self._add(chunk, now)
+        self._add(chunk, len(payload), now)
 
     def feed_resync(self, payload: bytes, now: float) -> None:
         """Takes the answer to a resync."""
@@ -195,11 +200,11 @@ class Stream:
             finish_reason=reason,
             error=codec.unset_if_none(error),
         )
-        self._unread.append(terminal)
+        self._unread.append((terminal, 0))
         self._trace(terminal)
         self._finish()
 
-    def _add(self, chunk: messages.Chunk, now: float) -> None:
+    def _add(self, chunk: messages.Chunk, num_bytes: int, now: float) -> None:
         try:
             added = self._reassembler.add(chunk)
         except BrokenStreamError as error:
@@ -208,19 +213,20 @@ class Stream:
         match added:
             case Ready(new):
                 self._resync_timer.chunk_received(now)
-                self._take(self._continuation.take(new), now)
+                self._take(self._continuation.take(new), num_bytes, now)
             case Gap():
                 self._resync_timer.gap_found(now)
                 self.tick(now)  # sends the resync at once
             case Duplicate():
                 pass
 
-    def _take(self, chunk: messages.Chunk, now: float) -> None:
-        if len(self._unread) >= MAX_UNREAD_CHUNKS:
-            problem = f"the reader is too slow: {MAX_UNREAD_CHUNKS} chunks were not read"
+    def _take(self, chunk: messages.Chunk, num_bytes: int, now: float) -> None:
+        if self._unread and self._unread_bytes + num_bytes > MAX_UNREAD_BYTES:
+            problem = f"the reader is too slow: {self._unread_bytes} bytes of chunks were not read"
             self._give_up(errors.make_error(errors.Code.OVERLOADED, problem))
             return
-        self._unread.append(chunk)
+        self._unread.append((chunk, num_bytes))
+        self._unread_bytes += num_bytes
         self._arrived.set()
         if chunk.tokens and not self._first_chunk_seen:
             self._first_chunk_seen = True

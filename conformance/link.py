@@ -41,7 +41,7 @@ class _Client(handshake.HandshakeClient):
     """Hands messages over while they are read. nats-py's own callbacks keep the order only within a subscription."""
 
     def __init__(self, settings: connection.Settings) -> None:
-        super().__init__(settings.url, settings.credentials, settings.tls)
+        super().__init__(settings)
         self.callbacks: dict[int, Callback] = {}
         self._num_received = 0
 
@@ -70,19 +70,15 @@ class Link:
     async def open(cls, settings: connection.Settings, inbox_prefix: str) -> "Link":
         """Connects. Raises ConnectionError saying what to do."""
         link = cls(_Client(settings))
-        credentials = settings.credentials
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await link._client.connect(
-                    settings.url,
                     name="wire-check",
                     error_cb=link._note,
                     allow_reconnect=False,
                     inbox_prefix=inbox_prefix,
                     skip_subject_validation=True,
-                    user=credentials.user or None,
-                    password=credentials.password or None,
-                    token=credentials.token or None,
+                    **settings.server_options,
                 )
         except (TimeoutError, OSError, nats.errors.Error) as error:
             with contextlib.suppress(Exception):  # a half-open client may raise anything

@@ -21,6 +21,7 @@ from tokenbus.gateway.openai.response_writer import ResponseWriter
 from tokenbus.gateway.request_log import RequestLog
 from tokenbus.gateway.tenants import Tenants
 from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.http.disconnects import disconnect_of
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import errors
 
@@ -52,7 +53,7 @@ class ChatCompletions:
             with self._limit.admit():  # around the whole request: draining waits for its end
                 await self._serve(request, writer, log, request_id, span)
         except body.ClientDisconnectedError:
-            log.disconnected(is_answered=writer.is_complete)
+            pass  # nobody is left to answer
         except error_responses.ApiError as error:
             await _send_error(error.response, writer, log)
         except errors.RequestError as error:
@@ -61,7 +62,7 @@ class ChatCompletions:
             structlog.get_logger().exception("request_failed", request_id=request_id)
             await _send_error(error_responses.INTERNAL_ERROR, writer, log)
         finally:
-            log.finished(writer.status)
+            log.finished(writer.status, disconnect_of(scope))
             span.set_attributes({"http.response.status_code": writer.status})
             if writer.status is None or writer.status >= 500:
                 span.set_error(str(writer.status or "none"))

@@ -9,8 +9,9 @@ if sys.platform != "win32":
     import resource
 
 _BACKLOG = 2_048
-_GONE_AFTER_S = 30
-"""A client that reads nothing for this long, or whose machine does not answer, counts as gone."""
+_SEND_BUFFER_BYTES = 64 * 1024
+"""Bytes that the kernel buffers for one connection (Linux doubles this). Left to itself, it would buffer megabytes of
+events for a client that does not read."""
 _MOST_CONNECTIONS = 1 << 20
 _OTHER_FILES = 416
 """Files for anything but clients' connections: the status page, refused clients, and the process itself."""
@@ -44,13 +45,15 @@ def inherit(number: int) -> socket.socket:
     return listening
 
 
-def detect_dead_clients(listening: socket.socket) -> None:
-    """Makes the kernel notice clients that vanished. On Linux, accepted connections inherit these options."""
+def detect_slow_clients(listening: socket.socket, deadline_s: float) -> None:
+    """Makes the kernel end connections whose client reads nothing for `deadline_s`, or whose machine does not answer,
+    and limits what it buffers for them. On Linux, accepted connections inherit these options."""
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GONE_AFTER_S * 1_000)
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _GONE_AFTER_S // 2)
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _GONE_AFTER_S // 6)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(deadline_s * 1_000))
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(deadline_s / 2)))
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(deadline_s / 6)))
 
 
 def raise_open_file_limit() -> int:

@@ -1,5 +1,6 @@
 """Every metric of a gateway."""
 
+from tokenbus.protocol.http.disconnects import Disconnect
 from tokenbus.protocol.telemetry.metrics import REQUEST_BUCKETS, TTFT_BUCKETS, Counter, Gauge, Histogram, MetricFamilies
 
 _P = "tokenbus_gateway"
@@ -11,7 +12,10 @@ class GatewayMetrics(MetricFamilies):
     def __init__(self) -> None:
         self.finished = Counter(f"{_P}_requests", "Chat completions that have ended, by HTTP status.", ("status",))
         self.disconnects = Counter(
-            f"{_P}_client_disconnects", "Chat completions whose client disconnected before they ended."
+            f"{_P}_client_disconnects",
+            "Chat completions whose client was lost before they ended: it has closed its connection (gone), or nothing "
+            "could be written to it until the write deadline (slow).",
+            ("reason",),
         )
         self.resubmitted = Counter(
             f"{_P}_requests_resubmitted",
@@ -32,6 +36,8 @@ class GatewayMetrics(MetricFamilies):
             f"{_P}_e2e_request_latency_seconds", "Time from the request to its end.", (), REQUEST_BUCKETS
         )
         self.finished.labels("200")
+        for reason in Disconnect:  # export 0, or the first increase of each would go unseen
+            self.disconnects.labels(reason)
 
     def update_gauges(self, num_requests: int, num_connections: int, num_idle: int) -> None:
         """Sets the gauges, for a scrape."""

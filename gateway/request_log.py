@@ -6,6 +6,7 @@ import structlog
 
 from tokenbus.gateway.metrics import GatewayMetrics
 from tokenbus.gateway.openai.chat_request import ParsedChatRequest
+from tokenbus.protocol.http.disconnects import Disconnect
 from tokenbus.protocol.wire import messages, subjects
 
 _MAX_MODEL = 128
@@ -24,7 +25,6 @@ class RequestLog:
         self._terminal: messages.Chunk | None = None
         self._resubmitted_as: str | None = None
         self._code: str | None = None
-        self._client_gone = False
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -67,26 +67,24 @@ class RequestLog:
         """Notes the error code with which the request was refused."""
         self._code = code
 
-    def disconnected(self, *, is_answered: bool) -> None:
-        """Notes that the client has disconnected, which is normal if it has its whole answer."""
-        self._client_gone = not is_answered
-
-    def finished(self, status: int | None) -> None:
-        """Writes the last line, and counts the request. `status` is None if nothing was sent."""
+    def finished(self, status: int | None, disconnect: Disconnect | None = None) -> None:
+        """Writes the last line, and counts the request. `status` is None if nothing was sent, and `disconnect` says how
+        the client was lost, if it was lost before it had its whole answer."""
         if not self._was_logged:
             self.received()
         terminal = self._terminal
         usage = terminal.usage if terminal and terminal.usage else None
         error = terminal.error if terminal and terminal.error else None
-        self._count(status, usage)
+        reason = terminal.finish_reason if terminal else messages.FinishReason.CANCELLED if disconnect else None
+        self._count(status, usage, disconnect)
         self._log.info(
             "request_finished",
             request_id=self._key,
             resubmitted_as=self._resubmitted_as,
             status=status,
-            finish_reason=str(terminal.finish_reason) if terminal else None,
+            finish_reason=reason,
             code=str(error.code) if error else self._code,
-            client_gone=self._client_gone,
+            disconnect=disconnect,
             worker_id=terminal.worker_id or None if terminal else None,
             prompt_tokens=usage.prompt_tokens if usage else 0,
             completion_tokens=usage.completion_tokens if usage else 0,
@@ -95,10 +93,11 @@ class RequestLog:
             total_ms=round(self.age_s * 1e3, 3),
         )
 
-    def _count(self, status: int | None, usage: messages.Usage | None) -> None:
+    def _count(self, status: int | None, usage: messages.Usage | None, disconnect: Disconnect | None) -> None:
         metrics = self._metrics
         metrics.finished.labels(str(status or "none")).inc()
-        metrics.disconnects.inc(self._client_gone)
+        if disconnect is not None:
+            metrics.disconnects.labels(disconnect).inc()
         metrics.resubmitted.inc(self._resubmitted_as is not None)
         metrics.e2e.observe(self.age_s)
         if self._first_s is not None:

@@ -21,6 +21,7 @@ from tokenbus.gateway.tenants import Tenants
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.http.connection_table import ConnectionLimits
+from tokenbus.protocol.http.deadlines import Timeouts
 from tokenbus.protocol.http.http_server import EmbeddedServer, ServerConfig
 from tokenbus.protocol.process import reload, shutdown
 from tokenbus.protocol.telemetry import metrics, status, tracing
@@ -79,6 +80,7 @@ class Gateway:
             self._connection_limits(settings),
             refusal_response=refusal_response,
             on_closed=ClosedConnections(measured).record,
+            timeouts=Timeouts(slow_reader_s=settings.write_deadline_s),
             grace_s=_shutdown_timeout_s(settings),
         )
 
@@ -134,7 +136,7 @@ def _socket(settings: GatewaySettings) -> socket.socket:
         listening = listen.bind(settings.host, settings.port, ": pass --port 0 for a free port")
     else:
         listening = listen.inherit(settings.fd)
-    listen.detect_dead_clients(listening)
+    listen.detect_slow_clients(listening, settings.write_deadline_s)
     return listening
 
 

@@ -45,6 +45,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="HTTP connections per client address; 0: no limit, for use behind a proxy that sets its own (%(default)s)",
     )
     parser.add_argument(
+        "--write-deadline-s",
+        type=arguments.seconds,
+        default=_DEFAULTS.write_deadline_s,
+        help="close the connection of a client that reads nothing for so many seconds (%(default)s)",
+    )
+    parser.add_argument(
         "--grace-s",
         type=float,
         default=_DEFAULTS.grace_s,
@@ -91,6 +97,7 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
         keys=keys.ApiKeys(config.api_keys() + options.api_key, anonymous_tenant=options.tenant),
         max_requests=options.max_requests,
         max_connections_per_address=options.max_connections_per_address,
+        write_deadline_s=options.write_deadline_s,
         status_page=status.Settings(options.metrics_host, options.metrics_port),
         otlp_traces_endpoint=options.otlp_traces_endpoint,
         grace_s=options.grace_s,

@@ -153,13 +153,13 @@ _HTTP = (
     Panel(
         "HTTP completions, by status",
         "If there are 503s, gateways or the fleet are full: the code in the gateways' logs says which; 401 is a client "
-        "without a valid key; other 4xx are clients' mistakes. Disconnects are completions whose client did not wait. "
-        "Resubmitted are those that a gateway had continued or begun again, because their worker was lost and no "
-        "router did it.",
+        "without a valid key; other 4xx are clients' mistakes. A client that is gone did not wait for the end; a slow "
+        "one read nothing for --write-deadline-s. Resubmitted are those that a gateway had continued or begun again, "
+        "because their worker was lost and no router did it.",
         "reqps",
         (
             Query(rate(f"{_GATEWAY}_requests_total", "", "status"), "{{status}}"),
-            Query(rate(f"{_GATEWAY}_client_disconnects_total", ""), "disconnects"),
+            Query(rate(f"{_GATEWAY}_client_disconnects_total", "", "reason"), "client {{reason}}"),
             Query(rate(f"{_GATEWAY}_requests_resubmitted_total", ""), "resubmitted"),
         ),
     ),

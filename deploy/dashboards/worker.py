@@ -58,6 +58,13 @@ _REQUESTS = (
         (Query(sum_of(f"{_P}_streams_unguarded", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
+        "Requests cancelled because their client was gone",
+        "Nobody listened to them any more. If there are many, the broker's log says whether it cuts off clients that "
+        "read too slowly (`Slow Consumer`); otherwise clients end, or lose their connection, without a cancel.",
+        "short",
+        (Query(increase(f"{_P}_clients_gone_total", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
         "Inputs embedded per second",
         "If the rate stays 0 though clients request embeddings, the router dashboard shows how those requests end.",
         "suffix: /s",

@@ -18,10 +18,9 @@ class ResponseWriter:
         self._request_id = request_id
         self.status: int | None = None
         """None until the response has started."""
-        self.is_complete = False
 
     def __repr__(self) -> str:
-        return f"<ResponseWriter {self.status or 'not started'}{' complete' if self.is_complete else ''}>"
+        return f"<ResponseWriter {self.status or 'not started'}>"
 
     @property
     def has_started(self) -> bool:
@@ -51,5 +50,4 @@ class ResponseWriter:
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def _write(self, body: bytes, *, more: bool) -> None:
-        self.is_complete = not more
         await self._send({"type": "http.response.body", "body": body, "more_body": more})

@@ -40,7 +40,7 @@ class Connection:
     def __init__(self, settings: Settings, name: str) -> None:
         self._settings = settings
         self._log = structlog.get_logger().bind(nats=name)
-        self._client = HardenedClient(settings.url, settings.credentials, settings.tls)
+        self._client = HardenedClient(settings)
         self._client.may_write = lambda: self.guard()
         self._closed_for_good = asyncio.Event()
         self.is_closing = False
@@ -78,7 +78,6 @@ class Connection:
             async with asyncio.timeout(settings.connect_timeout_s):
                 with CancellationGuard() as cancellation:
                     await client.connect(
-                        settings.url,
                         name=name,
                         error_cb=functools.partial(_raise_refusals, cancellation),
                         disconnected_cb=self._disconnected,
@@ -86,9 +85,7 @@ class Connection:
                         closed_cb=self._closed,
                         pending_size=settings.max_pending_bytes,
                         inbox_prefix=settings.inbox_prefix,
-                        user=settings.credentials.user or None,
-                        password=settings.credentials.password or None,
-                        token=settings.credentials.token or None,
+                        **settings.server_options,
                         **OPTIONS,
                     )
         except BaseException as error:

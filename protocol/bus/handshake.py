@@ -16,8 +16,7 @@ import nats.errors
 from nats.aio import client
 from nats.aio.transport import TcpTransport
 
-from tokenbus.protocol.bus.credentials import Credentials
-from tokenbus.protocol.bus.tls import Tls
+from tokenbus.protocol.bus.settings import Settings
 
 
 class BrokerRefusedError(ConnectionError):
@@ -28,11 +27,11 @@ class BrokerRefusedError(ConnectionError):
 class HandshakeClient(client.Client):
     """nats-py's client with these edges closed. Files are read at each connect, since they may have been renewed."""
 
-    def __init__(self, url: str, credentials: Credentials, tls: Tls) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self._credentials = credentials
-        self._tls = tls
-        self._insists_on_tls = tls.is_enabled or url.startswith("tls://")
+        self._credentials = settings.credentials
+        self._tls = settings.tls
+        self._insists_on_tls = settings.insists_on_tls
 
     @property
     def ssl_context(self) -> ssl.SSLContext:

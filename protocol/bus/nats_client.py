@@ -7,9 +7,14 @@ Versions and measurements: docs/decisions/0004-nats-connection.md. handshake.py 
 - nats-py's inboxes can be guessed from earlier ones: here they are random, so that only who was asked can answer.
 - nats-py's `publish` is a coroutine: here it is a plain call, and one turn of the event loop is one write.
 - nats-py has no way to cut a connection at once: here `abort` does, and `may_write` is asked before every write.
+- nats-py may try the server again that it has just lost, and never forgets one that has left its cluster.
+- nats-py stays at a server that sends its clients away (lame duck mode) until that server cuts the connection, and
+  loses what is under way then: here the client moves to another server, and loses nothing that it has published.
 """
 
 import asyncio
+import contextlib
+import random
 import secrets
 import socket
 import struct
@@ -17,17 +22,26 @@ import time
 from collections.abc import Callable
 from typing import Any, cast
 
+import nats.errors
+from nats.aio.client import Srv
 from nats.aio.transport import TcpTransport
 
 from tokenbus.protocol.bus import bus, clock, handshake
+from tokenbus.protocol.bus.settings import Settings
 
 _PING = b"PING\r\n"
 _NO_LINGER = struct.pack("ii", 1, 0)
 """Makes closing a socket discard what it has not sent yet."""
+MAX_MOVE_DELAY_S = 1.0
+"""A client that is told to go waits up to this time, so that not all routers are away at the same moment. Servers give
+their clients ten seconds, unless configured otherwise."""
+_MOVE_TIMEOUT_S = 0.5
+"""Time for the old server's last answer: shorter than what a frontend's fence allows."""
 OPTIONS: dict[str, Any] = {
     "max_reconnect_attempts": -1,
     "reconnect_time_wait": 0.2,
     "connect_timeout": 2,
+    "dont_randomize": True,  # `_attempt_reconnect` orders the servers
     "ping_interval": 2,
     "max_outstanding_pings": 2,
     "skip_subject_validation": True,  # protocol/wire/subjects.py builds all of ours
@@ -55,8 +69,8 @@ class _RandomNuid:
 class HardenedClient(handshake.HandshakeClient):
     """nats-py's client as `Connection` needs it."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
         self._nuid = _RandomNuid()  # type: ignore[assignment]
         self.may_write: Callable[[], bool] = lambda: True
         self.last_received_at = time.monotonic()
@@ -64,6 +78,7 @@ class HardenedClient(handshake.HandshakeClient):
         self.num_writes = 0
         self.callbacks: dict[int, bus.Callback] = {}
         """By subscription id. The read loop calls them, so that messages keep their order over all subscriptions."""
+        self._moving: asyncio.Task[None] | None = None
 
     @property
     def is_stalled(self) -> bool:
@@ -108,6 +123,36 @@ class HardenedClient(handshake.HandshakeClient):
         if self._reconnection_task is not None:
             self._reconnection_task.cancel()
         self._reconnection_task = asyncio.get_running_loop().create_task(self._attempt_reconnect())
+
+    async def _attempt_reconnect(self) -> None:
+        # The server that was lost comes last: it may stand still, and accept connections without an answer.
+        others = [server for server in self._server_pool if server is not self._current_server]
+        self._server_pool[:] = [*random.sample(others, len(others)), cast(Srv, self._current_server)]
+        await super()._attempt_reconnect()
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        await super()._process_info(info, initial_connection)
+        # Trying a server that is no more may take longer than a frontend has until it fences itself off.
+        if listed := info.get("connect_urls"):
+            keep = (self._current_server, *(one for one in self._server_pool if one.uri.netloc in listed))
+            self._server_pool[:] = [one for one in self._server_pool if not one.discovered or one in keep]
+        is_asked_to_go = info.get("ldm", False) and not initial_connection
+        if is_asked_to_go and len(self._server_pool) > 1 and (self._moving is None or self._moving.done()):
+            self._moving = asyncio.get_running_loop().create_task(self._move())
+
+    async def _move(self) -> None:
+        """Goes to another server, once this one has everything that was written to it."""
+        reading = self._reading_task
+        await asyncio.sleep(random.uniform(0, MAX_MOVE_DELAY_S))
+        with contextlib.suppress(nats.errors.Error):
+            await self.flush(cast(int, _MOVE_TIMEOUT_S))
+        if self._reading_task is reading:
+            await self.force_reconnect()
+
+    async def close(self) -> None:
+        if self._moving is not None:
+            self._moving.cancel()
+        await super().close()
 
     async def _process_connect_init(self) -> None:
         began_at = clock.now()

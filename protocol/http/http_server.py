@@ -8,13 +8,15 @@ A connection is in one of three states:
 An idle connection has a deadline (`deadlines.py`): for the rest of the head once part of a request has come, else for
 the next request. When there are too many connections, the longest idle one is evicted (`connection_table.py`). A
 closing connection reads no more requests, and lingers until its client has read the last response. Independently of all
-that, a response that is not read has a deadline too. How long a request's body may take is up to the application."""
+that, a response that is not read has a deadline too: here for a client that reads too little and, if the listening
+socket sets TCP_USER_TIMEOUT, in the kernel for one that reads nothing. How long a request's body may take is up to the
+application."""
 
 import asyncio
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import h11
 import uvicorn
@@ -25,6 +27,7 @@ from uvicorn.server import ServerState
 from tokenbus.protocol.http import refusals
 from tokenbus.protocol.http.connection_table import ConnectionLimits, ConnectionTable, LimitReached, client_address
 from tokenbus.protocol.http.deadlines import Deadline, Timeouts
+from tokenbus.protocol.http.disconnects import Disconnect, Scope, note_disconnect
 from tokenbus.protocol.http.http_parser import Parser
 from tokenbus.protocol.http.refusals import Headers, Reason, Refusal, plain_text_response
 
@@ -99,6 +102,7 @@ class Connection(H11Protocol):
         self._reader_deadline = Deadline(self.loop)
         self._is_busy = False
         self._is_closing = False
+        self._reads_too_little = False
 
     def __repr__(self) -> str:
         return f"<Connection of {self._address or 'nobody'}, {'busy' if self._is_busy else 'idle'}>"
@@ -148,6 +152,11 @@ class Connection(H11Protocol):
             super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        is_slow = self._reads_too_little or isinstance(exc, TimeoutError)  # the kernel's deadline is a timeout
+        if is_slow:
+            self.config.on_closed(Reason.SLOW_READER, self._address)
+        if self.cycle is not None and not self.cycle.response_complete:
+            note_disconnect(cast(Scope, self.scope), Disconnect.SLOW if is_slow else Disconnect.GONE)
         super().connection_lost(exc)
         self.config.open_connections.remove(self)
         self.config.refused.discard(self)
@@ -253,5 +262,5 @@ class Connection(H11Protocol):
         if self.transport.get_write_buffer_size() <= unread_bytes - _MIN_READ_BYTES:
             self._watch_reader()
         else:
-            self.config.on_closed(Reason.SLOW_READER, self._address)
+            self._reads_too_little = True
             self.transport.abort()

@@ -9,7 +9,7 @@ import pytest
 from tokenbus.cli import nats_server
 from tokenbus.client import Client, Stream
 from tokenbus.client.continuation import MAX_RESUBMITS
-from tokenbus.client.stream import MAX_UNREAD_CHUNKS
+from tokenbus.client.stream import MAX_UNREAD_BYTES
 from tokenbus.protocol.wire import codec, errors, messages
 
 LENGTH, STOP, CANCELLED, ERROR = (
@@ -234,17 +234,18 @@ async def test_a_stream_whose_cancel_cannot_be_sent_still_ends() -> None:
     assert left.num_closes == 1
 
 
-async def test_as_many_chunks_as_may_may_wait_unread_and_one_more_ends_the_stream_in_overloaded() -> None:
+async def test_as_many_bytes_as_may_may_wait_unread_and_one_more_chunk_ends_the_stream_in_overloaded() -> None:
     full, over = FakeTransport(), FakeTransport()
     payload = codec.encode(messages.Chunk(id="r"), codec.Encoding.JSON)
+    payload += b" " * (1024 - len(payload))
     for line in (full, over):
-        for _ in range(MAX_UNREAD_CHUNKS):
+        for _ in range(MAX_UNREAD_BYTES // 1024):
             line.stream.feed(payload, 0.0)
         assert line.counts == (0, 0)
     over.stream.feed(payload, 0.0)
     assert over.counts == (1, 1)
     chunks = await over.rest()
-    assert len(chunks) == MAX_UNREAD_CHUNKS + 1
+    assert len(chunks) == MAX_UNREAD_BYTES // 1024 + 1
     assert code_of(chunks[-1]) is errors.Code.OVERLOADED
     assert over.resubmitted == []
     await anext(full.stream)

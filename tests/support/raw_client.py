@@ -33,6 +33,17 @@ class Answer:
     def terminals(self) -> list[Message]:
         return [message for message in self.messages if message["finish_reason"] is not None]
 
+    @property
+    def flaws(self) -> tuple[int, int]:
+        """The tokens that a client who concatenates texts misses, and those that it reads twice."""
+        end = missing = repeated = 0
+        for message in self.messages:
+            if message["tokens"]:
+                missing += max(0, message["offset"] - end)
+                repeated += max(0, end - message["offset"])
+                end = message["offset"] + message["tokens"]
+        return missing, repeated
+
     def take(self, message: Msg, *, msgpack: bool) -> None:
         self.raw.append(message)
         self.messages.append(msgspec.msgpack.decode(message.data) if msgpack else json.loads(message.data))
@@ -59,6 +70,12 @@ class RawClient:
     @classmethod
     async def connect(cls, url: str) -> "RawClient":
         return cls(await nats.connect(url, allow_reconnect=False))
+
+    @classmethod
+    async def connect_for_good(cls, url: str) -> "RawClient":
+        """Connects so that the connection is made again when it breaks, to another server if there is one."""
+        options: dict[str, Any] = {"max_reconnect_attempts": -1, "reconnect_time_wait": 0.1}
+        return cls(await nats.connect(url, error_cb=_ignore, **options))
 
     async def close(self) -> None:
         await self.nats.close()
@@ -90,6 +107,10 @@ class RawClient:
         answer = await self.generate(payload, **options)
         await answer.terminal()
         return answer
+
+
+async def _ignore(error: Exception) -> None:
+    """The broker is away, as the test wants it."""
 
 
 def check_stream(answer: Answer, request_id: str | None = None) -> None:

@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from starlette.types import Receive, Scope, Send
 
 from tokenbus.gateway.openai.closed_connections import refusal_response
 from tokenbus.protocol.http.connection_table import ConnectionLimits
 from tokenbus.protocol.http.deadlines import Timeouts
+from tokenbus.protocol.http.disconnects import Disconnect, disconnect_of
 from tokenbus.protocol.http.http_server import EmbeddedServer, ServerConfig
 from tokenbus.protocol.http.refusals import Reason
 
@@ -77,6 +78,7 @@ class SmallServer:
         self.paths: list[str] = []
         self.bodies: list[bytes] = []
         self._arrived = asyncio.Event()
+        self.disconnects: list[Disconnect | None] = []
         self.gone = asyncio.Event()
         """Set when the client of an endless response or body is gone."""
         self.config = ServerConfig(
@@ -109,6 +111,7 @@ class SmallServer:
                 await send({"type": "http.response.body", "body": b"x" * 65_536, "more_body": True})
                 await asyncio.sleep(0)
             await watching
+            self.disconnects.append(disconnect_of(scope))
             return
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3")]})
         await send({"type": "http.response.body", "body": b"ok\n"})
@@ -132,12 +135,15 @@ class SmallServer:
 
 @contextlib.asynccontextmanager
 async def small_server(
-    limits: ConnectionLimits = WIDE, timeouts: Timeouts = USUAL
+    limits: ConnectionLimits = WIDE,
+    timeouts: Timeouts = USUAL,
+    prepare: Callable[[socket.socket], None] = lambda listening: None,
 ) -> AsyncIterator[tuple[SmallServer, int]]:
-    """Runs the server; yields it and its port."""
+    """Runs the server on a socket that `prepare` may set up; yields it and its port."""
     small = SmallServer(limits, timeouts)
     server = EmbeddedServer(small.config)
     with socket.create_server(("127.0.0.1", 0), backlog=2_048) as listening:
+        prepare(listening)
         serving = asyncio.create_task(server.serve([listening]))
         try:
             yield small, listening.getsockname()[1]

@@ -61,6 +61,7 @@ class WorkerMetrics(MetricFamilies):
             "streams_unguarded", "Open streams that no router guards, which end together with the worker."
         )
         self.finished = counter("requests", "Requests that have ended, by finish reason.", "finish_reason")
+        self.clients_gone = counter("clients_gone", "Requests that were cancelled because nobody listened any more.")
         self.refused = counter("refusals", "Runs that were refused, by error code.", "code")
         self.embeddings = counter("embeddings", "Inputs that were embedded.")
         self.steps = histogram(
@@ -103,7 +104,7 @@ class ReplicaMetrics:
             (metrics.cache_queries.labels(*own), "prompt_tokens"),
             (metrics.cache_hits.labels(*own), "cached_tokens"),
         ]
-        for family in (metrics.restarts, metrics.preemptions, metrics.embeddings):
+        for family in (metrics.restarts, metrics.preemptions, metrics.embeddings, metrics.clients_gone):
             family.labels(*own)
         for reason in messages.FinishReason:  # export 0, or the first increase of each would go unseen
             metrics.finished.labels(*own, reason)
@@ -172,6 +173,10 @@ class ReplicaMetrics:
             self._ttft.observe(timings.ttft_ms / 1e3)
             self._prefill.observe(timings.prefill_ms / 1e3)
             self._decode.observe(timings.decode_ms / 1e3)
+
+    def client_gone(self) -> None:
+        """A request is cancelled because nobody listens to its stream any more."""
+        self._metrics.clients_gone.labels(*self._own_labels).inc()
 
     def request_refused(self, code: str) -> None:
         """A run was refused."""

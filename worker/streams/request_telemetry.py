@@ -68,6 +68,7 @@ class RequestTelemetry:
 
     def client_gone(self, stream: Stream) -> None:
         """Nobody listens to a stream any more."""
+        self._metrics.client_gone()
         self._log.info("client_gone", request_id=stream.key, worker_id=self._worker_id)
 
     def failed(self, stream: Stream) -> None:
