@@ -57,8 +57,10 @@ class RawClient:
         self.nats = connection
 
     @classmethod
-    async def connect(cls, url: str) -> "RawClient":
-        return cls(await nats.connect(url, allow_reconnect=False))
+    async def connect(cls, url: str, *, reconnects: bool = False) -> "RawClient":
+        if not reconnects:
+            return cls(await nats.connect(url, allow_reconnect=False))
+        return cls(await nats.connect(url, max_reconnect_attempts=-1, reconnect_time_wait=0.05, error_cb=_ignore))
 
     async def close(self) -> None:
         await self.nats.close()
@@ -90,6 +92,10 @@ class RawClient:
         answer = await self.generate(payload, **options)
         await answer.terminal()
         return answer
+
+
+async def _ignore(error: Exception) -> None:
+    """Takes what nats-py would print about a broker that is away."""
 
 
 def check_stream(answer: Answer, request_id: str | None = None) -> None:
