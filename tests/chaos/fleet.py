@@ -14,6 +14,8 @@ from tests.support.raw_client import RawClient
 from tests.support.system import System
 from tokenbus import demo
 
+NUM_LANES = 40
+"""Requests that a worker can run at the same time: all that there are, and some that a client has given up."""
 STOP_S = 60.0
 """Time within which a process that is asked to stop has to end."""
 
@@ -37,7 +39,7 @@ class Fleet:
         self._all_workers: list[str] = []
         self.workers = [self._new_name("worker") for _ in range(num_workers)]
         self.routers = [self._new_name("router") for _ in range(2)]
-        self._flags = ["--grace-s", "0", "--max-num-seqs", "40", "--kv-tokens", str(kv_tokens)]
+        self._flags = ["--grace-s", "0", "--max-num-seqs", str(NUM_LANES), "--kv-tokens", str(kv_tokens)]
         self._model = demo.MODEL_PATH
         if engine == "sim":
             self._flags += ["--engine", "sim", "--sim-speedup", f"{50 / step_ms:g}"]

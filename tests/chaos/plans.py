@@ -21,7 +21,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     errors: frozenset[str] = frozenset()
     """Errors in which streams may end."""
     may_lose_messages: bool = False
-    """Whether messages under way may be lost, which leaves holes."""
+    """Whether messages under way may be lost, terminals too."""
     may_lose_requests: bool = False
     """Whether a request that no worker has accepted may stay without an answer."""
 

@@ -4,10 +4,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from tests.support.exact_client import NEAR_TIE
 from tokenbus.protocol.wire import errors
 
-NEAR_TIE = 0.02
-"""Difference of two log probabilities below which rounding may decide which token comes first."""
 MAX_PROBLEM_CHARS = 400
 UNSEALED = "worker_lost, not sealed"
 """A router's `worker_lost` for a stream of which it can't know what its client has read."""
@@ -90,10 +89,11 @@ class Reading:
         self.gaps_s: list[float] = []
         """The pauses in its text after which another attempt went on."""
         self.longest_silence_s = 0.0
+        self.last_message_at = now
         self._expected = expected
         self._end = 0
         self._attempt = 1
-        self._heard_at = now
+        self._text_at = now
 
     def __repr__(self) -> str:
         error = self.terminal.error if self.terminal else None
@@ -110,6 +110,7 @@ class Reading:
         return UNSEALED if is_unsealed else error.code
 
     def add(self, piece: Piece, now: float) -> None:
+        self.last_message_at = now
         if self.terminal is not None:
             self._note(f"after {self!r} came {piece}")
             return
@@ -124,11 +125,11 @@ class Reading:
                 self._check_whole(piece)
 
     def _hear(self, attempt: int, now: float) -> None:
-        silence_s = now - self._heard_at
+        silence_s = now - self._text_at
         if attempt > self._attempt and self._end:
             self.gaps_s.append(silence_s)
         self.longest_silence_s = max(self.longest_silence_s, silence_s)
-        self._attempt, self._heard_at = max(attempt, self._attempt), now
+        self._attempt, self._text_at = max(attempt, self._attempt), now
 
     def _check(self, offset: int, text: bytes) -> None:
         if offset < self._end:

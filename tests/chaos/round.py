@@ -1,4 +1,4 @@
-"""One round: a system of real processes with 32 streams, and one fault after the other."""
+"""Rounds: a system of real processes with 32 streams, and one fault after the other."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from tests.chaos import plans
-from tests.chaos.fleet import Fleet
+from tests.chaos.fleet import NUM_LANES, Fleet
 from tests.chaos.plans import Fault
 from tests.chaos.reading import Expected
 from tests.chaos.results import MAX_NOTES, Record, violations
@@ -33,121 +33,122 @@ BETWEEN_FAULTS = 24
 """Tokens that each stream gets between two faults: with fewer, it would be blamed for the third death."""
 PATIENCE_S = 60.0
 """Time that a client gives its stream beyond what an undisturbed one takes."""
-CANCELS = 0.1
-"""The share of the library's streams that are cancelled in `mixed` rounds."""
+MAX_PROMPT_TOKENS = 200
 _parts = codec.Decoder(internal.SnapshotPart)
 _texts: dict[tuple[str, int], list[Expected]] = {}
 """The undisturbed texts of each engine and length, which do not change from one round to the next."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """The size of a round."""
+    """The size of a system, and of its streams."""
 
     engine: str
     num_workers: int
     num_tokens: int
-    """Tokens of each stream."""
+    """Tokens of the longest streams."""
     step_ms: float = 25.0
     """Time of a token with the simulated engine; the demo model is as fast as the machine."""
+    loses_events: bool = False
+    """Whether some entries of the simulated workers' event logs get lost."""
+    cancels: float = 0.0
+    """The share of the library's streams that are cancelled under way."""
 
 
 def setup_of(kind: str, seed: int) -> Setup:
-    engine = plans.engine_of(seed)
-    return Setup(engine=engine, num_workers=3 if engine == "sim" else 2, num_tokens=plans.KINDS[kind].num_tokens)
+    engine, is_mixed = plans.engine_of(seed), kind == "mixed"
+    return Setup(
+        engine=engine,
+        num_workers=3 if engine == "sim" else 2,
+        num_tokens=plans.KINDS[kind].num_tokens,
+        loses_events=is_mixed,
+        cancels=0.1 if is_mixed else 0.0,
+    )
 
 
-class Round:
-    """A running system with its streams."""
+class Site:
+    """A running system that faults are tried on. `start` gives one."""
 
-    def __init__(self, setup: Setup, system: System, kind: str) -> None:
-        self.fleet = Fleet(
-            system,
-            setup.engine,
-            setup.num_workers,
-            setup.step_ms,
-            kv_tokens=40 * (setup.num_tokens + 200),
-            loses_events=kind == "mixed",
-        )
-        self.num_faults = 0
-        self.longest_fault_s = 0.0
-        self.streams: Streams | None = None
+    def __init__(
+        self, setup: Setup, fleet: Fleet, bare: RawClient, client: Client, witness: Router, texts: list[Expected]
+    ) -> None:
         self._setup = setup
-        self._system = system
-        self._kind = kind
+        self._fleet = fleet
+        self._bare = bare
+        self._client = client
+        self._witness = witness
+        self._texts = texts
 
-    async def run(self, faults: Iterable[Fault]) -> None:
-        """Carries out the faults under load; returns when all streams have ended and nothing is left over."""
-        async with contextlib.AsyncExitStack() as stack:
-            await self.fleet.start()
-            bare = await self._system.connect(reconnects=True)
-            await self.fleet.until_up(bare)
-            client = await stack.enter_async_context(await Client.connect(self._system.url))
-            witness = await stack.enter_async_context(_watching(self._system.url))
-            texts = await self._undisturbed(client)
-            step_ms = self._setup.step_ms
-            limit_s = self._setup.num_tokens * step_ms / 1e3 + PATIENCE_S
-            cancels = CANCELS if self._kind == "mixed" else 0.0
-            self.streams = Streams(client, bare, texts, self._setup.engine, limit_s, cancels)
-            stack.push_async_callback(self.streams.stop)
-            self.streams.start()
+    def __repr__(self) -> str:
+        return f"<Site {self._fleet!r}>"
+
+    async def play(self, record: Record, faults: Iterable[Fault]) -> None:
+        """Carries out the faults under load, until all streams have ended and nothing is left over, and records what
+        was seen."""
+        limit_s = self._setup.num_tokens * self._setup.step_ms / 1e3 + PATIENCE_S
+        rng = random.Random(record.seed)
+        streams = Streams(self._client, self._bare, self._texts, self._setup.engine, rng, limit_s, self._setup.cancels)
+        streams.start()
+        try:
             for fault in faults:
-                await self._carry_out(fault, bare)
-            await self._go_on(bare)
-            await self.streams.finish()
-            await until_idle(bare)
-            await _until_settled(bare, witness, self.fleet.workers)
+                await self._go_on(streams)
+                await asyncio.sleep(fault.after_s)
+                began = time.monotonic()
+                record.faults += await self._fleet.carry_out(fault, streams.open_ids)
+                record.longest_fault_s = round(max(record.longest_fault_s, time.monotonic() - began), 1)
+            await self._go_on(streams)
+            await streams.finish()
+            await until_idle(self._bare)
+            await _until_settled(self._bare, self._witness, self._fleet.workers)
+        finally:
+            await streams.stop()
+            record.ends = streams.ends(self._fleet.accepted_ids())
+            record.gaps_ms = streams.gaps_ms()
+            record.longest_silence_ms = round(1e3 * streams.longest_silence_s)
+            record.median_stream_s = round(streams.median_s, 1)
+            record.notes = streams.problems(plans.KINDS[record.kind].errors)[:MAX_NOTES]
 
-    async def _undisturbed(self, client: Client) -> list[Expected]:
-        key = (self._setup.engine, self._setup.num_tokens)
+    async def _go_on(self, streams: Streams) -> None:
+        """Waits until nothing shows the last fault any more."""
+        await self._fleet.until_up(self._bare)
+        await streams.go_on(BETWEEN_FAULTS)
+
+
+@contextlib.asynccontextmanager
+async def started(setup: Setup, folder: Path) -> AsyncIterator[Site]:
+    """Starts a system, whose processes log into `folder`, and stops it however the block ends."""
+    async with contextlib.AsyncExitStack() as stack:
+        system = await System.start(folder)
+        stack.push_async_callback(system.stop)
+        kv_tokens = NUM_LANES * (setup.num_tokens + MAX_PROMPT_TOKENS)
+        fleet = Fleet(
+            system, setup.engine, setup.num_workers, setup.step_ms, kv_tokens, loses_events=setup.loses_events
+        )
+        await fleet.start()
+        bare = await system.connect(reconnects=True)
+        await fleet.until_up(bare)
+        client = await stack.enter_async_context(await Client.connect(system.url))
+        witness = await stack.enter_async_context(_watching(system.url))
+        key = (setup.engine, setup.num_tokens)
         if key not in _texts:
             _texts[key] = await undisturbed(client, *key)
-        return _texts[key]
-
-    async def _carry_out(self, fault: Fault, bare: RawClient) -> None:
-        assert self.streams is not None
-        await self._go_on(bare)
-        await asyncio.sleep(fault.after_s)
-        began = time.monotonic()
-        self.num_faults += await self.fleet.carry_out(fault, self.streams.open_ids)
-        self.longest_fault_s = max(self.longest_fault_s, time.monotonic() - began)
-
-    async def _go_on(self, bare: RawClient) -> None:
-        """Waits until nothing shows the last fault any more."""
-        assert self.streams is not None
-        await self.fleet.until_up(bare)
-        await self.streams.go_on(BETWEEN_FAULTS)
+        yield Site(setup, fleet, bare, client, witness, _texts[key])
 
 
 async def play(kind: str, seed: int, setup: Setup, faults: Iterable[Fault], folder: Path) -> Record:
-    """Plays a round and returns what it has shown. Processes log into `folder`."""
-    began = time.monotonic()
-    system = await System.start(folder)
-    one, failure = Round(setup, system, kind), ""
+    """Plays a round on a system of its own and returns what it has shown."""
+    began, record = time.monotonic(), new_record(kind, seed, setup.engine)
     try:
-        await one.run(faults)
+        async with started(setup, folder) as site:
+            await site.play(record, faults)
     except Exception as error:  # whatever went wrong is a result too
-        failure = f"{type(error).__name__}: {error}"
-    finally:
-        await system.stop()
-    streams = one.streams
-    ends = streams.ends(one.fleet.accepted_ids()) if streams else {}
-    return Record(
-        kind=kind,
-        seed=seed,
-        engine=setup.engine,
-        faults=one.num_faults,
-        ends=ends,
-        gaps_ms=streams.gaps_ms() if streams else [],
-        longest_silence_ms=round(1e3 * streams.longest_silence_s) if streams else 0,
-        longest_fault_s=round(one.longest_fault_s, 1),
-        median_stream_s=round(streams.median_s, 1) if streams else 0.0,
-        duration_s=round(time.monotonic() - began, 1),
-        failure=failure,
-        notes=streams.problems(plans.KINDS[kind].errors)[:MAX_NOTES] if streams else [],
-        machine=machine(),
-        commit=commit(),
-        date=datetime.date.today().isoformat(),
-    )
+        record.failure = f"{type(error).__name__}: {error}"
+    record.duration_s = round(time.monotonic() - began, 1)
+    return record
+
+
+def new_record(kind: str, seed: int, engine: str) -> Record:
+    today = datetime.date.today().isoformat()
+    return Record(kind=kind, seed=seed, engine=engine, machine=_machine(), commit=_commit(), date=today)
 
 
 def broken_promises(record: Record) -> list[str]:
@@ -203,7 +204,7 @@ async def _held_by(bare: RawClient, worker_id: str) -> set[int]:
 
 
 @functools.cache
-def machine() -> str:
+def _machine() -> str:
     """Returns what the processor of this machine is called, and how many cores there are."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "unknown")
@@ -211,7 +212,7 @@ def machine() -> str:
 
 
 @functools.cache
-def commit() -> str:
+def _commit() -> str:
     """Returns the commit of this checkout, with a + if something has been changed since."""
     asked = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     return subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or "unknown"

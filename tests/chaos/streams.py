@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import random
+import secrets
 import statistics
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from nats.aio.msg import Msg
 
 from tests.chaos.reading import Expected, Failure, Piece, Reading, expected_of
 from tests.chaos.results import Ends
+from tests.support.exact_client import cards
 from tests.support.raw_client import PREFIX, RawClient
 from tokenbus.client import Client, Stream
 from tokenbus.protocol.wire import messages
@@ -23,6 +25,10 @@ ANIMALS = ("fox", "bear", "owl", "deer", "frog", "mouse", "wolf")
 """Animals of the stories that are told again and again."""
 SHORTEST_AT_START, SHORTEST = 0.1, 0.7
 """The shares of a text at least that its first and its later readers ask for: streams shall not all end at once."""
+LOST_AFTER_S = 10.0
+"""A stream without any message for so long holds nothing up any more: there should be one every 5 s."""
+IDLE_S = 3.0
+"""Time without a request at any worker after which those that are still open are lost."""
 _piece = msgspec.json.Decoder(Piece)
 _NO_RESPONDERS = Piece(finish_reason="error", error=Failure("no_responders"))
 """Stands for the broker's notice that no router listens."""
@@ -40,13 +46,13 @@ async def undisturbed(client: Client, engine: str, num_tokens: int) -> list[Expe
     logprobs = {"logprobs": 2} if engine == "demo" else {}
     return await asyncio.gather(
         *(
-            _tell(client.generate("demo", **body(story, engine, num_tokens), **logprobs))
+            _tell(client.generate("demo", **body(story, engine, num_tokens), **logprobs), num_tokens)
             for story in range(len(ANIMALS))
         )
     )
 
 
-async def _tell(stream: Stream) -> Expected:
+async def _tell(stream: Stream, num_tokens: int) -> Expected:
     tokens: list[tuple[str, list[float]]] = []
     async for chunk in stream:
         if chunk.logprobs:
@@ -55,18 +61,22 @@ async def _tell(stream: Stream) -> Expected:
             tokens += [(f" {word}", []) for word in chunk.text.split()]
         if chunk.finish_reason is not None and chunk.finish_reason is not messages.FinishReason.LENGTH:
             raise RuntimeError(f"an undisturbed stream ended with {chunk}")
-    return expected_of(tokens)
+    told = expected_of(tokens)
+    if told.num_tokens != num_tokens:
+        raise RuntimeError(f"an undisturbed stream of {num_tokens} tokens had {told.num_tokens}")
+    return told
 
 
 class _Told:
     """One stream that a client reads or has read."""
 
-    def __init__(self, client: str, request_id: str, reading: Reading, began_at: float) -> None:
+    def __init__(self, client: str, request_id: str, reading: Reading, limit: asyncio.Timeout) -> None:
         self.client = client
         self.request_id = request_id
         """Changes when the library asks again."""
         self.reading = reading
-        self.began_at = began_at
+        self.limit = limit
+        """The time after which the client gives it up."""
         self.took_s: float | None = None
         """The time until its terminal."""
         self.was_cancelled = False
@@ -81,8 +91,9 @@ class Streams:
         bare: RawClient,
         texts: Sequence[Expected],
         engine: str,
+        rng: random.Random,
         limit_s: float,
-        cancels: float = 0.0,
+        cancels: float,
     ) -> None:
         """A client gives up a stream after `limit_s`. `cancels` is the share of the library's streams that are
         cancelled under way."""
@@ -92,7 +103,9 @@ class Streams:
         self._engine = engine
         self._limit_s = limit_s
         self._cancels = cancels
-        self._rng = random.Random(cancels)
+        self._rng = rng
+        self._name = secrets.token_hex(3)
+        """Part of all request ids: workers remember the ids of earlier streams and cancels."""
         self._told: list[_Told] = []
         self._open: set[_Told] = set()
         self._finishing = False
@@ -106,8 +119,21 @@ class Streams:
         self._tasks = [asyncio.create_task(self._keep_asking(client, first)) for first, client in enumerate(clients)]
 
     async def finish(self) -> None:
-        """Waits until all streams have ended; no new ones are begun."""
+        """Waits until all streams have ended; no new ones are begun.
+
+        Once no worker has had a request for a while, nothing more can come to clients that do not ask again."""
         self._finishing = True
+        idle_since: float | None = None
+        while self._open:
+            self._check()
+            await asyncio.sleep(0.1)
+            now = asyncio.get_running_loop().time()
+            is_idle = not any(told.client == "library" for told in self._open) and await self._is_idle()
+            idle_since = (idle_since or now) if is_idle else None
+            if idle_since is not None and now - idle_since > IDLE_S:
+                for told in self._open:
+                    told.limit.reschedule(now)
+                break
         await asyncio.gather(*self._tasks)
 
     async def stop(self) -> None:
@@ -116,12 +142,17 @@ class Streams:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def go_on(self, num_tokens: int) -> None:
-        """Waits until all streams that can be watched have that many more tokens, or have ended."""
-        watched = [told for told in self._open if told.client != "whole"]
-        least = {told: told.reading.num_tokens + num_tokens for told in watched}
-        while any(told in self._open and told.reading.num_tokens < least[told] for told in watched):
+        """Waits until all streams that can be watched have that many more tokens, have ended, or are lost."""
+        wanted = {told: told.reading.num_tokens + num_tokens for told in self._open if told.client != "whole"}
+        while wanted:
             self._check()
             await asyncio.sleep(0.05)
+            lost_since = asyncio.get_running_loop().time() - LOST_AFTER_S
+            wanted = {
+                told: least
+                for told, least in wanted.items()
+                if told in self._open and told.reading.num_tokens < least and told.reading.last_message_at > lost_since
+            }
 
     def open_ids(self) -> set[str]:
         """Returns the ids of the streams that are being read."""
@@ -159,6 +190,10 @@ class Streams:
         times_s = [one.took_s for one in self._told if one.took_s and one.reading.end == "length"]
         return statistics.median(times_s) if times_s else 0.0
 
+    async def _is_idle(self) -> bool:
+        loads = [card["load"] for card in await cards(self._bare)]
+        return bool(loads) and not any(load["running"] + load["waiting"] for load in loads)
+
     def _told_to(self, client: str) -> list[_Told]:
         return [told for told in self._told if told.client == client]
 
@@ -174,14 +209,14 @@ class Streams:
             story = number % len(ANIMALS)
             text = self._texts[story]
             expected = text.first(math.ceil(text.num_tokens * self._rng.uniform(shortest, 1.0)))
-            fields = body(story, self._engine, expected.num_tokens) | {"id": f"{client}-{first}-{number}"}
+            fields = body(story, self._engine, expected.num_tokens) | {"id": f"{client}-{self._name}-{first}-{number}"}
             now = asyncio.get_running_loop().time()
-            told = _Told(client, fields["id"], Reading(expected, now), now)
+            told = _Told(client, fields["id"], Reading(expected, now), asyncio.timeout(self._limit_s))
             self._told.append(told)
             self._open.add(told)
             shortest = SHORTEST
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._limit_s):
+                async with told.limit:
                     await (self._read_library if client == "library" else self._read_plain)(told, fields)
                     told.took_s = asyncio.get_running_loop().time() - now
             self._open.remove(told)

@@ -13,21 +13,8 @@ KIND = "kill_worker"
 
 
 def record(kind: str = KIND, seed: int = 0, faults: int = 20, **ends: Ends) -> Record:
-    return Record(
-        kind=kind,
-        seed=seed,
-        engine="sim",
-        faults=faults,
-        ends=ends,
-        gaps_ms=[],
-        longest_silence_ms=0,
-        longest_fault_s=0.0,
-        median_stream_s=0.0,
-        duration_s=1.0,
-        machine="m",
-        commit="c",
-        date="2024-05-01",
-    )
+    where = {"machine": "m", "commit": "c", "date": "2024-05-01"}
+    return Record(kind=kind, seed=seed, engine="sim", faults=faults, ends=ends, **where)
 
 
 def reading(*pieces: Piece) -> Reading:
@@ -117,13 +104,13 @@ def test_a_missing_seal_excuses_clients_that_are_not_the_library() -> None:
         assert violations(kind, {"plain": unsealed}) == [f"plain: 3 {UNSEALED}"]
 
 
-def test_only_a_lost_broker_or_router_excuses_a_hole_or_a_request_without_an_answer() -> None:
-    ends = Ends(holes=1, unanswered=1)
+def test_only_a_lost_broker_or_router_excuses_a_lost_message_or_a_request_without_an_answer() -> None:
+    ends = Ends(holes=1, lost=1, unanswered=1)
     assert violations("restart_broker", {"plain": ends}) == []
-    assert len(violations("restart_broker", {"library": ends})) == 2
-    assert violations("kill_router_then_worker", {"plain": ends}) == ["plain: 1 holes"]
+    assert len(violations("restart_broker", {"library": ends})) == 3
+    assert violations("kill_router_then_worker", {"plain": ends}) == ["plain: 1 holes", "plain: 1 lost terminals"]
     for kind in KINDS.keys() - {"restart_broker", "kill_router_then_worker", "mixed"}:
-        assert len(violations(kind, {"plain": ends})) == 2, kind
+        assert len(violations(kind, {"plain": ends})) == 3, kind
 
 
 def test_percentiles_are_values_that_were_seen() -> None:
