@@ -2,11 +2,15 @@
 
 PYTHON ?= python3
 ARGS ?=
+KIND ?=
+RUNS ?=
+SEEDS ?=
+MINUTES ?= 60
 LLAMA_CPP_PYTHON := 0.3.36
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: up test check hostile format bench demo-model dashboards clean
+.PHONY: up test check hostile chaos format bench demo-model dashboards clean
 
 up: $(READY)
 	@$(BIN)/tokenbus up $(ARGS)
@@ -24,6 +28,12 @@ check: $(READY)
 # brokers that fail in every way, alone and in a cluster.
 hostile: $(READY)
 	TOKENBUS_HOSTILE=long $(BIN)/pytest -q tests/hostile $(ARGS)
+
+# Faults of real processes under 32 streams: an hour of every kind, or KIND=kill_worker RUNS=3, or SEEDS="4 14", or
+# MINUTES=600. Results add up in build/chaos.jsonl, whatever ends a run, and are shown in docs/chaos.md.
+chaos: $(READY)
+	$(BIN)/python -m tests.chaos run --minutes $(MINUTES) $(if $(KIND),--kind $(KIND)) $(if $(RUNS),--runs $(RUNS)) \
+	  $(if $(SEEDS),--seeds $(SEEDS)); status=$$?; $(BIN)/python -m tests.chaos report && exit $$status
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

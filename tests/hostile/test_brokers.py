@@ -37,7 +37,7 @@ class Clients(NamedTuple):
 
     @classmethod
     async def connect(cls, url: str) -> "Clients":
-        return cls(await RawClient.connect_for_good(url), await Client.connect(url))
+        return cls(await RawClient.connect(url, reconnects=True), await Client.connect(url))
 
     async def close(self) -> None:
         await self.library.close()

@@ -68,14 +68,10 @@ class RawClient:
         self.nats = connection
 
     @classmethod
-    async def connect(cls, url: str) -> "RawClient":
-        return cls(await nats.connect(url, allow_reconnect=False))
-
-    @classmethod
-    async def connect_for_good(cls, url: str) -> "RawClient":
-        """Connects so that the connection is made again when it breaks, to another server if there is one."""
-        options: dict[str, Any] = {"max_reconnect_attempts": -1, "reconnect_time_wait": 0.1}
-        return cls(await nats.connect(url, error_cb=_ignore, **options))
+    async def connect(cls, url: str, *, reconnects: bool = False) -> "RawClient":
+        if not reconnects:
+            return cls(await nats.connect(url, allow_reconnect=False))
+        return cls(await nats.connect(url, max_reconnect_attempts=-1, reconnect_time_wait=0.05, error_cb=_ignore))
 
     async def close(self) -> None:
         await self.nats.close()
@@ -110,7 +106,7 @@ class RawClient:
 
 
 async def _ignore(error: Exception) -> None:
-    """The broker is away, as the test wants it."""
+    """Takes what nats-py would print about a broker that is away."""
 
 
 def check_stream(answer: Answer, request_id: str | None = None) -> None:

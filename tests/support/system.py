@@ -117,6 +117,8 @@ class System:
         self.url = nats.url
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._starts: collections.Counter[str] = collections.Counter()
+        self._log_starts: dict[str, int] = {}
+        """Where in each log the lines of the last start begin."""
         self._clients: list[RawClient] = []
 
     @classmethod
@@ -152,6 +154,13 @@ class System:
     def signal(self, name: str, number: int) -> None:
         self._processes[name].send_signal(number)
 
+    def kill(self, name: str) -> None:
+        """Ends a process and all that it has started at once, also those that stand still."""
+        for pid in self.family(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.wait(name)
+
     def wait(self, name: str, timeout_s: float = 60.0) -> int:
         return self._processes[name].wait(timeout=timeout_s)
 
@@ -162,6 +171,16 @@ class System:
     def pid(self, name: str) -> int:
         return self._processes[name].pid
 
+    def family(self, name: str) -> list[int]:
+        """Returns the pids of a process and of all that it has started, itself first; none if it has ended."""
+        if self._processes[name].poll() is not None:
+            return []
+        parents = _parents()
+        found = [self.pid(name)]
+        for pid in found:
+            found += [child for child, parent in parents.items() if parent == pid]
+        return found
+
     def memory_bytes(self, name: str) -> int:
         """Returns the resident memory of a process."""
         for line in Path(f"/proc/{self.pid(name)}/status").read_text().splitlines():
@@ -170,34 +189,39 @@ class System:
         raise AssertionError(f"{name} is not running")
 
     async def until_logged(self, name: str, event: str) -> None:
+        """Waits for an event since the last start of this name."""
         async with asyncio.timeout(60):
-            while not any(line["event"] == event for line in self.log(name)):
+            while not any(line["event"] == event for line in self.log(name, self._log_starts[name])):
                 await asyncio.sleep(0.02)
 
-    def log(self, name: str) -> list[dict[str, object]]:
-        """Returns the structured log lines of a process."""
-        lines = (self._folder / f"{name}.log").read_text().splitlines()
-        return [json.loads(line) for line in lines if line.startswith("{")]
+    def log(self, name: str, start: int = 0) -> list[dict[str, object]]:
+        """Returns the structured log lines of a process, from a byte of its log on."""
+        with (self._folder / f"{name}.log").open("rb") as log:
+            log.seek(start)
+            *lines, _ = log.read().split(b"\n")  # the last one may be half written
+        return [json.loads(line) for line in lines if line.startswith(b"{")]
 
     def text_log(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text()
 
-    async def connect(self) -> RawClient:
+    async def connect(self, *, reconnects: bool = False) -> RawClient:
         """Connects a client that is closed together with the system."""
-        self._clients.append(await RawClient.connect(self.url))
+        self._clients.append(await RawClient.connect(self.url, reconnects=reconnects))
         return self._clients[-1]
 
     async def stop(self) -> None:
-        for client in self._clients:
-            await client.close()
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
-        self._broker.stop()
+        try:
+            for client in self._clients:
+                await client.close()
+        finally:
+            for name in self._processes:
+                self.kill(name)
+            self._broker.stop()
 
     def _run(self, name: str, *arguments: str) -> None:
         self._starts[name] += 1
         with (self._folder / f"{name}.log").open("ab") as log:
+            self._log_starts[name] = log.tell()
             self._processes[name] = subprocess.Popen(
                 command(*arguments, *([] if "--nats" in arguments else ["--nats", self.url])),
                 stdin=subprocess.DEVNULL,
@@ -207,3 +231,12 @@ class System:
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
+
+
+def _parents() -> dict[int, int]:
+    """Returns the parent of each process of this machine."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    return found

@@ -1,0 +1,171 @@
+"""The processes of a round, and what is done to them."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from tests.chaos.plans import Fault
+from tests.support.exact_client import until_ready
+from tests.support.raw_client import RawClient
+from tests.support.system import System
+from tokenbus import demo
+
+NUM_LANES = 40
+"""Requests that a worker can run at the same time: all that there are, and some that a client has given up."""
+STOP_S = 60.0
+"""Time within which a process that is asked to stop has to end."""
+
+
+class Fleet:
+    """Routers and workers, each of which is started again, or replaced, when it is gone."""
+
+    def __init__(
+        self,
+        system: System,
+        engine: str,
+        num_workers: int,
+        step_ms: float,
+        kv_tokens: int,
+        *,
+        loses_events: bool = False,
+    ) -> None:
+        """With `loses_events` some entries of the simulated workers' event logs get lost."""
+        self._system = system
+        self._num_named: Counter[str] = Counter()
+        self._all_workers: list[str] = []
+        self.workers = [self._new_name("worker") for _ in range(num_workers)]
+        self.routers = [self._new_name("router") for _ in range(2)]
+        self._flags = ["--grace-s", "0", "--max-num-seqs", str(NUM_LANES), "--kv-tokens", str(kv_tokens)]
+        self._model = demo.MODEL_PATH
+        if engine == "sim":
+            self._flags += ["--engine", "sim", "--sim-speedup", f"{50 / step_ms:g}"]
+            self._flags += ["--sim-faults", "lose@200"] if loses_events else []
+            self._model = Path("steps-of-50ms")
+
+    def __repr__(self) -> str:
+        return f"<Fleet {self.routers} {self.workers}>"
+
+    async def start(self) -> None:
+        for name in self.routers + self.workers:
+            self._start(name)
+
+    async def until_up(self, bare: RawClient) -> None:
+        """Waits until every process serves and a router says so of the workers."""
+        for name in self.routers + self.workers:
+            await self._until_serving(name)
+        await until_ready(bare, len(self.workers))
+
+    def accepted_ids(self) -> set[str]:
+        """Returns the ids of all requests that a worker has accepted."""
+        lines = [line for name in self._all_workers for line in self._system.log(name)]
+        return {_request_id(line) for line in lines if line["event"] == "request_started"}
+
+    async def carry_out(self, fault: Fault, open_ids: Callable[[], set[str]]) -> bool:
+        """Carries out a fault; returns False if there was nothing on which it could be carried out.
+
+        `open_ids` returns the ids of the streams that clients read at that moment."""
+        worker = self.workers[fault.target % len(self.workers)]
+        router = self.routers[fault.target % len(self.routers)]
+        match fault.kind:
+            case "kill_worker":
+                self._restart(self.workers[fault.number % len(self.workers)])
+            case "kill_engine":
+                for pid in self._pids(worker, "engine"):
+                    os.kill(pid, signal.SIGKILL)
+            case "pause_worker":
+                await _freeze(self._pids(worker, fault.part), fault.pause_s)
+            case "pause_router":
+                await _freeze(self._system.family(router), fault.pause_s)
+            case "kill_router_then_worker":
+                return await self._kill_router_then_worker(router, fault.between_s, open_ids)
+            case "restart_broker":
+                await self._system.restart_broker(fault.away_s)
+            case "drain_worker":
+                await self._replace(worker, is_beside=fault.is_beside)
+            case "roll":
+                names = self.workers + self.routers
+                first = fault.target % len(names)
+                for name in names[first:] + names[:first]:
+                    await self._replace(name, is_beside=fault.is_beside)
+            case _:
+                raise ValueError(fault.kind)
+        return True
+
+    async def _kill_router_then_worker(self, router: str, between_s: float, open_ids: Callable[[], set[str]]) -> bool:
+        """Kills a router, and later the worker with most of the streams that it had placed."""
+        placed = {
+            _request_id(line): line["worker_id"]
+            for line in self._system.log(router)
+            if line["event"] == "request_placed"
+        }
+        self._restart(router)
+        await asyncio.sleep(between_s)
+        counts = Counter(str(placed[one]) for one in open_ids() if one in placed)
+        if counts:
+            self._restart(counts.most_common(1)[0][0])
+        return bool(counts)
+
+    async def _replace(self, name: str, *, is_beside: bool) -> None:
+        """Asks a process to stop, and starts its successor: before, under a new name, or afterwards, under the same."""
+        if is_beside:
+            group = self.workers if name in self.workers else self.routers
+            successor = self._new_name(name.partition("-")[0])
+            self._start(successor)
+            await self._until_serving(successor)
+            group[group.index(name)] = successor
+        self._system.signal(name, signal.SIGTERM)
+        status = await asyncio.to_thread(self._system.wait, name, STOP_S)
+        if status:
+            raise ChildProcessError(f"{name} stopped with status {status}")
+        if not is_beside:
+            self._start(name)
+            await self._until_serving(name)
+
+    def _restart(self, name: str) -> None:
+        self._system.kill(name)
+        self._start(name)
+
+    def _new_name(self, group: str) -> str:
+        self._num_named[group] += 1
+        name = f"{group}-{self._num_named[group]}"
+        self._all_workers += [name] if group == "worker" else []
+        return name
+
+    def _start(self, name: str) -> None:
+        if name.startswith("router"):
+            self._system.router(name)
+        else:
+            self._system.worker(name, *self._flags, model=self._model)
+
+    async def _until_serving(self, name: str) -> None:
+        await self._system.until_logged(name, "router_ready" if name.startswith("router") else "engine_ready")
+
+    def _pids(self, worker: str, part: str) -> list[int]:
+        front, *engine = self._system.family(worker)
+        return {"front": [front], "engine": engine, "both": [front, *engine]}[part]
+
+
+async def _freeze(pids: Sequence[int], seconds: float) -> None:
+    with _frozen(pids):
+        await asyncio.sleep(seconds)
+
+
+@contextlib.contextmanager
+def _frozen(pids: Sequence[int]) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # an engine may be killed by its frontend
+                os.kill(pid, signal.SIGCONT)
+
+
+def _request_id(line: dict[str, object]) -> str:
+    """Returns the id of the request that a log line names, without its tenant."""
+    return str(line["request_id"]).partition(":")[2]

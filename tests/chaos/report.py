@@ -1,0 +1,87 @@
+"""Writes what the rounds have shown as a page, of whose numbers each comes from their records; pure."""
+
+from collections.abc import Iterable, Sequence
+
+from tests.chaos.plans import KINDS
+from tests.chaos.reading import UNSEALED
+from tests.chaos.results import Ends, Record, percentile, sum_up, violations
+
+_HEAD = f"""# Streams under faults
+
+<!-- Written by `python -m tests.chaos report` from build/chaos.jsonl. -->
+
+This page shows what `make chaos` has seen: real processes (one nats-server, two routers, three workers with the
+simulated engine or two with the demo model), 32 streams at any time (16 of the library, 12 of a plain client, 4 with
+`stream: false`), and one fault after the other. Every text is compared byte by byte with that of an undisturbed stream.
+[guarantees.md](guarantees.md) says what is promised.
+
+- *Wrong*: streams with a byte that the undisturbed one does not have there, a repetition, a wrong `usage`, or a message
+  behind the terminal.
+- *Parted*: streams of the demo model that went on with another token where two are so close that rounding decides.
+- *Holes*: streams of which a message was lost, as the offsets show.
+- *Lost terminals*: streams that a worker had accepted and that had no terminal when their client's time was over.
+- *No answer*: requests without any message that no worker had accepted.
+- `{UNSEALED}`: the error of a router that can't know what a client has read, since the seal of the
+  last step or an entry of the event log is missing.
+- *Gap*: the pause of a plain client's text before another attempt went on.
+"""
+
+
+def render(records: Sequence[Record]) -> str:
+    """Returns the page."""
+    kinds = [kind for kind in KINDS if any(record.kind == kind for record in records)]
+    sections = [_section(kind, [record for record in records if record.kind == kind]) for kind in kinds]
+    return "\n".join([_HEAD, _overview(records, kinds), *sections])
+
+
+def _overview(records: Sequence[Record], kinds: Iterable[str]) -> str:
+    rows = ["| faults | aim | rounds | streams | ended well | against the promises |", "|---|---|---|---|---|---|"]
+    for kind in kinds:
+        chosen = [record for record in records if record.kind == kind]
+        total = sum(sum_up(chosen).values(), Ends())
+        count = sum(record.faults for record in chosen)
+        broken = violations(kind, sum_up(chosen)) + [record.failure for record in chosen if record.failure]
+        cells = [f"{count:,} {kind}", f"{KINDS[kind].aim:,}", len(chosen), f"{total.streams:,}", f"{total.well:,}"]
+        rows.append(_row([*cells, "; ".join(broken) or "nothing"]))
+    return "\n".join([*rows, ""])
+
+
+def _section(kind: str, records: Sequence[Record]) -> str:
+    lines = [
+        f"## {kind}",
+        "",
+        "| client | streams | ended well | wrong | parted | holes | lost terminals | no answer | errors |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for client, ends in sum_up(records).items():
+        errors = ", ".join(f"{count:,} {code}" for code, count in sorted(ends.errors.items())) or "none"
+        counts = (ends.streams, ends.well, ends.wrong, ends.parted, ends.holes, ends.lost, ends.unanswered)
+        lines.append(_row([client, *(f"{count:,}" for count in counts), errors]))
+    return "\n".join([*lines, "", _facts(kind, records), ""])
+
+
+def _facts(kind: str, records: Sequence[Record]) -> str:
+    gaps, aim = [gap for record in records for gap in record.gaps_ms], KINDS[kind].max_gap_ms
+    faults = {engine: sum(one.faults for one in records if one.engine == engine) for engine in ("sim", "demo")}
+    duration_s = sum(record.duration_s for record in records)
+    dates = sorted({record.date for record in records})
+    aim_text = f" (aim {_seconds(aim)})" if aim else ""
+    facts = [
+        f"{sum(faults.values()):,} faults, {faults['demo']:,} of them on the demo model",
+        f"gap p50 {_seconds(percentile(gaps, 0.5))}{aim_text}, p99 {_seconds(percentile(gaps, 0.99))} of {len(gaps):,}",
+        f"longest silence {_seconds(max(record.longest_silence_ms for record in records))}",
+        f"a fault took up to {max(record.longest_fault_s for record in records):g} s, "
+        f"the median stream at least {min(record.median_stream_s for record in records):g} s",
+        f"{len(records)} rounds, {duration_s / 60:.0f} minutes, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}",
+        f"commit {', '.join(sorted({record.commit for record in records}))}",
+        f"on {' and '.join(sorted({record.machine for record in records}))}",
+    ]
+    return "; ".join(facts) + "."
+
+
+def _seconds(milliseconds: int | None) -> str:
+    return "none" if milliseconds is None else f"{milliseconds / 1e3:.2f} s"
+
+
+def _row(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"

@@ -1,0 +1,142 @@
+"""What rounds have shown: one line of JSON for each, in a file to which every run adds its own."""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tests.chaos.plans import KINDS
+from tests.chaos.reading import Reading
+
+CLIENTS = ("library", "plain", "whole")
+MAX_NOTES = 20
+
+
+class Ends(msgspec.Struct):
+    """How the streams of one kind of client ended."""
+
+    streams: int = 0
+    well: int = 0
+    """Streams that came to their full length; also those that their client has cancelled."""
+    wrong: int = 0
+    """Streams with a byte that the undisturbed one does not have there, or with anything else that must not come."""
+    parted: int = 0
+    """Streams that went on with another token at a near tie."""
+    holes: int = 0
+    """Streams of which a message was lost."""
+    lost: int = 0
+    """Streams without a terminal that a worker had accepted."""
+    unanswered: int = 0
+    """Requests without an answer that no worker had accepted."""
+    errors: dict[str, int] = {}
+
+    def add(self, reading: Reading, *, was_accepted: bool, was_cancelled: bool = False) -> None:
+        self.streams += 1
+        self.wrong += bool(reading.problem)
+        self.parted += reading.has_parted
+        self.holes += reading.has_hole
+        if reading.end is None:
+            self.lost += was_accepted
+            self.unanswered += not was_accepted
+        elif reading.end == "length" or (was_cancelled and reading.end == "cancelled"):
+            self.well += 1
+        else:
+            self.errors = {**self.errors, reading.end: self.errors.get(reading.end, 0) + 1}
+
+    def __add__(self, other: "Ends") -> "Ends":
+        mine, others = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
+        errors = dict(Counter(mine.pop("errors")) + Counter(others.pop("errors")))
+        return Ends(errors=errors, **{name: mine[name] + others[name] for name in mine})
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """What one round of one kind, with one seed, has shown."""
+
+    kind: str
+    seed: int
+    engine: str
+    faults: int = 0
+    ends: dict[str, Ends] = {}
+    gaps_ms: list[int] = []
+    """The pauses of streams of plain clients that went on at another worker, or at another life of theirs."""
+    longest_silence_ms: int = 0
+    """The longest time without text in a stream of a plain client."""
+    longest_fault_s: float = 0.0
+    median_stream_s: float = 0.0
+    """The median time in which a stream came to its full length."""
+    duration_s: float = 0.0
+    failure: str = ""
+    """Why the round was given up."""
+    notes: list[str] = []
+    """The first things that must not happen."""
+    machine: str
+    commit: str
+    date: str
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Record)
+
+
+def read(path: Path) -> list[Record]:
+    """Returns the records of a file; none if it does not exist. A last line that was cut off is left out."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [_decoder.decode(line) for line in lines if line]
+
+
+def append(path: Path, record: Record) -> None:
+    """Adds a record, behind whatever a run that was cut off may have left of its last one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.read_bytes() if path.exists() else b""
+    with path.open("ab") as file:
+        file.truncate(whole.rfind(b"\n") + 1)
+        file.write(_encoder.encode(record) + b"\n")
+
+
+def next_round(records: Iterable[Record], kinds: Sequence[str]) -> tuple[str, int]:
+    """Returns what to try next: the kind of which the smallest share of its aim was tried, with its first new seed."""
+    tried: Counter[str] = Counter()
+    seeds: dict[str, set[int]] = {kind: set() for kind in kinds}
+    for record in records:
+        tried[record.kind] += record.faults
+        seeds.setdefault(record.kind, set()).add(record.seed)
+    kind = min(kinds, key=lambda kind: tried[kind] / KINDS[kind].aim)
+    return kind, first_new(seeds[kind])
+
+
+def first_new(seeds: Collection[int]) -> int:
+    return next(seed for seed in range(len(seeds) + 1) if seed not in seeds)
+
+
+def sum_up(records: Iterable[Record]) -> dict[str, Ends]:
+    """Adds up the streams of each kind of client."""
+    found = {client: Ends() for client in CLIENTS}
+    for record in records:
+        for client, ends in record.ends.items():
+            found[client] += ends
+    return found
+
+
+def violations(kind: str, ends: Mapping[str, Ends]) -> list[str]:
+    """Returns what the clients of such rounds got that they must not get."""
+    rules = KINDS[kind]
+    found = []
+    for client, one in ends.items():
+        is_library = client == "library"
+        forbidden = {
+            "wrong bytes": one.wrong,
+            "holes": one.holes if is_library or not rules.may_lose_messages else 0,
+            "lost terminals": one.lost if is_library or not rules.may_lose_messages else 0,
+            "without an answer": one.unanswered if is_library or not rules.may_lose_requests else 0,
+        }
+        forbidden |= {code: count for code, count in one.errors.items() if is_library or code not in rules.errors}
+        found += [f"{client}: {count} {what}" for what, count in forbidden.items() if count]
+    return found
+
+
+def percentile(values: Sequence[int], share: float) -> int | None:
+    """Returns the smallest value that at least this share of the values does not exceed."""
+    ranked = sorted(values)
+    return ranked[math.ceil(share * len(ranked)) - 1] if ranked else None

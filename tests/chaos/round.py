@@ -1,0 +1,218 @@
+"""Rounds: a system of real processes with 32 streams, and one fault after the other."""
+
+import asyncio
+import contextlib
+import datetime
+import functools
+import os
+import random
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+import msgspec
+
+from tests.chaos import plans
+from tests.chaos.fleet import NUM_LANES, Fleet
+from tests.chaos.plans import Fault
+from tests.chaos.reading import Expected
+from tests.chaos.results import MAX_NOTES, Record, violations
+from tests.chaos.streams import Streams, undisturbed
+from tests.support.exact_client import until_idle
+from tests.support.raw_client import PREFIX, RawClient
+from tests.support.system import System
+from tokenbus.client import Client
+from tokenbus.protocol.bus import connection
+from tokenbus.protocol.telemetry.tracing import NoopTracer
+from tokenbus.protocol.wire import codec, internal, subjects
+from tokenbus.router.serve import Router
+from tokenbus.router.settings import RouterSettings
+
+BETWEEN_FAULTS = 24
+"""Tokens that each stream gets between two faults: with fewer, it would be blamed for the third death."""
+PATIENCE_S = 60.0
+"""Time that a client gives its stream beyond what an undisturbed one takes."""
+MAX_PROMPT_TOKENS = 200
+_parts = codec.Decoder(internal.SnapshotPart)
+_texts: dict[tuple[str, int], list[Expected]] = {}
+"""The undisturbed texts of each engine and length, which do not change from one round to the next."""
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """The size of a system, and of its streams."""
+
+    engine: str
+    num_workers: int
+    num_tokens: int
+    """Tokens of the longest streams."""
+    step_ms: float = 25.0
+    """Time of a token with the simulated engine; the demo model is as fast as the machine."""
+    loses_events: bool = False
+    """Whether some entries of the simulated workers' event logs get lost."""
+    cancels: float = 0.0
+    """The share of the library's streams that are cancelled under way."""
+
+
+def setup_of(kind: str, seed: int) -> Setup:
+    engine, is_mixed = plans.engine_of(seed), kind == "mixed"
+    return Setup(
+        engine=engine,
+        num_workers=3 if engine == "sim" else 2,
+        num_tokens=plans.KINDS[kind].num_tokens,
+        loses_events=is_mixed,
+        cancels=0.1 if is_mixed else 0.0,
+    )
+
+
+class Site:
+    """A running system that faults are tried on. `start` gives one."""
+
+    def __init__(
+        self, setup: Setup, fleet: Fleet, bare: RawClient, client: Client, witness: Router, texts: list[Expected]
+    ) -> None:
+        self._setup = setup
+        self._fleet = fleet
+        self._bare = bare
+        self._client = client
+        self._witness = witness
+        self._texts = texts
+
+    def __repr__(self) -> str:
+        return f"<Site {self._fleet!r}>"
+
+    async def play(self, record: Record, faults: Iterable[Fault]) -> None:
+        """Carries out the faults under load, until all streams have ended and nothing is left over, and records what
+        was seen."""
+        limit_s = self._setup.num_tokens * self._setup.step_ms / 1e3 + PATIENCE_S
+        rng = random.Random(record.seed)
+        streams = Streams(self._client, self._bare, self._texts, self._setup.engine, rng, limit_s, self._setup.cancels)
+        streams.start()
+        try:
+            for fault in faults:
+                await self._go_on(streams)
+                await asyncio.sleep(fault.after_s)
+                began = time.monotonic()
+                record.faults += await self._fleet.carry_out(fault, streams.open_ids)
+                record.longest_fault_s = round(max(record.longest_fault_s, time.monotonic() - began), 1)
+            await self._go_on(streams)
+            await streams.finish()
+            await until_idle(self._bare)
+            await _until_settled(self._bare, self._witness, self._fleet.workers)
+        finally:
+            await streams.stop()
+            record.ends = streams.ends(self._fleet.accepted_ids())
+            record.gaps_ms = streams.gaps_ms()
+            record.longest_silence_ms = round(1e3 * streams.longest_silence_s)
+            record.median_stream_s = round(streams.median_s, 1)
+            record.notes = streams.problems(plans.KINDS[record.kind].errors)[:MAX_NOTES]
+
+    async def _go_on(self, streams: Streams) -> None:
+        """Waits until nothing shows the last fault any more."""
+        await self._fleet.until_up(self._bare)
+        await streams.go_on(BETWEEN_FAULTS)
+
+
+@contextlib.asynccontextmanager
+async def started(setup: Setup, folder: Path) -> AsyncIterator[Site]:
+    """Starts a system, whose processes log into `folder`, and stops it however the block ends."""
+    async with contextlib.AsyncExitStack() as stack:
+        system = await System.start(folder)
+        stack.push_async_callback(system.stop)
+        kv_tokens = NUM_LANES * (setup.num_tokens + MAX_PROMPT_TOKENS)
+        fleet = Fleet(
+            system, setup.engine, setup.num_workers, setup.step_ms, kv_tokens, loses_events=setup.loses_events
+        )
+        await fleet.start()
+        bare = await system.connect(reconnects=True)
+        await fleet.until_up(bare)
+        client = await stack.enter_async_context(await Client.connect(system.url))
+        witness = await stack.enter_async_context(_watching(system.url))
+        key = (setup.engine, setup.num_tokens)
+        if key not in _texts:
+            _texts[key] = await undisturbed(client, *key)
+        yield Site(setup, fleet, bare, client, witness, _texts[key])
+
+
+async def play(kind: str, seed: int, setup: Setup, faults: Iterable[Fault], folder: Path) -> Record:
+    """Plays a round on a system of its own and returns what it has shown."""
+    began, record = time.monotonic(), new_record(kind, seed, setup.engine)
+    try:
+        async with started(setup, folder) as site:
+            await site.play(record, faults)
+    except Exception as error:  # whatever went wrong is a result too
+        record.failure = f"{type(error).__name__}: {error}"
+    record.duration_s = round(time.monotonic() - began, 1)
+    return record
+
+
+def new_record(kind: str, seed: int, engine: str) -> Record:
+    today = datetime.date.today().isoformat()
+    return Record(kind=kind, seed=seed, engine=engine, machine=_machine(), commit=_commit(), date=today)
+
+
+def broken_promises(record: Record) -> list[str]:
+    """Returns everything for which a round counts as failed."""
+    return ([record.failure] if record.failure else []) + violations(record.kind, record.ends)
+
+
+@contextlib.asynccontextmanager
+async def _watching(url: str) -> AsyncIterator[Router]:
+    """Runs a router that hears everything and takes no requests."""
+    bus = await connection.connect(connection.Settings(url=url), name="router witness")
+    witness = Router(bus, subjects.Subjects(), "witness", RouterSettings(), random.Random(1), NoopTracer())
+    await witness.open()
+    await witness.stop_intake()
+    watching = asyncio.create_task(witness.run())
+    try:
+        yield witness
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await bus.close()
+
+
+async def _until_settled(bare: RawClient, witness: Router, names: list[str], timeout_s: float = 60.0) -> None:
+    """Waits until a router that has heard everything has nothing booked, and checks that its index has exactly the
+    blocks that the workers hold."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            workers = witness.fleet.workers_of("demo")
+            is_busy = any(worker.bookings or worker.running or worker.log.is_behind for worker in workers)
+            if not is_busy and {worker.card.worker_id for worker in workers} == set(names):
+                break
+            await asyncio.sleep(0.05)
+    witness.fleet.check_integrity()
+    for worker in workers:
+        known, held = witness.fleet.blocks_of(worker), await _held_by(bare, worker.card.worker_id)
+        if known != held:
+            raise LookupError(f"the index has {len(known - held)} blocks too many and {len(held - known)} too few")
+
+
+async def _held_by(bare: RawClient, worker_id: str) -> set[int]:
+    """Returns the blocks in a worker's snapshot."""
+    inbox, subject = bare.nats.new_inbox(), f"{PREFIX}.worker.demo.{subjects.escape(worker_id)}.snapshot"
+    subscription = await bare.nats.subscribe(inbox)
+    await bare.nats.publish(subject, b"", reply=inbox)
+    held: set[int] = set()
+    while True:
+        part = _parts.decode((await subscription.next_msg(timeout=60)).data)
+        held |= {name for run in part.runs for name in run.hashes}
+        if part.part == part.parts - 1:
+            await subscription.unsubscribe()
+            return held
+
+
+@functools.cache
+def _machine() -> str:
+    """Returns what the processor of this machine is called, and how many cores there are."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "unknown")
+    return f"{os.cpu_count()} cores, {name}"
+
+
+@functools.cache
+def _commit() -> str:
+    """Returns the commit of this checkout, with a + if something has been changed since."""
+    asked = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or "unknown"

@@ -1,0 +1,257 @@
+"""The 32 streams of a round: each client asks again as soon as its answer has ended."""
+
+import asyncio
+import contextlib
+import json
+import math
+import random
+import secrets
+import statistics
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+from nats.aio.msg import Msg
+
+from tests.chaos.reading import Expected, Failure, Piece, Reading, expected_of
+from tests.chaos.results import Ends
+from tests.support.exact_client import cards
+from tests.support.raw_client import PREFIX, RawClient
+from tokenbus.client import Client, Stream
+from tokenbus.protocol.wire import messages
+
+NUM_CLIENTS = {"library": 16, "plain": 12, "whole": 4}
+ANIMALS = ("fox", "bear", "owl", "deer", "frog", "mouse", "wolf")
+"""Animals of the stories that are told again and again."""
+SHORTEST_AT_START, SHORTEST = 0.1, 0.7
+"""The shares of a text at least that its first and its later readers ask for: streams shall not all end at once."""
+LOST_AFTER_S = 10.0
+"""A stream without any message for so long holds nothing up any more: there should be one every 5 s."""
+IDLE_S = 3.0
+"""Time without a request at any worker after which those that are still open are lost."""
+_piece = msgspec.json.Decoder(Piece)
+_NO_RESPONDERS = Piece(finish_reason="error", error=Failure("no_responders"))
+"""Stands for the broker's notice that no router listens."""
+
+
+def body(story: int, engine: str, num_tokens: int) -> dict[str, Any]:
+    """Returns a request for a story, whose text is always the same (with the demo model up to near ties)."""
+    sampling = {"temperature": 1.0, "seed": story} if engine == "sim" else {"temperature": 0.0, "ignore_eos": True}
+    prompt = f"Once upon a time, when small steps went far and it was good to share, there was a {ANIMALS[story]}"
+    return {"prompt": prompt, "max_tokens": num_tokens} | sampling
+
+
+async def undisturbed(client: Client, engine: str, num_tokens: int) -> list[Expected]:
+    """Has every story told once."""
+    logprobs = {"logprobs": 2} if engine == "demo" else {}
+    return await asyncio.gather(
+        *(
+            _tell(client.generate("demo", **body(story, engine, num_tokens), **logprobs), num_tokens)
+            for story in range(len(ANIMALS))
+        )
+    )
+
+
+async def _tell(stream: Stream, num_tokens: int) -> Expected:
+    tokens: list[tuple[str, list[float]]] = []
+    async for chunk in stream:
+        if chunk.logprobs:
+            tokens += [(one.text, [other.logprob for other in one.top]) for one in chunk.logprobs]
+        else:  # each token of the simulated engine is a word
+            tokens += [(f" {word}", []) for word in chunk.text.split()]
+        if chunk.finish_reason is not None and chunk.finish_reason is not messages.FinishReason.LENGTH:
+            raise RuntimeError(f"an undisturbed stream ended with {chunk}")
+    told = expected_of(tokens)
+    if told.num_tokens != num_tokens:
+        raise RuntimeError(f"an undisturbed stream of {num_tokens} tokens had {told.num_tokens}")
+    return told
+
+
+class _Told:
+    """One stream that a client reads or has read."""
+
+    def __init__(self, client: str, request_id: str, reading: Reading, limit: asyncio.Timeout) -> None:
+        self.client = client
+        self.request_id = request_id
+        """Changes when the library asks again."""
+        self.reading = reading
+        self.limit = limit
+        """The time after which the client gives it up."""
+        self.took_s: float | None = None
+        """The time until its terminal."""
+        self.was_cancelled = False
+
+
+class Streams:
+    """Keeps the streams running, and remembers how each of them ended."""
+
+    def __init__(
+        self,
+        client: Client,
+        bare: RawClient,
+        texts: Sequence[Expected],
+        engine: str,
+        rng: random.Random,
+        limit_s: float,
+        cancels: float,
+    ) -> None:
+        """A client gives up a stream after `limit_s`. `cancels` is the share of the library's streams that are
+        cancelled under way."""
+        self._client = client
+        self._bare = bare
+        self._texts = texts
+        self._engine = engine
+        self._limit_s = limit_s
+        self._cancels = cancels
+        self._rng = rng
+        self._name = secrets.token_hex(3)
+        """Part of all request ids: workers remember the ids of earlier streams and cancels."""
+        self._told: list[_Told] = []
+        self._open: set[_Told] = set()
+        self._finishing = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def __repr__(self) -> str:
+        return f"<Streams {len(self._open)} open of {len(self._told)}>"
+
+    def start(self) -> None:
+        clients = [client for client, count in NUM_CLIENTS.items() for _ in range(count)]
+        self._tasks = [asyncio.create_task(self._keep_asking(client, first)) for first, client in enumerate(clients)]
+
+    async def finish(self) -> None:
+        """Waits until all streams have ended; no new ones are begun.
+
+        Once no worker has had a request for a while, nothing more can come to clients that do not ask again."""
+        self._finishing = True
+        idle_since: float | None = None
+        while self._open:
+            self._check()
+            await asyncio.sleep(0.1)
+            now = asyncio.get_running_loop().time()
+            is_idle = not any(told.client == "library" for told in self._open) and await self._is_idle()
+            idle_since = (idle_since or now) if is_idle else None
+            if idle_since is not None and now - idle_since > IDLE_S:
+                for told in self._open:
+                    told.limit.reschedule(now)
+                break
+        await asyncio.gather(*self._tasks)
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def go_on(self, num_tokens: int) -> None:
+        """Waits until all streams that can be watched have that many more tokens, have ended, or are lost."""
+        wanted = {told: told.reading.num_tokens + num_tokens for told in self._open if told.client != "whole"}
+        while wanted:
+            self._check()
+            await asyncio.sleep(0.05)
+            lost_since = asyncio.get_running_loop().time() - LOST_AFTER_S
+            wanted = {
+                told: least
+                for told, least in wanted.items()
+                if told in self._open and told.reading.num_tokens < least and told.reading.last_message_at > lost_since
+            }
+
+    def open_ids(self) -> set[str]:
+        """Returns the ids of the streams that are being read."""
+        return {told.request_id for told in self._open}
+
+    def ends(self, accepted_ids: set[str]) -> dict[str, Ends]:
+        """Returns how the streams of each kind of client have ended."""
+        found = {client: Ends() for client in NUM_CLIENTS}
+        for told in self._told:
+            if told in self._open:  # the round was given up
+                continue
+            # the library always has its requests answered, or says why not
+            was_accepted = told.client == "library" or told.request_id in accepted_ids
+            found[told.client].add(told.reading, was_accepted=was_accepted, was_cancelled=told.was_cancelled)
+        return found
+
+    def problems(self, allowed: Collection[str]) -> list[str]:
+        """Returns what is worth a look: each stream that is wrong, has no end, or ended in an error that is not
+        allowed."""
+        fine = {"length", "cancelled", *allowed}
+        ended = [one for one in self._told if one not in self._open]
+        bad = [one for one in ended if one.reading.problem or one.reading.end not in fine]
+        return [f"{one.client} {one.request_id}: {one.reading.problem or one.reading!r}" for one in bad]
+
+    def gaps_ms(self) -> list[int]:
+        return [round(1e3 * gap_s) for told in self._told_to("plain") for gap_s in told.reading.gaps_s]
+
+    @property
+    def longest_silence_s(self) -> float:
+        return max((told.reading.longest_silence_s for told in self._told_to("plain")), default=0.0)
+
+    @property
+    def median_s(self) -> float:
+        """The median time in which a stream came to its full length."""
+        times_s = [one.took_s for one in self._told if one.took_s and one.reading.end == "length"]
+        return statistics.median(times_s) if times_s else 0.0
+
+    async def _is_idle(self) -> bool:
+        loads = [card["load"] for card in await cards(self._bare)]
+        return bool(loads) and not any(load["running"] + load["waiting"] for load in loads)
+
+    def _told_to(self, client: str) -> list[_Told]:
+        return [told for told in self._told if told.client == client]
+
+    def _check(self) -> None:
+        """Raises what a client's task may have raised."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def _keep_asking(self, client: str, first: int) -> None:
+        number, shortest = first, SHORTEST_AT_START
+        while not self._finishing:
+            story = number % len(ANIMALS)
+            text = self._texts[story]
+            expected = text.first(math.ceil(text.num_tokens * self._rng.uniform(shortest, 1.0)))
+            fields = body(story, self._engine, expected.num_tokens) | {"id": f"{client}-{self._name}-{first}-{number}"}
+            now = asyncio.get_running_loop().time()
+            told = _Told(client, fields["id"], Reading(expected, now), asyncio.timeout(self._limit_s))
+            self._told.append(told)
+            self._open.add(told)
+            shortest = SHORTEST
+            with contextlib.suppress(TimeoutError):
+                async with told.limit:
+                    await (self._read_library if client == "library" else self._read_plain)(told, fields)
+                    told.took_s = asyncio.get_running_loop().time() - now
+            self._open.remove(told)
+            number += 1
+
+    async def _read_library(self, told: _Told, fields: dict[str, Any]) -> None:
+        stream = self._client.generate("demo", **fields)
+        is_cancelled = self._rng.random() < self._cancels
+        async with contextlib.aclosing(stream):
+            async for chunk in stream:
+                told.request_id = stream.request_id
+                told.reading.add(_piece_of(chunk), asyncio.get_running_loop().time())
+                if is_cancelled and chunk.text and not told.was_cancelled:
+                    told.was_cancelled = True
+                    stream.cancel()
+
+    async def _read_plain(self, told: _Told, fields: dict[str, Any]) -> None:
+        """Reads a stream like the client in the README. The subscription is kept: nothing more may come."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        async def take(message: Msg) -> None:
+            told.reading.add(_piece.decode(message.data) if message.data else _NO_RESPONDERS, loop.time())
+            ended.set() if told.reading.terminal else None
+
+        inbox = self._bare.nats.new_inbox()
+        subscription = await self._bare.nats.subscribe(inbox, cb=take)
+        payload = json.dumps(fields | {"stream": told.client == "plain"}).encode()
+        await self._bare.nats.publish(f"{PREFIX}.generate.demo", payload, reply=inbox)
+        try:
+            await ended.wait()
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):  # the broker may be away
+                await subscription.unsubscribe()
+            raise
+
+
+def _piece_of(chunk: messages.Chunk) -> Piece:
+    return msgspec.convert(msgspec.to_builtins(chunk), Piece)

@@ -1,0 +1,67 @@
+"""The report has the numbers of the records, added up, and no others."""
+
+import msgspec
+
+from tests.chaos.report import render
+from tests.chaos.results import Ends, Record
+
+FIRST = Record(
+    kind="kill_worker",
+    seed=0,
+    engine="sim",
+    faults=20,
+    ends={"plain": Ends(streams=1_000, well=998, wrong=1, errors={"worker_lost": 1}), "whole": Ends(streams=2, well=2)},
+    gaps_ms=[1_000, 2_000],
+    longest_silence_ms=2_500,
+    longest_fault_s=0.5,
+    median_stream_s=7.6,
+    duration_s=90.0,
+    machine="2 cores, X",
+    commit="abc",
+    date="2024-05-01",
+)
+SECOND = Record(
+    kind="kill_worker",
+    seed=4,
+    engine="demo",
+    faults=1_100,
+    ends={"plain": Ends(streams=500, well=500, parted=3)},
+    gaps_ms=[3_000],
+    longest_silence_ms=3_100,
+    longest_fault_s=1.5,
+    median_stream_s=7.5,
+    duration_s=150.0,
+    machine="2 cores, X",
+    commit="def",
+    date="2024-05-03",
+)
+
+
+def test_a_kind_has_a_row_for_each_client_and_says_where_and_for_how_long_it_was_tried() -> None:
+    lines = render([FIRST, SECOND]).splitlines()
+    assert "| plain | 1,500 | 1,498 | 1 | 3 | 0 | 0 | 0 | 1 worker_lost |" in lines
+    assert "| whole | 2 | 2 | 0 | 0 | 0 | 0 | 0 | none |" in lines
+    assert "| library | 0 | 0 | 0 | 0 | 0 | 0 | 0 | none |" in lines
+    assert (
+        "1,120 faults, 1,100 of them on the demo model; gap p50 2.00 s (aim 2.30 s), p99 3.00 s of 3; "
+        "longest silence 3.10 s; a fault took up to 1.5 s, the median stream at least 7.5 s; 2 rounds, 4 minutes, "
+        "2024-05-01 to 2024-05-03; commit abc, def; on 2 cores, X."
+    ) in lines
+
+
+def test_the_overview_names_every_broken_promise() -> None:
+    overview = "| 1,120 kill_worker | 1,000 | 2 | 1,502 | 1,500 | {} |"
+    broken = "plain: 1 wrong bytes; plain: 1 worker_lost"
+    assert overview.format(broken) in render([FIRST, SECOND]).splitlines()
+    failed = msgspec.structs.replace(SECOND, failure="TimeoutError: ")
+    assert overview.format(f"{broken}; TimeoutError: ") in render([FIRST, failed]).splitlines()
+    assert "| 1,100 kill_worker | 1,000 | 1 | 500 | 500 | nothing |" in render([SECOND]).splitlines()
+
+
+def test_kinds_without_a_result_are_not_on_the_page() -> None:
+    assert "## roll" not in render([FIRST])
+    assert "## roll" in render([FIRST, msgspec.structs.replace(SECOND, kind="roll", gaps_ms=[])])
+
+
+def test_a_kind_without_a_gap_says_so() -> None:
+    assert "gap p50 none, p99 none of 0" in render([msgspec.structs.replace(SECOND, kind="roll", gaps_ms=[])])
