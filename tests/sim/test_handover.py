@@ -369,6 +369,27 @@ def test_a_guardian_that_was_away_can_not_take_what_another_one_guards_now(syste
     assert len(system.client.heard[asked.inbox].workers) == 2
 
 
+def test_a_router_that_was_just_taking_a_stream_does_not_get_it_once_another_one_guards_it(system: System) -> None:
+    asked = system.ask()
+    system.add_worker()
+    first, second = system.routers
+
+    def go_away() -> None:
+        first.process.is_paused = True
+        first.bus.cut(lingers=False)
+
+    system.when(about_take, go_away)
+    system.drain_worker()
+    system.world.run_until(lambda: system.named == ["r1"])
+    second.process.is_paused, first.process.is_paused = True, False
+    system.world.run(1.0)
+    assert system.worker.engine is not None
+    assert system.worker.engine.load().running == 1
+    second.process.is_paused = False
+    system.finish()
+    assert asked.is_whole
+
+
 def test_a_guardian_that_is_only_slow_stays_one(system: System) -> None:
     asked = system.ask()
     first = system.router
