@@ -47,6 +47,10 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[Figure, ...]]] = {
             Figure("client CPU, µs a token", r"client +([\d.]+)"),
         ),
     ),
+    "frontend_cpu:8": (
+        ("--streams", "8", "--rounds", "6"),
+        (Figure("frontend CPU, 8 streams, µs a token", r"front\w* +([\d.]+)"),),
+    ),
     "choice": (
         ("--workers", "64"),
         (
@@ -74,12 +78,13 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[Figure, ...]]] = {
         ),
     ),
 }
+"""The flags and figures of each benchmark. What follows a colon tells two runs of the same one apart."""
 
 
 def run(checkout: Path, name: str, model: Path) -> dict[str, float]:
     """Runs a benchmark in a checkout and returns its figures as costs. Raises SystemExit if it fails."""
     flags, figures = BENCHMARKS[name]
-    (path,) = (checkout / "bench").rglob(f"{name}.py")
+    (path,) = (checkout / "bench").rglob(f"{name.partition(':')[0]}.py")
     command = (".".join(path.relative_to(checkout).with_suffix("").parts), *flags)
     if name == "decode":
         command += ("--model", str(model))
