@@ -6,6 +6,7 @@ TOKENBUS_ROLLS sets how many histories are played."""
 
 import os
 import random
+from collections import Counter
 
 import pytest
 
@@ -36,6 +37,9 @@ class Roll:
         self.client = SimpleClient(world, self.broker, "s0")
         self.left: list[FrontendProcess | RouterProcess] = []
         self.done: list[str] = []
+        self.twice: set[str] = set()
+        """Requests that two engines have computed at a time."""
+        self.broker.before_routing = lambda sender, subject, payload: self.look()
         world.run(1.5)
 
     def __repr__(self) -> str:
@@ -61,15 +65,23 @@ class Roll:
         self.world.run_until(lambda: not self.client.open())
         self.world.run(17.0)
 
+    def look(self) -> None:
+        """Looks for requests that run twice."""
+        several = {*self.workers, *(one for one in self.left if isinstance(one, FrontendProcess))}
+        engines = [one.engine for one in several if one.engine is not None]
+        running = Counter(key for engine in engines for key in engine.running)
+        self.twice |= {key for key, count in running.items() if count > 1}
+
     def ask(self) -> None:
         if len(self.client.open()) < 8:
             seed, is_streamed = self.rng.randrange(1_000), self.rng.random() < 0.8
-            self.client.ask(self.rng.randint(1, 60), stream=is_streamed, seed=seed)
+            self.client.ask(self.rng.choice([1, 10, 30, 60, 150]), stream=is_streamed, seed=seed)
 
     def replace_worker(self) -> None:
         """Drains a worker, after its successor was started or before."""
         number = self.rng.randrange(len(self.workers))
         leaving = self.workers[number]
+        self.left.append(leaving)
         if self.rng.random() < 0.5:
             self.workers[number] = self.new_worker()
             self.world.run(self.rng.choice([0.3, 1.0]))
@@ -78,7 +90,6 @@ class Roll:
             leaving.drain()
             self.world.run(self.rng.choice([0.0, 0.5, 3.0]))
             self.workers[number] = self.new_worker()
-        self.left.append(leaving)
 
     def replace_router(self) -> None:
         number = self.rng.randrange(len(self.routers))
@@ -110,7 +121,7 @@ class Roll:
     def take_router_away(self) -> None:
         router = self.rng.choice(self.routers)
         router.bus.cut(lingers=True)
-        self.pause(router.process, self.rng.choice([0.5, 1.2, 2.5]))
+        self.pause(router.process, self.rng.choice([0.5, 1.2, 2.5, 6.0]))
 
     def check(self) -> None:
         for process in self.world.processes:
@@ -127,6 +138,7 @@ class Roll:
             assert worker.engine is not None
             assert worker.engine.load().running == 0, worker.name
         assert not [one.name for one in self.left if one.process.is_alive]
+        assert not self.twice
 
     def was_refused(self, asked: SimplyAsked) -> bool:
         """Whether a request has not begun; if connections break, nobody may have got it or its end."""
