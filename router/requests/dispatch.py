@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Collection
+from typing import NoReturn
 
 import structlog
 
@@ -11,7 +12,7 @@ from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement.placement import NoWorker, Placement
-from tokenbus.router.requests.attempts import Attempts, Revocation
+from tokenbus.router.requests.attempts import AlreadyStreamingError, Attempts, Revocation
 from tokenbus.router.requests.flight import Flight
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 
@@ -101,14 +102,14 @@ class Dispatcher:
         """Continues a request whose worker is lost. If the loss is not certain, the run is revoked first.
 
         Raises RequestError if its client may have text that this router does not know, or if the worker lives and
-        doesn't reply."""
+        doesn't reply, and AlreadyStreamingError if another router has continued it."""
         revocation, takes = Revocation.LOST, worker.state is messages.WorkerState.LEAVING
         if not is_certain:
             revocation = await self._attempts.revoke(flight, worker, takes=takes)
         if revocation is Revocation.KEPT or (revocation is Revocation.LOST and not await self._settle(flight, worker)):
             return
         if flight.prompt_ids is None and not flight.cancelled:  # forgotten for want of memory
-            raise errors.request_error(errors.Code.WORKER_LOST)
+            self._give_up(flight, worker)
         if revocation is Revocation.LOST and not is_certain:  # it may live after all, and still run the attempt
             self._attempts.move(flight, worker.card.address, flight.attempt)
         self._metrics.continued.labels(flight.model).inc()
@@ -148,8 +149,15 @@ class Dispatcher:
             self._attempts.accept(flight, lost.card)
             return False
         if not flight.cancelled and not _knows_all_text(flight, lost):
-            raise errors.request_error(errors.Code.WORKER_LOST)
+            self._give_up(flight, lost)
         return True
+
+    def _give_up(self, flight: Flight, lost: Worker) -> NoReturn:
+        """Raises RequestError for a request that this router can't continue, or AlreadyStreamingError if another one
+        has: a worker may have named it the guardian while this router was away."""
+        if self._fleet.owner_of(flight.key, flight.model) not in (None, lost):
+            raise AlreadyStreamingError(flight.key)
+        raise errors.request_error(errors.Code.WORKER_LOST)
 
     async def _try(self, flight: Flight, placement: Placement, lost: Worker | None) -> errors.Error | None:
         """Returns None if the worker has accepted the request, or if the request has ended or was cancelled.
@@ -159,7 +167,7 @@ class Dispatcher:
         try:
             # more may have come from the lost worker while the request waited for this one
             may_start = not flight.cancelled and (lost is None or self._may_go_on(flight, lost))
-        except errors.RequestError:
+        except (errors.RequestError, AlreadyStreamingError):
             self._fleet.unbook(address, flight.key)
             raise
         if not may_start:

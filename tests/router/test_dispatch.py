@@ -10,7 +10,7 @@ from tokenbus.protocol.wire import errors, internal, messages, subjects
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement.placement import NoWorker, Placement, PlacementRequest
-from tokenbus.router.requests.attempts import Revocation
+from tokenbus.router.requests.attempts import AlreadyStreamingError, Revocation
 from tokenbus.router.requests.dispatch import Dispatcher
 from tokenbus.router.requests.flight import Flight, Flights
 from tokenbus.router.requests.recovery import Recovery
@@ -94,13 +94,13 @@ class Testbed:
         self.hear(events(seq=0, started=(KEY,), tokens=[(1, 5)]), events(seq=1))
         lost = self.fleet.apply_card(card("w1", epoch="101-a"), 0.0).lost
         assert lost is not None
-        self._lost = lost
+        self.lost = lost
         self._late: Sequence[internal.Events] = ()
 
     async def redispatch(self, late: Sequence[internal.Events]) -> None:
         """Continues the request. What is `late` comes while it waits for a worker."""
         self._late = late
-        await self.dispatcher.redispatch(self.flight, self._lost, is_certain=True)
+        await self.dispatcher.redispatch(self.flight, self.lost, is_certain=True)
 
     async def place(self, flight: Flight, excluded: Collection[str]) -> Placement:
         self.hear(*self._late)
@@ -111,7 +111,7 @@ class Testbed:
         for entry in entries:
             update = self.fleet.apply_events("demo", entry, 0.0)
             assert update is not None
-            self._recovery.apply(update, at("w1"))
+            self._recovery.apply(update, at(entry.worker_id))
 
 
 LATE_TOKEN = events(seq=2, tokens=[(1, 6)])
@@ -150,6 +150,20 @@ async def test_a_request_ends_if_its_client_may_have_got_unknown_text_while_it_w
     assert refused.value.error.code is errors.Code.WORKER_LOST
     assert testbed.attempts.continued == []
     assert known(testbed.fleet, "w2").num_requests == 0
+
+
+@pytest.mark.parametrize("late", [[], [events(seq=3)]], ids=["at once", "while it waited"])
+async def test_a_request_that_another_router_has_continued_does_not_end_though_its_text_is_unknown(
+    late: list[internal.Events],
+) -> None:
+    testbed = Testbed()
+    if not late:
+        testbed.lost.log.mark_behind()
+    testbed.hear(events("w2", 0, started=(KEY,)))
+    with pytest.raises(AlreadyStreamingError):
+        await testbed.redispatch(late)
+    assert testbed.attempts.continued == []
+    assert known(testbed.fleet, "w2").bookings == {}
 
 
 async def test_a_request_that_turns_out_to_have_ended_while_it_waited_is_not_continued() -> None:

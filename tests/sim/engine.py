@@ -191,6 +191,11 @@ class TimedEngine:
         self._step_timer: asyncio.TimerHandle | None = None
         self.step_done: Callable[[], None] = lambda: None
 
+    @property
+    def running(self) -> list[str]:
+        """The keys of its requests."""
+        return list(self._generations)
+
     async def start(self, worker_id: str) -> contract.EngineConfig:
         return self.config
 

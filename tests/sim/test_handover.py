@@ -357,6 +357,26 @@ def test_a_guardian_that_was_away_hears_that_it_is_one_no_more(system: System) -
     assert asked.is_whole
 
 
+@pytest.mark.parametrize("lose", [System.kill_worker, System.drain_worker])
+def test_a_guardian_that_was_away_does_not_end_what_another_one_has_continued_meanwhile(
+    system: System, lose: Strike
+) -> None:
+    """The worker that could tell is gone when the router returns."""
+    system.client.ask(150, seed=1)
+    system.world.run(1.0)
+    system.add_worker()
+    first = system.router
+    first.process.is_paused = True
+    first.bus.cut(lingers=True)
+    system.world.run(2.0)
+    assert system.named == ["r1"]
+    lose(system)
+    system.world.run(4.0)
+    first.process.is_paused = False
+    system.finish()
+    assert system.client.asked[0].is_whole
+
+
 def test_a_guardian_that_was_away_can_not_take_what_another_one_guards_now(system: System) -> None:
     asked = system.ask()
     system.add_worker()
