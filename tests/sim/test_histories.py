@@ -198,7 +198,7 @@ class History(RuleBasedStateMachine):
     def router_stops(self, who: int, then_s: float) -> None:
         """Stops a router, after another one was started."""
         self.born += 1
-        self.routers.append(RouterProcess(self.world, self.broker, f"r{self.born}"))
+        self.routers.append(self.new_router(f"r{self.born}"))
         self.world.run(0.7)
         leaving = self.of(self.routers[:-1], who)
         self.routers.remove(leaving)
@@ -215,7 +215,7 @@ class History(RuleBasedStateMachine):
         if not starts_first:
             leaving.drain()
             self.world.run(0.5)
-        self.frontends[number] = FrontendProcess(self.world, self.broker, f"w{self.born}")
+        self.frontends[number] = self.new_frontend(f"w{self.born}")
         if starts_first:
             self.world.run(0.5)
             leaving.drain()
