@@ -32,6 +32,8 @@ from tokenbus.protocol.wire import limits
 
 _is_subject = re.compile(r"\S+").fullmatch
 _CONTROL_LINE_REST_BYTES = len(b"HPUB 1000000 1000000\r\n")
+_MAX_ADDRESSES = 1_024
+"""Control lines that are kept, since a stream's chunks all have the same one: at most 4 MiB."""
 
 
 class Connection:
@@ -264,6 +266,7 @@ async def _raise_refusals(cancellation: CancellationGuard, error: Exception) -> 
 
 
 @functools.lru_cache(4_096)
+@functools.lru_cache(_MAX_ADDRESSES)
 def _to_address(subject: str, reply: str) -> bytes:
     """Returns the beginning of a command's control line: where a message goes. Raises BadSubjectError."""
     if not _is_subject(subject) or (reply and not _is_subject(reply)):

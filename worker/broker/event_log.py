@@ -2,9 +2,8 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from tokenbus.protocol.wire import block_hash, internal, messages
+from tokenbus.protocol.wire import block_hash, codec, internal, messages
 from tokenbus.worker.broker.published_blocks import to_runs
 from tokenbus.worker.broker.sampled_tokens import SampledTokens
 
@@ -61,6 +60,19 @@ class EventLog:
         self._guardians[stream_no] = router_id
 
     @property
+    def _has_only_tokens(self) -> bool:
+        """Whether the next entry has nothing but a step's tokens, as most do."""
+        return not (
+            self._started
+            or self._removed
+            or self._stored
+            or self._finished
+            or self._taken
+            or self._guardians
+            or self._is_cleared
+        )
+
+    @property
     def has_news(self) -> bool:
         """Whether routers must learn of something before the chunks of the same step are published."""
         return bool(self._started or self._removed or self._stored)
@@ -85,14 +97,14 @@ class EventLog:
         """Returns the next entry: everything that has happened, with the tokens of `sampled` and the ends of requests.
 
         Blocks that don't fit are left for later entries."""
+        entry = self._entry(self.next_seq, load, state, sampled)
+        if self._has_only_tokens and not ended:
+            return entry
         # removals first: a block may be evicted and stored again within one entry
         removed = self._removed[:_HASHES_PER_ENTRY]
         stored = itertools.islice(self._stored.items(), _HASHES_PER_ENTRY - len(removed))
-        return self._entry(
-            self.next_seq,
-            load,
-            state,
-            sampled,
+        return codec.replace(
+            entry,
             cleared=self._is_cleared,
             removed=removed,
             stored=list(to_runs((parent, name) for name, parent in stored)),
@@ -106,7 +118,8 @@ class EventLog:
         self, entry: internal.Events, sampled: SampledTokens | None = None, ended: Sequence[str] = ()
     ) -> internal.Events:
         """Returns an entry to publish together with `entry` and behind it."""
-        return self._entry(entry.seq + 1, entry.load, entry.state, sampled, finished=list(ended))
+        following = self._entry(entry.seq + 1, entry.load, entry.state, sampled)
+        return codec.replace(following, finished=list(ended)) if ended else following
 
     def mark_published(self, entries: Sequence[internal.Events], num_writes: int) -> None:
         """Counts entries that were queued together, the first of them made by `make`.
@@ -116,6 +129,8 @@ class EventLog:
         if num_writes != self._num_writes:
             self._num_writes, self._unwritten_seq = num_writes, first.seq
         self.next_seq = entries[-1].seq + 1
+        if self._has_only_tokens:
+            return
         self._is_cleared = False
         del self._removed[: len(first.removed)]
         for run in first.stored:
@@ -135,9 +150,9 @@ class EventLog:
         load: messages.Load,
         state: messages.WorkerState,
         sampled: SampledTokens | None,
-        **news: Any,
     ) -> internal.Events:
-        sampled = sampled or SampledTokens()
+        if sampled is None:
+            return internal.Events(worker_id=self._worker_id, epoch=self._epoch, seq=seq, load=load, state=state)
         return internal.Events(
             worker_id=self._worker_id,
             epoch=self._epoch,
@@ -148,5 +163,4 @@ class EventLog:
             token_ids=block_hash.pack_token_ids(sampled.token_ids),
             logprobs=sampled.logprobs,
             first_tokens=sampled.first_tokens,
-            **news,
         )
