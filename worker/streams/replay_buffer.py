@@ -92,20 +92,14 @@ class ReplayBuffer:
             assert len(logprobs) == len(token_ids), (logprobs, token_ids)
             for one in logprobs:
                 self._append_logprob(one)
-        self._append_tokens(token_ids, text)
-
-    def _append_tokens(self, token_ids: Sequence[int], text: str) -> None:
+        start = len(self._text)
         self._text += text.encode()
-        end = len(self._text)
         # tokens that came together share their text: it belongs to the last of them
-        for _ in token_ids[1:]:
-            self._text_ends.append(end - len(text.encode()))
-        if token_ids:
-            self._text_ends.append(end)
-        # text that was held back and released without a token
-        elif self._text_ends:
-            self._text_ends[-1] = end
-        self._token_ids.extend(token_ids)
+        for token_id in token_ids:
+            self._token_ids.append(token_id)
+            self._text_ends.append(start)
+        if self._text_ends:
+            self._text_ends[-1] = len(self._text)
 
     def all(self) -> Segment:
         """Returns the whole completion as one segment."""
