@@ -69,6 +69,7 @@ KNOWN_FORMATS = (
                 body="<|message|>",
                 ends=("<|end|>", "<|call|>", "<|return|>"),
                 recipient=" to=",
+                constrain="<|constrain|>",
                 function="functions.",
                 reasoning=("analysis",),
                 content=("final", "commentary"),
@@ -331,5 +332,5 @@ def with_tokens(form: ChatFormat, ids: Mapping[str, int]) -> ChatFormat:
 def _texts(value: object) -> list[str]:
     if isinstance(value, str):
         return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return [text for one in inner for text in _texts(one)]

@@ -541,10 +541,10 @@ class Parser:
         """Decides by a message's header what it is."""
         channels, rules = self._rules.form.channels, self._rules
         assert channels is not None
+        if constrain := rules.alphabet.encode(channels.constrain):
+            header = header.replace(constrain, " ")
         role, *named = header.split(rules.channel.pieces[0])
-        recipient = _word_behind(self._rules.alphabet.encode(channels.recipient), role) or _word_behind(
-            self._rules.alphabet.encode(channels.recipient), named[-1] if named else ""
-        )
+        recipient = _word_behind(channels.recipient, role) or _word_behind(channels.recipient, named[-1] if named else "")
         name = _first_word(named[-1]) if named else ""
         if recipient.startswith(channels.function) and self._calls is not None:
             try:
