@@ -415,7 +415,7 @@ class CallReader:
             more: int | Match = first_of([rules.argument_open, *rules.closes], text, follows)
             end = end if isinstance(more, int) else more
         outcomes.append(end)
-        if not isinstance(end, int) and text.startswith(rules.call_close.pieces[:1], at):
+        if not isinstance(end, int):
             outcomes.append(self._call_ends(cursor, at))
         if not isinstance(end, int) and rules.argument_open:
             outcomes.append(self._next_begins(text, at))

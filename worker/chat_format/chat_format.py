@@ -134,6 +134,8 @@ class Channels(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     function: str
     """What a recipient begins with if the message is a call: the rest is the function's name, the body its
     arguments."""
+    constrain: str = ""
+    """Stands before the type of the body in a header."""
     reasoning: tuple[str, ...]
     """The channels of reasoning."""
     content: tuple[str, ...]

@@ -17,6 +17,10 @@ WHITESPACE = re.compile(rf"\s{{0,{MAX_WHITESPACE}}}")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
+_SEAMS = re.compile("\\s+|(?<=>)(?=<)|(?<=[\ud800-\udfff])(?=[\ud800-\udfff])")
+"""Where a model may write whitespace that the template does not: between two tags or special tokens."""
+
+
 class Match(Enum):
     """What came of matching a marker, if it was not found."""
 
@@ -62,7 +66,7 @@ class Marker:
 
     def __init__(self, text: str) -> None:
         core = text.strip()
-        self.pieces = tuple(core.split())
+        self.pieces = tuple(_SEAMS.split(core)) if core else ()
         self.first = core[:1]
         self.before = text[: len(text) - len(text.lstrip())]
         self.after = text[len(text.rstrip()) :] if core else ""

@@ -160,6 +160,7 @@ class Parser:
         self._noise = False
         self._indices = 0
         self._is_open = False
+        self._in_prompt = False
         self._state: Callable[[], bool] = self._text if rules.form.channels is None else self._outside
         self._begin(rules.form.generation_prompt if generation_prompt is None else generation_prompt)
 
@@ -198,8 +199,10 @@ class Parser:
 
     def _begin(self, generation_prompt: str) -> None:
         """Reads what the prompt says of the answer, as if the model had written it."""
+        self._in_prompt = True
         self._cursor.append(self._rules.alphabet.encode(generation_prompt))
         self._read()
+        self._in_prompt = False
         if not self._cursor.text[self._cursor.at :].strip():
             self._cursor.at = len(self._cursor.text)
         self._is_first, self._after_marker, self._indices, self._is_open = True, False, 0, False
@@ -325,7 +328,7 @@ class Parser:
                 return self._hold_whitespace(start, at)
             is_first = self._is_first and not text[start:at].strip()
             for marker, leads_to, only_first in exits:
-                if only_first and not is_first:
+                if only_first and not is_first and not (self._in_prompt and leads_to is _Exit.REASONING):
                     continue
                 end = marker.match(text, at)
                 if end is Match.NO or (end is Match.MORE and cursor.ended):
@@ -538,10 +541,10 @@ class Parser:
         """Decides by a message's header what it is."""
         channels, rules = self._rules.form.channels, self._rules
         assert channels is not None
+        if constrain := rules.alphabet.encode(channels.constrain):
+            header = header.replace(constrain, " ")
         role, *named = header.split(rules.channel.pieces[0])
-        recipient = _word_behind(self._rules.alphabet.encode(channels.recipient), role) or _word_behind(
-            self._rules.alphabet.encode(channels.recipient), named[-1] if named else ""
-        )
+        recipient = _word_behind(channels.recipient, role) or _word_behind(channels.recipient, named[-1] if named else "")
         name = _first_word(named[-1]) if named else ""
         if recipient.startswith(channels.function) and self._calls is not None:
             try:
