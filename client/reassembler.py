@@ -43,6 +43,9 @@ class Reassembler:
         self.num_tokens = num_tokens
         self.text_bytes = 0
         self._knows_text_bytes = not num_tokens
+        self._reasoning_bytes = 0
+        self._arguments_bytes: dict[int, int] = {}
+        """UTF-8 bytes of arguments, by the number of the call."""
 
     def __repr__(self) -> str:
         return f"<Reassembler attempt {self.attempt}: {self.num_tokens} tokens, {self.text_bytes} bytes>"
@@ -58,7 +61,7 @@ class Reassembler:
         if not _is_routers(chunk):
             self._check_place(chunk)
         self.attempt = chunk.attempt
-        if not (chunk.tokens or chunk.text):
+        if _is_empty(chunk):
             return self._add_empty(chunk)
         if chunk.offset > self.num_tokens:
             return Gap()
@@ -67,6 +70,10 @@ class Reassembler:
         new = self._new_part(chunk)
         self.num_tokens += new.tokens
         self.text_bytes += len(new.text.encode())
+        if new.reasoning:
+            self._reasoning_bytes = (new.reasoning_offset or 0) + len(new.reasoning.encode())
+        for delta in new.tool_calls or ():
+            self._arguments_bytes[delta.index] = delta.arguments_offset + len(delta.function.arguments.encode())
         return Ready(new)
 
     def _check_place(self, chunk: messages.Chunk) -> None:
@@ -95,6 +102,8 @@ class Reassembler:
         known_tokens, known_bytes = self.num_tokens - chunk.offset, self.text_bytes - chunk.text_offset
         if (known_tokens, known_bytes) == (0, 0):
             return chunk
+        if chunk.reasoning or chunk.tool_calls:
+            chunk = self._without_known_parts(chunk)
         text = chunk.text.encode()
         if not (0 <= known_tokens <= chunk.tokens and 0 <= known_bytes <= len(text)):
             raise BrokenStreamError(
@@ -111,7 +120,37 @@ class Reassembler:
             logprobs=UNSET if chunk.logprobs is UNSET else chunk.logprobs[known_tokens:],
         )
 
+    def _without_known_parts(self, chunk: messages.Chunk) -> messages.Chunk:
+        """Cuts off the reasoning and the tool calls that are known."""
+        reasoning, offset = chunk.reasoning or "", chunk.reasoning_offset or 0
+        new = _behind(reasoning, self._reasoning_bytes - offset)
+        deltas = []
+        for delta in chunk.tool_calls or ():
+            known = self._arguments_bytes.get(delta.index)
+            arguments = _behind(delta.function.arguments, (known or 0) - delta.arguments_offset)
+            if known is not None:  # else the call is new, and the delta names it
+                function = messages.FunctionDelta(arguments=arguments)
+                start = max(known, delta.arguments_offset)
+                delta = messages.ToolCallDelta(index=delta.index, arguments_offset=start, function=function)
+            if arguments or known is None:
+                deltas.append(delta)
+        return codec.replace(
+            chunk,
+            reasoning_offset=max(self._reasoning_bytes, offset) if new else UNSET,
+            reasoning=new or UNSET,
+            tool_calls=deltas or UNSET,
+        )
+
+
+def _behind(text: str, known_bytes: int) -> str:
+    """Returns the part of a text behind its first `known_bytes` bytes."""
+    return text.encode()[max(0, known_bytes) :].decode(errors="replace")
+
+
+def _is_empty(chunk: messages.Chunk) -> bool:
+    return not (chunk.tokens or chunk.text or chunk.reasoning or chunk.tool_calls)
+
 
 def _is_routers(chunk: messages.Chunk) -> bool:
     """Returns whether a router made the chunk. Its offsets mean nothing: a router does not know how far a stream is."""
-    return not (chunk.tokens or chunk.text) and (chunk.worker_id is None or chunk.worker_id is UNSET)
+    return _is_empty(chunk) and (chunk.worker_id is None or chunk.worker_id is UNSET)

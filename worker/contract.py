@@ -32,7 +32,7 @@ task for each token and stream costs several times what the token itself does (d
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -91,6 +91,15 @@ class ResumedCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """Time since the first accept."""
 
 
+class OutputParsing(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks that reasoning and tool calls are told apart from the text, in the model's own chat format."""
+
+    tools: dict[str, dict[str, Any]] | None = None
+    """The JSON schema of each tool's parameters, by name; None: calls stay text."""
+    hold_calls: bool = False
+    """Whether a call is handed out only once it is complete, so that one that is cut off is dropped."""
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for one generation, checked and complete."""
 
@@ -110,6 +119,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether to report how far the prompt is computed."""
     resumed: ResumedCompletion | None = None
     """The tokens that the completion begins with, if it continues one."""
+    parsing: OutputParsing | None = None
+    """How the answer is parsed; None: all of it is text."""
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,11 +134,35 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     """Time from the first step to the first token."""
 
 
+class ToolCallPart(NamedTuple):
+    """More of a tool call."""
+
+    index: int
+    """The number of the call among those of the answer."""
+    arguments: str = ""
+    """More of its arguments."""
+    id: str = ""
+    """The call's id, in its first part."""
+    name: str = ""
+    """The function's name, in its first part."""
+
+
+class AnswerParts(NamedTuple):
+    """Parts of an answer that are not its text."""
+
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallPart, ...] = ()
+
+
 class Output(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a generation; the one with a `finish_reason` is the terminal."""
 
     token_ids: list[int]
     text: str
+    reasoning: str = ""
+    """More of the reasoning, which is no part of the text."""
+    tool_calls: tuple[ToolCallPart, ...] = ()
+    """New tool calls, and more of the last one: at most one part of each call."""
     finish_reason: messages.FinishReason | None = None
     stop_match: str | int | None = None
     error: errors.Error | None = None
@@ -141,6 +176,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     """With the first token that this engine sampled, unless it continues a completion."""
     resumed_texts: list[str] | None = None
     """The text of each token, if they are those of `EngineRequest.resumed`, which the client has already."""
+    resumed_parts: dict[int, AnswerParts] = {}
+    """The reasoning and tool calls that came with resumed tokens, by the token's place among them."""
 
     @property
     def is_resumed(self) -> bool:

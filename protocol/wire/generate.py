@@ -85,10 +85,6 @@ class GenerateRequest(Message, GenerationParams, frozen=True, kw_only=True, omit
     """Constrains the output to JSON."""
     grammar: str | None = None
     """Constrains the output to a GBNF grammar."""
-    tools: list[dict[str, Any]] | None = None
-    """The tools of OpenAI's chat API."""
-    tool_choice: str | dict[str, Any] | None = None
-    """The tool choice of OpenAI's chat API."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, nested at most 64 levels deep."""
     lora: list[Lora] | None = None

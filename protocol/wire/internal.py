@@ -46,6 +46,9 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Unsigned 32-bit little-endian integers."""
     params: GenerationParams
     """The generation parameters of the request."""
+    is_chat: bool = False
+    """Whether the prompt is a conversation that was rendered with the chat template, so that its answer may have
+    reasoning and tool calls."""
     remaining_ms: Annotated[float | None, REMAINING_MS] = None
     """Time left of the request's `timeout_ms`."""
     age_ms: Annotated[float | None, REMAINING_MS] = None

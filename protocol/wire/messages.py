@@ -7,7 +7,7 @@ The messages of `generate.py` and `cards.py` are exported here too, so that thei
 """
 
 import enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -48,6 +48,7 @@ __all__ = [
     "EmbedReply",
     "EmbedRequest",
     "FinishReason",
+    "FunctionDelta",
     "GenerateRequest",
     "Load",
     "Lora",
@@ -69,6 +70,7 @@ __all__ = [
     "Timings",
     "TokenAlternative",
     "TokenLogprob",
+    "ToolCallDelta",
     "Usage",
     "WorkerState",
     "WorkerTracking",
@@ -96,6 +98,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """The sum of both."""
     cached_tokens: int
     """Prompt tokens whose KV was cached and did not have to be computed."""
+    reasoning_tokens: int = 0
+    """Those of the completion tokens that belong to the reasoning."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,6 +184,30 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
     """All workers that could have been chosen."""
 
 
+class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """More of a tool call's function."""
+
+    name: str | UnsetType = UNSET
+    """The function's name, whole, in the first delta of a call."""
+    arguments: str = ""
+    """More of the arguments. Those of one call together are the text of a JSON object, if the call is complete."""
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool call, or more of one, in the form of OpenAI's chat API."""
+
+    index: int
+    """The number of the call among those of the answer, from 0."""
+    id: str | UnsetType = UNSET
+    """The call's id, in its first delta."""
+    type: Literal["function"] | UnsetType = UNSET
+    """`function`, in the first delta."""
+    arguments_offset: int = 0
+    """UTF-8 bytes of the call's arguments before this delta."""
+    function: FunctionDelta
+    """The called function."""
+
+
 class Chunk(Message, frozen=True, kw_only=True):
     """One numbered message of a streamed completion; the one with a `finish_reason` is the terminal."""
 
@@ -209,8 +237,13 @@ class Chunk(Message, frozen=True, kw_only=True):
     """Ids of the `tokens` tokens, if asked for."""
     logprobs: list[TokenLogprob] | UnsetType = UNSET
     """Log probabilities of the `tokens` tokens, if asked for."""
-    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
-    """Calls of the tools that were given."""
+    reasoning_offset: int | UnsetType = UNSET
+    """UTF-8 bytes of reasoning before this chunk, if it has reasoning."""
+    reasoning: str | UnsetType = UNSET
+    """New text of the reasoning, which is no part of `text`."""
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    """New tool calls, and more of the last one. All of them are complete if the finish reason is `tool_calls`;
+    otherwise the last one may be cut off."""
     progress: Progress | UnsetType = UNSET
     """Progress of the prompt's computation, if asked for."""
     usage: Usage | UnsetType = UNSET

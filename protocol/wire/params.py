@@ -7,7 +7,7 @@ default filled in (`worker.contract.Sampling`). A range stands in the field's an
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Annotated, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -101,6 +101,15 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     """Strings that end the completion and are not part of it: one, or up to 16, each of 1 to 1,024 bytes."""
     stream: bool | None = None
     """If false, the terminal is the only message and holds the whole text. true if absent."""
+    tools: list[dict[str, Any]] | None = None
+    """The tools that the model may call, in the form of OpenAI's chat API: `{"type": "function", "function": {"name",
+    "description", "parameters"}}`. Only with `messages`."""
+    tool_choice: str | dict[str, Any] | None = None
+    """`auto` (the default), `none`, `required`, or `{"type": "function", "function": {"name"}}` for one of the tools."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may have more than one call. true if absent."""
+    parse_output: bool | None = None
+    """Whether reasoning and tool calls are told apart from the text of the answer to `messages`. true if absent."""
     return_token_ids: bool | None = None
     """Asks for `token_ids` in every chunk."""
     return_progress: bool | None = None
@@ -118,6 +127,11 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     def stop_strings(self) -> list[str]:
         """`stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def called_tools(self) -> list[dict[str, Any]]:
+        """The tools, unless none of them may be called."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def is_streamed(self) -> bool:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenbus.worker import contract
-from tokenbus.worker.streams.replay_buffer import ReplayBuffer
+from tokenbus.worker.streams.replay_buffer import ReplayBuffer, Segment
 
 PIECES = st.lists(st.tuples(st.integers(0, 3), st.text(max_size=6)), max_size=30)
 
@@ -21,13 +21,13 @@ def buffer_of(pieces: list[tuple[int, str]]) -> ReplayBuffer:
 def test_it_is_empty_at_first() -> None:
     buffer = ReplayBuffer()
     assert (buffer.num_tokens, buffer.text_bytes, list(buffer.segments(0, 100))) == (0, 0, [])
-    assert buffer.all() == (0, 0, 0, "", [], [])
+    assert buffer.all() == Segment(0, 0, 0, "", [], [])
 
 
 def test_a_segment_starts_at_the_byte_where_its_first_token_does() -> None:
     buffer = buffer_of([(1, "né"), (1, ""), (1, "😀"), (1, "!")])
     (segment,) = buffer.segments(2, 1_000)
-    assert segment == (2, 2, 3, "😀!", [2, 3], [])
+    assert segment == Segment(2, 2, 3, "😀!", [2, 3], [])
 
 
 def test_text_of_several_tokens_comes_with_the_last_of_them() -> None:
@@ -125,7 +125,7 @@ def test_what_another_worker_has_published_can_be_published_again() -> None:
     said = [likely(5, 6), likely(7, 8), likely(9, 1)]
     buffer.append_resumed([5, 7], ["né", "b"], said[:2])
     buffer.append([9], "c", said[2:])
-    assert buffer.all() == (0, 3, 0, "nébc", [5, 7, 9], said)
+    assert buffer.all() == Segment(0, 3, 0, "nébc", [5, 7, 9], said)
 
 
 @given(texts=st.lists(st.text(max_size=4), min_size=1, max_size=8))
@@ -144,7 +144,7 @@ def test_tokens_whose_log_probabilities_are_unknown_count_but_are_not_published_
     assert (buffer.num_tokens, buffer.text_bytes) == (4, 5)
     for offset in (0, 1, 2):
         (segment,) = buffer.segments(offset, 100_000)
-        assert segment == (2, 2, 3, "cd", [6, 7], [likely(6, 1), likely(7, 1)])
+        assert segment == Segment(2, 2, 3, "cd", [6, 7], [likely(6, 1), likely(7, 1)])
     assert next(buffer.segments(3, 100_000)).logprobs == [likely(7, 1)]
     with pytest.raises(AssertionError):
         buffer.all()

@@ -1,17 +1,22 @@
 """Keeps the text and tokens of a stream, so that any part can be published again; pure.
 
-One entry per token says where its text ends:
+Text, reasoning and the arguments of tool calls are a track each: its bytes, and where in them each token ends:
 
     token       0    1    2    3
     text        né   -    😀!  ?        token 1 is half of 😀, whose text comes with token 2
-    text_ends   3    3    8    9        in bytes of UTF-8
+    ends        3    3    8    9        in bytes of UTF-8
+
+The arguments of all calls stand behind each other. A list says where each call begins.
 """
 
+import bisect
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from tokenbus.protocol.wire import block_hash
+from msgspec import UNSET
+
+from tokenbus.protocol.wire import block_hash, messages
 from tokenbus.worker import contract
 
 _JSON_GROWTH = 6
@@ -20,10 +25,12 @@ _TOKEN_ID_BYTES = 11
 """The largest token id in JSON, with its comma."""
 _LOGPROB_BYTES = 2_700
 """A log probability in JSON, with the text and the bytes of a token of 256 bytes."""
+_CALL_BYTES = 200
+"""A delta of a tool call in JSON, without its id, its name and its arguments."""
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens of a completion, with the text that came with them."""
+    """Consecutive tokens of a completion, with what came with them."""
 
     offset: int
     num_tokens: int
@@ -32,6 +39,54 @@ class Segment(NamedTuple):
     token_ids: list[int]
     logprobs: list[contract.Logprob]
     """One per token if the request asked for them, else empty."""
+    reasoning_offset: int = 0
+    reasoning: str = ""
+    tool_calls: tuple[messages.ToolCallDelta, ...] = ()
+
+
+class _Track:
+    """Bytes of UTF-8, and the end of each token in them."""
+
+    __slots__ = ("data", "ends")
+
+    def __init__(self, num_tokens: int = 0) -> None:
+        self.data = bytearray()
+        self.ends = array("I", bytes(4 * num_tokens))
+
+    def append(self, num_tokens: int, text: str) -> None:
+        """Adds tokens. Those that came together share their text: it belongs to the last of them. Text without a token
+        belongs to the last one."""
+        start = len(self.data)
+        self.data += text.encode()
+        for _ in range(num_tokens):
+            self.ends.append(start)
+        if self.ends:
+            self.ends[-1] = len(self.data)
+
+    def extend(self, texts: Sequence[str]) -> None:
+        """Adds a token for each text."""
+        for text in texts:
+            self.data += text.encode()
+            self.ends.append(len(self.data))
+
+    def offset(self, token: int) -> int:
+        """Returns where a token begins."""
+        return self.ends[token - 1] if token else 0
+
+    def text(self, start: int, stop: int) -> str:
+        """Returns the text of the tokens from `start` up to `stop`."""
+        return self.data[self.offset(start) : self.offset(stop)].decode()
+
+
+class _Call(NamedTuple):
+    """A tool call of the answer."""
+
+    token: int
+    """The token with which it began."""
+    start: int
+    """Where its arguments begin among those of all calls."""
+    id: str
+    name: str
 
 
 class ReplayBuffer:
@@ -42,8 +97,11 @@ class ReplayBuffer:
     others."""
 
     def __init__(self, num_logprobs: int = 0) -> None:
-        self._text = bytearray()
-        self._text_ends = array("I")
+        self._text = _Track()
+        self._reasoning: _Track | None = None
+        self._arguments: _Track | None = None
+        """Both are there once the answer has any."""
+        self._calls: list[_Call] = []
         self._token_ids = array("I")
         self._num_logprobs = num_logprobs
         self._first = 0
@@ -52,31 +110,42 @@ class ReplayBuffer:
         self._logprobs = array("d")
 
     def __repr__(self) -> str:
-        return f"<ReplayBuffer of {self.num_tokens} tokens, {len(self._text)} bytes>"
+        return f"<ReplayBuffer of {self.num_tokens} tokens, {self.text_bytes} bytes>"
 
     @property
     def num_tokens(self) -> int:
-        return len(self._text_ends)
+        return len(self._token_ids)
 
     @property
     def text_bytes(self) -> int:
-        return len(self._text)
+        return len(self._text.data)
+
+    @property
+    def reasoning_bytes(self) -> int:
+        return 0 if self._reasoning is None else len(self._reasoning.data)
 
     @property
     def memory_bytes(self) -> int:
         """Memory that the buffer takes, in bytes."""
-        return len(self._text) + 8 * len(self._text_ends) + 12 * len(self._logprobs)
+        tracks = sum(len(track.data) + 4 * len(track.ends) for track in self._tracks)
+        calls = sum(300 + len(call.id) + len(call.name) for call in self._calls)
+        return tracks + calls + 4 * len(self._token_ids) + 12 * len(self._logprobs)
 
     def append_resumed(
-        self, token_ids: Sequence[int], texts: Sequence[str], logprobs: Sequence[contract.Logprob] = ()
+        self,
+        token_ids: Sequence[int],
+        texts: Sequence[str],
+        logprobs: Sequence[contract.Logprob] = (),
+        parts: Mapping[int, contract.AnswerParts] | None = None,
     ) -> None:
-        """Adds what another worker has published: tokens, the text of each, and the log probabilities of the last ones.
-        If those are kept, the tokens before can't be published again."""
+        """Adds what another worker has published: tokens, the text of each, what else came with some of them, and the
+        log probabilities of the last ones. If those are kept, the tokens before can't be published again."""
         assert not self._token_ids, self
-        for text in texts:
-            self._text += text.encode()
-            self._text_ends.append(len(self._text))
-        self._token_ids.extend(token_ids)
+        if not parts:  # there may be 100,000 tokens
+            self._token_ids.extend(token_ids)
+            self._text.extend(texts)
+        for place, token_id in enumerate(token_ids) if parts else ():
+            self._append((token_id,), texts[place], *(parts or {}).get(place, ()))
         if self._num_logprobs:
             self._first = len(token_ids) - len(logprobs)
             for one in logprobs:
@@ -84,28 +153,31 @@ class ReplayBuffer:
 
     def text_offset(self, offset: int) -> int:
         """Returns where the text of token `offset` begins."""
-        return self._text_ends[offset - 1] if offset else 0
+        return self._text.offset(offset)
 
-    def append(self, token_ids: Sequence[int], text: str, logprobs: Sequence[contract.Logprob] = ()) -> None:
-        """Adds what was sampled and published next; text without a token belongs to the last token."""
+    def append(
+        self,
+        token_ids: Sequence[int],
+        text: str,
+        logprobs: Sequence[contract.Logprob] = (),
+        reasoning: str = "",
+        tool_calls: Sequence[contract.ToolCallPart] = (),
+    ) -> None:
+        """Adds what was sampled and published next; what comes without a token belongs to the last token."""
         if self._num_logprobs:
             assert len(logprobs) == len(token_ids), (logprobs, token_ids)
             for one in logprobs:
                 self._append_logprob(one)
-        start = len(self._text)
-        self._text += text.encode()
-        # tokens that came together share their text: it belongs to the last of them
-        for token_id in token_ids:
-            self._token_ids.append(token_id)
-            self._text_ends.append(start)
-        if self._text_ends:
-            self._text_ends[-1] = len(self._text)
+        self._append(token_ids, text, reasoning, tool_calls)
+
+    def to_deltas(self, parts: Sequence[contract.ToolCallPart]) -> list[messages.ToolCallDelta]:
+        """Returns parts of tool calls, which are about to be appended, as they are published."""
+        return [_to_delta(part, self._arguments_bytes(part.index)) for part in parts]
 
     def all(self) -> Segment:
         """Returns the whole completion as one segment."""
         assert not self._first, "its first tokens can't be published again"
-        text = self._text.decode()
-        return Segment(0, self.num_tokens, 0, text, list(self._token_ids), self.logprobs(0, self.num_tokens))
+        return self.segment(0, self.num_tokens)
 
     def segments(self, offset: int, max_bytes: int, end: int | None = None) -> Iterator[Segment]:
         """Yields the tokens from `offset` up to `end`, in segments of at most `max_bytes` of JSON or of one token.
@@ -117,24 +189,15 @@ class ReplayBuffer:
             yield self.segment(start, stop)
             start = stop
 
-    def _last_that_fits(self, start: int, end: int, max_bytes: int) -> int:
-        """Returns the end of the longest segment from `start` that fits, at least one token; a binary search."""
-        low, high = start + 1, end
-        text_start = self.text_offset(start)
-        while low < high:
-            middle = (low + high + 1) // 2
-            token_bytes = _TOKEN_ID_BYTES + _LOGPROB_BYTES * self._num_logprobs
-            # an upper bound, since exact sizes would mean encoding every candidate
-            size = _JSON_GROWTH * (self._text_ends[middle - 1] - text_start) + token_bytes * (middle - start)
-            low, high = (middle, high) if size <= max_bytes else (low, middle - 1)
-        return low
-
     def segment(self, start: int, stop: int) -> Segment:
-        """Returns the tokens from `start` up to `stop`, at least one."""
-        text_start, text_end = self.text_offset(start), self._text_ends[stop - 1]
-        text = self._text[text_start:text_end].decode()
-        ids = list(self._token_ids[start:stop])
-        return Segment(start, stop - start, text_start, text, ids, self.logprobs(start, stop))
+        """Returns the tokens from `start` up to `stop`."""
+        ids, logprobs = list(self._token_ids[start:stop]), self.logprobs(start, stop)
+        plain = Segment(start, stop - start, self._text.offset(start), self._text.text(start, stop), ids, logprobs)
+        if self._reasoning is not None:
+            plain = plain._replace(
+                reasoning_offset=self._reasoning.offset(start), reasoning=self._reasoning.text(start, stop)
+            )
+        return plain if self._arguments is None else plain._replace(tool_calls=tuple(self._deltas(start, stop)))
 
     def packed_token_ids(self, start: int, stop: int) -> bytes:
         """Returns the token ids from `start` up to `stop` in the form in which they are sent."""
@@ -150,6 +213,75 @@ class ReplayBuffer:
             found.append(contract.Logprob(*pairs[0], top=pairs[1:]))
         return found
 
+    @property
+    def _tracks(self) -> list[_Track]:
+        return [track for track in (self._text, self._reasoning, self._arguments) if track is not None]
+
+    def _append(
+        self,
+        token_ids: Sequence[int],
+        text: str,
+        reasoning: str = "",
+        tool_calls: Sequence[contract.ToolCallPart] = (),
+    ) -> None:
+        if reasoning and self._reasoning is None:
+            self._reasoning = _Track(self.num_tokens)
+        if tool_calls and self._arguments is None:
+            self._arguments = _Track(self.num_tokens)
+        self._token_ids.extend(token_ids)
+        self._text.append(len(token_ids), text)
+        if self._reasoning is not None:
+            self._reasoning.append(len(token_ids), reasoning)
+        if self._arguments is not None:
+            self._append_calls(len(token_ids), tool_calls)
+
+    def _append_calls(self, num_tokens: int, parts: Sequence[contract.ToolCallPart]) -> None:
+        assert self._arguments is not None
+        self._arguments.append(num_tokens, "")
+        for part in parts:
+            if part.index == len(self._calls):
+                last = max(0, self.num_tokens - 1)
+                self._calls.append(_Call(last, len(self._arguments.data), part.id, part.name))
+            assert part.index == len(self._calls) - 1, part  # only the last call goes on
+            self._arguments.append(0, part.arguments)
+
+    def _arguments_bytes(self, index: int) -> int:
+        """Returns how many bytes a call, if there is one, has of arguments. Only the last one can have more."""
+        if index >= len(self._calls) or self._arguments is None:
+            return 0
+        return len(self._arguments.data) - self._calls[index].start
+
+    def _deltas(self, start: int, stop: int) -> Iterator[messages.ToolCallDelta]:
+        """Yields what the tokens from `start` up to `stop` brought of tool calls."""
+        assert self._arguments is not None
+        arguments, calls = self._arguments, self._calls
+        first_byte, end_byte = arguments.offset(start), arguments.offset(stop)
+        # the call that may go on, and those that begin
+        begin = bisect.bisect_left(calls, start, key=lambda call: call.token)
+        for index in range(max(0, begin - 1), bisect.bisect_left(calls, stop, key=lambda call: call.token)):
+            call, is_new = calls[index], index >= begin
+            ends = calls[index + 1].start if index + 1 < len(calls) else len(arguments.data)
+            since, until = max(first_byte, call.start), min(end_byte, ends)
+            if is_new or since < until:
+                name = (call.id, call.name) if is_new else ("", "")
+                part = contract.ToolCallPart(index, arguments.data[since:until].decode(), *name)
+                yield _to_delta(part, since - call.start)
+
+    def _last_that_fits(self, start: int, end: int, max_bytes: int) -> int:
+        """Returns the end of the longest segment from `start` that fits, at least one token; a binary search."""
+        low, high = start + 1, end
+        token_bytes = _TOKEN_ID_BYTES + _LOGPROB_BYTES * self._num_logprobs
+        first_call = bisect.bisect_left(self._calls, start, key=lambda call: call.token)
+        while low < high:
+            middle = (low + high + 1) // 2
+            # an upper bound, since exact sizes would mean encoding every candidate
+            text_bytes = sum(track.offset(middle) - track.offset(start) for track in self._tracks)
+            calls = self._calls[first_call : bisect.bisect_left(self._calls, middle, key=lambda call: call.token)]
+            call_bytes = sum(_CALL_BYTES + _JSON_GROWTH * (len(call.id) + len(call.name)) for call in calls)
+            size = _JSON_GROWTH * text_bytes + token_bytes * (middle - start) + call_bytes
+            low, high = (middle, high) if size <= max_bytes else (low, middle - 1)
+        return low
+
     def _append_logprob(self, one: contract.Logprob) -> None:
         alternatives = one.top[: self._num_logprobs - 1]
         assert len(alternatives) == self._num_logprobs - 1, one
@@ -158,3 +290,13 @@ class ReplayBuffer:
         for token_id, logprob in alternatives:
             self._logprob_ids.append(token_id)
             self._logprobs.append(logprob)
+
+
+def _to_delta(part: contract.ToolCallPart, arguments_offset: int) -> messages.ToolCallDelta:
+    return messages.ToolCallDelta(
+        index=part.index,
+        id=part.id or UNSET,
+        type="function" if part.name else UNSET,
+        arguments_offset=arguments_offset,
+        function=messages.FunctionDelta(name=part.name or UNSET, arguments=part.arguments),
+    )

@@ -13,7 +13,7 @@ from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.worker import contract
 from tokenbus.worker.streams import packed_logprobs
-from tokenbus.worker.streams.replay_buffer import ReplayBuffer
+from tokenbus.worker.streams.replay_buffer import ReplayBuffer, Segment
 
 _NO_TIMINGS = messages.Timings(queue_ms=0.0, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=0.0)
 _ANSWER_SIZE = "the whole answer does not fit one message: stream it"
@@ -99,7 +99,9 @@ class Stream:
     def resume(self, output: contract.Output) -> None:
         """Takes the tokens that the client has already from another worker, so that they can be published again."""
         assert output.resumed_texts is not None, output
-        self._replay_buffer.append_resumed(output.token_ids, output.resumed_texts, output.logprobs)
+        self._replay_buffer.append_resumed(
+            output.token_ids, output.resumed_texts, output.logprobs, output.resumed_parts
+        )
         self.num_resumed = self._replay_buffer.num_tokens
 
     def chunk(self, output: contract.Output) -> messages.Chunk | None:
@@ -112,14 +114,14 @@ class Stream:
             self.terminal = self._terminal(output)
             return self.terminal
         # a client that lost text without a token could not ask for it again
-        assert output.token_ids or not output.text, output
+        assert output.token_ids or not (output.text or output.reasoning or output.tool_calls), output
         chunk = None
         if self._is_streamed:
             chunk = self._output_chunk(output)
             if output.token_ids:
                 self.first_token_sent = True
         # last: a chunk that can't be made must not be replayed either
-        self._replay_buffer.append(output.token_ids, output.text, output.logprobs)
+        self._append(output)
         return chunk
 
     def snapshot(self, known_tokens: int | None) -> internal.RunningRequest:
@@ -226,7 +228,7 @@ class Stream:
             # the terminal's own tokens are in the terminal
             end = None if self.terminal is None else self.terminal.offset
             for segment in self._replay_buffer.segments(offset, max_bytes, end):
-                yield self._tokens_chunk(*segment)
+                yield self._segment_chunk(segment)
                 chunks += 1
         last = self.terminal or (None if chunks else self.head())
         if last is not None:
@@ -247,9 +249,21 @@ class Stream:
     def _output_chunk(self, output: contract.Output) -> messages.Chunk:
         """Returns a chunk with what an output adds to the replay buffer."""
         buffer, token_ids = self._replay_buffer, output.token_ids
-        return self._tokens_chunk(
+        chunk = self._tokens_chunk(
             buffer.num_tokens, len(token_ids), buffer.text_bytes, output.text, token_ids, output.logprobs
         )
+        if output.reasoning or output.tool_calls:
+            deltas = buffer.to_deltas(output.tool_calls)
+            return _with_parts(chunk, buffer.reasoning_bytes, output.reasoning, deltas)
+        return chunk
+
+    def _append(self, output: contract.Output) -> None:
+        self._replay_buffer.append(output.token_ids, output.text, output.logprobs, output.reasoning, output.tool_calls)
+
+    def _segment_chunk(self, segment: Segment) -> messages.Chunk:
+        """Returns a chunk with everything that tokens brought."""
+        *plain, reasoning_offset, reasoning, tool_calls = segment
+        return _with_parts(self._tokens_chunk(*plain), reasoning_offset, reasoning, tool_calls)
 
     def _tokens_chunk(
         self,
@@ -260,7 +274,7 @@ class Stream:
         token_ids: list[int],
         logprobs: list[contract.Logprob],
     ) -> messages.Chunk:
-        """Returns a chunk with tokens; its arguments are those of a `Segment`."""
+        """Returns a chunk with tokens and their text."""
         asked = self.run.params
         return messages.Chunk(
             id=self._id,
@@ -278,8 +292,8 @@ class Stream:
             last = self._output_chunk(output)
         else:
             # nothing was streamed: the terminal carries the whole completion
-            self._replay_buffer.append(output.token_ids, output.text, output.logprobs)
-            last = self._tokens_chunk(*self._replay_buffer.all())
+            self._append(output)
+            last = self._segment_chunk(self._replay_buffer.all())
         reason, error = output.finish_reason, output.error
         if reason is messages.FinishReason.CANCELLED and self.cancel_error is not None:
             reason, error = messages.FinishReason.ERROR, self.cancel_error
@@ -320,3 +334,15 @@ class Stream:
         token = self._token_bytes[token_id]
         text = token.decode(errors="replace")
         return messages.TokenAlternative(id=token_id, text=text, bytes=list(token), logprob=logprob)
+
+
+def _with_parts(
+    chunk: messages.Chunk,
+    reasoning_offset: int,
+    reasoning: str,
+    tool_calls: Sequence[messages.ToolCallDelta],
+) -> messages.Chunk:
+    """Returns a chunk with the parts of an answer that are not its text."""
+    if reasoning:
+        chunk = codec.replace(chunk, reasoning_offset=reasoning_offset, reasoning=reasoning)
+    return codec.replace(chunk, tool_calls=list(tool_calls)) if tool_calls else chunk
