@@ -1,0 +1,136 @@
+"""Whatever a grammar of calls allows is read as calls that the tools' schemas allow, in every known format."""
+
+import codecs
+import json
+import random
+import re
+from typing import Any, NamedTuple
+
+import jsonschema
+import msgspec
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from tokenbus.worker.chat_format import deltas
+from tokenbus.worker.chat_format.chat_format import ChatFormat
+from tokenbus.worker.chat_format.grammar import calls_grammar
+from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, with_tokens
+from tokenbus.worker.chat_format.parser import Parser, Rules
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+            "days": {"type": "integer"},
+            "alerts": {"type": "boolean"},
+        },
+        "required": ["city", "days"],
+    },
+    "now": {"type": "object", "properties": {}},
+    "note": {"type": "object", "properties": {"tags": {"type": "array"}, "of": {"type": "object"}}, "required": ["of"]},
+}
+_MARKER = re.compile(
+    r"<\|[^<>|]{1,32}\|>|<｜[^<>｜]{1,32}｜>|\[[A-Z_]{4,}\]|</?tool_call>|</?think>|<\|\"\|>|<[a-z_]+\|>"
+)
+FORMATS = {known.name: known.format for known in KNOWN_FORMATS}
+
+
+class Walk(NamedTuple):
+    """A random answer that a grammar allows."""
+
+    tokens: list[int]
+    is_complete: bool
+
+
+class Vocabulary:
+    """A token for each byte, one for each marker, and an end token."""
+
+    bos_token_id = None
+
+    def __init__(self, markers: list[str]) -> None:
+        self.ids = {text: 256 + number for number, text in enumerate(markers)}
+        self.eos_token_id = 256 + len(markers)
+        self.special_token_ids = list(range(256, self.eos_token_id + 1))
+        self.tokens = [bytes([byte]) for byte in range(256)] + [b"\xff<%d>" % one for one in self.special_token_ids]
+        self.tokenizer = LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=[self.eos_token_id])
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def markers_of(form: ChatFormat) -> list[str]:
+    """Returns the markers of a format that look like special tokens."""
+    text = json.dumps(msgspec.to_builtins(form), ensure_ascii=False).replace('\\"', '"')
+    return sorted(set(_MARKER.findall(text)))
+
+
+def walk(grammar: str, vocabulary: Vocabulary, rng: random.Random) -> Walk:
+    """Follows a grammar: mostly ASCII, but markers and forced tokens where they are allowed."""
+    matcher = LLMatcher(vocabulary.tokenizer, json.dumps({"grammars": [{"lark_grammar": grammar}]}), limits=LIMITS)
+    assert not matcher.is_error(), matcher.get_error() + grammar
+    found: list[int] = []
+    while len(found) < 1_500 and not matcher.is_stopped():
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = bits[: len(vocabulary.tokens)].nonzero()[0].tolist()
+        token_id = _choose(matcher.compute_ff_tokens(), allowed, vocabulary, rng)
+        if token_id == vocabulary.eos_token_id:
+            break
+        assert matcher.consume_token(token_id)
+        found.append(token_id)
+    return Walk(found, matcher.is_accepting())
+
+
+def _choose(forced: list[int], allowed: list[int], vocabulary: Vocabulary, rng: random.Random) -> int:
+    if forced:
+        return forced[0]
+    ends = [one for one in allowed if one == vocabulary.eos_token_id]
+    marks = [one for one in allowed if 256 <= one < vocabulary.eos_token_id]
+    closing = [one for one in allowed if one < 256 and chr(one) in '"}],:']
+    for choices, chance in ((marks, 0.3), (ends, 0.5), (closing, 0.4)):
+        if choices and rng.random() < chance:
+            return rng.choice(choices)
+    # without exponents: a number that no float can hold is read as a text
+    return rng.choice([one for one in allowed if 32 <= one < 127 and chr(one) not in "eE"] or allowed)
+
+
+LIMITS = LLParserLimits(verbose_errors=False)
+
+
+def read(form: ChatFormat, vocabulary: Vocabulary, tokens: list[int]) -> tuple[list[tuple[str, str]], bool]:
+    """Returns the calls of an answer, name and arguments, and whether the last one is still open."""
+    parser = Parser(Rules(form), tools=TOOLS, key="k", generation_prompt="")
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    texts = [decoder.decode(bytes([one])) if one < 256 else "" for one in tokens]
+    found = [
+        one for token_id, text in zip(tokens, texts, strict=True) for one in parser.feed(token_id, text)
+    ] + parser.finish(cut_off=False)
+    names = [one.name for one in found if isinstance(one, deltas.CallBegin)]
+    arguments = [""] * len(names)
+    for one in found:
+        if isinstance(one, deltas.CallArguments):
+            arguments[one.index] += one.fragment
+    return list(zip(names, arguments, strict=True)), parser.has_open_call
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("is_required", [True, False], ids=["required", "auto"])
+def test_every_answer_that_a_grammar_allows_is_read_as_calls_of_the_tools(name: str, is_required: bool) -> None:
+    vocabulary = Vocabulary(markers_of(FORMATS[name]))
+    form = with_tokens(FORMATS[name], vocabulary.ids)
+    grammar = calls_grammar(form, TOOLS, is_required=is_required)
+    rng = random.Random(name)
+    num_calls = 0
+    for _ in range(12):
+        answer = walk(grammar, vocabulary, rng)
+        calls, is_open = read(form, vocabulary, answer.tokens)
+        if not answer.is_complete:
+            continue
+        assert not is_open
+        assert calls or not is_required
+        for called, arguments in calls:
+            jsonschema.validate(json.loads(arguments), TOOLS[called])
+        num_calls += len(calls)
+    assert num_calls or not is_required
