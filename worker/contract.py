@@ -26,11 +26,17 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
     `resumed_texts`. Then all goes on as if they had been sampled here: held back text, stop strings, draws, penalties,
     `min_tokens`, `usage`. If they complete it, the terminal follows without another token, after `generate` has
     returned. If it ends before the last of them, it is refused. A sink that raises meanwhile refuses it as well.
+13. An engine with the feature `structured_output` or `grammar` keeps to a request's `constraint`: its output is what
+    the constraint accepts, up to an end token, or a beginning of that if it ends otherwise. This is so wherever it is
+    resumed, and when another engine goes on with it. Once the constraint is compiled, an output without tokens says so
+    (`is_constraint_ready`). One that can't be compiled ends with `invalid_request`, which names its `param`, and with
+    no output before. Where only an end token may follow, `min_tokens` gives way.
 
 Sinks are called from the event loop, in order. A sink is a plain function and not an async iterator, because waking a
 task for each token and stream costs several times what the token itself does (docs/decisions/0003).
 """
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -100,6 +106,29 @@ class OutputParsing(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a call is handed out only once it is complete, so that one that is cut off is dropped."""
 
 
+class ConstraintKind(enum.StrEnum):
+    """The languages in which a constraint can be written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    """A JSON list of strings."""
+    GBNF = "gbnf"
+    LARK = "lark"
+    """llguidance's dialect, with `<[123]>` for a token id and `%json {...}` for a nested schema."""
+
+
+class Constraint(msgspec.Struct, frozen=True, kw_only=True):
+    """A grammar that says what an output may be."""
+
+    kind: ConstraintKind
+    source: str
+    param: str
+    """The field of the request that errors name."""
+    begins_after: int | str | None = None
+    """The token or the text up to which the output is free, such as the end of the model's reasoning."""
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for one generation, checked and complete."""
 
@@ -121,6 +150,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens that the completion begins with, if it continues one."""
     parsing: OutputParsing | None = None
     """How the answer is parsed; None: all of it is text."""
+    constraint: Constraint | None = None
+    """The grammar of the output, which may be any text if this is None."""
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +203,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     """One for each of `token_ids`, if the request asked for them; of resumed tokens, those of the last ones."""
     progress: messages.Progress | None = None
     """The progress of the prompt; such an output has no tokens."""
+    is_constraint_ready: bool = False
+    """Whether it says that the request's constraint is compiled; such an output has no tokens."""
     first_token: FirstToken | None = None
     """With the first token that this engine sampled, unless it continues a completion."""
     resumed_texts: list[str] | None = None

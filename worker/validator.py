@@ -67,7 +67,7 @@ class StreamValidator:
         self._require(
             (reason is messages.FinishReason.STOP) == (output.stop_match is not None), "stop and stop_match disagree"
         )
-        if reason is messages.FinishReason.STOP:
+        if reason is messages.FinishReason.STOP and self._request.constraint is None:
             self._require(self._num_tokens > sampling.min_tokens, "stop within min_tokens")
         if reason in _REASONS_WITH_TOKENS:
             self._require(output.timings is not None, "a terminal without timings")

@@ -1,5 +1,7 @@
 """Rules of optional features: a model supports one as the contract says, or refuses it as unsupported."""
 
+import re
+
 from tokenbus.conformance import field_types, schemas, stream_checks
 from tokenbus.conformance.assertions import BrokenError, SkippedError, expect, shorten
 from tokenbus.conformance.exchange import Exchange
@@ -13,7 +15,9 @@ _FEATURES: dict[str, object] = {
     "frequency_penalty": 0.5,
     "repetition_penalty": 1.1,
     "logit_bias": {"5": 1.0},
-    "response_format": {"type": "json_schema", "json_schema": _SCHEMA},
+    "response_format": {"type": "json_schema", "json_schema": {"schema": _SCHEMA}},
+    "regex": "a+",
+    "choice": ["a", "b"],
     "grammar": 'root ::= "a"',
     "tools": [_TOOL],
     "return_progress": True,
@@ -78,6 +82,41 @@ async def explained(probe: Probe) -> None:
     field_types.check(terminal.get("routing"), schemas.ROUTING, "routing")
     chosen = terminal["routing"]["chosen"]
     expect(chosen == terminal.get("worker_id"), f"chosen {chosen}, answered by {terminal.get('worker_id')}")
+
+
+async def constrained(probe: Probe) -> None:
+    """The answer to a request with response_format, regex, choice or grammar is what that accepts."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    for fields, accepted in (
+        ({"response_format": _json_schema(schema)}, r'\{"a": [12]\}'),
+        ({"regex": "[ab]{2}c"}, "[ab]{2}c"),
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"grammar": 'root ::= "x" [0-9]'}, "x[0-9]"),
+        ({"grammar": 'start: "x" /[0-9]/'}, "x[0-9]"),
+    ):
+        answer = await _short_answer(probe, ignore_eos=False, **fields)
+        expect(re.fullmatch(accepted, answer.text) is not None, f"{shorten(answer.text)} with {fields}")
+        reason = answer.messages[-1].get("finish_reason")
+        expect(reason == "stop", f"finish_reason {reason} with {fields}")
+        stream_checks.check_numbers(answer.messages)
+
+
+async def not_constrained(probe: Probe) -> None:
+    """A constraint that can't be compiled is refused in a terminal alone, with the field's name in param."""
+    for param, fields in (
+        ("response_format.json_schema.schema", {"response_format": _json_schema({"type": "poem"})}),
+        ("regex", {"regex": "(a"}),
+        ("grammar", {"grammar": 'root ::= "a'}),
+        ("ignore_eos", {"regex": "a", "ignore_eos": True}),
+        ("choice", {"regex": "a", "choice": ["a"]}),
+    ):
+        answer = await probe.ask({"prompt": "x", "max_tokens": 4, **fields})
+        skip_if_unsupported(answer.messages[-1])
+        stream_checks.check_refusal(answer.messages, "invalid_request", param=param)
+
+
+def _json_schema(schema: object) -> object:
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 async def resumed(probe: Probe) -> None:

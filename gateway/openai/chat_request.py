@@ -40,6 +40,9 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """This field and those below are not OpenAI's; they mean what they mean on the wire."""
     min_p: float | None = None
     repetition_penalty: float | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
     cache_salt: str | None = None
     session_id: str | None = None
     timeout_ms: float | None = None
@@ -130,6 +133,9 @@ def _to_wire(chat: ChatRequest, request_id: str) -> wire.GenerateRequest:
         logit_bias=chat.logit_bias,
         logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
         response_format=chat.response_format,
+        regex=chat.regex,
+        choice=chat.choice,
+        grammar=chat.grammar,
         tools=chat.tools,
         tool_choice=chat.tool_choice,
         cache_salt=chat.cache_salt,

@@ -1,6 +1,6 @@
 """The message that asks for a completion, and the structs inside it."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
@@ -30,15 +30,6 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Passed to the template."""
     tool_call_id: str | None = None
     """Passed to the template."""
-
-
-class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Constrains the output to JSON; `text` leaves it free."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    """`text`, `json_object` or `json_schema`."""
-    json_schema: dict[str, Any] | None = None
-    """The schema, if `type` is `json_schema`."""
 
 
 class Lora(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -81,10 +72,6 @@ class GenerateRequest(Message, GenerationParams, frozen=True, kw_only=True, omit
     """A text that is tokenized as it is: names of special tokens in it are plain text."""
     token_ids: list[int] | None = None
     """A prompt that is already tokenized."""
-    response_format: ResponseFormat | None = None
-    """Constrains the output to JSON."""
-    grammar: str | None = None
-    """Constrains the output to a GBNF grammar."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, nested at most 64 levels deep."""
     lora: list[Lora] | None = None

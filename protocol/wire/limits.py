@@ -16,6 +16,18 @@ MAX_LOGIT_BIAS = 1e6
 MAX_TEMPLATE_BYTES = 256 * 1024
 MAX_NESTING = 64
 """Levels to which the free-form parts of a request (template arguments, tools, schemas) may nest."""
+MAX_SCHEMA_BYTES = 64 * 1024
+"""A JSON schema, as JSON."""
+MAX_SCHEMA_PROPERTIES = 1_000
+"""Properties and definitions of all objects in a schema together."""
+MAX_SCHEMA_PATTERNS = 64
+"""`patternProperties` in a schema: each is compared with every other one."""
+MAX_REGEX_BYTES = 16 * 1024
+MAX_CHOICES = 1_000
+MAX_CHOICE_BYTES = 64 * 1024
+"""All choices together."""
+MAX_GRAMMAR_BYTES = 64 * 1024
+MAX_GRAMMAR_RULES = 500
 MAX_TOKENS = 2**31 - 1
 MAX_TOKEN_ID = 2**32 - 1
 

@@ -32,11 +32,10 @@ from tokenbus.protocol.wire.generate import (
     ContentPart,
     GenerateRequest,
     Lora,
-    ResponseFormat,
     ResumeFrom,
     RoutingOptions,
 )
-from tokenbus.protocol.wire.params import TIMEOUT_MS
+from tokenbus.protocol.wire.params import TIMEOUT_MS, JsonSchema, ResponseFormat
 
 __all__ = [
     "CancelReply",
@@ -50,6 +49,7 @@ __all__ = [
     "FinishReason",
     "FunctionDelta",
     "GenerateRequest",
+    "JsonSchema",
     "Load",
     "Lora",
     "Message",

@@ -7,7 +7,7 @@ default filled in (`worker.contract.Sampling`). A range stands in the field's an
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -94,6 +94,28 @@ DEFAULTS = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, min_p=0.0, repet
 """Defaults for the fields that neither the request nor the model's files set."""
 
 
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A JSON schema in the form of OpenAI's chat API."""
+
+    schema: dict[str, Any] | None = None
+    """The schema, as JSON of at most 64 KiB, with at most 1,000 properties, 64 `patternProperties` and 64 levels."""
+    name: str | None = None
+    """Ignored."""
+    strict: bool | None = None
+    """Ignored: the answer always follows the schema."""
+    description: str | None = None
+    """Ignored."""
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Constrains the output to JSON; `text` leaves it free."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    """`text`, `json_object` or `json_schema`."""
+    json_schema: JsonSchema | None = None
+    """Holds the schema, if `type` is `json_schema`."""
+
+
 class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
     """Everything that a client asks of a completion and that the worker needs to know, except the prompt."""
 
@@ -122,6 +144,17 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     """A hint that keeps the requests of a conversation on one worker. At most 256 bytes."""
     priority: Annotated[int | None, Range(-1_000, 1_000)] = None
     """Lower is served sooner. 0 if absent."""
+
+    response_format: ResponseFormat | None = None
+    """Constrains the output to JSON. At most one of this, `regex`, `choice` and `grammar` may be given, without
+    `ignore_eos`."""
+    regex: str | None = None
+    """Constrains the output to what a regular expression of at most 16 KiB matches as a whole."""
+    choice: list[str] | None = None
+    """Constrains the output to one of these texts: at most 1,000, of 64 KiB together."""
+    grammar: str | None = None
+    """Constrains the output to a grammar of at most 64 KiB and 500 rules: in GBNF if it has a rule `name ::= ...`, else
+    in llguidance's Lark."""
 
     @property
     def stop_strings(self) -> list[str]:

@@ -11,7 +11,10 @@ import msgspec
 
 from tokenbus.protocol.wire import codec, errors, generate, internal, limits, messages, subjects
 from tokenbus.protocol.wire.errors import invalid_field
-from tokenbus.protocol.wire.params import GenerationParams, ranges_of
+from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ranges_of
+
+_PROPERTIES = ("properties", "$defs", "definitions")
+_PATTERNS = ("patternProperties",)
 
 
 class RequiredFeature(NamedTuple):
@@ -31,8 +34,6 @@ def check_request(request: messages.GenerateRequest) -> None:
     _check_token_ids("token_ids", request.token_ids or [])
     for name in ("chat_template_kwargs", "tools", "tool_choice"):
         codec.check_free_form(getattr(request, name), name)
-    if request.response_format is not None:
-        codec.check_free_form(request.response_format.json_schema, "response_format.json_schema")
     if request.resume_from is not None:
         _check_resume_from(request.resume_from, request)
 
@@ -111,10 +112,6 @@ def check_ranges(struct: msgspec.Struct, path: str = "") -> None:
 def required_features(request: messages.GenerateRequest) -> Iterator[RequiredFeature]:
     """Yields the features that a request needs beyond plain generation. A value that changes nothing needs none."""
     yield from required_run_features(request)
-    if request.response_format is not None and request.response_format.type != "text":
-        yield RequiredFeature("structured_output", "response_format")
-    if request.grammar:
-        yield RequiredFeature("grammar", "grammar")
     if request.tools:
         yield RequiredFeature("tools", "tools")
     if request.tool_choice not in (None, "none", "auto", {}):
@@ -141,6 +138,15 @@ def required_run_features(params: GenerationParams) -> Iterator[RequiredFeature]
         yield RequiredFeature("logit_bias", "logit_bias")
     if params.return_progress:
         yield RequiredFeature("progress", "return_progress")
+    for name in constraints_given(params):
+        yield RequiredFeature("grammar" if name == "grammar" else "structured_output", name)
+
+
+def constraints_given(params: GenerationParams) -> list[str]:
+    """Returns the fields that constrain the output."""
+    wanted = params.response_format
+    given = [] if wanted is None or wanted.type == "text" else ["response_format"]
+    return given + [name for name in ("regex", "choice", "grammar") if getattr(params, name)]
 
 
 def to_params(request: messages.GenerateRequest) -> GenerationParams:
@@ -165,6 +171,7 @@ def _check_params(params: GenerationParams) -> None:
     _check_token_ids("stop_token_ids", stop_ids)
     _check_stops(params)
     _check_logit_bias(params.logit_bias or {})
+    _check_constraint(params)
     for name in ("cache_salt", "session_id"):
         value = getattr(params, name)
         if value is not None and len(value.encode()) > limits.MAX_SALT_BYTES:
@@ -231,6 +238,58 @@ def _check_stops(params: GenerationParams) -> None:
         if not 1 <= len(stop.encode()) <= limits.MAX_STOP_BYTES:
             path = "stop" if isinstance(params.stop, str) else f"stop[{index}]"
             raise invalid_field(path, f"must have 1 to {limits.MAX_STOP_BYTES} bytes")
+
+
+def _check_constraint(params: GenerationParams) -> None:
+    given = constraints_given(params)
+    if len(given) > 1:
+        problem = f"at most one of response_format, regex, choice and grammar is allowed, got {' and '.join(given)}"
+        raise invalid_field(given[-1], problem)
+    if given and params.ignore_eos:
+        raise invalid_field("ignore_eos", f"must not be true with {given[0]}, whose answer ends with an end token")
+    if params.response_format is not None and params.response_format.type == "json_schema":
+        _check_schema(params.response_format.json_schema)
+    _check_size("regex", params.regex or "", limits.MAX_REGEX_BYTES)
+    _check_size("grammar", params.grammar or "", limits.MAX_GRAMMAR_BYTES)
+    if (params.grammar or "").count("::=") > limits.MAX_GRAMMAR_RULES:
+        raise invalid_field("grammar", f"must have at most {limits.MAX_GRAMMAR_RULES} rules")
+    choices = params.choice or []
+    if len(choices) > limits.MAX_CHOICES:
+        raise invalid_field("choice", f"at most {limits.MAX_CHOICES} texts are allowed, got {len(choices)}")
+    if not all(choices):
+        raise invalid_field(f"choice[{choices.index('')}]", "must not be empty")
+    _check_size("choice", "".join(choices), limits.MAX_CHOICE_BYTES)
+
+
+def _check_schema(given: JsonSchema | None) -> None:
+    path = "response_format.json_schema.schema"
+    schema = given.schema if given is not None else None
+    if schema is None:
+        raise invalid_field(path, "is required")
+    codec.check_free_form(schema, path)
+    size = len(msgspec.json.encode(schema))
+    if size > limits.MAX_SCHEMA_BYTES:
+        raise invalid_field(path, f"must have at most {limits.MAX_SCHEMA_BYTES} bytes as JSON, got {size}")
+    for names, most in ((_PROPERTIES, limits.MAX_SCHEMA_PROPERTIES), (_PATTERNS, limits.MAX_SCHEMA_PATTERNS)):
+        count = _count_members(schema, names)
+        if count > most:
+            raise invalid_field(path, f"must have at most {most} {' and '.join(names)}, got {count}")
+
+
+def _count_members(value: object, names: Sequence[str]) -> int:
+    """Counts the members of all objects that have one of these names."""
+    if isinstance(value, list):
+        return sum(_count_members(child, names) for child in value)
+    if not isinstance(value, dict):
+        return 0
+    own = sum(len(value[name]) for name in names if isinstance(value.get(name), dict))
+    return own + sum(_count_members(child, names) for child in value.values())
+
+
+def _check_size(name: str, text: str, most: int) -> None:
+    size = len(text.encode())
+    if size > most:
+        raise invalid_field(name, f"must have at most {most} bytes, got {size}")
 
 
 def _check_logit_bias(logit_bias: Mapping[str | int, float]) -> None:

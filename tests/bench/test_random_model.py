@@ -46,7 +46,7 @@ def greedy(runner: GgufRunner, prompt: list[int], count: int) -> list[int]:
         (result,) = runner.step(StepPlan((ScheduledTokens(sequence, sequence.num_computed, sequence.num_uncomputed),)))
         assert isinstance(result, SampledToken), result
         sequence.num_computed = sequence.num_tokens
-        sequence.append_token(result.token_id)
+        sequence.append([result.token_id])
         told.append(result.token_id)
     runner.remove_sequence(0)
     runner.apply([Truncate(0)])

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.contracts import cache_rules, resume_rules, stream_rules
+from tests.contracts import cache_rules, constraint_rules, resume_rules, stream_rules
 from tests.contracts.driving import prompt, request, start
 from tests.support.engines import Recorder
 from tokenbus.protocol.wire import errors, internal
@@ -68,6 +68,7 @@ RULES: tuple[Check, ...] = (
     cache_rules.tells_which_blocks_it_holds,
     stream_rules.counts_on_while_it_works,
     *resume_rules.RULES,
+    *constraint_rules.RULES,
     embeds_each_input_by_itself,
     stream_rules.ends_every_stream_at_cleanup,
 )

@@ -55,8 +55,16 @@ CASES: dict[str, tuple[bytes, str, str | None]] = {
     "penalty": (b'{"prompt": "x", "presence_penalty": 2.5}', INVALID, "presence_penalty"),
     "logit bias of a word": (b'{"prompt": "x", "logit_bias": {"five": 1.0}}', INVALID, "logit_bias"),
     "logit bias beyond the vocabulary": (b'{"prompt": "x", "logit_bias": {"5000": 1.0}}', INVALID, "logit_bias"),
-    "json": (b'{"prompt": "x", "response_format": {"type": "json_object"}}', UNSUPPORTED, "response_format"),
-    "grammar": (b'{"prompt": "x", "grammar": "root ::= \\"a\\""}', UNSUPPORTED, "grammar"),
+    "a schema of an unknown type": (
+        b'{"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "poem"}}}}',
+        INVALID, "response_format.json_schema.schema",
+    ),
+    "regex": (b'{"prompt": "x", "regex": "(a"}', INVALID, "regex"),
+    "regex that allows nothing": (b'{"prompt": "x", "regex": "[^\\\\s\\\\S]"}', INVALID, "regex"),
+    "grammar": (b'{"prompt": "x", "grammar": "root ::= \\"a"}', INVALID, "grammar"),
+    "two constraints": (b'{"prompt": "x", "grammar": "root ::= \\"a\\"", "regex": "a"}', INVALID, "grammar"),
+    "a constraint without an end": (b'{"prompt": "x", "regex": "a", "ignore_eos": true}', INVALID, "ignore_eos"),
+    "empty choice": (b'{"prompt": "x", "choice": ["a", ""]}', INVALID, "choice[1]"),
     "tools": (b'{"prompt": "x", "tools": [{"type": "function"}]}', UNSUPPORTED, "tools"),
     "lora": (b'{"prompt": "x", "lora": [{"name": "a"}]}', UNSUPPORTED, "lora"),
     "no tokens to resume from": (b'{"prompt": "x", "resume_from": {"token_ids": []}}', INVALID, "resume_from.token_ids"),
@@ -121,7 +129,7 @@ async def test_all_of_them_at_once_do_not_disturb_a_running_stream(bare: RawClie
 async def test_values_that_change_nothing_are_as_if_absent(bare: RawClient) -> None:
     nothing = {
         "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}, "tools": [],
-        "lora": [], "response_format": {"type": "text"}, "grammar": "", "stop": [], "logprobs": None, "seed": None,
+        "lora": [], "response_format": {"type": "text"}, "grammar": "", "regex": "", "choice": [], "stop": [], "logprobs": None, "seed": None,
         "return_progress": False, "session_id": "s", "priority": 3, "cache_prompt": False, "cache_salt": "x",
         "chat_template_kwargs": {}, "resume_from": None, "max_tokens": 3.0, "from_the_future": 1,
     }  # fmt: skip

@@ -181,6 +181,9 @@ class ArithmeticRunner:
             raise errors.request_error(errors.Code.UNSUPPORTED, "no chat template", param="messages")
         return Sums(self.config).tokenize(request.text)
 
+    def encode(self, text: str) -> list[int]:
+        return Sums(self.config).tokenize(text)
+
     def close(self) -> None:
         self.closed = True
 

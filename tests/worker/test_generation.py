@@ -29,7 +29,9 @@ def made(
     logprob: contract.Logprob | None = None,
     cached_tokens: int | None = None,
 ) -> ipc.SequenceOutput:
-    return ipc.SequenceOutput(1, token_id, end, logprob, cached_tokens)
+    return ipc.SequenceOutput(
+        1, [] if token_id is None else [token_id], end, [] if logprob is None else [logprob], cached_tokens
+    )
 
 
 class Recording:

@@ -42,7 +42,7 @@ class Engine:
             if self.outputs and self.outputs[-1].finish_reason is not None:
                 return
             end = self.rule.finish_reason(token_id, place + 1)
-            self.generation.advance(ipc.SequenceOutput(1, token_id, end, None, 0 if place else 2), 11.0)
+            self.generation.advance(ipc.SequenceOutput(1, [token_id], end, [], 0 if place else 2), 11.0)
 
     @property
     def text(self) -> str:

@@ -33,7 +33,7 @@ class Table:
     def advance(
         self, number: int, token_id: int | None, end: EngineFinishReason | None = None, now: float = 1.0
     ) -> None:
-        self.sequences.advance([ipc.SequenceOutput(number, token_id, end)], 1.0)
+        self.sequences.advance([ipc.SequenceOutput(number, [] if token_id is None else [token_id], end)], 1.0)
 
 
 def test_a_sequence_that_the_engine_ends_is_gone() -> None:
@@ -54,7 +54,7 @@ def test_a_stream_that_ends_first_is_aborted_and_counts_until_the_engine_reports
 
 def test_intervals_between_tokens_are_counted_together_for_those_that_step_together() -> None:
     table = Table("one", "two")
-    both = [ipc.SequenceOutput(number, A, None) for number in (1, 2)]
+    both = [ipc.SequenceOutput(number, [A], None) for number in (1, 2)]
     assert table.sequences.advance(both, 1.0) == ([], {})
     assert table.sequences.advance(both, 1.5) == ([], {0.5: 2})
 

@@ -81,6 +81,8 @@ def draw_from_sorted(
     # top_p looks at what comes before a token: the token with which the sum reaches it is kept.
     allowed = (before < top_p * weights.sum(axis=1, keepdims=True)) & (weights >= min_p)
     allowed[:, 0] = True
+    # A token that is ruled out has no weight, and rounding must not let it in.
+    allowed &= weights > 0
     sums = np.cumsum(np.where(allowed, np.exp(shifted / temperature), 0.0), axis=1)
     last = allowed.shape[1] - 1 - np.argmax(allowed[:, ::-1], axis=1)
     # Rounding may put u behind the last sum: the last allowed token is drawn then.
@@ -110,7 +112,9 @@ def top_k_ids(logits: Matrix, count: int) -> "np.ndarray[tuple[int, int], np.dty
 def _draw_unsorted(row: Row, sampling: contract.Sampling, u: float) -> int | None:
     """Draws without sorting; None where the last bits of a sum decide, or equally likely tokens at a cut."""
     if 0 < sampling.top_k < len(row):
-        ids = np.flatnonzero(row >= np.partition(row, -sampling.top_k)[-sampling.top_k])
+        least = np.partition(row, -sampling.top_k)[-sampling.top_k]
+        # With fewer tokens than top_k that are not ruled out, those are all.
+        ids = np.flatnonzero(row >= least if np.isfinite(least) else np.isfinite(row))
         if len(ids) > sampling.top_k:
             return None
         found = _draw_unsorted(row[ids], msgspec.structs.replace(sampling, top_k=0), u)

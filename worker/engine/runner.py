@@ -44,7 +44,7 @@ class Embedder(Protocol):
 
 
 class Runner(Protocol):
-    """Executes steps on one thread. `tokenize` and the attributes may be used from other threads."""
+    """Executes steps on one thread. `tokenize`, `encode` and the attributes may be used from other threads."""
 
     config: contract.EngineConfig
     end_token_ids: frozenset[int]
@@ -76,6 +76,10 @@ class Runner(Protocol):
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         """Returns the token ids of a text or conversation. Raises RequestError."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the token ids of a part of an output. Only an engine that keeps to constraints needs it."""
         ...
 
     def close(self) -> None:

@@ -2,7 +2,8 @@
 
 The order is the one that users of llama.cpp know: biases and penalties, then top_k, top_p, min_p, temperature, and a
 draw. A draw is a hash of the request's seed and the token's position, so there is no state to keep or to hand over when
-another engine goes on with a sequence.
+another engine goes on with a sequence. Where a constraint leaves one token, that one is taken, together with all that
+must follow it.
 """
 
 from collections.abc import Iterable
@@ -13,9 +14,14 @@ import structlog
 
 from tokenbus.worker import contract
 from tokenbus.worker.engine import draws
+from tokenbus.worker.engine.constraints.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.matcher import Matcher
 from tokenbus.worker.engine.draws import Indices, Matrix, Row
 from tokenbus.worker.engine.scheduling.plan import SampledToken
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
+
+_MAX_FOLLOWERS = 32
+"""Tokens that are computed together with a sampled one, at most, so that no step gets long."""
 
 
 class _Rules:
@@ -35,7 +41,7 @@ class _Rules:
         self.biases = np.array([bias for _, bias in biases], np.float32)
 
     def apply(self, row: Row, sequence: Sequence) -> None:
-        """Changes a row's logits: biases, penalties, forbidden tokens."""
+        """Changes a row's logits: biases, penalties, forbidden tokens. Raises ConstraintError."""
         sampling = self.sampling
         if len(self.bias_ids):
             row[self.bias_ids] += self.biases
@@ -46,7 +52,9 @@ class _Rules:
             known = np.where(row[ids] > 0, row[ids] / rate, row[ids] * rate)
             row[ids] = known - counts * np.float32(sampling.frequency_penalty) - np.float32(sampling.presence_penalty)
         forbidden = self.never if sequence.may_stop else self.not_yet
-        if len(forbidden):
+        if sequence.matcher is not None:
+            _constrain(row, sequence.matcher, forbidden)
+        elif len(forbidden):
             row[forbidden] = -np.inf
 
 
@@ -87,25 +95,47 @@ class Sampler:
         self._rules.pop(seq_no, None)
 
     def sample(self, logits: Matrix, sequences: Listing[Sequence]) -> list[SampledToken | EngineFinishReason]:
-        """Returns a token for each row, or BAD_LOGITS where the model computed no numbers. Writes into `logits`."""
+        """Returns a token for each row, or the reason why there is none: BAD_LOGITS where the model computed no
+        numbers, or CONSTRAINT_FAILED. Writes into `logits`."""
         rules = [self._rules[sequence.seq_no] for sequence in sequences]
         logprobs: list[_RowLogprobs | None] = []
-        for row, rule, sequence in zip(logits, rules, sequences, strict=True):
+        failed: set[int] = set()
+        for n, (row, rule, sequence) in enumerate(zip(logits, rules, sequences, strict=True)):
             count = rule.sampling.logprobs
             logprobs.append(_RowLogprobs(row, count) if count is not None and np.isfinite(row.max()) else None)
-            rule.apply(row, sequence)
+            try:
+                rule.apply(row, sequence)
+            except ConstraintError as error:
+                self._log.warning("constraint_not_followed", seq_no=sequence.seq_no, error=str(error))
+                failed.add(n)
         tokens = logits.argmax(axis=1)
         finite = np.isfinite(logits[np.arange(len(logits)), tokens]).tolist()
         self._draw(logits, rules, sequences, finite, tokens)
         sampled: list[SampledToken | EngineFinishReason] = []
         for n, token_id in enumerate(tokens.tolist()):
             row_logprobs = logprobs[n]
-            if finite[n]:
-                sampled.append(SampledToken(token_id, row_logprobs.of_token(token_id) if row_logprobs else None))
+            if n in failed:
+                sampled.append(EngineFinishReason.CONSTRAINT_FAILED)
+            elif finite[n]:
+                one = SampledToken(token_id, row_logprobs.of_token(token_id) if row_logprobs else None)
+                sampled.append(self._follow(sequences[n], one))
             else:
                 self._log.error("bad_logits", seq_no=sequences[n].seq_no, row=_summary(logits[n]))
                 sampled.append(EngineFinishReason.BAD_LOGITS)
         return sampled
+
+    def _follow(self, sequence: Sequence, sampled: SampledToken) -> SampledToken | EngineFinishReason:
+        """Adds the tokens that must follow a sampled one. Where log probabilities are wanted, each needs a row."""
+        matcher = sequence.matcher
+        if matcher is None or sampled.token_id in self._end_token_ids:
+            return sampled
+        try:
+            matcher.accept(sampled.token_id)
+            limit = _MAX_FOLLOWERS if sequence.sampling.logprobs is None else 0
+            return sampled._replace(followers=tuple(matcher.accept_forced(limit)))
+        except ConstraintError as error:
+            self._log.warning("constraint_not_followed", seq_no=sequence.seq_no, error=str(error))
+            return EngineFinishReason.CONSTRAINT_FAILED
 
     def _draw(
         self,
@@ -130,6 +160,21 @@ class Sampler:
         for rows in rows_by_top_k.values():
             samplings = [rules[n].sampling for n in rows]
             tokens[rows] = draws.draw_from_top_k(logits[rows], samplings, [us[n] for n in rows])
+
+
+def _constrain(row: Row, matcher: Matcher, forbidden: Indices) -> None:
+    """Leaves the tokens that a constraint allows; those of them that are forbidden only where there are no others."""
+    forced = matcher.forced()
+    if forced is not None:
+        row.fill(-np.inf)
+        row[forced] = 0.0
+        return
+    allowed = matcher.allowed()
+    if len(forbidden):
+        rest = allowed.copy()
+        rest[forbidden] = False
+        allowed = rest if rest.any() else allowed
+    np.copyto(row, -np.inf, where=~allowed)
 
 
 def _known_ids(token_ids: Iterable[int], vocab_size: int) -> Indices:

@@ -209,6 +209,8 @@ class EngineClient(asyncio.Protocol):
                 request.return_progress,
                 num_sampled=len(generation.sampled),
                 isolated=generation.crashes > 0,
+                constraint=request.constraint,
+                tenant=request.tenant,
             )
         )
         self._sequences.add(number, generation)
@@ -246,6 +248,8 @@ class EngineClient(asyncio.Protocol):
         match ipc.report_decoder.decode(body):
             case ipc.StepReport() as report:
                 self._take_step(report, self._link.crash_attribution)
+            case ipc.ConstraintCompiled() as compiled:
+                self._take_constraint(compiled)
             case ipc.TokenizeResult(call_id, _, errors.Error() as error):
                 self._tokenizing.reject(call_id, error)
             case ipc.TokenizeResult(call_id, token_ids):
@@ -260,6 +264,14 @@ class EngineClient(asyncio.Protocol):
                 self._ready.set_result(ready)
             case ipc.LoadFailed(message):
                 self._ready.set_exception(contract.EngineStartError(message))
+
+    def _take_constraint(self, compiled: ipc.ConstraintCompiled) -> None:
+        now = time.monotonic()
+        self._watchdog.restart(now)
+        self.listener.constraint_compiled(compiled.seconds)
+        self._sequences.constraint_compiled(compiled, now)
+        self._update_idle()
+        self.listener.step_done()
 
     def _take_step(self, report: ipc.StepReport, attribution: CrashAttribution) -> None:
         now = time.monotonic()

@@ -25,6 +25,9 @@ _FAILURES = {
 }
 
 
+_TOO_COSTLY = "became too costly to follow; make it simpler or less ambiguous"
+
+
 class _Ending(NamedTuple):
     """The way in which a token completes a generation, and the text that was held back until then."""
 
@@ -74,7 +77,9 @@ class Generation:
         resumed = self.request.resumed
         if resumed is None:
             return
-        texts = self._add_resumed(resumed.token_ids, FinishRule(self.request.sampling, end_token_ids))
+        constrained = self.request.constraint is not None
+        rule = FinishRule(self.request.sampling, end_token_ids, constrained=constrained)
+        texts = self._add_resumed(resumed.token_ids, rule)
         self.sampled.extend(resumed.token_ids)
         self._elapsed_ms = resumed.elapsed_ms
         self._first_token = contract.FirstToken(
@@ -106,23 +111,28 @@ class Generation:
         self._hand_out(contract.Output(token_ids=[], text="", progress=seen))
         return self._sink_failed
 
+    def constraint_ready(self) -> bool:
+        """Says that the constraint is compiled, unless that is old news; returns whether the sink failed."""
+        if not self.sampled:
+            self._hand_out(contract.Output(token_ids=[], text="", is_constraint_ready=True))
+        return self._sink_failed
+
     def advance(self, output: SequenceOutput, now: float) -> bool:
         """Takes a step's output; returns whether the generation has ended, possibly before the engine knows."""
-        token_id, finish_reason = output.token_id, output.finish_reason
-        if token_id is None:
-            assert finish_reason is not None
-            self._fail(_FAILURES[finish_reason], now)
+        if not output.token_ids:
+            assert output.finish_reason is not None
+            self._fail(self._failure(output.finish_reason), now)
             return True
-        self.sampled.append(token_id)
         # it survived a step, so earlier crashes were not its fault
         self.crashes = 0
         self.last_token_at = now
         first_token = None
         if self._first_token is None:
             first_token = self._first_token = self._account(now, output.cached_tokens or 0)
-        text, self._ending = self._add_text(token_id, finish_reason)
-        logprobs = [] if output.logprob is None else [output.logprob]
-        made = contract.Output(token_ids=[token_id], text=text, logprobs=logprobs, first_token=first_token)
+        text, count = self._add_texts(output.token_ids, output.finish_reason)
+        token_ids, logprobs = output.token_ids[:count], output.logprobs[:count]
+        self.sampled.extend(token_ids)
+        made = contract.Output(token_ids=token_ids, text=text, logprobs=logprobs, first_token=first_token)
         if self._ending is None:
             self._hand_out(made)
             return self.has_ended or self._sink_failed  # its sink may have cancelled it
@@ -136,6 +146,10 @@ class Generation:
     def fail(self, code: errors.Code, now: float) -> None:
         """Ends it with an error because its engine is gone."""
         self._fail(errors.make_error(code), now)
+
+    def refuse(self, problem: errors.Error, now: float) -> None:
+        """Ends it because its constraint can't be compiled."""
+        self._fail(problem, now)
 
     def _add_resumed(self, token_ids: list[int], rule: FinishRule) -> list[str]:
         """Counts the given tokens and returns the text that came with each. Only the last of them may complete the
@@ -151,6 +165,16 @@ class Generation:
             raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="resume_from")
         text, self._ending = self._add_text(last, rule.finish_reason(last, len(token_ids)))
         return [*texts, text]
+
+    def _add_texts(self, token_ids: list[int], finish_reason: EngineFinishReason | None) -> tuple[str, int]:
+        """Counts tokens up to the one that completes the generation; returns their text and how many they are."""
+        text, last = "", len(token_ids) - 1
+        for place, token_id in enumerate(token_ids):
+            more, self._ending = self._add_text(token_id, finish_reason if place == last else None)
+            text += more
+            if self._ending is not None:
+                return text, place + 1
+        return text, len(token_ids)
 
     def _add_text(self, token_id: int, finish_reason: EngineFinishReason | None) -> tuple[str, _Ending | None]:
         """Counts a token; returns the text that may be published now, and how the token completes the generation."""
@@ -168,6 +192,12 @@ class Generation:
         assert self._ending is not None, self
         reason, stop_match, held = self._ending
         self._finish(codec.replace(last, text=last.text + held, finish_reason=reason, stop_match=stop_match), now)
+
+    def _failure(self, reason: EngineFinishReason) -> errors.Error:
+        constraint = self.request.constraint
+        if reason is EngineFinishReason.CONSTRAINT_FAILED and constraint is not None:
+            return errors.invalid_field(constraint.param, _TOO_COSTLY).error
+        return _FAILURES[reason]
 
     def _fail(self, error: errors.Error, now: float) -> None:
         self._finish(

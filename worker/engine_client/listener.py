@@ -19,6 +19,9 @@ class EngineListener:
     def step_computed(self, stats: ipc.StepStats) -> None:
         """A step computed something."""
 
+    def constraint_compiled(self, seconds: float) -> None:
+        """A constraint was compiled, or could not be; this took so long."""
+
     def token_interval(self, seconds: float, count: int) -> None:
         """`count` requests got a token, each `seconds` after its previous one."""
 

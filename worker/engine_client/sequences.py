@@ -60,6 +60,18 @@ class OpenSequences:
                 self._started.add(number)
                 generation.begin(now)
 
+    def constraint_compiled(self, compiled: ipc.ConstraintCompiled, now: float) -> None:
+        """Tells a generation that its constraint is compiled, or ends it because that is impossible."""
+        number, problem = compiled.seq_no, compiled.problem
+        generation = self._generations.get(number)
+        if problem is not None:
+            self._releasing.discard(number)
+            if generation is not None:
+                self._remove(number)
+                generation.refuse(problem, now)
+        elif generation is not None and generation.constraint_ready() and number in self._generations:
+            self._release(number)  # else its sink has aborted it
+
     def report_progress(self, progress: list[ipc.PromptProgress]) -> None:
         """Hands out how far prompts are computed."""
         for one in progress:
@@ -81,7 +93,7 @@ class OpenSequences:
             generation = self._generations.get(output.seq_no)
             if generation is None:
                 continue
-            if generation.last_token_at is not None and output.token_id is not None:
+            if generation.last_token_at is not None and output.token_ids:
                 last_token_counts[generation.last_token_at] += 1
             if generation.advance(output, now) and output.seq_no in self._generations:  # else its sink has aborted it
                 ended.append(generation)

@@ -63,6 +63,13 @@ class WorkerMetrics(MetricFamilies):
         self.finished = counter("requests", "Requests that have ended, by finish reason.", "finish_reason")
         self.clients_gone = counter("clients_gone", "Requests that were cancelled because nobody listened any more.")
         self.refused = counter("refusals", "Runs that were refused, by error code.", "code")
+        self.constrained = counter(
+            "constrained_requests", "Requests whose output was constrained, by the language of the constraint.", "kind"
+        )
+        self.compile = histogram("constraint_compile_seconds", "Time to compile a request's constraint.", TTFT_BUCKETS)
+        self.follower_tokens = counter(
+            "follower_tokens", "Tokens that followed from sampled ones for certain, so that no step sampled them."
+        )
         self.embeddings = counter("embeddings", "Inputs that were embedded.")
         self.steps = histogram(
             "step_seconds", "Duration of steps, by kind: prefill, decode or mixed.", ITL_BUCKETS, "kind"
@@ -104,6 +111,9 @@ class ReplicaMetrics:
             (metrics.cache_queries.labels(*own), "prompt_tokens"),
             (metrics.cache_hits.labels(*own), "cached_tokens"),
         ]
+        self._compile, self._followers = metrics.compile.labels(*own), metrics.follower_tokens.labels(*own)
+        for kind in contract.ConstraintKind:
+            metrics.constrained.labels(*own, kind)
         for family in (metrics.restarts, metrics.preemptions, metrics.embeddings, metrics.clients_gone):
             family.labels(*own)
         for reason in messages.FinishReason:  # export 0, or the first increase of each would go unseen
@@ -123,6 +133,16 @@ class ReplicaMetrics:
             self._evicted.inc(stats.evicted_blocks)
         if stats.preemptions:
             self._preemptions.inc(stats.preemptions)
+        if stats.follower_tokens:
+            self._followers.inc(stats.follower_tokens)
+
+    def constraint_compiled(self, seconds: float) -> None:
+        """A request's constraint was compiled, or could not be."""
+        self._compile.observe(seconds)
+
+    def request_constrained(self, kind: contract.ConstraintKind) -> None:
+        """A request is accepted whose output is constrained."""
+        self._metrics.constrained.labels(*self._own_labels, kind).inc()
 
     def observe_token_interval(self, seconds: float, count: int) -> None:
         """`count` requests got a token, each `seconds` after its previous one."""

@@ -156,6 +156,10 @@ class Replica(EngineListener):
         """Counts a step."""
         self._metrics.observe_step(stats)
 
+    def constraint_compiled(self, seconds: float) -> None:
+        """Observes how long a constraint took."""
+        self._metrics.constraint_compiled(seconds)
+
     def token_interval(self, seconds: float, count: int) -> None:
         """Counts intervals between tokens."""
         self._metrics.observe_token_interval(seconds, count)

@@ -1,12 +1,18 @@
 """Makes the engine's request of a run, and fills in what the client left open from the model's defaults; pure but for
 the seed, which is random if the client gave none."""
 
+import re
 import secrets
 from typing import Any
+
+import msgspec
 
 from tokenbus.protocol.wire import block_hash, errors, internal, params, subjects, validation
 from tokenbus.worker import contract
 from tokenbus.worker.streams import packed_logprobs
+
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_ANY_OBJECT = '{"type":"object"}'
 
 
 def to_engine_request(run: internal.Run, config: contract.EngineConfig, max_new_tokens: int) -> contract.EngineRequest:
@@ -32,7 +38,28 @@ def to_engine_request(run: internal.Run, config: contract.EngineConfig, max_new_
         # a completion that continues has no news of its prompt
         return_progress=bool(run.params.return_progress) and run.params.is_streamed and run.resume_from is None,
         resumed=resumed,
+        constraint=to_constraint(run.params),
     )
+
+
+def to_constraint(asked: params.GenerationParams) -> contract.Constraint | None:
+    """Returns what the output has to be; None if it may be any text."""
+    wanted, kinds = asked.response_format, contract.ConstraintKind
+    if wanted is not None and wanted.type == "json_object":
+        return contract.Constraint(kind=kinds.JSON_SCHEMA, source=_ANY_OBJECT, param="response_format")
+    if wanted is not None and wanted.type == "json_schema" and wanted.json_schema is not None:
+        source = msgspec.json.encode(wanted.json_schema.schema).decode()
+        param = "response_format.json_schema.schema"
+        return contract.Constraint(kind=kinds.JSON_SCHEMA, source=source, param=param)
+    if asked.regex:
+        return contract.Constraint(kind=kinds.REGEX, source=asked.regex, param="regex")
+    if asked.choice:
+        source = msgspec.json.encode(asked.choice).decode()
+        return contract.Constraint(kind=kinds.CHOICE, source=source, param="choice")
+    if asked.grammar:
+        kind = kinds.GBNF if _GBNF_RULE.search(asked.grammar) else kinds.LARK
+        return contract.Constraint(kind=kind, source=asked.grammar, param="grammar")
+    return None
 
 
 def resolve_sampling(

@@ -34,6 +34,9 @@ class RequestTelemetry:
             tracing.ATTEMPT: stream.run.attempt,
         }
         stream.span = tracing.start_span(self._tracer, "generate", "server", headers, attributes)
+        constraint = request.constraint
+        if constraint is not None:
+            self._metrics.request_constrained(constraint.kind)
         self._log.info(
             "request_started",
             request_id=stream.key,
@@ -42,6 +45,7 @@ class RequestTelemetry:
             prompt_tokens=len(request.token_ids),
             max_tokens=request.sampling.max_tokens,
             resumed_tokens=len(request.resumed.token_ids) if request.resumed else None,
+            constraint=constraint.kind if constraint is not None else None,
         )
 
     def refused(self, code: errors.Code) -> None:

@@ -263,7 +263,9 @@ class Streams:
                 router_id=run.router_id,
             )
         )
-        self._outbox.put_head(stream, now)
+        # until its constraint is compiled, it may still end with a terminal alone
+        if request.constraint is None:
+            self._outbox.put_head(stream, now)
         self._outbox.flush()
 
     def _refusal(self, run: internal.Run, error: errors.Error) -> internal.RunReply:
@@ -316,6 +318,9 @@ class Streams:
     def _put(self, stream: Stream, output: contract.Output) -> None:
         if output.is_resumed:
             stream.resume(output)
+            return
+        if output.is_constraint_ready:
+            self._outbox.put_head(stream, time.monotonic())
             return
         self._outbox.put(stream, output, time.monotonic())
 

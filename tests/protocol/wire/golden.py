@@ -98,7 +98,12 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             ignore_eos=False,
             logit_bias={"50": -1.5},
             logprobs=2,
-            response_format=messages.ResponseFormat(type="json_schema", json_schema={"type": "object"}),
+            response_format=messages.ResponseFormat(
+                type="json_schema",
+                json_schema=messages.JsonSchema(schema={"type": "object"}, name="n", strict=True, description="d"),
+            ),
+            regex="a+",
+            choice=["yes", "no"],
             grammar='root ::= "a"',
             tools=[{"type": "function", "function": {"name": "f"}}],
             tool_choice="auto",

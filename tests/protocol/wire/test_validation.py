@@ -12,6 +12,7 @@ from tokenbus.protocol.wire.messages import (
     ChatMessage,
     ContentPart,
     GenerateRequest,
+    JsonSchema,
     Lora,
     ResponseFormat,
     ResumeFrom,
@@ -252,10 +253,10 @@ def test_free_form_fields_nest_to_the_limit_and_not_one_level_deeper(name: str, 
 
 def test_a_schema_nests_to_the_limit_and_not_one_level_deeper() -> None:
     def asked(levels: int) -> GenerateRequest:
-        return make(response_format=ResponseFormat(type="json_schema", json_schema=nested(levels)))
+        return make(response_format=ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=nested(levels))))
 
     validation.check_request(asked(limits.MAX_NESTING))
-    assert refusal(asked(limits.MAX_NESTING + 1)).param == "response_format.json_schema"
+    assert refusal(asked(limits.MAX_NESTING + 1)).param == "response_format.json_schema.schema"
 
 
 # What it needs
@@ -271,7 +272,12 @@ def test_a_schema_nests_to_the_limit_and_not_one_level_deeper() -> None:
         ("frequency_penalty", 0.5, "penalties", "frequency_penalty"),
         ("logit_bias", {"1": 0.0, "2": -1.0}, "logit_bias", "logit_bias"),
         ("response_format", ResponseFormat(type="json_object"), "structured_output", "response_format"),
-        ("response_format", ResponseFormat(type="json_schema", json_schema={}), "structured_output", "response_format"),
+        (
+            "response_format",
+            ResponseFormat(type="json_schema", json_schema=JsonSchema(schema={})),
+            "structured_output",
+            "response_format",
+        ),
         ("grammar", 'root ::= "a"', "grammar", "grammar"),
         ("tools", [{"type": "function"}], "tools", "tools"),
         ("tool_choice", "required", "tools", "tool_choice"),
@@ -352,6 +358,10 @@ def test_everything_that_was_asked_goes_on_to_the_worker() -> None:
         "cache_salt": "salt",
         "session_id": "session",
         "priority": -3,
+        "response_format": ResponseFormat(type="json_object"),
+        "regex": "a",
+        "choice": ["a"],
+        "grammar": "start: /a/",
     }
     assert set(asked) | {"logit_bias"} == set(GenerationParams.__struct_fields__)
     expected = GenerationParams(**asked, logit_bias={"12": 1.5, 13: -2.0})  # type: ignore[arg-type]

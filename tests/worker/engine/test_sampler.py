@@ -27,7 +27,7 @@ def sequence(
     one = Sequence(seq_no, array("I", prompt), sampling, frozenset({EOS}))
     for token_id in said:
         one.num_computed = one.num_tokens
-        one.append_token(token_id)
+        one.append([token_id])
     return one
 
 

@@ -109,6 +109,9 @@ class GgufRunner:
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         return self._tokenizer.tokenize(request)
 
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
     def close(self) -> None:
         if self._context is not None:
             llama.llama_free(self._context)
@@ -134,7 +137,7 @@ class GgufRunner:
             host_kv_blocks=_host_blocks(settings, capabilities),
             prefix_cache=capabilities.can_share,
             vocab_size=self._tokenizer.size,
-            features=features.with_sampler(chat=self._tokenizer.supports_chat),
+            features=features.with_sampler(chat=self._tokenizer.supports_chat, ends=bool(self.end_token_ids)),
             defaults=self._model.generation_config.defaults,
             versions={"llama_cpp_python": llama_cpp.__version__},
             pid=os.getpid(),

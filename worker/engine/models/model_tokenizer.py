@@ -11,6 +11,7 @@ class ModelTokenizer:
 
     def __init__(self, rules: prompt.PromptRules, encode: Callable[[str], list[int]]) -> None:
         self.rules = rules
+        self._encode = encode
         self._builder = prompt.PromptBuilder(rules, encode)
 
     def __repr__(self) -> str:
@@ -25,6 +26,10 @@ class ModelTokenizer:
     def supports_chat(self) -> bool:
         """Whether the model has a chat template that works."""
         return self._builder.supports_chat
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the token ids of a text in which no special token is parsed."""
+        return self._encode(text)
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         """Returns the token ids of a text or a conversation. Raises RequestError."""

@@ -51,5 +51,8 @@ class EncoderRunner:
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         return self._tokenizer.tokenize(request)
 
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
     def close(self) -> None:
         self._release()

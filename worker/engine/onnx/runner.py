@@ -68,7 +68,7 @@ class OnnxRunner:
         self._lanes = LaneLengths(size.num_rows)
         self._cache = self._make_cache(settings, size)
         self.embedder = self._make_embedder(settings, size)
-        offered = features.with_sampler(chat=self._tokenizer.supports_chat)
+        offered = features.with_sampler(chat=self._tokenizer.supports_chat, ends=bool(self.end_token_ids))
         self.config = model.describe(settings, size, offered, self.embedder)
 
     def __repr__(self) -> str:
@@ -106,6 +106,9 @@ class OnnxRunner:
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         return self._tokenizer.tokenize(request)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
 
     def close(self) -> None:
         self._release()

@@ -41,6 +41,10 @@ class Add(Message, frozen=True):
     """The number of token ids, at the end, that an earlier engine has sampled already."""
     isolated: bool = False
     """An engine died in a step with this sequence, so it shares its steps with no other until it has a new token."""
+    constraint: contract.Constraint | None = None
+    """Compiled before the sequence may start. The `ConstraintCompiled` has the same number."""
+    tenant: str = ""
+    """Tenants take turns where constraints are compiled."""
 
 
 class Abort(Message, frozen=True):
@@ -116,14 +120,15 @@ class StepIsolated(Message, frozen=True):
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
-    """The result of a step for one sequence: a token, a finish reason, or both."""
+    """The result of a step for one sequence: tokens, a finish reason, or both."""
 
     seq_no: int
-    token_id: int | None
+    token_ids: list[int]
     finish_reason: EngineFinishReason | None
-    logprob: contract.Logprob | None = None
+    logprobs: list[contract.Logprob] = []
+    """One for each token, if they were asked for."""
     cached_tokens: int | None = None
-    """With the first token, the number of the prompt's tokens that did not have to be computed."""
+    """With the first tokens, the number of the prompt's tokens that did not have to be computed."""
 
 
 class PromptProgress(msgspec.Struct, frozen=True, array_like=True):
@@ -151,6 +156,16 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     """The time since the step before, if there was work all the while; else 0."""
     preemptions: int = 0
     evicted_blocks: int = 0
+    follower_tokens: int = 0
+    """Tokens that followed from sampled ones for certain."""
+
+
+class ConstraintCompiled(Message, frozen=True):
+    """Engine to frontend: the constraint of a sequence was compiled, or the sequence has ended because it can't be."""
+
+    seq_no: int
+    seconds: float
+    problem: errors.Error | None = None
 
 
 class StepReport(Message, frozen=True):
@@ -183,7 +198,7 @@ class EmbedResult(Message, frozen=True):
     reply: internal.EmbedResult
 
 
-Report = Loading | LoadFailed | Ready | StepIsolated | StepReport | TokenizeResult | EmbedResult
+Report = Loading | LoadFailed | Ready | StepIsolated | ConstraintCompiled | StepReport | TokenizeResult | EmbedResult
 
 _encoder = msgspec.msgpack.Encoder()
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

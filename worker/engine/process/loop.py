@@ -8,6 +8,10 @@ from collections.abc import Callable
 
 import structlog
 
+from tokenbus.protocol.wire import block_hash, errors
+from tokenbus.worker.engine.constraints.compile_thread import CompiledConstraint, CompileThread
+from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.matcher import Matcher
 from tokenbus.worker.engine.embedding import EmbedJob, EmbedQueue
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
@@ -16,7 +20,7 @@ from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.process.step_gate import StepGate
 from tokenbus.worker.engine.process.step_timer import StepTimer
 from tokenbus.worker.engine.runner import DeviceError, InsufficientMemoryError, Runner
-from tokenbus.worker.engine.scheduling.plan import StepPlan, StepResult
+from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan, StepResult
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 from tokenbus.worker.engine.scheduling.step_budget import StepBudget, TransferBudget
@@ -26,7 +30,7 @@ _CACHED_TOKENS = 256
 every stream: 4,096 tokens by 11 % and 16,384 by 35 %, with four streams of a 0.5B shape. They slow a prompt of 1,000
 tokens too: 1,000 by 13 % and 2,000 by 20 % (decision 0020). Copying 1,000 back takes a few milliseconds."""
 
-Inbox = queue.SimpleQueue[ipc.Add | ipc.Abort | ipc.ClearCache | EmbedJob | BaseException | None]
+Inbox = queue.SimpleQueue[ipc.Add | ipc.Abort | ipc.ClearCache | EmbedJob | CompiledConstraint | BaseException | None]
 """Commands for the loop. None ends it; so does an exception, which the loop raises."""
 
 
@@ -39,7 +43,7 @@ class StepLoop:
         self,
         runner: Runner,
         inbox: Inbox,
-        report: Callable[[ipc.StepReport | ipc.StepIsolated | ipc.EmbedResult], None],
+        report: Callable[[ipc.StepReport | ipc.StepIsolated | ipc.ConstraintCompiled | ipc.EmbedResult], None],
         step_target_s: float,
         scheduler_settings: SchedulerSettings | None = None,
         step_gate: StepGate | None = None,
@@ -51,7 +55,7 @@ class StepLoop:
         self._report = report
         self._scheduler = _make_scheduler(runner, scheduler_settings or SchedulerSettings())
         self._check_when_idle = self._scheduler.check_integrity if debug else self._scheduler.check_counts
-        # Each running sequence may decode one token beside the prompts.
+        # Each running sequence may decode a token beside the prompts.
         most = runner.config.max_num_batched_tokens - runner.config.max_num_seqs
         self._step_budget = StepBudget(step_target_s, min_tokens=min(32, most), max_tokens=most)
         self._transfer_budget = TransferBudget(step_target_s / 10)
@@ -61,6 +65,11 @@ class StepLoop:
             runner.config.max_num_batched_tokens,
             lambda call_id, reply: report(ipc.EmbedResult(call_id, reply)),
         )
+        self._constraints = CompileThread(
+            lambda: ConstraintCompiler(runner.token_bytes, runner.end_token_ids, runner.encode), inbox.put
+        )
+        self._compiling: dict[int, ipc.Add] = {}
+        """Sequences whose constraints are being compiled, or wait for it."""
         self._watched: dict[int, Sequence] = {}
         """Sequences whose clients want to know how far the prompt is computed."""
         self._step_gate = step_gate or StepGate()
@@ -104,8 +113,16 @@ class StepLoop:
                     raise command
                 case EmbedJob():
                     self._embeddings.add(command)
+                case ipc.Add(constraint=None):
+                    self._add_sequence(command, None)
                 case ipc.Add():
-                    self._add_sequence(command)
+                    self._compile_constraint(command)
+                case CompiledConstraint():
+                    self._add_constrained(command)
+                case ipc.Abort(seq_no) if seq_no in self._compiling:
+                    del self._compiling[seq_no]
+                    self._constraints.cancel(seq_no)
+                    self._report_end(seq_no, EngineFinishReason.ABORTED)
                 case ipc.Abort(seq_no):
                     result = self._scheduler.abort(seq_no)
                     results += [result] if result is not None else []
@@ -114,7 +131,27 @@ class StepLoop:
                     self._report_results([], None)
         return results
 
-    def _add_sequence(self, command: ipc.Add) -> None:
+    def _compile_constraint(self, command: ipc.Add) -> None:
+        """Has the constraint of a sequence compiled, which comes back as a command."""
+        assert command.constraint is not None
+        token_ids = block_hash.unpack_token_ids(command.token_ids)
+        sampled = token_ids[len(token_ids) - command.num_sampled :]
+        self._compiling[command.seq_no] = command
+        self._constraints.submit(command.seq_no, command.tenant, command.constraint, sampled)
+
+    def _add_constrained(self, compiled: CompiledConstraint) -> None:
+        """Reports that a constraint was compiled, and gives its sequence to the scheduler if it could be."""
+        seq_no, seconds, result = compiled
+        command = self._compiling.pop(seq_no, None)
+        if command is None:  # it was aborted meanwhile
+            return
+        if isinstance(result, errors.Error):
+            self._report(ipc.ConstraintCompiled(seq_no, seconds, result))
+            return
+        self._report(ipc.ConstraintCompiled(seq_no, seconds))
+        self._add_sequence(command, result)
+
+    def _add_sequence(self, command: ipc.Add, matcher: Matcher | None) -> None:
         """Gives a sequence to the scheduler; one that can't be made ends, and nothing has changed for the others."""
         token_ids = array("I")
         try:
@@ -129,15 +166,20 @@ class StepLoop:
                 arrived_at=time.monotonic(),
                 num_sampled=command.num_sampled,
                 isolated=command.isolated,
+                matcher=matcher,
             )
             self._scheduler.add(sequence)
         except Exception:  # outermost frame of a sequence: it ends, and not the engine
             self._log.exception("sequence_failed", seq_no=command.seq_no)
-            failed = ipc.SequenceOutput(command.seq_no, None, EngineFinishReason.FAILED)
-            self._report(ipc.StepReport([], [failed], self._scheduler.load()))
+            self._report_end(command.seq_no, EngineFinishReason.FAILED)
             return
         if command.return_progress:
             self._watched[sequence.seq_no] = sequence
+
+    def _report_end(self, seq_no: int, finish_reason: EngineFinishReason) -> None:
+        """Reports the end of a sequence that the scheduler does not have."""
+        ended = ipc.SequenceOutput(seq_no, [], finish_reason)
+        self._report(ipc.StepReport([], [ended], self._scheduler.load()))
 
     def _start(self, plan: StepPlan) -> list[StepResult]:
         """Reports which sequences start, gives them to the runner, and applies the plan's KV ops.
@@ -191,7 +233,8 @@ class StepLoop:
             return [result] if result is not None else [], None
         ended = time.monotonic()
         self._step_budget.observe(plan.num_tokens, ended - began)
-        stats = self._step_timer.record(plan, began, ended)
+        followers = sum(len(one.followers) for one in sampled if isinstance(one, SampledToken))
+        stats = self._step_timer.record(plan, began, ended, followers)
         return self._scheduler.update(plan, sampled), stats
 
     def _report_results(self, results: list[StepResult], stats: ipc.StepStats | None) -> None:
@@ -200,13 +243,18 @@ class StepLoop:
             if finish_reason is not None:
                 self._runner.remove_sequence(sequence.seq_no)
             self._watched.pop(sequence.seq_no, None)  # with its first token a prompt is done
+            if sampled is None:
+                outputs.append(ipc.SequenceOutput(sequence.seq_no, [], finish_reason))
+                continue
+            token_ids, logprob = sampled.token_ids, sampled.logprob
+            is_first = sequence.num_sampled == len(token_ids)
             outputs.append(
                 ipc.SequenceOutput(
                     sequence.seq_no,
-                    None if sampled is None else sampled.token_id,
+                    token_ids,
                     finish_reason,
-                    None if sampled is None else sampled.logprob,
-                    sequence.num_cached if sampled is not None and sequence.num_sampled == 1 else None,
+                    [] if logprob is None else [logprob],
+                    sequence.num_cached if is_first else None,
                 )
             )
         watched = [sequence for sequence in self._watched.values() if sequence.lane is not None]
@@ -232,4 +280,10 @@ def _make_scheduler(runner: Runner, settings: SchedulerSettings) -> Scheduler:
         host_blocks=config.host_kv_blocks,
         overcommit=settings.overcommit,
     )
-    return Scheduler(pool, config.max_num_seqs, priority_s=settings.priority_s, max_cached_blocks=max_cached_blocks)
+    return Scheduler(
+        pool,
+        config.max_num_seqs,
+        max_step_tokens=config.max_num_batched_tokens,
+        priority_s=settings.priority_s,
+        max_cached_blocks=max_cached_blocks,
+    )

@@ -45,10 +45,16 @@ class StepPlan(NamedTuple):
 
 
 class SampledToken(NamedTuple):
-    """A sampled token, with its log probability where that was asked for."""
+    """A sampled token, with its log probability where that was asked for, and the tokens that are certain to follow."""
 
     token_id: int
     logprob: contract.Logprob | None = None
+    followers: tuple[int, ...] = ()
+    """Tokens that no step has to sample. The next step computes them together with the sampled one."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [self.token_id, *self.followers]
 
 
 class StepResult(NamedTuple):

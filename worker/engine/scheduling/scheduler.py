@@ -1,4 +1,4 @@
-"""The scheduler decides what each step computes: first one token for every sequence that decodes, then prompts.
+"""The scheduler decides what each step computes: first the new tokens of every sequence that decodes, then prompts.
 
 Prompts are computed in chunks under a token budget, so that a step stays short for those that decode. Sequences start,
 get their share of the budget and keep their memory in the order of their priority keys: a priority of n counts like
@@ -20,15 +20,22 @@ class Scheduler:
     """All sequences of one engine: those that wait, and those that run, with a lane and reserved blocks.
 
     One step of priority is worth `priority_s` seconds of waiting. At most `max_cached_blocks` blocks that no sequence
-    uses stay on the device."""
+    uses stay on the device. A step has at most `max_step_tokens` tokens."""
 
     def __init__(
-        self, pool: BlockPool, max_num_seqs: int, *, priority_s: float = 1.0, max_cached_blocks: int | None = None
+        self,
+        pool: BlockPool,
+        max_num_seqs: int,
+        *,
+        max_step_tokens: int = 1 << 30,
+        priority_s: float = 1.0,
+        max_cached_blocks: int | None = None,
     ) -> None:
-        assert max_num_seqs > 0, max_num_seqs
+        assert 0 < max_num_seqs < max_step_tokens, (max_num_seqs, max_step_tokens)
         self._pool = pool
         self._cache = pool.cache
         self._max_num_seqs = max_num_seqs
+        self._max_step_tokens = max_step_tokens
         self._priority_s = priority_s
         self._max_cached_blocks = self._cache.total_blocks if max_cached_blocks is None else max_cached_blocks
         self._waiting: list[Sequence] = []
@@ -62,7 +69,7 @@ class Scheduler:
     @property
     def num_decoding(self) -> int:
         """Sequences whose clients wait for their next token."""
-        return sum(sequence.num_uncomputed == 1 for sequence in self._running)
+        return sum(sequence.is_decoding for sequence in self._running)
 
     @property
     def isolated(self) -> Sequence | None:
@@ -97,14 +104,15 @@ class Scheduler:
         self._cache.host.set_limits(offloads=transfer_blocks, onloads=transfer_blocks)
         started = self._start_waiting()
         for sequence in self._running:
-            if sequence.num_uncomputed > 1:
+            if not sequence.is_decoding:
                 sequence.reuse_prefix(sequence.kv.reuse_prefix(sequence.token_ids, sequence.num_computed))
         isolated = self.isolated
         # A copy: a sequence that is preempted for another leaves the list of those that run.
         sequences = list(self._running) if isolated is None else [isolated]
         decodes = self._schedule_decodes(sequences)
         planned = {one.sequence.seq_no for one in decodes}
-        prompts = self._schedule_prompts(sequences, prefill_tokens, planned)
+        left = self._max_step_tokens - sum(one.num_tokens for one in decodes)
+        prompts = self._schedule_prompts(sequences, min(prefill_tokens, left), planned)
         self._cache.trim(self._max_cached_blocks)
         return StepPlan((*decodes, *prompts), tuple(started), tuple(self._cache.ops.take()))
 
@@ -148,7 +156,7 @@ class Scheduler:
 
     def load(self) -> messages.Load:
         waiting_tokens = sum(sequence.num_uncomputed for sequence in self._waiting)
-        prefill_tokens = sum(one.num_uncomputed for one in self._running if one.num_uncomputed > 1)
+        prefill_tokens = sum(one.num_uncomputed for one in self._running if not one.is_decoding)
         return messages.Load(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -197,14 +205,16 @@ class Scheduler:
     def _append(self, sequence: Sequence, outcome: SampledToken | EngineFinishReason) -> StepResult:
         if isinstance(outcome, EngineFinishReason):
             return self.finish(sequence, outcome)
-        finish_reason = sequence.append_token(outcome.token_id)
-        self._num_generated += 1
-        if sequence.num_sampled == 1:
+        before = sequence.num_sampled
+        finish_reason = sequence.append(outcome.token_ids)
+        added = sequence.num_sampled - before
+        self._num_generated += added
+        if not before:
             self._num_prompt += sequence.num_prompt
             self._num_cached += sequence.num_cached
         if finish_reason is not None:
             self.finish(sequence, finish_reason)
-        return StepResult(sequence, outcome, finish_reason)
+        return StepResult(sequence, outcome._replace(followers=outcome.followers[: added - 1]), finish_reason)
 
     def _start_waiting(self) -> list[Sequence]:
         """Starts waiting sequences while there are lanes and room; none overtakes a large one that has to wait.
@@ -227,14 +237,19 @@ class Scheduler:
         return started
 
     def _schedule_decodes(self, sequences: list[Sequence]) -> list[ScheduledTokens]:
+        """All new tokens of each sequence, as long as there is room in the step for one token of each behind it."""
         scheduled: list[ScheduledTokens] = []
         planned: set[int] = set()
-        for sequence in sequences:
-            if sequence.lane is None or sequence.num_uncomputed > 1:  # preempted by one before it, or a prompt
+        left = self._max_step_tokens
+        decoding = [sequence for sequence in sequences if sequence.is_decoding]
+        for behind, sequence in zip(range(len(decoding) - 1, -1, -1), decoding, strict=True):
+            if sequence.lane is None:  # preempted for one before it
                 continue
-            if self._make_room(sequence, sequence.num_tokens, planned):
+            count = min(sequence.num_uncomputed, left - behind)
+            if self._make_room(sequence, sequence.num_computed + count, planned):
                 planned.add(sequence.seq_no)
-                scheduled.append(ScheduledTokens(sequence, sequence.num_computed, 1))
+                scheduled.append(ScheduledTokens(sequence, sequence.num_computed, count))
+                left -= count
         return scheduled
 
     def _schedule_prompts(self, sequences: list[Sequence], budget: int, planned: set[int]) -> list[ScheduledTokens]:
@@ -262,7 +277,7 @@ class Scheduler:
         The others reuse that block in the next step, as those that wait for a copy from host memory do theirs."""
         prompts, blocks = [], set()
         for sequence in sequences:
-            if sequence.lane is None or sequence.num_uncomputed <= 1 or sequence.kv.awaits_onload(sequence.token_ids):
+            if sequence.lane is None or sequence.is_decoding or sequence.kv.awaits_onload(sequence.token_ids):
                 continue
             block = sequence.kv.next_block(sequence.token_ids)
             if block is None or block not in blocks:

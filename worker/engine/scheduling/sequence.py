@@ -3,10 +3,15 @@
 import enum
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as Listing
+from typing import TYPE_CHECKING
 
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.prefix_tree import Domain
+
+if TYPE_CHECKING:  # a frontend imports this module, and has no grammars
+    from tokenbus.worker.engine.constraints.matcher import Matcher
 
 
 class EngineFinishReason(enum.StrEnum):
@@ -21,19 +26,27 @@ class EngineFinishReason(enum.StrEnum):
     """The model computed NaN or infinite logits."""
     FAILED = "failed"
     """The engine could not start it, because of a bug that harms no other sequence."""
+    CONSTRAINT_FAILED = "constraint_failed"
+    """Its constraint has become too costly to follow."""
 
 
 class FinishRule:
-    """Says which sampled tokens end a sequence. Stop strings are no concern of an engine."""
+    """Says which sampled tokens end a sequence. Stop strings are no concern of an engine.
 
-    __slots__ = ("_sampling", "_stop_token_ids")
+    A constraint lets the model's end tokens pass only where the output is complete, so that they end it even before
+    `min_tokens`."""
 
-    def __init__(self, sampling: contract.Sampling, end_token_ids: Iterable[int]) -> None:
+    __slots__ = ("_final_token_ids", "_sampling", "_stop_token_ids")
+
+    def __init__(self, sampling: contract.Sampling, end_token_ids: Iterable[int], *, constrained: bool = False) -> None:
         self._sampling = sampling
         self._stop_token_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else end_token_ids)}
+        self._final_token_ids = frozenset(end_token_ids if constrained else ())
 
     def finish_reason(self, token_id: int, num_sampled: int) -> EngineFinishReason | None:
         """Returns the finish reason if the sequence ends with this token, the last of `num_sampled`."""
+        if token_id in self._final_token_ids:
+            return EngineFinishReason.STOP_TOKEN
         if token_id in self._stop_token_ids and num_sampled > self._sampling.min_tokens:
             return EngineFinishReason.STOP_TOKEN
         return EngineFinishReason.LENGTH if num_sampled >= self._sampling.max_tokens else None
@@ -45,16 +58,18 @@ class Sequence:
         0 <= num_computed < num_tokens = num_prompt + num_sampled
         |--- computed: in the KV memory ---|--- to be computed ---|
 
-    One token is to be computed while it decodes, and more while its prompt is not done, or has to be computed again
-    because the sequence was preempted."""
+    While it decodes, the tokens that the last step added are to be computed: one, and those that were certain to
+    follow it. More are while its prompt is not done, or has to be computed again because the sequence was preempted."""
 
     __slots__ = (
         "_finish_rule",
+        "_num_new",
         "arrived_at",
         "domain",
         "isolated",
         "kv",
         "lane",
+        "matcher",
         "num_cached",
         "num_computed",
         "num_prompt",
@@ -77,6 +92,7 @@ class Sequence:
         arrived_at: float = 0.0,
         num_sampled: int = 0,
         isolated: bool = False,
+        matcher: "Matcher | None" = None,
     ) -> None:
         assert len(token_ids) > num_sampled, "a prompt has at least one token"
         assert sampling.max_tokens >= 1, sampling.max_tokens
@@ -98,7 +114,11 @@ class Sequence:
         """None while it waits."""
         self.kv: Allocation
         """Its KV memory, from `start` on."""
-        self._finish_rule = FinishRule(sampling, end_token_ids)
+        self.matcher = matcher
+        """The state of its constraint behind every sampled token; None if its output may be any text."""
+        self._num_new = 1
+        """Tokens that the last step added."""
+        self._finish_rule = FinishRule(sampling, end_token_ids, constrained=matcher is not None)
 
     def __repr__(self) -> str:
         return f"<Sequence {self.seq_no}: {self.num_computed}/{self.num_tokens} computed, {self.num_sampled} sampled>"
@@ -114,6 +134,11 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its client waits for its next token, and no more is to be computed than what the last step added."""
+        return self.num_uncomputed <= self._num_new
 
     @property
     def max_num_tokens(self) -> int:
@@ -143,12 +168,19 @@ class Sequence:
         self.num_cached = self.num_cached if self.num_sampled else 0  # reported with the first token
         self.lane = None
 
-    def append_token(self, token_id: int) -> EngineFinishReason | None:
-        """Adds a sampled token; returns the finish reason if the sequence ends with it."""
+    def append(self, token_ids: Listing[int]) -> EngineFinishReason | None:
+        """Adds a sampled token and those that follow it, up to the one with which the sequence ends; returns the finish
+        reason if there is one."""
         assert self.num_computed == self.num_tokens, self
-        self.token_ids.append(token_id)
         self.isolated = False
-        return self._finish_rule.finish_reason(token_id, self.num_sampled)
+        finish_reason = None
+        for count, token_id in enumerate(token_ids, start=1):
+            self.token_ids.append(token_id)
+            self._num_new = count
+            finish_reason = self._finish_rule.finish_reason(token_id, self.num_sampled)
+            if finish_reason is not None:
+                break
+        return finish_reason
 
     def check_integrity(self) -> None:
         assert 0 <= self.num_computed <= self.num_tokens <= self.max_num_tokens, self

@@ -87,6 +87,10 @@ class SimRunner:
             text = request.text
         else:
             raise errors.request_error(errors.Code.INVALID_REQUEST, "there is nothing to tokenize", param="prompt")
+        return self.encode(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Returns a token for each byte."""
         return [1 + byte for byte in text.encode()]
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ class Lane:
     def take(self, token_id: int, logprob: float) -> None:
         self.sequence.reuse_prefix(self.sequence.num_tokens - 1)
         self.sequence.num_computed += 1
-        self.sequence.append_token(token_id)
+        self.sequence.append([token_id])
         self.logprobs.append(logprob)
 
 

@@ -39,6 +39,24 @@ COMMANDS: list[ipc.Command] = [
         priority=-10,
         return_progress=True,
     ),
+    ipc.Add(
+        9,
+        b"\x01\0\0\0\x02\0\0\0",
+        contract.Sampling(max_tokens=9),
+        num_sampled=1,
+        constraint=contract.Constraint(
+            kind=contract.ConstraintKind.LARK, source='start: "é\0"', param="grammar", begins_after=7
+        ),
+        tenant="acme",
+    ),
+    ipc.Add(
+        10,
+        b"\x01\0\0\0",
+        contract.Sampling(max_tokens=9),
+        constraint=contract.Constraint(
+            kind=contract.ConstraintKind.REGEX, source="a+", param="regex", begins_after="</think>"
+        ),
+    ),
     ipc.Abort(2**40),
     ipc.ClearCache(),
     ipc.EmbedCall(3, internal.Embed(inputs=["x", [1, 2]], dimensions=4, remaining_ms=100.0)),
@@ -58,18 +76,20 @@ REPORTS: list[ipc.Report] = [
     ipc.StepReport([1, 2], [], messages.Load(waiting=3)),
     ipc.StepReport(
         [],
-        [ipc.SequenceOutput(1, 0, None), ipc.SequenceOutput(2, None, EngineFinishReason.ABORTED)],
+        [ipc.SequenceOutput(1, [0, 3], None), ipc.SequenceOutput(2, [], EngineFinishReason.ABORTED)],
         messages.Load(running=1, step_age_ms=0.5),
     ),
     ipc.StepReport(
         [],
-        [ipc.SequenceOutput(1, 5, None, contract.Logprob(5, -0.25, [(5, -0.25), (6, -1.5)]), cached_tokens=0)],
+        [ipc.SequenceOutput(1, [5], None, [contract.Logprob(5, -0.25, [(5, -0.25), (6, -1.5)])], cached_tokens=0)],
         messages.Load(cached_blocks=2),
         progress=[ipc.PromptProgress(2, 48, 16)],
         removed=[2**64 - 1, 0],
         stored=[(0, 2**64 - 1), (2**64 - 1, 7)],
     ),
     ipc.StepIsolated(3),
+    ipc.ConstraintCompiled(9, 0.25),
+    ipc.ConstraintCompiled(9, 0.25, errors.make_error(errors.Code.INVALID_REQUEST, "regex: (", param="regex")),
     ipc.EmbedResult(3, internal.EmbedResult(vectors=b"\x00" * 8, prompt_tokens=2)),
     ipc.TokenizeResult(1, b"\x05\0\0\0", None),
     ipc.TokenizeResult(2, b"", errors.make_error(errors.Code.UNSUPPORTED, "no template", param="messages")),
@@ -128,7 +148,7 @@ def test_the_end_of_a_replica_or_process_comes_back_as_it_was(frame: ipc.Replica
 
 @pytest.mark.parametrize("end", EngineFinishReason)
 def test_every_finish_reason_arrives(end: EngineFinishReason) -> None:
-    report = ipc.StepReport([], [ipc.SequenceOutput(1, None, end)], messages.Load())
+    report = ipc.StepReport([], [ipc.SequenceOutput(1, [], end)], messages.Load())
     (body,) = ipc.FrameDecoder().feed(ipc.encode(report))
     assert ipc.report_decoder.decode(body) == report
 

@@ -54,7 +54,7 @@ class Story(NamedTuple):
         return [output for report in self.reports for output in report.outputs]
 
     def tokens(self, seq_no: int) -> list[int]:
-        return [o.token_id for o in self.outputs if o.seq_no == seq_no and o.token_id is not None]
+        return [token_id for o in self.outputs if o.seq_no == seq_no for token_id in o.token_ids]
 
     def ends(self) -> dict[int, EngineFinishReason]:
         """Fails for a sequence that ends twice or goes on after its end."""
@@ -146,7 +146,7 @@ def test_an_abort_of_an_unknown_or_finished_sequence_reports_nothing() -> None:
 def test_an_abort_before_the_first_step_is_reported_once_and_computes_nothing() -> None:
     runner = ArithmeticRunner()
     story = run(add(1), ipc.Abort(1), ipc.Abort(1), runner=runner)
-    assert story.outputs == [ipc.SequenceOutput(1, None, EngineFinishReason.ABORTED)]
+    assert story.outputs == [ipc.SequenceOutput(1, [], EngineFinishReason.ABORTED)]
     assert runner.num_steps == 0
     assert story.reports[-1].load.waiting == 0
 
@@ -157,7 +157,7 @@ def test_an_abort_of_a_running_sequence_frees_its_lane_and_blocks_within_the_ste
     sampled: list[int] = []
 
     def abort_after_two(report: ipc.StepReport, inbox: Inbox) -> None:
-        sampled.extend(output.seq_no for output in report.outputs if output.token_id is not None)
+        sampled.extend(output.seq_no for output in report.outputs if output.token_ids)
         if sampled == [1, 1]:
             inbox.put(ipc.Abort(1))
 
@@ -254,7 +254,7 @@ def test_a_preempted_sequence_comes_back_when_another_has_ended() -> None:
 
 def test_a_lone_sequence_without_memory_ends_and_the_loop_goes_on() -> None:
     story = run(add(1), runner=ArithmeticRunner(failures={1: InsufficientMemoryError()}))
-    assert story.outputs == [ipc.SequenceOutput(1, None, EngineFinishReason.INSUFFICIENT_MEMORY)]
+    assert story.outputs == [ipc.SequenceOutput(1, [], EngineFinishReason.INSUFFICIENT_MEMORY)]
     assert story.reports[-1].load.running == 0
 
 

@@ -22,7 +22,7 @@ def sampled(sequence: Sequence, *token_ids: int) -> list[EngineFinishReason | No
     ends = []
     for token_id in token_ids:
         sequence.num_computed = sequence.num_tokens
-        ends.append(sequence.append_token(token_id))
+        ends.append(sequence.append([token_id]))
     return ends
 
 
@@ -84,7 +84,7 @@ def test_a_token_is_sampled_only_behind_the_last_one_computed() -> None:
     one = sequence(num_prompt=3)
     one.num_computed = 2
     with pytest.raises(AssertionError):
-        one.append_token(PLAIN)
+        one.append([PLAIN])
     assert one.num_tokens == 3
 
 
@@ -92,7 +92,7 @@ def test_its_prompt_is_its_own_copy() -> None:
     prompt = array("I", [1, 2])
     one = Sequence(1, prompt, contract.Sampling(max_tokens=4), frozenset())
     one.num_computed = 2
-    one.append_token(5)
+    one.append([5])
     assert list(prompt) == [1, 2]
     assert list(one.token_ids) == [1, 2, 5]
 

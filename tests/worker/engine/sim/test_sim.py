@@ -24,7 +24,7 @@ def part(num_prompt: int, computed: int, count: int, sampled: int = 0) -> Schedu
     sequence = Sequence(1, array("I", [1] * num_prompt), sampling, frozenset())
     for _ in range(sampled):
         sequence.num_computed = sequence.num_tokens
-        sequence.append_token(5)
+        sequence.append([5])
     return ScheduledTokens(sequence, computed, count)
 
 

@@ -1,0 +1,1 @@
+"""Constraints: grammars that say which tokens a sequence may have next."""

@@ -1,0 +1,84 @@
+"""Compiles constraints, within limits, and keeps those that were compiled last."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Listing
+from functools import cached_property
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from tokenbus.worker import contract
+from tokenbus.worker.engine.constraints.grammar import ConstraintError, to_grammar
+from tokenbus.worker.engine.constraints.matcher import Matcher
+from tokenbus.worker.engine.constraints.vocabulary import make_tokenizer
+
+_MAX_CACHED = 64
+_MAX_CACHED_BYTES = 64 << 20
+_BASE_BYTES = 1 << 18
+_BYTES_PER_SOURCE_BYTE = 512
+"""A compiled constraint takes about so much for each byte of its source, and something besides."""
+
+
+def _limits() -> LLParserLimits:
+    """With llguidance's own fuel a single mask may take over a second, and with 10,000 items in a step llama.cpp's
+    grammar of English fails. A row of 5,000 items is needed for 1,000 optional properties."""
+    return LLParserLimits(
+        initial_lexer_fuel=100_000,
+        step_lexer_fuel=50_000,
+        step_max_items=30_000,
+        max_items_in_row=5_000,
+        max_lexer_states=20_000,
+        verbose_errors=False,
+    )
+
+
+class ConstraintCompiler:
+    """Makes matchers for one vocabulary. Not to be used from several threads at once."""
+
+    def __init__(
+        self, token_bytes: Listing[bytes], end_token_ids: Collection[int], encode: Callable[[str], list[int]]
+    ) -> None:
+        assert end_token_ids, "a constraint ends with an end token"
+        self._token_bytes = token_bytes
+        self._end_token_ids = end_token_ids
+        self._encode = encode
+        self._limits = _limits()
+        self._cached: OrderedDict[tuple[str, str, str | int | None], Matcher] = OrderedDict()
+        self._cached_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"<ConstraintCompiler, {len(self._cached)} cached>"
+
+    def compile(self, constraint: contract.Constraint) -> Matcher:
+        """Returns a matcher at the beginning of an output. Raises ConstraintError."""
+        key = (constraint.kind, constraint.source, constraint.begins_after)
+        found = self._cached.get(key)
+        if found is None:
+            found = self._cached[key] = self._compile(constraint)
+            self._cached_bytes += _size(key)
+            while len(self._cached) > _MAX_CACHED or self._cached_bytes > _MAX_CACHED_BYTES:
+                dropped, _ = self._cached.popitem(last=False)
+                self._cached_bytes -= _size(dropped)
+        else:
+            self._cached.move_to_end(key)
+        return found.copy()
+
+    def _compile(self, constraint: contract.Constraint) -> Matcher:
+        state = LLMatcher(self._tokenizer, to_grammar(constraint), limits=self._limits, log_level=0)
+        if state.is_error():
+            raise ConstraintError(state.get_error())
+        matcher = Matcher(state, min(self._end_token_ids), len(self._token_bytes))
+        # The first mask finds what is too costly from the beginning, and what allows nothing at all.
+        matcher.allowed()
+        if state.is_stopped() and not state.is_accepting():
+            raise ConstraintError("allows no text at all")
+        return matcher
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        """Made on first use: it takes time and memory, and most engines never need it."""
+        return make_tokenizer(self._token_bytes, self._end_token_ids, self._encode)
+
+
+def _size(key: tuple[str, str, str | int | None]) -> int:
+    return _BASE_BYTES + _BYTES_PER_SOURCE_BYTE * len(key[1])

@@ -1,0 +1,88 @@
+"""A matcher follows one sequence through its constraint: what may come next, and what must."""
+
+import time
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher
+
+from tokenbus.worker.engine.constraints.grammar import ConstraintError
+
+Allowed = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+_SLOW_S = 0.01
+_MAX_SLOW_S = 0.5
+"""The time that calls which take longer than `_SLOW_S` may take in all, for one sequence. Others wait for them: a
+grammar that is ambiguous enough takes 0.2 s for each token, more with every token, and within llguidance's limits."""
+
+
+class Matcher:
+    """The state of a constraint behind the tokens that were accepted. Any method may raise ConstraintError."""
+
+    def __init__(self, state: LLMatcher, end_token_id: int, vocab_size: int) -> None:
+        self._state = state
+        self._end_token_id = end_token_id
+        self._bits = np.zeros(-(-vocab_size // 32), np.uint32)
+        self._vocab_size = vocab_size
+        self._slow_s = 0.0
+        self._knows_forced = False
+        self._forced: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<Matcher, {'complete' if self._state.is_accepting() else 'incomplete'}>"
+
+    def copy(self) -> "Matcher":
+        """Returns a matcher in the same state, which goes its own way."""
+        return Matcher(self._state.deep_copy(), self._end_token_id, self._vocab_size)
+
+    def allowed(self) -> Allowed:
+        """Returns for each token whether it may be the next; at least one may."""
+        self._call(self._state.unsafe_compute_mask_ptr, self._bits.ctypes.data, self._bits.nbytes)
+        bits = np.unpackbits(self._bits.view(np.uint8), count=self._vocab_size, bitorder="little")
+        return bits.view(np.bool_)
+
+    def forced(self) -> int | None:
+        """Returns the token that must come next; None if there is a choice.
+
+        It depends on the tokens before it and on nothing else, so that it is the same wherever a sequence is resumed:
+        of several tokens that are forced together, the first is taken, and those behind it are asked for again."""
+        if not self._knows_forced:
+            self._knows_forced = True
+            if self._state.is_stopped():
+                self._check()
+                self._forced = self._end_token_id
+            else:
+                tokens = self._call(self._state.compute_ff_tokens)
+                self._forced = tokens[0] if tokens else None
+        return self._forced
+
+    def accept(self, token_id: int) -> None:
+        """Takes the next token."""
+        self._knows_forced = False
+        if not (self._state.is_stopped() and token_id == self._end_token_id):
+            self._call(self._state.consume_token, token_id)
+
+    def accept_forced(self, limit: int) -> list[int]:
+        """Takes forced tokens, up to the end token and at most `limit`, and returns them."""
+        taken: list[int] = []
+        while len(taken) < limit and (token_id := self.forced()) is not None:
+            self.accept(token_id)
+            taken.append(token_id)
+            if token_id == self._end_token_id:
+                break
+        return taken
+
+    def _call(self, method: Any, *arguments: Any) -> Any:
+        began = time.monotonic()
+        result = method(*arguments)
+        seconds = time.monotonic() - began
+        if seconds > _SLOW_S:
+            self._slow_s += seconds
+        self._check()
+        return result
+
+    def _check(self) -> None:
+        if self._state.is_error():
+            raise ConstraintError(self._state.get_error())
+        if self._slow_s > _MAX_SLOW_S:
+            raise ConstraintError("takes too long to follow: make it less ambiguous")
