@@ -12,6 +12,7 @@ import msgspec
 from tokenbus.protocol.wire import codec, errors, generate, internal, limits, messages, subjects
 from tokenbus.protocol.wire.errors import invalid_field
 from tokenbus.protocol.wire.params import GenerationParams, ranges_of
+from tokenbus.protocol.wire.tools import check_tools
 
 
 class RequiredFeature(NamedTuple):
@@ -29,8 +30,9 @@ def check_request(request: messages.GenerateRequest) -> None:
     if request.messages is not None:
         _check_messages(request.messages)
     _check_token_ids("token_ids", request.token_ids or [])
-    for name in ("chat_template_kwargs", "tools", "tool_choice"):
+    for name in ("chat_template_kwargs", "tool_choice"):
         codec.check_free_form(getattr(request, name), name)
+    check_tools(request.tools or [])
     if request.response_format is not None:
         codec.check_free_form(request.response_format.json_schema, "response_format.json_schema")
     if request.resume_from is not None:
@@ -64,6 +66,7 @@ def check_tokenize(request: internal.Tokenize) -> None:
         raise invalid_field("text", "exactly one of text and messages must be given")
     _check_messages(request.messages or [])
     codec.check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
+    check_tools(request.tools or [])
 
 
 def check_attempt(control: internal.Control) -> None:

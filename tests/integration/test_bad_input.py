@@ -57,7 +57,10 @@ CASES: dict[str, tuple[bytes, str, str | None]] = {
     "logit bias beyond the vocabulary": (b'{"prompt": "x", "logit_bias": {"5000": 1.0}}', INVALID, "logit_bias"),
     "json": (b'{"prompt": "x", "response_format": {"type": "json_object"}}', UNSUPPORTED, "response_format"),
     "grammar": (b'{"prompt": "x", "grammar": "root ::= \\"a\\""}', UNSUPPORTED, "grammar"),
-    "tools": (b'{"prompt": "x", "tools": [{"type": "function"}]}', UNSUPPORTED, "tools"),
+    "tools": (b'{"prompt": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}', UNSUPPORTED, "tools"),
+    "a tool without a name": (
+        b'{"prompt": "x", "tools": [{"type": "function", "function": {}}]}', INVALID, "tools[0].function.name"
+    ),
     "lora": (b'{"prompt": "x", "lora": [{"name": "a"}]}', UNSUPPORTED, "lora"),
     "no tokens to resume from": (b'{"prompt": "x", "resume_from": {"token_ids": []}}', INVALID, "resume_from.token_ids"),
     "tokens to resume from beyond the vocabulary": (

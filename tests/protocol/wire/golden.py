@@ -329,7 +329,9 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     (
         "a conversation",
         internal.Tokenize(
-            messages=[messages.ChatMessage(role="user", content="Hello")], chat_template_kwargs={"thinking": True}
+            messages=[messages.ChatMessage(role="user", content="Hello")],
+            chat_template_kwargs={"thinking": True},
+            tools=[{"type": "function", "function": {"name": "f"}}],
         ),
     ),
     ("token ids", internal.TokenizeReply(token_ids=block_hash.pack_token_ids([1, 2]))),

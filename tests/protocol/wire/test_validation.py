@@ -236,7 +236,7 @@ def nested(levels: int) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("name", "wrap"),
-    [("chat_template_kwargs", 0), ("tools", 1), ("tool_choice", 0), ("tool_calls", 1)],
+    [("chat_template_kwargs", 0), ("tool_choice", 0), ("tool_calls", 1)],
 )
 def test_free_form_fields_nest_to_the_limit_and_not_one_level_deeper(name: str, wrap: int) -> None:
     def asked(levels: int) -> GenerateRequest:
@@ -273,7 +273,7 @@ def test_a_schema_nests_to_the_limit_and_not_one_level_deeper() -> None:
         ("response_format", ResponseFormat(type="json_object"), "structured_output", "response_format"),
         ("response_format", ResponseFormat(type="json_schema", json_schema={}), "structured_output", "response_format"),
         ("grammar", 'root ::= "a"', "grammar", "grammar"),
-        ("tools", [{"type": "function"}], "tools", "tools"),
+        ("tools", [{"type": "function", "function": {"name": "f"}}], "tools", "tools"),
         ("tool_choice", "required", "tools", "tool_choice"),
         ("tool_choice", {"type": "function"}, "tools", "tool_choice"),
         ("lora", [Lora(name="a")], "lora", "lora"),
