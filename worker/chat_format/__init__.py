@@ -1,0 +1,1 @@
+"""How a model's chat output is written, and the parser that reads it back."""
