@@ -79,8 +79,11 @@ class Calls(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     header: str = "{name}"
     """NAMED, TAGGED: what stands between `call_open` and `name_close`: the places `{name}`, `{id}` and `{index}` and
-    texts around them, all of which but the name may be missing. If it has an `{index}`, the whole header is the id:
-    `functions.{name}:{index}`. If it has an `{id}`, that is the id: `{name}[CALL_ID]{id}`."""
+    texts around them, all of which but the name may be missing: `functions.{name}:{index}`, `{name}[CALL_ID]{id}`."""
+    id_form: str = ""
+    """The ids of calls that have none of their own, from their `{name}` and `{index}`. Empty: any id will do."""
+    id_length: int = 0
+    """How many letters and digits an id must have. 0: any number, and other characters, too."""
     name_close: str = ""
     """NAMED: stands before the object of the arguments. TAGGED: before the first argument."""
 
@@ -131,6 +134,8 @@ class Channels(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     function: str
     """What a recipient begins with if the message is a call: the rest is the function's name, the body its
     arguments."""
+    constrain: str = ""
+    """Stands before the type of the body in a header."""
     reasoning: tuple[str, ...]
     """The channels of reasoning."""
     content: tuple[str, ...]

@@ -1,0 +1,1 @@
+"""How many recorded model outputs the parser reads right: the public suite `canitoolcall`."""

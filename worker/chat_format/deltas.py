@@ -1,0 +1,41 @@
+"""What a parser reads out of a model's output, piece by piece."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """More text of the reasoning."""
+
+    text: str
+
+
+class Content(msgspec.Struct, frozen=True):
+    """More text of the answer."""
+
+    text: str
+
+
+class CallBegin(msgspec.Struct, frozen=True):
+    """A tool call begins: the `index`th of this answer, counted from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True):
+    """More of a call's arguments: the fragments of one call make up one JSON object."""
+
+    index: int
+    fragment: str
+
+
+class CallEnd(msgspec.Struct, frozen=True):
+    """A call is complete. One that has no end was cut off or is malformed, and must not be carried out."""
+
+    index: int
+
+
+Delta = Reasoning | Content | CallBegin | CallArguments | CallEnd

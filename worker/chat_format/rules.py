@@ -1,0 +1,74 @@
+"""A format, prepared for reading: its markers with special tokens as single characters."""
+
+from __future__ import annotations
+
+import re
+
+from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Values
+from tokenbus.worker.chat_format.markers import Alphabet, Marker, class_of
+
+NAME = re.compile(r"[^\s\x00-\x1f\ud800-\udfff<>\"'{}()\[\],;]{1,256}")
+_PLACE = re.compile(r"\{(name|id|index)\}")
+_PLACES = {"name": ".+?", "id": r"[^\s\ud800-\udfff]+?", "index": r"\d+"}
+
+
+class CallRules:
+    """The markers of calls."""
+
+    def __init__(self, calls: Calls, alphabet: Alphabet, turn_close: list[Marker]) -> None:
+        def marker(text: str) -> Marker:
+            return Marker(alphabet.encode(text))
+
+        self.calls = calls
+        self.alphabet = alphabet
+        self.section_open, self.section_close = marker(calls.section_open), marker(calls.section_close)
+        self.announce, self.announce_close = marker(calls.announce), marker(calls.announce_close)
+        self.call_open, self.call_close = marker(calls.call_open), marker(calls.call_close)
+        self.separator = marker(calls.separator)
+        self.header = _header(alphabet.encode(calls.header))
+        self.argument_open, self.value_close = marker(calls.argument_open), marker(calls.value_close)
+        self.argument_separator = marker(calls.argument_separator)
+        self.key_close, self.type_close = marker(calls.key_close), marker(calls.type_close)
+        self.name_close = marker(calls.name_close)
+        self.name_close_empty: Marker | None = None
+        """Closes the name and the call at once, as in XML."""
+        if calls.kind is Kind.TAGGED and self.name_close and self.name_close.pieces[-1].endswith(">"):
+            self.name_close_empty = Marker(alphabet.encode(calls.name_close.strip()[:-1] + "/>"))
+        self.quote = alphabet.encode(calls.quote) if calls.values is Values.BARE_KEYS else '"'
+        self.value_begin = calls.type_close if self.type_close else calls.key_close
+        self.value_begin = self.value_begin[len(self.value_begin.rstrip()) :]
+        self.closes = [self.call_close]
+        """What ends a call and belongs to it."""
+        self.follows = [self.section_close, self.call_open, self.section_open, self.announce_close, *turn_close]
+        """What may stand behind a call."""
+        self.value_ends = re.compile(
+            class_of({one.first for one in (self.value_close, self.call_close, self.argument_open) if one})
+        )
+        opening = self.section_open.pieces + self.call_open.pieces
+        self.is_bare = opening in ((), ("[",))
+        """Nothing tells a call from content but what it says."""
+
+
+def _header(form: str) -> re.Pattern[str]:
+    """Returns a pattern of a header, in which everything but the name may be missing."""
+    pattern, at = "", 0
+    for place in _PLACE.finditer(form):
+        text, name = re.escape(form[at : place.start()]), place[1]
+        if name == "name":
+            pattern += f"(?:{text})?(?P<name>.+?)"
+        else:
+            pattern += f"(?:{text}(?P<{name}>{_PLACES[name]}))?"
+        at = place.end()
+    return re.compile(f"{pattern}(?:{re.escape(form[at:])})?", re.DOTALL)
+
+
+def call_rules(form: ChatFormat, alphabet: Alphabet) -> CallRules | None:
+    """Returns the rules of a format's calls, which in channels end where a message does."""
+    if form.calls is None:
+        return None
+    rules = CallRules(form.calls, alphabet, [Marker(alphabet.encode(one)) for one in form.turn_close])
+    if form.channels is not None:
+        rules.closes = [Marker(alphabet.encode(one)) for one in form.channels.ends]
+        rules.follows = [Marker(alphabet.encode(one)) for one in (form.channels.start, form.channels.channel)]
+        rules.is_bare = False
+    return rules
