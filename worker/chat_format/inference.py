@@ -7,7 +7,7 @@ itself writes (`read_back.py`); templates that hide a part of their format are r
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -34,32 +34,42 @@ def infer(render: Render, source: str, special_tokens: Mapping[str, int]) -> Cha
 
 
 def _infer(probe: Probe, source: str, special_tokens: Mapping[str, int]) -> ChatFormat | None:
-    frame = _frame(probe, source)
-    if frame is None:
-        return None
-    for form in _candidates(probe, frame, known_format(source)):
-        found = with_tokens(form, special_tokens)
+    for frame, form in _candidates(probe, source):
+        found = with_tokens(_closed(probe, frame, form), special_tokens)
         if reads_back(probe, found, frame.opening, frame.ending):
             return found
-    return with_tokens(frame.form, special_tokens)
+    bare = _frame(probe, source, None)
+    return with_tokens(bare.form, special_tokens) if bare is not None else None
 
 
-def _candidates(probe: Probe, frame: _Frame, known: ChatFormat | None) -> list[ChatFormat]:
-    """Returns the formats that may be the template's, those that say more than it shows first."""
-    found = []
-    if known is not None:
-        found.append(known if known.channels else _in_frame(known, frame.form))
-    calls = _calls(probe, frame)
-    if calls is not None:
-        found.append(msgspec.structs.replace(frame.form, calls=calls))
-    return found
+def _candidates(probe: Probe, source: str) -> Iterator[tuple[_Frame, ChatFormat]]:
+    """Yields formats that may be the template's, one that says more than it shows first."""
+    known = known_format(source)
+    if known is not None and (frame := _frame(probe, source, known.reasoning)) is not None:
+        yield frame, known if known.channels is not None else _in_frame(known, frame.form)
+    frame = _frame(probe, source, None)
+    calls = _calls(probe, frame) if frame is not None else None
+    if frame is not None and calls is not None:
+        yield frame, msgspec.structs.replace(frame.form, calls=calls)
+
+
+def _closed(probe: Probe, frame: _Frame, form: ChatFormat) -> ChatFormat:
+    """Adds the last tag behind a call to those that end an answer, unless it belongs to the call."""
+    text = probe.answer(call(0, TEXTS)) or ""
+    tags = probe.atoms(text.removesuffix(probe.common_suffix(text, frame.ending)).rstrip())[-1:]
+    calls = form.calls
+    if calls is None or form.channels is not None or not tags or len(tags[0]) == 1:
+        return form
+    if any(tags[0] in marker for marker in (calls.call_close, calls.section_close, calls.announce_close)):
+        return form
+    return msgspec.structs.replace(form, turn_close=tuple(dict.fromkeys((*form.turn_close, tags[0]))))
 
 
 def _in_frame(known: ChatFormat, form: ChatFormat) -> ChatFormat:
     """Returns a known format with the ends of a turn as its template writes them."""
     return msgspec.structs.replace(
         known,
-        reasoning=known.reasoning or form.reasoning,
+        reasoning=form.reasoning,
         turn_open=form.turn_open,
         generation_prompt=form.generation_prompt,
         turn_close=tuple(dict.fromkeys((*known.turn_close, *form.turn_close))),
@@ -77,7 +87,7 @@ class _Frame(msgspec.Struct, frozen=True):
     """What stands behind an answer."""
 
 
-def _frame(probe: Probe, source: str) -> _Frame | None:
+def _frame(probe: Probe, source: str, known: Reasoning | None) -> _Frame | None:
     prompt, nothing = probe.turn(), probe.turn(add_generation_prompt=False)
     said = probe.answer(content=CONTENT)
     if prompt is None or said is None or CONTENT not in said:
@@ -87,15 +97,15 @@ def _frame(probe: Probe, source: str) -> _Frame | None:
     called = probe.answer(call(0, TEXTS))
     if called is not None:
         opening = probe.common_prefix(opening, called)
-    reasoning = _reasoning(probe, source, prompt, opening)
+    reasoning = _reasoning(probe, source, prompt, opening, known)
     if reasoning is not None:
-        for tag in (reasoning.open.strip(), reasoning.close.strip()):
-            opening = opening.partition(tag)[0] if tag else opening
+        for tag in (reasoning.close.strip(), reasoning.open.strip()):
+            opening = opening.rpartition(tag)[0] if tag in opening else opening
     content_open = before[len(opening) :]
-    if reasoning is not None and reasoning.close.endswith(content_open) and reasoning.close != content_open:
+    if reasoning is not None and (reasoning.open.strip() in content_open or reasoning.close.strip() in content_open):
+        content_open = ""  # an empty reasoning, or the end of one
+    elif reasoning is not None and reasoning.close.endswith(content_open):
         reasoning = msgspec.structs.replace(reasoning, close=reasoning.close.removesuffix(content_open))
-    elif reasoning is not None and reasoning.close.strip() in content_open:
-        content_open = ""  # an empty reasoning
     closing = ending
     if content_open.strip() and called is not None:
         closing = probe.common_suffix(ending, called) or ending
@@ -124,15 +134,17 @@ def _begins(reasoning: Reasoning | None, tag: str) -> bool:
     return reasoning is not None and reasoning.close.strip().startswith(tag)
 
 
-def _reasoning(probe: Probe, source: str, prompt: str, opening: str) -> Reasoning | None:
+def _reasoning(probe: Probe, source: str, prompt: str, opening: str, known: Reasoning | None) -> Reasoning | None:
     switch = next((name for name in _SWITCHES if probe.turn(**{name: True}) != probe.turn(**{name: False})), "")
-    text = probe.answer(content=CONTENT, reasoning=REASONING, **({switch: True} if switch else {}))
-    if text is not None and REASONING in text and CONTENT in text.partition(REASONING)[2]:
-        before, _, rest = text.partition(REASONING)
-        close = rest.partition(CONTENT)[0]
+    on = {switch: True} if switch else {}
+    if known is not None:
+        shown = f"{source}{prompt}{probe.answer(content=CONTENT, reasoning=REASONING, **on)}"
+        return msgspec.structs.replace(known, switch=switch) if known.close.strip() in shown else None
+    prompted = prompt[len(opening) :]
+    for before, close in (_around_content(probe, on), _around_call(probe, opening, prompted, on)):
         start = before[len(probe.common_prefix(opening, before)) :]
-        if not start.strip():
-            start = _prompted(probe, prompt[len(opening) :], opening, close)
+        if close.strip() and not start.strip():
+            start = _prompted(probe, prompted, before, close)
         if start.strip() and close.strip():
             return Reasoning(open=start, close=close, switch=switch)
     for begin, end in _PAIRS:
@@ -141,13 +153,30 @@ def _reasoning(probe: Probe, source: str, prompt: str, opening: str) -> Reasonin
     return None
 
 
-def _prompted(probe: Probe, prompted: str, opening: str, close: str) -> str:
-    """Returns what opens a reasoning that every answer begins with: the end of the prompt."""
+def _around_content(probe: Probe, on: dict[str, bool]) -> tuple[str, str]:
+    """Returns what stands before and behind reasoning that content follows."""
+    text = probe.answer(content=CONTENT, reasoning=REASONING, **on) or ""
+    before, _, rest = text.partition(REASONING)
+    close, found, _ = rest.partition(CONTENT)
+    return (before, close) if found else ("", "")
+
+
+def _around_call(probe: Probe, opening: str, prompted: str, on: dict[str, bool]) -> tuple[str, str]:
+    """Returns the same of reasoning that a call follows, if the prompt shows where it ends: by an empty one."""
+    text = probe.answer(call(0, TEXTS), reasoning=REASONING, **on) or ""
+    before, _, rest = text.partition(REASONING)
+    start = before[len(probe.common_prefix(opening, before)) :]
+    close = prompted.removeprefix(start)
+    return (before, close) if start and close != prompted and rest.startswith(close) else ("", "")
+
+
+def _prompted(probe: Probe, prompted: str, before: str, close: str) -> str:
+    """Returns what opens a reasoning that every answer begins with: the end of the prompt, or of what stands before."""
     if prompted.strip() and close.strip() not in prompted:
         return prompted
-    core = opening.rstrip()
+    core = before.rstrip()
     last = probe.atoms(core)[-1:]
-    return last[0] + opening[len(core) :] if last and len(last[0]) > 1 else ""
+    return last[0] + before[len(core) :] if last and len(last[0]) > 1 else ""
 
 
 def _calls(probe: Probe, frame: _Frame) -> Calls | None:

@@ -33,7 +33,7 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "description": "a function", "parameters": PARAMETERS}}
     for name in FUNCTIONS
 ]
-_TAG = r"</?[A-Za-z_][^<>\s=\"']{0,60}>|<[|｜][^<>\n]{1,60}[|｜]>|\[/?[A-Z_]+\]"
+_TAG = r"</?[A-Za-z_|｜][^<>\s=\"']{0,60}>|<[|｜][^<>\n]{1,60}[|｜]>|\[/?[A-Z_]+\]"
 """Texts that stand for one thing, also where they are no special tokens."""
 
 

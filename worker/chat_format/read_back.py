@@ -49,8 +49,12 @@ def _reads(probe: Probe, rules: Rules, answer: _Answer, opening: str, ending: st
         return True
     calls = [call(place, arguments, name) for place, (name, arguments) in enumerate(answer.calls)]
     text = probe.answer(*calls, content=answer.content or None, reasoning=answer.reasoning or None)
+    if text is not None and answer.content and answer.calls[0][0] not in text:
+        text = probe.answer(*calls, reasoning=answer.reasoning or None)  # it writes calls only where no content is
     if text is None:
         return False
+    if answer.calls[-1][0] not in text:
+        return len(answer.calls) > 1  # it writes the first call only
     # Some templates write no content beside calls, or no reasoning of the past.
     expected = _Answer(
         answer.content if answer.content and answer.content in text else "",
@@ -58,11 +62,17 @@ def _reads(probe: Probe, rules: Rules, answer: _Answer, opening: str, ending: st
         answer.calls,
     )
     text = text[len(probe.common_prefix(text, opening)) :]
-    text = text.removesuffix(probe.common_suffix(text, ending))
-    prompt = rules.form.generation_prompt
-    # An answer of the past is written behind the start of a turn, or behind what a prompt adds to it.
-    starts = [("", text), (prompt, text.removeprefix(prompt))] if prompt else [("", text)]
-    return any(_same(_read(probe, rules, start, rest), expected, text) for start, rest in starts)
+    texts = {text.removesuffix(probe.common_suffix(text, ending))}
+    texts |= {text.rpartition(close)[0] for close in rules.form.turn_close if close in text}
+    # An answer of the past may begin with what a prompt adds to it, or behind that, or at the end of no reasoning.
+    prompts = {"", rules.form.generation_prompt}
+    if rules.form.reasoning is not None:
+        prompts.add(rules.form.reasoning.close.strip())
+    return any(
+        _same(_read(probe, rules, prompt, one.removeprefix(prompt)), expected, text)
+        for prompt in prompts
+        for one in texts
+    )
 
 
 def _without_quotes(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +83,9 @@ def _without_quotes(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same(seen: _Answer, expected: _Answer, text: str) -> bool:
-    if seen[:2] != expected[:2] or len(seen.calls) != len(expected.calls):
+    # A turn may begin with a space that is no part of its marker, and words beside a call may be written as reasoning.
+    said = (seen.content.strip(), seen.reasoning)
+    if said not in (expected[:2], (expected.reasoning, expected.content)) or len(seen.calls) != len(expected.calls):
         return False
     return all(
         name == wanted and isinstance(one, dict) and one.keys() == arguments.keys()
