@@ -180,15 +180,23 @@ class CallReader:
             self._begin_text(_Field.IGNORED)
 
     def _read_field(self, cursor: Cursor) -> bool:
-        done = self._reader.read(cursor, self._parts)
         if self._field is _Field.ARGUMENTS:
-            self._write(self._parts)
-            self._parts = []
-        elif self._field is _Field.IGNORED:
+            done = self._read_value(cursor)
+        else:
+            done = self._reader.read(cursor, self._parts)
+        if self._field is _Field.IGNORED:
             self._parts = []
         if done:
             self._end_field()
         return done
+
+    def _read_value(self, cursor: Cursor) -> bool:
+        """Reads on in a value that goes out as it comes, up to where it is malformed if it is."""
+        out: list[str] = []
+        try:
+            return self._reader.read(cursor, out)
+        finally:
+            self._write(out)
 
     def _end_field(self) -> None:
         field, self._field = self._field, _Field.NEXT
@@ -273,9 +281,7 @@ class CallReader:
                 return False
             if cursor.text[cursor.at] != "{":
                 raise Malformed
-        out: list[str] = []
-        self._closing = self._reader.read(cursor, out)
-        self._write(out)
+        self._closing = self._read_value(cursor)
         return self._closing
 
     # TAGGED: one argument after the other.
@@ -349,10 +355,7 @@ class CallReader:
         return self._then(self._text_value)
 
     def _literal(self, cursor: Cursor) -> bool:
-        out: list[str] = []
-        done = self._reader.read(cursor, out)
-        self._write(out)
-        return done and self._then(self._literal_close)
+        return self._read_value(cursor) and self._then(self._literal_close)
 
     def _literal_close(self, cursor: Cursor) -> bool:
         if self._rules.value_close:
@@ -418,7 +421,7 @@ class CallReader:
         if not isinstance(end, int):
             outcomes.append(self._call_ends(cursor, at))
         if not isinstance(end, int) and rules.argument_open:
-            outcomes.append(self._next_begins(text, at))
+            outcomes.append(self._next_begins(cursor, at))
         ends = [one for one in outcomes if isinstance(one, int)]
         if ends:
             return ends[0]
@@ -435,9 +438,10 @@ class CallReader:
         behind = first_of(self._rules.follows, cursor.text, follows)
         return at if isinstance(behind, int) else behind
 
-    def _next_begins(self, text: str, at: int) -> int | Match:
+    def _next_begins(self, cursor: Cursor, at: int) -> int | Match:
         """Returns `at` if another argument that the tool has begins there, where one may."""
-        if not text.endswith(self._rules.value_close.before, 0, at):
+        text = cursor.text
+        if not text.endswith(self._rules.value_close.before, cursor.at, at):
             return Match.NO
         end = self._rules.argument_open.match(text, at)
         if not isinstance(end, int):

@@ -59,11 +59,10 @@ class _Scan:
         for marker, leads_to, only_first in exits:
             if marker:
                 self.exits.setdefault(marker.first, []).append((marker, leads_to, only_first))
-        begins = class_of(set(self.exits))
-        self.first = re.compile(rf"{begins}|(?<!\s)\s+\Z")
-        """Finds what may be a marker, at the beginning of a text."""
-        owns_whitespace = any(marker.before for marker, _, _ in exits)
-        self.later = self.first if owns_whitespace else re.compile(begins)
+        self.search = re.compile(class_of(set(self.exits))).search
+        """Finds what may be a marker."""
+        self.owns_whitespace = any(marker.before for marker, _, _ in exits)
+        """Whitespace at the end of the text may belong to a marker."""
 
 
 class Rules:
@@ -84,15 +83,21 @@ class Rules:
         self.before_reasoning = ""
         reasoning: list[tuple[Marker, _Exit, bool]] = []
         inside: list[tuple[Marker, _Exit, bool]] = [*content[:1], *closes]
+        calls_inside: list[tuple[Marker, _Exit, bool]] = []
         if form.reasoning is not None:
             opens, ends = marker(form.reasoning.open), marker(form.reasoning.close)
             reasoning = [(opens, _Exit.REASONING, bool(opens) and not is_token(opens.first))]
             inside.append((ends, _Exit.CONTENT, False))
-            inside += [one for one in openings if not one[2]] if form.reasoning.ended_by_call else []
+            if form.reasoning.ended_by_call:
+                calls_inside = [one for one in openings if not one[2]]
             self.before_reasoning, self.after_reasoning = opens.after, ends.after
-        self.content = _Scan(deltas.Content, [*content, *openings, *reasoning, *closes])
-        self.content_without_calls = _Scan(deltas.Content, [*content, *reasoning, *closes])
-        self.reasoning = _Scan(deltas.Reasoning, inside)
+        content += [*reasoning, *closes]
+        self.content = {True: _Scan(deltas.Content, content + openings), False: _Scan(deltas.Content, content)}
+        """The markers in content, if calls are looked for and if they are not."""
+        self.reasoning = {
+            True: _Scan(deltas.Reasoning, inside + calls_inside),
+            False: _Scan(deltas.Reasoning, inside),
+        }
         self.start = self.channel = self.body = Marker("")
         ends_of_messages: list[tuple[Marker, _Exit, bool]] = []
         if form.channels is not None:
@@ -148,7 +153,7 @@ class Parser:
         self._raw: list[str] | None = None
         """All that was read since a call or a section began, if it may still become content."""
         self._raw_from = 0
-        self._scan = rules.content if self._calls else rules.content_without_calls
+        self._scan = rules.content[self._calls is not None]
         self._skip = ""
         """Whitespace that belongs to the marker before a text."""
         self._is_first = True
@@ -280,8 +285,10 @@ class Parser:
 
     def _give_up(self) -> bool:
         """Makes content of what was read as a call, unless it has gone out as one."""
-        if self._reader is not None and self._held:
+        if self._held:
             self._indices -= 1
+        elif not self._hold_calls:
+            self._flush_arguments()
         self._held, self._fragments, self._reader = [], [], None
         if self._raw is not None:
             raw = "".join(self._raw) + self._cursor.text[self._raw_from : self._cursor.at]
@@ -292,8 +299,10 @@ class Parser:
         return True
 
     def _drop(self) -> bool:
-        """Forgets a call that was cut off."""
+        """Forgets what was read of a call that was cut off."""
         self._indices -= 1 if self._held else 0
+        if not self._hold_calls:
+            self._flush_arguments()
         self._held, self._fragments, self._raw = [], [], None
         self._cursor.at = len(self._cursor.text)
         return False
@@ -303,7 +312,7 @@ class Parser:
     def _content(self) -> _Scan:
         if self._rules.form.channels is not None:
             return self._rules.messages[deltas.Content]
-        return self._rules.content if self._calls else self._rules.content_without_calls
+        return self._rules.content[self._calls is not None]
 
     def _begin_text(self, scan: _Scan, skip: str = "") -> None:
         self._scan, self._skip, self._is_first, self._state = scan, skip, True, self._text
@@ -315,30 +324,23 @@ class Parser:
             return False
         start = at = cursor.at
         while True:
-            found = (scan.first if self._is_first else scan.later).search(text, at)
+            found = scan.search(text, at)
             if found is None:
-                if start < len(text):
-                    self._is_first = False
-                    self._say(text[start:] if start else text, scan.kind)
-                    cursor.at = len(text)
-                return False
+                return self._say_rest()
             at = found.start()
-            exits = scan.exits.get(text[at])
-            if exits is None:
-                return self._hold_whitespace(start, at)
-            is_first = self._is_first and not text[start:at].strip()
-            for marker, leads_to, only_first in exits:
+            is_first = self._is_first and at - start <= MAX_WHITESPACE and not text[start:at].strip()
+            for marker, leads_to, only_first in scan.exits[text[at]]:
                 if only_first and not is_first and not (self._in_prompt and leads_to is _Exit.REASONING):
                     continue
                 end = marker.match(text, at)
                 if end is Match.NO or (end is Match.MORE and cursor.ended):
                     continue
-                before = text[start:at]
-                kept = "" if is_first else before.rstrip() if marker.before else before
-                if not is_first:
-                    self._is_first = False
-                self._say(kept, scan.kind)
-                cursor.at = start + len(kept)
+                cursor.at = start if is_first else at
+                if marker.before and not is_first:
+                    edge = max(start, at - MAX_WHITESPACE)
+                    cursor.at = edge + len(text[edge:at].rstrip())
+                self._is_first = is_first
+                self._say(text[start : cursor.at], scan.kind)
                 if not isinstance(end, int):
                     return False
                 raw_from, cursor.at = cursor.at, end
@@ -357,30 +359,30 @@ class Parser:
         self._skip = ""
         return True
 
-    def _hold_whitespace(self, start: int, at: int) -> bool:
-        """Holds back whitespace at the end of the text, which belongs to a marker if one follows. Whitespace alone is
-        no content, but between other content."""
-        cursor, kind = self._cursor, self._scan.kind
-        text = cursor.text
-        if cursor.ended:
-            if at > start or not self._is_first or not self._after_marker:
-                self._say(text[start:], kind)
-            cursor.at = len(text)
+    def _say_rest(self) -> bool:
+        """Says a text in which no marker begins. Holds back whitespace at its end that belongs to a marker if one
+        follows. Whitespace alone is no content, except between other content."""
+        cursor, scan = self._cursor, self._scan
+        text, start = cursor.text, cursor.at
+        end = len(text)
+        if start == end:
             return False
-        if len(text) - at > MAX_WHITESPACE:
-            at = len(text)
-        if at > start:
+        if (self._is_first or scan.owns_whitespace) and text[-1].isspace():
+            end = max(start, len(text.rstrip()), end - MAX_WHITESPACE)
+            if cursor.ended and (end > start or not self._is_first or not self._after_marker):
+                end = len(text)
+        if end > start:
             self._is_first = False
-            self._say(text[start:at], kind)
-            cursor.at = at
+            self._say(text[start:end] if start or end < len(text) else text, scan.kind)
+        cursor.at = len(text) if cursor.ended else end
         return False
 
     def _leave(self, leads_to: _Exit, raw_from: int, at: int) -> bool:
         match leads_to:
             case _Exit.REASONING:
-                self._begin_text(self._rules.reasoning, self._rules.before_reasoning)
+                self._begin_text(self._rules.reasoning[self._calls is not None], self._rules.before_reasoning)
             case _Exit.CONTENT:
-                is_reasoning = self._scan is self._rules.reasoning
+                is_reasoning = self._scan.kind is deltas.Reasoning
                 self._begin_text(self._content(), self._rules.after_reasoning if is_reasoning else "")
             case _Exit.ANNOUNCED:
                 self._begin_text(self._content())
@@ -472,11 +474,13 @@ class Parser:
     def _skip_noise(self, at: int) -> bool:
         assert self._calls is not None
         cursor, rules = self._cursor, self._calls
+        if not rules.call_open:
+            return self._give_up()
         self._noise = True
+        held = sum(map(len, self._raw or ())) - self._raw_from
         places = [cursor.text.find(one.first, at + 1) for one in (rules.section_close, rules.call_open) if one]
-        cursor.at = min((place for place in places if place >= 0), default=len(cursor.text))
-        held = sum(map(len, self._raw or ())) + cursor.at - self._raw_from
-        return self._give_up() if rules.is_bare or held > MAX_HELD else True
+        cursor.at = min([place for place in places if place >= 0] + [len(cursor.text), MAX_HELD - held])
+        return self._give_up() if held + cursor.at >= MAX_HELD else True
 
     def _end_section(self) -> bool:
         if self._noise and not self._section_calls:
@@ -523,19 +527,22 @@ class Parser:
 
     def _header(self) -> bool:
         cursor, rules = self._cursor, self._rules
-        place = cursor.text.find(rules.body.first, cursor.at)
+        place = cursor.text.find(rules.body.first, cursor.at, cursor.at + MAX_HELD)
         end = rules.body.match(cursor.text, place) if place >= 0 else Match.MORE
         if isinstance(end, int):
             header = cursor.text[cursor.at : place]
             cursor.at = end
             return self._begin_message(header)
-        limit = MAX_HELD < len(cursor.text) - cursor.at
-        if cursor.ended and cursor.cut_off:
-            return self._drop()
-        if cursor.ended or limit:
-            cursor.at = len(cursor.text)
+        behind = cursor.at + MAX_HELD
+        if behind <= len(cursor.text):
+            cursor.at = behind
             return self._give_up()
-        return False
+        if not cursor.ended:
+            return False
+        if cursor.cut_off:
+            return self._drop()
+        cursor.at = len(cursor.text)
+        return self._give_up()
 
     def _begin_message(self, header: str) -> bool:
         """Decides by a message's header what it is."""
