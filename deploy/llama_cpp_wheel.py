@@ -3,7 +3,7 @@
 There is only source on PyPI. The parts that Tokenbus does not use are left out of the build (the multimodal tools, and
 llama.cpp's helper library for its own programs), so that it takes about three minutes on two cores instead of ten. A
 wheel is for one kind of processor, so the processor's features are part of its cache folder's name. llama.cpp's test
-vocabularies are kept too: our tests of tokenizers use them, and only the source has them.
+vocabularies and its collection of chat templates are kept too: our tests use them, and only the source has them.
 
 Usage: llama_cpp_wheel.py VERSION. Variables: TOKENBUS_CACHE (the cache), CMAKE_ARGS (more options for llama.cpp).
 """
@@ -51,9 +51,13 @@ def cache_folder(version: str) -> Path:
     return cache() / f"llama-cpp-python-{version}-{platform.machine()}-{kind}"
 
 
-def vocabularies_folder(version: str) -> Path:
-    """Returns the folder of the vocabulary files, which don't depend on the processor. It may not exist yet."""
-    return cache() / f"llama-cpp-python-{version}-vocabularies"
+_KEPT = {"vocabularies": "/models/ggml-vocab-", "templates": "/models/templates/"}
+"""Files of the source that tests use: a name for each kind, and a part of their paths."""
+
+
+def kept_folder(version: str, kind: str) -> Path:
+    """Returns the folder of one kind of kept files, which don't depend on the processor. It may not exist yet."""
+    return cache() / f"llama-cpp-python-{version}-{kind}"
 
 
 def build(version: str, folder: Path) -> None:
@@ -63,7 +67,7 @@ def build(version: str, folder: Path) -> None:
     )
     with tempfile.TemporaryDirectory() as scratch:
         sdist = download(version, Path(scratch))
-        keep_vocabularies(sdist, vocabularies_folder(version))
+        keep(sdist, version)
         wheel = compile_wheel(sdist, Path(scratch))
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{wheel.name}.{os.getpid()}"
@@ -96,30 +100,35 @@ def compile_wheel(sdist: Path, scratch: Path) -> Path:
     return wheel
 
 
-def keep_vocabularies(sdist: Path, folder: Path) -> None:
-    """Unpacks the vocabulary files, all or none, unless they exist."""
-    if folder.exists():
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch, tarfile.open(sdist) as archive:
-        partial = Path(scratch) / folder.name
-        partial.mkdir()
+def keep(sdist: Path, version: str) -> None:
+    """Unpacks the kept files, all or none of each kind, unless they exist."""
+    missing = {kind: part for kind, part in _KEPT.items() if not kept_folder(version, kind).exists()}
+    cache().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache()) as scratch, tarfile.open(sdist) as archive:
+        for kind in missing:
+            (Path(scratch) / kind).mkdir()
         for member in archive:
-            if "/models/ggml-vocab-" in member.name and (content := archive.extractfile(member)):
-                (partial / Path(member.name).name).write_bytes(content.read())
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not folder.exists():  # otherwise another process was faster
-                raise
+            kind = next((kind for kind, part in missing.items() if part in member.name), None)
+            if kind is not None and (content := archive.extractfile(member)):
+                (Path(scratch) / kind / Path(member.name).name).write_bytes(content.read())
+        for kind in missing:
+            _rename(Path(scratch) / kind, kept_folder(version, kind))
 
 
-def vocabularies(version: str) -> Path:
-    """Returns the folder of the vocabulary files, downloading them if necessary. Raises CalledProcessError."""
-    folder = vocabularies_folder(version)
+def _rename(partial: Path, folder: Path) -> None:
+    try:
+        partial.rename(folder)
+    except OSError:
+        if not folder.exists():  # otherwise another process was faster
+            raise
+
+
+def kept(version: str, kind: str) -> Path:
+    """Returns the folder of one kind of kept files, downloading them if necessary. Raises CalledProcessError."""
+    folder = kept_folder(version, kind)
     if not folder.exists():
         with tempfile.TemporaryDirectory() as scratch:
-            keep_vocabularies(download(version, Path(scratch)), folder)
+            keep(download(version, Path(scratch)), version)
     return folder
 
 

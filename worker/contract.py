@@ -44,6 +44,7 @@ import msgspec
 
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.protocol.wire.params import SamplingParams
+from tokenbus.worker.chat_format.chat_format import ChatFormat
 
 
 class Sampling(SamplingParams, frozen=True, kw_only=True):
@@ -102,6 +103,8 @@ class OutputParsing(msgspec.Struct, frozen=True, kw_only=True):
 
     tools: dict[str, dict[str, Any]] | None = None
     """The JSON schema of each tool's parameters, by name; None: calls stay text."""
+    generation_prompt: str | None = None
+    """What the prompt says of the answer, such as `<think>`; None: what the chat format says of every answer."""
     hold_calls: bool = False
     """Whether a call is handed out only once it is complete, so that one that is cut off is dropped."""
 
@@ -127,6 +130,8 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     """The field of the request that errors name."""
     begins_after: int | str | None = None
     """The token or the text up to which the output is free, such as the end of the model's reasoning."""
+    preamble: str = ""
+    """A grammar in llguidance's Lark in which `@body` stands for the constraint, such as reasoning and then `@body`."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,6 +258,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of one embedding; 0 if the engine makes none."""
     end_token_ids: tuple[int, ...] = ()
     """The model's own end tokens."""
+    chat_format: ChatFormat | None = None
+    """How the model writes reasoning and tool calls, as far as that is known."""
 
 
 class EngineStartError(RuntimeError):

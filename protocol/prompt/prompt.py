@@ -80,6 +80,7 @@ class PromptBuilder:
         conversation: list[messages.ChatMessage],
         arguments: dict[str, Any] | None,
         max_prompt_tokens: int | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
         """Returns the token ids of a conversation, rendered with the model's chat template.
 
@@ -89,7 +90,7 @@ class PromptBuilder:
                 errors.Code.UNSUPPORTED, f"{self.chat_unsupported_reason}: send prompt or token_ids", param="messages"
             )
         ids: list[int] = []
-        pieces = self._renderer.render(conversation, arguments)
+        pieces = self._renderer.render(conversation, arguments, tools)
         self._check_length([piece for piece in pieces if isinstance(piece, str)], max_prompt_tokens)
         for piece in pieces:
             ids.extend([piece] if isinstance(piece, int) else self._encode(piece))

@@ -56,7 +56,7 @@ def _cpu_limit(cpu_s: float) -> Iterator[None]:
 
 def _rendered(template: ChatTemplate, request: RenderRequest, max_chars: int) -> RenderResult:
     try:
-        pieces = template.render(request.conversation, request.arguments)
+        pieces = template.render(request.conversation, request.arguments, request.tools)
     except errors.RequestError as error:
         return RenderResult(error=error.error)
     size = sum(len(piece) for piece in pieces if isinstance(piece, str))

@@ -40,10 +40,11 @@ class RendererSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RenderRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation to render, with the request's `chat_template_kwargs`."""
+    """One conversation to render, with the request's tools and `chat_template_kwargs`."""
 
     conversation: list[messages.ChatMessage]
     arguments: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class RenderResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,13 +85,15 @@ class Renderer:
         with self._lock:
             self._open()
 
-    def render(self, conversation: list[messages.ChatMessage], arguments: dict[str, Any] | None) -> PromptPieces:
+    def render(
+        self,
+        conversation: list[messages.ChatMessage],
+        arguments: dict[str, Any] | None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> PromptPieces:
         """Renders a conversation. Raises RequestError: invalid_request if the template refuses it or takes too much
         time or memory, unsupported if the template is malformed, internal if no process can be started now."""
-        try:
-            request = encode(RenderRequest(conversation=conversation, arguments=arguments))
-        except OverflowError as error:
-            raise refused(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
+        request = _encode_request(RenderRequest(conversation=conversation, arguments=arguments, tools=tools))
         with self._lock:
             try:
                 result = self._ask_twice(request)
@@ -159,6 +162,20 @@ class Renderer:
         """Ends the process, and returns its exit status."""
         self._connection = None
         return self._end()
+
+
+def _encode_request(request: RenderRequest) -> bytes:
+    """Raises RequestError, naming the field, for an integer of more than 64 bits, which JSON can hold."""
+    try:
+        return encode(request)
+    except OverflowError:
+        fields = {"chat_template_kwargs": request.arguments, "tools": request.tools, "messages": request.conversation}
+        for name, value in fields.items():
+            try:
+                encode(value)
+            except OverflowError as error:
+                raise refused(f"{name}: {error}", name) from error
+        raise
 
 
 def _start_process(fd: int) -> "subprocess.Popen[bytes]":

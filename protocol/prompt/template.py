@@ -7,22 +7,39 @@ gets a separator too, so that the template can't complete it by what it writes n
 """
 
 import datetime
+import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
-import msgspec
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import SandboxedEnvironment
 
-from tokenbus.protocol.wire import errors, limits, messages, validation
+from tokenbus.protocol.prompt import history
+from tokenbus.protocol.wire import errors, limits, messages
 
 _MARKS = [chr(code) for code in range(0x13000, 0x13400)]
 """The characters among which guard and separator are chosen: Egyptian hieroglyphs.
 
 They must be printable: a template may print a list as Python does, which would escape other characters."""
+
+_PROBE_ARGUMENTS = {"first_probe": "second_probe"}
+_PROBE = [
+    messages.ChatMessage(role="user", content="question"),
+    messages.ChatMessage(role="assistant", tool_calls=[{"function": {"name": "probe", "arguments": _PROBE_ARGUMENTS}}]),
+    messages.ChatMessage(role="tool", content="result"),
+]
+_PROBE_TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "probe"}}]
+"""A conversation with a call, by which a template shows in which form it takes the arguments."""
+_NOT_ASCII = re.compile(f"[^\\x00-\\x7f{_MARKS[0]}-{_MARKS[-1]}]+")
+
+
+class _TemplateRefusalError(Exception):
+    """A template raised an exception, whose message this has."""
 
 
 class Marks(NamedTuple):
@@ -106,26 +123,63 @@ class ChatTemplate:
         return f"<ChatTemplate {self._special!r}>"
 
     def render(
-        self, conversation: list[messages.ChatMessage], arguments: Mapping[str, Any] | None = None
+        self,
+        conversation: list[messages.ChatMessage],
+        arguments: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[str | int]:
         """Returns the prompt as special token ids and plain texts. Raises RequestError(invalid_request) if it fails.
 
         `arguments` are extra variables for the template (`chat_template_kwargs`)."""
-        conversation_dicts = [_message_dict(message) for message in conversation]
+        with_objects = not history.has_calls(conversation) or self._takes_objects
+        prepared = history.message_dicts(conversation, with_objects)
+        try:
+            return self._render(prepared, arguments or {}, tools)
+        except _TemplateRefusalError as error:
+            raise _refused(f"the model's chat template refused the messages: {error}") from error
+
+    @functools.cached_property
+    def _takes_objects(self) -> bool:
+        """Whether past calls have their arguments as objects in this template, or as the JSON texts of the wire.
+
+        Objects are tried first: a template that is given a text often prints it as a JSON string, and still renders.
+        One that needs texts fails on an object, or prints it in Python's notation."""
+        return self._probe(with_objects=True) or not self._probe(with_objects=False)
+
+    def _probe(self, with_objects: bool) -> bool:
+        prepared = history.message_dicts(_PROBE, with_objects)
+        try:
+            pieces = self._render(prepared, {}, _PROBE_TOOLS)
+        except _TemplateRefusalError:
+            return False
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        return all(word in text for word in _PROBE_ARGUMENTS) and str(_PROBE_ARGUMENTS) not in text
+
+    def _render(
+        self,
+        conversation: list[history.MessageDict],
+        arguments: Mapping[str, Any],
+        tools: list[dict[str, Any]] | None,
+    ) -> list[str | int]:
         # The marks must not occur in anything that can end up in the prompt, the template's own text included.
-        marks = _unused_marks([self._source, conversation_dicts, arguments])
+        marks = _unused_marks([self._source, conversation, arguments, tools])
+        completed = self._escape([_complete(tool) for tool in tools or []], marks)
         variables = {
             "add_generation_prompt": True,
-            # Before `messages` and the tokens, which a request must not replace.
-            **{name: self._escape(value, marks) for name, value in (arguments or {}).items()},
-            "messages": self._escape(conversation_dicts, marks),
+            # Firefunction's names for the tools, and for the time.
+            "functions": _to_json([tool["function"] for tool in completed], indent=4),
+            "datetime": _strftime_now("%Y-%m-%d %H:%M:%S"),
+            # Before everything that a request must not replace.
+            **{name: self._escape(value, marks) for name, value in arguments.items()},
+            "messages": self._escape(conversation, marks),
             **self._tokens,
         }
+        if tools:
+            variables["tools"] = completed
         try:
             text = self._template.render(variables)
         except Exception as error:  # a template is a program: with the right messages it can fail in any way
-            problem = marks.remove(str(error) or repr(error))
-            raise _refused(f"the model's chat template refused the messages: {problem}") from error
+            raise _TemplateRefusalError(marks.remove(str(error) or repr(error))) from error
         return self._special.split(text, marks)
 
     def _escape(self, value: Any, marks: Marks) -> Any:
@@ -156,9 +210,11 @@ def _check_size(source: str) -> None:
         raise ValueError(f"the chat template is larger than {limits.MAX_TEMPLATE_BYTES} bytes")
 
 
-def _message_dict(message: messages.ChatMessage) -> dict[str, Any]:
-    fields = {name: value for name, value in msgspec.to_builtins(message).items() if value is not None}
-    return fields | {"content": validation.message_text(message)}
+def _complete(tool: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tool with the fields that it may leave out, and that templates read."""
+    given = {name: value for name, value in tool["function"].items() if value is not None}
+    optional = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    return tool | {"function": given | {name: value for name, value in optional.items() if name not in given}}
 
 
 def _unused_marks(values: object) -> Marks:
@@ -188,16 +244,49 @@ def _strings(value: object) -> Iterable[str]:
             yield from _strings(child)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+class _Generation(Extension):
+    """`{% generation %}` marks the model's own words for training. In a prompt it changes nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _environment() -> SandboxedEnvironment:
+    """Returns the environment of one template.
+
+    Templates may change lists and dicts (Kimi K2 queues ids with `append`), so nothing that lasts longer than one
+    rendering may be one: variables are copied for each, and the globals are functions, classes and constants."""
+    environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
     return environment
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """Formats a value as JSON. jinja2's own filter would escape characters for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Formats a value as JSON. jinja2's own filter would escape characters for HTML.
+
+    The parameters, and their order, are those of the filter that template authors test with (in `transformers`)."""
+    text = json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys, default=_to_list
+    )
+    # The marks have to stay what they are: everything else that is not ASCII is escaped as json.dumps would do it.
+    return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
+
+
+def _to_list(value: object) -> list[Any]:
+    """Makes a list of what `map` and `select` return, as other implementations of the language do."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _raise_exception(message: str) -> NoReturn:

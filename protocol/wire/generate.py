@@ -24,12 +24,15 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """`system`, `user`, `assistant`, or whatever the model's template knows."""
     content: str | list[ContentPart] | None = None
     """A string, or a list of text parts."""
+    reasoning_content: str | None = None
+    """The reasoning before an assistant's answer or calls; models that want to see it again get it."""
     name: str | None = None
-    """Passed to the template."""
+    """Passed to the template; in a result, the called function's name if absent."""
     tool_calls: list[dict[str, Any]] | None = None
-    """Passed to the template."""
+    """The assistant's calls: `{id, type, function: {name, arguments}}`. `arguments` is the text of a JSON object, or
+    the object itself; an id is made if absent."""
     tool_call_id: str | None = None
-    """Passed to the template."""
+    """In a message with the role `tool`, the call whose result it is; the first without a result if absent."""
 
 
 class Lora(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -196,6 +196,8 @@ class Tokenize(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """A conversation, to be rendered with the model's chat template."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the template."""
+    tools: list[dict[str, Any]] | None = None
+    """The tools of the request, for the template."""
 
 
 class TokenizeReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):

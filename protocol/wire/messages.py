@@ -98,8 +98,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """The sum of both."""
     cached_tokens: int
     """Prompt tokens whose KV was cached and did not have to be computed."""
-    reasoning_tokens: int = 0
-    """Those of the completion tokens that belong to the reasoning."""
+    reasoning_tokens: int | UnsetType = UNSET
+    """Those of the completion tokens that belong to the reasoning, if the answer was parsed."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):

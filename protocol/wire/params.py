@@ -124,10 +124,10 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     stream: bool | None = None
     """If false, the terminal is the only message and holds the whole text. true if absent."""
     tools: list[dict[str, Any]] | None = None
-    """The tools that the model may call, in the form of OpenAI's chat API: `{"type": "function", "function": {"name",
-    "description", "parameters"}}`. Only with `messages`."""
+    """At most 128 functions that the model may call: `{type: "function", function: {name, description, parameters}}`.
+    Names have 1 to 64 of `A-Za-z0-9_.-`, and `parameters` is a JSON schema. Only with `messages`."""
     tool_choice: str | dict[str, Any] | None = None
-    """`auto` (the default), `none`, `required`, or `{"type": "function", "function": {"name"}}` for one of the tools."""
+    """`auto` (the default), `none`, `required`, or `{type: "function", function: {name}}` for one of the tools."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have more than one call. true if absent."""
     parse_output: bool | None = None

@@ -12,6 +12,7 @@ import msgspec
 from tokenbus.protocol.wire import codec, errors, generate, internal, limits, messages, subjects
 from tokenbus.protocol.wire.errors import invalid_field
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ranges_of
+from tokenbus.protocol.wire.tools import check_tool_choice, check_tools
 
 _PROPERTIES = ("properties", "$defs", "definitions")
 _PATTERNS = ("patternProperties",)
@@ -32,8 +33,9 @@ def check_request(request: messages.GenerateRequest) -> None:
     if request.messages is not None:
         _check_messages(request.messages)
     _check_token_ids("token_ids", request.token_ids or [])
-    for name in ("chat_template_kwargs", "tools", "tool_choice"):
-        codec.check_free_form(getattr(request, name), name)
+    codec.check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
+    if request.tools and request.messages is None:
+        raise invalid_field("tools", "need messages: a prompt has no place for them")
     if request.resume_from is not None:
         _check_resume_from(request.resume_from, request)
 
@@ -65,6 +67,7 @@ def check_tokenize(request: internal.Tokenize) -> None:
         raise invalid_field("text", "exactly one of text and messages must be given")
     _check_messages(request.messages or [])
     codec.check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
+    check_tools(request.tools or [])
 
 
 def check_attempt(control: internal.Control) -> None:
@@ -112,10 +115,6 @@ def check_ranges(struct: msgspec.Struct, path: str = "") -> None:
 def required_features(request: messages.GenerateRequest) -> Iterator[RequiredFeature]:
     """Yields the features that a request needs beyond plain generation. A value that changes nothing needs none."""
     yield from required_run_features(request)
-    if request.tools:
-        yield RequiredFeature("tools", "tools")
-    if request.tool_choice not in (None, "none", "auto", {}):
-        yield RequiredFeature("tools", "tool_choice")
     if request.lora:
         yield RequiredFeature("lora", "lora")
     if request.resume_from is not None:
@@ -138,6 +137,8 @@ def required_run_features(params: GenerationParams) -> Iterator[RequiredFeature]
         yield RequiredFeature("logit_bias", "logit_bias")
     if params.return_progress:
         yield RequiredFeature("progress", "return_progress")
+    if params.tools:
+        yield RequiredFeature("tools", "tools")
     for name in constraints_given(params):
         yield RequiredFeature("grammar" if name == "grammar" else "structured_output", name)
 
@@ -152,6 +153,12 @@ def constraints_given(params: GenerationParams) -> list[str]:
 def to_params(request: messages.GenerateRequest) -> GenerationParams:
     """Returns the generation parameters of a request, for its run."""
     return GenerationParams(**{name: getattr(request, name) for name in GenerationParams.__struct_fields__})
+
+
+def params_bytes(params: GenerationParams) -> int:
+    """Returns the size of those parameters that may be large: tools and constraints."""
+    large = [getattr(params, name) for name in ("tools", "response_format", "regex", "choice", "grammar")]
+    return len(msgspec.msgpack.encode(large)) if any(large) else 0
 
 
 def message_text(message: messages.ChatMessage) -> str:
@@ -172,6 +179,9 @@ def _check_params(params: GenerationParams) -> None:
     _check_stops(params)
     _check_logit_bias(params.logit_bias or {})
     _check_constraint(params)
+    codec.check_free_form(params.tool_choice, "tool_choice")
+    check_tools(params.tools or [])
+    check_tool_choice(params.tool_choice, params.tools or [])
     for name in ("cache_salt", "session_id"):
         value = getattr(params, name)
         if value is not None and len(value.encode()) > limits.MAX_SALT_BYTES:
@@ -247,6 +257,8 @@ def _check_constraint(params: GenerationParams) -> None:
         raise invalid_field(given[-1], problem)
     if given and params.ignore_eos:
         raise invalid_field("ignore_eos", f"must not be true with {given[0]}, whose answer ends with an end token")
+    if given and given != ["response_format"] and params.called_tools:
+        raise invalid_field(given[0], "can't be used with tools")
     if params.response_format is not None and params.response_format.type == "json_schema":
         _check_schema(params.response_format.json_schema)
     _check_size("regex", params.regex or "", limits.MAX_REGEX_BYTES)

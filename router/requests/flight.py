@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from tokenbus.protocol.telemetry import backoff, tracing
-from tokenbus.protocol.wire import codec, messages, subjects
+from tokenbus.protocol.wire import codec, messages, subjects, validation
 from tokenbus.router.requests.completion import Completion
 
 _TRIM_TO = 0.9
@@ -40,6 +40,10 @@ class Flight:
     prompt_ids: bytes | None = None
     """The tokenized prompt, kept until the request ends or `trim` forgets it; then it can't be placed again."""
     num_prompt_tokens: int = 0
+    params_bytes: int = 0
+    """The size of tools and constraints; all other parameters are small."""
+    is_chat: bool = False
+    """Whether the prompt is a conversation."""
     completion: Completion = dataclasses.field(default_factory=Completion)
     hash_scheme: str = ""
     """The hash scheme of the worker that accepted it first: no other can continue it."""
@@ -71,11 +75,17 @@ class Flight:
     act on it."""
 
     def __post_init__(self) -> None:
+        self.is_chat = self.is_chat or self.request.messages is not None
         self.key = subjects.request_key(self.tenant, self.request_id)
         self.waiting_since = self.received_at
 
     def __repr__(self) -> str:
         return f"<Flight {self.key} of {self.model}: attempt {self.attempt} at {self.worker_id}>"
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory for what a worker needs of the request: prompt, completion, tools and constraints."""
+        return len(self.prompt_ids or b"") + self.completion.num_bytes + self.params_bytes
 
     @property
     def model(self) -> str:
@@ -177,7 +187,8 @@ class Flights:
             flight.completion.token_ids.extend(given.token_ids)
             flight.hash_scheme = given.hash_scheme or ""
         flight.request = codec.replace(flight.request, messages=None, prompt=None, token_ids=None, resume_from=None)
-        self._set_held_bytes(flight, len(prompt_ids) + flight.completion.num_bytes)
+        flight.params_bytes = validation.params_bytes(flight.request)
+        self._set_held_bytes(flight, flight.num_bytes)
 
     def start_attempt(self, flight: Flight, worker_id: str) -> None:
         """Notes that a worker is to run the request: what an earlier worker still says of it no longer counts."""
@@ -207,7 +218,7 @@ class Flights:
         for there in self._streams.values():
             for flight in there.values():
                 assert flight.prompt_ids is not None, flight
-                self._set_held_bytes(flight, len(flight.prompt_ids) + flight.completion.num_bytes)
+                self._set_held_bytes(flight, flight.num_bytes)
         if self._held_bytes <= self._capacity_bytes:
             return 0
         accepted = [flight for there in self._accepted.values() for flight in there.values()]

@@ -157,8 +157,9 @@ class Guardianship:
             routing=run.routing_options,
         )
         address = subjects.ModelAddress(model, tenant)
-        flight = Flight(request, address, run.reply, run.encoding, now - age_ms / 1e3)
+        flight = Flight(request, address, run.reply, run.encoding, now - age_ms / 1e3, is_chat=run.is_chat)
         flight.prompt_ids = run.token_ids
+        flight.params_bytes = validation.params_bytes(run.params)
         flight.num_prompt_tokens = len(block_hash.unpack_token_ids(run.token_ids))
         flight.attempt, flight.hash_scheme = run.attempt, guard.hash_scheme
         if run.resume_from is not None:

@@ -104,7 +104,7 @@ class RequestLifecycle:
         if known is not None:  # one that only waits to be named can't be placed
             return known.reply == flight.reply and (worker is not None or known.is_named)
         assert flight.prompt_ids is not None, flight
-        num_bytes = len(flight.prompt_ids) + flight.completion.num_bytes
+        num_bytes = flight.num_bytes
         if not self._flights.has_room(num_bytes):
             return False
         self._flights.add(flight, num_bytes)

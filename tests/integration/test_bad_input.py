@@ -65,7 +65,10 @@ CASES: dict[str, tuple[bytes, str, str | None]] = {
     "two constraints": (b'{"prompt": "x", "grammar": "root ::= \\"a\\"", "regex": "a"}', INVALID, "grammar"),
     "a constraint without an end": (b'{"prompt": "x", "regex": "a", "ignore_eos": true}', INVALID, "ignore_eos"),
     "empty choice": (b'{"prompt": "x", "choice": ["a", ""]}', INVALID, "choice[1]"),
-    "tools": (b'{"prompt": "x", "tools": [{"type": "function"}]}', UNSUPPORTED, "tools"),
+    "tools": (b'{"prompt": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}', UNSUPPORTED, "tools"),
+    "a tool without a name": (
+        b'{"prompt": "x", "tools": [{"type": "function", "function": {}}]}', INVALID, "tools[0].function.name"
+    ),
     "lora": (b'{"prompt": "x", "lora": [{"name": "a"}]}', UNSUPPORTED, "lora"),
     "no tokens to resume from": (b'{"prompt": "x", "resume_from": {"token_ids": []}}', INVALID, "resume_from.token_ids"),
     "tokens to resume from beyond the vocabulary": (

@@ -17,6 +17,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Values
 from tokenbus.worker.chat_format.schema import types_of
 
@@ -37,34 +39,66 @@ class GrammarError(ValueError):
 
 
 def calls_grammar(
-    form: ChatFormat, tools: Tools, *, is_required: bool, parallel: bool = True, in_reasoning: bool = False
+    form: ChatFormat,
+    tools: Tools,
+    *,
+    is_required: bool,
+    parallel: bool = True,
+    in_reasoning: bool = False,
+    content: Mapping[str, Any] | None = None,
 ) -> str:
     """Returns the grammar of an answer that may call these tools, or that must, if `is_required`.
 
-    `parallel`: it may have more than one call. `in_reasoning`: it begins inside the reasoning. Raises GrammarError."""
+    `parallel`: it may have more than one call. `in_reasoning`: it begins inside the reasoning. `content`: the JSON
+    schema of an answer without calls. Raises GrammarError."""
     if form.calls is None or not tools:
         raise GrammarError("the model's chat format has no tool calls")
-    return _Writer(form, form.calls, tools, is_required=is_required, parallel=parallel).write(in_reasoning)
+    calls = _closed_calls(form.calls, parallel=parallel)
+    return _Writer(form, calls, tools, is_required=is_required, content=content).write(in_reasoning)
+
+
+def reasoning_grammar(form: ChatFormat, *, in_reasoning: bool) -> str:
+    """Returns the grammar of reasoning, if the model may have some, and of `@body` behind it; empty if it has none."""
+    if form.channels is not None:
+        writer = _Writer(form, Calls(kind=Kind.JSON), {}, is_required=False, content=None)
+        return writer.write_with(writer.messages_before("@body"))
+    if form.reasoning is None:
+        return ""
+    writer = _Writer(form, Calls(kind=Kind.JSON), {}, is_required=False, content=None)
+    content_open = f"(SPACE {writer.marker(form.content_open.strip())})? " if form.content_open else ""
+    return writer.write_with(f"{writer.reasoning(in_reasoning)} {content_open}@body")
+
+
+def _closed_calls(calls: Calls, *, parallel: bool) -> Calls:
+    return calls if parallel else msgspec.structs.replace(calls, parallel=False)
 
 
 class _Writer:
     """Collects the rules of one grammar."""
 
-    def __init__(self, form: ChatFormat, calls: Calls, tools: Tools, *, is_required: bool, parallel: bool) -> None:
+    def __init__(
+        self, form: ChatFormat, calls: Calls, tools: Tools, *, is_required: bool, content: Mapping[str, Any] | None
+    ) -> None:
         self._form = form
         self._calls = calls
+        self._free = "TEXT" if content is None else _json(content)
+        """What the answer is if no call is made."""
         self._tools = {name: _closed(schema) for name, schema in tools.items()}
         self._is_required = is_required
-        self._parallel = parallel and calls.parallel
         self._rules: list[str] = []
         self._until: dict[str, str] = {}
         special = sorted(form.tokens, key=len, reverse=True)
         self._special = re.compile("(" + "|".join(map(re.escape, special)) + ")") if special else None
 
     def write(self, in_reasoning: bool) -> str:
-        start = self._messages() if self._form.channels else f"{self._reasoning(in_reasoning)} content"
-        if not self._form.channels:
-            self._add("content", self._content())
+        if self._form.channels is not None:
+            return self.write_with(self._messages())
+        start = f"{self.reasoning(in_reasoning)} content"
+        self._add("content", self._content())
+        return self.write_with(start)
+
+    def write_with(self, start: str) -> str:
+        """Returns the grammar with a start rule and all rules that were added."""
         return "\n".join(
             ["%llguidance {}", f"start: {start}", *self._rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \t\n]{0,4}/"]
         )
@@ -75,7 +109,7 @@ class _Writer:
 
     # markers
 
-    def _marker(self, text: str) -> str:
+    def marker(self, text: str) -> str:
         """Returns what matches a marker: its tokens by their ids, and the texts between them."""
         pieces = self._special.split(text) if self._special else [text]
         known = self._form.tokens
@@ -88,16 +122,16 @@ class _Writer:
             raise GrammarError("text that nothing closes can't be told from what follows")
         pieces = [one for one in (self._special.split(stripped) if self._special else [stripped]) if one]
         if pieces[0] in self._form.tokens:
-            return f"TEXT {self._marker(stripped)}"
+            return f"TEXT {self.marker(stripped)}"
         # a lazy rule ends with the first text that matches
         if pieces[0] not in self._until:
             self._until[pieces[0]] = self._add(f"until_{len(self._until)}[lazy]", f"TEXT {_literal(pieces[0])}")
-        rest = self._marker("".join(pieces[1:]))
+        rest = self.marker("".join(pieces[1:]))
         return f"{self._until[pieces[0]].removesuffix('[lazy]')} {rest}".strip()
 
     # the answer
 
-    def _reasoning(self, is_open: bool) -> str:
+    def reasoning(self, is_open: bool) -> str:
         reasoning = self._form.reasoning
         if reasoning is None:
             return ""
@@ -105,52 +139,60 @@ class _Writer:
             return self._text_until(reasoning.close) + " SPACE"
         if not reasoning.open.strip():
             return ""
-        opening = self._marker(reasoning.open.strip())
+        opening = self.marker(reasoning.open.strip())
         return f"(SPACE {opening} {self._text_until(reasoning.close)} SPACE)?"
 
     def _content(self) -> str:
         calls = self._calls
-        announce = f"({self._marker(calls.announce.strip())})? " if calls.announce else ""
+        announce = f"({self.marker(calls.announce.strip())})? " if calls.announce else ""
         opening = _joined(calls.section_open, calls.call_open)
         first = calls.section_open or calls.call_open
         is_bare = first.strip() in ("", "[")
         marked = "[" if is_bare and first else ""
         all_calls = self._all_calls()
-        closing = f" ({self._marker(calls.announce_close.strip())})?" if calls.announce_close else ""
-        content_open = f"(SPACE {self._marker(self._form.content_open.strip())})? " if self._form.content_open else ""
+        closing = f" ({self.marker(calls.announce_close.strip())})?" if calls.announce_close else ""
+        content_open = f"(SPACE {self.marker(self._form.content_open.strip())})? " if self._form.content_open else ""
         if self._is_required:
-            return f"{announce}{self._marker(opening.lstrip())} {all_calls}{closing}"
+            return f"{announce}{self.marker(opening.lstrip())} {all_calls}{closing}"
+        if self._free != "TEXT":
+            return f"{content_open}{self._free} | {announce}{self.marker(opening.lstrip())} {all_calls}{closing}"
         if is_bare:
             free = self._add("FREE", rf"/\s*[^\s{re.escape(marked or '{')}](.|\n)*/")
-            return f"{announce}{self._marker(opening)} {all_calls}{closing} | {free} | SPACE"
+            return f"{announce}{self.marker(opening)} {all_calls}{closing} | {free} | SPACE"
         return f"{content_open}TEXT | {content_open}{self._text_until(opening)} {all_calls}{closing}"
 
     def _all_calls(self) -> str:
         """Returns what matches all calls of an answer behind the marker that opens the first one."""
         calls = self._calls
         self._add("call", " | ".join(self._call(number, name) for number, name in enumerate(self._tools)))
-        more = f" ({self._marker(_joined(calls.separator, calls.call_open))} call)*" if self._parallel else ""
-        return f"call{more} {self._marker(calls.section_close)}".strip()
+        more = f" ({self.marker(_joined(calls.separator, calls.call_open))} call)*" if calls.parallel else ""
+        return f"call{more} {self.marker(calls.section_close)}".strip()
+
+    def messages_before(self, last: str) -> str:
+        """Returns what matches messages with headers: any number of them before the last one, whose body is `last`."""
+        channels = self._form.channels
+        assert channels is not None
+        channel, body = self.marker(channels.channel), self.marker(channels.body)
+        end, start = self.marker(channels.ends[0]), self.marker(channels.start)
+        kinds = " | ".join(_literal(name) for name in (*channels.reasoning, *channels.content))
+        self._add("message", f"{channel} ({kinds}) {body} TEXT {end} {start}")
+        final = " | ".join(_literal(name) for name in channels.content)
+        self._add("answer", f"{channel} ({final}) {body} {last}")
+        return "message* answer"
 
     def _messages(self) -> str:
         """Returns what matches an answer that consists of messages with headers."""
         channels = self._form.channels
         assert channels is not None
-        channel, body = self._marker(channels.channel), self._marker(channels.body)
-        end, start = self._marker(channels.ends[0]), self._marker(channels.start)
-        kinds = " | ".join(_literal(name) for name in (*channels.reasoning, *channels.content))
-        self._add("message", f"{channel} ({kinds}) {body} TEXT {end} {start}")
+        answer = self.messages_before(self._free)
+        constrain = f'{_literal(" ")} {self.marker(channels.constrain)} "json"' if channels.constrain else ""
         bodies = []
-        constrain = f'{_literal(" ")} {self._marker(channels.constrain)} "json"' if channels.constrain else ""
         for name, schema in self._tools.items():
             header = _literal(f"{channels.content[-1]}{channels.recipient}{channels.function}{name}")
-            bodies.append(f"{channel} {header} {constrain} {body} {_json(schema)}")
+            head = f"{self.marker(channels.channel)} {header} {constrain} {self.marker(channels.body)}"
+            bodies.append(f"{head} {_json(schema)}")
         self._add("call", " | ".join(bodies))
-        if self._is_required:
-            return "message* call"
-        answer = " | ".join(_literal(name) for name in channels.content)
-        self._add("answer", f"{channel} ({answer}) {body} TEXT")
-        return "message* (answer | call)"
+        return "message* call" if self._is_required else f"{answer} | message* call"
 
     # one call, behind its opening marker
 
@@ -161,13 +203,13 @@ class _Writer:
             case Kind.JSON:
                 body = _json(self._whole(name, schema))
             case Kind.NAMED if calls.values is Values.JSON:
-                body = f"{self._header(name)} {self._marker(calls.name_close)} {_json(schema)}"
+                body = f"{self._header(name)} {self.marker(calls.name_close)} {_json(schema)}"
             case Kind.NAMED:
-                body = f"{self._header(name)} {self._marker(calls.name_close)} {self._object(rule, schema)}"
+                body = f"{self._header(name)} {self.marker(calls.name_close)} {self._object(rule, schema)}"
             case Kind.TAGGED:
                 arguments = self._arguments(rule, schema)
-                body = f"{self._header(name)} {self._marker(calls.name_close)} {arguments}"
-        return self._add(rule, f"{body} {self._marker(calls.call_close)}".strip())
+                body = f"{self._header(name)} {self.marker(calls.name_close)} {arguments}"
+        return self._add(rule, f"{body} {self.marker(calls.call_close)}".strip())
 
     def _whole(self, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the schema of the object that a JSON call is."""
@@ -189,7 +231,7 @@ class _Writer:
             "{id}": f"/[A-Za-z0-9]{{{length}}}/" if length else "/[A-Za-z0-9_.:-]{1,64}/",
             "{index}": "/[0-9]{1,4}/",
         }
-        return " ".join(places.get(one) or self._marker(one) for one in _PLACE.split(self._calls.header) if one)
+        return " ".join(places.get(one) or self.marker(one) for one in _PLACE.split(self._calls.header) if one)
 
     def _arguments(self, rule: str, schema: Mapping[str, Any]) -> str:
         """Returns what matches tagged arguments. Models write them in an order of their own, so any order counts."""
@@ -234,7 +276,7 @@ class _Writer:
         calls = self._calls
         name = r"/[A-Za-z0-9_.-]{1,64}/" if key is None else _literal(_escaped(key) if calls.keys_escaped else key)
         types = types_of(schema)
-        head = f"{self._marker(calls.argument_open)} {name} {self._marker(calls.key_close)}"
+        head = f"{self.marker(calls.argument_open)} {name} {self.marker(calls.key_close)}"
         if calls.type_close:
             return f"{head} {self._typed(types, schema, rule)}"
         return f"{head} {self._value(types, schema, rule)}"
@@ -242,10 +284,10 @@ class _Writer:
     def _typed(self, types: set[str], schema: Mapping[str, Any], rule: str) -> str:
         """Returns what matches the type of a value, and the value."""
         calls = self._calls
-        close = self._marker(calls.type_close)
+        close = self.marker(calls.type_close)
         text = f"{_literal(calls.string_type)} {close} {self._string(schema)}"
         other_type = '"false"' if calls.string_type == "true" else "/[a-z]{1,16}/"
-        other = f"{other_type} {close} {_json(schema)} {self._marker(calls.value_close)}"
+        other = f"{other_type} {close} {_json(schema)} {self.marker(calls.value_close)}"
         if types == {"string"}:
             return text
         if types and "string" not in types:
@@ -255,7 +297,7 @@ class _Writer:
     def _value(self, types: set[str], schema: Mapping[str, Any], rule: str) -> str:
         """Returns what matches a value and its closing marker."""
         calls = self._calls
-        close = self._marker(calls.value_close)
+        close = self.marker(calls.value_close)
         if calls.values is Values.TEXT:
             if "string" in types or not types:
                 return self._string(schema)
@@ -268,7 +310,7 @@ class _Writer:
         """Returns what matches a string that is written as it is, and its closing marker."""
         texts = _texts(schema)
         if texts:
-            return f"({' | '.join(map(_literal, texts))}) {self._marker(self._calls.value_close)}"
+            return f"({' | '.join(map(_literal, texts))}) {self.marker(self._calls.value_close)}"
         return self._text_until(self._calls.value_close)
 
     # values that are not JSON
@@ -291,7 +333,7 @@ class _Writer:
         types, texts = types_of(schema), _texts(schema)
         if texts:
             quote = '"' if self._calls.values is Values.PYTHON else self._calls.quote
-            return f"({' | '.join(self._marker(quote + text + quote) for text in texts)})"
+            return f"({' | '.join(self.marker(quote + text + quote) for text in texts)})"
         names = {"number": "v_number", "integer": "v_integer", "string": "v_string", "array": "v_array"}
         names |= {"object": "v_object", "boolean": "v_boolean", "null": "v_null"}
         return f"({' | '.join(names[one] for one in sorted(types))})" if types else "v_any"
@@ -309,7 +351,7 @@ class _Writer:
             self._add("v_string", r"""/"([^"\\\n]|\\.)*"/ | /'([^'\\\n]|\\.)*'/""")
             key = "v_string"
         else:
-            self._add("v_string", f"{self._marker(calls.quote)} {self._text_until(calls.quote)}")
+            self._add("v_string", f"{self.marker(calls.quote)} {self._text_until(calls.quote)}")
             key = "/[A-Za-z_][A-Za-z0-9_]*/"
         self._add("v_array", f'"[" (v_any ({comma} v_any)*)? "]"')
         self._add("v_member", f"{key} {colon} v_any")

@@ -60,7 +60,7 @@ class KnownFormat(msgspec.Struct, frozen=True, kw_only=True):
 KNOWN_FORMATS = (
     KnownFormat(
         name="gpt-oss",
-        contains=("<|channel|>", "<|message|>", "to=functions."),
+        contains=("<|channel|>", "<|message|>", "functions."),
         format=ChatFormat(
             calls=Calls(kind=Kind.NAMED),
             channels=Channels(
@@ -94,7 +94,7 @@ KNOWN_FORMATS = (
     ),
     KnownFormat(
         name="kimi-k3",
-        contains=("<|open|>", "<|sep|>", "call tool="),
+        contains=("<|open|>", "<|sep|>"),
         format=ChatFormat(
             calls=Calls(
                 kind=Kind.TAGGED,

@@ -55,7 +55,7 @@ def _header(form: str) -> re.Pattern[str]:
     for place in _PLACE.finditer(form):
         text, name = re.escape(form[at : place.start()]), place[1]
         if name == "name":
-            pattern += f"(?:{text})?(?P<name>.+?)"
+            pattern += f"{text}(?P<name>.+?)" if at else f"(?:{text})?(?P<name>.+?)"
         else:
             pattern += f"(?:{text}(?P<{name}>{_PLACES[name]}))?"
         at = place.end()

@@ -13,9 +13,11 @@ import structlog
 
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 from tokenbus.worker import contract
+from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine_client import admission
 from tokenbus.worker.engine_client.admission import CapacityLimit
+from tokenbus.worker.engine_client.answer_reader import AnswerReader
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, Link
 from tokenbus.worker.engine_client.generation import Generation
@@ -43,6 +45,7 @@ class EngineClient(asyncio.Protocol):
         self._config: contract.EngineConfig | None = None
         self.token_bytes: list[bytes] = []
         self._bundle: bytes | None = None
+        self._chat_rules: ChatRules | None = None
         self._frame_decoder = ipc.FrameDecoder()
         self._sequences = OpenSequences(lambda number: self._send(ipc.Abort(number)))
         self._ending: set[Generation] = set()
@@ -76,6 +79,8 @@ class EngineClient(asyncio.Protocol):
         self._transport, _ = await loop.create_connection(lambda: self, sock=link.sock)
         ready = await self._ready
         self.token_bytes, self._bundle, self._config = ready.token_bytes, ready.bundle, ready.config
+        if ready.config.chat_format is not None:
+            self._chat_rules = ChatRules(ready.config.chat_format, ready.token_bytes)
         self._load = messages.Load(free_blocks=ready.config.total_kv_blocks)
         self._log.info("engine_ready", worker_id=worker_id, pid=link.pid, source=ready.config.source)
         return ready.config
@@ -84,7 +89,8 @@ class EngineClient(asyncio.Protocol):
         config = self._require_running()
         admission.check(request, config)
         self.capacity.check(len(self._sequences), config.max_num_seqs)
-        generation = Generation(request, sink, self.token_bytes, time.monotonic())
+        reader = AnswerReader(self._chat_rules, request) if request.parsing and self._chat_rules else None
+        generation = Generation(request, sink, self.token_bytes, time.monotonic(), reader)
         generation.resume(config.end_token_ids)
         if generation.is_complete:
             self._end_soon(generation)

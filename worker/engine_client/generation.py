@@ -9,10 +9,13 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from tokenbus.protocol.wire import codec, errors, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.process.ipc import SequenceOutput
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, FinishRule
+from tokenbus.worker.engine_client.answer_reader import AnswerReader
 from tokenbus.worker.engine_client.detokenizer import Detokenizer
 
 _FAILURES = {
@@ -40,11 +43,18 @@ class Generation:
     """Turns tokens into outputs for `sink`. Times are seconds of one monotonic clock."""
 
     def __init__(
-        self, request: contract.EngineRequest, sink: contract.Sink, token_bytes: Sequence[bytes], accepted_at: float
+        self,
+        request: contract.EngineRequest,
+        sink: contract.Sink,
+        token_bytes: Sequence[bytes],
+        accepted_at: float,
+        reader: AnswerReader | None = None,
     ) -> None:
+        """`reader` tells reasoning and tool calls apart from the text; without one, all is text."""
         self.request = request
         self._sink = sink
         self._detokenizer = Detokenizer(token_bytes, request.stop, request.sampling.min_tokens)
+        self._reader = reader
         self.accepted_at = accepted_at
         self._elapsed_ms = 0.0
         """The completion's age when it was accepted here."""
@@ -79,14 +89,21 @@ class Generation:
             return
         constrained = self.request.constraint is not None
         rule = FinishRule(self.request.sampling, end_token_ids, constrained=constrained)
-        texts = self._add_resumed(resumed.token_ids, rule)
+        if self._reader is None:
+            texts, parts = self._add_resumed(resumed.token_ids, rule), {}
+        else:
+            texts, parts = self._read_resumed(resumed.token_ids, rule)
         self.sampled.extend(resumed.token_ids)
         self._elapsed_ms = resumed.elapsed_ms
         self._first_token = contract.FirstToken(
             cached_tokens=resumed.cached_tokens, queue_ms=resumed.queue_ms, prefill_ms=resumed.prefill_ms
         )
         whole = contract.Output(
-            token_ids=resumed.token_ids, text="".join(texts), logprobs=resumed.logprobs, resumed_texts=texts
+            token_ids=resumed.token_ids,
+            text="".join(texts),
+            logprobs=resumed.logprobs,
+            resumed_texts=texts,
+            resumed_parts=parts,
         )
         self._sink(whole)
 
@@ -134,13 +151,13 @@ class Generation:
         self.sampled.extend(token_ids)
         made = contract.Output(token_ids=token_ids, text=text, logprobs=logprobs, first_token=first_token)
         if self._ending is None:
-            self._hand_out(made)
+            self._hand_out(self._with_parts(made))
             return self.has_ended or self._sink_failed  # its sink may have cancelled it
         self._complete(made, now)
         return True
 
     def cancel(self, now: float) -> None:
-        held = self._detokenizer.flush()
+        held = self._rest(self._detokenizer.flush(), cut_off=True)
         self._finish(contract.Output(token_ids=[], text=held, finish_reason=messages.FinishReason.CANCELLED), now)
 
     def fail(self, code: errors.Code, now: float) -> None:
@@ -161,10 +178,25 @@ class Generation:
         finishing = (place for place, token_id in enumerate(before) if rule.finish_reason(token_id, place + 1))
         place = min(len(texts), next(finishing, len(before)))
         if place < len(before):
-            problem = f"the completion ends with token {place + 1} of the {len(token_ids)} given ones"
-            raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="resume_from")
+            raise _ends_early(place, token_ids)
         text, self._ending = self._add_text(last, rule.finish_reason(last, len(token_ids)))
         return [*texts, text]
+
+    def _read_resumed(
+        self, token_ids: list[int], rule: FinishRule
+    ) -> tuple[list[str], dict[int, contract.AnswerParts]]:
+        """Does the same for an answer that is parsed; returns also what else came with tokens."""
+        assert self._reader is not None
+        texts: list[str] = []
+        parts: dict[int, contract.AnswerParts] = {}
+        for place, token_id in enumerate(token_ids):
+            if self._ending is not None:
+                raise _ends_early(place - 1, token_ids)
+            text, self._ending = self._add_text(token_id, rule.finish_reason(token_id, place + 1))
+            texts.append(text)
+            if self._reader.has_parts:
+                parts[place] = self._reader.take_parts()
+        return texts, parts
 
     def _add_texts(self, token_ids: list[int], finish_reason: EngineFinishReason | None) -> tuple[str, int]:
         """Counts tokens up to the one that completes the generation; returns their text and how many they are."""
@@ -181,7 +213,15 @@ class Generation:
         if finish_reason is EngineFinishReason.STOP_TOKEN:
             self._detokenizer.count_hidden_token()
             return "", _Ending(messages.FinishReason.STOP, token_id, self._detokenizer.flush())
-        text, stop = self._detokenizer.push(token_id)
+        if self._reader is None:
+            text, stop = self._detokenizer.push(token_id)
+        elif self._reader.is_marker(token_id):
+            # text that was held back stands before the marker, and no stop string contains one
+            text, stop = self._reader.read_text(self._detokenizer.flush()) + self._reader.read(token_id, ""), None
+            self._detokenizer.count_hidden_token()
+        else:
+            text, stop = self._detokenizer.push(token_id)
+            text = self._reader.read(token_id, text)
         if stop is not None:  # a stop string in the last token is a stop, not a length
             return text, _Ending(messages.FinishReason.STOP, stop)
         if finish_reason is EngineFinishReason.LENGTH:
@@ -191,7 +231,24 @@ class Generation:
     def _complete(self, last: contract.Output, now: float) -> None:
         assert self._ending is not None, self
         reason, stop_match, held = self._ending
-        self._finish(codec.replace(last, text=last.text + held, finish_reason=reason, stop_match=stop_match), now)
+        is_done = reason is messages.FinishReason.STOP and isinstance(stop_match, int)
+        text = last.text + self._rest(held, cut_off=not is_done)
+        if is_done and self._reader is not None and self._reader.has_calls:
+            reason, stop_match = messages.FinishReason.TOOL_CALLS, None
+        self._finish(codec.replace(last, text=text, finish_reason=reason, stop_match=stop_match), now)
+
+    def _rest(self, held: str, *, cut_off: bool) -> str:
+        """Returns the text of the answer that was held back. `cut_off`: the model was not done."""
+        if self._reader is None:
+            return held
+        return self._reader.read_text(held) + self._reader.finish(cut_off=cut_off)
+
+    def _with_parts(self, output: contract.Output) -> contract.Output:
+        """Returns an output with the reasoning and the tool calls that were read since the last one."""
+        if self._reader is None or not self._reader.has_parts:
+            return output
+        reasoning, tool_calls = self._reader.take_parts()
+        return codec.replace(output, reasoning=reasoning, tool_calls=tool_calls)
 
     def _failure(self, reason: EngineFinishReason) -> errors.Error:
         constraint = self.request.constraint
@@ -208,7 +265,8 @@ class Generation:
         """Hands out the terminal, with usage and timings."""
         assert not self.has_ended, self
         self.has_ended = True
-        self._hand_out(codec.replace(terminal, usage=self._usage(), timings=self._timings(now)))
+        terminal = codec.replace(terminal, usage=self._usage(), timings=self._timings(now))
+        self._hand_out(self._with_parts(terminal))
 
     def _hand_out(self, output: contract.Output) -> None:
         try:
@@ -225,6 +283,7 @@ class Generation:
             completion_tokens=completion,
             total_tokens=prompt + completion,
             cached_tokens=0 if self._first_token is None else self._first_token.cached_tokens,
+            reasoning_tokens=UNSET if self._reader is None else self._reader.reasoning_tokens,
         )
 
     def _account(self, now: float, cached_tokens: int = 0) -> contract.FirstToken:
@@ -245,6 +304,11 @@ class Generation:
             decode_ms=round(total_ms - ttft_ms, 3),
             total_ms=total_ms,
         )
+
+
+def _ends_early(place: int, token_ids: Sequence[int]) -> errors.RequestError:
+    problem = f"the completion ends with token {place + 1} of the {len(token_ids)} given ones"
+    return errors.request_error(errors.Code.INVALID_REQUEST, problem, param="resume_from")
 
 
 def _ms(seconds: float) -> float:

@@ -1,21 +1,22 @@
 """Makes the engine's request of a run, and fills in what the client left open from the model's defaults; pure but for
 the seed, which is random if the client gave none."""
 
-import re
 import secrets
 from typing import Any
 
-import msgspec
-
-from tokenbus.protocol.wire import block_hash, errors, internal, params, subjects, validation
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, params, subjects, validation
 from tokenbus.worker import contract
+from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.streams import packed_logprobs
+from tokenbus.worker.streams.answer_rules import answer_rules
 
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-_ANY_OBJECT = '{"type":"object"}'
+_NEVER = -1e9
+"""The bias of tokens that must not come."""
 
 
-def to_engine_request(run: internal.Run, config: contract.EngineConfig, max_new_tokens: int) -> contract.EngineRequest:
+def to_engine_request(
+    run: internal.Run, config: contract.EngineConfig, max_new_tokens: int, chat: ChatRules | None = None
+) -> contract.EngineRequest:
     """Raises RequestError if the prompt is malformed, or this engine can't serve it."""
     token_ids = _unpack_token_ids(run.token_ids, "token_ids")
     if not token_ids:
@@ -26,10 +27,15 @@ def to_engine_request(run: internal.Run, config: contract.EngineConfig, max_new_
             raise errors.request_error(errors.Code.UNSUPPORTED, problem, param=need.param)
     resumed = None if run.resume_from is None else _to_resumed(run.resume_from, run.params, config)
     num_resumed = 0 if resumed is None else len(resumed.token_ids)
+    sampling = resolve_sampling(run.params, len(token_ids), config, max_new_tokens, num_resumed)
+    rules = answer_rules(run, token_ids, chat, can_constrain="grammar" in config.features)
+    if rules.forbidden:
+        biases = dict(sampling.logit_bias) | dict.fromkeys(rules.forbidden, _NEVER)
+        sampling = codec.replace(sampling, logit_bias=tuple(sorted(biases.items())))
     return contract.EngineRequest(
         key=run.request_id,
         token_ids=token_ids,
-        sampling=resolve_sampling(run.params, len(token_ids), config, max_new_tokens, num_resumed),
+        sampling=sampling,
         stop=tuple(run.params.stop_strings),
         tenant=subjects.key_to_tenant(run.request_id),
         cache_salt=run.params.cache_salt or "",
@@ -38,28 +44,9 @@ def to_engine_request(run: internal.Run, config: contract.EngineConfig, max_new_
         # a completion that continues has no news of its prompt
         return_progress=bool(run.params.return_progress) and run.params.is_streamed and run.resume_from is None,
         resumed=resumed,
-        constraint=to_constraint(run.params),
+        parsing=rules.parsing,
+        constraint=rules.constraint,
     )
-
-
-def to_constraint(asked: params.GenerationParams) -> contract.Constraint | None:
-    """Returns what the output has to be; None if it may be any text."""
-    wanted, kinds = asked.response_format, contract.ConstraintKind
-    if wanted is not None and wanted.type == "json_object":
-        return contract.Constraint(kind=kinds.JSON_SCHEMA, source=_ANY_OBJECT, param="response_format")
-    if wanted is not None and wanted.type == "json_schema" and wanted.json_schema is not None:
-        source = msgspec.json.encode(wanted.json_schema.schema).decode()
-        param = "response_format.json_schema.schema"
-        return contract.Constraint(kind=kinds.JSON_SCHEMA, source=source, param=param)
-    if asked.regex:
-        return contract.Constraint(kind=kinds.REGEX, source=asked.regex, param="regex")
-    if asked.choice:
-        source = msgspec.json.encode(asked.choice).decode()
-        return contract.Constraint(kind=kinds.CHOICE, source=source, param="choice")
-    if asked.grammar:
-        kind = kinds.GBNF if _GBNF_RULE.search(asked.grammar) else kinds.LARK
-        return contract.Constraint(kind=kind, source=asked.grammar, param="grammar")
-    return None
 
 
 def resolve_sampling(

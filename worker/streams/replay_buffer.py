@@ -177,7 +177,8 @@ class ReplayBuffer:
     def all(self) -> Segment:
         """Returns the whole completion as one segment."""
         assert not self._first, "its first tokens can't be published again"
-        return self.segment(0, self.num_tokens)
+        whole = self.segment(0, self.num_tokens)
+        return whole if self.num_tokens else whole._replace(text=self._text.data.decode())
 
     def segments(self, offset: int, max_bytes: int, end: int | None = None) -> Iterator[Segment]:
         """Yields the tokens from `offset` up to `end`, in segments of at most `max_bytes` of JSON or of one token.

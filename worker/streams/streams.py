@@ -16,6 +16,7 @@ from tokenbus.protocol.wire import block_hash, errors, internal, limits, message
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.outbox import Outbox
+from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.frontend.settings import FrontendSettings
 from tokenbus.worker.streams.early_cancels import EarlyCancels
 from tokenbus.worker.streams.engine_request import to_engine_request
@@ -43,6 +44,7 @@ class Streams:
         self.settings = settings
         self._engine: contract.Engine | None = None
         self._config: contract.EngineConfig | None = None
+        self._chat: ChatRules | None = None
         self._streams: dict[str, Stream] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._liveness = ClientLiveness()
@@ -61,6 +63,7 @@ class Streams:
     def set_engine(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         """Sets the engine for new requests, which also continues the open streams."""
         self._engine, self._config = engine, config
+        self._chat = None if config.chat_format is None else ChatRules(config.chat_format, engine.token_bytes)
 
     def clear_engine(self) -> None:
         """Refuses new requests until there is another engine. Open streams can still be ended."""
@@ -232,7 +235,7 @@ class Streams:
         self._check_state(run)
         assert self._engine is not None
         assert self._config is not None
-        request = to_engine_request(run, self._config, self.settings.max_new_tokens)
+        request = to_engine_request(run, self._config, self.settings.max_new_tokens, self._chat)
         now = time.monotonic()
         announcer = self._announcer
         gone = announcer.gone_subject(run.request_id)

@@ -95,8 +95,9 @@ class PromptTokenizer:
             return await self._ask_workers(request, workers)
         builder = tokenizer.builder
         if request.messages is not None:
-            chat, arguments = request.messages, request.chat_template_kwargs
-            executor, work = tokenizer.renderer, functools.partial(builder.from_messages, chat, arguments, max_tokens)
+            chat, arguments, tools = request.messages, request.chat_template_kwargs, request.tools
+            work = functools.partial(builder.from_messages, chat, arguments, max_tokens, tools)
+            executor = tokenizer.renderer
         else:
             assert request.prompt is not None
             executor, work = self._executor, functools.partial(builder.from_text, request.prompt, max_tokens)
@@ -106,7 +107,10 @@ class PromptTokenizer:
 
     async def _ask_workers(self, request: messages.GenerateRequest, workers: list[Worker]) -> list[int]:
         ask = internal.Tokenize(
-            text=request.prompt, messages=request.messages, chat_template_kwargs=request.chat_template_kwargs
+            text=request.prompt,
+            messages=request.messages,
+            chat_template_kwargs=request.chat_template_kwargs,
+            tools=request.tools,
         )
         problem = errors.make_error(errors.Code.NO_WORKER)
         for worker in workers:

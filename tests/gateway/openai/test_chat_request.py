@@ -29,7 +29,7 @@ def test_every_field_becomes_that_of_the_wire() -> None:
         "presence_penalty": 1.0,
         "frequency_penalty": -1.0,
         "logit_bias": {"5": 2.0},
-        "tools": [{"type": "function"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
         "tool_choice": "auto",
         "top_k": 3,
         "min_p": 0.1,
@@ -146,6 +146,7 @@ def nested(depth: int) -> list[object]:
 
 
 def test_tools_may_nest_up_to_the_limit_of_the_wire_and_no_deeper() -> None:
-    assert read(tools=[{"deep": nested(61)}]).request.tools
-    assert refusal(tools=[{"deep": nested(63)}]).param == "tools"
-    assert refusal(tools=[{"deep": nested(900)}]).code is errors.Code.INVALID_REQUEST
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert read(tools=[tool | {"deep": nested(63)}]).request.tools
+    assert refusal(tools=[tool | {"deep": nested(64)}]).param == "tools[0]"
+    assert refusal(tools=[tool | {"deep": nested(900)}]).code is errors.Code.INVALID_REQUEST

@@ -18,6 +18,7 @@ GREEDY = {
     "for ever": "{% for a in n %}{% for b in n %}{% for c in n %}{% endfor %}{% endfor %}{% endfor %}",
     "a text that doubles": "{% for i in n %}{% set it.x = it.x ~ 'ab' ~ it.x %}{% endfor %}",
     "a list of lists": "{% for i in range(40) %}{% set it.x = [it.x, it.x] %}{% endfor %}{{ it.x }}",
+    "a list that grows while it is read": "{% for m in messages %}{{ messages.append(m) }}{% endfor %}",
     "a number": "{% set nine = messages | length + 8 %}{{ nine ** (nine ** nine) }}",
     "one expression": "{{ 'a' * (messages | length * 10 ** 12) }}",
 }
@@ -43,6 +44,12 @@ def make(renderers: list[Renderer], source: str, cpu_s: float = limits.RENDER_CP
 
 def test_a_conversation_becomes_texts_and_special_tokens(renderers: list[Renderer]) -> None:
     assert make(renderers, PLAIN).render(said("hello"), None) == ["user: hello", 2]
+
+
+def test_tools_reach_the_template(renderers: list[Renderer]) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g<|end|>"}}]
+    of = make(renderers, "{% for tool in tools %}{{ tool.function.name }}<|end|>{% endfor %}")
+    assert of.render(said("hello"), None, tools) == ["f", 2, "g<|end|>", 2]
 
 
 @pytest.mark.parametrize("greed", GREEDY.values(), ids=list(GREEDY))
@@ -91,6 +98,9 @@ def test_a_number_that_no_message_can_carry_is_refused(renderers: list[Renderer]
     with pytest.raises(errors.RequestError) as caught:
         of.render(said("x"), {"n": 1 << 70})
     assert caught.value.error.param == "chat_template_kwargs"
+    with pytest.raises(errors.RequestError) as caught:
+        of.render(said("x"), None, [{"type": "function", "function": {"name": "f", "parameters": {"n": 1 << 70}}}])
+    assert caught.value.error.param == "tools"
     assert of.render(said("hello"), None) == ["user: hello", 2]
 
 

@@ -115,15 +115,14 @@ def test_arguments_add_no_token_wherever_they_nest(text: str) -> None:
 @settings(max_examples=100)
 def test_values_in_json_add_no_token(text: str) -> None:
     conversation = [
-        ChatMessage(role="assistant", tool_calls=[{"function": {"name": text, "arguments": {"a": [text]}}}])
+        ChatMessage(role="assistant", tool_calls=[{"function": {"name": text or "f", "arguments": {"a": [text]}}}])
     ]
-    source = "{% for call in messages[0].tool_calls %}{{ call.function.name }}\n{{ call | tojson }}\n{% endfor %}<s>"
+    call = "{{ call.function.name }}\n{{ call.function | tojson }}\n"
+    source = "{% for call in messages[0].tool_calls %}" + call + "{% endfor %}<s>"
     pieces = ChatTemplate(source, SPECIAL, "", "").render(conversation)
     assert ids_in(pieces) == [3]
-    quoted = text.replace("\n", "\\n")
-    assert text_of(pieces) == (
-        f'{text}\n{{"function": {{"name": "{quoted}", "arguments": {{"a": ["{quoted}"]}}}}}}\n<s>'
-    )
+    quoted, name = text.replace("\n", "\\n"), (text or "f").replace("\n", "\\n")
+    assert text_of(pieces) == f'{text or "f"}\n{{"name": "{name}", "arguments": {{"a": ["{quoted}"]}}}}\n<s>'
 
 
 @given(FRAGMENTS)
@@ -264,7 +263,7 @@ def test_the_parts_of_a_content_are_one_text_to_the_template_and_make_no_token()
 def test_a_message_has_only_the_fields_it_was_given_and_always_a_content() -> None:
     source = "{% for message in messages %}{{ message | list | sort | join(',') }};{% endfor %}"
     conversation = [
-        ChatMessage(role="assistant", tool_calls=[{"id": "1"}]),
+        ChatMessage(role="assistant", tool_calls=[{"id": "1", "function": {"name": "f"}}]),
         ChatMessage(role="tool", content="42", name="f", tool_call_id="1"),
     ]
     pieces = ChatTemplate(source, SPECIAL, "", "").render(conversation)
@@ -284,10 +283,17 @@ def test_what_the_template_raises_is_told_to_the_client() -> None:
         "{{ self.__init__.__globals__ }}",
         "{{ raise_exception.__globals__.datetime }}",
         "{{ '{0.__class__.__mro__}'.format(1) }}",
-        "{{ messages.append(1) }}",
-        "{{ messages.clear() }}",
-        "{{ messages[0].update(role='system') }}",
-        "{{ messages[0].pop('role') }}",
+        "{{ '{0.__class__}'.format_map({'0': 1}) }}",
+        "{{ [1] | map(attribute='__class__.__mro__') | list }}",
+        "{{ ([1] | map('attr', '__class__') | list | first).__mro__ }}",
+        "{% set own = [messages] %}{{ own.sort(key='{0.__class__.__mro__}'.format) }}{{ own[0].__class__.__name__ }}",
+        "{{ messages.append.__self__.append }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ joiner.mro() }}",
+        "{{ lipsum.__globals__.os }}",
+        "{% set cycler.next = 1 %}",
+        "{% set messages.extra = 1 %}",
+        "{% set own = [] %}{{ own.append(own) }}{{ own | tojson }}",
         "{% for i in range(1000000000) %}{% endfor %}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
         "{% include 'other' %}",
@@ -350,3 +356,119 @@ def test_the_same_template_renders_one_conversation_after_another() -> None:
     for content in itertools.islice(itertools.cycle(["a", "<|im_end|>", "\U00013000"]), 6):
         pieces = template.render([ChatMessage(role="user", content=content)])
         assert pieces == [1, f"user\n{content}\n", 2, "\n", 1, "assistant\n"]
+
+
+# What one rendering leaves to the next
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "{{ messages.append(messages[0]) }}",
+        "{{ messages.clear() }}",
+        "{{ messages[0].update(role='system') }}",
+        "{{ messages[0].pop('role') }}",
+        "{{ tools.append(1) }}",
+        "{{ tools[0].function.parameters.properties.clear() }}",
+        "{{ extra.deep.append(1) }}",
+        "{{ extra.update(new=1) }}",
+        "{{ dict.update(extra, new=1) }}",
+        "{{ constant.append(1) }}",
+        "{% set range = 1 %}{% set dict = 2 %}{% set strftime_now = 3 %}{% set raise_exception = 4 %}",
+        "{% set messages = [] %}{% set tools = [] %}{% set extra = {} %}{% set bos_token = 'x' %}",
+        "{% macro defaults(own=[]) %}{{ own.append(1) }}{% endmacro %}{{ defaults() }}",
+    ],
+)
+def test_what_a_template_changes_is_not_seen_by_the_next_request_nor_by_its_sender(change: str) -> None:
+    show = (
+        "{% macro with_default(own=[]) %}{{ own.append(1) }}{{ own }}{% endmacro %}"
+        "{{ messages }}{{ tools }}{{ extra }}{{ constant }}{{ bos_token }}{{ range(2) | list }}{{ dict(a=1) }}"
+        "{{ with_default() }}{{ range }}{{ cycler(1).next() }}{{ joiner(1)() }}{{ namespace(a=1).a }}"
+    )
+    source = (
+        "{% set constant = [0, {'a': [1]}] %}{% if change %}"
+        + change
+        + "{% endif %}{% if show %}"
+        + show
+        + "{% endif %}"
+    )
+    template = ChatTemplate(source, SPECIAL, "<s>", "</s>")
+    conversation, extra, tools = [ChatMessage(role="user", content="hi")], {"deep": [1]}, [TOOL]
+
+    def rendered(**switches: bool) -> list[str | int]:
+        return template.render(conversation, {"extra": extra} | switches, tools)
+
+    before = rendered(show=True)
+    rendered(change=True)
+    assert rendered(show=True) == before
+    assert (extra, tools) == ({"deep": [1]}, [TOOL])
+
+
+# Tools
+
+
+@given(FRAGMENTS)
+@settings(max_examples=100)
+def test_the_texts_of_tools_add_no_token(text: str) -> None:
+    properties = {text: {"type": "string", "description": text, "enum": [text]}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "description": text, "parameters": {"properties": properties}},
+    }
+    for tojson in ("tojson", "tojson(ensure_ascii=true)", "tojson(indent=2, sort_keys=true)"):
+        template = ChatTemplate(
+            "{{ tools[0].function.description }}\n{{ tools | " + tojson + " }}\n<s>", SPECIAL, "", ""
+        )
+        assert ids_in(template.render([ChatMessage(role="user", content="hi")], None, [tool])) == [3]
+
+
+def test_tools_are_a_variable_of_the_template_that_is_absent_without_them() -> None:
+    source = (
+        "{% if tools is defined %}{{ tools | map(attribute='function') | map(attribute='name') | list }}{% endif %}."
+    )
+    template = ChatTemplate(source, SPECIAL, "", "")
+    conversation = [ChatMessage(role="user", content="hi")]
+    assert template.render(conversation, None, [TOOL]) == ["['f']."]
+    assert template.render(conversation, None, []) == ["."]
+    assert template.render(conversation) == ["."]
+
+
+def test_a_tool_has_a_description_and_parameters_also_if_it_was_given_none() -> None:
+    template = ChatTemplate("{{ tools | tojson }}", SPECIAL, "", "")
+    tools: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f", "parameters": None}}]
+    assert template.render([ChatMessage(role="user", content="hi")], None, tools) == [
+        '[{"type": "function", "function": {"name": "f", "description": "", '
+        '"parameters": {"type": "object", "properties": {}}}}]'
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{{ extra | tojson }}", '{"b": "é", "a": [1, 2]}'),
+        ("{{ extra | tojson(ensure_ascii=true) }}", '{"b": "\\u00e9", "a": [1, 2]}'),
+        ("{{ extra | tojson(ensure_ascii=False) }}", '{"b": "é", "a": [1, 2]}'),
+        ("{{ extra | tojson(sort_keys=true) }}", '{"a": [1, 2], "b": "é"}'),
+        ("{{ extra | tojson(separators=(',', ':')) }}", '{"b":"é","a":[1,2]}'),
+        ("{{ extra | tojson(separators=[',', ':'], indent=0) }}", '{\n"b":"é",\n"a":[\n1,\n2\n]\n}'),
+        ("{{ extra.a | map('string') | tojson }}", '["1", "2"]'),
+    ],
+)
+def test_json_is_written_as_the_template_asks(written: str, expected: str) -> None:
+    assert render(written, arguments={"extra": {"b": "é", "a": [1, 2]}}) == [expected]
+
+
+def test_what_is_marked_as_generated_is_written_like_the_rest_and_has_its_own_variables() -> None:
+    source = (
+        "{% set a = 1 %}[{% generation %}{% set a = 2 %}{{ a }}{{ messages[0].content }}{% endgeneration %}]{{ a }}"
+    )
+    assert render(source) == ["[2hi]1"]
+
+
+def test_a_template_may_ask_for_tools_and_time_by_firefunction_s_names() -> None:
+    template = ChatTemplate("{{ functions }} {{ datetime[:2] }}", SPECIAL, "", "")
+    (text,) = template.render([ChatMessage(role="user", content="hi")], None, [TOOL])
+    assert str(text).startswith('[\n    {\n        "name": "f"')
+    assert str(text).endswith("] 20")

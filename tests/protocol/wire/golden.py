@@ -22,6 +22,9 @@ class Entry(TypedDict):
     """In hex."""
 
 
+CALL = messages.ToolCallDelta(
+    index=0, id="c1", type="function", function=messages.FunctionDelta(name="f", arguments='{"a": 1')
+)
 USAGE = messages.Usage(prompt_tokens=12, completion_tokens=3, total_tokens=15, cached_tokens=8)
 TIMINGS = messages.Timings(queue_ms=0.5, prefill_ms=20.25, ttft_ms=21.0, decode_ms=30.0, total_ms=51.5)
 LOAD = messages.Load(
@@ -107,6 +110,8 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             grammar='root ::= "a"',
             tools=[{"type": "function", "function": {"name": "f"}}],
             tool_choice="auto",
+            parallel_tool_calls=False,
+            parse_output=False,
             chat_template_kwargs={"thinking": False, "n": None},
             lora=[messages.Lora(name="style", scale=0.5)],
             cache_prompt=True,
@@ -174,7 +179,24 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     ),
     (
         "a terminal with tool calls",
-        messages.Chunk(id="r-1", finish_reason=messages.FinishReason.TOOL_CALLS, tool_calls=[{"id": "c1"}]),
+        messages.Chunk(id="r-1", finish_reason=messages.FinishReason.TOOL_CALLS, tool_calls=[CALL]),
+    ),
+    (
+        "reasoning, and a call that begins",
+        messages.Chunk(id="r-1", offset=3, tokens=2, reasoning_offset=4, reasoning="mm", tool_calls=[CALL]),
+    ),
+    (
+        "more of a call",
+        messages.Chunk(
+            id="r-1",
+            offset=5,
+            tokens=1,
+            tool_calls=[
+                messages.ToolCallDelta(
+                    index=0, arguments_offset=2, function=messages.FunctionDelta(arguments='"é"}')
+                )
+            ],
+        ),
     ),
     ("a refusal", messages.Chunk(id="", finish_reason=messages.FinishReason.ERROR, error=ERROR)),
     ("yes", messages.CancelReply(cancelled=True)),
@@ -271,6 +293,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
                 session_id="s",
                 priority=-5,
             ),
+            is_chat=True,
             age_ms=12.5,
             remaining_ms=1500.5,
             crashes=1,
@@ -334,7 +357,9 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     (
         "a conversation",
         internal.Tokenize(
-            messages=[messages.ChatMessage(role="user", content="Hello")], chat_template_kwargs={"thinking": True}
+            messages=[messages.ChatMessage(role="user", content="Hello")],
+            chat_template_kwargs={"thinking": True},
+            tools=[{"type": "function", "function": {"name": "f"}}],
         ),
     ),
     ("token ids", internal.TokenizeReply(token_ids=block_hash.pack_token_ids([1, 2]))),

@@ -237,7 +237,7 @@ def nested(levels: int) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("name", "wrap"),
-    [("chat_template_kwargs", 0), ("tools", 1), ("tool_choice", 0), ("tool_calls", 1)],
+    [("chat_template_kwargs", 0), ("tool_calls", 1)],
 )
 def test_free_form_fields_nest_to_the_limit_and_not_one_level_deeper(name: str, wrap: int) -> None:
     def asked(levels: int) -> GenerateRequest:
@@ -279,9 +279,7 @@ def test_a_schema_nests_to_the_limit_and_not_one_level_deeper() -> None:
             "response_format",
         ),
         ("grammar", 'root ::= "a"', "grammar", "grammar"),
-        ("tools", [{"type": "function"}], "tools", "tools"),
-        ("tool_choice", "required", "tools", "tool_choice"),
-        ("tool_choice", {"type": "function"}, "tools", "tool_choice"),
+        ("tools", [{"type": "function", "function": {"name": "f"}}], "tools", "tools"),
         ("lora", [Lora(name="a")], "lora", "lora"),
         ("resume_from", ResumeFrom(token_ids=[1]), "resume", "resume_from"),
         ("return_progress", True, "progress", "return_progress"),
@@ -318,12 +316,11 @@ def test_a_value_that_changes_nothing_needs_nothing(field: str, value: object) -
 
 
 def test_every_need_is_named_in_a_request_that_has_several() -> None:
-    asked = make(logprobs=1, presence_penalty=1.0, tools=[{}], tool_choice="required")
+    asked = make(logprobs=1, presence_penalty=1.0, tools=[{}])
     assert [need.param for need in validation.required_features(asked)] == [
         "logprobs",
         "presence_penalty",
         "tools",
-        "tool_choice",
     ]
 
 
@@ -362,6 +359,10 @@ def test_everything_that_was_asked_goes_on_to_the_worker() -> None:
         "regex": "a",
         "choice": ["a"],
         "grammar": "start: /a/",
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "parse_output": False,
     }
     assert set(asked) | {"logit_bias"} == set(GenerationParams.__struct_fields__)
     expected = GenerationParams(**asked, logit_bias={"12": 1.5, 13: -2.0})  # type: ignore[arg-type]

@@ -28,6 +28,8 @@ class ConstraintError(Exception):
 def to_grammar(constraint: contract.Constraint) -> str:
     """Raises ConstraintError for GBNF that can't be converted; llguidance finds all other errors."""
     body = _body(constraint)
+    if constraint.preamble:
+        return json.dumps({"grammars": [{"name": "top", "lark_grammar": constraint.preamble}, {"name": "body"} | body]})
     match constraint.begins_after:
         case None:
             grammars = [body]

@@ -34,7 +34,7 @@ class ModelTokenizer:
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         """Returns the token ids of a text or a conversation. Raises RequestError."""
         if request.messages is not None:
-            return self._builder.from_messages(request.messages, request.chat_template_kwargs)
+            return self._builder.from_messages(request.messages, request.chat_template_kwargs, tools=request.tools)
         if request.text is None:
             raise errors.request_error(errors.Code.INVALID_REQUEST, "text or messages is required", param="text")
         return self._builder.from_text(request.text)

@@ -3,14 +3,11 @@
 The files come with the source of llama-cpp-python, and are cached beside its wheel.
 """
 
-import subprocess
 from pathlib import Path
 
-import llama_cpp
 import pytest
 
-from deploy import llama_cpp_wheel
-from tests.support import vocabularies
+from tests.support import llama_cpp_source, vocabularies
 from tokenbus.protocol.prompt import prompt
 from tokenbus.worker.engine.gguf.tokenizer import bundle
 
@@ -36,19 +33,13 @@ OFFERED = {
     "starcoder": True,
 }
 """No bundles are offered for WordPiece and Unigram, which only embedding models use."""
-NO_NETWORK = ("NewConnectionError", "NameResolutionError", "name resolution", "Network is unreachable")
 
 _BETWEEN = "\n__ggml_vocab_test__\n"
 
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    try:
-        return llama_cpp_wheel.vocabularies(llama_cpp.__version__)
-    except subprocess.CalledProcessError as error:
-        if any(sign in error.stderr for sign in NO_NETWORK):
-            pytest.skip(f"offline, and {llama_cpp_wheel.vocabularies_folder(llama_cpp.__version__)} is not there")
-        pytest.fail(f"the source of llama-cpp-python, which has the vocabularies, can't be fetched: {error.stderr}")
+    return llama_cpp_source.folder("vocabularies")
 
 
 def texts_of(path: Path) -> list[str]:

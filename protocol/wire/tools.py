@@ -1,0 +1,69 @@
+"""Validates the tools of a request: the functions that a model may call."""
+
+import re
+from typing import Any
+
+import msgspec
+
+from tokenbus.protocol.wire import codec, limits
+from tokenbus.protocol.wire.errors import invalid_field
+
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{limits.MAX_TOOL_NAME_CHARS}}}")
+
+
+def check_tools(tools: list[dict[str, Any]]) -> None:
+    """Raises RequestError for the first field of a tool that is not allowed."""
+    if len(tools) > limits.MAX_TOOLS:
+        raise invalid_field("tools", f"at most {limits.MAX_TOOLS} tools are allowed, got {len(tools)}")
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        path = f"tools[{index}]"
+        name = _check_tool(tool, path)
+        if name in names:
+            raise invalid_field(f"{path}.function.name", f"{name!r} is the name of an earlier tool too")
+        names.add(name)
+
+
+def check_tool_choice(choice: str | dict[str, Any] | None, tools: list[dict[str, Any]]) -> None:
+    """Raises RequestError unless the choice is a mode, or names one of the tools."""
+    if choice in (None, "auto", "none") or choice == {}:
+        return
+    if not tools:
+        raise invalid_field("tool_choice", "there are no tools to choose from")
+    name = chosen_tool(choice)
+    if choice != "required" and name is None:
+        allowed = '{"type": "function", "function": {"name": ...}}'
+        raise invalid_field("tool_choice", f"must be auto, none, required or {allowed}")
+    if name is not None and name not in (tool["function"]["name"] for tool in tools):
+        raise invalid_field("tool_choice.function.name", "is not the name of one of the tools")
+
+
+def chosen_tool(choice: str | dict[str, Any] | None) -> str | None:
+    """Returns the name of the tool that must be called; None if there is no such one."""
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _check_tool(tool: dict[str, Any], path: str) -> str:
+    """Returns the name of a tool, or raises RequestError."""
+    codec.check_free_form(tool, path)
+    if tool.get("type") != "function":
+        raise invalid_field(f"{path}.type", "must be function")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise invalid_field(f"{path}.function", "must be an object with name, description and parameters")
+    path = f"{path}.function"
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise invalid_field(f"{path}.name", f"must be 1 to {limits.MAX_TOOL_NAME_CHARS} of A-Z a-z 0-9 _ . -")
+    for field, kind, noun in (("description", str, "a string"), ("parameters", dict, "an object")):
+        if function.get(field) is not None and not isinstance(function[field], kind):
+            raise invalid_field(f"{path}.{field}", f"must be {noun}")
+    try:
+        size = len(msgspec.json.encode(function))
+    except TypeError as error:  # MessagePack has maps whose keys are no texts
+        raise invalid_field(path, f"must be JSON: {error}") from error
+    if size > limits.MAX_TOOL_BYTES:
+        raise invalid_field(path, f"must have at most {limits.MAX_TOOL_BYTES} bytes as JSON, got {size}")
+    return name

@@ -1,0 +1,147 @@
+"""Past tool calls reach a template complete and in the form that it needs, and mistakes in them are named."""
+
+from typing import Any
+
+import pytest
+
+from tokenbus.protocol.prompt import history
+from tokenbus.protocol.prompt.template import ChatTemplate, SpecialTokens
+from tokenbus.protocol.wire import errors, limits
+from tokenbus.protocol.wire.messages import ChatMessage
+
+USER = ChatMessage(role="user", content="hi")
+
+
+def calling(*calls: dict[str, Any], **fields: Any) -> ChatMessage:
+    return ChatMessage(role="assistant", tool_calls=list(calls), **fields)
+
+
+def call(name: str = "f", arguments: object = "{}", **fields: Any) -> dict[str, Any]:
+    return fields | {"function": {"name": name, "arguments": arguments}}
+
+
+def result(content: str = "done", call_id: str | None = None, name: str | None = None) -> ChatMessage:
+    return ChatMessage(role="tool", content=content, tool_call_id=call_id, name=name)
+
+
+def made(*conversation: ChatMessage, with_objects: bool = True) -> list[history.MessageDict]:
+    return history.message_dicts(list(conversation), with_objects)
+
+
+def refusal(*conversation: ChatMessage) -> errors.Error:
+    with pytest.raises(errors.RequestError) as caught:
+        made(*conversation)
+    assert caught.value.error.code is errors.Code.INVALID_REQUEST
+    return caught.value.error
+
+
+def test_a_call_is_completed_with_id_and_type_and_its_result_with_id_and_name() -> None:
+    seen = made(USER, calling(call("f"), call("g")), result("one"), result("two"))
+    assert [(one["id"], one["type"], one["function"]["name"]) for one in seen[1]["tool_calls"]] == [
+        ("call00000", "function", "f"),
+        ("call00001", "function", "g"),
+    ]
+    assert [(one["tool_call_id"], one["name"]) for one in seen[2:]] == [("call00000", "f"), ("call00001", "g")]
+
+
+def test_ids_and_names_that_are_given_stay() -> None:
+    seen = made(
+        USER, calling(call("f", id="x", extra=1), call("g", id="y")), result(call_id="y", name="h"), result(call_id="x")
+    )
+    assert seen[1]["tool_calls"][0] == {
+        "id": "x", "type": "function", "extra": 1, "function": {"name": "f", "arguments": {}},
+    }  # fmt: skip
+    assert [(one["tool_call_id"], one["name"]) for one in seen[2:]] == [("y", "h"), ("x", "f")]
+
+
+def test_a_made_id_is_not_one_that_was_given() -> None:
+    seen = made(USER, calling(call(id="call00000"), call()))
+    assert [one["id"] for one in seen[1]["tool_calls"]] == ["call00000", "call00001"]
+
+
+def test_a_result_without_an_id_is_for_the_first_call_that_has_none() -> None:
+    seen = made(USER, calling(call(id="x"), call(id="y"), call(id="z")), result(call_id="y"), result(), result())
+    assert [one["tool_call_id"] for one in seen[2:]] == ["y", "x", "z"]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": [1, null]}', {"a": [1, None]}])
+def test_arguments_become_an_object_or_a_text_as_the_template_needs(arguments: object) -> None:
+    def seen(with_objects: bool) -> object:
+        return made(calling(call(arguments=arguments)), with_objects=with_objects)[0]["tool_calls"][0]["function"]
+
+    assert seen(True) == {"name": "f", "arguments": {"a": [1, None]}}
+    text = arguments if isinstance(arguments, str) else '{"a":[1,null]}'
+    assert seen(False) == {"name": "f", "arguments": text}
+
+
+@pytest.mark.parametrize("arguments", ["", " ", None])
+def test_no_arguments_are_an_empty_object(arguments: object) -> None:
+    for with_objects, empty in ((True, {}), (False, "{}")):
+        seen = made(calling(call(arguments=arguments)), with_objects=with_objects)
+        assert seen[0]["tool_calls"][0]["function"]["arguments"] == empty
+
+
+def test_reasoning_has_all_the_names_that_templates_know() -> None:
+    seen = made(calling(call(), reasoning_content="so"))[0]
+    assert [seen[name] for name in ("reasoning_content", "reasoning", "thinking")] == ["so"] * 3
+
+
+DEEP = "[" * (limits.MAX_NESTING - 1) + "]" * (limits.MAX_NESTING - 1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        (call(arguments='{"a": 1'), "function.arguments"),
+        (call(arguments="[1]"), "function.arguments"),
+        (call(arguments="7"), "function.arguments"),
+        (call(arguments=[1]), "function.arguments"),
+        (call(arguments=7), "function.arguments"),
+        (call(arguments='{"a": NaN}'), "function.arguments"),
+        (call(arguments='{"a": "\\ud800"}'), "function.arguments"),
+        (call(arguments='{"a": ' + "[" * 5_000 + "]" * 5_000 + "}"), "function.arguments"),
+        (call(arguments='{"a": [' + DEEP + "]}"), "function.arguments"),
+        ({"function": {"arguments": "{}"}}, "function.name"),
+        ({"function": {"name": ""}}, "function.name"),
+        ({"function": {"name": 7}}, "function.name"),
+        ({"function": "f"}, "function"),
+        ({}, "function"),
+        (call(id=""), "id"),
+        (call(id=7), "id"),
+    ],
+)
+def test_a_mistake_in_a_call_is_refused_with_its_message_and_field(bad: dict[str, Any], field: str) -> None:
+    error = refusal(USER, calling(call()), result(), calling(call(), bad))
+    assert error.param == f"messages[3].tool_calls[1].{field}"
+    assert error.message.startswith(f"{error.param}: must be ") or "nested deeper" in error.message
+
+
+def test_a_result_without_a_call_is_refused() -> None:
+    assert refusal(USER, result()).param == "messages[1].tool_call_id"
+    assert refusal(USER, calling(call()), result(), result()).param == "messages[3].tool_call_id"
+    error = refusal(USER, calling(call(id="x")), result(call_id="y"))
+    assert error.message == "messages[2].tool_call_id: no tool call before it has the id 'y'"
+
+
+# Which form a template needs
+
+SAID = [USER, calling(call(arguments='{"b": "é"}')), result()]
+ONE_CALL = "{% for m in messages if m.tool_calls %}{% set f = m.tool_calls[0].function %}{BODY}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("{{ f.arguments | tojson }}", '{"b": "é"}'),
+        ("{% for key in f.arguments %}{{ key }}={{ f.arguments[key] }}{% endfor %}", "b=é"),
+        ("{{ f.arguments if f.arguments is string else f.arguments | tojson }}", '{"b": "é"}'),
+        ("{{ '<' + f.arguments + '>' }}", '<{"b": "é"}>'),
+        ("{{ f.arguments }}", '{"b": "é"}'),
+        ("{% if f.arguments is mapping %}{{ raise_exception('a text!') }}{% endif %}{{ f.arguments }}", '{"b": "é"}'),
+        ("{{ f.name }}", "f"),
+    ],
+)
+def test_a_template_gets_objects_and_texts_only_where_it_takes_no_objects(body: str, expected: str) -> None:
+    template = ChatTemplate(ONE_CALL.replace("{BODY}", body), SpecialTokens({}), "", "")
+    for _ in range(2):
+        assert template.render(SAID) == [expected]

@@ -1,0 +1,117 @@
+"""Checks a chat format: what its template writes for known answers must be read back exactly."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tokenbus.worker.chat_format import deltas
+from tokenbus.worker.chat_format.chat_format import ChatFormat, Values
+from tokenbus.worker.chat_format.parser import Parser, Rules
+from tokenbus.worker.chat_format.probe import FUNCTIONS, KEYS, PARAMETERS, VALUE_KEYS, Probe, call
+
+_A, _B = KEYS
+_NUMBER, _OBJECT, _FLAG = (VALUE_KEYS[kind] for kind in ("number", "object", "boolean"))
+_NESTED = {"deep": [1, {"a b": None, "c": [True, -2.5e3]}], "empty": {}}
+
+
+class _Answer(NamedTuple):
+    content: str
+    reasoning: str
+    calls: list[tuple[str, Any]]
+
+
+_ANSWERS = (
+    _Answer("", "", [(FUNCTIONS[1], {_A: "naïve “日本語” \"quoted\" \\ 'text'", _B: "two\n  lines"})]),
+    _Answer("some words", "", [(FUNCTIONS[0], {_OBJECT: _NESTED, _NUMBER: 42, _FLAG: False})]),
+    _Answer("", "", [(FUNCTIONS[2], {})]),
+    _Answer("", "a thought", [(FUNCTIONS[0], {_B: "x"}), (FUNCTIONS[2], {_NUMBER: 0.5, _OBJECT: {}})]),
+    _Answer("words", "", [(FUNCTIONS[1], {_A: "1"}), (FUNCTIONS[1], {_A: "2"}), (FUNCTIONS[0], {})]),
+)
+"""Other functions, notations and numbers of calls than those a format is found with."""
+
+
+def reads_back(probe: Probe, form: ChatFormat, opening: str, ending: str) -> bool:
+    """Returns whether a format reads all answers back that its template can write.
+
+    `opening` and `ending` are what the template writes before and behind an answer."""
+    rules = Rules(form)
+    return all(_reads(probe, rules, answer, opening, ending) for answer in _ANSWERS)
+
+
+def _reads(probe: Probe, rules: Rules, answer: _Answer, opening: str, ending: str) -> bool:
+    assert rules.form.calls is not None
+    if rules.form.calls.values is Values.PYTHON:
+        answer = answer._replace(calls=[(name, _without_quotes(arguments)) for name, arguments in answer.calls])
+    if len(answer.calls) > 1 and not rules.form.calls.parallel:
+        return True
+    calls = [call(place, arguments, name) for place, (name, arguments) in enumerate(answer.calls)]
+    text = probe.answer(*calls, content=answer.content or None, reasoning=answer.reasoning or None)
+    if text is not None and answer.content and answer.calls[0][0] not in text:
+        text = probe.answer(*calls, reasoning=answer.reasoning or None)  # it writes calls only where no content is
+    if text is None:
+        return False
+    if answer.calls[-1][0] not in text:
+        return len(answer.calls) > 1  # it writes the first call only
+    # Some templates write no content beside calls, or no reasoning of the past.
+    expected = _Answer(
+        answer.content if answer.content and answer.content in text else "",
+        answer.reasoning if answer.reasoning and answer.reasoning in text else "",
+        answer.calls,
+    )
+    text = text[len(probe.common_prefix(text, opening)) :]
+    texts = {text.removesuffix(probe.common_suffix(text, ending))}
+    texts |= {text.rpartition(close)[0] for close in rules.form.turn_close if close in text}
+    # An answer of the past may begin with what a prompt adds to it, or behind that, or at the end of no reasoning.
+    prompts = {"", rules.form.generation_prompt}
+    if rules.form.reasoning is not None:
+        prompts.add(rules.form.reasoning.close.strip())
+    return any(
+        _same(_read(probe, rules, prompt, one.removeprefix(prompt)), expected, text)
+        for prompt in prompts
+        for one in texts
+    )
+
+
+def _without_quotes(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns arguments whose texts need no escapes: templates that write literals of Python do not write any."""
+    return {
+        key: re.sub(r"[\"'\\\n]", "", value) if isinstance(value, str) else value for key, value in arguments.items()
+    }
+
+
+def _same(seen: _Answer, expected: _Answer, text: str) -> bool:
+    # A turn may begin with a space that is no part of its marker, and words beside a call may be written as reasoning.
+    said = (seen.content.strip(), seen.reasoning)
+    if said not in (expected[:2], (expected.reasoning, expected.content)) or len(seen.calls) != len(expected.calls):
+        return False
+    return all(
+        name == wanted
+        and isinstance(one, dict)
+        and one.keys() == arguments.keys()
+        # Some templates write values as Python prints them, which is not what their models write.
+        and all(
+            one[key] == value or (one[key] == str(value) and str(value) in text) for key, value in arguments.items()
+        )
+        for (name, one), (wanted, arguments) in zip(seen.calls, expected.calls, strict=True)
+    )
+
+
+def _read(probe: Probe, rules: Rules, prompt: str, text: str) -> _Answer:
+    tools = {name: PARAMETERS for name in FUNCTIONS}
+    parser = Parser(rules, tools=tools, key="", generation_prompt=prompt)
+    said = parser.feed_tokens(probe.tokens(text)) + parser.finish(cut_off=False)
+    content = "".join(one.text for one in said if isinstance(one, deltas.Content))
+    reasoning = "".join(one.text for one in said if isinstance(one, deltas.Reasoning))
+    begun = [one for one in said if isinstance(one, deltas.CallBegin)]
+    return _Answer(content, reasoning, [(one.name, _arguments(said, one.index)) for one in begun])
+
+
+def _arguments(said: list[deltas.Delta], index: int) -> Any:
+    fragments = [one.fragment for one in said if isinstance(one, deltas.CallArguments) and one.index == index]
+    try:
+        return msgspec.json.decode("".join(fragments))
+    except msgspec.DecodeError:
+        return None

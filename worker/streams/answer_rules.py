@@ -1,0 +1,110 @@
+"""What a request wants of its answer: how it is parsed, and what it has to be; pure.
+
+A constraint is about the answer's text, so reasoning comes before it, wherever the model may reason. Tools that may be
+called, or must be, are a constraint of their own."""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tokenbus.protocol.wire import errors, internal, tools
+from tokenbus.protocol.wire.params import GenerationParams
+from tokenbus.worker import contract
+from tokenbus.worker.chat_format import grammar
+from tokenbus.worker.chat_format.chat_rules import ChatRules
+
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+class AnswerRules(NamedTuple):
+    """How the answer to a request is parsed, and what it has to be."""
+
+    parsing: contract.OutputParsing | None
+    constraint: contract.Constraint | None
+    forbidden: tuple[int, ...] = ()
+    """Tokens that it must not have: those that open a call, if none may be made."""
+
+
+def answer_rules(
+    run: internal.Run, prompt: list[int], chat: ChatRules | None, *, can_constrain: bool = True
+) -> AnswerRules:
+    """Raises RequestError for what the chat format, or an engine that can't constrain its output, has no way to do.
+
+    `chat` is None where the model's format is not known."""
+    asked = run.params
+    if not run.is_chat or chat is None:
+        return AnswerRules(None, _to_constraint(asked))
+    callable_tools = _parameters(asked)
+    generation_prompt = chat.generation_prompt(prompt)
+    parsing = contract.OutputParsing(
+        tools=callable_tools or None, generation_prompt=generation_prompt, hold_calls=not asked.is_streamed
+    )
+    constraint = None
+    if can_constrain:
+        in_reasoning = chat.begins_in_reasoning(generation_prompt)
+        constraint = _chat_constraint(asked, callable_tools, chat, in_reasoning=in_reasoning)
+    elif callable_tools and asked.tool_choice not in (None, "auto", {}):
+        problem = "tool_choice: this engine can't make a model call a tool, only auto and none are served"
+        raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="tool_choice")
+    return AnswerRules(
+        parsing=None if asked.parse_output is False else parsing,
+        constraint=constraint,
+        forbidden=chat.call_tokens if asked.tools and not callable_tools else (),
+    )
+
+
+def _parameters(asked: GenerationParams) -> dict[str, dict[str, Any]]:
+    """Returns the parameters of each tool that may be called."""
+    name = tools.chosen_tool(asked.tool_choice)
+    functions = [tool["function"] for tool in asked.called_tools]
+    return {one["name"]: one.get("parameters") or {} for one in functions if name in (None, one["name"])}
+
+
+def _chat_constraint(
+    asked: GenerationParams, callable_tools: dict[str, dict[str, Any]], chat: ChatRules, *, in_reasoning: bool
+) -> contract.Constraint | None:
+    wanted = _to_constraint(asked)
+    is_required = bool(asked.tool_choice) and asked.tool_choice != "auto"
+    try:
+        if callable_tools:
+            source = grammar.calls_grammar(
+                chat.format,
+                callable_tools,
+                is_required=is_required,
+                parallel=asked.parallel_tool_calls is not False,
+                in_reasoning=in_reasoning,
+                content=None if wanted is None else json.loads(wanted.source),
+            )
+            return contract.Constraint(kind=contract.ConstraintKind.LARK, source=source, param="tools")
+        if wanted is None:
+            return None
+        preamble = grammar.reasoning_grammar(chat.format, in_reasoning=in_reasoning)
+        return msgspec.structs.replace(wanted, preamble=preamble)
+    except grammar.GrammarError as error:
+        if callable_tools and not is_required and wanted is None:
+            return None  # calls are read, but can't be made sure of
+        param = "tools" if callable_tools else "response_format"
+        raise errors.request_error(errors.Code.UNSUPPORTED, f"{param}: {error}", param=param) from error
+
+
+def _to_constraint(asked: GenerationParams) -> contract.Constraint | None:
+    """Returns what the answer's text has to be; None if it may be any text."""
+    wanted, kinds = asked.response_format, contract.ConstraintKind
+    if wanted is not None and wanted.type == "json_object":
+        return contract.Constraint(kind=kinds.JSON_SCHEMA, source=json.dumps(_ANY_OBJECT), param="response_format")
+    if wanted is not None and wanted.type == "json_schema" and wanted.json_schema is not None:
+        source = msgspec.json.encode(wanted.json_schema.schema).decode()
+        param = "response_format.json_schema.schema"
+        return contract.Constraint(kind=kinds.JSON_SCHEMA, source=source, param=param)
+    if asked.regex:
+        return contract.Constraint(kind=kinds.REGEX, source=asked.regex, param="regex")
+    if asked.choice:
+        source = msgspec.json.encode(asked.choice).decode()
+        return contract.Constraint(kind=kinds.CHOICE, source=source, param="choice")
+    if asked.grammar:
+        kind = kinds.GBNF if _GBNF_RULE.search(asked.grammar) else kinds.LARK
+        return contract.Constraint(kind=kind, source=asked.grammar, param="grammar")
+    return None
