@@ -42,6 +42,8 @@ PURE = (
     "worker/broker/published_blocks.py",
     "worker/broker/sampled_tokens.py",
     "worker/broker/snapshot.py",
+    "worker/chat_format/*.py",
+    "worker/chat_format/parsing/*.py",
     "worker/engine_client/detokenizer.py",
     "worker/engine_client/stop_automaton.py",
     "worker/streams/packed_logprobs.py",
