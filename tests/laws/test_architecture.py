@@ -44,6 +44,7 @@ PURE = (
     "worker/broker/snapshot.py",
     "worker/chat_format/*.py",
     "worker/chat_format/parsing/*.py",
+    "worker/chat_format/parsing/calls/*.py",
     "worker/engine_client/detokenizer.py",
     "worker/engine_client/stop_automaton.py",
     "worker/streams/packed_logprobs.py",

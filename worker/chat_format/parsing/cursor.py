@@ -8,7 +8,7 @@ _WHITESPACE = re.compile(r"\s*")
 
 
 class Malformed(Exception):
-    """What was read as a call can't become one. Caught inside of the parser."""
+    """The text that was read as a call can't become one. Caught inside of the parser."""
 
 
 class Cursor:

@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterable
 
 from tokenbus.worker.chat_format import deltas
 from tokenbus.worker.chat_format.chat_format import Kind
-from tokenbus.worker.chat_format.parsing.call_reader import CallReader, Tools
+from tokenbus.worker.chat_format.parsing.calls.call_reader import CallReader, Tools
+from tokenbus.worker.chat_format.parsing.calls.header_call import NamedCall
+from tokenbus.worker.chat_format.parsing.calls.json_call import JsonCall
+from tokenbus.worker.chat_format.parsing.calls.tagged_call import TaggedCall
 from tokenbus.worker.chat_format.parsing.cursor import Cursor, Malformed, ReadBack
-from tokenbus.worker.chat_format.parsing.header_call import NamedCall
 from tokenbus.worker.chat_format.parsing.headers import read_header
-from tokenbus.worker.chat_format.parsing.json_call import JsonCall
 from tokenbus.worker.chat_format.parsing.markers import Match, skip_whitespace, without_surrogates
 from tokenbus.worker.chat_format.parsing.output import Output
 from tokenbus.worker.chat_format.parsing.scans import Rules, Scan, To
-from tokenbus.worker.chat_format.parsing.tagged_call import TaggedCall
 from tokenbus.worker.chat_format.parsing.text_reader import Found, TextReader
 
 MAX_HELD = 1024
@@ -67,7 +67,7 @@ class Parser:
 
     @property
     def calls(self) -> int:
-        """How many calls have begun."""
+        """The number of calls that have begun."""
         return self._output.calls
 
     @property

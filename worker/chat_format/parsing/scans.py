@@ -16,7 +16,7 @@ TextKind = type[deltas.Content] | type[deltas.Reasoning] | None
 
 
 class To(Enum):
-    """What a marker in a text leads to."""
+    """The states that a marker in a text leads to."""
 
     REASONING = 0
     CONTENT = 1
