@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tokenbus.worker.chat_format.chat_format import ChatFormat
-from tokenbus.worker.chat_format.parser import Parser, Rules
+from tokenbus.worker.chat_format.parsing.parser import Parser
+from tokenbus.worker.chat_format.parsing.scans import Rules
 
 _PROMPT_TAIL = 256
 """Tokens at the end of a prompt among which the beginning of the answer is sought."""

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Values
-from tokenbus.worker.chat_format.schema import types_of
+from tokenbus.worker.chat_format.parsing.calls.schema import types_of
 
 Tools = Mapping[str, Mapping[str, Any]]
 

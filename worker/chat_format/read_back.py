@@ -9,7 +9,8 @@ import msgspec
 
 from tokenbus.worker.chat_format import deltas
 from tokenbus.worker.chat_format.chat_format import ChatFormat, Values
-from tokenbus.worker.chat_format.parser import Parser, Rules
+from tokenbus.worker.chat_format.parsing.parser import Parser
+from tokenbus.worker.chat_format.parsing.scans import Rules
 from tokenbus.worker.chat_format.probe import FUNCTIONS, KEYS, PARAMETERS, VALUE_KEYS, Probe, call
 
 _A, _B = KEYS

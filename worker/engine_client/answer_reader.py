@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from tokenbus.worker import contract
 from tokenbus.worker.chat_format import deltas
 from tokenbus.worker.chat_format.chat_rules import ChatRules
-from tokenbus.worker.chat_format.parser import Parser
+from tokenbus.worker.chat_format.parsing.parser import Parser
 
 
 class AnswerReader:
@@ -32,7 +32,7 @@ class AnswerReader:
     @property
     def has_calls(self) -> bool:
         """Whether the answer has tool calls, all of them complete."""
-        return self._parser.calls > 0 and not self._parser.has_open_call
+        return self._parser.calls > 0 and not self._parser.has_incomplete_call
 
     @property
     def has_parts(self) -> bool:

@@ -16,7 +16,8 @@ from tokenbus.worker.chat_format import deltas
 from tokenbus.worker.chat_format.chat_format import ChatFormat
 from tokenbus.worker.chat_format.grammar import calls_grammar
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, with_tokens
-from tokenbus.worker.chat_format.parser import Parser, Rules
+from tokenbus.worker.chat_format.parsing.parser import Parser
+from tokenbus.worker.chat_format.parsing.scans import Rules
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {
@@ -112,7 +113,7 @@ def read(form: ChatFormat, vocabulary: Vocabulary, tokens: list[int]) -> tuple[l
     for one in found:
         if isinstance(one, deltas.CallArguments):
             arguments[one.index] += one.fragment
-    return list(zip(names, arguments, strict=True)), parser.has_open_call
+    return list(zip(names, arguments, strict=True)), parser.has_incomplete_call
 
 
 @pytest.mark.parametrize("name", FORMATS)

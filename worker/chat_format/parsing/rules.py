@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Values
-from tokenbus.worker.chat_format.markers import Alphabet, Marker, class_of
+from tokenbus.worker.chat_format.parsing.markers import Alphabet, Marker, class_of
 
 NAME = re.compile(r"[^\s\x00-\x1f\ud800-\udfff<>\"'{}()\[\],;]{1,256}")
 _PLACE = re.compile(r"\{(name|id|index)\}")
@@ -38,15 +38,21 @@ class CallRules:
         self.value_begin = calls.type_close if self.type_close else calls.key_close
         self.value_begin = self.value_begin[len(self.value_begin.rstrip()) :]
         self.closes = [self.call_close]
-        """What ends a call and belongs to it."""
+        """Markers that end a call and belong to it."""
         self.follows = [self.section_close, self.call_open, self.section_open, self.announce_close, *turn_close]
-        """What may stand behind a call."""
+        """Markers that may stand behind a call."""
         self.value_ends = re.compile(
             class_of({one.first for one in (self.value_close, self.call_close, self.argument_open) if one})
         )
         opening = self.section_open.pieces + self.call_open.pieces
         self.is_bare = opening in ((), ("[",))
         """Nothing tells a call from content but what it says."""
+
+    def may_begin(self, character: str) -> bool:
+        """Returns whether a call that has no marker of its own may begin with this character."""
+        if self.calls.kind is Kind.JSON:
+            return character == "{"
+        return character.isalpha() or character == "_"
 
 
 def _header(form: str) -> re.Pattern[str]:
