@@ -28,7 +28,7 @@ _FAILURES = {
 }
 
 
-_TOO_COSTLY = "became too costly to follow; make it simpler or less ambiguous"
+_TOO_COSTLY = "could not be followed to its end; make it simpler or less ambiguous"
 
 
 class _Ending(NamedTuple):

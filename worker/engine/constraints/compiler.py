@@ -40,7 +40,7 @@ class ConstraintCompiler:
     ) -> None:
         assert end_token_ids, "a constraint ends with an end token"
         self._token_bytes = token_bytes
-        self._end_token_ids = end_token_ids
+        self.end_token_ids = end_token_ids
         self._encode = encode
         self._limits = _limits()
         self._cached: OrderedDict[tuple[str, str, str, str | int | None], Matcher] = OrderedDict()
@@ -67,17 +67,15 @@ class ConstraintCompiler:
         state = LLMatcher(self._tokenizer, to_grammar(constraint), limits=self._limits, log_level=0)
         if state.is_error():
             raise ConstraintError(state.get_error())
-        matcher = Matcher(state, min(self._end_token_ids), len(self._token_bytes))
-        # The first mask finds what is too costly from the beginning, and what allows nothing at all.
+        matcher = Matcher(state, min(self.end_token_ids), len(self._token_bytes))
+        # It finds what is too costly from the beginning, and what allows nothing at all.
         matcher.allowed()
-        if state.is_stopped() and not state.is_accepting():
-            raise ConstraintError("allows no text at all")
         return matcher
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         """Made on first use: it takes time and memory, and most engines never need it."""
-        return make_tokenizer(self._token_bytes, self._end_token_ids, self._encode)
+        return make_tokenizer(self._token_bytes, self.end_token_ids, self._encode)
 
 
 def _size(key: tuple[str, str, str, str | int | None]) -> int:

@@ -6,14 +6,13 @@ white space, and the constraint itself."""
 import json
 from typing import Any
 
-from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import gbnf_to_lark
+from llguidance import LLMatcher, gbnf_to_lark
 
 from tokenbus.worker import contract
 
 _JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """JSON is written as Python's json.dumps does. With white space left to the model, some never stop writing it, and keys
-could not be forced."""
+could not be forced. A schema may want another style."""
 _MAX_PROBLEM_CHARS = 200
 
 
@@ -44,7 +43,9 @@ def _body(constraint: contract.Constraint) -> dict[str, Any]:
     source = constraint.source
     match constraint.kind:
         case contract.ConstraintKind.JSON_SCHEMA:
-            return {"json_schema": {"x-guidance": _JSON_STYLE} | json.loads(source)}
+            schema: dict[str, Any] = json.loads(source)
+            style = schema.get("x-guidance", {})
+            return {"json_schema": schema | {"x-guidance": _JSON_STYLE | style if isinstance(style, dict) else style}}
         case contract.ConstraintKind.REGEX:
             found: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]
             return {"lark_grammar": found["lark_grammar"]}
@@ -57,11 +58,16 @@ def _body(constraint: contract.Constraint) -> dict[str, Any]:
 
 
 def _from_gbnf(source: str) -> str:
+    """Converts each rule to a rule. llguidance's own converter makes terminals of rules where it can, and those take as
+    much text as they match: a number with white space behind it would swallow the line break that ends its line."""
     try:
-        lark: str = gbnf_to_lark(source)
+        rules = gbnf_to_lark.GrammarParser().parse(source)
+        gbnf_to_lark.resolve(rules)
+        for rule in rules.values():
+            rule.name = rule.name.lower()
+        return "%llguidance {}\n" + "\n".join(map(str, rules.values()))
     except Exception as error:  # the converter raises whatever it stumbles over
         raise ConstraintError(str(error)) from error
-    return lark
 
 
 def _after(marker: str) -> dict[str, Any]:

@@ -16,6 +16,10 @@ _MAX_SLOW_S = 0.5
 grammar that is ambiguous enough takes 0.2 s for each token, more with every token, and within llguidance's limits."""
 
 
+_DEAD_END = "NoExtension"
+"""llguidance's errors begin like this where nothing may follow, not even the end."""
+
+
 class Matcher:
     """The state of a constraint behind the tokens that were accepted. Any method may raise ConstraintError."""
 
@@ -83,6 +87,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._state.is_error():
-            raise ConstraintError(self._state.get_error())
+            problem = self._state.get_error()
+            raise ConstraintError("allows no text" if problem.startswith(_DEAD_END) else problem)
         if self._slow_s > _MAX_SLOW_S:
             raise ConstraintError("takes too long to follow: make it less ambiguous")

@@ -1,0 +1,116 @@
+"""Constraints are compiled on a thread, one tenant's after another's."""
+
+import queue
+import threading
+
+import pytest
+
+from tests.support.tiny_vocabulary import END, TOKENS, constraint, encode
+from tokenbus.protocol.wire import errors
+from tokenbus.worker import contract
+from tokenbus.worker.engine.constraints.compile_thread import CompiledConstraint, CompileThread
+from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.matcher import Matcher
+
+
+class Gated(ConstraintCompiler):
+    """Compiles nothing until its gate opens; notes in which order it was asked."""
+
+    def __init__(self, gate: threading.Event, failure: Exception | None = None) -> None:
+        super().__init__(TOKENS, {END}, encode)
+        self._gate = gate
+        self._failure = failure
+
+    def compile(self, constraint: contract.Constraint) -> Matcher:
+        assert self._gate.wait(10)
+        if self._failure is not None:
+            raise self._failure
+        return super().compile(constraint)
+
+
+class Story:
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.gate = threading.Event()
+        self.done: queue.SimpleQueue[CompiledConstraint | BaseException] = queue.SimpleQueue()
+        self.thread = CompileThread(lambda: Gated(self.gate, failure), self.done.put)
+
+    def submit(self, seq_no: int, tenant: str = "a", source: str = "a+", after: str = "") -> None:
+        self.thread.submit(seq_no, tenant, constraint("regex", source), encode(after))
+
+    def take(self) -> CompiledConstraint:
+        one = self.done.get(timeout=10)
+        assert isinstance(one, CompiledConstraint), one
+        return one
+
+
+@pytest.fixture
+def story() -> Story:
+    return Story()
+
+
+def test_tenants_take_turns(story: Story) -> None:
+    story.submit(0)  # keeps the thread busy
+    while repr(story.thread) != "<CompileThread, 0 waiting>":
+        pass
+    for number, tenant in enumerate("aaabbc", start=1):
+        story.submit(number, tenant)
+    story.gate.set()
+    assert [story.take().seq_no for _ in range(7)] == [0, 1, 4, 6, 2, 5, 3]
+
+
+def test_what_is_cancelled_while_it_waits_is_not_compiled(story: Story) -> None:
+    story.submit(0)
+    while repr(story.thread) != "<CompileThread, 0 waiting>":
+        pass
+    for number, tenant in enumerate("aab", start=1):
+        story.submit(number, tenant)
+    story.thread.cancel(1)
+    story.thread.cancel(3)
+    story.thread.cancel(99)
+    story.gate.set()
+    assert [story.take().seq_no for _ in range(2)] == [0, 2]
+
+
+def test_a_matcher_stands_behind_the_tokens_that_a_sequence_has(story: Story) -> None:
+    story.gate.set()
+    story.submit(1, source="[ab]{3}x", after="ab")
+    result = story.take().result
+    assert isinstance(result, Matcher)
+    result.accept(encode("a")[0])
+    assert result.accept_forced(1) == encode("x")
+
+
+def test_a_wrong_constraint_is_an_error_that_names_its_field(story: Story) -> None:
+    story.gate.set()
+    story.submit(1, source="(a")
+    result = story.take().result
+    assert isinstance(result, errors.Error)
+    assert (result.code, result.param) == (errors.Code.INVALID_REQUEST, "grammar")
+    assert result.message.startswith("grammar: ")
+
+
+def test_tokens_that_the_constraint_does_not_allow_are_an_error_of_their_own(story: Story) -> None:
+    story.gate.set()
+    story.submit(1, after="ab")
+    result = story.take().result
+    assert isinstance(result, errors.Error)
+    assert (result.code, result.param) == (errors.Code.INVALID_REQUEST, "resume_from.token_ids")
+
+
+def test_a_bug_ends_one_sequence_and_not_the_thread() -> None:
+    story = Story(RuntimeError("a bug"))
+    story.gate.set()
+    for number in (1, 2):
+        story.submit(number)
+        result = story.take().result
+        assert isinstance(result, errors.Error)
+        assert result.code is errors.Code.INTERNAL
+
+
+def test_a_thread_that_ends_says_so() -> None:
+    def fail() -> ConstraintCompiler:
+        raise MemoryError
+
+    done: queue.SimpleQueue[CompiledConstraint | BaseException] = queue.SimpleQueue()
+    CompileThread(fail, done.put).submit(1, "a", constraint("regex", "a"), [])
+    assert isinstance(done.get(timeout=10), MemoryError)

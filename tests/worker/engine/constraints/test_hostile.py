@@ -1,0 +1,70 @@
+"""Whatever a client sends as a constraint takes little time and memory, or ends in an error.
+
+Each is compiled in a process of its own, on a vocabulary of 32,000 tokens if llama.cpp's are at hand
+(deploy/llama_cpp_wheel.py keeps them), else on a tiny one, and followed for up to 400 tokens."""
+
+import json
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.hostile_constraints import ALL
+from tokenbus.protocol.wire import codec, internal, validation
+from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ResponseFormat
+from tokenbus.worker.streams.engine_request import to_constraint
+
+MAX_COMPILE_S = 2.0
+MAX_BYTES = 256 << 20
+MAX_CALL_S = 0.5
+"""A mask or a token, while others wait for the step."""
+
+
+class Seen(NamedTuple):
+    compile_s: float
+    longest_call_s: float
+    grown_bytes: int
+    problem: str | None
+    tokens: int
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Seen]:
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.support.follow_hostile_constraints"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=True,
+    )
+    return {name: Seen(*found) for name, found in map(json.loads, child.stdout.splitlines())}
+
+
+def asked(kind: str, source: str) -> GenerationParams:
+    if kind == "json_schema":
+        schema = JsonSchema(schema=json.loads(source))
+        return GenerationParams(response_format=ResponseFormat(type="json_schema", json_schema=schema))
+    return GenerationParams(**{"regex" if kind == "regex" else "grammar": source})
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_wire_lets_it_pass(name: str) -> None:
+    params = asked(*ALL[name])
+    run = internal.Run(
+        request_id="default:r", attempt=1, epoch="e", router_id="r", reply="_INBOX.x", encoding=codec.Encoding.JSON,
+        token_ids=b"\1\0\0\0", params=params,
+    )  # fmt: skip
+    validation.check_run(run)
+    constraint = to_constraint(params)
+    assert constraint is not None
+    assert constraint.kind == ALL[name][0] or name == "lark: not_lark"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_is_bounded(seen: dict[str, Seen], name: str) -> None:
+    found = seen[name]
+    assert found.compile_s < MAX_COMPILE_S
+    assert found.longest_call_s < MAX_CALL_S
+    assert found.grown_bytes < MAX_BYTES
+    assert found.problem is None or "\n" not in found.problem
