@@ -38,6 +38,7 @@ import msgspec
 
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.protocol.wire.params import SamplingParams
+from tokenbus.worker.chat_format.chat_format import ChatFormat
 
 
 class Sampling(SamplingParams, frozen=True, kw_only=True):
@@ -183,6 +184,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of one embedding; 0 if the engine makes none."""
     end_token_ids: tuple[int, ...] = ()
     """The model's own end tokens."""
+    chat_format: ChatFormat | None = None
+    """How the model writes reasoning and tool calls; None where that is not known."""
 
 
 class EngineStartError(RuntimeError):

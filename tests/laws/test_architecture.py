@@ -49,6 +49,8 @@ PURE = (
     "worker/streams/liveness.py",
     "worker/streams/early_cancels.py",
     "worker/streams/engine_request.py",
+    "worker/chat_format/*.py",
+    "worker/chat_format/inference/*.py",
     "worker/engine_client/admission.py",
     "worker/engine_client/crash_attribution.py",
     "worker/engine_client/watchdog.py",

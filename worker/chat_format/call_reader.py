@@ -230,7 +230,9 @@ class CallReader:
         if self._calls.kind is Kind.NAMED:
             found = self._until(cursor, [rules.name_close] if rules.name_close else [_BRACE])
         elif rules.name_close:
-            found = self._until(cursor, [rules.name_close, *([rules.name_close_empty] if rules.name_close_empty else [])])
+            found = self._until(
+                cursor, [rules.name_close, *([rules.name_close_empty] if rules.name_close_empty else [])]
+            )
         else:
             found = self._until(cursor, [rules.argument_open, rules.call_close])
         if found is None:

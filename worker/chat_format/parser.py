@@ -53,7 +53,9 @@ class _Exit(Enum):
 class _Scan:
     """Which markers end a kind of text."""
 
-    def __init__(self, kind: type[deltas.Content | deltas.Reasoning] | None, exits: list[tuple[Marker, _Exit, bool]]) -> None:
+    def __init__(
+        self, kind: type[deltas.Content | deltas.Reasoning] | None, exits: list[tuple[Marker, _Exit, bool]]
+    ) -> None:
         self.kind = kind
         self.exits: dict[str, list[tuple[Marker, _Exit, bool]]] = {}
         for marker, leads_to, only_first in exits:
@@ -106,9 +108,7 @@ class Rules:
             ends_of_messages = [(marker(one), _Exit.MESSAGE_END, False) for one in form.channels.ends]
             ends_of_messages += [(self.start, _Exit.HEADER, False), (self.channel, _Exit.HEADER, False)]
         self.message_ends = [one for one, leads_to, _ in ends_of_messages if leads_to is _Exit.MESSAGE_END]
-        self.messages = {
-            kind: _Scan(kind, ends_of_messages) for kind in (deltas.Content, deltas.Reasoning, None)
-        }
+        self.messages = {kind: _Scan(kind, ends_of_messages) for kind in (deltas.Content, deltas.Reasoning, None)}
 
 
 def _openings(calls: CallRules) -> list[tuple[Marker, _Exit, bool]]:
@@ -551,7 +551,9 @@ class Parser:
         if constrain := rules.alphabet.encode(channels.constrain):
             header = header.replace(constrain, " ")
         role, *named = header.split(rules.channel.pieces[0])
-        recipient = _word_behind(channels.recipient, role) or _word_behind(channels.recipient, named[-1] if named else "")
+        recipient = _word_behind(channels.recipient, role) or _word_behind(
+            channels.recipient, named[-1] if named else ""
+        )
         name = _first_word(named[-1]) if named else ""
         if recipient.startswith(channels.function) and self._calls is not None:
             try:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tokenbus.worker.chat_format.chat_format import Calls, Kind, Values
-from tokenbus.worker.chat_format.probe import IDS, KEYS, TEXTS, VALUE_KEYS, Probe, call
+from tokenbus.worker.chat_format.inference.probe import IDS, KEYS, TEXTS, VALUE_KEYS, Probe, call
 
 _MAX_BRACES = 64
 _decode = json.JSONDecoder().raw_decode
@@ -129,6 +129,4 @@ def _with_type(probe: Probe, calls: Calls) -> Calls:
     found, number_type = re.match(r"\w+", one), re.match(r"\w+", other)
     if not (key_close and found and number_type) or one[found.end() :] != other[number_type.end() :]:
         return calls
-    return msgspec.structs.replace(
-        calls, key_close=key_close, string_type=found[0], type_close=one[found.end() :]
-    )
+    return msgspec.structs.replace(calls, key_close=key_close, string_type=found[0], type_close=one[found.end() :])

@@ -1,21 +1,23 @@
 """Reads a chat format out of a chat template: renders known conversations and looks at what stands between the words.
 
 Nothing here knows any family of models. A format that is found is only offered if it reads back what the template
-itself writes (`read_back.py`); templates that hide a part of their format are recognised by a text (`known_formats.py`).
+itself writes (`read_back.py`). Templates that hide a part of their format are recognised by a text
+(`known_formats.py`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 
-from tokenbus.worker.chat_format.call_shape import Shape, find_call
+from tokenbus.worker.chat_format.inference.call_shape import Shape, find_call
 from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Reasoning
 from tokenbus.worker.chat_format.known_formats import known_format, with_tokens
-from tokenbus.worker.chat_format.probe import CONTENT, IDS, REASONING, TEXTS, Probe, Render, call
-from tokenbus.worker.chat_format.read_back import reads_back
+from tokenbus.worker.chat_format.inference.probe import CONTENT, IDS, REASONING, TEXTS, Probe, Render, call
+from tokenbus.worker.chat_format.inference.read_back import reads_back
 
 _SWITCHES = ("enable_thinking", "thinking")
 _PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
@@ -23,8 +25,8 @@ _PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</
 _INDEX = re.compile(r"\d+")
 
 
-def infer(render: Render, source: str, special_tokens: Mapping[str, int]) -> ChatFormat | None:
-    """Returns how a model with this template writes its answers, or None if that can't be found out.
+def infer_format(render: Render, source: str, special_tokens: Mapping[str, int]) -> ChatFormat | None:
+    """Returns how a model with this template writes its answers, or None if nothing but text is found in them.
 
     `render` should bound the time that a template may take in all, and raise when it is over."""
     try:
@@ -39,14 +41,14 @@ def _infer(probe: Probe, source: str, special_tokens: Mapping[str, int]) -> Chat
         if reads_back(probe, found, frame.opening, frame.ending):
             return found
     bare = _frame(probe, source, None)
-    return with_tokens(bare.form, special_tokens) if bare is not None else None
+    return with_tokens(bare.form, special_tokens) if bare is not None and bare.form.reasoning is not None else None
 
 
 def _candidates(probe: Probe, source: str) -> Iterator[tuple[_Frame, ChatFormat]]:
     """Yields formats that may be the template's, one that says more than it shows first."""
     known = known_format(source)
-    if known is not None and (frame := _frame(probe, source, known.reasoning)) is not None:
-        yield frame, known if known.channels is not None else _in_frame(known, frame.form)
+    if known is not None and (around := _frame(probe, source, known.reasoning)) is not None:
+        yield around, known if known.channels is not None else _in_frame(known, around.form)
     frame = _frame(probe, source, None)
     calls = _calls(probe, frame) if frame is not None else None
     if frame is not None and calls is not None:
@@ -58,11 +60,13 @@ def _closed(probe: Probe, frame: _Frame, form: ChatFormat) -> ChatFormat:
     text = probe.answer(call(0, TEXTS)) or ""
     tags = probe.atoms(text.removesuffix(probe.common_suffix(text, frame.ending)).rstrip())[-1:]
     calls = form.calls
-    if calls is None or form.channels is not None or not tags or len(tags[0]) == 1:
+    if calls is None or form.channels is not None:
         return form
-    if any(tags[0] in marker for marker in (calls.call_close, calls.section_close, calls.announce_close)):
-        return form
-    return msgspec.structs.replace(form, turn_close=tuple(dict.fromkeys((*form.turn_close, tags[0]))))
+    inner = (calls.call_close, calls.section_close, calls.announce_close)
+    tags = [tag for tag in tags if len(tag) > 1 and not any(tag in marker for marker in inner)]
+    opening = (calls.section_open or calls.call_open).strip()
+    closing = tuple(tag for tag in dict.fromkeys((*form.turn_close, *tags)) if not opening.startswith(tag))
+    return msgspec.structs.replace(form, turn_close=closing)
 
 
 def _in_frame(known: ChatFormat, form: ChatFormat) -> ChatFormat:
@@ -135,8 +139,8 @@ def _begins(reasoning: Reasoning | None, tag: str) -> bool:
 
 
 def _reasoning(probe: Probe, source: str, prompt: str, opening: str, known: Reasoning | None) -> Reasoning | None:
-    switch = next((name for name in _SWITCHES if probe.turn(**{name: True}) != probe.turn(**{name: False})), "")
-    on = {switch: True} if switch else {}
+    switch = next((name for name in _SWITCHES if _switched(probe, {name: True}, {name: False})), "")
+    on: dict[str, Any] = {switch: True} if switch else {}
     if known is not None:
         shown = f"{source}{prompt}{probe.answer(content=CONTENT, reasoning=REASONING, **on)}"
         return msgspec.structs.replace(known, switch=switch) if known.close.strip() in shown else None
@@ -153,7 +157,11 @@ def _reasoning(probe: Probe, source: str, prompt: str, opening: str, known: Reas
     return None
 
 
-def _around_content(probe: Probe, on: dict[str, bool]) -> tuple[str, str]:
+def _switched(probe: Probe, on: dict[str, Any], off: dict[str, Any]) -> bool:
+    return probe.turn(**on) != probe.turn(**off)
+
+
+def _around_content(probe: Probe, on: dict[str, Any]) -> tuple[str, str]:
     """Returns what stands before and behind reasoning that content follows."""
     text = probe.answer(content=CONTENT, reasoning=REASONING, **on) or ""
     before, _, rest = text.partition(REASONING)
@@ -161,7 +169,7 @@ def _around_content(probe: Probe, on: dict[str, bool]) -> tuple[str, str]:
     return (before, close) if found else ("", "")
 
 
-def _around_call(probe: Probe, opening: str, prompted: str, on: dict[str, bool]) -> tuple[str, str]:
+def _around_call(probe: Probe, opening: str, prompted: str, on: dict[str, Any]) -> tuple[str, str]:
     """Returns the same of reasoning that a call follows, if the prompt shows where it ends: by an empty one."""
     text = probe.answer(call(0, TEXTS), reasoning=REASONING, **on) or ""
     before, _, rest = text.partition(REASONING)

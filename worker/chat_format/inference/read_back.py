@@ -10,7 +10,7 @@ import msgspec
 from tokenbus.worker.chat_format import deltas
 from tokenbus.worker.chat_format.chat_format import ChatFormat, Values
 from tokenbus.worker.chat_format.parser import Parser, Rules
-from tokenbus.worker.chat_format.probe import FUNCTIONS, KEYS, PARAMETERS, VALUE_KEYS, Probe, call
+from tokenbus.worker.chat_format.inference.probe import FUNCTIONS, KEYS, PARAMETERS, VALUE_KEYS, Probe, call
 
 _A, _B = KEYS
 _NUMBER, _OBJECT, _FLAG = (VALUE_KEYS[kind] for kind in ("number", "object", "boolean"))
@@ -88,15 +88,19 @@ def _same(seen: _Answer, expected: _Answer, text: str) -> bool:
     if said not in (expected[:2], (expected.reasoning, expected.content)) or len(seen.calls) != len(expected.calls):
         return False
     return all(
-        name == wanted and isinstance(one, dict) and one.keys() == arguments.keys()
+        name == wanted
+        and isinstance(one, dict)
+        and one.keys() == arguments.keys()
         # Some templates write values as Python prints them, which is not what their models write.
-        and all(one[key] == value or (one[key] == str(value) and str(value) in text) for key, value in arguments.items())
+        and all(
+            one[key] == value or (one[key] == str(value) and str(value) in text) for key, value in arguments.items()
+        )
         for (name, one), (wanted, arguments) in zip(seen.calls, expected.calls, strict=True)
     )
 
 
 def _read(probe: Probe, rules: Rules, prompt: str, text: str) -> _Answer:
-    tools = {name: PARAMETERS for name in FUNCTIONS}
+    tools = dict.fromkeys(FUNCTIONS, PARAMETERS)
     parser = Parser(rules, tools=tools, key="", generation_prompt=prompt)
     said = parser.feed_tokens(probe.tokens(text)) + parser.finish(cut_off=False)
     content = "".join(one.text for one in said if isinstance(one, deltas.Content))
