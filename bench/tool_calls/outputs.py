@@ -8,15 +8,17 @@ many pieces as there are ids; where it is cut does not matter to a parser that l
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from pathlib import Path
 
-from canitoolcall.fixtures import Family, Fixture
+import msgspec
+from canitoolcall.fixtures import Family, Fixture, ReferenceModel
 
 from tokenbus.worker.chat_format.chat_format import ChatFormat
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, with_tokens
-from tokenbus.worker.chat_format.parser import Rules
+from tokenbus.worker.chat_format.parsing.scans import Rules
 
 IDS: dict[str, dict[str, int]] = json.loads(Path(__file__).with_name("tokens.json").read_text())
 CHARACTERS_PER_TOKEN = 3.5
@@ -64,14 +66,10 @@ def format_of(fixture: Fixture, family: Family) -> ChatFormat:
 
 @functools.lru_cache(maxsize=64)
 def _rules(encoded: bytes) -> Rules:
-    import msgspec
-
     return Rules(msgspec.json.decode(encoded, type=ChatFormat))
 
 
 def rules_of(fixture: Fixture, family: Family) -> Rules:
-    import msgspec
-
     return _rules(msgspec.json.encode(format_of(fixture, family)))
 
 
@@ -131,7 +129,7 @@ def _cost(text: str, tokens: int) -> float | None:
 
 def _cut(text: str, pieces: int) -> list[str]:
     bounds = [len(text) * place // max(pieces, 1) for place in range(pieces + 1)]
-    return [text[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return [text[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
 def _repository(fixture: Fixture) -> str:
@@ -139,5 +137,5 @@ def _repository(fixture: Fixture) -> str:
     return fixture.tokenizer.repo
 
 
-def _reference(fixture: Fixture, family: Family):  # type: ignore[no-untyped-def]
+def _reference(fixture: Fixture, family: Family) -> ReferenceModel:
     return next(one for one in family.reference_models if one.repo == fixture.models[0])

@@ -10,7 +10,7 @@ from canitoolcall.results import CheckResult, Observation, ParseResult, Status, 
 
 from bench.tool_calls.outputs import IDS, generation_prompt_of, rules_of, tokens_of
 from tokenbus.worker.chat_format import deltas
-from tokenbus.worker.chat_format.parser import Parser
+from tokenbus.worker.chat_format.parsing.parser import Parser
 
 STRATEGIES = chunking.parse_strategies(None)
 Token = tuple[int, str]

@@ -43,8 +43,8 @@ class Values(StrEnum):
 class Calls(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tool calls are written.
 
-    A message's calls are
-    `announce section_open (call_open ... call_close) separator (call_open ... call_close) section_close announce_close`.
+    A message's calls are `announce section_open call separator call ... section_close announce_close`, each call is
+    `call_open ... call_close`.
     """
 
     kind: Kind
@@ -149,7 +149,8 @@ class ChatFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """None: the model calls no tools."""
     reasoning: Reasoning | None = None
     channels: Channels | None = None
-    """If set, channels decide what is reasoning and what is a call; `reasoning` and the markers of `calls` are empty."""
+    """If set, channels decide what is reasoning and what is a call; `reasoning` is None, the markers of
+    `calls` are empty."""
     content_open: str = ""
     """Opens the content, where a format marks it. It ends reasoning, too."""
     content_close: str = ""

@@ -10,7 +10,8 @@ import msgspec
 from tokenbus.worker.chat_format import deltas
 from tokenbus.worker.chat_format.chat_format import ChatFormat, Values
 from tokenbus.worker.chat_format.inference.probe import FUNCTIONS, KEYS, PARAMETERS, VALUE_KEYS, Probe, call
-from tokenbus.worker.chat_format.parser import Parser, Rules
+from tokenbus.worker.chat_format.parsing.parser import Parser
+from tokenbus.worker.chat_format.parsing.scans import Rules
 
 _A, _B = KEYS
 _NUMBER, _OBJECT, _FLAG = (VALUE_KEYS[kind] for kind in ("number", "object", "boolean"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tokenbus.worker.chat_format.values import LITERALS
+from tokenbus.worker.chat_format.parsing.values import LITERALS
 
 TYPES = {"string", "number", "integer", "boolean", "null", "object", "array"}
 MAX_DEPTH = 8

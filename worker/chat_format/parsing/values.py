@@ -9,8 +9,8 @@ from enum import Enum
 import msgspec
 
 from tokenbus.worker.chat_format.chat_format import Values
-from tokenbus.worker.chat_format.cursor import Cursor, Malformed
-from tokenbus.worker.chat_format.markers import Alphabet, is_token
+from tokenbus.worker.chat_format.parsing.cursor import Cursor, Malformed
+from tokenbus.worker.chat_format.parsing.markers import Alphabet, is_token
 
 MAX_DEPTH = 200
 MAX_SCALAR = 1024

@@ -33,3 +33,33 @@ class Cursor:
         found = _WHITESPACE.match(self.text, self.at)
         assert found is not None
         self.at = found.end()
+
+
+class ReadBack:
+    """All that was read since a call or a section began, as long as it may still become content."""
+
+    def __init__(self, cursor: Cursor) -> None:
+        self._cursor = cursor
+        self._parts: list[str] | None = None
+        self._from = 0
+
+    def begin(self, at: int) -> None:
+        self._parts, self._from = [], at
+
+    def forget(self) -> None:
+        self._parts = None
+
+    def keep(self) -> None:
+        """Keeps what has been read, before the cursor forgets it."""
+        if self._parts is not None:
+            self._parts.append(self._cursor.text[self._from : self._cursor.at])
+        self._from = 0
+
+    def text(self) -> str:
+        if self._parts is None:
+            return ""
+        return "".join(self._parts) + self._cursor.text[self._from : self._cursor.at]
+
+    def length_before(self, at: int) -> int:
+        """Returns how long the text is up to a place."""
+        return sum(map(len, self._parts or ())) + at - self._from

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Values
-from tokenbus.worker.chat_format.markers import Alphabet, Marker, class_of
+from tokenbus.worker.chat_format.parsing.markers import Alphabet, Marker, class_of
 
 NAME = re.compile(r"[^\s\x00-\x1f\ud800-\udfff<>\"'{}()\[\],;]{1,256}")
 _PLACE = re.compile(r"\{(name|id|index)\}")
@@ -47,6 +47,12 @@ class CallRules:
         opening = self.section_open.pieces + self.call_open.pieces
         self.is_bare = opening in ((), ("[",))
         """Nothing tells a call from content but what it says."""
+
+    def may_begin(self, character: str) -> bool:
+        """Returns whether a call that has no marker of its own may begin with this character."""
+        if self.calls.kind is Kind.JSON:
+            return character == "{"
+        return character.isalpha() or character == "_"
 
 
 def _header(form: str) -> re.Pattern[str]:

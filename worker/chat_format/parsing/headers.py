@@ -1,0 +1,48 @@
+"""The headers of messages in channels."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from tokenbus.worker.chat_format import deltas
+from tokenbus.worker.chat_format.parsing.scans import Rules, TextKind
+
+_WORD = re.compile(r"[^\s\ud800-\udfff]*")
+
+
+class Message(NamedTuple):
+    """What a header says of its message."""
+
+    kind: TextKind = None
+    """Content, reasoning, or for nobody here."""
+    function: str = ""
+    """The function that it calls."""
+
+
+def read_header(header: str, rules: Rules) -> Message | None:
+    """Returns what the message is that has this header, or None if the format does not say."""
+    channels = rules.form.channels
+    assert channels is not None
+    if constrain := rules.alphabet.encode(channels.constrain):
+        header = header.replace(constrain, " ")
+    role, *named = header.split(rules.channel.pieces[0])
+    channel = named[-1] if named else ""
+    recipient = _word_behind(channels.recipient, role) or _word_behind(channels.recipient, channel)
+    if recipient:
+        is_call = recipient.startswith(channels.function)
+        return Message(function=recipient[len(channels.function) :] if is_call else "")
+    name = _first_word(channel)
+    if name in channels.reasoning:
+        return Message(deltas.Reasoning)
+    return Message(deltas.Content) if name in channels.content else None
+
+
+def _first_word(text: str) -> str:
+    found = _WORD.match(text.lstrip())
+    return found[0] if found else ""
+
+
+def _word_behind(before: str, text: str) -> str:
+    at = text.find(before)
+    return "" if at < 0 else _first_word(text[at + len(before) :])
