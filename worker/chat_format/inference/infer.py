@@ -17,32 +17,31 @@ from tokenbus.worker.chat_format.inference.call_shape import Shape, find_call
 from tokenbus.worker.chat_format.inference.frame import Frame, find_frame
 from tokenbus.worker.chat_format.inference.probe import CONTENT, IDS, TEXTS, Probe, Render, call
 from tokenbus.worker.chat_format.inference.read_back import reads_back
-from tokenbus.worker.chat_format.known_formats import known_format, with_tokens
+from tokenbus.worker.chat_format.known_formats import with_tokens
 
 _INDEX = re.compile(r"\d+")
 
 
-def infer_format(render: Render, source: str, special_tokens: Mapping[str, int]) -> ChatFormat | None:
+def infer_format(
+    render: Render, source: str, special_tokens: Mapping[str, int], known: ChatFormat | None
+) -> ChatFormat | None:
     """Returns how a model with this template writes its answers, or None if nothing but text is found in them.
 
-    `render` should bound the time that a template may take in all, and raise when it is over."""
+    `known` is tried first: the format that data has for such templates. `render` should bound the time that a template
+    may take in all, and raise when it is over."""
+    probe = Probe(render, special_tokens)
     try:
-        return _infer(Probe(render, special_tokens), source, special_tokens)
+        for frame, form in _candidates(probe, source, known):
+            found = with_tokens(_closed(probe, frame, form), special_tokens)
+            if reads_back(probe, found, frame.opening, frame.ending):
+                return found
     except Exception:  # a template can make any text: none of them may keep a model from being loaded
-        return None
-
-
-def _infer(probe: Probe, source: str, special_tokens: Mapping[str, int]) -> ChatFormat | None:
-    for frame, form in _candidates(probe, source):
-        found = with_tokens(_closed(probe, frame, form), special_tokens)
-        if reads_back(probe, found, frame.opening, frame.ending):
-            return found
+        pass
     return None
 
 
-def _candidates(probe: Probe, source: str) -> Iterator[tuple[Frame, ChatFormat]]:
+def _candidates(probe: Probe, source: str, known: ChatFormat | None) -> Iterator[tuple[Frame, ChatFormat]]:
     """Yields formats that may be the template's, one that says more than it shows first."""
-    known = known_format(source)
     if known is not None and (around := find_frame(probe, source, known.reasoning)) is not None:
         yield around, known if known.channels is not None else _in_frame(known, around.form)
     frame = find_frame(probe, source, None)

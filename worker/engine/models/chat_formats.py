@@ -10,6 +10,7 @@ from tokenbus.protocol.prompt.rendering import PromptPieces
 from tokenbus.protocol.wire.messages import ChatMessage
 from tokenbus.worker.chat_format.chat_format import ChatFormat
 from tokenbus.worker.chat_format.inference.infer import infer_format
+from tokenbus.worker.chat_format.known_formats import known_format
 from tokenbus.worker.engine.models import features
 
 _TIMEOUT_S = 5.0
@@ -49,7 +50,7 @@ def infer(rules: prompt.PromptRules) -> ChatFormat | None:
         return builder.render(conversation, variables, tools)
 
     try:
-        found = infer_format(render, rules.chat_template, rules.special_tokens)
+        found = infer_format(render, rules.chat_template, rules.special_tokens, known_format(rules.chat_template))
     finally:
         builder.close()
     structlog.get_logger().info(
