@@ -27,6 +27,7 @@ _COMMANDS = {
     "chat": ("chat:add_flags", "chat with a model"),
     "top": ("top:add_flags", "watch the fleet: load, KV blocks, tokens per second"),
     "doctor": ("doctor:add_flags", "check broker, models, ports and fleet, and say how to fix what is wrong"),
+    "inspect": ("doctor:add_inspect_flags", "show how a model writes reasoning and tool calls"),
     "health": ("health:add_flags", "check whether the process at a metrics port is ready"),
     "cancel": ("generate:add_cancel_flags", "cancel a running request"),
     "load": ("load:add_flags", "load another model in a running worker"),

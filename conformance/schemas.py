@@ -109,6 +109,7 @@ CARD: Schema = {
     "max_num_batched_tokens": POSITIVE,
     "hash_scheme": NAME,
     "tokenizer_digest": optional(NAME),
+    "chat_format_digest": optional(NAME),
     "features": list_of(NAME),
     "adapters": optional(field_types.LIST),
     "role": optional(NAME),

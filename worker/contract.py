@@ -259,7 +259,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     end_token_ids: tuple[int, ...] = ()
     """The model's own end tokens."""
     chat_format: ChatFormat | None = None
-    """How the model writes reasoning and tool calls, as far as that is known."""
+    """How the model writes reasoning and tool calls; None where that is not known."""
 
 
 class EngineStartError(RuntimeError):

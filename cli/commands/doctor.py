@@ -1,4 +1,4 @@
-"""`tokenbus doctor`: checks what a system needs, and says how to fix what is missing."""
+"""`tokenbus doctor`: checks what a system needs, and says how to fix what is missing. `inspect` looks at one model."""
 
 import argparse
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenbus.cli import arguments, connection_flags
+from tokenbus.cli import arguments, connection_flags, inspection
 from tokenbus.client import Client
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.prompt import prompt
@@ -51,6 +51,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="ports that should be free",
     )
     parser.set_defaults(run=lambda options: asyncio.run(_run(options)))
+
+
+def add_inspect_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a GGUF file, an ONNX folder, or a name on the Hub")
+    parser.set_defaults(run=lambda options: inspection.show(options.model))
 
 
 async def _run(options: argparse.Namespace) -> int:

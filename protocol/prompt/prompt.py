@@ -9,7 +9,7 @@ import xxhash
 from tokenizers import Tokenizer
 
 from tokenbus.protocol.prompt import template, token_bound
-from tokenbus.protocol.prompt.rendering import Renderer, RendererSetup
+from tokenbus.protocol.prompt.rendering import PromptPieces, Renderer, RendererSetup
 from tokenbus.protocol.wire import errors, internal, limits, messages
 
 
@@ -85,16 +85,26 @@ class PromptBuilder:
         """Returns the token ids of a conversation, rendered with the model's chat template.
 
         Raises RequestError as `from_text` and `Renderer.render` do, and if the model has no usable template."""
+        pieces = self.render(conversation, arguments, tools)
+        self._check_length([piece for piece in pieces if isinstance(piece, str)], max_prompt_tokens)
+        ids: list[int] = []
+        for piece in pieces:
+            ids.extend([piece] if isinstance(piece, int) else self._encode(piece))
+        return self.with_bos(ids)
+
+    def render(
+        self,
+        conversation: list[messages.ChatMessage],
+        arguments: dict[str, Any] | None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> PromptPieces:
+        """Renders a conversation with the model's chat template. Raises RequestError as `Renderer.render` does, and if
+        the model has no usable template."""
         if self._renderer is None:
             raise errors.request_error(
                 errors.Code.UNSUPPORTED, f"{self.chat_unsupported_reason}: send prompt or token_ids", param="messages"
             )
-        ids: list[int] = []
-        pieces = self._renderer.render(conversation, arguments, tools)
-        self._check_length([piece for piece in pieces if isinstance(piece, str)], max_prompt_tokens)
-        for piece in pieces:
-            ids.extend([piece] if isinstance(piece, int) else self._encode(piece))
-        return self.with_bos(ids)
+        return self._renderer.render(conversation, arguments, tools)
 
     @property
     def supports_chat(self) -> bool:

@@ -125,6 +125,8 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """KV blocks that can be offloaded to host memory beside these; absent where there is no prefix cache."""
     tokenizer_digest: str | None = None
     """Digest of its tokenizer bundle; absent where it offers none and has to be asked to tokenize."""
+    chat_format_digest: str | None = None
+    """Digest of what it knows of how the model writes reasoning and tool calls; absent where it knows nothing."""
     previous: PreviousEpoch | None = None
     """The epoch before this one, if the same process ended it: its last entries may still be under way."""
     earlier: list[PreviousEpoch] = []

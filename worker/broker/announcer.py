@@ -12,6 +12,9 @@ import socket
 import time
 from collections.abc import Sequence
 
+import msgspec
+import xxhash
+
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, Outgoing
 from tokenbus.protocol.wire import block_hash, codec, internal, limits, messages, subjects
 from tokenbus.worker import contract
@@ -224,9 +227,16 @@ class Announcer:
             total_kv_blocks=config.total_kv_blocks if config.prefix_cache else None,
             host_kv_blocks=config.host_kv_blocks if config.prefix_cache else None,
             tokenizer_digest=self._digest,
+            chat_format_digest=_format_digest(config),
             previous=self._ended_epochs[0] if self._ended_epochs else None,
             earlier=self._ended_epochs[1:],
         )
+
+
+def _format_digest(config: contract.EngineConfig) -> str | None:
+    if config.chat_format is None:
+        return None
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(config.chat_format, order="deterministic"))
 
 
 def _features(config: contract.EngineConfig) -> list[str]:

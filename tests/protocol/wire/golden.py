@@ -62,6 +62,7 @@ FULL_CARD = codec.replace(
     host_kv_blocks=65_536,
     watched=messages.WorkerTracking(events="live", indexed_blocks=11, lost_events=2, booked=1),
     tokenizer_digest="99aa06d3014798d86001c324468d497f",
+    chat_format_digest="0f343b0931126a20f133d67c2b018a3b",
     previous=messages.PreviousEpoch(epoch="1750000000000-abcdef", seq=41),
     earlier=[messages.PreviousEpoch(epoch="1740000000000-abcdef", seq=-1)],
     adapters=["style"],

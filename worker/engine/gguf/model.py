@@ -13,7 +13,7 @@ from llama_cpp import llama_cpp as llama
 from tokenbus.worker.engine.gguf import backend, metadata, settings_resolution
 from tokenbus.worker.engine.gguf.tokenizer import bundle
 from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
-from tokenbus.worker.engine.models import generation_config, pretrained_tokenizer
+from tokenbus.worker.engine.models import chat_formats, generation_config, pretrained_tokenizer
 from tokenbus.worker.engine.models.model_files import ModelFiles
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
@@ -52,6 +52,7 @@ class GgufModel:
         self.tokenizer = GgufTokenizer(vocab, self.metadata)
         pretrained = pretrained_tokenizer.read(files.sidecars.get("tokenizer.json"))
         self.bundle = bundle.build(self.metadata, self.tokenizer, pretrained)
+        self.chat_format = chat_formats.infer(self.tokenizer.rules)
 
     def __repr__(self) -> str:
         return f"<GgufModel {self.files.weights}>"

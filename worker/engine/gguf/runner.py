@@ -137,7 +137,12 @@ class GgufRunner:
             host_kv_blocks=_host_blocks(settings, capabilities),
             prefix_cache=capabilities.can_share,
             vocab_size=self._tokenizer.size,
-            features=features.with_sampler(chat=self._tokenizer.supports_chat, ends=bool(self.end_token_ids)),
+            features=features.with_sampler(
+                chat=self._tokenizer.supports_chat,
+                ends=bool(self.end_token_ids),
+                chat_format=self._model.chat_format,
+            ),
+            chat_format=self._model.chat_format,
             defaults=self._model.generation_config.defaults,
             versions={"llama_cpp_python": llama_cpp.__version__},
             pid=os.getpid(),

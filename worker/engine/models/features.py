@@ -1,5 +1,7 @@
 """The features of an engine that samples from the logits of every token."""
 
+from tokenbus.worker.chat_format.chat_format import ChatFormat
+
 _FEATURES = (
     "generate",
     "chat",
@@ -16,8 +18,16 @@ _FEATURES = (
 _CONSTRAINED = ("structured_output", "grammar")
 
 
-def with_sampler(*, chat: bool, ends: bool) -> tuple[str, ...]:
+def with_sampler(*, chat: bool, ends: bool, chat_format: ChatFormat | None) -> tuple[str, ...]:
     """Returns the features; `chat` says whether the model has a chat template, and `ends` whether it has an end token,
     without which a constrained output could not end."""
     missing = [*([] if chat else ["chat"]), *([] if ends else _CONSTRAINED)]
-    return tuple(feature for feature in _FEATURES if feature not in missing)
+    return (*(feature for feature in _FEATURES if feature not in missing), *of_format(chat_format))
+
+
+def of_format(chat_format: ChatFormat | None) -> tuple[str, ...]:
+    """Returns the features that a model has because it is known how it writes its answers."""
+    if chat_format is None:
+        return ()
+    reasons = chat_format.reasoning is not None or (chat_format.channels is not None and chat_format.channels.reasoning)
+    return (*(("tools",) if chat_format.calls is not None else ()), *(("reasoning",) if reasons else ()))

@@ -10,7 +10,7 @@ import structlog
 import xxhash
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.models import generation_config
+from tokenbus.worker.engine.models import chat_formats, generation_config
 from tokenbus.worker.engine.models.model_files import ModelFiles, source_name
 from tokenbus.worker.engine.onnx import model_config
 from tokenbus.worker.engine.onnx.device import Device
@@ -50,6 +50,7 @@ class OnnxModel:
         model = external_data.load(files.weights)
         self.graph = graph.read(model, where, self.model_config.head_sizes)
         self.tokenizer = OnnxTokenizer(files.sidecars, self.graph.vocab_size, where)
+        self.chat_format = chat_formats.infer(self.tokenizer.rules) if self.graph.logits is not None else None
         self.fingerprint = _fingerprint(files.weights, model)
         # A run of plain attention reads one copy of the cache and writes another.
         self.bytes_per_token = self.graph.bytes_per_token * (1 if self.graph.uses_gqa else 2)
@@ -86,6 +87,7 @@ class OnnxModel:
             files=self.files.to_paths(),
             kv_bytes=size.num_rows * size.context_length * self.bytes_per_token,
             embedding_width=embedder.width if embedder is not None else 0,
+            chat_format=self.chat_format,
         )
 
     def close(self) -> None:

@@ -27,6 +27,11 @@ PARAMETERS: dict[str, Any] = {
     "properties": {
         KEYS[1]: {"type": "string", "description": "a value"},
         **{key: {"type": kind, "description": "a value"} for kind, key in VALUE_KEYS.items()},
+        VALUE_KEYS["object"]: {
+            "type": "object",
+            "description": "a value",
+            "additionalProperties": {"type": "string"},  # which some templates look for
+        },
     },
 }
 TOOLS: list[dict[str, Any]] = [

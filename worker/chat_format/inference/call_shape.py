@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tokenbus.worker.chat_format.chat_format import Calls, Kind, Values
-from tokenbus.worker.chat_format.probe import IDS, KEYS, TEXTS, VALUE_KEYS, Probe, call
+from tokenbus.worker.chat_format.inference.probe import IDS, KEYS, TEXTS, VALUE_KEYS, Probe, call
 
 _MAX_BRACES = 64
 _decode = json.JSONDecoder().raw_decode

@@ -9,9 +9,9 @@ import msgspec
 
 from tokenbus.worker.chat_format import deltas
 from tokenbus.worker.chat_format.chat_format import ChatFormat, Values
+from tokenbus.worker.chat_format.inference.probe import FUNCTIONS, KEYS, PARAMETERS, VALUE_KEYS, Probe, call
 from tokenbus.worker.chat_format.parsing.parser import Parser
 from tokenbus.worker.chat_format.parsing.scans import Rules
-from tokenbus.worker.chat_format.probe import FUNCTIONS, KEYS, PARAMETERS, VALUE_KEYS, Probe, call
 
 _A, _B = KEYS
 _NUMBER, _OBJECT, _FLAG = (VALUE_KEYS[kind] for kind in ("number", "object", "boolean"))
@@ -34,27 +34,31 @@ _ANSWERS = (
 """Other functions, notations and numbers of calls than those a format is found with."""
 
 
+_WORDS = (_Answer("some words", "", []), _Answer("some words", "a thought", []))
+
+
 def reads_back(probe: Probe, form: ChatFormat, opening: str, ending: str) -> bool:
     """Returns whether a format reads all answers back that its template can write.
 
     `opening` and `ending` are what the template writes before and behind an answer."""
     rules = Rules(form)
-    return all(_reads(probe, rules, answer, opening, ending) for answer in _ANSWERS)
+    answers = _WORDS if form.calls is None else _WORDS + _ANSWERS
+    return all(_reads(probe, rules, answer, opening, ending) for answer in answers)
 
 
 def _reads(probe: Probe, rules: Rules, answer: _Answer, opening: str, ending: str) -> bool:
-    assert rules.form.calls is not None
-    if rules.form.calls.values is Values.PYTHON:
+    form = rules.form.calls
+    if form is not None and form.values is Values.PYTHON:
         answer = answer._replace(calls=[(name, _without_quotes(arguments)) for name, arguments in answer.calls])
-    if len(answer.calls) > 1 and not rules.form.calls.parallel:
+    if form is not None and len(answer.calls) > 1 and not form.parallel:
         return True
     calls = [call(place, arguments, name) for place, (name, arguments) in enumerate(answer.calls)]
     text = probe.answer(*calls, content=answer.content or None, reasoning=answer.reasoning or None)
-    if text is not None and answer.content and answer.calls[0][0] not in text:
+    if text is not None and answer.content and answer.calls and answer.calls[0][0] not in text:
         text = probe.answer(*calls, reasoning=answer.reasoning or None)  # it writes calls only where no content is
     if text is None:
         return False
-    if answer.calls[-1][0] not in text:
+    if answer.calls and answer.calls[-1][0] not in text:
         return len(answer.calls) > 1  # it writes the first call only
     # Some templates write no content beside calls, or no reasoning of the past.
     expected = _Answer(
@@ -101,7 +105,7 @@ def _same(seen: _Answer, expected: _Answer, text: str) -> bool:
 
 
 def _read(probe: Probe, rules: Rules, prompt: str, text: str) -> _Answer:
-    tools = {name: PARAMETERS for name in FUNCTIONS}
+    tools = dict.fromkeys(FUNCTIONS, PARAMETERS)
     parser = Parser(rules, tools=tools, key="", generation_prompt=prompt)
     said = parser.feed_tokens(probe.tokens(text)) + parser.finish(cut_off=False)
     content = "".join(one.text for one in said if isinstance(one, deltas.Content))

@@ -1,0 +1,1 @@
+"""Reads chat formats out of chat templates."""

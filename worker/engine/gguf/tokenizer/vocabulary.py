@@ -1,0 +1,27 @@
+"""Reads the tokenizer of a GGUF file without loading its weights."""
+
+from pathlib import Path
+
+from llama_cpp import llama_cpp as llama
+
+from tokenbus.protocol.prompt import prompt
+from tokenbus.worker.engine.gguf import backend, metadata
+from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
+from tokenbus.worker.engine.runner import ModelError
+
+
+def read_rules(path: Path) -> prompt.PromptRules:
+    """Returns what prompts of a model depend on. Raises ModelError."""
+    found = metadata.read(path)
+    backend.init()
+    params = llama.llama_model_default_params()
+    params.vocab_only = True
+    model = llama.llama_model_load_from_file(str(path).encode(), params)
+    if model is None:
+        raise ModelError(f"{path}: llama.cpp can't load its vocabulary: {backend.last_error()}")
+    try:
+        vocab = llama.llama_model_get_vocab(model)
+        assert vocab is not None
+        return GgufTokenizer(vocab, found).rules
+    finally:
+        llama.llama_model_free(model)
