@@ -7,6 +7,7 @@ from collections import deque
 from types import TracebackType
 from typing import Protocol
 
+from tokenbus.client.answer import Answer
 from tokenbus.client.continuation import Continuation
 from tokenbus.client.reassembler import BrokenStreamError, Duplicate, Gap, Ready, Reassembler
 from tokenbus.client.resync_timer import Action, ResyncTimer
@@ -128,6 +129,16 @@ class Stream:
             if chunk.error:
                 raise errors.RequestError(chunk.error)
         return "".join(texts)
+
+    async def answer(self) -> Answer:
+        """Waits for the end and returns the whole answer, with its reasoning and tool calls. Raises RequestError if the
+        stream ends in an error."""
+        answer = Answer()
+        async for chunk in self:
+            answer.add(chunk)
+            if chunk.error:
+                raise errors.RequestError(chunk.error)
+        return answer
 
     def submit(self) -> None:
         """Publishes the request; to be called once."""

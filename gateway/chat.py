@@ -117,7 +117,7 @@ async def stream_response(
     async for chunk in stream:
         log.on_chunk(chunk)
         response = error_responses.from_terminal(chunk)
-        if response is not None and not writer.has_started and not chunk.text:
+        if response is not None and not writer.has_started and not (chunk.text or chunk.reasoning or chunk.tool_calls):
             await writer.send_error(response)
             return
         if events := encoder.encode(chunk):

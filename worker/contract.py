@@ -173,7 +173,7 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
 class ToolCallPart(NamedTuple):
     """More of a tool call."""
 
-    index: int
+    call: int
     """The number of the call among those of the answer."""
     arguments: str = ""
     """More of its arguments."""

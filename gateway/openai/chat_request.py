@@ -36,6 +36,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     response_format: wire.ResponseFormat | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     top_k: int | None = None
     """This field and those below are not OpenAI's; they mean what they mean on the wire."""
     min_p: float | None = None
@@ -138,6 +139,7 @@ def _to_wire(chat: ChatRequest, request_id: str) -> wire.GenerateRequest:
         grammar=chat.grammar,
         tools=chat.tools,
         tool_choice=chat.tool_choice,
+        parallel_tool_calls=chat.parallel_tool_calls,
         cache_salt=chat.cache_salt,
         session_id=chat.session_id,
         timeout_ms=chat.timeout_ms,

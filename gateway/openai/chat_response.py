@@ -1,10 +1,11 @@
 """Turns the chunks of a stream into chat completion chunks, or into one chat completion; pure."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET
 
+from tokenbus.client.answer import Answer, ToolCall
 from tokenbus.gateway.openai import error_responses, schemas
 from tokenbus.protocol.wire import messages
 
@@ -48,9 +49,13 @@ class ChunkEncoder:
 
     def _chunk_events(self, chunk: messages.Chunk) -> list[bytes]:
         reason = _finish_reason(chunk)
-        if not (chunk.text or chunk.logprobs or chunk.tool_calls or reason):
+        if not (chunk.text or chunk.reasoning or chunk.logprobs or chunk.tool_calls or reason):
             return []
-        delta = schemas.ChoiceDelta(content=chunk.text or UNSET, tool_calls=chunk.tool_calls or UNSET)
+        delta = schemas.ChoiceDelta(
+            content=chunk.text or UNSET,
+            reasoning_content=chunk.reasoning,
+            tool_calls=[_call_delta(one) for one in chunk.tool_calls or ()] or UNSET,
+        )
         choice = schemas.ChunkChoice(delta=delta, logprobs=_logprobs(chunk.logprobs or []), finish_reason=reason)
         events = [_event(self._chunk([choice]))]
         # OpenAI's first chunk has only the role.
@@ -73,23 +78,23 @@ class CompletionBuilder:
 
     def __init__(self, header: CompletionHeader) -> None:
         self._header = header
-        self._texts: list[str] = []
+        self._answer = Answer()
         self._logprobs: list[messages.TokenLogprob] = []
-        self._calls: list[dict[str, Any]] = []
 
     def __repr__(self) -> str:
-        return f"<CompletionBuilder {self._header.id}: {len(self._texts)} texts>"
+        return f"<CompletionBuilder {self._header.id}>"
 
     def add(self, chunk: messages.Chunk) -> None:
-        self._texts.append(chunk.text)
+        self._answer.add(chunk)
         self._logprobs += chunk.logprobs or []
-        self._calls += chunk.tool_calls or []
 
     def build(self, terminal: messages.Chunk) -> bytes:
         """Returns the JSON body, once all chunks were added; `terminal` must not be an error."""
-        text = "".join(self._texts)
+        answer = self._answer
         said = schemas.ChatCompletionMessage(
-            content=None if self._calls and not text else text, tool_calls=self._calls or UNSET
+            content=answer.text or None if answer.tool_calls else answer.text,
+            reasoning_content=answer.reasoning or UNSET,
+            tool_calls=[_call(one) for one in answer.tool_calls] or UNSET,
         )
         reason = _finish_reason(terminal)
         assert reason is not None, terminal
@@ -117,6 +122,20 @@ def _usage(terminal: messages.Chunk) -> schemas.CompletionUsage | None:
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.total_tokens,
         prompt_tokens_details=schemas.PromptTokensDetails(cached_tokens=usage.cached_tokens),
+        completion_tokens_details=UNSET
+        if usage.reasoning_tokens is UNSET
+        else schemas.CompletionTokensDetails(reasoning_tokens=usage.reasoning_tokens),
+    )
+
+
+def _call_delta(delta: messages.ToolCallDelta) -> schemas.ToolCall:
+    function = schemas.Function(name=delta.function.name or None, arguments=delta.function.arguments)
+    return schemas.ToolCall(index=delta.index, id=delta.id, type=delta.type, function=function)
+
+
+def _call(call: ToolCall) -> schemas.ToolCall:
+    return schemas.ToolCall(
+        id=call.id, type="function", function=schemas.Function(name=call.name, arguments=call.arguments)
     )
 
 

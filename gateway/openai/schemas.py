@@ -1,7 +1,5 @@
 """The JSON objects of OpenAI's API, with its names, and null where its clients expect null."""
 
-from typing import Any
-
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -23,11 +21,16 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    reasoning_tokens: int
+
+
 class CompletionUsage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,13 +51,32 @@ class ChoiceLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     refusal: None = None
 
 
+class Function(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The function that a tool call names, or more of its arguments."""
+
+    name: str | None = None
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool call, or more of one."""
+
+    index: int | UnsetType = UNSET
+    """Only in streams."""
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: Function
+
+
 class ChatCompletionMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The message of a chat completion."""
 
     role: str = "assistant"
     content: str | None
     refusal: None = None
-    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    """Not OpenAI's, but what servers of open models call it."""
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +103,9 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    """Not OpenAI's, but what servers of open models call it."""
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -90,7 +90,8 @@ class Generation:
         constrained = self.request.constraint is not None
         rule = FinishRule(self.request.sampling, end_token_ids, constrained=constrained)
         if self._reader is None:
-            texts, parts = self._add_resumed(resumed.token_ids, rule), {}
+            texts = self._add_resumed(resumed.token_ids, rule)
+            parts: dict[int, contract.AnswerParts] = {}
         else:
             texts, parts = self._read_resumed(resumed.token_ids, rule)
         self.sampled.extend(resumed.token_ids)

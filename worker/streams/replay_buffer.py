@@ -172,7 +172,7 @@ class ReplayBuffer:
 
     def to_deltas(self, parts: Sequence[contract.ToolCallPart]) -> list[messages.ToolCallDelta]:
         """Returns parts of tool calls, which are about to be appended, as they are published."""
-        return [_to_delta(part, self._arguments_bytes(part.index)) for part in parts]
+        return [_to_delta(part, self._arguments_bytes(part.call)) for part in parts]
 
     def all(self) -> Segment:
         """Returns the whole completion as one segment."""
@@ -240,10 +240,10 @@ class ReplayBuffer:
         assert self._arguments is not None
         self._arguments.append(num_tokens, "")
         for part in parts:
-            if part.index == len(self._calls):
+            if part.call == len(self._calls):
                 last = max(0, self.num_tokens - 1)
                 self._calls.append(_Call(last, len(self._arguments.data), part.id, part.name))
-            assert part.index == len(self._calls) - 1, part  # only the last call goes on
+            assert part.call == len(self._calls) - 1, part  # only the last call goes on
             self._arguments.append(0, part.arguments)
 
     def _arguments_bytes(self, index: int) -> int:
@@ -295,7 +295,7 @@ class ReplayBuffer:
 
 def _to_delta(part: contract.ToolCallPart, arguments_offset: int) -> messages.ToolCallDelta:
     return messages.ToolCallDelta(
-        index=part.index,
+        index=part.call,
         id=part.id or UNSET,
         type="function" if part.name else UNSET,
         arguments_offset=arguments_offset,

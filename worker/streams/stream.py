@@ -262,8 +262,10 @@ class Stream:
 
     def _segment_chunk(self, segment: Segment) -> messages.Chunk:
         """Returns a chunk with everything that tokens brought."""
-        *plain, reasoning_offset, reasoning, tool_calls = segment
-        return _with_parts(self._tokens_chunk(*plain), reasoning_offset, reasoning, tool_calls)
+        chunk = self._tokens_chunk(
+            segment.offset, segment.num_tokens, segment.text_offset, segment.text, segment.token_ids, segment.logprobs
+        )
+        return _with_parts(chunk, segment.reasoning_offset, segment.reasoning, segment.tool_calls)
 
     def _tokens_chunk(
         self,

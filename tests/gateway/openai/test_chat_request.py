@@ -31,6 +31,7 @@ def test_every_field_becomes_that_of_the_wire() -> None:
         "logit_bias": {"5": 2.0},
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "tool_choice": "auto",
+        "parallel_tool_calls": False,
         "top_k": 3,
         "min_p": 0.1,
         "repetition_penalty": 1.5,
@@ -61,7 +62,7 @@ def test_usage_in_a_stream_is_an_option_of_the_stream() -> None:
 
 
 def test_fields_that_nobody_knows_are_ignored() -> None:
-    extra = {"user": "me", "store": True, "metadata": {"a": "b"}, "parallel_tool_calls": False, "nonsense": [[]]}
+    extra = {"user": "me", "store": True, "metadata": {"a": "b"}, "nonsense": [[]]}
     assert read(**extra) == read()
 
 

@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import msgspec
+
 from tokenbus.gateway.openai import chat_response
 from tokenbus.protocol.wire import errors, messages
 
@@ -126,10 +128,28 @@ def test_a_whole_answer_has_all_text_the_reason_and_the_usage() -> None:
 
 
 def test_calls_of_tools_are_passed_on_as_they_come() -> None:
-    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    opening = messages.ToolCallDelta(
+        index=0, id="c", type="function", function=messages.FunctionDelta(name="f", arguments="{")
+    )
+    more = messages.ToolCallDelta(index=0, arguments_offset=1, function=messages.FunctionDelta(arguments="}"))
     terminal = chunk(reason=messages.FinishReason.TOOL_CALLS, usage=USAGE)
-    _, event, last, _ = events_of(chunk(tool_calls=[call]), terminal)
-    assert event["choices"][0]["delta"] == {"tool_calls": [call]}
+    _, first, second, last, _ = events_of(chunk(tool_calls=[opening]), chunk(tool_calls=[more]), terminal)
+    begun = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{"}}
+    assert first["choices"][0]["delta"] == {"tool_calls": [begun]}
+    assert second["choices"][0]["delta"] == {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}
     assert last["choices"][0]["finish_reason"] == "tool_calls"
-    message = whole_of(chunk(tool_calls=[call]), terminal)["choices"][0]["message"]
+    message = whole_of(chunk(tool_calls=[opening]), chunk(tool_calls=[more]), terminal)["choices"][0]["message"]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert message == {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}
+
+
+def test_reasoning_is_apart_from_content() -> None:
+    usage = msgspec.structs.replace(USAGE, reasoning_tokens=2)
+    terminal = chunk("so", reason=messages.FinishReason.STOP, usage=usage)
+    _, event, last, _ = events_of(chunk(reasoning="hm", reasoning_offset=0), terminal)
+    assert event["choices"][0]["delta"] == {"reasoning_content": "hm"}
+    assert last["choices"][0]["delta"] == {"content": "so"}
+    whole = whole_of(chunk(reasoning="hm", reasoning_offset=0), terminal)
+    said = whole["choices"][0]["message"]
+    assert said == {"role": "assistant", "content": "so", "refusal": None, "reasoning_content": "hm"}
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}

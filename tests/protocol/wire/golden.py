@@ -193,9 +193,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             offset=5,
             tokens=1,
             tool_calls=[
-                messages.ToolCallDelta(
-                    index=0, arguments_offset=2, function=messages.FunctionDelta(arguments='"é"}')
-                )
+                messages.ToolCallDelta(index=0, arguments_offset=2, function=messages.FunctionDelta(arguments='"é"}'))
             ],
         ),
     ),
