@@ -15,6 +15,8 @@ STANDALONE = {
     "observability": ("bench.serving.observability",),
     "decode_1": ("bench.serving.decode", "--streams", "1"),
     "decode_8": ("bench.serving.decode", "--streams", "8"),
+    "structured_1": ("bench.serving.structured", "--streams", "1"),
+    "structured_8": ("bench.serving.structured", "--streams", "8"),
     "conversation": ("bench.serving.conversation",),
     "idle_cache": ("bench.serving.idle_cache",),
     "choice": ("bench.choice",),

@@ -166,10 +166,43 @@ _MEMORY = (
     ),
 )
 
+_CONSTRAINTS = (
+    Panel(
+        "Constrained requests, by language",
+        "Requests whose output has to follow a schema, a regex, a choice or a grammar. If there are many, the panels "
+        "beside this one show what they cost and save.",
+        "reqps",
+        (Query(_rate("constrained_requests", "worker_id, kind"), f"{_NAME} {{{{kind}}}}"),),
+        "stacked",
+    ),
+    Panel(
+        "Time to compile a constraint",
+        "Median and 99th percentile. A request starts once its constraint is compiled, one at a time on each worker. "
+        "If it takes long, clients send very large schemas or grammars, or a new one each time.",
+        "s",
+        (
+            Query(quantile(0.5, f"{_P}_constraint_compile_seconds", WORKER_FILTER, "worker_id"), f"{_NAME} p50"),
+            Query(quantile(0.99, f"{_P}_constraint_compile_seconds", WORKER_FILTER, "worker_id"), f"{_NAME} p99"),
+        ),
+    ),
+    Panel(
+        "Tokens that were forced",
+        "The share of tokens that constraints forced, so that no step sampled them. If it is near 0, what constraints "
+        "leave open is most of the text.",
+        "percentunit",
+        (Query(f"{_rate('follower_tokens')} / {_rate('generation_tokens')}", _NAME),),
+    ),
+)
+
 DASHBOARD = Dashboard(
     "worker",
     "Tokenbus worker",
     "Requests, steps, memory and cache of workers.",
     (MODEL, WORKER),
-    (Row("Requests", _REQUESTS), Row("Steps", _STEPS), Row("Memory and cache", _MEMORY)),
+    (
+        Row("Requests", _REQUESTS),
+        Row("Steps", _STEPS),
+        Row("Constraints", _CONSTRAINTS),
+        Row("Memory and cache", _MEMORY),
+    ),
 )

@@ -191,7 +191,8 @@ async def refuses_a_wrong_constraint_in_a_terminal_alone(
     ]
     for constraint in wrong:
         recorder = await run(engine, constrained(prompt(config), constraint))
-        (terminal,) = recorder.outputs
+        assert len(recorder.outputs) == 1
+        terminal = recorder.outputs[0]
         assert terminal.error is not None
         assert (terminal.error.code, terminal.error.param) == (errors.Code.INVALID_REQUEST, constraint.param)
         assert "\n" not in terminal.error.message

@@ -9,14 +9,18 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from tests.contracts import kit, stream_rules
+from tests.contracts import constraint_rules, kit, stream_rules
 from tests.contracts.driving import prompt, request, run, settled, start
 from tests.support.arithmetic import ArithmeticRunner
 from tests.support.engines import DEMO, ONNX, demo_engine, gqa_demo, thread_engine
+from tests.support.hostile_constraints import ALL as ALL_HOSTILE
 from tokenbus.protocol.wire import errors
 from tokenbus.worker import contract
+from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.runner import ModelError, Runner
 from tokenbus.worker.engine_client.client import EngineClient
+from tokenbus.worker.engine_client.listener import EngineListener
 
 FACTORIES: dict[str, Callable[[], EngineClient]] = {
     "arithmetic": lambda: thread_engine(lambda _: ArithmeticRunner(step_s=0.002)),
@@ -104,6 +108,81 @@ async def test_streams_of_an_engine_that_dies_go_on_in_the_next_where_they_were(
     assert [recorder.token_ids for recorder in recorders] == calm
     for engine in (first, second):
         await engine.cleanup()
+
+
+_FIELDS = {f"field_{n}": {"type": "string", "maxLength": 8} for n in range(12)}
+_LONG_SCHEMA = {"type": "object", "properties": _FIELDS, "required": list(_FIELDS), "additionalProperties": False}
+
+
+def long_constrained(config: contract.EngineConfig, number: int) -> contract.EngineRequest:
+    """A request for some 200 tokens, half of which are forced."""
+    schema = constraint_rules.json_schema(_LONG_SCHEMA)
+    return constraint_rules.constrained(prompt(config, number), schema, max_tokens=400, seed=number)
+
+
+@pytest.mark.parametrize("name", ["gguf", "onnx-plain"])
+async def test_constrained_streams_of_an_engine_that_dies_go_on_in_the_next_where_they_were(name: str) -> None:
+    first, second = FACTORIES[name](), FACTORIES[name]()
+    config = await first.start("kit")
+    asked = [long_constrained(config, number) for number in range(4)]
+    calm = [(await run(first, request)).token_ids for request in asked]
+    recorders = [start(first, request) for request in asked]
+    await recorders[0].until(lambda seen: len(seen.token_ids) >= 20)
+    os.kill(config.pid, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        await first.died()
+    assert not any(recorder.terminals for recorder in recorders)
+    await second.start("kit")
+    second.take_over(first)
+    for recorder in recorders:
+        assert (await recorder.terminal()).finish_reason == "stop"
+        assert sum(output.is_constraint_ready for output in recorder.outputs) == 1
+    assert [recorder.token_ids for recorder in recorders] == calm
+    for engine in (first, second):
+        await engine.cleanup()
+
+
+class _CountsPreemptions(EngineListener):
+    def __init__(self) -> None:
+        self.count = 0
+
+    def step_computed(self, stats: ipc.StepStats) -> None:
+        self.count += stats.preemptions
+
+
+async def test_constrained_streams_are_the_same_when_they_are_preempted() -> None:
+    small = msgspec.structs.replace(DEMO, kv_tokens=512, kv_block_size=16)
+    engine = demo_engine(msgspec.structs.replace(small, scheduler=SchedulerSettings(overcommit=4.0)))
+    engine.listener = listener = _CountsPreemptions()
+    config = await engine.start("kit")
+    asked = [long_constrained(config, number) for number in range(6)]
+    calm = [(await run(engine, msgspec.structs.replace(one, key=f"{one.key}-alone"))).token_ids for one in asked]
+    recorders = [start(engine, request) for request in asked]
+    for recorder in recorders:
+        assert (await recorder.terminal()).finish_reason == "stop"
+    assert listener.count > 0
+    assert [recorder.token_ids for recorder in recorders] == calm
+    await engine.cleanup()
+
+
+async def test_hostile_constraints_disturb_no_running_stream() -> None:
+    engine = demo_engine()
+    config = await engine.start("kit")
+    neighbours = [request(prompt(config, number), max_tokens=400) for number in range(2)]
+    calm = [(await run(engine, one)).token_ids for one in neighbours]
+    again = [start(engine, msgspec.structs.replace(one, key=f"{one.key}-again")) for one in neighbours]
+    hostile = []
+    for kind, source in [*ALL_HOSTILE.values()][: engine.capacity.max_waiting]:
+        constraint = contract.Constraint(kind=contract.ConstraintKind(kind), source=source, param="it")
+        hostile.append(start(engine, constraint_rules.constrained(prompt(config), constraint, max_tokens=20)))
+    for recorder in again:
+        assert (await recorder.terminal()).finish_reason == "length"
+    assert [recorder.token_ids for recorder in again] == calm
+    for recorder in hostile:
+        error = (await recorder.terminal(60)).error
+        assert error is None or (error.code, error.param) == (errors.Code.INVALID_REQUEST, "it")
+    await settled(engine)
+    await engine.cleanup()
 
 
 async def test_streams_of_an_engine_that_died_end_in_worker_lost_when_nobody_takes_them_over() -> None:

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 import pytest
 
-from tests.contracts import cache_rules, driving, kit, resume_rules, stream_rules
+from tests.contracts import cache_rules, constraint_rules, driving, kit, resume_rules, stream_rules
 from tests.support.arithmetic import ArithmeticRunner, make_config
-from tests.support.engines import Recorder, thread_engine
+from tests.support.engines import Recorder, demo_engine, thread_engine
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.worker import contract
 from tokenbus.worker.validator import ContractError, StreamValidator
@@ -364,6 +364,75 @@ class CutsWhatEndsTooEarly(Honest):
         return replace(request, sampling=sampling)
 
 
+class OfADemo(Honest):
+    """Passes everything on to an engine that keeps to constraints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = demo_engine()
+        self.inner.on_kv_events = self.blocks
+
+
+class IgnoresConstraints(OfADemo):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return replace(request, constraint=None)
+
+    def sink(self, request, sink):  # type: ignore[no-untyped-def]
+        if request.constraint is not None:
+            sink(contract.Output(token_ids=[], text="", is_constraint_ready=True))
+        return sink
+
+
+class ForgetsTheConstraintOfWhatIsResumed(OfADemo):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return request if request.resumed is None else replace(request, constraint=None)
+
+
+class ConstrainsFromTheBeginning(OfADemo):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        constraint = request.constraint
+        return replace(request, constraint=constraint and replace(constraint, begins_after=None))
+
+
+class NeverSaysThatAConstraintIsReady(OfADemo):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        if not output.is_constraint_ready:
+            sink(output)
+
+
+class GreetsBeforeItRefuses(OfADemo):
+    def sink(self, request, sink):  # type: ignore[no-untyped-def]
+        if request.constraint is not None:
+            sink(contract.Output(token_ids=[], text=""))
+        return sink
+
+
+class NamesNoFieldWhenItRefuses(OfADemo):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        sink(output if output.error is None else replace(output, error=replace(output.error, param=None)))
+
+
+class InsistsOnMinTokens(OfADemo):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        if output.finish_reason is None or request.sampling.min_tokens < 50:
+            sink(output)
+
+
+class SamplesForcedTokensWithoutLogprobs(OfADemo):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        sink(replace(output, logprobs=output.logprobs if len(output.text) == 1 else []))
+
+
+class OverlooksCancelsWhileItCompiles(OfADemo):
+    def abort(self, key: str) -> None:
+        asyncio.get_running_loop().call_later(0.3, self.inner.abort, key)
+
+
+class OverlooksStopsInConstrainedOutputs(OfADemo):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return request if request.constraint is None else replace(request, stop=())
+
+
 class LeavesStreamsOpenAtCleanup(Honest):
     cleaning = False
 
@@ -418,6 +487,16 @@ BROKEN = {
     SamplesOnWhenItIsComplete: resume_rules.ends_what_is_complete_after_it_was_accepted,
     EndsWhatIsCompleteAtOnce: resume_rules.ends_what_is_complete_after_it_was_accepted,
     CutsWhatEndsTooEarly: resume_rules.refuses_what_ends_too_early,
+    IgnoresConstraints: constraint_rules.keeps_to_a_constraint_of_each_kind,
+    ForgetsTheConstraintOfWhatIsResumed: constraint_rules.continues_constrained_answers_after_any_token,
+    ConstrainsFromTheBeginning: constraint_rules.leaves_the_output_free_up_to_a_marker,
+    NeverSaysThatAConstraintIsReady: constraint_rules.says_when_a_constraint_is_compiled,
+    GreetsBeforeItRefuses: constraint_rules.refuses_a_wrong_constraint_in_a_terminal_alone,
+    NamesNoFieldWhenItRefuses: constraint_rules.refuses_a_wrong_constraint_in_a_terminal_alone,
+    InsistsOnMinTokens: constraint_rules.gives_min_tokens_up_where_only_the_end_may_follow,
+    SamplesForcedTokensWithoutLogprobs: constraint_rules.samples_the_same_with_log_probabilities,
+    OverlooksCancelsWhileItCompiles: constraint_rules.cancels_while_a_constraint_is_compiled,
+    OverlooksStopsInConstrainedOutputs: constraint_rules.holds_to_lengths_and_stops,
     LeavesStreamsOpenAtCleanup: stream_rules.ends_every_stream_at_cleanup,
 }
 

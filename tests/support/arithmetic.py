@@ -172,7 +172,7 @@ class ArithmeticRunner:
             computed = array("I", (lane[place].token_id for place in range(part.start + part.num_tokens)))
             assert computed == part.sequence.token_ids[: len(computed)], "tokens of another sequence"
             if part.samples:
-                results.append(failure or SampledToken(_next(sampling, computed, part.sequence)))
+                results.append(failure or SampledToken(next_token(sampling, computed, part.sequence)))
         self.check_room()
         return results
 
@@ -188,7 +188,8 @@ class ArithmeticRunner:
         self.closed = True
 
 
-def _next(sampling: contract.Sampling, computed: "array[int]", sequence: Sequence) -> int:
+def next_token(sampling: contract.Sampling, computed: "array[int]", sequence: Sequence) -> int:
+    """Returns the token that comes after `computed`."""
     draw = zlib.crc32(f"{sampling.seed} {sequence.num_sampled}".encode()) if sampling.temperature > 0 else 0
     token = (zlib.crc32(computed.tobytes()) + draw) % len(PIECES)
     forbidden = {END_TOKEN} if sampling.ignore_eos else set()

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.arithmetic import ArithmeticRunner, _next
+from tests.support.arithmetic import ArithmeticRunner, next_token
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
@@ -142,7 +142,7 @@ class EchoRunner(ArithmeticRunner):
 
     def _answer(self, part: ScheduledTokens, seen: Any) -> int:
         sequence = part.sequence
-        return _next(self._samplers[sequence.seq_no], sequence.token_ids[: sequence.num_tokens], sequence)
+        return next_token(self._samplers[sequence.seq_no], sequence.token_ids[: sequence.num_tokens], sequence)
 
     def is_empty(self) -> bool:
         return not any(self.lengths.lengths)

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -267,3 +268,65 @@ def test_every_sampled_token_is_in_exactly_one_output_and_no_text_is_lost(
     else:
         assert recording.text == whole.decode(errors="replace")
         assert handed == token_ids
+
+
+# Several tokens in one step
+
+
+def made_together(*token_ids: int, end: EngineFinishReason | None = None) -> ipc.SequenceOutput:
+    return ipc.SequenceOutput(1, list(token_ids), end)
+
+
+def test_tokens_of_one_step_are_one_output() -> None:
+    recording = Recording()
+    assert not recording.generation.advance(made_together(A, B, C), 11.0)
+    assert [(output.token_ids, output.text) for output in recording.outputs] == [([A, B, C], "abc ")]
+    assert list(recording.generation.sampled) == [A, B, C]
+    assert recording.outputs[0].first_token is not None
+
+
+def test_tokens_behind_a_stop_string_are_dropped() -> None:
+    recording = Recording("STOP")
+    assert recording.generation.advance(made_together(A, ST, OP, B, end=EngineFinishReason.LENGTH), 11.0)
+    terminal = recording.terminal
+    assert (terminal.token_ids, terminal.text, terminal.stop_match) == ([A, ST, OP], "a", "STOP")
+    assert terminal.usage is not None
+    assert terminal.usage.completion_tokens == 3
+
+
+def test_the_last_of_several_tokens_may_end_it() -> None:
+    stopped = Recording()
+    assert stopped.generation.advance(made_together(A, B, EOS, end=EngineFinishReason.STOP_TOKEN), 11.0)
+    assert (stopped.terminal.token_ids, stopped.text, stopped.terminal.stop_match) == ([A, B, EOS], "ab", EOS)
+    full = Recording(max_tokens=2)
+    assert full.generation.advance(made_together(A, HALF_EURO, end=EngineFinishReason.LENGTH), 11.0)
+    assert (full.text, full.terminal.finish_reason) == ("a\ufffd", LENGTH)
+
+
+# Constraints
+
+
+def constrained() -> Recording:
+    recording = Recording()
+    constraint = contract.Constraint(kind=contract.ConstraintKind.REGEX, source="a+", param="regex")
+    recording.generation.request = msgspec.structs.replace(recording.generation.request, constraint=constraint)
+    return recording
+
+
+def test_a_compiled_constraint_is_news_once() -> None:
+    recording = constrained()
+    recording.generation.constraint_ready()
+    (output,) = recording.outputs
+    assert (output.is_constraint_ready, output.token_ids) == (True, [])
+    recording.take(A)
+    recording.generation.constraint_ready()
+    assert len(recording.outputs) == 2
+
+
+def test_a_constraint_that_is_given_up_is_an_error_that_names_its_field() -> None:
+    recording = constrained()
+    recording.take(A)
+    assert recording.generation.advance(made(None, EngineFinishReason.CONSTRAINT_FAILED), 11.0)
+    error = recording.terminal.error
+    assert error is not None
+    assert (error.code, error.param) == (errors.Code.INVALID_REQUEST, "regex")

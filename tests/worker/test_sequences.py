@@ -2,6 +2,7 @@
 
 import pytest
 
+from tokenbus.protocol.wire import errors
 from tokenbus.worker import contract
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
@@ -79,3 +80,28 @@ def test_without_its_engine_an_abort_leaves_nothing_to_wait_for() -> None:
     assert table.sequences.lose_engine(CrashAttribution(), table) == []
     assert table.sequences.abort("one") is not None
     assert (len(table.sequences), table.aborted) == (0, [])
+
+
+def test_a_sequence_whose_constraint_cannot_be_compiled_is_gone() -> None:
+    table = Table("one", "two")
+    problem = errors.make_error(errors.Code.INVALID_REQUEST, param="regex")
+    table.sequences.constraint_compiled(ipc.ConstraintCompiled(1, 0.1, problem), 1.0)
+    assert (len(table.sequences), table.aborted) == (1, [])
+    assert [output.error for output in table.outputs] == [problem]
+
+
+def test_one_that_was_aborted_before_is_forgotten_with_that_report() -> None:
+    table = Table("one")
+    table.sequences.abort("one")
+    problem = errors.make_error(errors.Code.INVALID_REQUEST, param="regex")
+    table.sequences.constraint_compiled(ipc.ConstraintCompiled(1, 0.1, problem), 1.0)
+    assert len(table.sequences) == 0
+    assert table.outputs == []
+
+
+def test_a_compiled_constraint_is_news_for_its_stream() -> None:
+    table = Table("one")
+    table.sequences.constraint_compiled(ipc.ConstraintCompiled(1, 0.1), 1.0)
+    table.sequences.constraint_compiled(ipc.ConstraintCompiled(9, 0.1), 1.0)
+    assert [output.is_constraint_ready for output in table.outputs] == [True]
+    assert len(table.sequences) == 1

@@ -68,6 +68,8 @@ class Generation:
         self.has_ended = False
         """Its sink has been given the terminal."""
         self._ending: _Ending | None = None
+        self._is_constraint_ready = False
+        """Its sink knows that the constraint is compiled; another engine compiles it again."""
         self._sink_failed = False
         self._processed_tokens = -1
 
@@ -131,7 +133,8 @@ class Generation:
 
     def constraint_ready(self) -> bool:
         """Says that the constraint is compiled, unless that is old news; returns whether the sink failed."""
-        if not self.sampled:
+        if not self._is_constraint_ready:
+            self._is_constraint_ready = True
             self._hand_out(contract.Output(token_ids=[], text="", is_constraint_ready=True))
         return self._sink_failed
 

@@ -1,0 +1,101 @@
+"""Compares the decoding speed of outputs that follow a JSON schema with that of free ones.
+
+Run: .venv/bin/python -m bench.serving.structured [--model FILE.gguf] [--streams 1] [--tokens 64] [--threads 1]
+[--pairs 9]
+
+Three kinds of requests take turns: free ones, one long string of a schema, where nearly every token is sampled under a
+mask, and a schema whose keys are most of the text, which are forced. The time runs from the first tokens of all streams
+to the last. Without --model, a 0.5B model in Q8_0 with random weights is made."""
+
+import argparse
+import asyncio
+import statistics
+import time
+from pathlib import Path
+
+from bench import system
+from bench.baselines import bare_llama
+from bench.models import benchmark_model
+from bench.paired import Ratio
+from tokenbus.client import Client
+from tokenbus.protocol.wire import messages
+
+CONTEXT = 4_096
+_TEXT = {"type": "object", "properties": {"text": {"type": "string", "minLength": 100_000}}, "required": ["text"]}
+_KEYS = [f"the number of the measurement that was taken at place {place}" for place in range(100)]
+_FORM = {
+    "type": "object",
+    "properties": {key: {"type": "boolean"} for key in _KEYS},
+    "required": _KEYS,
+    "additionalProperties": False,
+}
+KINDS: dict[str, dict[str, object] | None] = {"free": None, "a long string": _TEXT, "mostly keys": _FORM}
+
+
+async def tokens_per_s(client: Client, schema: dict[str, object] | None, streams: int, tokens: int) -> float:
+    """Returns the speed of all streams together, from when each has its first tokens until each has its last."""
+    everyone = asyncio.Barrier(streams)
+    starts: list[float] = []
+    decoded: list[int] = []
+
+    async def read(number: int) -> None:
+        wanted = None
+        if schema is not None:
+            wanted = messages.ResponseFormat(type="json_schema", json_schema=messages.JsonSchema(schema=schema))
+        request = messages.GenerateRequest(
+            token_ids=bare_llama.PROMPT,
+            max_tokens=tokens,
+            temperature=1.0,
+            seed=number,
+            ignore_eos=schema is None,
+            response_format=wanted,
+        )
+        num_tokens = first = 0
+        async for chunk in client.generate("m", request):
+            if chunk.error:
+                raise SystemExit(f"the system refused: {chunk.error.message}")
+            if chunk.tokens and not num_tokens:
+                first = chunk.tokens
+                await everyone.wait()
+                starts.append(time.perf_counter())
+            num_tokens += chunk.tokens
+        assert num_tokens == tokens, (num_tokens, tokens)
+        decoded.append(num_tokens - first)
+
+    await asyncio.gather(*(read(number) for number in range(streams)))
+    return sum(decoded) / (time.perf_counter() - max(starts))
+
+
+def ratio_of(shares: list[float]) -> Ratio:
+    return Ratio(*statistics.quantiles(shares, n=4))
+
+
+async def measure(model: Path, streams: int, tokens: int, threads: int, pairs: int) -> None:
+    settings = ("--threads", str(threads), "--kv-tokens", str(CONTEXT), "--max-num-seqs", "64")
+    seen: dict[str, list[float]] = {name: [] for name in KINDS}
+    async with system.running(model, *settings, "--context-length", "1024") as client:
+        for schema in KINDS.values():
+            await tokens_per_s(client, schema, streams, 4 if schema is None else 40)
+        for _ in range(pairs):
+            for name, schema in KINDS.items():
+                seen[name].append(await tokens_per_s(client, schema, streams, tokens))
+    print(f"{model.name}, {streams} streams of {tokens} tokens, {threads} threads, {pairs} interleaved rounds")
+    for name, speeds in seen.items():
+        shares = [speed / free for speed, free in zip(speeds, seen["free"], strict=True)]
+        print(f"  {name:14s} {statistics.median(speeds):8.1f} tokens/s, compared with free: {ratio_of(shares)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--pairs", type=int, default=9)
+    options = parser.parse_args()
+    with benchmark_model.model(options.model) as model:
+        asyncio.run(measure(model, options.streams, options.tokens, options.threads, options.pairs))
+
+
+if __name__ == "__main__":
+    main()
