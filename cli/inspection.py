@@ -5,7 +5,6 @@ import sys
 import msgspec
 
 from tokenbus.protocol.prompt import prompt
-from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors
 from tokenbus.worker.chat_format.chat_format import ChatFormat
 from tokenbus.worker.engine.models import chat_formats, features, registry
@@ -14,7 +13,6 @@ from tokenbus.worker.engine.runner import ModelError
 
 def show(model: str) -> int:
     """Prints what is known of a model's format; returns 1 if the model can't be read."""
-    logs.log_errors_only()
     try:
         rules = _read_rules(model)
     except ModelError as error:

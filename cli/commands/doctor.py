@@ -55,7 +55,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_inspect_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a GGUF file, an ONNX folder, or a name on the Hub")
-    parser.set_defaults(run=lambda options: inspection.show(options.model))
+    parser.set_defaults(run=_inspect)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    logs.log_errors_only()
+    return inspection.show(options.model)
 
 
 async def _run(options: argparse.Namespace) -> int:

@@ -75,7 +75,7 @@ class _Calls:
         if call_id is None:
             call_id = next(iter(self._unanswered), None)
         if call_id is None:
-            raise invalid_field(f"{path}.tool_call_id", "is a result, but no tool call before it has none")
+            raise invalid_field(f"{path}.tool_call_id", "there is no tool call before it that has no result yet")
         if call_id not in self._names:
             raise invalid_field(f"{path}.tool_call_id", f"no tool call before it has the id {call_id[:100]!r}")
         self._unanswered.pop(call_id, None)

@@ -10,6 +10,7 @@ from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind
 
 ROOT = 1
 MOST = 4_096
@@ -27,9 +28,9 @@ class Harness:
         self.serve()
         self.published()
 
-    def serve(self) -> None:
+    def serve(self, **changes: object) -> None:
         engine = thread_engine(lambda _: ArithmeticRunner())
-        self.announcer.engine_started(engine, make_config(), None)
+        self.announcer.engine_started(engine, make_config(**changes), None)
 
     def published(self) -> list[internal.Events]:
         """The events since the last time."""
@@ -333,3 +334,15 @@ def test_whoever_reads_every_event_knows_every_block(steps: list[tuple[bool, int
                 assert name not in heard
                 heard[name] = parent
         assert heard == held
+
+
+def test_the_card_has_the_digest_of_the_chat_format() -> None:
+    def digest(chat_format: ChatFormat | None) -> str | None:
+        harness = Harness()
+        harness.serve(chat_format=chat_format)
+        return harness.card().chat_format_digest
+
+    calls = Calls(kind=Kind.JSON, call_open="<call>")
+    assert digest(None) is None
+    assert digest(ChatFormat(calls=calls)) == digest(ChatFormat(calls=calls))
+    assert digest(ChatFormat(calls=calls)) != digest(ChatFormat(calls=calls, turn_open="x"))

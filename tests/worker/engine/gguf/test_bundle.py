@@ -168,10 +168,10 @@ def test_a_template_that_refuses_a_role_refuses_it_at_both_places(
 ) -> None:
     refusals = []
     for build in (
-        lambda: runner.tokenize(internal.Tokenize(messages=[turn("x", role="tool")])),
-        lambda: builder.from_messages([turn("x", role="tool")], None),
+        lambda: runner.tokenize(internal.Tokenize(messages=[turn("x", role="pirate")])),
+        lambda: builder.from_messages([turn("x", role="pirate")], None),
     ):
-        with pytest.raises(errors.RequestError, match="not tool") as caught:
+        with pytest.raises(errors.RequestError, match="not pirate") as caught:
             build()
         refusals.append(caught.value.error)
     assert refusals[0] == refusals[1]

@@ -1,0 +1,50 @@
+"""Engines find out at load how their model writes its answers, and have features by it."""
+
+import pytest
+from structlog.testing import capture_logs
+
+from tokenbus.protocol.prompt import prompt
+from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Reasoning
+from tokenbus.worker.engine.models import chat_formats, features
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<call>{{ call.function | tojson }}</call>{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CALLS = Calls(kind=Kind.JSON, call_open="<call>", call_close="</call>")
+
+
+def rules(template: str | None) -> prompt.PromptRules:
+    return prompt.PromptRules(special_tokens={"<|end|>": 7}, chat_template=template, vocab_size=8)
+
+
+def test_a_format_is_inferred_in_a_renderer_process_and_logged() -> None:
+    with capture_logs() as logs:
+        found = chat_formats.infer(rules(TEMPLATE))
+    assert found is not None
+    assert (found.calls, found.tokens) == (CALLS, {"<|end|>": 7})
+    assert [(line["event"], line["offered"]) for line in logs] == [("chat_format_inferred", ["tools"])]
+
+
+@pytest.mark.parametrize("template", [None, "", "{% for %}", "{{ messages[0].content }}"])
+def test_a_model_without_a_template_that_shows_one_has_no_format(template: str | None) -> None:
+    assert chat_formats.infer(rules(template)) is None
+
+
+def test_a_template_that_takes_all_the_time_there_is_delays_the_load_by_seconds_only() -> None:
+    forever = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with capture_logs() as logs:
+        assert chat_formats.infer(rules(forever)) is None
+    (line,) = [line for line in logs if line["event"] == "chat_format_inferred"]
+    assert line["duration_ms"] < 30_000
+
+
+def test_features_follow_from_the_format() -> None:
+    thinking = Reasoning(open="<think>", close="</think>")
+    assert features.of_format(None) == ()
+    assert features.of_format(ChatFormat(calls=CALLS)) == ("tools",)
+    assert features.of_format(ChatFormat(reasoning=thinking)) == ("reasoning",)
+    assert features.of_format(ChatFormat(calls=CALLS, reasoning=thinking)) == ("tools", "reasoning")
+    assert features.with_sampler(chat=True, chat_format=ChatFormat(calls=CALLS))[-1] == "tools"
+    assert "chat" not in features.with_sampler(chat=False, chat_format=None)
