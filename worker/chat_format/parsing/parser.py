@@ -112,7 +112,9 @@ class Parser:
         self._text.in_prompt = False
         if not cursor.text[cursor.at :].strip():
             cursor.at = len(cursor.text)
+        cursor.append("")
         self._output.forget()
+        self._back.restart()
         self._text.is_first, self._text.after_marker = True, False
 
     def _read(self) -> list[deltas.Delta]:
@@ -159,11 +161,9 @@ class Parser:
     def _leave(self, found: Found) -> bool:
         match found.to:
             case To.REASONING:
-                scan = self._rules.reasoning[self._calls is not None]
-                self._begin_text(scan, skip=self._rules.reasoning_edges[0])
+                self._begin_text(self._rules.reasoning[self._calls is not None], skip=found.skip)
             case To.CONTENT:
-                is_reasoning = self._text.scan.kind is deltas.Reasoning
-                self._begin_text(self._content(), skip=self._rules.reasoning_edges[1] if is_reasoning else "")
+                self._begin_text(self._content(), skip=found.skip)
             case To.ANNOUNCED:
                 self._begin_text(self._content())
             case To.SECTION:
@@ -313,7 +313,7 @@ class Parser:
 
     def _header(self) -> bool:
         cursor, rules = self._cursor, self._rules
-        place = cursor.text.find(rules.body.first, cursor.at, cursor.at + MAX_HELD)
+        place = cursor.text.find(rules.body.pieces[0], cursor.at, cursor.at + MAX_HELD)
         end = rules.body.match(cursor.text, place) if place >= 0 else Match.MORE
         if isinstance(end, int):
             header = cursor.text[cursor.at : place]
