@@ -68,10 +68,13 @@ async def test_one_request_more_than_may_be_open_is_told_to_come_back(slow_url: 
                 assert await second.line("retry-after:") == "retry-after: 1"
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
 async def test_each_request_leaves_two_lines_and_nothing_of_its_text(slow_gateway: Gateway) -> None:
     said = ENDLESS | {"messages": [{"role": "user", "content": "a-secret"}], "max_tokens": 2}
     ids = []
-    for extra, status in (({}, "200"), ({"stream": True}, "200"), ({"tools": [{}]}, "400"), ({"n": 7}, "400")):
+    for extra, status in (({}, "200"), ({"stream": True}, "200"), ({"tools": [TOOL]}, "400"), ({"n": 7}, "400")):
         async with post(slow_gateway, said | extra) as one:
             assert (await one.line("HTTP/1.1")).split()[1] == status
             ids.append("default:" + (await one.line("x-request-id")).split()[1])
