@@ -59,8 +59,8 @@ FORMATS = {
 
 def format_of(fixture: Fixture, family: Family) -> ChatFormat:
     """Returns the format of the model that wrote a recorded output."""
-    variant = _reference(fixture, family).variant
-    known = next(one.format for one in KNOWN_FORMATS if one.name == FORMATS[variant])
+    name = FORMATS[_reference(fixture, family).variant or ""]
+    known = next(one.format for one in KNOWN_FORMATS if one.name == name)
     return with_tokens(known, IDS[_repository(fixture)])
 
 

@@ -1,1 +1,1 @@
-"""How a model's chat output is written, and the parser that reads it back."""
+"""Chat formats, which say how a model writes reasoning and tool calls, and the parser that reads them."""

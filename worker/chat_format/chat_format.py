@@ -17,7 +17,7 @@ import msgspec
 
 
 class Kind(StrEnum):
-    """How one call is written."""
+    """The ways to write one call."""
 
     JSON = "json"
     """An object that holds the name and the arguments: `{"name": "f", "arguments": {"a": 1}}`."""
@@ -28,7 +28,7 @@ class Kind(StrEnum):
 
 
 class Values(StrEnum):
-    """How values are written: the arguments object of JSON and NAMED calls, each argument of TAGGED ones."""
+    """The notation of values: of the arguments object of JSON and NAMED calls, of each argument of TAGGED ones."""
 
     JSON = "json"
     PYTHON = "python"
@@ -41,7 +41,7 @@ class Values(StrEnum):
 
 
 class Calls(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tool calls are written.
+    """The markers and the notation of tool calls.
 
     A message's calls are `announce section_open call separator call ... section_close announce_close`, each call is
     `call_open ... call_close`.
@@ -83,7 +83,7 @@ class Calls(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id_form: str = ""
     """The ids of calls that have none of their own, from their `{name}` and `{index}`. Empty: any id will do."""
     id_length: int = 0
-    """How many letters and digits an id must have. 0: any number, and other characters, too."""
+    """The number of letters and digits an id must have. 0: any number, and other characters, too."""
     name_close: str = ""
     """NAMED: stands before the object of the arguments. TAGGED: before the first argument."""
 
@@ -108,7 +108,7 @@ class Calls(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How reasoning is told from the answer."""
+    """The markers that tell reasoning from the answer."""
 
     open: str
     close: str
@@ -132,7 +132,7 @@ class Channels(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     recipient: str
     """Stands before the recipient in a header. A message that has a recipient is no content."""
     function: str
-    """What a recipient begins with if the message is a call: the rest is the function's name, the body its
+    """The beginning of a recipient if the message is a call: the rest is the function's name, the body its
     arguments."""
     constrain: str = ""
     """Stands before the type of the body in a header."""
@@ -143,7 +143,7 @@ class Channels(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ChatFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a model writes its answer. Equal formats have equal records."""
+    """A model's way to write its answer. Equal formats have equal records."""
 
     calls: Calls | None = None
     """None: the model calls no tools."""
@@ -155,10 +155,10 @@ class ChatFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Opens the content, where a format marks it. It ends reasoning, too."""
     content_close: str = ""
     turn_open: str = ""
-    """What the template writes before an answer, and only there: `<|im_start|>assistant\\n`."""
+    """The text that the template writes before an answer, and only there: `<|im_start|>assistant\\n`."""
     generation_prompt: str = ""
-    """What the template writes behind `turn_open` when it asks for an answer, by default: `<think>\\n` says that the
-    answer begins inside the reasoning."""
+    """The text that the template writes behind `turn_open` when it asks for an answer, by default: `<think>\\n` says
+    that the answer begins inside the reasoning."""
     turn_close: tuple[str, ...] = ()
     """Markers that say no more than that the answer is over."""
     tokens: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What a parser reads out of a model's output, piece by piece."""
+"""The pieces of an answer, in the order in which a parser reads them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ _WHITESPACE = re.compile(r"\s*")
 
 
 class Malformed(Exception):
-    """What was read as a call can't become one. Caught inside of the parser."""
+    """The text that was read as a call can't become one. Caught inside of the parser."""
 
 
 class Cursor:
@@ -48,6 +48,11 @@ class ReadBack:
 
     def forget(self) -> None:
         self._parts = None
+
+    def restart(self) -> None:
+        """Forgets what was read up to here, and goes on."""
+        if self._parts is not None:
+            self.begin(self._cursor.at)
 
     def keep(self) -> None:
         """Keeps what has been read, before the cursor forgets it."""

@@ -12,7 +12,7 @@ _WORD = re.compile(r"[^\s\ud800-\udfff]*")
 
 
 class Message(NamedTuple):
-    """What a header says of its message."""
+    """The contents of a header."""
 
     kind: TextKind = None
     """Content, reasoning, or for nobody here."""

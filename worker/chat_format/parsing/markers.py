@@ -12,7 +12,7 @@ from enum import Enum
 
 FIRST_SURROGATE, LAST_SURROGATE = 0xD800, 0xDFFF
 MAX_WHITESPACE = 64
-"""How much whitespace may stand inside of a marker, or be held back since it may belong to one."""
+"""Characters of whitespace that may stand inside of a marker, or are held back since they may belong to one."""
 WHITESPACE = re.compile(rf"\s{{0,{MAX_WHITESPACE}}}")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -22,7 +22,7 @@ _SEAMS = re.compile("\\s+|(?<=>)(?=<)|(?<=[\ud800-\udfff])(?=[\ud800-\udfff])")
 
 
 class Match(Enum):
-    """What came of matching a marker, if it was not found."""
+    """The outcomes of matching a marker that was not found."""
 
     NO = 0
     MORE = 1

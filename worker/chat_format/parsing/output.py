@@ -1,4 +1,4 @@
-"""What a parser has read, until its caller takes it."""
+"""Collects what a parser has read, until its caller takes it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Output:
         self._hold_calls = hold_calls
         self._deltas: list[deltas.Delta] = []
         self._held: list[deltas.Delta] = []
-        """Of the call that is being read, if calls are held."""
+        """Deltas of the call that is being read, if calls are held."""
         self._kind: TextKind = None
         self._texts: list[str] = []
         self._fragments: list[str] = []
         self.calls = 0
-        """How many calls have begun."""
+        """The number of calls that have begun."""
         self.is_open = False
         """The call that is being read has gone out."""
         self._was_broken_off = False

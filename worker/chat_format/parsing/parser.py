@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterable
 
 from tokenbus.worker.chat_format import deltas
 from tokenbus.worker.chat_format.chat_format import Kind
-from tokenbus.worker.chat_format.parsing.call_reader import CallReader, Tools
+from tokenbus.worker.chat_format.parsing.calls.call_reader import CallReader, Tools
+from tokenbus.worker.chat_format.parsing.calls.header_call import NamedCall
+from tokenbus.worker.chat_format.parsing.calls.json_call import JsonCall
+from tokenbus.worker.chat_format.parsing.calls.tagged_call import TaggedCall
 from tokenbus.worker.chat_format.parsing.cursor import Cursor, Malformed, ReadBack
-from tokenbus.worker.chat_format.parsing.header_call import NamedCall
 from tokenbus.worker.chat_format.parsing.headers import read_header
-from tokenbus.worker.chat_format.parsing.json_call import JsonCall
 from tokenbus.worker.chat_format.parsing.markers import Match, skip_whitespace, without_surrogates
 from tokenbus.worker.chat_format.parsing.output import Output
 from tokenbus.worker.chat_format.parsing.scans import Rules, Scan, To
-from tokenbus.worker.chat_format.parsing.tagged_call import TaggedCall
 from tokenbus.worker.chat_format.parsing.text_reader import Found, TextReader
 
 MAX_HELD = 1024
@@ -67,7 +67,7 @@ class Parser:
 
     @property
     def calls(self) -> int:
-        """How many calls have begun."""
+        """The number of calls that have begun."""
         return self._output.calls
 
     @property
@@ -107,7 +107,9 @@ class Parser:
         self._text.in_prompt = False
         if not cursor.text[cursor.at :].strip():
             cursor.at = len(cursor.text)
+        cursor.append("")
         self._output.forget()
+        self._back.restart()
         self._text.is_first, self._text.after_marker = True, False
 
     def _read(self) -> list[deltas.Delta]:
@@ -154,11 +156,9 @@ class Parser:
     def _leave(self, found: Found) -> bool:
         match found.to:
             case To.REASONING:
-                scan = self._rules.reasoning[self._calls is not None]
-                self._begin_text(scan, skip=self._rules.reasoning_edges[0])
+                self._begin_text(self._rules.reasoning[self._calls is not None], skip=found.skip)
             case To.CONTENT:
-                is_reasoning = self._text.scan.kind is deltas.Reasoning
-                self._begin_text(self._content(), skip=self._rules.reasoning_edges[1] if is_reasoning else "")
+                self._begin_text(self._content(), skip=found.skip)
             case To.ANNOUNCED:
                 self._begin_text(self._content())
             case To.SECTION:
@@ -308,7 +308,7 @@ class Parser:
 
     def _header(self) -> bool:
         cursor, rules = self._cursor, self._rules
-        place = cursor.text.find(rules.body.first, cursor.at, cursor.at + MAX_HELD)
+        place = cursor.text.find(rules.body.pieces[0], cursor.at, cursor.at + MAX_HELD)
         end = rules.body.match(cursor.text, place) if place >= 0 else Match.MORE
         if isinstance(end, int):
             header = cursor.text[cursor.at : place]

@@ -38,9 +38,9 @@ class CallRules:
         self.value_begin = calls.type_close if self.type_close else calls.key_close
         self.value_begin = self.value_begin[len(self.value_begin.rstrip()) :]
         self.closes = [self.call_close]
-        """What ends a call and belongs to it."""
+        """Markers that end a call and belong to it."""
         self.follows = [self.section_close, self.call_open, self.section_open, self.announce_close, *turn_close]
-        """What may stand behind a call."""
+        """Markers that may stand behind a call."""
         self.value_ends = re.compile(
             class_of({one.first for one in (self.value_close, self.call_close, self.argument_open) if one})
         )

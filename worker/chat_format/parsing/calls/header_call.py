@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenbus.worker.chat_format.parsing.call_reader import CallReader, Sink, Tools
+from tokenbus.worker.chat_format.parsing.calls.call_reader import CallReader, Sink, Tools
 from tokenbus.worker.chat_format.parsing.cursor import Cursor, Malformed
 from tokenbus.worker.chat_format.parsing.markers import Marker, Match
 from tokenbus.worker.chat_format.parsing.rules import CallRules

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from tokenbus.worker.chat_format.parsing import schema
+from tokenbus.worker.chat_format.parsing.calls import schema
+from tokenbus.worker.chat_format.parsing.calls.values import ValueReader
 from tokenbus.worker.chat_format.parsing.cursor import Cursor, Malformed
 from tokenbus.worker.chat_format.parsing.markers import Match, first_of, skip_whitespace
 from tokenbus.worker.chat_format.parsing.rules import NAME, CallRules
-from tokenbus.worker.chat_format.parsing.values import ValueReader
 
 Tools = Mapping[str, schema.Schema]
 """The parameters of each tool: a JSON schema."""

@@ -7,10 +7,10 @@ from enum import Enum
 import msgspec
 
 from tokenbus.worker.chat_format.chat_format import Values
-from tokenbus.worker.chat_format.parsing.call_reader import CallReader, Sink, Tools
+from tokenbus.worker.chat_format.parsing.calls.call_reader import CallReader, Sink, Tools
+from tokenbus.worker.chat_format.parsing.calls.values import ValueReader
 from tokenbus.worker.chat_format.parsing.cursor import Cursor, Malformed
 from tokenbus.worker.chat_format.parsing.rules import CallRules
-from tokenbus.worker.chat_format.parsing.values import ValueReader
 
 
 class _Field(Enum):

@@ -1,4 +1,4 @@
-"""What a value without quotes is, by the schema of its tool."""
+"""Decides by the schema of a tool what a value without quotes is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tokenbus.worker.chat_format.parsing.values import LITERALS
+from tokenbus.worker.chat_format.parsing.calls.values import LITERALS
 
 TYPES = {"string", "number", "integer", "boolean", "null", "object", "array"}
 MAX_DEPTH = 8
