@@ -214,6 +214,7 @@ def test_a_template_that_shows_nothing_has_no_format() -> None:
         "",
         "{{ messages }}{{ tools }}",
         "{% for m in messages %}{{ m.content }}{% endfor %}" + "<|call|>" * 5_000,
+        template(JSON).replace("<call>", "<|call|>" * 5_000),
         "{{ '{' * 100000 }}{{ messages | tojson }}",
         "{{ '[{' * 5000 }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
         "{{ c.function.name }}{{ '{\"a\":' * 5000 }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}",
