@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from tokenbus.worker.chat_format import deltas
 from tokenbus.worker.chat_format.chat_format import ChatFormat
-from tokenbus.worker.chat_format.grammar import calls_grammar
+from tokenbus.worker.chat_format.grammar.answer import calls_grammar
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, with_tokens
 from tokenbus.worker.chat_format.parsing.parser import Parser
 from tokenbus.worker.chat_format.parsing.scans import Rules
