@@ -21,9 +21,13 @@ from tokenbus.client import Client
 from tokenbus.protocol.wire import messages
 
 CONTEXT = 4_096
-_TEXT = {"type": "object", "properties": {"text": {"type": "string", "minLength": 100_000}}, "required": ["text"]}
+_TEXT: dict[str, object] = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "minLength": 100_000}},
+    "required": ["text"],
+}
 _KEYS = [f"the number of the measurement that was taken at place {place}" for place in range(100)]
-_FORM = {
+_FORM: dict[str, object] = {
     "type": "object",
     "properties": {key: {"type": "boolean"} for key in _KEYS},
     "required": _KEYS,

@@ -79,7 +79,11 @@ class WorkerMetrics(MetricFamilies):
             "device_gap_seconds", "Time that the device was idle between two steps although there was work."
         )
         self.ttft = histogram("time_to_first_token_seconds", "From the accept to the first token.", TTFT_BUCKETS)
-        self.itl = histogram("inter_token_latency_seconds", "From one token of a request to its next.", ITL_BUCKETS)
+        self.itl = histogram(
+            "inter_token_latency_seconds",
+            "From one token of a request to its next; those of one step count once.",
+            ITL_BUCKETS,
+        )
         self.queue = histogram("queue_time_seconds", "From the accept to the first step.", REQUEST_BUCKETS)
         self.prefill = histogram("prefill_time_seconds", "From the first step to the first token.", REQUEST_BUCKETS)
         self.decode = histogram("decode_time_seconds", "From the first token to the last.", REQUEST_BUCKETS)
