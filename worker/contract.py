@@ -185,7 +185,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     end_token_ids: tuple[int, ...] = ()
     """The model's own end tokens."""
     chat_format: ChatFormat | None = None
-    """How the model writes reasoning and tool calls; None where that is not known."""
+    """The way the model writes reasoning and tool calls; None where that is not known."""
 
 
 class EngineStartError(RuntimeError):
