@@ -260,7 +260,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     end_token_ids: tuple[int, ...] = ()
     """The model's own end tokens."""
     chat_format: ChatFormat | None = None
-    """The way in which the model writes reasoning and tool calls; None where that is not known."""
+    """The way the model writes reasoning and tool calls; None where that is not known."""
 
 
 class EngineStartError(RuntimeError):

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from tokenbus.protocol.prompt.rendering import PromptPieces
-from tokenbus.protocol.prompt.template import ChatTemplate, SpecialTokens
+from tokenbus.protocol.prompt.special_tokens import SpecialTokens
+from tokenbus.protocol.prompt.template import ChatTemplate
 from tokenbus.protocol.wire.messages import ChatMessage
 from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Reasoning, Values
 from tokenbus.worker.chat_format.inference.infer import infer_format

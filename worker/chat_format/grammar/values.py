@@ -20,7 +20,7 @@ def any_order(
 ) -> str:
     """Returns what matches members, by key, in any order, all required ones among them. `other` may come often.
 
-    There is a rule for each set of members that are still to come, up to 64 sets. Members beyond that are not counted."""
+    There is a rule for each set of members that are still to come, up to 64 sets; members beyond are not counted."""
     required = schema.get("required")
     required = required if isinstance(required, Sequence) else ()
     counted = sorted(members, key=lambda key: key not in required)[:_MAX_COUNTED]
