@@ -194,6 +194,23 @@ _CONSTRAINTS = (
     ),
 )
 
+_ANSWERS = (
+    Panel(
+        "Tool calls",
+        "Calls in answers, by whether they were complete. If many are not, answers reach `max_tokens` in the middle of a "
+        "call, or stop strings end them there.",
+        "cps",
+        (Query(_rate("tool_calls", "worker_id, complete"), f"{_NAME} complete={{{{complete}}}}"),),
+        "stacked",
+    ),
+    Panel(
+        "Share of reasoning",
+        "The share of the sampled tokens that belong to the reasoning before an answer.",
+        "percentunit",
+        (Query(f"{_rate('reasoning_tokens')} / {_rate('generation_tokens')}", _NAME),),
+    ),
+)
+
 DASHBOARD = Dashboard(
     "worker",
     "Tokenbus worker",
@@ -203,6 +220,7 @@ DASHBOARD = Dashboard(
         Row("Requests", _REQUESTS),
         Row("Steps", _STEPS),
         Row("Constraints", _CONSTRAINTS),
+        Row("Tools and reasoning", _ANSWERS),
         Row("Memory and cache", _MEMORY),
     ),
 )

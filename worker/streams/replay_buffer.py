@@ -125,6 +125,11 @@ class ReplayBuffer:
         return 0 if self._reasoning is None else len(self._reasoning.data)
 
     @property
+    def num_calls(self) -> int:
+        """The number of tool calls that have begun."""
+        return len(self._calls)
+
+    @property
     def memory_bytes(self) -> int:
         """Memory that the buffer takes, in bytes."""
         tracks = sum(len(track.data) + 4 * len(track.ends) for track in self._tracks)

@@ -43,7 +43,8 @@ class Stream:
         self.offered_at = 0.0
         """When it was last offered to a router."""
         self._prompt_tokens = len(run.token_ids) // 4
-        self._is_streamed = run.params.is_streamed
+        self.is_streamed = run.params.is_streamed
+        """Whether the client wants chunks before the terminal."""
         self.key = run.request_id
         self.stream_no = stream_no
         """The number by which the event log names it."""
@@ -85,13 +86,18 @@ class Stream:
         return f"<Stream {self.key} attempt {self.run.attempt}: {self._replay_buffer.num_tokens} tokens>"
 
     @property
+    def num_tool_calls(self) -> int:
+        """The number of tool calls that have begun."""
+        return self._replay_buffer.num_calls
+
+    @property
     def memory_bytes(self) -> int:
         """Approximate memory that the stream takes once it has ended, in bytes."""
         return 2_048 + self._replay_buffer.memory_bytes
 
     def head(self, progress: messages.Progress | UnsetType = UNSET) -> messages.Chunk | None:
         """Returns an empty chunk at the current offset, or None if the client is to get only a terminal."""
-        if not self._is_streamed or self.terminal is not None:
+        if not self.is_streamed or self.terminal is not None:
             return None
         empty = self._empty(self._replay_buffer.num_tokens, self._replay_buffer.text_bytes)
         return codec.replace(empty, hash_scheme=self.hash_scheme, progress=progress)
@@ -116,7 +122,7 @@ class Stream:
         # a client that lost text without a token could not ask for it again
         assert output.token_ids or not (output.text or output.reasoning or output.tool_calls), output
         chunk = None
-        if self._is_streamed:
+        if self.is_streamed:
             chunk = self._output_chunk(output)
             if output.token_ids:
                 self.first_token_sent = True
@@ -188,7 +194,7 @@ class Stream:
     def fail(self) -> messages.Chunk:
         """Ends it with an error, because of a bug; returns the terminal. It has no text."""
         buffer = self._replay_buffer
-        if self._is_streamed:
+        if self.is_streamed:
             last = self._empty(buffer.num_tokens, buffer.text_bytes)
         else:
             last = codec.replace(self._empty(0, 0), tokens=buffer.num_tokens)
@@ -224,7 +230,7 @@ class Stream:
         """Yields the chunks from token `offset` on, each of at most `max_bytes`, and the terminal if there is one; if
         there is neither, an empty chunk shows that the stream is alive."""
         chunks = 0
-        if self._is_streamed:
+        if self.is_streamed:
             # the terminal's own tokens are in the terminal
             end = None if self.terminal is None else self.terminal.offset
             for segment in self._replay_buffer.segments(offset, max_bytes, end):
@@ -290,7 +296,7 @@ class Stream:
         )
 
     def _terminal(self, output: contract.Output) -> messages.Chunk:
-        if self._is_streamed:
+        if self.is_streamed:
             last = self._output_chunk(output)
         else:
             # nothing was streamed: the terminal carries the whole completion
