@@ -9,6 +9,7 @@ import pytest
 from tests.support.answers import ORDINARY, Answer, known, read
 from tokenbus.worker.chat_format import deltas
 from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Reasoning, Values
+from tokenbus.worker.chat_format.parsing.markers import MAX_WHITESPACE
 from tokenbus.worker.chat_format.parsing.parser import Parser
 from tokenbus.worker.chat_format.parsing.scans import Rules
 
@@ -445,3 +446,33 @@ def test_messages_to_others_than_the_client_and_the_tools_are_left_out() -> None
 def test_a_header_that_says_nothing_is_content() -> None:
     output = "<|channel|>odd<|message|>text<|end|>"
     assert read(known("gpt-oss"), output).content == "<|channel|>odd<|message|>text"
+
+
+# Limits, and what is easily mixed up.
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 7])
+@pytest.mark.parametrize("before", ["", "a"])
+def test_so_much_whitespace_belongs_to_a_marker_and_no_more(before: str, pieces: int) -> None:
+    output = f"{before}{' ' * (MAX_WHITESPACE + 36)}{CALL}"
+    assert read(HERMES, output, pieces=pieces).content == before + " " * 36
+    assert read(HERMES, f"{before}{' ' * MAX_WHITESPACE}{CALL}", pieces=pieces).content == before
+
+
+def test_a_call_after_a_malformed_one_is_the_first() -> None:
+    malformed = '<tool_call>{"name": "g", "arguments": {1}}</tool_call>'
+    answer = read(HERMES, f"{malformed}\n{CALL}", hold=True)
+    assert answer.brief() == (malformed, "", [("f", '{"a": 1}')])
+
+
+def test_a_value_without_an_end_ends_with_the_turn_but_not_where_the_turn_is_cut_off() -> None:
+    output = "<tool_call>f<arg_key>a</arg_key><arg_value>x</tool_call>"
+    assert read(known("glm"), output, prompt="").brief() == ("", "", [("f", '{"a": "x"}')])
+    assert read(known("glm"), output, prompt="", cut_off=True).brief() == ("", "", [])
+
+
+def test_two_requests_have_different_ids() -> None:
+    first, second = (Parser(Rules(HERMES), tools={}, key=key).feed_text(CALL)[0] for key in ("one", "two"))
+    assert isinstance(first, deltas.CallBegin)
+    assert isinstance(second, deltas.CallBegin)
+    assert first.id != second.id

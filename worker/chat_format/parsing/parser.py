@@ -22,7 +22,7 @@ from tokenbus.worker.chat_format.parsing.calls.json_call import JsonCall
 from tokenbus.worker.chat_format.parsing.calls.tagged_call import TaggedCall
 from tokenbus.worker.chat_format.parsing.cursor import Cursor, Malformed, ReadBack
 from tokenbus.worker.chat_format.parsing.headers import read_header
-from tokenbus.worker.chat_format.parsing.markers import Match, skip_whitespace, without_surrogates
+from tokenbus.worker.chat_format.parsing.markers import Match, first_of, skip_whitespace, without_surrogates
 from tokenbus.worker.chat_format.parsing.output import Output
 from tokenbus.worker.chat_format.parsing.scans import Rules, Scan, To
 from tokenbus.worker.chat_format.parsing.text_reader import Found, TextReader
@@ -242,8 +242,6 @@ class Parser:
         elif at < len(cursor.text) and rules.may_begin(cursor.text[at]):
             begin = at
         if isinstance(begin, int):
-            if self._noise:
-                self._back.begin(at)
             cursor.at = begin
             self._begin_call()
             return True
@@ -286,23 +284,17 @@ class Parser:
         if at == len(cursor.text):
             return False
         start, channel = rules.start.match(cursor.text, at), rules.channel.match(cursor.text, at)
-        self._back.begin(at)
-        if isinstance(start, int):
-            cursor.at = start
+        end = first_of(rules.message_ends, cursor.text, at)
+        if isinstance(start, int) or isinstance(channel, int):
+            self._back.begin(at)
+            cursor.at = start if isinstance(start, int) else at
             self._state = self._header
             return True
-        if isinstance(channel, int):
-            self._state = self._header
+        if isinstance(end, int):
+            cursor.at = end
             return True
-        if Match.MORE in (start, channel) and not cursor.ended:
-            self._back.forget()
+        if Match.MORE in (start, channel, end) and not cursor.ended:
             return False
-        for one in rules.message_ends:
-            if isinstance(end := one.match(cursor.text, at), int):
-                cursor.at = end
-                self._back.forget()
-                return True
-        self._back.forget()
         self._begin_text(rules.messages[deltas.Content], is_first=False)
         return True
 
