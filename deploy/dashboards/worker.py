@@ -197,8 +197,8 @@ _CONSTRAINTS = (
 _ANSWERS = (
     Panel(
         "Tool calls",
-        "Calls in answers, by whether they were complete. If many are not, answers reach `max_tokens` in the middle of a "
-        "call, or stop strings end them there.",
+        "Calls in answers, by whether they were complete. If many are not, answers reach `max_tokens` in the middle of "
+        "a call, or stop strings end them there.",
         "cps",
         (Query(_rate("tool_calls", "worker_id, complete"), f"{_NAME} complete={{{{complete}}}}"),),
         "stacked",
