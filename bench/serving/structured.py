@@ -93,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--streams", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64, help="above 40: the first step may bring 33")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=9)
     options = parser.parse_args()
