@@ -129,10 +129,9 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     param: str
     """The field of the request that errors name."""
-    begins_after: int | str | None = None
-    """The token or the text up to which the output is free, such as the end of the model's reasoning."""
     preamble: str = ""
-    """A grammar in llguidance's Lark in which `@body` stands for the constraint, such as reasoning and then `@body`."""
+    """A grammar in llguidance's Lark of what comes before, such as the model's reasoning, and of `@body`, which stands
+    for the constraint itself; empty if nothing does."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,7 +54,7 @@ def _resident_bytes() -> int:
 
 def main() -> None:
     # looked for in the cache in which deploy/llama_cpp_wheel.py keeps them
-    path = llama_cpp_wheel.vocabularies_folder(llama_cpp.__version__) / "ggml-vocab-llama-spm.gguf"
+    path = llama_cpp_wheel.kept_folder(llama_cpp.__version__, "vocabularies") / "ggml-vocab-llama-spm.gguf"
     if path.exists():
         with vocabularies.load(path) as (_, tokenizer):
             try_all(ConstraintCompiler(tokenizer.token_bytes, tokenizer.end_token_ids, tokenizer.encode))

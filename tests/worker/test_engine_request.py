@@ -7,7 +7,8 @@ from tokenbus.protocol.wire import block_hash, codec, errors, internal
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ResponseFormat, SamplingParams
 from tokenbus.worker import contract
 from tokenbus.worker.streams import packed_logprobs
-from tokenbus.worker.streams.engine_request import resolve_sampling, to_constraint, to_engine_request
+from tokenbus.worker.streams.answer_rules import to_constraint
+from tokenbus.worker.streams.engine_request import resolve_sampling, to_engine_request
 
 OWN = SamplingParams(temperature=0.3, top_p=0.8, top_k=20, min_p=0.1, max_tokens=50)
 

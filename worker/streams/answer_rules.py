@@ -17,7 +17,6 @@ from tokenbus.worker.chat_format.grammar.answer import calls_grammar, reasoning_
 from tokenbus.worker.chat_format.grammar.lark import GrammarError
 
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 class AnswerRules(NamedTuple):
@@ -37,7 +36,7 @@ def answer_rules(
     `chat` is None where the model's format is not known."""
     asked = run.params
     if not run.is_chat or chat is None:
-        return AnswerRules(None, _to_constraint(asked))
+        return AnswerRules(None, to_constraint(asked))
     callable_tools = _parameters(asked)
     generation_prompt = chat.generation_prompt(prompt)
     parsing = contract.OutputParsing(
@@ -67,7 +66,7 @@ def _parameters(asked: GenerationParams) -> dict[str, dict[str, Any]]:
 def _chat_constraint(
     asked: GenerationParams, callable_tools: dict[str, dict[str, Any]], chat: ChatRules, *, in_reasoning: bool
 ) -> contract.Constraint | None:
-    wanted = _to_constraint(asked)
+    wanted = to_constraint(asked)
     is_required = bool(asked.tool_choice) and asked.tool_choice != "auto"
     try:
         if callable_tools:
@@ -91,11 +90,11 @@ def _chat_constraint(
         raise errors.request_error(errors.Code.UNSUPPORTED, f"{param}: {error}", param=param) from error
 
 
-def _to_constraint(asked: GenerationParams) -> contract.Constraint | None:
+def to_constraint(asked: GenerationParams) -> contract.Constraint | None:
     """Returns what the answer's text has to be; None if it may be any text."""
     wanted, kinds = asked.response_format, contract.ConstraintKind
     if wanted is not None and wanted.type == "json_object":
-        return contract.Constraint(kind=kinds.JSON_SCHEMA, source=json.dumps(_ANY_OBJECT), param="response_format")
+        return contract.Constraint(kind=kinds.JSON_SCHEMA, source='{"type":"object"}', param="response_format")
     if wanted is not None and wanted.type == "json_schema" and wanted.json_schema is not None:
         source = msgspec.json.encode(wanted.json_schema.schema).decode()
         param = "response_format.json_schema.schema"

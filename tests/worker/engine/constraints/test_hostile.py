@@ -13,7 +13,7 @@ import pytest
 from tests.support.hostile_constraints import ALL
 from tokenbus.protocol.wire import codec, internal, validation
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ResponseFormat
-from tokenbus.worker.streams.engine_request import to_constraint
+from tokenbus.worker.streams.answer_rules import to_constraint
 
 MAX_COMPILE_S = 2.0
 """CPU time, too."""
