@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tokenbus.protocol.wire import codec, limits
+from tokenbus.protocol.wire import codec, json_schemas, limits
 from tokenbus.protocol.wire.errors import invalid_field
 
 _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{limits.MAX_TOOL_NAME_CHARS}}}")
@@ -22,6 +22,10 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
         if name in names:
             raise invalid_field(f"{path}.function.name", f"{name!r} is the name of an earlier tool too")
         names.add(name)
+    # behind the checks of each tool, which bound how deep they are nested
+    json_schemas.check_members(
+        [tool["function"].get("parameters") for tool in tools], "tools", limits.MAX_TOOL_PROPERTIES
+    )
 
 
 def check_tool_choice(choice: str | dict[str, Any] | None, tools: list[dict[str, Any]]) -> None:

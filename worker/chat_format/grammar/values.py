@@ -18,12 +18,14 @@ _JSON = {"boolean": ("true", "false"), "null": ("null",)}
 def any_order(
     lark: LarkWriter, rule: str, members: Mapping[str, str], other: str, schema: Mapping[str, Any], separator: str
 ) -> str:
-    """Returns what matches members, by key, in any order, all required ones among them. `other` may come often.
+    """Returns what matches members, by key, in any order, all required ones among them, and each of these once. The
+    others, and `other`, may come often.
 
-    There is a rule for each set of members that are still to come, up to 64 sets; members beyond are not counted."""
+    There is a rule for each set of required members that are still to come, up to 64 sets; members beyond are not
+    counted."""
     required = schema.get("required")
     required = required if isinstance(required, Sequence) else ()
-    counted = sorted(members, key=lambda key: key not in required)[:_MAX_COUNTED]
+    counted = [key for key in members if key in required][:_MAX_COUNTED]
     free = [name for key, name in members.items() if key not in counted] + [other] * bool(other)
     between = f"{literal(separator)} " if separator else ""
 
@@ -33,7 +35,7 @@ def any_order(
     def choices(left: tuple[str, ...], before: str) -> str:
         found = [f"{before}{members[key]} {rest(tuple(one for one in left if one != key))}" for key in left]
         found += [f"{before}{name} {rest(left)}" for name in free]
-        if not any(key in required for key in left):
+        if not left:
             found.append('""')
         return " | ".join(found)
 
