@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from tokenbus.protocol.wire import codec, errors, generate, internal, json_schemas, limits, messages, subjects
+from tokenbus.protocol.wire import codec, errors, generate, internal, limits, messages, subjects
 from tokenbus.protocol.wire.errors import invalid_field
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ranges_of
-from tokenbus.protocol.wire.tools import check_tool_choice, check_tools
+from tokenbus.protocol.wire.tools import check_members, check_tool_choice, check_tools
 
 
 class RequiredFeature(NamedTuple):
@@ -279,7 +279,7 @@ def _check_schema(given: JsonSchema | None) -> None:
     size = len(msgspec.json.encode(schema))
     if size > limits.MAX_SCHEMA_BYTES:
         raise invalid_field(path, f"must have at most {limits.MAX_SCHEMA_BYTES} bytes as JSON, got {size}")
-    json_schemas.check_members(schema, path, limits.MAX_SCHEMA_PROPERTIES)
+    check_members(schema, path, limits.MAX_SCHEMA_PROPERTIES)
 
 
 def _check_size(name: str, text: str, most: int) -> None:
