@@ -11,9 +11,9 @@ _HEAD = f"""# Streams under faults
 <!-- Written by `python -m tests.chaos report` from build/chaos.jsonl. -->
 
 This page shows what `make chaos` has seen. It runs real processes (one nats-server, two routers, and three workers with
-the simulated engine or two with the demo model) with 32 open streams at any time (16 of the library, 12 of plain clients
-and 4 with `stream: false`), and causes one fault after another. Every text is compared byte by byte with that of an
-undisturbed stream. [guarantees.md](guarantees.md) says what is promised.
+the simulated engine or two with the demo model) with 32 open streams at any time (16 of the library, 12 of plain
+clients and 4 with `stream: false`), and causes one fault after another. Every text is compared byte by byte with that
+of an undisturbed stream. [guarantees.md](guarantees.md) says what is promised.
 
 - *Aim*: the number of faults after which a kind of fault counts as tried.
 - *Ended well*: streams that reached their full length, or that their own client cancelled.

@@ -1,4 +1,4 @@
-"""The report has the numbers of the records, added up, and no others."""
+"""The report has the sums of the records' numbers, and no other numbers."""
 
 import msgspec
 

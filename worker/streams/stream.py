@@ -79,8 +79,8 @@ class Stream:
         self.terminal: messages.Chunk | None = None
         """The last chunk; once it is made, the stream accepts no more outputs."""
         self.cancel_error: errors.Error | None = None
-        """The error that the terminal reports if the engine's cancel was not asked for by the client, such as an
-        expired deadline."""
+        """The error that the terminal reports in place of `cancelled` if the client did not ask for the cancel, such as
+        an expired deadline."""
 
     def __repr__(self) -> str:
         return f"<Stream {self.key} attempt {self.run.attempt}: {self._replay_buffer.num_tokens} tokens>"

@@ -156,7 +156,7 @@ class Streams:
 
     @property
     def has_taken(self) -> bool:
-        """Whether routers have taken streams within the last minute."""
+        """Whether routers have taken streams, and may ask for them again."""
         return len(self._taken) > 0
 
     async def wait_none(self) -> None:
