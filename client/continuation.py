@@ -12,7 +12,7 @@ from msgspec import UNSET
 from tokenbus.protocol.wire import codec, errors, messages
 
 MAX_RESUBMITS = 3
-"""How many times in a row a request is submitted again without a new token."""
+"""The number of times in a row that a request is resubmitted without a new token."""
 _FINAL = (errors.Code.DEADLINE_EXCEEDED, errors.Code.REQUEST_CRASHES_ENGINE)
 """Errors of a continued stream that say more than the loss before them."""
 
