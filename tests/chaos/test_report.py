@@ -1,4 +1,4 @@
-"""The report has the numbers of the records, added up, and no others."""
+"""The report has the sums of the records' numbers, and no other numbers."""
 
 import msgspec
 
@@ -55,7 +55,7 @@ def test_the_overview_names_every_broken_promise() -> None:
     assert overview.format(broken) in render([FIRST, SECOND]).splitlines()
     failed = msgspec.structs.replace(SECOND, failure="TimeoutError: ")
     assert overview.format(f"{broken}; TimeoutError: ") in render([FIRST, failed]).splitlines()
-    assert "| 1,100 kill_worker | 1,000 | 1 | 500 | 500 | nothing |" in render([SECOND]).splitlines()
+    assert "| 1,100 kill_worker | 1,000 | 1 | 500 | 500 | none |" in render([SECOND]).splitlines()
 
 
 def test_kinds_without_a_result_are_not_on_the_page() -> None:

@@ -17,7 +17,7 @@ from tokenbus.conformance.rules.registry import all_rules
 
 INTERNAL = (
     *("discover", "events", "A request is reported", "snapshot", "A run", "drop of", "tokenize"),
-    *("take of", "about once a second", "does not listen", "answers a check", "hands on"),
+    *("take of", "about once a second", "does not listen", "answers a check", "hands over"),
 )
 """Texts of the rules that need subjects which no client may use."""
 CONTRADICTORY = {"A message larger than max_request_bytes is refused as payload_too_large"}
