@@ -196,7 +196,7 @@ _CONSTRAINTS = (
 
 _ANSWERS = (
     Panel(
-        "Tool calls",
+        "Tool calls in answers",
         "Calls in answers, by whether they were complete. If many are not, answers reach `max_tokens` in the middle of "
         "a call, or stop strings end them there.",
         "cps",

@@ -96,7 +96,8 @@ class Streams:
         limit_s: float,
         cancels: float,
     ) -> None:
-        """A client gives up a stream after `limit_s`. `cancels` is the share of the library's streams that are
+        """A client gives up a stream from which nothing has come for `limit_s`; one that streams nothing has three times
+        as long. `cancels` is the share of the library's streams that are
         cancelled before their end."""
         self._client = client
         self._bare = bare
@@ -211,7 +212,8 @@ class Streams:
             expected = text.first(math.ceil(text.num_tokens * self._rng.uniform(shortest, 1.0)))
             fields = body(story, self._engine, expected.num_tokens) | {"id": f"{client}-{self._name}-{first}-{number}"}
             now = asyncio.get_running_loop().time()
-            told = _Told(client, fields["id"], Reading(expected, now), asyncio.timeout(self._limit_s))
+            limit_s = self._limit_s if client != "whole" else 3 * self._limit_s
+            told = _Told(client, fields["id"], Reading(expected, now), asyncio.timeout(limit_s))
             self._told.append(told)
             self._open.add(told)
             shortest = SHORTEST
@@ -222,13 +224,21 @@ class Streams:
             self._open.remove(told)
             number += 1
 
+    def _add(self, told: _Told, piece: Piece) -> None:
+        """Adds a message to what a client has read. A client has patience with a stream that goes on, however slowly."""
+        now = asyncio.get_running_loop().time()
+        told.reading.add(piece, now)
+        if piece.text and told in self._open:
+            with contextlib.suppress(RuntimeError):  # it has just expired
+                told.limit.reschedule(now + self._limit_s)
+
     async def _read_library(self, told: _Told, fields: dict[str, Any]) -> None:
         stream = self._client.generate("demo", **fields)
         is_cancelled = self._rng.random() < self._cancels
         async with contextlib.aclosing(stream):
             async for chunk in stream:
                 told.request_id = stream.request_id
-                told.reading.add(_piece_of(chunk), asyncio.get_running_loop().time())
+                self._add(told, _piece_of(chunk))
                 if is_cancelled and chunk.text and not told.was_cancelled:
                     told.was_cancelled = True
                     stream.cancel()
@@ -236,10 +246,10 @@ class Streams:
     async def _read_plain(self, told: _Told, fields: dict[str, Any]) -> None:
         """Reads a stream like the client in the README. The subscription is kept after the terminal, to see that
         nothing follows."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        ended = asyncio.Event()
 
         async def take(message: Msg) -> None:
-            told.reading.add(_piece.decode(message.data) if message.data else _NO_RESPONDERS, loop.time())
+            self._add(told, _piece.decode(message.data) if message.data else _NO_RESPONDERS)
             ended.set() if told.reading.terminal else None
 
         inbox = self._bare.nats.new_inbox()
