@@ -205,7 +205,8 @@ _ANSWERS = (
     ),
     Panel(
         "Share of reasoning",
-        "The share of the sampled tokens that belong to the reasoning before an answer.",
+        "The share of the sampled tokens that belong to the reasoning before an answer. If answers take too long, turn "
+        "reasoning off with the template's variable (`chat_template_kwargs`), or limit `max_tokens`.",
         "percentunit",
         (Query(f"{_rate('reasoning_tokens')} / {_rate('generation_tokens')}", _NAME),),
     ),
