@@ -96,9 +96,8 @@ class Streams:
         limit_s: float,
         cancels: float,
     ) -> None:
-        """A client gives up a stream from which nothing has come for `limit_s`; one that streams nothing has three times
-        as long. `cancels` is the share of the library's streams that are
-        cancelled before their end."""
+        """A client gives up a stream from which nothing has come for `limit_s`, or for three times as long if it is not
+        streamed. `cancels` is the share of the library's streams that are cancelled before their end."""
         self._client = client
         self._bare = bare
         self._texts = texts
@@ -225,7 +224,7 @@ class Streams:
             number += 1
 
     def _add(self, told: _Told, piece: Piece) -> None:
-        """Adds a message to what a client has read. A client has patience with a stream that goes on, however slowly."""
+        """Adds a message to what a client has read. It has patience with a stream that goes on, however slowly."""
         now = asyncio.get_running_loop().time()
         told.reading.add(piece, now)
         if piece.text and told in self._open:
