@@ -71,15 +71,23 @@ def _facts(kind: str, records: Sequence[Record]) -> str:
     aim_text = f" (aim {_seconds(aim)})" if aim else ""
     facts = [
         f"{sum(faults.values()):,} faults, {faults['demo']:,} of them on the demo model",
-        f"gap p50 {_seconds(percentile(gaps, 0.5))}{aim_text}, p99 {_seconds(percentile(gaps, 0.99))} of {len(gaps):,}",
+        f"gap p50 {_seconds(percentile(gaps, 0.5))}{aim_text}, p99 {_seconds(percentile(gaps, 0.99))}, of {len(gaps):,} gaps",
         f"longest silence {_seconds(max(record.longest_silence_ms for record in records))}",
         f"a fault took up to {max(record.longest_fault_s for record in records):g} s, "
         f"the median stream at least {min(record.median_stream_s for record in records):g} s",
-        f"{len(records)} rounds, {duration_s / 60:.0f} minutes, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}",
+        f"{len(records)} rounds with the seeds {_ranges(sorted({record.seed for record in records}))}, "
+        f"{duration_s / 60:.0f} minutes, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}",
         f"commit {', '.join(sorted({record.commit for record in records}))}",
         f"on {' and '.join(sorted({record.machine for record in records}))}",
     ]
     return "; ".join(facts) + "."
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Returns sorted numbers as ranges: `0 to 4, 7`."""
+    starts = [one for one in numbers if one - 1 not in numbers]
+    ends = [one for one in numbers if one + 1 not in numbers]
+    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True))
 
 
 def _seconds(milliseconds: int | None) -> str:
