@@ -71,7 +71,8 @@ def _facts(kind: str, records: Sequence[Record]) -> str:
     aim_text = f" (aim {_seconds(aim)})" if aim else ""
     facts = [
         f"{sum(faults.values()):,} faults, {faults['demo']:,} of them on the demo model",
-        f"gap p50 {_seconds(percentile(gaps, 0.5))}{aim_text}, p99 {_seconds(percentile(gaps, 0.99))}, of {len(gaps):,} gaps",
+        f"gap p50 {_seconds(percentile(gaps, 0.5))}{aim_text}, p99 {_seconds(percentile(gaps, 0.99))}, "
+        f"of {len(gaps):,} gaps",
         f"longest silence {_seconds(max(record.longest_silence_ms for record in records))}",
         f"a fault took up to {max(record.longest_fault_s for record in records):g} s, "
         f"the median stream at least {min(record.median_stream_s for record in records):g} s",
