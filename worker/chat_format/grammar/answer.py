@@ -71,14 +71,14 @@ def _reasoning(lark: LarkWriter, form: ChatFormat, *, is_open: bool) -> str:
     if reasoning is None:
         return ""
     if is_open:
-        return lark.text_until(reasoning.close) + " SPACE"
+        return lark.text_until(reasoning.close)
     if not reasoning.open.strip():
         return ""
-    return f"(SPACE {lark.marker(reasoning.open.strip())} {lark.text_until(reasoning.close)} SPACE)?"
+    return f"({lark.marker(reasoning.open.lstrip())} {lark.text_until(reasoning.close)})?"
 
 
 def _content_open(lark: LarkWriter, form: ChatFormat) -> str:
-    return f"(SPACE {lark.marker(form.content_open.strip())})? " if form.content_open else ""
+    return f"({lark.marker(form.content_open.strip())})? " if form.content_open else ""
 
 
 def _content(lark: LarkWriter, form: ChatFormat, calls: Calls, tools: Tools, free: str, *, is_required: bool) -> str:
