@@ -46,6 +46,8 @@ class LlamaServer:
 
     def __init__(self, port: int) -> None:
         self._port = port
+        self.base_url = f"http://127.0.0.1:{port}/v1"
+        """Base URL of its OpenAI API."""
 
     async def complete(self, token_ids: Sequence[int], max_tokens: int) -> list[float]:
         """Returns when each token of a greedy completion arrived, by `time.perf_counter`."""
