@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tokenbus.demo import CORRECT_SUMS_UP_TO, stories, tools
+from tokenbus.demo import CORRECT_SUMS_UP_TO, stories, tool_definitions, tools
 from tokenbus.demo.chats import BOS, END, Message, answer, render
 
 
@@ -146,7 +146,7 @@ def _plain_chat(rng: random.Random) -> Chat:
 
 def tool_chat(rng: random.Random) -> Chat:
     """Returns a conversation with tools, in which some questions need none."""
-    offered, definitions = tools.offer(rng)
+    offered, definitions = tool_definitions.offer(rng)
     thinks = rng.random() < 0.3
     messages: list[Message] = []
     if rng.random() < 0.2:
@@ -161,7 +161,7 @@ def _tool_turn(rng: random.Random, offered: frozenset[str], *, reasons: bool) ->
         plain = _plain_turn(rng) if "add" not in offered else rng.choice((_fact_turn, _story_turn, _greeting_turn))(rng)
         return _turn(plain[0], plain[1], plain[2] if reasons else None)
     fitting = rng.random() < 0.6
-    names = [name for name in tools.NAMES if (name in offered) == fitting and (fitting or name != "add")]
+    names = [name for name in tool_definitions.NAMES if (name in offered) == fitting and (fitting or name != "add")]
     if not names:
         return _turn(*_fact_turn(rng)[:2])
     name = rng.choice(names)

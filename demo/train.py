@@ -8,7 +8,6 @@ from the same numbers.
 import argparse
 import copy
 import itertools
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import nn
 from torch.nn import functional
 
-from tokenbus.demo import CORRECT_SUMS_UP_TO, MODEL_PATH, chats, corpus
+from tokenbus.demo import CORRECT_SUMS_UP_TO, MODEL_PATH, chats, corpus, export_gguf
 from tokenbus.demo.chats import answer
 
 VOCAB, LAYERS, WIDTH, FEED_FORWARD, HEADS, KV_HEADS = 640, 4, 128, 384, 4, 2
@@ -31,6 +30,7 @@ HEAD = WIDTH // HEADS
 CONTEXT = 2048
 ROPE_BASE = 10_000.0
 NORM_EPSILON = 1e-5
+SIZES = export_gguf.Sizes(VOCAB, LAYERS, WIDTH, FEED_FORWARD, HEADS, KV_HEADS, CONTEXT, ROPE_BASE, NORM_EPSILON)
 SHORT_ROWS, LONG_ROWS = (8, 321), (2, 1025)
 
 
@@ -247,51 +247,6 @@ def rounded(model: DemoModel) -> DemoModel:
     return copied
 
 
-def export(model: DemoModel, tokenizer: Tokenizer, path: Path) -> None:
-    """Writes weights (matrices F16, norms F32), vocabulary, merges and chat template as one GGUF file."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("Tokenbus demo")
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(FEED_FORWARD)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(NORM_EPSILON)
-    writer.add_rope_dimension_count(HEAD)
-    writer.add_rope_freq_base(ROPE_BASE)
-    writer.add_vocab_size(VOCAB)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
-    add_vocabulary(writer, tokenizer)
-    for name, tensor in tensors(model):
-        array = tensor.detach().numpy()
-        writer.add_tensor(name, array.astype(np.float16) if array.ndim > 1 else array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
-    special = len(chats.SPECIAL_TOKENS)
-    model = tokenizer.model
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(chats.PRE_TOKENIZER)
-    writer.add_token_list([text for text, _ in vocabulary])
-    writer.add_token_types([gguf.TokenType.CONTROL] * special + [gguf.TokenType.NORMAL] * (len(vocabulary) - special))
-    writer.add_token_merges(merges_of(model))
-    writer.add_bos_token_id(chats.SPECIAL_TOKENS.index(chats.BOS))
-    writer.add_eos_token_id(chats.SPECIAL_TOKENS.index(chats.END))
-    writer.add_add_bos_token(True)
-    writer.add_chat_template(chats.CHAT_TEMPLATE)
-
-
-def merges_of(model: models.BPE) -> list[str]:
-    state = json.loads(model.__getstate__())
-    return [merge if isinstance(merge, str) else " ".join(merge) for merge in state["merges"]]
-
-
 def tensors(model: DemoModel) -> list[tuple[str, torch.Tensor]]:
     """Returns every weight under llama.cpp's name for it. The embedding is also the output projection."""
     named = [("token_embd.weight", model.embedding.weight), ("output_norm.weight", model.norm.weight)]
@@ -334,7 +289,8 @@ def main() -> None:
         begin_with(model, tokenizer, options.begin)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     for line in train(model, tokenizer, options.steps, options.peak, options.seed):
-        export(rounded(model), tokenizer, options.out)
+        arrays = {name: tensor.detach().numpy() for name, tensor in tensors(rounded(model))}
+        export_gguf.write(options.out, SIZES, tokenizer, arrays)
         print(line, flush=True)
     print(f"rounded to F16: wrong {mistakes(rounded(model), tokenizer)}")
     print(f"{options.out}: {options.out.stat().st_size:,} bytes")

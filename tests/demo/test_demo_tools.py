@@ -11,10 +11,10 @@ import pytest
 from tests.support.system import running_up
 from tokenbus.client import Client
 from tokenbus.client.answer import Answer
-from tokenbus.demo import corpus, tools
+from tokenbus.demo import corpus, tool_definitions, tools
 from tokenbus.protocol.wire.messages import ChatMessage, Chunk
 
-TOOLS = [tools.definition("get_weather"), tools.definition("multiply")]
+TOOLS = [tool_definitions.definition("get_weather"), tool_definitions.definition("multiply")]
 ASKED = ChatMessage(role="user", content="What is the weather in Limora?")
 
 
@@ -132,7 +132,7 @@ async def test_random_tasks_with_random_tools_are_called_and_answered(client: Cl
 
     tasks, offers = [], []
     while len(tasks) < 60:
-        names, definitions = tools.offer(rng)
+        names, definitions = tool_definitions.offer(rng)
         tasks.append(tools.task(rng, rng.choice(sorted(names)), known))
         offers.append(definitions)
     found = await asyncio.gather(*map(solve, tasks, offers))

@@ -81,7 +81,7 @@ def test_the_demo_model_says_what_it_is() -> None:
     assert facts.text("tokenizer.ggml.pre") == "qwen2"
     assert facts.text("tokenizer.chat_template") == chats.CHAT_TEMPLATE
     tokens = facts.texts("tokenizer.ggml.tokens")
-    assert len(tokens) == len(facts.ints("tokenizer.ggml.token_type")) == 512
+    assert len(tokens) == len(facts.ints("tokenizer.ggml.token_type")) == 640
     assert tuple(tokens[: len(chats.SPECIAL_TOKENS)]) == chats.SPECIAL_TOKENS
     assert all(" " in merge[1:] for merge in facts.texts("tokenizer.ggml.merges"))
 
