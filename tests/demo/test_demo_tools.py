@@ -127,7 +127,8 @@ async def test_random_tasks_with_random_tools_are_called_and_answered(client: Cl
     async def solve(task: tools.Task, offered: list[dict[str, Any]]) -> tuple[list[tuple[str, Any]], str]:
         asked = question(task.question)
         said = await ask(client, asked, tools=offered)
-        final = await ask(client, with_results(asked, said, *task.results[:1]), tools=offered)
+        results = task.results[: len(said.tool_calls)]
+        final = await ask(client, with_results(asked, said, *results), tools=offered)
         return calls_of(said), final.text
 
     tasks, offers = [], []

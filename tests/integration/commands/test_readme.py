@@ -36,7 +36,7 @@ def test_a_python_snippet_streams_an_answer(url: str, tmp_path: Path, number: in
     answer, end = output.strip().splitlines()
     assert answer == RIGHT
     assert end.startswith("stop")
-    assert re.search(r"completion_tokens\W+10", end)
+    assert re.search(r"completion_tokens\W+13", end)
 
 
 def test_the_openai_snippet_streams_an_answer(said_by_up: dict[str, Any], tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_the_javascript_snippet_streams_an_answer(url: str, node_folder: Path) -
         path.unlink()
     answer, end = output.strip().splitlines()
     assert answer == RIGHT
-    assert '"completion_tokens":10' in end
+    assert '"completion_tokens":13' in end
     assert end.startswith("stop")
 
 
