@@ -12,15 +12,15 @@ from msgspec import UNSET
 from tokenbus.protocol.wire import codec, errors, messages
 
 MAX_RESUBMITS = 3
-"""The number of times in a row that a request is submitted again without a new token."""
+"""The number of times in a row that a request is resubmitted without a new token."""
 _FINAL = (errors.Code.DEADLINE_EXCEEDED, errors.Code.REQUEST_CRASHES_ENGINE)
-"""Errors of a continued stream that are more telling than the loss that came before."""
+"""Errors of a continued stream that say more than the loss before them."""
 
 
 class Continuation:
     """Remembers a stream's request and the tokens that have come, at 4 bytes each.
 
-    A request for a stream also asks for token ids, unless `resume` is False. With `stream: false` no token comes before
+    Unless `resume` is False, a request for a stream also asks for token ids. With `stream: false` no token comes before
     the end, so the request can always be submitted again."""
 
     def __init__(self, request: messages.GenerateRequest, now: float, *, resume: bool) -> None:
@@ -31,7 +31,7 @@ class Continuation:
         """The first request to send."""
         self.num_resubmits = 0
         self._num_in_vain = 0
-        """Resubmits since the last new token."""
+        """The number of resubmits since the last new token."""
         self._submitted_at = now
         self._resume = resume
         given = request.resume_from
@@ -40,7 +40,7 @@ class Continuation:
         self._token_ids = array("I")
         self._num_tokens = 0
         self._loss: errors.Error | None = None
-        """The reason why the stream had to be continued; None once it has a new token."""
+        """The loss because of which the stream had to be continued; None once it has a new token."""
         self._refusal: errors.Error | None = None
         """Why the last attempt to continue it was refused."""
 
@@ -49,17 +49,17 @@ class Continuation:
 
     @property
     def is_empty(self) -> bool:
-        """True as long as no token has come that a stream from the beginning could contradict."""
+        """True until a token has come, which a stream from the beginning could contradict."""
         return not self._num_tokens
 
     @property
     def is_pending(self) -> bool:
-        """True from a resubmit that continues the stream until its first new token."""
+        """True from a resubmit that continues the stream until the next new token."""
         return self._loss is not None
 
     def take(self, chunk: messages.Chunk) -> messages.Chunk:
-        """Notes the tokens of a chunk that continues the stream, and returns the chunk as its user asked for it."""
-        # the first scheme is the one that the ids belong to
+        """Notes the tokens of the stream's next chunk, and returns the chunk as the user asked for it."""
+        # the token ids belong to the first worker's scheme
         self._hash_scheme = self._hash_scheme or chunk.hash_scheme or None
         if chunk.tokens:
             self._num_tokens += chunk.tokens
@@ -102,7 +102,7 @@ class Continuation:
             self._resume = False
 
     def _can_resume(self) -> bool:
-        # without the scheme, a worker with another vocabulary could take the ids for its own
+        # without the scheme, a worker with another vocabulary could misread the ids
         return self._resume and self._hash_scheme is not None and len(self._token_ids) == self._num_tokens
 
     def _original_loss(self) -> errors.Error | None:

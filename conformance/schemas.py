@@ -57,6 +57,8 @@ USAGE: Schema = {
     "total_tokens": COUNT,
     "cached_tokens": COUNT,
 }
+TOOL_CALL: Schema = {"index": COUNT, "arguments_offset": COUNT, "function": map_of({"arguments": TEXT})}
+"""The fields of every delta of a tool call."""
 TIMINGS: Schema = {
     "queue_ms": DURATION,
     "prefill_ms": DURATION,

@@ -80,8 +80,9 @@ def check_error(error: object) -> None:
 
 
 def check_numbers(messages: Sequence[Message]) -> None:
-    """Checks that offsets in tokens and in UTF-8 bytes have no gaps."""
-    offset = text_offset = 0
+    """Checks that offsets in tokens and in UTF-8 bytes have no gaps, those of reasoning and of arguments included."""
+    offset = text_offset = reasoning_offset = 0
+    arguments: dict[int, int] = {}
     # Late messages of a lower attempt are not part of the stream.
     for number, message in enumerate(current(messages), 1):
         seen = (message.get("offset"), message.get("text_offset"))
@@ -89,6 +90,29 @@ def check_numbers(messages: Sequence[Message]) -> None:
             raise BrokenError(f"message {number} has offset, text_offset {seen} instead of {(offset, text_offset)}")
         offset += message["tokens"]
         text_offset += len(message["text"].encode())
+        if message.get("reasoning") is not None:
+            seen_reasoning = message.get("reasoning_offset")
+            expect(seen_reasoning == reasoning_offset, f"reasoning_offset {seen_reasoning}, not {reasoning_offset}")
+            reasoning_offset += len(message["reasoning"].encode())
+        for delta in message.get("tool_calls") or ():
+            _check_delta(delta, arguments)
+
+
+def _check_delta(delta: object, arguments: dict[int, int]) -> None:
+    """Checks more of a tool call, and adds it to the bytes of arguments that each call has."""
+    field_types.check(delta, schemas.TOOL_CALL, "a tool call")
+    assert isinstance(delta, dict)
+    index = delta["index"]
+    if index not in arguments:
+        expect(index == len(arguments), f"call {index} begins after {len(arguments)} calls")
+        expect(bool(delta.get("id")) and delta.get("type") == "function", f"call {index} begins without id or type")
+        expect(bool(delta["function"].get("name")), f"call {index} begins without a name")
+    else:
+        expect(index == len(arguments) - 1, f"call {index} goes on after call {len(arguments) - 1} has begun")
+        expect(delta["function"].get("name") is None, f"call {index} is named twice")
+    known = arguments.setdefault(index, 0)
+    expect(delta["arguments_offset"] == known, f"arguments_offset {delta['arguments_offset']} instead of {known}")
+    arguments[index] += len(delta["function"]["arguments"].encode())
 
 
 def check_usage(messages: Sequence[Message]) -> None:

@@ -10,7 +10,8 @@ import llama_cpp
 
 from deploy import llama_cpp_wheel
 from tokenbus.protocol.prompt.rendering import PromptPieces
-from tokenbus.protocol.prompt.template import ChatTemplate, SpecialTokens
+from tokenbus.protocol.prompt.special_tokens import SpecialTokens
+from tokenbus.protocol.prompt.template import ChatTemplate
 from tokenbus.protocol.wire.messages import ChatMessage
 from tokenbus.worker.chat_format.chat_format import ChatFormat
 from tokenbus.worker.chat_format.inference.infer import infer_format

@@ -104,7 +104,8 @@ class OutputParsing(msgspec.Struct, frozen=True, kw_only=True):
     tools: dict[str, dict[str, Any]] | None = None
     """The JSON schema of each tool's parameters, by name; None: calls stay text."""
     generation_prompt: str | None = None
-    """What the prompt says of the answer, such as `<think>`; None: what the chat format says of every answer."""
+    """The end of the prompt that belongs to the answer, such as `<think>`; None: what the chat format says of every
+    answer."""
     hold_calls: bool = False
     """Whether a call is handed out only once it is complete, so that one that is cut off is dropped."""
 
@@ -128,10 +129,9 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     param: str
     """The field of the request that errors name."""
-    begins_after: int | str | None = None
-    """The token or the text up to which the output is free, such as the end of the model's reasoning."""
     preamble: str = ""
-    """A grammar in llguidance's Lark in which `@body` stands for the constraint, such as reasoning and then `@body`."""
+    """A grammar in llguidance's Lark of what comes before, such as the model's reasoning, and of `@body`, which stands
+    for the constraint itself; empty if nothing does."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +154,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     resumed: ResumedCompletion | None = None
     """The tokens that the completion begins with, if it continues one."""
     parsing: OutputParsing | None = None
-    """How the answer is parsed; None: all of it is text."""
+    """The way in which the answer is parsed; None: all of it is text."""
     constraint: Constraint | None = None
     """The grammar of the output, which may be any text if this is None."""
 
@@ -259,7 +259,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     end_token_ids: tuple[int, ...] = ()
     """The model's own end tokens."""
     chat_format: ChatFormat | None = None
-    """How the model writes reasoning and tool calls; None where that is not known."""
+    """The way the model writes reasoning and tool calls; None where that is not known."""
 
 
 class EngineStartError(RuntimeError):

@@ -21,9 +21,13 @@ from tokenbus.client import Client
 from tokenbus.protocol.wire import messages
 
 CONTEXT = 4_096
-_TEXT = {"type": "object", "properties": {"text": {"type": "string", "minLength": 100_000}}, "required": ["text"]}
+_TEXT: dict[str, object] = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "minLength": 100_000}},
+    "required": ["text"],
+}
 _KEYS = [f"the number of the measurement that was taken at place {place}" for place in range(100)]
-_FORM = {
+_FORM: dict[str, object] = {
     "type": "object",
     "properties": {key: {"type": "boolean"} for key in _KEYS},
     "required": _KEYS,
@@ -89,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--streams", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64, help="above 40: the first step may bring 33")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=9)
     options = parser.parse_args()

@@ -1,5 +1,6 @@
 """Rules of optional features: a model supports one as the contract says, or refuses it as unsupported."""
 
+import json
 import re
 
 from tokenbus.conformance import field_types, schemas, stream_checks
@@ -29,7 +30,8 @@ _FEATURES: dict[str, object] = {
 async def supported_or_refused(probe: Probe) -> None:
     """A feature that the model lacks is refused as unsupported, with the field's name in param."""
     for name, value in _FEATURES.items():
-        answer = await probe.ask({"prompt": "x", "max_tokens": 4, name: value})
+        given = {"messages": [{"role": "user", "content": "x"}]} if name == "tools" else {"prompt": "x"}
+        answer = await probe.ask(given | {"max_tokens": 4, name: value})
         if answer.messages[-1].get("error") is not None:
             try:
                 stream_checks.check_refusal(answer.messages[-1:], "unsupported", param=name)
@@ -82,6 +84,25 @@ async def explained(probe: Probe) -> None:
     field_types.check(terminal.get("routing"), schemas.ROUTING, "routing")
     chosen = terminal["routing"]["chosen"]
     expect(chosen == terminal.get("worker_id"), f"chosen {chosen}, answered by {terminal.get('worker_id')}")
+
+
+async def calls(probe: Probe) -> None:
+    """A tool that must be called is called: the deltas add up to JSON, and the finish reason is tool_calls."""
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "pick", "description": "Picks a number.", "parameters": schema}}
+    fields = {"messages": [{"role": "user", "content": "Pick 7."}], "tools": [tool], "tool_choice": "required"}
+    answer = await probe.ask(fields | {"parallel_tool_calls": False, "max_tokens": 256, "temperature": 0})
+    skip_if_unsupported(answer.messages[-1])
+    stream_checks.check_numbers(answer.messages)
+    deltas = [delta for message in answer.messages for delta in message.get("tool_calls") or ()]
+    reason = answer.messages[-1].get("finish_reason")
+    expect(reason == "tool_calls", f"finish_reason {reason} with {len(deltas)} deltas of calls")
+    names = [delta["function"]["name"] for delta in deltas if delta["function"].get("name")]
+    expect(names == ["pick"], f"calls of {shorten(names)} instead of one of pick")
+    arguments = "".join(delta["function"]["arguments"] for delta in deltas)
+    expect(json.loads(arguments) == {"n": 7}, f"arguments {shorten(arguments)}")
+    again = await probe.ask(fields | {"stream": False, "max_tokens": 256, "temperature": 0, "tool_choice": "none"})
+    expect(not again.messages[-1].get("tool_calls"), "a call although tool_choice was none")
 
 
 async def constrained(probe: Probe) -> None:

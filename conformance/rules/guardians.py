@@ -76,7 +76,7 @@ async def unguarded(probe: Probe) -> None:
 
 
 async def handed_on(probe: Probe) -> None:
-    """A request that another router hands on is accepted by one, placed under a higher attempt, and answered."""
+    """A request that another router hands over is accepted by one, placed under a higher attempt, and answered."""
     router_id, key = _own_router(probe)
     client = await probe.listen(probe.link.new_inbox(), msgpack=False)
     run = {
@@ -97,7 +97,7 @@ async def handed_on(probe: Probe) -> None:
     await client.terminal()
     stream_checks.check_order(client.messages)
     seen = {message["attempt"] for message in client.messages if message.get("worker_id") is not None}
-    expect(min(seen) > 2, f"attempts {seen} of a request handed on with attempt 2")
+    expect(min(seen) > 2, f"attempts {seen} of a request handed over with attempt 2")
 
 
 async def take(probe: Probe) -> None:

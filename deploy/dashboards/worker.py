@@ -194,6 +194,24 @@ _CONSTRAINTS = (
     ),
 )
 
+_ANSWERS = (
+    Panel(
+        "Tool calls in answers",
+        "Calls in answers, by whether they were complete. If many are not, answers reach `max_tokens` in the middle of "
+        "a call, or stop strings end them there.",
+        "cps",
+        (Query(_rate("tool_calls", "worker_id, complete"), f"{_NAME} complete={{{{complete}}}}"),),
+        "stacked",
+    ),
+    Panel(
+        "Share of reasoning",
+        "The share of the sampled tokens that belong to the reasoning before an answer. If answers take too long, turn "
+        "reasoning off with the template's variable (`chat_template_kwargs`), or limit `max_tokens`.",
+        "percentunit",
+        (Query(f"{_rate('reasoning_tokens')} / {_rate('generation_tokens')}", _NAME),),
+    ),
+)
+
 DASHBOARD = Dashboard(
     "worker",
     "Tokenbus worker",
@@ -203,6 +221,7 @@ DASHBOARD = Dashboard(
         Row("Requests", _REQUESTS),
         Row("Steps", _STEPS),
         Row("Constraints", _CONSTRAINTS),
+        Row("Tools and reasoning", _ANSWERS),
         Row("Memory and cache", _MEMORY),
     ),
 )

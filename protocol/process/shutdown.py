@@ -34,8 +34,9 @@ def interrupt_deferred() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        # unblocked first: a signal that is still pending must be noted, or it would come besides the one raised below
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
         if was_interrupted:
             signal.raise_signal(signal.SIGINT)
 

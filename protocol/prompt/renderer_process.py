@@ -11,7 +11,8 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from tokenbus.protocol.prompt.rendering import RendererSetup, RenderRequest, RenderResult, encode, refused
-from tokenbus.protocol.prompt.template import ChatTemplate, SpecialTokens
+from tokenbus.protocol.prompt.special_tokens import SpecialTokens
+from tokenbus.protocol.prompt.template import ChatTemplate
 from tokenbus.protocol.wire import errors, limits
 
 _setup_decoder = msgspec.msgpack.Decoder(RendererSetup)

@@ -1,31 +1,12 @@
-"""Renders a conversation with the model's own chat template, in a sandbox, and keeps users' texts apart from markup.
+"""Renders a conversation with the model's own chat template."""
 
-A special token (such as `<|im_end|>`) counts where the template writes it, and never where a user wrote it. So before
-rendering, every special token in a user's text gets a guard character in front and a separator character behind, and
-what stands between the two is not parsed as a special token. A text that ends like the beginning of a special token
-gets a separator too, so that the template can't complete it by what it writes next.
-"""
-
-import datetime
 import functools
-import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import SandboxedEnvironment
-
-from tokenbus.protocol.prompt import history
+from tokenbus.protocol.prompt import history, sandbox
+from tokenbus.protocol.prompt.special_tokens import MARKS, Marks, SpecialTokens
 from tokenbus.protocol.wire import errors, limits, messages
-
-_MARKS = [chr(code) for code in range(0x13000, 0x13400)]
-"""The characters among which guard and separator are chosen: Egyptian hieroglyphs.
-
-They must be printable: a template may print a list as Python does, which would escape other characters."""
 
 _PROBE_ARGUMENTS = {"first_probe": "second_probe"}
 _PROBE = [
@@ -35,74 +16,10 @@ _PROBE = [
 ]
 _PROBE_TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "probe"}}]
 """A conversation with a call, by which a template shows in which form it takes the arguments."""
-_NOT_ASCII = re.compile(f"[^\\x00-\\x7f{_MARKS[0]}-{_MARKS[-1]}]+")
 
 
 class _TemplateRefusalError(Exception):
     """A template raised an exception, whose message this has."""
-
-
-class Marks(NamedTuple):
-    """Two characters that occur neither in the request nor in the template."""
-
-    guard: str
-    separator: str
-
-    def remove(self, text: str) -> str:
-        return text.replace(self.guard, "").replace(self.separator, "")
-
-
-class SpecialTokens:
-    """The texts that stand for one token each; finds them in users' texts and in rendered prompts."""
-
-    def __init__(self, ids: Mapping[str, int]) -> None:
-        self.ids = {text: token_id for text, token_id in ids.items() if text}
-        longest_first = sorted(self.ids, key=len, reverse=True)
-        self._any = "|".join(map(re.escape, longest_first)) or r"(?!)"
-        self._starts_here = re.compile(f"(?={self._any})")  # a lookahead, so that overlapping tokens are found as well
-        self._prefixes = {text[:length] for text in self.ids for length in range(1, len(text))}
-        self._longest = max(map(len, self.ids), default=0)
-
-    def __repr__(self) -> str:
-        return f"<SpecialTokens {len(self.ids)}>"
-
-    def mark(self, text: str, marks: Marks) -> str:
-        """Returns `text` with every special token in it between a guard and a separator, overlapping ones included."""
-        # Special tokens may overlap (`<a<a>`), so every position is tried with every token, not only the first match.
-        spans = [
-            (at, at + len(token))
-            for at in {match.start() for match in self._starts_here.finditer(text)}
-            for token in self.ids
-            if text.startswith(token, at)
-        ]
-        starts, ends = {start for start, _ in spans}, {end for _, end in spans}
-        parts, last = [], 0
-        # Where one token ends and another starts, the separator comes first: it closes the one before.
-        for at in sorted(starts | ends):
-            parts += [text[last:at], marks.separator if at in ends else "", marks.guard if at in starts else ""]
-            last = at
-        return "".join(parts) + text[last:]
-
-    def seal(self, text: str, marks: Marks) -> str:
-        """Returns `text`, with a separator behind it if what follows could complete a special token."""
-        is_open = any(text[-length:] in self._prefixes for length in range(1, min(self._longest, len(text) + 1)))
-        return text + marks.separator if is_open else text
-
-    def split(self, text: str, marks: Marks) -> list[str | int]:
-        """Splits a rendered prompt into special token ids and the plain texts between them, without the marks.
-
-        A special token is the user's only if both marks are there: a guard without its separator is left over where
-        the template has cut a user's text short, and what follows it was written by the template."""
-        pieces: list[str | int] = []
-        # A special token without a guard in front, or with a guard but without a separator behind.
-        token = f"((?<!{marks.guard})(?:{self._any})|(?<={marks.guard})(?:{self._any})(?!{marks.separator}))"
-        for piece in re.split(token, text):
-            plain = marks.remove(piece)
-            if piece in self.ids:
-                pieces.append(self.ids[piece])
-            elif plain:
-                pieces.append(plain)
-        return pieces
 
 
 class ChatTemplate:
@@ -115,7 +32,7 @@ class ChatTemplate:
         self._source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
-            self._template = _environment().from_string(source)
+            self._template = sandbox.environment().from_string(source)
         except Exception as error:  # jinja2 compiles to Python, whose compiler raises errors of its own
             raise ValueError(f"the chat template is malformed: {error}") from error
 
@@ -167,8 +84,8 @@ class ChatTemplate:
         variables = {
             "add_generation_prompt": True,
             # Firefunction's names for the tools, and for the time.
-            "functions": _to_json([tool["function"] for tool in completed], indent=4),
-            "datetime": _strftime_now("%Y-%m-%d %H:%M:%S"),
+            "functions": sandbox.to_json([tool["function"] for tool in completed], indent=4),
+            "datetime": sandbox.strftime_now("%Y-%m-%d %H:%M:%S"),
             # Before everything that a request must not replace.
             **{name: self._escape(value, marks) for name, value in arguments.items()},
             "messages": self._escape(conversation, marks),
@@ -200,7 +117,7 @@ def check(source: str) -> None:
     """Raises ValueError if a template is too large or malformed. Only parses it, since compiling may take long."""
     _check_size(source)
     try:
-        _environment().parse(source)
+        sandbox.environment().parse(source)
     except Exception as error:  # deep nesting ends in Python's own errors
         raise ValueError(f"the chat template is malformed: {error}") from error
 
@@ -219,7 +136,7 @@ def _complete(tool: dict[str, Any]) -> dict[str, Any]:
 
 def _unused_marks(values: object) -> Marks:
     used = set().union(*_strings(values))
-    unused = (character for character in _MARKS if character not in used)
+    unused = (character for character in MARKS if character not in used)
     guard, separator = next(unused, None), next(unused, None)
     if guard is None or separator is None:
         raise _refused(
@@ -242,56 +159,3 @@ def _strings(value: object) -> Iterable[str]:
     elif isinstance(value, list):
         for child in value:
             yield from _strings(child)
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks the model's own words for training. In a prompt it changes nothing."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _environment() -> SandboxedEnvironment:
-    """Returns the environment of one template.
-
-    Templates may change lists and dicts (Kimi K2 queues ids with `append`), so nothing that lasts longer than one
-    rendering may be one: variables are copied for each, and the globals are functions, classes and constants."""
-    environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
-    environment.filters["tojson"] = _to_json
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Formats a value as JSON. jinja2's own filter would escape characters for HTML.
-
-    The parameters, and their order, are those of the filter that template authors test with (in `transformers`)."""
-    text = json.dumps(
-        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys, default=_to_list
-    )
-    # The marks have to stay what they are: everything else that is not ASCII is escaped as json.dumps would do it.
-    return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
-
-
-def _to_list(value: object) -> list[Any]:
-    """Makes a list of what `map` and `select` return, as other implementations of the language do."""
-    if isinstance(value, Iterator):
-        return list(value)
-    raise TypeError(f"{type(value).__name__} is not JSON")
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)

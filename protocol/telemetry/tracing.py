@@ -161,6 +161,7 @@ def terminal_attributes(terminal: messages.Chunk) -> Attributes:
         "gen_ai.usage.input_tokens": usage and usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage and usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage and usage.cached_tokens,
+        "gen_ai.usage.reasoning.output_tokens": (usage.reasoning_tokens or None) if usage else None,
     }
 
 

@@ -114,7 +114,7 @@ class ControlReply(public.Message, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Take(public.Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Asks a leaving worker to give up a stream, so that another worker continues it."""
+    """Asks a leaving worker to give up a stream, so that another worker can continue it."""
 
     request_id: str
     """`<tenant token>:<id>`."""
@@ -131,8 +131,8 @@ class TakeReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     again."""
 
     ok: bool
-    """Whether the worker has given up the stream. If not, it does not have it, has already ended it, or another router
-    is its guardian."""
+    """Whether the worker has given up the stream. If not, it is not leaving, does not have the stream, has already
+    ended it, can't fit the reply in a message, or knows another router as the guardian."""
     epoch: str
     """The worker's epoch."""
     num_tokens: int = 0
@@ -147,10 +147,10 @@ class TakeReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
 
 class Guard(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Asks a router to become the guardian of a request. A worker asks this for a stream whose guardian is gone, and a
-    router that leaves for a request that no worker has."""
+    router that stops asks it for a request that no worker has."""
 
     run: Run
-    """The request, with the completion so far. `router_id` names the guardian until now. If no worker has the request,
+    """The request, with the completion so far. `router_id` names the previous guardian. If no worker has the request,
     `epoch` is empty and `attempt` is the last one."""
     stream_no: int | None = None
     """Number of the stream, if a worker has it."""
@@ -172,7 +172,7 @@ class GuardReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class GuardCheck(public.Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Asks a router whether it still is the guardian of a worker's streams. Only a router that is not answers."""
+    """Asks a router whether it is still the guardian of a worker's streams. It answers only if it is not."""
 
     request_ids: list[str]
     """The keys of the streams whose guardian it is, as far as the worker knows."""
@@ -262,7 +262,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Tells how long a stream took to its first token, and what else its first worker decides."""
+    """Tells how long a stream took to reach its first token, and what else its first worker decides."""
 
     stream_no: int
     """Number of the stream."""
@@ -273,7 +273,7 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefill_ms: float
     """Time from the first step to the first token."""
     max_tokens: int | None = None
-    """Tokens that the stream may have: no more than its request asks for, and what the worker's limits leave of it."""
+    """Tokens that the stream may have: what its request asks for, or less if the worker's limits allow less."""
 
 
 class BlockRun(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,8 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_MESSAGES = 4_096
 MAX_TOOLS = 128
 MAX_TOOL_NAME_CHARS = 64
+MAX_TOOL_PROPERTIES = 4_000
+"""The properties of all tools of a request. Their grammar takes about a second to compile then."""
 MAX_TOOL_BYTES = 64 * 1024
 """Size of one tool, as JSON: name, description and parameters."""
 MAX_SALT_BYTES = 256

@@ -1,6 +1,7 @@
-"""Validates the tools of a request: the functions that a model may call."""
+"""Validates the tools of a request, and bounds JSON schemas, since an engine compiles them."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -8,6 +9,8 @@ import msgspec
 from tokenbus.protocol.wire import codec, limits
 from tokenbus.protocol.wire.errors import invalid_field
 
+_PROPERTIES = ("properties", "$defs", "definitions")
+_PATTERNS = ("patternProperties",)
 _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{limits.MAX_TOOL_NAME_CHARS}}}")
 
 
@@ -22,6 +25,8 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
         if name in names:
             raise invalid_field(f"{path}.function.name", f"{name!r} is the name of an earlier tool too")
         names.add(name)
+    # behind the checks of each tool, which bound how deep they are nested
+    check_members([tool["function"].get("parameters") for tool in tools], "tools", limits.MAX_TOOL_PROPERTIES)
 
 
 def check_tool_choice(choice: str | dict[str, Any] | None, tools: list[dict[str, Any]]) -> None:
@@ -43,6 +48,14 @@ def chosen_tool(choice: str | dict[str, Any] | None) -> str | None:
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
+
+
+def check_members(value: object, path: str, max_properties: int) -> None:
+    """Raises RequestError for a schema, or a list of them, with too many properties or patterns."""
+    for names, most in ((_PROPERTIES, max_properties), (_PATTERNS, limits.MAX_SCHEMA_PATTERNS)):
+        count = _count_members(value, names)
+        if count > most:
+            raise invalid_field(path, f"must have at most {most} {' and '.join(names)}, got {count}")
 
 
 def _check_tool(tool: dict[str, Any], path: str) -> str:
@@ -67,3 +80,13 @@ def _check_tool(tool: dict[str, Any], path: str) -> str:
     if size > limits.MAX_TOOL_BYTES:
         raise invalid_field(path, f"must have at most {limits.MAX_TOOL_BYTES} bytes as JSON, got {size}")
     return name
+
+
+def _count_members(value: object, names: Sequence[str]) -> int:
+    """Counts the members of all objects that have one of these names."""
+    if isinstance(value, list):
+        return sum(_count_members(child, names) for child in value)
+    if not isinstance(value, dict):
+        return 0
+    own = sum(len(value[name]) for name in names if isinstance(value.get(name), dict))
+    return own + sum(_count_members(child, names) for child in value.values())

@@ -12,10 +12,7 @@ import msgspec
 from tokenbus.protocol.wire import codec, errors, generate, internal, limits, messages, subjects
 from tokenbus.protocol.wire.errors import invalid_field
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ranges_of
-from tokenbus.protocol.wire.tools import check_tool_choice, check_tools
-
-_PROPERTIES = ("properties", "$defs", "definitions")
-_PATTERNS = ("patternProperties",)
+from tokenbus.protocol.wire.tools import check_members, check_tool_choice, check_tools
 
 
 class RequiredFeature(NamedTuple):
@@ -282,20 +279,7 @@ def _check_schema(given: JsonSchema | None) -> None:
     size = len(msgspec.json.encode(schema))
     if size > limits.MAX_SCHEMA_BYTES:
         raise invalid_field(path, f"must have at most {limits.MAX_SCHEMA_BYTES} bytes as JSON, got {size}")
-    for names, most in ((_PROPERTIES, limits.MAX_SCHEMA_PROPERTIES), (_PATTERNS, limits.MAX_SCHEMA_PATTERNS)):
-        count = _count_members(schema, names)
-        if count > most:
-            raise invalid_field(path, f"must have at most {most} {' and '.join(names)}, got {count}")
-
-
-def _count_members(value: object, names: Sequence[str]) -> int:
-    """Counts the members of all objects that have one of these names."""
-    if isinstance(value, list):
-        return sum(_count_members(child, names) for child in value)
-    if not isinstance(value, dict):
-        return 0
-    own = sum(len(value[name]) for name in names if isinstance(value.get(name), dict))
-    return own + sum(_count_members(child, names) for child in value.values())
+    check_members(schema, path, limits.MAX_SCHEMA_PROPERTIES)
 
 
 def _check_size(name: str, text: str, most: int) -> None:

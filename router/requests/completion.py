@@ -1,15 +1,17 @@
-"""Keeps what a router must know of a completion to continue it elsewhere, from its worker's event log; pure."""
+"""Keeps what a router must know of a completion to have it continued elsewhere, as read from its worker's event log;
+pure."""
 
 from array import array
 
 from tokenbus.protocol.wire import block_hash, errors, internal
 
 MAX_DEATHS = 3
-"""A completion with which this many workers in a row have died is blamed for their deaths."""
+"""A completion with which this many workers have died, with little progress between, is blamed for their deaths."""
 MAX_LOSSES = 8
-"""A completion that has lost this many in a row, for whatever reason, goes on no more: it may be what holds them up."""
+"""A completion that has lost this many workers, with little progress between, is not continued any more, whatever the
+reasons: it may be what stalls them."""
 LOSS_WINDOW_TOKENS = 32
-"""Losses with fewer tokens than this between them count together: one token from each worker is no progress."""
+"""Losses within fewer tokens than this count together: a token or two from each worker is no progress."""
 
 
 class Completion:
@@ -18,13 +20,13 @@ class Completion:
     def __init__(self) -> None:
         self.token_ids = array("I")
         self.logprobs = bytearray()
-        """Packed by workers, for requests that ask for them."""
+        """In the form in which workers pack them; empty unless the request asks for log probabilities."""
         self.first_token: internal.FirstToken | None = None
         """The first worker's account of its first token."""
         self.last_seq = -1
         """The entry of the present worker's event log that holds its last tokens; -1 if there is none."""
         self._losses: list[tuple[int, bool]] = []
-        """The tokens that it had at each recent loss of a worker, and whether the worker had died."""
+        """For each recent loss of a worker, the number of tokens at that time, and whether the worker had died."""
 
     def __repr__(self) -> str:
         return f"<Completion {len(self.token_ids)} tokens, {len(self._losses)} losses>"
@@ -38,7 +40,7 @@ class Completion:
         return 4 * len(self.token_ids) + len(self.logprobs)
 
     def resume(self, given: internal.RunResume) -> None:
-        """Takes the tokens that another router knows. Raises ValueError if they can't be told apart."""
+        """Takes over the tokens that another router knows. Raises ValueError if the packed tokens are malformed."""
         self.token_ids.extend(block_hash.unpack_token_ids(given.token_ids))
         self.logprobs += given.logprobs
         self.first_token = internal.FirstToken(
@@ -55,10 +57,11 @@ class Completion:
         self.last_seq = seq
 
     def restore(self, running: internal.RunningRequest | internal.TakeReply, seq: int) -> bool:
-        """Adds those tokens that are not known yet, from a snapshot or from a worker that gives the request up, after
-        entry `seq`.
+        """Adds the tokens that are not known yet, from a snapshot made after entry `seq` or from a worker that gives
+        the request up after it.
 
-        Returns False if tokens are missing between the two, because whoever asked for them knew more."""
+        Returns False if tokens are missing between the known and the given ones, because more tokens were known when
+        they were asked for."""
         num_given, rest = divmod(len(running.token_ids), 4)
         num_known = len(self.token_ids) - (running.num_tokens - num_given)
         if rest or num_known < 0:
@@ -72,8 +75,8 @@ class Completion:
         return True
 
     def add_loss(self, *, is_death: bool) -> errors.Code | None:
-        """Counts the loss of a worker, which has died or has only cut itself off; returns the error with which the
-        completion ends if there were too many."""
+        """Counts the loss of a worker, which has died or has only fenced itself. Returns the error with which the
+        completion ends if there were too many losses."""
         self._losses.append((len(self.token_ids), is_death))
         self._losses = [one for one in self._losses if len(self.token_ids) - one[0] < LOSS_WINDOW_TOKENS]
         if sum(died for _, died in self._losses) >= MAX_DEATHS:

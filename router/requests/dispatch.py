@@ -17,27 +17,27 @@ from tokenbus.router.requests.flight import Flight
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 
 _MAX_TRIES = 12
-"""Refusals after which a request ends with the last one. A worker that could not be reached does not count."""
+"""Tries after which a request ends with one of its refusals. A worker that could not be reached does not count."""
 _RETRY_S = 0.1
 _SETTLE_POLL_S = 0.02
 _UNREACHABLE = (errors.Code.NO_WORKER, errors.Code.WORKER_LOST, errors.Code.ENGINE_POISONED)
-"""Refusals by workers that may soon be back."""
+"""Refusals that mean that the worker may soon be back."""
 
 
 class Dispatcher:
-    """Finds a worker for each request, and another one if that worker is lost."""
+    """Finds a worker for each request, and another one if that worker is lost or leaves."""
 
     def __init__(
         self, fleet: Fleet, queue: PlacementQueue, attempts: Attempts, metrics: RouterMetrics, patience_s: float
     ) -> None:
-        """`patience_s` is the time for which a request that has begun waits for a worker that can continue it."""
+        """`patience_s` is how long a request that has begun waits for a worker that can continue it."""
         self._fleet = fleet
         self._queue = queue
         self._attempts = attempts
         self._metrics = metrics
         self._patience_s = patience_s
         self.is_stopped = False
-        """Whether requests that no worker has are left as they are, for another router."""
+        """Whether this router is stopping: requests that no worker has are left for another router."""
         self._log = structlog.get_logger()
         self._accepting = self._metrics.phases.labels("accept")
 
@@ -48,8 +48,8 @@ class Dispatcher:
         """Returns when a worker has accepted the request, or when the request was cancelled or this router stopped
         before that.
 
-        `lost` is the worker that had it before, if that is gone. Raises RequestError if no worker accepts it, and
-        AlreadyStreamingError if a worker has it already."""
+        `lost` is the worker that had the request before, if that worker is gone. Raises RequestError if no worker
+        accepts it, and AlreadyStreamingError if a worker has it already."""
         refused: dict[str, errors.Error] = {}
         tries, pauses = 0, 0
         began_at = served_at = time.monotonic()
@@ -66,7 +66,8 @@ class Dispatcher:
                 case None:
                     return
                 case NoWorker() if flight.has_begun and not self._is_served(flight):
-                    # Only time in which no worker could continue it counts: while one can, the limit is `tries`.
+                    # Only the time during which no worker could continue it counts: while one could, `tries` is the
+                    # limit.
                     if time.monotonic() - served_at >= self._patience_s:
                         break
                     refused.clear()
@@ -91,7 +92,7 @@ class Dispatcher:
                     if refusal.code is errors.Code.WORKER_LOST:
                         lost = worker
                     refused[worker.card.worker_id] = refusal
-                    # several routers may choose the same worker at a time, which then has no room for all
+                    # several routers may choose the same worker at the same time, and it has no room for all requests
                     is_busy = is_patient and refusal.code is errors.Code.OVERLOADED
                     tries += not worker.has_no_responders and not is_busy
             served_at = time.monotonic()
@@ -99,18 +100,18 @@ class Dispatcher:
             raise errors.RequestError(_final_error(flight, refused))
 
     async def redispatch(self, flight: Flight, worker: Worker, *, is_certain: bool) -> None:
-        """Continues a request whose worker is lost. If the loss is not certain, the run is revoked first.
+        """Continues a request whose worker is lost or leaves. Unless the loss is certain, the run is revoked first.
 
-        Raises RequestError if its client may have text that this router does not know, or if the worker lives and
-        doesn't reply, and AlreadyStreamingError if another router has continued it."""
+        Raises RequestError if the client may have text that this router does not know, or if the worker is alive but
+        doesn't reply, and AlreadyStreamingError if another router has continued the request."""
         revocation, takes = Revocation.LOST, worker.state is messages.WorkerState.LEAVING
         if not is_certain:
             revocation = await self._attempts.revoke(flight, worker, takes=takes)
         if revocation is Revocation.KEPT or (revocation is Revocation.LOST and not await self._settle(flight, worker)):
             return
-        if flight.prompt_ids is None and not flight.cancelled:  # forgotten for want of memory
+        if flight.prompt_ids is None and not flight.cancelled:  # forgotten to free memory
             self._give_up(flight, worker)
-        if revocation is Revocation.LOST and not is_certain:  # it may live after all, and still run the attempt
+        if revocation is Revocation.LOST and not is_certain:  # the worker may be alive, and still run the attempt
             self._attempts.move(flight, worker.card.address, flight.attempt)
         self._metrics.continued.labels(flight.model).inc()
         self._fleet.stats.continued += 1
@@ -126,8 +127,8 @@ class Dispatcher:
     async def _settle(self, flight: Flight, worker: Worker) -> bool:
         """Waits until nothing more can come from a lost worker; returns False if that worker has ended the request.
 
-        Raises RequestError if the client may have got something that this router does not know, or if too many workers
-        in a row were lost with the request."""
+        Raises RequestError if the client may have received something that this router does not know, or if too many
+        workers in a row were lost with the request."""
         while time.monotonic() < worker.settled_at and not flight.cancelled:
             if worker.last_seq is not None and _knows_all_text(flight, worker):
                 break
@@ -143,7 +144,7 @@ class Dispatcher:
         return True
 
     def _may_go_on(self, flight: Flight, lost: Worker) -> bool:
-        """Returns False if a lost worker has ended the request. Raises RequestError if the client may have got
+        """Returns False if a lost worker has ended the request. Raises RequestError if the client may have received
         something that this router does not know."""
         if flight.has_new_tokens and flight.ended_by == lost.card.worker_id:
             self._attempts.accept(flight, lost.card)
@@ -153,8 +154,8 @@ class Dispatcher:
         return True
 
     def _give_up(self, flight: Flight, lost: Worker) -> NoReturn:
-        """Raises RequestError for a request that this router can't continue, or AlreadyStreamingError if another one
-        has: a worker may have named it the guardian while this router was away."""
+        """Raises RequestError for a request that this router can't continue, or AlreadyStreamingError if another router
+        has continued it: a worker may have named that router the guardian while this one was disconnected."""
         if self._fleet.owner_of(flight.key, flight.model) not in (None, lost):
             raise AlreadyStreamingError(flight.key)
         raise errors.request_error(errors.Code.WORKER_LOST)
@@ -162,7 +163,7 @@ class Dispatcher:
     async def _try(self, flight: Flight, placement: Placement, lost: Worker | None) -> errors.Error | None:
         """Returns None if the worker has accepted the request, or if the request has ended or was cancelled.
 
-        Raises RequestError for a refusal that no other worker could change, and like `_may_go_on`."""
+        Raises RequestError for a refusal that every other worker would repeat, and the errors of `_may_go_on`."""
         address = placement.worker.card.address
         try:
             # more may have come from the lost worker while the request waited for this one
@@ -189,7 +190,7 @@ class Dispatcher:
         return refusal
 
     def _is_served(self, flight: Flight) -> bool:
-        """Returns whether a worker that could continue the request is there, or is about to be."""
+        """Returns whether a worker that could continue the request is available, or is about to be."""
         routing = flight.request.routing
         only = routing.worker_id if routing is not None else None
         for worker in self._fleet.workers_of(flight.model):
@@ -200,7 +201,7 @@ class Dispatcher:
         return False
 
     def _may_return(self, flight: Flight, refused: Collection[str]) -> bool:
-        """Whether the one worker that the request is pinned to is only away for the moment."""
+        """Whether the one worker that the request is pinned to is only temporarily unavailable."""
         routing = flight.request.routing
         if routing is None or not routing.worker_id or routing.worker_id in refused:
             return False
@@ -209,7 +210,8 @@ class Dispatcher:
 
 
 def _knows_all_text(flight: Flight, worker: Worker) -> bool:
-    """Returns whether this router knows exactly those tokens of a lost worker that the client has got or will get."""
+    """Returns whether this router knows exactly the tokens that the client has received, or will receive, from a lost
+    worker."""
     is_sealed = flight.completion.last_seq <= worker.log.sealed_seq
     return worker.log_is_whole and (is_sealed or not flight.request.is_streamed)
 

@@ -19,10 +19,11 @@ _TRIM_TO = 0.9
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Flight:
-    """One request. `Flights` changes the fields that it indexes by; the task that carries it changes the rest."""
+    """One request. `Flights` changes the fields by which it indexes requests; the task that carries out the request
+    changes the rest."""
 
     request: messages.GenerateRequest
-    """Without its prompt once `prompt_ids` are known."""
+    """The request, without its prompt once `prompt_ids` are known."""
     address: subjects.ModelAddress
     reply: str
     """The client's inbox."""
@@ -54,7 +55,7 @@ class Flight:
     attempt_worker_id: str = ""
     """The worker to which this attempt was sent."""
     attempt_offset: int = 0
-    """Tokens that were sampled before this attempt."""
+    """The number of tokens that were sampled before this attempt."""
     worker_id: str | None = None
     """The worker that has accepted the request and owns its terminal."""
     awaiting_worker_id: str | None = None
@@ -68,11 +69,11 @@ class Flight:
     keepalive_at: float | None = None
     """When this router last sent the client a keepalive."""
     ended_by: str | None = None
-    """The last worker to report that the request has ended there. The report may overtake the worker's accept."""
+    """The last worker to report that the request has ended there. This report may arrive before the worker's accept."""
     cancelled: bool = False
     is_named: bool = True
-    """Whether the log of its worker names this router as its guardian, or is bound to; until then another router may
-    act on it."""
+    """Whether its worker's log names this router as the guardian, or is certain to do so; while it is False, another
+    router may act on the request."""
 
     def __post_init__(self) -> None:
         self.is_chat = self.is_chat or self.request.messages is not None
@@ -97,7 +98,7 @@ class Flight:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a worker has accepted it, now or earlier, or it continues an earlier stream."""
+        """Whether a worker has ever accepted it, or it continues an earlier stream."""
         return self.first_accepted_at is not None or len(self.completion) > 0
 
     @property
@@ -128,9 +129,9 @@ _NO_STREAMS: dict[int, Flight] = {}
 class Flights:
     """All flights of one router, by key, by accepting worker and by stream number.
 
-    Their number is bounded, and so is the memory for prompts and completions. New requests are refused only for the
-    sake of other unaccepted ones. If accepted ones take too much, the largest lose what they need to be placed
-    again."""
+    Their number is bounded, and so is the memory for prompts and completions. For lack of memory, new requests are
+    refused only if the unaccepted ones take too much; if the accepted ones do, the largest of them lose what they need
+    to be placed again."""
 
     def __init__(self, capacity: int, capacity_bytes: int) -> None:
         self._capacity = capacity
@@ -180,7 +181,8 @@ class Flights:
         return self._flights.get(flight.key) is flight
 
     def set_prompt_ids(self, flight: Flight, prompt_ids: bytes) -> None:
-        """Replaces the prompt's text by its token ids, four bytes each, and so those of an earlier stream."""
+        """Replaces the prompt's text by its token ids, at four bytes each, and moves the tokens of an earlier stream
+        into the completion."""
         flight.prompt_ids = prompt_ids
         flight.num_prompt_tokens = len(prompt_ids) // 4
         if (given := flight.request.resume_from) is not None:
@@ -191,7 +193,7 @@ class Flights:
         self._set_held_bytes(flight, flight.num_bytes)
 
     def start_attempt(self, flight: Flight, worker_id: str) -> None:
-        """Notes that a worker is to run the request: what an earlier worker still says of it no longer counts."""
+        """Notes that a worker is to run the request: what an earlier worker still reports of it no longer counts."""
         self.unbind_stream(flight)
         flight.attempt += 1
         flight.attempt_worker_id = worker_id
@@ -212,9 +214,9 @@ class Flights:
         return self._streams.get(incarnation, _NO_STREAMS)
 
     def trim(self) -> int:
-        """Frees memory if all flights together take too much; call it about once a second, since completions grow.
+        """Frees memory if all flights together take too much; to be called about once a second, since completions grow.
 
-        Makes accepted flights, the largest first, forget what they need to be placed again. Returns their number."""
+        Accepted flights, the largest first, lose what they need to be placed again. Returns their number."""
         for there in self._streams.values():
             for flight in there.values():
                 assert flight.prompt_ids is not None, flight

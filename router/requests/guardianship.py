@@ -1,7 +1,9 @@
-"""Makes a router the guardian of requests that it has not received itself, and tells workers which ones it guards.
+"""Makes a router the guardian of requests that it has not received itself, and tells workers which requests it does not
+guard.
 
-A worker offers a stream whose guardian is gone, and a router that stops a request that no worker has. Offers reach one
-router each. A worker's log then names the router that has accepted; until it does, this router does not act."""
+A worker offers a stream whose guardian is gone; a router that stops offers a request that no worker has. Each offer
+reaches one router. If a router accepts a stream, the worker's log names it as the guardian; until then it does not act
+on that stream."""
 
 import contextlib
 import time
@@ -55,7 +57,7 @@ class Guardianship:
         self._attempts = attempts
         self._router_id = router_id
         self._inbox_prefix = bus.new_inbox().partition(".")[0] + "."
-        """Other routers have the same."""
+        """Other routers have the same prefix."""
         self._subscriptions: list[Subscription] = []
         self._log = structlog.get_logger()
 
@@ -63,18 +65,18 @@ class Guardianship:
         return f"<Guardianship of {self._router_id}>"
 
     async def open(self) -> None:
-        """Subscribes. Offers are shared between routers."""
+        """Subscribes. Each offer goes to one router of the queue group."""
         self._subscriptions.append(await self._bus.subscribe(self._names.router(self._router_id), self._on_check))
         for subject in self._names.all_guards:
             self._subscriptions.append(await self._bus.subscribe(subject, self._on_guard, queue="router"))
 
     async def close(self) -> None:
-        """Takes over nothing more. Workers notice that nobody listens any more, and look for other guardians."""
+        """Stops taking requests over. Workers notice that nobody listens any more, and look for other guardians."""
         while self._subscriptions:
             await self._bus.unsubscribe(self._subscriptions.pop())
 
     async def offer(self, flight: Flight) -> bool:
-        """Asks another router to take over a request that no worker has, once; returns whether it does."""
+        """Asks another router, once, to take over a request that no worker has; returns whether it does."""
         if flight.prompt_ids is None:
             return False
         guard = internal.Guard(run=self._attempts.to_run(flight, ""), hash_scheme=flight.hash_scheme)
@@ -122,7 +124,7 @@ class Guardianship:
         self._replies.send(message.reply, codec.encode(answer))
 
     def _may_answer(self, reply: str, model: str, worker_id: str | None) -> bool:
-        """Whether a reply subject belongs to the worker, or to a router, that has sent an offer."""
+        """Whether a reply subject belongs to the worker that an offer names, or to a router if it names none."""
         if worker_id is None:
             return reply.startswith(self._inbox_prefix)
         return reply == self._names.worker(model, worker_id, "guarded")
@@ -135,16 +137,16 @@ class Guardianship:
         return True
 
     def _find_worker(self, run: internal.Run, model: str, worker_id: str) -> Worker | None:
-        """Returns the worker that offers a stream, if this router follows its log: the offer's tokens end with the
-        entry before it."""
+        """Returns the worker that offers a stream, or None if this router does not follow that worker's log without a
+        gap: the offer's tokens end with the log's entry before it."""
         worker = self._fleet.find(subjects.WorkerAddress(model, worker_id))
         if worker is None or worker.card.epoch != run.epoch or worker.lease_expired or worker.log.is_behind:
             return None
         return worker
 
     def _to_flight(self, guard: internal.Guard, model: str, worker: Worker | None) -> Flight:
-        """Raises RequestError if the run's reply subject is not an inbox of its tenant, and ValueError for tokens that
-        can't be told apart."""
+        """Raises RequestError if the run's reply subject is not an inbox of its tenant, and ValueError if its packed
+        tokens are malformed."""
         run, now = guard.run, time.monotonic()
         tenant = subjects.key_to_tenant(run.request_id)
         if not subjects.is_inbox(run.reply, self._inbox_prefixes, run.request_id.partition(":")[0]):

@@ -1,7 +1,8 @@
 """Applies what workers report, and the loss of workers, to the requests that they have accepted.
 
-The router that placed a request is its guardian: it hears of every token before the client does. When the worker is
-lost, it has everything that another worker needs to continue the stream."""
+A router is the guardian of a request that it has placed, or has taken over from another router: it learns of every
+token before the client does. When the worker is lost or leaves, it has everything that another worker needs to continue
+the stream."""
 
 import itertools
 
@@ -18,7 +19,7 @@ from tokenbus.router.requests.flight import Flight, Flights
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 
 _KNOWN_BYTES = 16
-"""Bytes of a snapshot request for each request that it names, beside its key."""
+"""Bytes that a snapshot request takes for each request that it names, in addition to its key."""
 
 
 class Recovery:
@@ -73,14 +74,15 @@ class Recovery:
             if flight.is_named:
                 self._lifecycle.recover(flight, lost, is_certain=is_certain)
                 is_revoked = True
-            else:  # nobody can tell which router it was going to name
+            else:  # nobody can tell which router the worker was going to name
                 self._lifecycle.forget(flight, "without_guardian")
-        if not is_revoked:  # or else that decides whether the worker is gone
+        if not is_revoked:  # otherwise the replies to the drops decide whether the worker is gone
             self._fleet.remove(lost.card)
 
     def snapshot_request(self, worker: Worker, max_bytes: int) -> internal.SnapshotRequest:
-        """Asks for the unknown tokens of each request of this router that a worker has or may have. If a message of
-        `max_bytes` has no room for all names, it has those of the requests of which most is known."""
+        """Returns a request for the tokens that this router lacks, of each of its requests that a worker has or may
+        have. If a message of `max_bytes` has no room for the names of all, it names those with the most tokens known of
+        the present attempt."""
         flights = self._flights.accepted_by(worker.card.address)
         flights += [one for one in self._flights.unaccepted() if _is_sent_to(one, worker)]
         flights = [flight for flight in flights if flight.prompt_ids is not None]
@@ -91,8 +93,8 @@ class Recovery:
         return internal.SnapshotRequest(known_tokens=known, wants_others=len(known) < len(flights))
 
     def _take_streams(self, leaving: Worker) -> None:
-        """Continues the requests of a worker that leaves elsewhere. Those whose prompts are forgotten have to end
-        there. While events are missing, this router can't tell whether it still is their guardian."""
+        """Takes the requests of a worker that leaves, to continue them elsewhere. Those whose prompts were forgotten
+        have to end there. While events are missing, this router can't tell whether it is still their guardian."""
         if leaving.log.is_behind:
             return
         for flight in self._flights.accepted_by(leaving.card.address):
@@ -100,7 +102,7 @@ class Recovery:
                 self._lifecycle.recover(flight, leaving, is_certain=False)
 
     def _apply_guardian(self, flight: Flight | None, router_id: str) -> None:
-        """Notes which router a worker's log names as the guardian of a request of this router, if it names any."""
+        """Notes which router a worker's log names as the guardian of one of this router's requests, if it names any."""
         if flight is None or not router_id:
             return
         if router_id == self._router_id:
@@ -128,17 +130,17 @@ class Recovery:
                 flight.completion.first_token = first
 
     def _find(self, worker: Worker, key: str, attempt: int) -> Flight | None:
-        """Returns the request of this router that a worker says it runs, if that is its present attempt and can go on
-        elsewhere.
+        """Returns this router's request that a worker says it runs, if the worker runs the present attempt and the
+        request can go on elsewhere.
 
-        A worker that still runs an earlier attempt, because it was taken for lost, is told to stop."""
+        A worker that was given up as lost, and still runs an earlier attempt, is told to stop."""
         flight = self._flights.find(key)
         if flight is None or flight.model != worker.card.model:
             return None
         if attempt < flight.attempt:
             self._metrics.stale_attempts.inc()
             self._attempts.move(flight, worker.card.address, attempt)
-        if flight.prompt_ids is None:  # forgotten for want of memory: its tokens are of no use any more
+        if flight.prompt_ids is None:  # forgotten to free memory: its tokens are no longer of use
             return None
         return flight if attempt == flight.attempt and _is_sent_to(flight, worker) else None
 
@@ -153,7 +155,7 @@ class Recovery:
             if flight.completion.restore(running, snapshot.seq):
                 self._flights.bind_stream(flight, worker.incarnation, running.stream_no)
             else:
-                # it was placed there after the snapshot was asked for: the next snapshot will have its tokens
+                # it was placed there after the snapshot was asked for: the next one will have its tokens
                 self._flights.unbind_stream(flight)
                 self._fleet.mark_behind(worker.card)
         for flight in self._flights.accepted_by(address):
@@ -162,7 +164,7 @@ class Recovery:
             elif flight.accepted_at < snapshot.requested_at:
                 self._finish(flight, address.worker_id)
             else:
-                # Accepted after the snapshot, or before it and ended already: only another snapshot can tell.
+                # Accepted after the snapshot, or accepted before it and already ended: only another snapshot can tell.
                 self._fleet.mark_behind(worker.card)
 
     def _finish(self, flight: Flight, worker_id: str) -> None:

@@ -1,6 +1,6 @@
 """`python -m tests.chaos run` plays rounds of faults under load; `report` writes docs/chaos.md from their results.
 
-Results are kept in build/chaos.jsonl: a run begins where the last one has stopped, and what was seen adds up."""
+Results are kept in build/chaos.jsonl: a run goes on where the last one stopped, and results add up."""
 
 import argparse
 import asyncio
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 async def run(options: argparse.Namespace) -> int:
-    """Plays rounds until the time is over or there were enough; returns 1 if a promise was broken."""
+    """Plays rounds until the time is over or enough were played; returns 1 if a promise was broken."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -55,7 +55,7 @@ async def run(options: argparse.Namespace) -> int:
 
 
 async def _play(kind: str, seed: int, count: int | None, path: Path) -> Record:
-    """Plays a round and keeps its record; of one in which a promise was broken also the logs."""
+    """Plays a round and keeps its record, and also its logs if a promise was broken."""
     with tempfile.TemporaryDirectory(prefix="tokenbus-chaos-") as folder:
         record = await play(kind, seed, setup_of(kind, seed), plans.faults(kind, seed, count), Path(folder))
         results.append(path, record)

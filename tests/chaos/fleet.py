@@ -1,4 +1,4 @@
-"""The processes of a round, and what is done to them."""
+"""The processes of a round, and the faults that are carried out on them."""
 
 import asyncio
 import contextlib
@@ -15,13 +15,13 @@ from tests.support.system import System
 from tokenbus import demo
 
 NUM_LANES = 40
-"""Requests that a worker can run at the same time: all that there are, and some that a client has given up."""
+"""Requests that a worker can run at the same time: the 32 open ones, and some that their clients have given up."""
 STOP_S = 60.0
-"""Time within which a process that is asked to stop has to end."""
+"""Time within which a process that is asked to stop must end."""
 
 
 class Fleet:
-    """Routers and workers, each of which is started again, or replaced, when it is gone."""
+    """Routers and workers. One that is gone is started again or replaced."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Fleet:
         *,
         loses_events: bool = False,
     ) -> None:
-        """With `loses_events` some entries of the simulated workers' event logs get lost."""
+        """With `loses_events`, some entries of the simulated workers' event logs are lost."""
         self._system = system
         self._num_named: Counter[str] = Counter()
         self._all_workers: list[str] = []
@@ -54,7 +54,7 @@ class Fleet:
             self._start(name)
 
     async def until_up(self, bare: RawClient) -> None:
-        """Waits until every process serves and a router says so of the workers."""
+        """Waits until every process serves, and a router confirms it of the workers."""
         for name in self.routers + self.workers:
             await self._until_serving(name)
         await until_ready(bare, len(self.workers))
@@ -65,9 +65,9 @@ class Fleet:
         return {_request_id(line) for line in lines if line["event"] == "request_started"}
 
     async def carry_out(self, fault: Fault, open_ids: Callable[[], set[str]]) -> bool:
-        """Carries out a fault; returns False if there was nothing on which it could be carried out.
+        """Carries out a fault; returns False if there was no process that it could strike.
 
-        `open_ids` returns the ids of the streams that clients read at that moment."""
+        `open_ids` returns the ids of the streams that clients are reading at that moment."""
         worker = self.workers[fault.target % len(self.workers)]
         router = self.routers[fault.target % len(self.routers)]
         match fault.kind:
@@ -96,7 +96,7 @@ class Fleet:
         return True
 
     async def _kill_router_then_worker(self, router: str, between_s: float, open_ids: Callable[[], set[str]]) -> bool:
-        """Kills a router, and later the worker with most of the streams that it had placed."""
+        """Kills a router, and later the worker that has most of the streams placed by this router."""
         placed = {
             _request_id(line): line["worker_id"]
             for line in self._system.log(router)
@@ -110,7 +110,8 @@ class Fleet:
         return bool(counts)
 
     async def _replace(self, name: str, *, is_beside: bool) -> None:
-        """Asks a process to stop, and starts its successor: before, under a new name, or afterwards, under the same."""
+        """Asks a process to stop, and starts its successor: before that under a new name, or afterwards under the same
+        name."""
         if is_beside:
             group = self.workers if name in self.workers else self.routers
             successor = self._new_name(name.partition("-")[0])

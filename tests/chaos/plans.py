@@ -1,4 +1,4 @@
-"""The kinds of faults, what each may cost a client, and which faults a seed stands for; pure."""
+"""The kinds of faults, what each may cost a client, and the faults that a seed stands for; pure."""
 
 import random
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     errors: frozenset[str] = frozenset()
     """Errors in which streams may end."""
     may_lose_messages: bool = False
-    """Whether messages under way may be lost, terminals too."""
+    """Whether messages in transit may be lost, terminals included."""
     may_lose_requests: bool = False
-    """Whether a request that no worker has accepted may stay without an answer."""
+    """Whether a request that no worker has accepted may remain without an answer."""
 
 
 _LOSS = frozenset({UNSEALED})
@@ -43,28 +43,29 @@ KINDS = {
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One fault. A kind of fault looks only at what it needs."""
+    """One fault. Each kind uses only the fields that it needs."""
 
     kind: str
     number: int
-    """Counts the faults of the round, by which workers are killed in turn."""
+    """The number of the fault within its round; workers are killed in turn by this number."""
     after_s: float
-    """Time to wait once all streams have gone on after the fault before."""
+    """Time to wait after all streams have gone on since the previous fault."""
     target: int
     """A random number for the choice of a process."""
     pause_s: float
     away_s: float
-    """Time for which the broker is away."""
+    """Time for which the broker is down."""
     part: str
-    """The part of a worker that is stopped or killed: `front`, `engine` or `both`."""
+    """The part of a worker that is frozen: `front`, `engine` or `both`."""
     is_beside: bool
-    """Whether a process is replaced only when its successor is ready, and not under the same name when it is gone."""
+    """Whether a process is stopped only once its successor, under a new name, is ready; otherwise the successor starts
+    afterwards, under the same name."""
     between_s: float = 10.0
-    """Time from the death of a router to that of a worker with its streams."""
+    """Time from the death of a router to the death of a worker with streams that it had placed."""
 
 
 def faults(kind: str, seed: int, count: int | None = None) -> Iterator[Fault]:
-    """Yields the faults of a round; those of a `mixed` one are of the other kinds."""
+    """Yields the faults of a round; those of a `mixed` round are of the other kinds."""
     rng = random.Random(f"{kind} {seed}")
     for number in range(KINDS[kind].per_round if count is None else count):
         yield Fault(
@@ -83,5 +84,5 @@ _MIXED = ("kill_engine", *(kind for kind in KINDS if kind not in ("mixed", "roll
 
 
 def engine_of(seed: int) -> str:
-    """Returns the engine of a round: every tenth is of the demo model."""
+    """Returns the engine of a round: every tenth round uses the demo model."""
     return "demo" if seed % 10 == 4 else "sim"

@@ -1,4 +1,4 @@
-"""One stream as its client reads it: what has come, whether it is right, and how long the client waited; pure."""
+"""One stream as its client reads it: what has come, whether that is right, and how long the client waited; pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,7 +9,7 @@ from tokenbus.protocol.wire import errors
 
 MAX_PROBLEM_CHARS = 400
 UNSEALED = "worker_lost, not sealed"
-"""A router's `worker_lost` for a stream of which it can't know what its client has read."""
+"""A router's `worker_lost` for a stream when the router can't know what the client has read."""
 _UNSEALED_TEXT = errors.make_error(errors.Code.WORKER_LOST).message
 
 
@@ -46,7 +46,7 @@ class Expected(msgspec.Struct, frozen=True):
     ends: tuple[int, ...]
     """The byte at which each of its tokens ends."""
     near_ties: frozenset[int] = frozenset()
-    """Its bytes at which a batch of other sequences, which rounds differently, may go on with another token."""
+    """The bytes of the text at which another batch, which rounds differently, may go on with another token."""
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +61,7 @@ class Expected(msgspec.Struct, frozen=True):
 def expected_of(tokens: Iterable[tuple[str, Sequence[float]]]) -> Expected:
     """Returns the text of these tokens, each with the log probabilities of the two likeliest ones, or with none.
 
-    Two tokens may begin alike, so a near tie makes the bytes of the next token uncertain too."""
+    Two tokens may begin with the same bytes, so a near tie makes the bytes of the following token uncertain too."""
     text, ends, near_ties, was_near = b"", [], set(), False
     for token, logprobs in tokens:
         is_near = len(logprobs) > 1 and abs(logprobs[0] - logprobs[1]) < NEAR_TIE
@@ -76,7 +76,8 @@ def expected_of(tokens: Iterable[tuple[str, Sequence[float]]]) -> Expected:
 class Reading:
     """What a client that concatenates texts in the order of arrival has read of one stream.
 
-    A text that begins behind the end leaves a hole. One that begins before the end is a repetition, and wrong."""
+    A text that begins behind the end of what was read leaves a hole. One that begins before that end is a repetition,
+    and wrong."""
 
     def __init__(self, expected: Expected, now: float) -> None:
         self.terminal: Piece | None = None
@@ -85,7 +86,7 @@ class Reading:
         """The first thing that is wrong with it."""
         self.has_hole = False
         self.has_parted = False
-        """It went on with another token at a near tie, so that the rest of its text is unknown."""
+        """Whether it went on with another token at a near tie, so that the rest of its text can't be checked."""
         self.gaps_s: list[float] = []
         """The pauses in its text after which another attempt went on."""
         self.longest_silence_s = 0.0

@@ -1,4 +1,4 @@
-"""Writes what the rounds have shown as a page, of whose numbers each comes from their records; pure."""
+"""Writes what the rounds have shown as a page, every number of which comes from their records; pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,20 +10,23 @@ _HEAD = f"""# Streams under faults
 
 <!-- Written by `python -m tests.chaos report` from build/chaos.jsonl. -->
 
-This page shows what `make chaos` has seen: real processes (one nats-server, two routers, three workers with the
-simulated engine or two with the demo model), 32 streams at any time (16 of the library, 12 of a plain client, 4 with
-`stream: false`), and one fault after the other. Every text is compared byte by byte with that of an undisturbed stream.
-[guarantees.md](guarantees.md) says what is promised.
+This page shows what `make chaos` has seen. It runs real processes (one nats-server, two routers, and three workers with
+the simulated engine or two with the demo model) with 32 open streams at any time (16 of the library, 12 of plain
+clients and 4 with `stream: false`), and causes one fault after another. Every text is compared byte by byte with that
+of an undisturbed stream. [guarantees.md](guarantees.md) says what is promised.
 
-- *Wrong*: streams with a byte that the undisturbed one does not have there, a repetition, a wrong `usage`, or a message
-  behind the terminal.
-- *Parted*: streams of the demo model that went on with another token where two are so close that rounding decides.
-- *Holes*: streams of which a message was lost, as the offsets show.
-- *Lost terminals*: streams that a worker had accepted and that had no terminal when their client's time was over.
-- *No answer*: requests without any message that no worker had accepted.
-- `{UNSEALED}`: the error of a router that can't know what a client has read, since the seal of the
-  last step or an entry of the event log is missing.
-- *Gap*: the pause of a plain client's text before another attempt went on.
+- *Aim*: the number of faults after which a kind of fault counts as tried.
+- *Ended well*: streams that reached their full length, or that their own client cancelled.
+- *Wrong*: streams with a byte that differs from the undisturbed text, a repetition, a wrong `usage`, or a message after
+  the terminal.
+- *Parted*: streams of the demo model that went on with another token than the undisturbed stream, at a place where two
+  tokens are so close that rounding decides.
+- *Holes*: streams that lost a message, as the offsets show.
+- *Lost terminals*: streams that a worker had accepted, and that had no terminal when their client gave up.
+- *No answer*: requests that no worker had accepted, and that had no terminal when their client gave up.
+- `{UNSEALED}`: a router's error when it can't know what a client has read, since the seal of the last step
+  or an entry of the event log is missing.
+- *Gap*: the pause in a plain client's text before another attempt continued it.
 """
 
 
@@ -35,14 +38,14 @@ def render(records: Sequence[Record]) -> str:
 
 
 def _overview(records: Sequence[Record], kinds: Iterable[str]) -> str:
-    rows = ["| faults | aim | rounds | streams | ended well | against the promises |", "|---|---|---|---|---|---|"]
+    rows = ["| faults | aim | rounds | streams | ended well | broken promises |", "|---|---|---|---|---|---|"]
     for kind in kinds:
         chosen = [record for record in records if record.kind == kind]
         total = sum(sum_up(chosen).values(), Ends())
         count = sum(record.faults for record in chosen)
         broken = violations(kind, sum_up(chosen)) + [record.failure for record in chosen if record.failure]
         cells = [f"{count:,} {kind}", f"{KINDS[kind].aim:,}", len(chosen), f"{total.streams:,}", f"{total.well:,}"]
-        rows.append(_row([*cells, "; ".join(broken) or "nothing"]))
+        rows.append(_row([*cells, "; ".join(broken) or "none"]))
     return "\n".join([*rows, ""])
 
 
@@ -68,15 +71,24 @@ def _facts(kind: str, records: Sequence[Record]) -> str:
     aim_text = f" (aim {_seconds(aim)})" if aim else ""
     facts = [
         f"{sum(faults.values()):,} faults, {faults['demo']:,} of them on the demo model",
-        f"gap p50 {_seconds(percentile(gaps, 0.5))}{aim_text}, p99 {_seconds(percentile(gaps, 0.99))} of {len(gaps):,}",
+        f"gap p50 {_seconds(percentile(gaps, 0.5))}{aim_text}, p99 {_seconds(percentile(gaps, 0.99))}, "
+        f"of {len(gaps):,} gaps",
         f"longest silence {_seconds(max(record.longest_silence_ms for record in records))}",
         f"a fault took up to {max(record.longest_fault_s for record in records):g} s, "
         f"the median stream at least {min(record.median_stream_s for record in records):g} s",
-        f"{len(records)} rounds, {duration_s / 60:.0f} minutes, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}",
+        f"{len(records)} rounds with the seeds {_ranges(sorted({record.seed for record in records}))}, "
+        f"{duration_s / 60:.0f} minutes, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}",
         f"commit {', '.join(sorted({record.commit for record in records}))}",
         f"on {' and '.join(sorted({record.machine for record in records}))}",
     ]
     return "; ".join(facts) + "."
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Returns sorted numbers as ranges: `0 to 4, 7`."""
+    starts = [one for one in numbers if one - 1 not in numbers]
+    ends = [one for one in numbers if one + 1 not in numbers]
+    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True))
 
 
 def _seconds(milliseconds: int | None) -> str:

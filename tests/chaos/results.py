@@ -1,4 +1,4 @@
-"""What rounds have shown: one line of JSON for each, in a file to which every run adds its own."""
+"""The results of rounds: one line of JSON for each round, in a file to which every run appends."""
 
 import math
 from collections import Counter
@@ -19,17 +19,17 @@ class Ends(msgspec.Struct):
 
     streams: int = 0
     well: int = 0
-    """Streams that came to their full length; also those that their client has cancelled."""
+    """Streams that reached their full length, or that their client has cancelled."""
     wrong: int = 0
-    """Streams with a byte that the undisturbed one does not have there, or with anything else that must not come."""
+    """Streams with a byte that differs from the undisturbed text, or with anything else that must not come."""
     parted: int = 0
     """Streams that went on with another token at a near tie."""
     holes: int = 0
-    """Streams of which a message was lost."""
+    """Streams that lost a message."""
     lost: int = 0
-    """Streams without a terminal that a worker had accepted."""
+    """Streams that a worker had accepted, and that got no terminal."""
     unanswered: int = 0
-    """Requests without an answer that no worker had accepted."""
+    """Requests that no worker had accepted, and that got no terminal."""
     errors: dict[str, int] = {}
 
     def add(self, reading: Reading, *, was_accepted: bool, was_cancelled: bool = False) -> None:
@@ -52,7 +52,7 @@ class Ends(msgspec.Struct):
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """What one round of one kind, with one seed, has shown."""
+    """The result of one round of one kind, with one seed."""
 
     kind: str
     seed: int
@@ -60,17 +60,18 @@ class Record(msgspec.Struct, kw_only=True):
     faults: int = 0
     ends: dict[str, Ends] = {}
     gaps_ms: list[int] = []
-    """The pauses of streams of plain clients that went on at another worker, or at another life of theirs."""
+    """The pauses of plain clients' streams before another attempt continued them, at another worker or the same one
+    restarted."""
     longest_silence_ms: int = 0
-    """The longest time without text in a stream of a plain client."""
+    """The longest time without text in any plain client's stream."""
     longest_fault_s: float = 0.0
     median_stream_s: float = 0.0
-    """The median time in which a stream came to its full length."""
+    """The median time in which a stream reached its full length."""
     duration_s: float = 0.0
     failure: str = ""
     """Why the round was given up."""
     notes: list[str] = []
-    """The first things that must not happen."""
+    """The first problems that were found."""
     machine: str
     commit: str
     date: str
@@ -81,13 +82,13 @@ _decoder = msgspec.json.Decoder(Record)
 
 
 def read(path: Path) -> list[Record]:
-    """Returns the records of a file; none if it does not exist. A last line that was cut off is left out."""
+    """Returns the records of a file; none if it does not exist. A last line that was cut off is ignored."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [_decoder.decode(line) for line in lines if line]
 
 
 def append(path: Path, record: Record) -> None:
-    """Adds a record, behind whatever a run that was cut off may have left of its last one."""
+    """Appends a record, in place of a partial last line that an interrupted run may have left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.read_bytes() if path.exists() else b""
     with path.open("ab") as file:
@@ -96,7 +97,8 @@ def append(path: Path, record: Record) -> None:
 
 
 def next_round(records: Iterable[Record], kinds: Sequence[str]) -> tuple[str, int]:
-    """Returns what to try next: the kind of which the smallest share of its aim was tried, with its first new seed."""
+    """Returns what to try next: the kind that is furthest from its aim in proportion, and the first seed that is new
+    for it."""
     tried: Counter[str] = Counter()
     seeds: dict[str, set[int]] = {kind: set() for kind in kinds}
     for record in records:
@@ -120,7 +122,7 @@ def sum_up(records: Iterable[Record]) -> dict[str, Ends]:
 
 
 def violations(kind: str, ends: Mapping[str, Ends]) -> list[str]:
-    """Returns what the clients of such rounds got that they must not get."""
+    """Returns what the clients of rounds of this kind got and must not get."""
     rules = KINDS[kind]
     found = []
     for client, one in ends.items():
@@ -137,6 +139,6 @@ def violations(kind: str, ends: Mapping[str, Ends]) -> list[str]:
 
 
 def percentile(values: Sequence[int], share: float) -> int | None:
-    """Returns the smallest value that at least this share of the values does not exceed."""
+    """Returns the smallest value that this share of the values, or more, does not exceed."""
     ranked = sorted(values)
     return ranked[math.ceil(share * len(ranked)) - 1] if ranked else None

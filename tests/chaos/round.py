@@ -1,4 +1,4 @@
-"""Rounds: a system of real processes with 32 streams, and one fault after the other."""
+"""Rounds: a system of real processes with 32 streams, and one fault after another."""
 
 import asyncio
 import contextlib
@@ -30,28 +30,29 @@ from tokenbus.router.serve import Router
 from tokenbus.router.settings import RouterSettings
 
 BETWEEN_FAULTS = 24
-"""Tokens that each stream gets between two faults: with fewer, it would be blamed for the third death."""
+"""Tokens that each stream gets between two faults. With fewer than 16, three deaths could fall within 32 of its tokens,
+and it would be blamed for them."""
 PATIENCE_S = 60.0
-"""Time that a client gives its stream beyond what an undisturbed one takes."""
+"""Time that a client allows a stream in addition to what an undisturbed one takes."""
 MAX_PROMPT_TOKENS = 200
 _parts = codec.Decoder(internal.SnapshotPart)
 _texts: dict[tuple[str, int], list[Expected]] = {}
-"""The undisturbed texts of each engine and length, which do not change from one round to the next."""
+"""The undisturbed texts by engine and length; they are the same in all rounds."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """The size of a system, and of its streams."""
+    """The size of a system and of its streams."""
 
     engine: str
     num_workers: int
     num_tokens: int
     """Tokens of the longest streams."""
     step_ms: float = 25.0
-    """Time of a token with the simulated engine; the demo model is as fast as the machine."""
+    """Time of a token with the simulated engine; the demo model runs as fast as the machine can."""
     loses_events: bool = False
-    """Whether some entries of the simulated workers' event logs get lost."""
+    """Whether some entries of the simulated workers' event logs are lost."""
     cancels: float = 0.0
-    """The share of the library's streams that are cancelled under way."""
+    """The share of the library's streams that are cancelled before their end."""
 
 
 def setup_of(kind: str, seed: int) -> Setup:
@@ -66,7 +67,7 @@ def setup_of(kind: str, seed: int) -> Setup:
 
 
 class Site:
-    """A running system that faults are tried on. `start` gives one."""
+    """A running system on which faults are carried out; `started` yields one."""
 
     def __init__(
         self, setup: Setup, fleet: Fleet, bare: RawClient, client: Client, witness: Router, texts: list[Expected]
@@ -82,8 +83,8 @@ class Site:
         return f"<Site {self._fleet!r}>"
 
     async def play(self, record: Record, faults: Iterable[Fault]) -> None:
-        """Carries out the faults under load, until all streams have ended and nothing is left over, and records what
-        was seen."""
+        """Carries out the faults under load, waits until all streams have ended and nothing is left of them, and
+        records what was seen."""
         limit_s = self._setup.num_tokens * self._setup.step_ms / 1e3 + PATIENCE_S
         rng = random.Random(record.seed)
         streams = Streams(self._client, self._bare, self._texts, self._setup.engine, rng, limit_s, self._setup.cancels)
@@ -108,14 +109,14 @@ class Site:
             record.notes = streams.problems(plans.KINDS[record.kind].errors)[:MAX_NOTES]
 
     async def _go_on(self, streams: Streams) -> None:
-        """Waits until nothing shows the last fault any more."""
+        """Waits until the system has recovered from the last fault."""
         await self._fleet.until_up(self._bare)
         await streams.go_on(BETWEEN_FAULTS)
 
 
 @contextlib.asynccontextmanager
 async def started(setup: Setup, folder: Path) -> AsyncIterator[Site]:
-    """Starts a system, whose processes log into `folder`, and stops it however the block ends."""
+    """Starts a system whose processes log into `folder`, and stops it, however the block ends."""
     async with contextlib.AsyncExitStack() as stack:
         system = await System.start(folder)
         stack.push_async_callback(system.stop)
@@ -140,7 +141,7 @@ async def play(kind: str, seed: int, setup: Setup, faults: Iterable[Fault], fold
     try:
         async with started(setup, folder) as site:
             await site.play(record, faults)
-    except Exception as error:  # whatever went wrong is a result too
+    except Exception as error:  # whatever went wrong is also a result
         record.failure = f"{type(error).__name__}: {error}"
     record.duration_s = round(time.monotonic() - began, 1)
     return record
@@ -152,13 +153,13 @@ def new_record(kind: str, seed: int, engine: str) -> Record:
 
 
 def broken_promises(record: Record) -> list[str]:
-    """Returns everything for which a round counts as failed."""
+    """Returns the reasons for which a round counts as failed."""
     return ([record.failure] if record.failure else []) + violations(record.kind, record.ends)
 
 
 @contextlib.asynccontextmanager
 async def _watching(url: str) -> AsyncIterator[Router]:
-    """Runs a router that hears everything and takes no requests."""
+    """Runs a router that hears everything and accepts no requests."""
     bus = await connection.connect(connection.Settings(url=url), name="router witness")
     witness = Router(bus, subjects.Subjects(), "witness", RouterSettings(), random.Random(1), NoopTracer())
     await witness.open()
@@ -173,7 +174,7 @@ async def _watching(url: str) -> AsyncIterator[Router]:
 
 
 async def _until_settled(bare: RawClient, witness: Router, names: list[str], timeout_s: float = 60.0) -> None:
-    """Waits until a router that has heard everything has nothing booked, and checks that its index has exactly the
+    """Waits until a router that has heard everything has no bookings left, and checks that its index has exactly the
     blocks that the workers hold."""
     async with asyncio.timeout(timeout_s):
         while True:
@@ -205,7 +206,7 @@ async def _held_by(bare: RawClient, worker_id: str) -> set[int]:
 
 @functools.cache
 def _machine() -> str:
-    """Returns what the processor of this machine is called, and how many cores there are."""
+    """Returns the number of cores of this machine, and the name of its processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "unknown")
     return f"{os.cpu_count()} cores, {name}"
@@ -213,6 +214,6 @@ def _machine() -> str:
 
 @functools.cache
 def _commit() -> str:
-    """Returns the commit of this checkout, with a + if something has been changed since."""
+    """Returns the commit of this checkout, with a + if files were changed since."""
     asked = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     return subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or "unknown"

@@ -1,4 +1,4 @@
-"""The 32 streams of a round: each client asks again as soon as its answer has ended."""
+"""The 32 streams of a round: each client sends its next request as soon as its stream has ended."""
 
 import asyncio
 import contextlib
@@ -22,27 +22,28 @@ from tokenbus.protocol.wire import messages
 
 NUM_CLIENTS = {"library": 16, "plain": 12, "whole": 4}
 ANIMALS = ("fox", "bear", "owl", "deer", "frog", "mouse", "wolf")
-"""Animals of the stories that are told again and again."""
+"""The animals of the stories; each story is requested again and again."""
 SHORTEST_AT_START, SHORTEST = 0.1, 0.7
-"""The shares of a text at least that its first and its later readers ask for: streams shall not all end at once."""
+"""The smallest shares of a text that a client asks for, in its first request and in later ones. Lengths vary so that
+streams do not all end at once."""
 LOST_AFTER_S = 10.0
-"""A stream without any message for so long holds nothing up any more: there should be one every 5 s."""
+"""A stream without any message for this long is not waited for any more: there should be one every 5 s."""
 IDLE_S = 3.0
-"""Time without a request at any worker after which those that are still open are lost."""
+"""If no worker has had a request for this long, the streams that are still open count as lost."""
 _piece = msgspec.json.Decoder(Piece)
 _NO_RESPONDERS = Piece(finish_reason="error", error=Failure("no_responders"))
-"""Stands for the broker's notice that no router listens."""
+"""The broker's notice that no router listens, as a message of the stream."""
 
 
 def body(story: int, engine: str, num_tokens: int) -> dict[str, Any]:
-    """Returns a request for a story, whose text is always the same (with the demo model up to near ties)."""
+    """Returns a request for a story. Its text is always the same; with the demo model, up to near ties."""
     sampling = {"temperature": 1.0, "seed": story} if engine == "sim" else {"temperature": 0.0, "ignore_eos": True}
     prompt = f"Once upon a time, when small steps went far and it was good to share, there was a {ANIMALS[story]}"
     return {"prompt": prompt, "max_tokens": num_tokens} | sampling
 
 
 async def undisturbed(client: Client, engine: str, num_tokens: int) -> list[Expected]:
-    """Has every story told once."""
+    """Requests every story once, and returns their texts."""
     logprobs = {"logprobs": 2} if engine == "demo" else {}
     return await asyncio.gather(
         *(
@@ -73,17 +74,17 @@ class _Told:
     def __init__(self, client: str, request_id: str, reading: Reading, limit: asyncio.Timeout) -> None:
         self.client = client
         self.request_id = request_id
-        """Changes when the library asks again."""
+        """The request's id, which changes when the library resubmits the request."""
         self.reading = reading
         self.limit = limit
-        """The time after which the client gives it up."""
+        """The timeout after which the client gives it up."""
         self.took_s: float | None = None
         """The time until its terminal."""
         self.was_cancelled = False
 
 
 class Streams:
-    """Keeps the streams running, and remembers how each of them ended."""
+    """Keeps 32 streams open, and remembers how each of them ended."""
 
     def __init__(
         self,
@@ -95,8 +96,8 @@ class Streams:
         limit_s: float,
         cancels: float,
     ) -> None:
-        """A client gives up a stream after `limit_s`. `cancels` is the share of the library's streams that are
-        cancelled under way."""
+        """A client gives up a stream from which nothing has come for `limit_s`, or for three times as long if it is not
+        streamed. `cancels` is the share of the library's streams that are cancelled before their end."""
         self._client = client
         self._bare = bare
         self._texts = texts
@@ -119,9 +120,9 @@ class Streams:
         self._tasks = [asyncio.create_task(self._keep_asking(client, first)) for first, client in enumerate(clients)]
 
     async def finish(self) -> None:
-        """Waits until all streams have ended; no new ones are begun.
+        """Waits until all streams have ended; no new ones are started.
 
-        Once no worker has had a request for a while, nothing more can come to clients that do not ask again."""
+        Once no worker has had a request for a while, nothing more can come to clients that do not resubmit."""
         self._finishing = True
         idle_since: float | None = None
         while self._open:
@@ -142,7 +143,7 @@ class Streams:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def go_on(self, num_tokens: int) -> None:
-        """Waits until all streams that can be watched have that many more tokens, have ended, or are lost."""
+        """Waits until every stream that can be watched has that many more tokens, has ended, or is lost."""
         wanted = {told: told.reading.num_tokens + num_tokens for told in self._open if told.client != "whole"}
         while wanted:
             self._check()
@@ -155,7 +156,7 @@ class Streams:
             }
 
     def open_ids(self) -> set[str]:
-        """Returns the ids of the streams that are being read."""
+        """Returns the ids of the open streams."""
         return {told.request_id for told in self._open}
 
     def ends(self, accepted_ids: set[str]) -> dict[str, Ends]:
@@ -164,14 +165,13 @@ class Streams:
         for told in self._told:
             if told in self._open:  # the round was given up
                 continue
-            # the library always has its requests answered, or says why not
+            # the library always gets an answer, or reports why there is none
             was_accepted = told.client == "library" or told.request_id in accepted_ids
             found[told.client].add(told.reading, was_accepted=was_accepted, was_cancelled=told.was_cancelled)
         return found
 
     def problems(self, allowed: Collection[str]) -> list[str]:
-        """Returns what is worth a look: each stream that is wrong, has no end, or ended in an error that is not
-        allowed."""
+        """Returns each stream that is wrong, has no terminal, or ended in an error that is not allowed."""
         fine = {"length", "cancelled", *allowed}
         ended = [one for one in self._told if one not in self._open]
         bad = [one for one in ended if one.reading.problem or one.reading.end not in fine]
@@ -186,7 +186,7 @@ class Streams:
 
     @property
     def median_s(self) -> float:
-        """The median time in which a stream came to its full length."""
+        """The median time in which a stream reached its full length."""
         times_s = [one.took_s for one in self._told if one.took_s and one.reading.end == "length"]
         return statistics.median(times_s) if times_s else 0.0
 
@@ -198,7 +198,7 @@ class Streams:
         return [told for told in self._told if told.client == client]
 
     def _check(self) -> None:
-        """Raises what a client's task may have raised."""
+        """Raises the error of a client's task, if any has failed."""
         for task in self._tasks:
             if task.done():
                 task.result()
@@ -211,7 +211,8 @@ class Streams:
             expected = text.first(math.ceil(text.num_tokens * self._rng.uniform(shortest, 1.0)))
             fields = body(story, self._engine, expected.num_tokens) | {"id": f"{client}-{self._name}-{first}-{number}"}
             now = asyncio.get_running_loop().time()
-            told = _Told(client, fields["id"], Reading(expected, now), asyncio.timeout(self._limit_s))
+            limit_s = self._limit_s if client != "whole" else 3 * self._limit_s
+            told = _Told(client, fields["id"], Reading(expected, now), asyncio.timeout(limit_s))
             self._told.append(told)
             self._open.add(told)
             shortest = SHORTEST
@@ -222,23 +223,32 @@ class Streams:
             self._open.remove(told)
             number += 1
 
+    def _add(self, told: _Told, piece: Piece) -> None:
+        """Adds a message to what a client has read. It has patience with a stream that goes on, however slowly."""
+        now = asyncio.get_running_loop().time()
+        told.reading.add(piece, now)
+        if piece.text and told in self._open:
+            with contextlib.suppress(RuntimeError):  # it has just expired
+                told.limit.reschedule(now + self._limit_s)
+
     async def _read_library(self, told: _Told, fields: dict[str, Any]) -> None:
         stream = self._client.generate("demo", **fields)
         is_cancelled = self._rng.random() < self._cancels
         async with contextlib.aclosing(stream):
             async for chunk in stream:
                 told.request_id = stream.request_id
-                told.reading.add(_piece_of(chunk), asyncio.get_running_loop().time())
+                self._add(told, _piece_of(chunk))
                 if is_cancelled and chunk.text and not told.was_cancelled:
                     told.was_cancelled = True
                     stream.cancel()
 
     async def _read_plain(self, told: _Told, fields: dict[str, Any]) -> None:
-        """Reads a stream like the client in the README. The subscription is kept: nothing more may come."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        """Reads a stream like the client in the README. The subscription is kept after the terminal, to see that
+        nothing follows."""
+        ended = asyncio.Event()
 
         async def take(message: Msg) -> None:
-            told.reading.add(_piece.decode(message.data) if message.data else _NO_RESPONDERS, loop.time())
+            self._add(told, _piece.decode(message.data) if message.data else _NO_RESPONDERS)
             ended.set() if told.reading.terminal else None
 
         inbox = self._bare.nats.new_inbox()

@@ -13,7 +13,7 @@ SEED = 7
 
 
 def few(kind: str, count: int, away_s: float = 2.5) -> list[Fault]:
-    """Returns faults that come soon and are soon over, but not before a frontend has fenced itself."""
+    """Returns faults that come soon and are soon over, but last long enough for a frontend to fence itself."""
     soon = {"after_s": 0.1, "pause_s": 1.8, "away_s": away_s, "between_s": 1.3}
     return [msgspec.structs.replace(fault, **soon) for fault in faults(kind, SEED, count)]
 

@@ -1,4 +1,4 @@
-"""A seed stands for a round's faults."""
+"""Tests that a seed determines the faults of a round."""
 
 import pytest
 

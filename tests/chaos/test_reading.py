@@ -1,4 +1,4 @@
-"""A stream is right if its client has read exactly the undisturbed text, with one end."""
+"""A stream is right if its client has read exactly the undisturbed text, and one terminal at its end."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def end(text_offset: int = len(STORY.text), completion_tokens: int = 4, reason: 
 
 
 def read(*told: Piece, expected: Expected = STORY) -> Reading:
-    """Reads these pieces, one each second."""
+    """Reads these pieces, one per second."""
     reading = Reading(expected, 0.0)
     for number, piece in enumerate(told, 1):
         reading.add(piece, float(number))
@@ -87,7 +87,7 @@ def test_a_stream_may_go_on_with_another_token_only_at_a_near_tie() -> None:
     tokens = [("One ", [-0.1, -3.0]), ("bear", [-0.7, -0.71]), (" ran", [-0.1, -4.0]), (" off", [-0.2, -5.0])]
     expected = expected_of(tokens)
     assert (expected.text, expected.num_tokens) == (b"One bear ran off", 4)
-    assert expected.near_ties == set(range(4, 12))  # " ran" too: what begins like "bear" may part behind it
+    assert expected.near_ties == set(range(4, 12))  # " ran" too: what begins like "bear" may differ only after it
     parted = read(*pieces("One ", "bees", " fly"), end(12), expected=expected)
     assert (parted.has_parted, parted.problem) == (True, "")
     assert read(*pieces("One ", "bear", " ran", " on"), expected=expected).problem

@@ -8,6 +8,7 @@ import msgspec
 
 from tests.contracts.driving import new_key, prompt, request, run, settled, start
 from tests.support.engines import Recorder
+from tests.support.tiny_vocabulary import preamble_until
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
 
@@ -29,8 +30,9 @@ def json_schema(schema: object) -> contract.Constraint:
     return contract.Constraint(kind=KINDS.JSON_SCHEMA, source=json.dumps(schema), param="response_format")
 
 
-def regex(source: str, begins_after: int | str | None = None) -> contract.Constraint:
-    return contract.Constraint(kind=KINDS.REGEX, source=source, param="regex", begins_after=begins_after)
+def regex(source: str, after: int | str | None = None) -> contract.Constraint:
+    preamble = "" if after is None else preamble_until(after)
+    return contract.Constraint(kind=KINDS.REGEX, source=source, param="regex", preamble=preamble)
 
 
 def constrained(token_ids: list[int], constraint: contract.Constraint, **sampling: object) -> contract.EngineRequest:

@@ -391,7 +391,7 @@ class ForgetsTheConstraintOfWhatIsResumed(OfADemo):
 class ConstrainsFromTheBeginning(OfADemo):
     def request(self, request):  # type: ignore[no-untyped-def]
         constraint = request.constraint
-        return replace(request, constraint=constraint and replace(constraint, begins_after=None))
+        return replace(request, constraint=constraint and replace(constraint, preamble=""))
 
 
 class NeverSaysThatAConstraintIsReady(OfADemo):

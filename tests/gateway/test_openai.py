@@ -1,5 +1,6 @@
 """The gateway as OpenAI's own client library sees it."""
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -81,6 +82,37 @@ def test_logprobs_of_each_token(client: openai.OpenAI) -> None:
     assert "".join(one.token for one in content).startswith(ANSWER)
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_an_answer_follows_its_schema(client: openai.OpenAI, stream: bool) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"capital": {"enum": ["Limora", "Paris"]}, "sure": {"type": "boolean"}},
+        "required": ["capital", "sure"],
+        "additionalProperties": False,
+    }
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+    if stream:
+        events = client.chat.completions.create(**GREEDY, response_format=wanted, stream=True)
+        text = "".join(event.choices[0].delta.content or "" for event in events)
+    else:
+        answer = client.chat.completions.create(**GREEDY, response_format=wanted)
+        assert answer.choices[0].finish_reason == "stop"
+        text = answer.choices[0].message.content or ""
+    value = json.loads(text)
+    assert value["capital"] in ("Limora", "Paris")
+    assert isinstance(value["sure"], bool)
+
+
+def test_other_constraints_are_fields_of_our_own(client: openai.OpenAI) -> None:
+    for fields, accepted in (
+        ({"regex": "Limora[.!]"}, ("Limora.", "Limora!")),
+        ({"choice": ["yes", "no"]}, ("yes", "no")),
+        ({"grammar": 'root ::= "a" "b"?'}, ("a", "ab")),
+    ):
+        answer = client.chat.completions.create(**GREEDY, extra_body=fields)
+        assert answer.choices[0].message.content in accepted
+
+
 def test_models_are_listed_and_found_by_name(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").created > 1_700_000_000
@@ -97,6 +129,16 @@ def test_models_are_listed_and_found_by_name(client: openai.OpenAI) -> None:
     [
         ({"temperature": -1}, "temperature", "invalid_request"),
         ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name", "invalid_request"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"type": "poem"}},
+                }
+            },
+            "response_format.json_schema.schema",
+            "invalid_request",
+        ),
         ({"messages": [{"role": "poet", "content": "x"}]}, "messages", "invalid_request"),
         ({"messages": [{"role": "user", "content": "word " * 9_000}]}, None, "context_length_exceeded"),
     ],

@@ -65,7 +65,17 @@ CASES: dict[str, tuple[bytes, str, str | None]] = {
     "two constraints": (b'{"prompt": "x", "grammar": "root ::= \\"a\\"", "regex": "a"}', INVALID, "grammar"),
     "a constraint without an end": (b'{"prompt": "x", "regex": "a", "ignore_eos": true}', INVALID, "ignore_eos"),
     "empty choice": (b'{"prompt": "x", "choice": ["a", ""]}', INVALID, "choice[1]"),
-    "tools": (b'{"prompt": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}', UNSUPPORTED, "tools"),
+    "tools without a conversation": (
+        b'{"prompt": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}', INVALID, "tools"
+    ),
+    "a tool to call that is none": (
+        b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f"}}], '
+        b'"tool_choice": {"type": "function", "function": {"name": "g"}}}', INVALID, "tool_choice.function.name",
+    ),
+    "tools and a regex": (
+        b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f"}}], '
+        b'"regex": "a"}', INVALID, "regex",
+    ),
     "a tool without a name": (
         b'{"prompt": "x", "tools": [{"type": "function", "function": {}}]}', INVALID, "tools[0].function.name"
     ),

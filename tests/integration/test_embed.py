@@ -101,4 +101,5 @@ async def test_embeddings_whose_worker_is_killed_are_made_by_another(system: Sys
     await until_ready(bare, 2)
     assert not reply.done()
     system.signal("first", signal.SIGKILL)
+    os.kill(card["pids"]["engine"], signal.SIGKILL)  # frozen, it would not see that its frontend is gone
     assert len((await reply)["embeddings"]) == 30

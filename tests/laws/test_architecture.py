@@ -45,6 +45,7 @@ PURE = (
     "worker/chat_format/*.py",
     "worker/chat_format/parsing/*.py",
     "worker/chat_format/parsing/calls/*.py",
+    "worker/chat_format/grammar/*.py",
     "worker/chat_format/inference/*.py",
     "worker/engine_client/detokenizer.py",
     "worker/engine_client/stop_automaton.py",

@@ -1,4 +1,4 @@
-"""A router that stops hands on what no worker has, and ends what nobody takes."""
+"""A router that stops hands over the requests that no worker has, and ends those that no router accepts."""
 
 import asyncio
 from collections.abc import Callable

@@ -23,7 +23,7 @@ _NAMES = subjects.Subjects()
 
 
 class Listener:
-    """A process that is watched: everything that comes to its reply subjects is checked."""
+    """A process under observation: everything that arrives on its reply subjects is checked."""
 
     def __init__(self, world: World, broker: Broker, name: str) -> None:
         self.name = name
@@ -39,11 +39,11 @@ class Listener:
 
 
 class Asked:
-    """One request of a client of the library, and every chunk that its reader received."""
+    """One request of a client that uses the library, and every chunk that its reader received."""
 
     def __init__(self, stream: Stream, max_tokens: int | None, seed: int | None, at: float) -> None:
         self.stream = stream
-        # a stream that no router has continued may go on at a worker with another limit
+        # a stream that the library had to continue itself may go on at a worker with another limit
         self._lengths = range(min(LIMITS), max(LIMITS) + 1) if max_tokens is None else (max_tokens,)
         self.asked_at = at
         self.ended_at: float | None = None
@@ -150,9 +150,9 @@ class SimplyAsked:
         self.heard_at = time.monotonic()
         self.ended = False
         self.terminal: messages.Chunk | None = None
-        """The terminal; None if it has not come, or if the client did not wait for it any longer."""
+        """The terminal; None if it has not come, or if the client gave up waiting for it."""
         self.may_have_hole = False
-        """Whether messages may have been lost where a connection broke that was made again."""
+        """Whether messages may have been lost because a connection broke and was made again."""
         self._seed = seed
 
     def __repr__(self) -> str:
@@ -177,9 +177,10 @@ class SimplyAsked:
 
 
 class SimpleClient(Listener):
-    """A process that publishes requests in JSON and concatenates the texts that come, up to a finish reason.
+    """A process that publishes requests in JSON, and concatenates the texts that come, up to a finish reason.
 
-    It never looks at `attempt` or `offset`, and asks for nothing again. If nothing comes for long, it gives up."""
+    It never looks at `attempt` or `offset`, and asks for nothing again. If nothing comes for a long time, it gives
+    up."""
 
     def __init__(self, world: World, broker: Broker, name: str) -> None:
         super().__init__(world, broker, name)

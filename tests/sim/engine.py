@@ -1,7 +1,7 @@
-"""An engine whose tokens tell where they belong: the request's seed and the token's place decide its id.
+"""An engine whose tokens tell where they belong: the request's seed and the token's place determine its id.
 
-At about one place in seven, a near tie of two tokens, the generation decides too, as the shape of a batch does in real
-engines. So tokens that were sampled again, where those that a client has should have been continued, are found."""
+At about one place in seven, a near tie of two tokens, the id also depends on the generation, as it depends on the shape
+of the batch in real engines. So a test notices if tokens were sampled a second time that a client already had."""
 
 import asyncio
 import functools
@@ -42,7 +42,7 @@ class Token(NamedTuple):
 
 
 def sample(seed: int, place: int, serial: int) -> Token:
-    """Samples a token in the generation with this serial number."""
+    """Samples a token for the generation with this serial number."""
     drawn = _hash(f"{seed}:{place}")
     if is_near_tie(seed, place):
         drawn = _hash(f"{seed}:{place}:{serial}")
@@ -50,7 +50,7 @@ def sample(seed: int, place: int, serial: int) -> Token:
 
 
 def is_near_tie(seed: int, place: int) -> bool:
-    """Whether generations may differ in this token."""
+    """Whether two generations may sample different tokens here."""
     return _hash(f"{seed}:{place}") % 7 == 0
 
 
@@ -67,14 +67,15 @@ def _hash(name: str) -> int:
 
 
 def first_token(token: Token) -> contract.FirstToken:
-    """Returns how a generation came to this first token: different figures for different tokens."""
+    """Returns the account of a generation's first token, with different numbers for different tokens."""
     return contract.FirstToken(
         cached_tokens=token.value % 4, queue_ms=float(token.value % 5), prefill_ms=float(token.value % 7)
     )
 
 
 def check_completion(tokens: Sequence[Token], seed: int | None) -> None:
-    """Asserts that tokens are the beginning of one completion; of that of `seed`, up to near ties, if it is known."""
+    """Asserts that tokens are the beginning of one completion; if `seed` is known, of its completion, up to near
+    ties."""
     assert [token.place for token in tokens] == list(range(len(tokens))), tokens
     if seed is not None:
         for token in tokens:
@@ -96,7 +97,7 @@ class _Generation:
 
     @property
     def num_missing(self) -> int:
-        """Tokens that it has yet to sample."""
+        """The number of tokens that it has yet to sample."""
         return self.request.sampling.max_tokens - self.num_tokens
 
     def replay(self) -> None:
@@ -164,7 +165,7 @@ def _first_token_of(resumed: contract.ResumedCompletion) -> contract.FirstToken:
 
 
 class TimedEngine:
-    """Takes a step every `token_s` while it has requests, each of which gets a token."""
+    """Takes a step every `token_s` while it has requests; each step gives each request one token."""
 
     def __init__(self, max_num_seqs: int, token_s: float) -> None:
         self.config = contract.EngineConfig(
@@ -259,7 +260,7 @@ class TimedEngine:
         self.step_done()
 
     def _end_complete(self, key: str, generation: _Generation) -> None:
-        """Ends a generation of which nothing is left to be sampled, unless it was aborted."""
+        """Ends a generation that has no token left to sample, unless it was aborted."""
         if self._generations.get(key) is generation:
             self._end(key, messages.FinishReason.LENGTH)
             self.step_done()

@@ -1,5 +1,6 @@
 """One scripted exchange: a stream and a whole answer for the library, and a stream for a simple client, through one
-router and on one worker. Another router and another worker are there. A fault strikes before any message."""
+router and on one worker. Another router and another worker are running beside them. A fault strikes before a chosen
+message."""
 
 from array import array
 from collections.abc import Callable
@@ -20,7 +21,7 @@ _seals = codec.Decoder(internal.Seal)
 
 
 class Record:
-    """Keeps what the broker has received of one worker's log, and of the runs for all workers."""
+    """Keeps what the broker has received: one worker's log, and the runs for all workers."""
 
     def __init__(self, worker_id: str) -> None:
         self._events_subject = _NAMES.events(MODEL, worker_id)
@@ -30,7 +31,7 @@ class Record:
         self._keys_by_no: dict[int, str] = {}
         """Request keys by stream number."""
         self._token_entries: dict[str, int] = {}
-        """The last entry with a token of a request, by request key."""
+        """The number of the last entry with a token of a request, by request key."""
         self._sealed_seq = -1
 
     def take(self, subject: str, payload: bytes) -> None:
@@ -47,14 +48,14 @@ class Record:
         return inbox in self._keys
 
     def is_sealed(self, inbox: str) -> bool:
-        """Whether the log shows that the chunks with all tokens in it have reached the broker."""
+        """Whether the log shows that the chunks of all tokens in it have reached the broker."""
         return not self.was_placed(inbox) or self._token_entries.get(self._keys[inbox], -1) <= self._sealed_seq
 
     def _take_entry(self, entry: internal.Events) -> None:
         self._sealed_seq = max(self._sealed_seq, entry.seq - 1)
         self._keys_by_no |= {started.stream_no: started.id for started in entry.started}
         for stream_no in array("I", entry.stream_nos):
-            if stream_no in self._keys_by_no:  # else the entry that named it was lost
+            if stream_no in self._keys_by_no:  # otherwise the entry that named it was lost
                 self._token_entries[self._keys_by_no[stream_no]] = entry.seq
 
 
@@ -76,7 +77,7 @@ class Exchange:
         self.struck_by = ""
         """The subject of the message before which the fault struck."""
         world.run(0.8)
-        # whatever follows in this session goes to the same worker, until that is lost
+        # all later requests of this session go to the same worker, until that worker is lost
         self.library.ask(1, session_id="one", worker_id=self.worker.name)
         world.run(0.2)
 
@@ -106,11 +107,11 @@ class Exchange:
         self.simple_client.ask(_NUM_TOKENS, seed=3, session_id="one")
         self.world.run(0.01)
         self.world.run_until(self._has_ended)
-        self.world.run(0.05)  # until the routers know
+        self.world.run(0.05)  # until the routers know of it
         return self.struck_at is not None
 
     def settle(self) -> None:
-        """Waits until nobody holds a request any more, and until what was paused has gone on for a while."""
+        """Waits until no process holds a request any more, and until any paused process has run again for a while."""
         self.world.run_until(self._is_idle)
         if self.worker.process.is_paused:
             assert self.struck_at is not None

@@ -1,4 +1,5 @@
-"""The rules for what comes to a client's reply subject, whoever publishes it and whatever the client makes of it."""
+"""The rules for what may arrive on a client's reply subject, whoever publishes it and whatever the client makes of
+it."""
 
 from tests.sim.engine import Token, first_token, tokens_in
 from tokenbus.protocol.wire import messages
@@ -9,16 +10,16 @@ class Heard:
 
     def __init__(self) -> None:
         self.is_streamed = False
-        """Whether anything of a worker's has come before a terminal."""
+        """Whether anything from a worker has come before a terminal."""
         self.attempt = 0
         self.num_tokens = 0
         self.tokens: dict[int, Token] = {}
-        """The tokens heard so far, by place."""
+        """The tokens received so far, by place."""
         self.workers: dict[int, str] = {}
-        """The worker that runs an attempt."""
+        """The worker that runs each attempt."""
         self.ends: list[tuple[str, int, str | None]] = []
         self.late_keepalives: list[messages.Chunk] = []
-        """A router's empty chunks behind the end, where only chunks that a resync repeats may come."""
+        """Empty chunks of a router that came after the end, where only chunks repeated for a resync may come."""
         self.broken_rules: list[str] = []
 
     def __repr__(self) -> str:
@@ -38,9 +39,9 @@ class Heard:
     def check(self, *, ends_are_known: bool = True) -> None:
         """Asserts that no rule was broken, and that there is one end, however often it is repeated.
 
-        Where messages were lost, a router may not know of an end before it has lost the worker. Then it ends a stream
-        in an error, or because the client cancels what it has stopped listening to, and has a whole answer made
-        again."""
+        If messages were lost, a router may lose the worker before it learns of an end. Then the router ends the stream
+        once more: with an error, or as cancelled because the client cancels a stream that it no longer listens to. It
+        has a whole answer generated again."""
         assert self.broken_rules == [], self
         others = set(self.ends[1:]) - set(self.ends[:1])
         if ends_are_known:
@@ -69,8 +70,9 @@ class Heard:
 
 
 def check_account(terminal: messages.Chunk, tokens: list[Token], *, knows_first: bool) -> None:
-    """Asserts that a worker's terminal accounts for these tokens, and for how it came to the first of them, which no
-    worker can know if only the client told it of the tokens. A forged worker's may lack an account."""
+    """Asserts that a worker's terminal accounts for these tokens, and gives the account of the first token, unless only
+    the client told the worker of the tokens: then it can't know. A forged worker's terminal may have no `usage`; then
+    nothing is checked."""
     if not terminal.worker_id or not terminal.usage:
         return
     assert terminal.usage.completion_tokens == len(tokens), (terminal, tokens)

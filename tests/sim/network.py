@@ -1,4 +1,5 @@
-"""A simulated broker and its connections: ordered on each, unordered between them, lossy when they break."""
+"""A simulated broker and its connections: messages are in order on each connection, in any order between connections,
+and may be lost when one breaks."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from tests.sim.world import Process, World
 from tokenbus.protocol.bus import bus
 
 _LINGER_S = 0.05
-"""The time in which the broker reads what a connection that ended has left."""
+"""The time that the broker takes to read what is left of a connection that has ended."""
 
 
 class Owner(Protocol):
@@ -48,7 +49,7 @@ class Subscription:
 
 
 class Link:
-    """One TCP connection, with a queue of messages each way. Messages under way are lost when it breaks."""
+    """One TCP connection, with a queue of messages each way. Messages in transit are lost when it breaks."""
 
     def __init__(self, broker: "Broker", owner: Owner) -> None:
         self.broker = broker
@@ -58,15 +59,15 @@ class Link:
         self.hears = True
         """Whether messages from the broker still arrive."""
         self._stalled: list[Callable[[Link], None]] | None = None
-        """Actions sent since the way to the broker was blocked; None while it is open."""
+        """Actions sent since the path to the broker was blocked; None while it is open."""
         self._stalled_until = 0.0
         self.lag_s = 0.0
-        """The time that messages from the broker lie unread."""
+        """How long messages from the broker lie unread."""
         self._to_broker_at = 0.0
         self._to_owner_at = 0.0
 
     def stall(self, seconds: float) -> None:
-        """Blocks the way to the broker for that time, while the way back stays open."""
+        """Blocks the path to the broker for that time, while the path back stays open."""
         self._stalled = self._stalled or []
         self._stalled_until = max(self._stalled_until, self.broker.world.now + seconds)
         self.broker.world.at(self.broker.world.now + seconds, self._go_on)
@@ -109,15 +110,15 @@ class Broker:
         self.is_paused = False
         self.slowest_s = 0.002
         self.has_lost_messages = False
-        """Whether a connection has ended with which messages may have been lost."""
+        """Whether a connection has ended in a way that may have lost messages."""
         self.before_routing: Callable[[Link, str, bytes], None] = lambda sender, subject, payload: None
-        """Called with each message that has arrived, before anybody else gets it; if it cuts the sender's connection
-        without lingering, nobody does."""
+        """Called with each message that has arrived, before anybody else gets it. If it cuts the sender's connection
+        without lingering, nobody gets the message."""
         self.pick: Callable[[list[tuple[Link, Subscription]]], tuple[Link, Subscription]] = world.rng.choice
         """Chooses the member of a queue group that gets a message."""
         self._waiting: deque[tuple[Link, Callable[[Link], None]]] = deque()
         self._lingering: list[Link] = []
-        """Connections that ended while the broker stood still, and of which it has yet to read the rest."""
+        """Connections that ended while the broker was paused, the rest of which it has yet to read."""
 
     def delay(self) -> float:
         return self.world.rng.uniform(0.0001, self.slowest_s)
@@ -177,7 +178,7 @@ class Broker:
         link.owner.process.call(link.owner.broke, link)
 
     def _drop_later(self, link: Link) -> None:
-        """Drops a connection that lingers. A broker that stands still will read first what has arrived over it."""
+        """Drops a connection that lingers. A broker that is paused will first read what has arrived over it."""
         if self.is_paused:
             self._lingering.append(link)
         else:

@@ -1,4 +1,4 @@
-"""The `Bus` of a simulated process: one turn of its event loop is one write, of which a cut may lose any part."""
+"""The `Bus` of a simulated process: one turn of its event loop is one write, and a cut may lose any part of that."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ class SimBus:
         self.guard: Callable[[], bool] = lambda: True
         self.num_reconnects = 0
         self.num_writes = 0
-        """Writes that were made so far. Everything published in one turn of the event loop is one write."""
+        """The number of writes so far. Everything published in one turn of the event loop is one write."""
         self.max_payload = _MAX_PAYLOAD
         self.is_busy = False
         """Whether the outbound buffer counts as full."""

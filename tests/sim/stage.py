@@ -85,7 +85,7 @@ class Stage:
         return codec.Decoder(internal.ControlReply).decode(answer).ok
 
     def start_leaving(self) -> None:
-        """Lets routers take the frontend's streams."""
+        """Makes the frontend leave, so that routers may take its streams."""
         self.frontend.process.call(self.frontend.frontend.start_leaving)
         self.world.run(0.01)
 

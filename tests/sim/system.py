@@ -65,7 +65,7 @@ class FrontendProcess:
         self.process.call(self._engine_dies)
 
     def drain(self) -> None:
-        """Stops it, without time for its streams to finish."""
+        """Stops it, without giving its streams time to finish."""
         self.process.call(lambda: self.process.spawn(self._drain()))
 
     async def _drain(self) -> None:
@@ -83,7 +83,7 @@ class FrontendProcess:
         kill(self.process, self.bus, self.incoming)
 
     def fence_twice(self) -> None:
-        """Makes it fence itself, and again in the next epoch, whose card never leaves."""
+        """Makes it fence itself, and again in the next epoch, whose card never leaves the process."""
         if self.bus.link is not None:
             self.bus.link.hears = False
             self.bus.on_reconnect = self._reconnected_in_vain
@@ -131,8 +131,8 @@ class RouterProcess:
 
 
 def kill(process: Process, *buses: SimBus, lingers: bool = True) -> None:
-    """Kills a process and its connections, like kill -9. Without `lingers` its machine dies with it: what is under way
-    to the broker is lost, even if that is the second half of a write."""
+    """Kills a process and its connections, like kill -9. Without `lingers` its machine dies with it: whatever is in
+    transit to the broker is lost, even if that is the second half of a write."""
     process.kill()
     for bus in buses:
         bus.cut(lingers=lingers)

@@ -1,7 +1,7 @@
-"""A fault of every kind before every message of one exchange, and what the simplest client sees of it.
+"""Tries a fault of every kind before every message of one exchange, and checks what the simplest client sees of it.
 
-The library sees nothing at all of any of them. TOKENBUS_EVERY_MESSAGE=all tries all messages, otherwise it is a fifth
-of them, always the same."""
+Users of the library see nothing of any of them. TOKENBUS_EVERY_MESSAGE=all tries every message; otherwise it is a fifth
+of them, always the same ones."""
 
 import itertools
 import os
@@ -22,7 +22,7 @@ class Fault(NamedTuple):
     name: str
     strike: Callable[[Exchange], None]
     expect: Callable[[Exchange], None]
-    """Asserts what the simple client has got of its stream, besides text without a hole."""
+    """Asserts what the simple client has received of its stream, in addition to text without a hole."""
 
 
 def everything(exchange: Exchange) -> None:
@@ -46,7 +46,8 @@ def everything_if_placed(exchange: Exchange) -> None:
 
 
 def anything(exchange: Exchange) -> None:
-    """A request that nobody holds any more is lost in silence; holes, where they are allowed, can't be told."""
+    """Allows everything: a request that no process holds any more ends in silence, and holes, where they are allowed,
+    can't be told from that."""
 
 
 FAULTS = (

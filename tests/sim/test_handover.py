@@ -1,4 +1,4 @@
-"""Streams outlive the routers that placed them and the workers that leave, and whatever happens to both meanwhile."""
+"""Streams outlive routers that are gone and workers that leave, whatever happens to either meanwhile."""
 
 from collections.abc import Callable, Iterator
 
@@ -18,7 +18,8 @@ Strike = Callable[["System"], None]
 
 
 class System:
-    """Two routers and a worker; the first router gets everything that is meant for one of them, until it is gone."""
+    """Two routers and a worker. The first router gets every message that is meant for only one of the routers, until it
+    is gone."""
 
     def __init__(self, world: World, *, max_num_seqs: int = 4) -> None:
         self.world = world
@@ -78,7 +79,7 @@ class System:
         return one
 
     def when(self, is_meant: Callable[[Link, str, bytes], bool], act: Callable[[], None]) -> None:
-        """Acts once, before the first message that is meant."""
+        """Acts once, before the first message that matches."""
         has_come = False
 
         def look(sender: Link, subject: str, payload: bytes) -> None:
@@ -90,7 +91,7 @@ class System:
         self.on_message = look
 
     def finish(self) -> None:
-        """Waits until every request has ended, and asserts that nothing is left of them and nothing went wrong."""
+        """Waits until every request has ended, and asserts that nothing is left of any and nothing went wrong."""
         self.world.run_until(lambda: not self.client.open() and not self.library.open())
         self.world.run(17.0)
         for process in self.world.processes:
@@ -337,7 +338,7 @@ def test_a_router_that_is_not_named_yet_does_not_act(system: System) -> None:
 
 
 def cut_off(system: System, router: RouterProcess, seconds: float) -> None:
-    """Stops a router, whose connection ends meanwhile."""
+    """Pauses a router; its connection ends meanwhile."""
     router.process.is_paused = True
     router.bus.cut(lingers=True)
     system.world.run(seconds)
@@ -361,7 +362,7 @@ def test_a_guardian_that_was_away_hears_that_it_is_one_no_more(system: System) -
 def test_a_guardian_that_was_away_does_not_end_what_another_one_has_continued_meanwhile(
     system: System, lose: Strike
 ) -> None:
-    """The worker that could tell is gone when the router returns."""
+    """The worker that could tell it so is gone when the router returns."""
     system.client.ask(150, seed=1)
     system.world.run(1.0)
     system.add_worker()
@@ -521,5 +522,5 @@ def test_a_deadline_ends_a_stream_once_whatever_happens_to_its_router_and_its_wo
 
 
 def ends_of(system: System) -> list[str]:
-    """Returns the finish reasons of all that has come for the library's only request."""
+    """Returns the finish reasons of all terminals that have come for the library's only request."""
     return [reason for heard in system.library.heard.values() for reason, _, _ in heard.ends]

@@ -1,9 +1,9 @@
-"""Random histories of clients, routers and frontends over a network that loses, delays, pauses and breaks.
+"""Random histories of clients, routers and frontends over a network that loses and delays messages, pauses and breaks.
 
-At all times, no client is given two different tokens for one place, nor tokens of an attempt that another has replaced,
-nor text with a hole; a simple client, which asks for nothing again, may see a hole only where a connection broke and
-was made again. After each history, when everything works again, every request has had exactly one terminal, and nothing
-is left in any table. TOKENBUS_HISTORIES sets how many are played."""
+At no time is a client given two different tokens for one place, tokens of an attempt that another has replaced, or text
+with a hole; only a simple client, which asks for nothing again, may see a hole, where a connection broke and was made
+again. After each history, when everything works again, every request has had exactly one terminal, and nothing is left
+in any table. TOKENBUS_HISTORIES sets how many are played."""
 
 import itertools
 import os
@@ -174,7 +174,7 @@ class History(RuleBasedStateMachine):
 
     @rule(who=NUMBERS, then_s=THEN_S)
     def stutters(self, who: int, then_s: float) -> None:
-        """Stops a router or a frontend again and again, each time for a little less than would end anything."""
+        """Pauses a router or a frontend again and again, each time a little too briefly to end anything."""
         process = self.of([*self.frontends, *self.routers], who).process
         for number in range(4):
             self.world.at(self.world.now + number * 1.6, lambda: self.pause(process, 1.4))
@@ -196,7 +196,7 @@ class History(RuleBasedStateMachine):
 
     @rule(who=NUMBERS, then_s=THEN_S)
     def router_stops(self, who: int, then_s: float) -> None:
-        """Stops a router, after another one was started."""
+        """Starts another router, then stops one."""
         self.born += 1
         self.routers.append(self.new_router(f"r{self.born}"))
         self.world.run(0.7)
@@ -255,7 +255,7 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: len(self.frontends) > 1 and not self.doomed)
     @rule(who=NUMBERS, messages=st.integers(1, 20), then_s=THEN_S)
     def frontend_dies_in_a_write(self, who: int, messages: int, then_s: float) -> None:
-        """Kills a frontend and its machine once the broker has so many more of its messages."""
+        """Kills a frontend and its machine once the broker has received this many more of its messages."""
         dead = self.of(self.frontends, who)
         self.frontends.remove(dead)
         self.doomed.append(dead)
@@ -302,7 +302,7 @@ class History(RuleBasedStateMachine):
             self.broker.resume()
         for process in self.world.processes:
             process.is_paused = False
-        self.world.run(0.1)  # in which clients that were paused ask what they were to ask
+        self.world.run(0.1)  # in which clients that were paused send the requests that they were told to send
         everybody = [*self.clients, self.simple_client]
         self.world.run_until(lambda: not any(client.open() for client in everybody), timeout_s=120.0)
         self.world.run(16.0)
@@ -345,7 +345,7 @@ class History(RuleBasedStateMachine):
         return router
 
     def next_seed(self) -> int | None:
-        """Returns a seed for two requests of three."""
+        """Returns a seed for two of three requests, and None for the third."""
         self.num_asked += 1
         return self.num_asked if self.num_asked % 3 else None
 

@@ -1,4 +1,4 @@
-"""Tests who ends a stream: what a frontend answers routers, and a router clients, message by message."""
+"""Tests who ends a stream: how a frontend answers routers, and a router answers clients, message by message."""
 
 from collections.abc import Iterator
 
@@ -246,7 +246,7 @@ def test_a_step_is_logged_before_its_chunk_and_sealed_behind_it(stage: Stage) ->
     seals = stage.overhear(NAMES.seal(MODEL, "w0"), internal.Seal)
     stage.run()
     stage.world.run(3.0)
-    assert len(seals) == 19  # the last token's entry is followed by one with the end
+    assert len(seals) == 19  # the last token's entry is sealed by one with the end instead
     log, chunks = NAMES.events(MODEL, "w0"), stage.peer.inbox
     for at, (subject, _) in enumerate(order):
         if subject == NAMES.seal(MODEL, "w0"):
@@ -290,7 +290,7 @@ def test_a_worker_that_fenced_itself_has_not_died_even_if_the_card_of_an_epoch_w
         request = b'{"id": "r1", "token_ids": [1, 2, 3], "max_tokens": 24}'
         stage.peer.publish(NAMES.generate(MODEL), request, stage.peer.inbox)
         cards = stage.overhear(NAMES.card(MODEL, "w0"), messages.Card)
-        for fences in (2, 4, 6):  # as many deaths would be too many
+        for fences in (2, 4, 6):  # the same number of deaths would be too many
             made.run(0.7)
             stage.frontend.fence_twice()
             made.run(3.5)
@@ -371,7 +371,7 @@ def test_while_a_worker_may_have_a_request_its_router_answers_for_it_but_sends_n
 
 
 def end_of(stage: Stage) -> str | None:
-    """Returns how the stream ended, which it did once, with its last chunk."""
+    """Returns how the stream ended, and asserts that it ended once, with its last chunk."""
     *before, last = [chunk.finish_reason for chunk in stage.peer.chunks]
     assert before == [None] * len(before)
     return last

@@ -1,8 +1,8 @@
 """Rolling everything, the only worker and the only router included, cuts no stream, however fast it is done.
 
-Workers are drained without grace and replaced, routers are stopped and replaced, while others stand still for a moment
-or lose their connections. No process dies before it has stopped, so every stream that has begun goes on to its end.
-TOKENBUS_ROLLS sets how many histories are played."""
+Workers are drained without grace and replaced, and routers are stopped and replaced, while others are paused for a
+moment or lose their connections. No process dies before it has stopped in order, so every stream that has begun reaches
+its end. TOKENBUS_ROLLS sets how many histories are played."""
 
 import os
 import random
@@ -18,7 +18,7 @@ from tokenbus.protocol.wire import errors
 
 NUM_ROLLS = int(os.environ.get("TOKENBUS_ROLLS", "30"))
 REFUSALS = (errors.Code.NO_WORKER, errors.Code.OVERLOADED, errors.Code.SHUTTING_DOWN)
-"""Ends of requests that no worker has accepted."""
+"""The ways in which requests end that no worker has accepted."""
 
 
 class Roll:
@@ -38,7 +38,7 @@ class Roll:
         self.left: list[FrontendProcess | RouterProcess] = []
         self.done: list[str] = []
         self.twice: set[str] = set()
-        """Requests that two engines have computed at a time."""
+        """The requests that two engines were computing at the same time."""
         self.broker.before_routing = lambda sender, subject, payload: self.look()
         world.run(1.5)
 
@@ -66,7 +66,7 @@ class Roll:
         self.world.run(17.0)
 
     def look(self) -> None:
-        """Looks for requests that run twice."""
+        """Notes requests that run in two engines."""
         several = {*self.workers, *(one for one in self.left if isinstance(one, FrontendProcess))}
         engines = [one.engine for one in several if one.engine is not None]
         running = Counter(key for engine in engines for key in engine.running)
@@ -78,7 +78,7 @@ class Roll:
             self.client.ask(self.rng.choice([1, 10, 30, 60, 150]), stream=is_streamed, seed=seed)
 
     def replace_worker(self) -> None:
-        """Drains a worker, after its successor was started or before."""
+        """Drains a worker, and starts its successor before or after that."""
         number = self.rng.randrange(len(self.workers))
         leaving = self.workers[number]
         self.left.append(leaving)
@@ -115,7 +115,7 @@ class Roll:
         self.rng.choice(self.routers).bus.cut(lingers=self.rng.random() < 0.5)
 
     def cut_worker(self) -> None:
-        """Breaks a worker's connection for messages of others: what clients get leaves over the other one."""
+        """Breaks a worker's connection for incoming messages. What clients get leaves over the other connection."""
         self.rng.choice(self.workers).incoming.cut(lingers=self.rng.random() < 0.5)
 
     def take_router_away(self) -> None:
@@ -141,7 +141,7 @@ class Roll:
         assert not self.twice
 
     def was_refused(self, asked: SimplyAsked) -> bool:
-        """Whether a request has not begun; if connections break, nobody may have got it or its end."""
+        """Whether a request has not begun. If connections break, it may have been lost, or its end."""
         if asked.text:
             return False
         error = asked.terminal and asked.terminal.error

@@ -1,4 +1,4 @@
-"""Single faults in the simulated world, and what a client sees of each, to the second."""
+"""Single faults in the simulated world, and what a client sees of each, with the time to the second."""
 
 from collections.abc import Iterator
 
@@ -121,7 +121,7 @@ def test_a_paused_frontend_ends_no_stream_and_serves_again(one: System, seconds:
 
 
 def test_a_killed_frontend_that_comes_back_goes_on_with_its_streams(one: System) -> None:
-    """Where there is no other worker, a router waits for one."""
+    """If there is no other worker, a router waits for one."""
     one.client.ask(30)
     one.world.run(1.0)
     dead = one.frontends[0]
@@ -152,7 +152,7 @@ def test_a_stream_that_no_worker_continues_within_a_minute_is_lost(one: System) 
 
 @pytest.mark.parametrize("dead_s", [0.5, 1.5, 2.05, 10.0])
 def test_a_cancel_that_comes_while_the_worker_is_dead_is_not_lost(dead_s: float) -> None:
-    """Nobody acts on it at once, but the stream does not go on elsewhere."""
+    """No process can act on it at once, but the stream does not go on elsewhere."""
     with world(seed=4) as made:
         system = System(made)
         system.client.ask(600)

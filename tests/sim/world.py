@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 _LONGEST_TURNS = 20_000
-"""Turns without any time passing after which a test fails, since something loops for ever."""
+"""A test fails after this many turns in which no time passes, since something must be looping for ever."""
 
 
 class _NoSelector:
@@ -36,7 +36,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
         return self._now()
 
     def turn(self) -> None:
-        # as run_forever does for each turn, which takes several times as long around it
+        # what run_forever does for each turn; its own overhead would cost several times as much
         asyncio._set_running_loop(self)
         try:
             self._run_once()  # type: ignore[attr-defined]
@@ -88,7 +88,8 @@ class Process:
         self.is_alive = False
 
     def next_at(self) -> float | None:
-        """Returns when it has something to do; None for never. A timer that was cancelled may cause an idle turn."""
+        """Returns the time at which it next has something to do; None for never. A timer that was cancelled may cause
+        an idle turn."""
         if self.is_paused or not self.is_alive:
             return None
         if self.loop._ready:  # type: ignore[attr-defined]
@@ -175,7 +176,7 @@ def world(seed: int) -> Iterator[World]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", lambda: made.now)
         patch.setattr(time, "clock_gettime", lambda clock: made.now)
-        # each router asks for installed policies, which takes longer than all the rest of its start
+        # each router looks up installed policies, which takes longer than the rest of its start
         patch.setattr(metadata, "entry_points", _entry_points)
         patch.setattr(time, "time_ns", lambda: int(made.now * 1e9))
         try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from tokenbus.worker import contract
+from tokenbus.worker.chat_format.grammar.lark import LarkWriter
 from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
 from tokenbus.worker.engine.constraints.matcher import Matcher
 
@@ -34,10 +35,15 @@ def compiler() -> ConstraintCompiler:
     return ConstraintCompiler(TOKENS, frozenset({END, OTHER_END}), encode)
 
 
-def constraint(kind: str, source: str, begins_after: int | str | None = None) -> contract.Constraint:
-    return contract.Constraint(
-        kind=contract.ConstraintKind(kind), source=source, param="grammar", begins_after=begins_after
-    )
+def constraint(kind: str, source: str, after: int | str | None = None) -> contract.Constraint:
+    preamble = "" if after is None else preamble_until(after)
+    return contract.Constraint(kind=contract.ConstraintKind(kind), source=source, param="grammar", preamble=preamble)
+
+
+def preamble_until(marker: int | str) -> str:
+    """Returns the grammar of free text up to a token or a text, and then of the constraint."""
+    lark = LarkWriter({"marker": marker} if isinstance(marker, int) else {})
+    return lark.write(f"{lark.text_until('marker' if isinstance(marker, int) else marker)} SPACE @body")
 
 
 Choose = Callable[[list[int], list[int]], int]

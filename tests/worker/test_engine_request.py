@@ -4,9 +4,10 @@ import pytest
 
 from tests.support.arithmetic import make_config
 from tokenbus.protocol.wire import block_hash, codec, errors, internal
-from tokenbus.protocol.wire.params import GenerationParams, SamplingParams
+from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ResponseFormat, SamplingParams
 from tokenbus.worker import contract
 from tokenbus.worker.streams import packed_logprobs
+from tokenbus.worker.streams.answer_rules import to_constraint
 from tokenbus.worker.streams.engine_request import resolve_sampling, to_engine_request
 
 OWN = SamplingParams(temperature=0.3, top_p=0.8, top_k=20, min_p=0.1, max_tokens=50)
@@ -217,3 +218,38 @@ def test_tokens_that_are_no_whole_numbers_are_refused(asked: internal.Run, param
     with pytest.raises(errors.RequestError) as caught:
         to_request(asked)
     assert (caught.value.error.code, caught.value.error.param) == (errors.Code.INVALID_REQUEST, param)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "source", "param"),
+    [
+        (
+            {"response_format": ResponseFormat(type="json_object")},
+            "json_schema",
+            '{"type":"object"}',
+            "response_format",
+        ),
+        (
+            {"response_format": ResponseFormat(type="json_schema", json_schema=JsonSchema(schema={"b": 1, "a": 2}))},
+            "json_schema",
+            '{"b":1,"a":2}',
+            "response_format.json_schema.schema",
+        ),
+        ({"regex": "a+"}, "regex", "a+", "regex"),
+        ({"choice": ["b", "a"]}, "choice", '["b","a"]', "choice"),
+        ({"grammar": 'root ::= "a"'}, "gbnf", 'root ::= "a"', "grammar"),
+        ({"grammar": '# x\n\n some-rule  ::= "a"'}, "gbnf", '# x\n\n some-rule  ::= "a"', "grammar"),
+        ({"grammar": 'start: "::="'}, "lark", 'start: "::="', "grammar"),
+    ],
+)
+def test_a_constraint_names_the_field_that_it_comes_from(
+    asked: dict[str, object], kind: str, source: str, param: str
+) -> None:
+    constraint = to_constraint(GenerationParams(**asked))  # type: ignore[arg-type]
+    assert constraint == contract.Constraint(kind=contract.ConstraintKind(kind), source=source, param=param)
+
+
+def test_a_text_of_any_kind_is_no_constraint() -> None:
+    empty: list[dict[str, object]] = [{}, {"response_format": ResponseFormat(type="text")}, {"regex": "", "choice": []}]
+    for asked in empty:
+        assert to_constraint(GenerationParams(**asked)) is None  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Collects what routers must learn about a worker, and turns it into numbered entries; pure."""
+"""Collects what routers must learn of a worker, and turns it into numbered entries; pure."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -8,22 +8,23 @@ from tokenbus.worker.broker.published_blocks import to_runs
 from tokenbus.worker.broker.sampled_tokens import SampledTokens
 
 _HASHES_PER_ENTRY = 4_096
-"""A stored block that no other follows takes about 50 bytes, so an entry stays far below a broker's largest message."""
+"""A stored block without a successor in the same run takes about 50 bytes, so an entry stays far below a broker's
+largest message."""
 
 
 class EventLog:
-    """The event log of one epoch. An entry counts once it is marked as published; until then the next one repeats its
-    content."""
+    """The event log of one epoch. An entry counts once it is marked as published; until then its content is part of the
+    next entry that is made."""
 
     def __init__(self, worker_id: str, epoch: str, blocks: Iterable[tuple[int, int]] = ()) -> None:
-        """Begins with `blocks` as the first to store: pairs of the hash of the block before it and its own hash."""
+        """Begins with `blocks` in the first entry: for each block, the hash of the block before it and its own."""
         self._worker_id = worker_id
         self._epoch = epoch
         self.next_seq = 0
         self._num_writes = 0
         """The bus's `num_writes` when the newest entry was queued."""
         self._unwritten_seq = 0
-        """The first of the entries that were queued since that write."""
+        """The number of the first entry that was queued since that write."""
         self._is_cleared = False
         self._removed: list[int] = []
         self._stored: dict[int, int] = {name: parent for parent, name in blocks}
@@ -36,14 +37,15 @@ class EventLog:
         return f"<EventLog at {self.next_seq}>"
 
     def blocks_changed(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
-        """Puts removed and newly cached blocks into the next entry, each with the hash of the block before it."""
+        """Puts removed and newly cached blocks into the next entry, the latter each with the hash of the block before
+        it."""
         for name in removed:
-            if self._stored.pop(name, None) is None:  # else no entry has mentioned it yet
+            if self._stored.pop(name, None) is None:  # otherwise no entry has announced it yet
                 self._removed.append(name)
         self._stored |= {name: parent for parent, name in stored}
 
     def blocks_cleared(self) -> None:
-        """All blocks are gone: the next entry tells routers to forget them, so that none has to be listed."""
+        """Notes that all blocks are gone: the next entry tells routers to forget them, without listing them."""
         self._removed, self._stored, self._is_cleared = [], {}, True
 
     def request_started(self, started: internal.Started) -> None:
@@ -56,12 +58,12 @@ class EventLog:
         self._taken.append(key)
 
     def guardian_changed(self, stream_no: int, router_id: str) -> None:
-        """Names the guardian of a stream in the next entry."""
+        """Names a stream's new guardian in the next entry."""
         self._guardians[stream_no] = router_id
 
     @property
     def _has_only_tokens(self) -> bool:
-        """Whether the next entry has nothing but a step's tokens, as most do."""
+        """Whether the next entry has nothing but a step's tokens, like most entries."""
         return not (
             self._started
             or self._removed
@@ -84,7 +86,7 @@ class EventLog:
 
     @property
     def exceeds_one_entry(self) -> bool:
-        """Whether there are more blocks than one entry takes."""
+        """Whether there are more blocks than fit in one entry."""
         return len(self._removed) + len(self._stored) > _HASHES_PER_ENTRY
 
     def make(
@@ -117,12 +119,12 @@ class EventLog:
     def make_next(
         self, entry: internal.Events, sampled: SampledTokens | None = None, ended: Sequence[str] = ()
     ) -> internal.Events:
-        """Returns an entry to publish together with `entry` and behind it."""
+        """Returns the entry to publish together with `entry` and after it."""
         following = self._entry(entry.seq + 1, entry.load, entry.state, sampled)
         return codec.replace(following, finished=list(ended)) if ended else following
 
     def mark_published(self, entries: Sequence[internal.Events], num_writes: int) -> None:
-        """Counts entries that were queued together, the first of them made by `make`.
+        """Counts these entries as published. They were queued together, and the first was made by `make`.
 
         `num_writes` is the number of writes of the bus so far."""
         first = entries[0]

@@ -1,19 +1,19 @@
 """Decides whether a frontend may still publish; pure.
 
-Routers give up a worker that is silent for 2 s and place its requests elsewhere. A frontend that stood still or lost
-the broker must therefore stop first, or two workers would answer the same request. It may publish only while its own
-event loop runs and the broker answers its pings.
+Routers give up a worker that is silent for 2 s, and place its requests elsewhere. A frontend that was frozen or has
+lost the broker must therefore stop before they do, or two workers would answer the same request. It may publish only
+while its own event loop runs and the broker answers its pings.
 
 Messages leave a frontend in order, so an answered ping shows that everything before it has arrived. Other messages from
-the broker prove nothing: they still come in while the way out is blocked."""
+the broker prove nothing: they still come in while the outgoing path is blocked."""
 
 FENCE_S = 1.5
-"""Shorter than the silence after which routers give a worker up, so that it stops before they act."""
+"""Shorter than the silence after which routers give up a worker, so that the worker stops before they act."""
 
 
 class Fence:
-    """Once down, it stays down until `reset`. Times are seconds of `protocol.bus.clock`, which also counts
-    suspension."""
+    """Says whether a frontend may publish. Once the fence is down, nothing may be published until `reset`. Times are
+    seconds of `protocol.bus.clock`, which also counts suspension."""
 
     def __init__(self, now: float) -> None:
         self._last_tick_at = now
@@ -25,12 +25,12 @@ class Fence:
 
     def tick(self, now: float) -> None:
         """Shows that the event loop runs; call it several times in each `FENCE_S`."""
-        # a loop that stood still for too long must not lift its own fence
+        # a loop that was blocked for too long must not raise its own fence again
         if self.check(now):
             self._last_tick_at = now
 
     def ping_answered(self, sent_at: float) -> None:
-        """The broker has answered a ping that was sent at `sent_at`."""
+        """Notes that the broker has answered a ping that was sent at `sent_at`."""
         # answers may be reported out of order
         self._answered_at = max(self._answered_at, sent_at)
 

@@ -1,8 +1,8 @@
 """Makes sure that each stream has a guardian: the router that continues it if this worker is lost or leaves.
 
-At first that is the router that placed it. Once a second each guardian is asked whether it still is one; it answers
-only if not. A stream without a guardian is offered to all routers, of which one gets the offer. Whoever accepts it is
-named in the event log, and only the router that was named last acts on the stream."""
+At first that is the router that placed it. Once a second each guardian is asked whether it still knows its streams; it
+answers only if it does not. A stream without a guardian is offered to the routers, of which one gets the offer. The
+router that accepts is named in the event log, and only the router that was named last acts on the stream."""
 
 import asyncio
 import contextlib
@@ -24,12 +24,12 @@ _replies = codec.Decoder(internal.GuardReply)
 _unguarded = codec.Decoder(internal.Unguarded)
 _CHECK_INTERVAL_S = 1.0
 _CONFIRM_S = 0.05
-"""A router on whose subject nobody listens is asked again after this: it may just be reconnecting."""
+"""If nobody listens on a router's subject, the router is asked again after this time: it may just be reconnecting."""
 _MAX_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_ID_BYTES + 8
-"""Bytes that a request's key may take in a message."""
+"""The most bytes that a request's key takes in a message."""
 _OFFERED_BYTES = 4 * 1024 * 1024
-"""Offers that are published at once. If a router had many streams with long prompts, all together could hold up pings
-for so long that the frontend fences itself."""
+"""Bytes of the offers that are published at a time. If a router that is gone had many streams with long prompts, all
+their offers together could delay pings for so long that the frontend fences itself."""
 
 
 class Guardians:
@@ -46,20 +46,20 @@ class Guardians:
         self._replies_to = names.worker(announcer.model, announcer.worker_id, "guarded")
         self._checked_at = 0.0
         self._unheard_since: dict[str, float] = {}
-        """When nobody listened on a router's subject for the first time; by router, as a subject token."""
+        """When the broker first reported that nobody listens on a router's subject, by the router's subject token."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
         return f"<Guardians {sorted({str(stream.guardian) for stream in self._streams})}>"
 
     async def open(self, incoming: Bus) -> None:
-        """Subscribes. The broker's notices come over the connection that has asked."""
+        """Subscribes. The broker sends its notices over the connection that has asked."""
         subject = self._names.worker(self._announcer.model, self._announcer.worker_id, "unguarded.*")
         await self._connection.subscribe(subject, self._on_unguarded)
         await incoming.subscribe(self._replies_to, self._on_reply)
 
     def tick(self, now: float) -> None:
-        """Asks every guardian, and offers the streams that have none, once a second."""
+        """Once a second, asks every guardian and offers the streams that have none."""
         if now - self._checked_at < _CHECK_INTERVAL_S:
             return
         self._checked_at = now
@@ -82,7 +82,7 @@ class Guardians:
         num_fitting = max(1, self._outbox.room_bytes // _MAX_KEY_BYTES)
         for at in range(0, len(keys), num_fitting):
             check = internal.GuardCheck(request_ids=keys[at : at + num_fitting])
-            with contextlib.suppress(OutboundBufferLimitError, ConnectionError):  # asked again in a second
+            with contextlib.suppress(OutboundBufferLimitError, ConnectionError):  # asked again a second later
                 self._connection.publish(self._names.router(router_id), codec.encode(check), reply)
 
     def _on_unguarded(self, message: Msg) -> None:
@@ -106,7 +106,7 @@ class Guardians:
                 self._check(router_id, keys[:1])
 
     def _of(self, token: str) -> Iterator[Stream]:
-        """Yields the streams of the router that has this subject token."""
+        """Returns the streams whose guardian has this subject token."""
         return (one for one in self._streams if one.guardian and subjects.escape(one.guardian) == token)
 
     def _lose(self, token: str, streams: Sequence[Stream]) -> None:
@@ -120,7 +120,7 @@ class Guardians:
         self._offer(streams)
 
     def _offer(self, streams: Sequence[Stream]) -> None:
-        """Offers streams to other routers, each to one. An offer has the tokens of all entries before it."""
+        """Offers each stream to one router. An offer has the stream's tokens of all entries before it."""
         if not streams or not self._outbox.flush():
             return
         subject = self._names.guard(self._announcer.model, self._announcer.worker_id)
@@ -138,7 +138,7 @@ class Guardians:
                 self._connection.publish(subject, payload, self._replies_to)
             except (OutboundBufferLimitError, ConnectionError):
                 return
-            except PayloadTooLargeError:  # it can't be placed again either
+            except PayloadTooLargeError:  # it could not be placed again either
                 stream.guardian = ""
                 self._log.error("stream_not_offered", worker_id=self._announcer.worker_id, request_id=stream.key)
 

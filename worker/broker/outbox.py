@@ -1,9 +1,9 @@
 """Publishes a step's chunks, and the events around them, in the order that the wire promises.
 
-Routers must know which tokens were sampled, and which blocks changed, before clients can see the tokens; they must
-learn of a request's end only after its client can. So an event goes before the chunks of a step, and another one after
-its terminals. All of it is published together. While too much waits for the broker, it stays here and is published
-together with what comes next. That is bounded: after 1.5 s without the broker the fence ends every stream
+Routers must know which tokens were sampled, and which blocks changed, before clients can see the tokens, but they must
+not learn of a request's end before its client can. So one entry of the event log goes before the chunks of a step, and
+another one after its terminals. All of it is published together. While the broker is too far behind, it waits here and
+is published together with what comes next. That is bounded: after 1.5 s without the broker, the fence ends every stream
 (`worker/broker/fence.py`)."""
 
 import contextlib
@@ -28,10 +28,10 @@ class Outbox:
         self._waiting: list[tuple[Stream, messages.Chunk, Outgoing]] = []
         """The chunks to publish, in order, and the messages that carry them."""
         self._sampled: list[SampledTokens] = []
-        """The tokens to announce, as many as fit into each event."""
+        """The tokens to announce; each item has as many as fit in one entry of the event log."""
         self.on_ended: Callable[[Stream], None] = lambda stream: None
-        """Called with a stream whose terminal has been published. Its engine request may be open still: a stream also
-        ends when one of its chunks does not fit a message."""
+        """Called with a stream whose terminal has been published. Its engine request may still be open: a stream also
+        ends when one of its chunks does not fit in a message."""
 
     def __repr__(self) -> str:
         return f"<Outbox of {len(self._waiting)} chunks>"
@@ -39,7 +39,7 @@ class Outbox:
     def put_head(self, stream: Stream, now: float, *, is_probe: bool = False) -> None:
         """Adds the empty chunk that opens a stream or shows that it is alive.
 
-        The no-responders notice of a probe can be told from those of other chunks."""
+        The no-responders notice for a probe can be told from those for other chunks."""
         stream.last_chunk_at = now
         head = stream.head()
         if head is not None:
@@ -63,14 +63,14 @@ class Outbox:
         self._waiting.append((stream, terminal, _to_message(stream, terminal)))
 
     def remove(self, stream: Stream) -> None:
-        """Forgets what a stream has to publish."""
+        """Discards everything that waits to be published for a stream."""
         self._waiting = [entry for entry in self._waiting if entry[0] is not stream]
         for sampled in self._sampled:
             sampled.remove(stream)
         self._sampled = [sampled for sampled in self._sampled if sampled]
 
     def replay(self, stream: Stream, offset: int, now: float) -> None:
-        """Publishes again, at once, a stream's chunks from token `offset` on; does nothing while chunks wait, since
+        """Immediately publishes a stream's chunks again from token `offset` on. Does nothing while chunks wait, since
         none may overtake them."""
         if not self.flush():
             return
@@ -80,7 +80,7 @@ class Outbox:
             if len(outgoing.payload) <= self.room_bytes:
                 self._publish(outgoing)
                 continue
-            # an earlier broker took it; the present one allows less
+            # an earlier broker accepted it; the present one allows less
             if stream.terminal is not None:
                 self._publish(_to_message(stream, stream.too_large_terminal(chunk)))
             else:
@@ -89,8 +89,8 @@ class Outbox:
             return
 
     def flush(self) -> bool:
-        """Publishes everything that was added since the last flush that succeeded, or nothing. Returns whether nothing
-        is left to publish."""
+        """Publishes everything that was added since the last successful flush, or nothing. Returns whether nothing is
+        left to publish."""
         if not self._waiting and not self._sampled:
             return True
         self._replace_too_large()
@@ -106,12 +106,12 @@ class Outbox:
 
     @property
     def room_bytes(self) -> int:
-        """The largest payload that the present broker takes."""
+        """The largest payload that the present broker accepts."""
         return self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES
 
     def _replace_too_large(self) -> None:
-        """Puts a terminal in place of each chunk that does not fit a message of the present broker, and leaves out what
-        follows of its stream."""
+        """Puts a terminal in place of each chunk that does not fit in a message of the present broker, and discards the
+        chunks of its stream that follow."""
         room_bytes = self.room_bytes
         if all(len(outgoing.payload) <= room_bytes for _, _, outgoing in self._waiting):
             return
@@ -128,7 +128,7 @@ class Outbox:
         self._waiting = fitting
 
     def _publish(self, outgoing: Outgoing) -> None:
-        """Publishes a chunk, or drops it if the broker is away: its client asks for it again."""
+        """Publishes a chunk, or discards it if the outbound buffer is full: its client will ask for it again."""
         with contextlib.suppress(OutboundBufferLimitError):
             self._connection.publish_all([outgoing])
 

@@ -8,7 +8,7 @@ from tokenbus.worker.streams.stream import Stream
 
 
 class SampledTokens:
-    """The tokens that one entry of the event log is going to carry, in the order of sampling."""
+    """The tokens that one entry of the event log will carry, in the order in which they were sampled."""
 
     def __init__(self) -> None:
         self.stream_nos = array("I")
@@ -25,11 +25,11 @@ class SampledTokens:
 
     @property
     def is_full(self) -> bool:
-        """Whether further tokens belong in another entry."""
+        """Whether further tokens must go into another entry."""
         return 8 * len(self.token_ids) + self._logprob_bytes >= limits.PART_BYTES
 
     def add(self, stream: Stream, output: contract.Output) -> None:
-        """Adds the tokens of an output that was added to the stream."""
+        """Adds the tokens of an output that the stream has already made a chunk of."""
         number = stream.stream_no
         for token_id in output.token_ids:
             self.stream_nos.append(number)
@@ -41,7 +41,7 @@ class SampledTokens:
             self.first_tokens.append(stream.first_token)
 
     def remove(self, stream: Stream) -> None:
-        """Forgets the tokens of a stream that ends without publishing them."""
+        """Discards the tokens of a stream that ends without publishing them."""
         number = stream.stream_no
         kept = [pair for pair in zip(self.stream_nos, self.token_ids, strict=True) if pair[0] != number]
         self.stream_nos = array("I", (pair[0] for pair in kept))

@@ -151,7 +151,9 @@ class Generation:
         if self._first_token is None:
             first_token = self._first_token = self._account(now, output.cached_tokens or 0)
         text, count = self._add_texts(output.token_ids, output.finish_reason)
-        token_ids, logprobs = output.token_ids[:count], output.logprobs[:count]
+        token_ids, logprobs = output.token_ids, output.logprobs
+        if count < len(token_ids):
+            token_ids, logprobs = token_ids[:count], logprobs[:count]
         self.sampled.extend(token_ids)
         made = contract.Output(token_ids=token_ids, text=text, logprobs=logprobs, first_token=first_token)
         if self._ending is None:
@@ -204,6 +206,9 @@ class Generation:
 
     def _add_texts(self, token_ids: list[int], finish_reason: EngineFinishReason | None) -> tuple[str, int]:
         """Counts tokens up to the one that completes the generation; returns their text and how many they are."""
+        if len(token_ids) == 1:  # as nearly always
+            text, self._ending = self._add_text(token_ids[0], finish_reason)
+            return text, 1
         text, last = "", len(token_ids) - 1
         for place, token_id in enumerate(token_ids):
             more, self._ending = self._add_text(token_id, finish_reason if place == last else None)

@@ -70,6 +70,8 @@ class WorkerMetrics(MetricFamilies):
         self.follower_tokens = counter(
             "follower_tokens", "Tokens that followed from sampled ones for certain, so that no step sampled them."
         )
+        self.tool_calls = counter("tool_calls", "Tool calls in answers, by whether they were complete.", "complete")
+        self.reasoning_tokens = counter("reasoning_tokens", "Tokens of completions that belong to the reasoning.")
         self.embeddings = counter("embeddings", "Inputs that were embedded.")
         self.steps = histogram(
             "step_seconds", "Duration of steps, by kind: prefill, decode or mixed.", ITL_BUCKETS, "kind"
@@ -79,7 +81,11 @@ class WorkerMetrics(MetricFamilies):
             "device_gap_seconds", "Time that the device was idle between two steps although there was work."
         )
         self.ttft = histogram("time_to_first_token_seconds", "From the accept to the first token.", TTFT_BUCKETS)
-        self.itl = histogram("inter_token_latency_seconds", "From one token of a request to its next.", ITL_BUCKETS)
+        self.itl = histogram(
+            "inter_token_latency_seconds",
+            "From one token of a request to its next; those of one step count once.",
+            ITL_BUCKETS,
+        )
         self.queue = histogram("queue_time_seconds", "From the accept to the first step.", REQUEST_BUCKETS)
         self.prefill = histogram("prefill_time_seconds", "From the first step to the first token.", REQUEST_BUCKETS)
         self.decode = histogram("decode_time_seconds", "From the first token to the last.", REQUEST_BUCKETS)
@@ -114,6 +120,9 @@ class ReplicaMetrics:
         self._compile, self._followers = metrics.compile.labels(*own), metrics.follower_tokens.labels(*own)
         for kind in contract.ConstraintKind:
             metrics.constrained.labels(*own, kind)
+        for is_complete in ("true", "false"):
+            metrics.tool_calls.labels(*own, is_complete)
+        metrics.reasoning_tokens.labels(*own)
         for family in (metrics.restarts, metrics.preemptions, metrics.embeddings, metrics.clients_gone):
             family.labels(*own)
         for reason in messages.FinishReason:  # export 0, or the first increase of each would go unseen
@@ -139,6 +148,13 @@ class ReplicaMetrics:
     def constraint_compiled(self, seconds: float) -> None:
         """A request's constraint was compiled, or could not be."""
         self._compile.observe(seconds)
+
+    def answer_parsed(self, reasoning_tokens: int, tool_calls: int, *, has_incomplete_call: bool) -> None:
+        """An answer has ended that was parsed; the last of its tool calls may be incomplete."""
+        own = self._own_labels
+        self._metrics.reasoning_tokens.labels(*own).inc(reasoning_tokens)
+        self._metrics.tool_calls.labels(*own, "true").inc(tool_calls - has_incomplete_call)
+        self._metrics.tool_calls.labels(*own, "false").inc(has_incomplete_call)
 
     def request_constrained(self, kind: contract.ConstraintKind) -> None:
         """A request is accepted whose output is constrained."""

@@ -60,6 +60,6 @@ class WorkerSettings:
     grace_s: float = 30.0
     """Running streams may finish this long after SIGTERM; then routers take them to other workers."""
     handover_s: float = 15.0
-    """Time that routers have to take them; what is left afterwards ends in `worker_lost`."""
+    """Time that routers have to take the remaining streams; what is left afterwards ends in an error."""
     step_timeout_s: float = 30.0
     """An engine whose step takes longer than this, and ten times longer than any before, is killed and restarted."""

@@ -1,4 +1,4 @@
-"""What a request wants of its answer: how it is parsed, and what it has to be; pure.
+"""Decides how the answer to a request is parsed, and what it has to be; pure.
 
 A constraint is about the answer's text, so reasoning comes before it, wherever the model may reason. Tools that may be
 called, or must be, are a constraint of their own."""
@@ -12,15 +12,15 @@ import msgspec
 from tokenbus.protocol.wire import errors, internal, tools
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker import contract
-from tokenbus.worker.chat_format import grammar
 from tokenbus.worker.chat_format.chat_rules import ChatRules
+from tokenbus.worker.chat_format.grammar.answer import calls_grammar, reasoning_grammar
+from tokenbus.worker.chat_format.grammar.lark import GrammarError
 
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 class AnswerRules(NamedTuple):
-    """How the answer to a request is parsed, and what it has to be."""
+    """The parsing of an answer, and the constraint on it."""
 
     parsing: contract.OutputParsing | None
     constraint: contract.Constraint | None
@@ -36,7 +36,7 @@ def answer_rules(
     `chat` is None where the model's format is not known."""
     asked = run.params
     if not run.is_chat or chat is None:
-        return AnswerRules(None, _to_constraint(asked))
+        return AnswerRules(None, to_constraint(asked))
     callable_tools = _parameters(asked)
     generation_prompt = chat.generation_prompt(prompt)
     parsing = contract.OutputParsing(
@@ -66,11 +66,11 @@ def _parameters(asked: GenerationParams) -> dict[str, dict[str, Any]]:
 def _chat_constraint(
     asked: GenerationParams, callable_tools: dict[str, dict[str, Any]], chat: ChatRules, *, in_reasoning: bool
 ) -> contract.Constraint | None:
-    wanted = _to_constraint(asked)
+    wanted = to_constraint(asked)
     is_required = bool(asked.tool_choice) and asked.tool_choice != "auto"
     try:
         if callable_tools:
-            source = grammar.calls_grammar(
+            source = calls_grammar(
                 chat.format,
                 callable_tools,
                 is_required=is_required,
@@ -81,20 +81,20 @@ def _chat_constraint(
             return contract.Constraint(kind=contract.ConstraintKind.LARK, source=source, param="tools")
         if wanted is None:
             return None
-        preamble = grammar.reasoning_grammar(chat.format, in_reasoning=in_reasoning)
+        preamble = reasoning_grammar(chat.format, in_reasoning=in_reasoning)
         return msgspec.structs.replace(wanted, preamble=preamble)
-    except grammar.GrammarError as error:
+    except GrammarError as error:
         if callable_tools and not is_required and wanted is None:
             return None  # calls are read, but can't be made sure of
         param = "tools" if callable_tools else "response_format"
         raise errors.request_error(errors.Code.UNSUPPORTED, f"{param}: {error}", param=param) from error
 
 
-def _to_constraint(asked: GenerationParams) -> contract.Constraint | None:
+def to_constraint(asked: GenerationParams) -> contract.Constraint | None:
     """Returns what the answer's text has to be; None if it may be any text."""
     wanted, kinds = asked.response_format, contract.ConstraintKind
     if wanted is not None and wanted.type == "json_object":
-        return contract.Constraint(kind=kinds.JSON_SCHEMA, source=json.dumps(_ANY_OBJECT), param="response_format")
+        return contract.Constraint(kind=kinds.JSON_SCHEMA, source='{"type":"object"}', param="response_format")
     if wanted is not None and wanted.type == "json_schema" and wanted.json_schema is not None:
         source = msgspec.json.encode(wanted.json_schema.schema).decode()
         param = "response_format.json_schema.schema"

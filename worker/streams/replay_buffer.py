@@ -125,6 +125,11 @@ class ReplayBuffer:
         return 0 if self._reasoning is None else len(self._reasoning.data)
 
     @property
+    def num_calls(self) -> int:
+        """The number of tool calls that have begun."""
+        return len(self._calls)
+
+    @property
     def memory_bytes(self) -> int:
         """Memory that the buffer takes, in bytes."""
         tracks = sum(len(track.data) + 4 * len(track.ends) for track in self._tracks)
@@ -145,7 +150,7 @@ class ReplayBuffer:
             self._token_ids.extend(token_ids)
             self._text.extend(texts)
         for place, token_id in enumerate(token_ids) if parts else ():
-            self._append((token_id,), texts[place], *(parts or {}).get(place, ()))
+            self.append((token_id,), texts[place], (), *(parts or {}).get(place, ()))
         if self._num_logprobs:
             self._first = len(token_ids) - len(logprobs)
             for one in logprobs:
@@ -168,7 +173,10 @@ class ReplayBuffer:
             assert len(logprobs) == len(token_ids), (logprobs, token_ids)
             for one in logprobs:
                 self._append_logprob(one)
-        self._append(token_ids, text, reasoning, tool_calls)
+        if reasoning or tool_calls or self._has_parts:
+            self._append_parts(len(token_ids), reasoning, tool_calls)
+        self._token_ids.extend(token_ids)
+        self._text.append(len(token_ids), text)
 
     def to_deltas(self, parts: Sequence[contract.ToolCallPart]) -> list[messages.ToolCallDelta]:
         """Returns parts of tool calls, which are about to be appended, as they are published."""
@@ -218,30 +226,28 @@ class ReplayBuffer:
     def _tracks(self) -> list[_Track]:
         return [track for track in (self._text, self._reasoning, self._arguments) if track is not None]
 
-    def _append(
-        self,
-        token_ids: Sequence[int],
-        text: str,
-        reasoning: str = "",
-        tool_calls: Sequence[contract.ToolCallPart] = (),
-    ) -> None:
+    @property
+    def _has_parts(self) -> bool:
+        """Whether the answer has had reasoning or tool calls."""
+        return self._reasoning is not None or self._arguments is not None
+
+    def _append_parts(self, num_tokens: int, reasoning: str, tool_calls: Sequence[contract.ToolCallPart]) -> None:
+        """Adds what came with tokens that are about to be added themselves."""
         if reasoning and self._reasoning is None:
             self._reasoning = _Track(self.num_tokens)
         if tool_calls and self._arguments is None:
             self._arguments = _Track(self.num_tokens)
-        self._token_ids.extend(token_ids)
-        self._text.append(len(token_ids), text)
         if self._reasoning is not None:
-            self._reasoning.append(len(token_ids), reasoning)
+            self._reasoning.append(num_tokens, reasoning)
         if self._arguments is not None:
-            self._append_calls(len(token_ids), tool_calls)
+            self._append_calls(num_tokens, tool_calls)
 
     def _append_calls(self, num_tokens: int, parts: Sequence[contract.ToolCallPart]) -> None:
         assert self._arguments is not None
         self._arguments.append(num_tokens, "")
         for part in parts:
             if part.call == len(self._calls):
-                last = max(0, self.num_tokens - 1)
+                last = max(0, self.num_tokens + num_tokens - 1)
                 self._calls.append(_Call(last, len(self._arguments.data), part.id, part.name))
             assert part.call == len(self._calls) - 1, part  # only the last call goes on
             self._arguments.append(0, part.arguments)

@@ -97,6 +97,14 @@ class RequestTelemetry:
         code = terminal.error.code if terminal.error else None
         usage, timings = terminal.usage or None, terminal.timings or None
         self._metrics.request_finished(str(code or terminal.finish_reason), usage, timings)
+        reasoning_tokens = (usage.reasoning_tokens or None) if usage else None
+        if reasoning_tokens or stream.num_tool_calls:
+            is_complete = terminal.finish_reason is messages.FinishReason.TOOL_CALLS
+            self._metrics.answer_parsed(
+                reasoning_tokens or 0,
+                stream.num_tool_calls,
+                has_incomplete_call=bool(stream.num_tool_calls) and stream.is_streamed and not is_complete,
+            )
         self._log.info(
             "request_finished",
             request_id=stream.key,
@@ -107,6 +115,8 @@ class RequestTelemetry:
             prompt_tokens=usage.prompt_tokens if usage else None,
             completion_tokens=usage.completion_tokens if usage else None,
             cached_tokens=usage.cached_tokens if usage else None,
+            reasoning_tokens=reasoning_tokens,
+            tool_calls=stream.num_tool_calls or None,
             queue_ms=timings.queue_ms if timings else None,
             ttft_ms=timings.ttft_ms if timings else None,
             total_ms=timings.total_ms if timings else None,

@@ -1,8 +1,8 @@
-"""The stream of one accepted request: makes numbered chunks of an engine's outputs, and one terminal.
+"""The stream of one accepted request: turns an engine's outputs into numbered chunks and one terminal.
 
 The engine's side of the same request is a `Generation` (worker/engine_client). Between the two lies the engine
-contract: the generation makes outputs of tokens, whichever engine computes them, and the stream makes what the client
-sees of outputs."""
+contract: the generation turns tokens into outputs, whichever engine computes them, and the stream turns outputs into
+what the client sees."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ _STEP_SIZE = "what one step brought does not fit one message of this broker: ask
 
 
 class Stream:
-    """Makes the chunks of one request, which the outbox publishes. Only this class counts offsets."""
+    """Makes the chunks of one request; the outbox publishes them. Only this class counts offsets."""
 
     def __init__(
         self,
@@ -36,19 +36,20 @@ class Stream:
     ) -> None:
         given = run.resume_from
         self.run = codec.replace(run, resume_from=given and codec.replace(given, token_ids=b"", logprobs=b""))
-        """The run that began it here, without the tokens that the replay buffer has."""
+        """The run that started it here, without the resumed tokens, which are in the replay buffer."""
         self.guardian: str | None = run.router_id
-        """The router that continues it if this worker is lost or leaves; None while there is none, empty if there can't
-        be any."""
+        """The router that continues it if this worker is lost or leaves; None while it has no guardian, empty if it
+        can't have one."""
         self.offered_at = 0.0
         """When it was last offered to a router."""
         self._prompt_tokens = len(run.token_ids) // 4
-        self._is_streamed = run.params.is_streamed
+        self.is_streamed = run.params.is_streamed
+        """Whether the client wants chunks before the terminal."""
         self.key = run.request_id
         self.stream_no = stream_no
-        """The number by which the event log names it."""
+        """The number by which the event log refers to it."""
         self.gone_subject = gone_subject
-        """The subject on which the broker reports that nobody listened to a chunk."""
+        """The subject on which the broker reports that nobody was subscribed to receive a chunk."""
         self._model = model
         self._worker_id = worker_id
         self._id = subjects.key_to_request_id(run.request_id)
@@ -58,7 +59,7 @@ class Stream:
         self._num_alternatives = 0 if asked is None else min(asked, len(token_bytes))
         self._replay_buffer = ReplayBuffer(0 if asked is None else 1 + self._num_alternatives)
         self.num_resumed = 0
-        """Tokens that were sampled before this run."""
+        """The number of tokens that were sampled before this run."""
         self.created = int(time.time())
         self.accepted_at = now
         self.began_at = now - (run.resume_from.elapsed_ms / 1e3 if run.resume_from else 0.0)
@@ -71,18 +72,24 @@ class Stream:
         self.replayed_at = 0.0
         """When it was last replayed; 0 if never."""
         self.max_tokens: int | None = None
-        """Tokens that it may have, once that is known."""
+        """The most tokens that it may have, once known."""
         self.first_token: internal.FirstToken | None = None
-        """The account of its first token, if that was sampled here."""
+        """The account of its first token, if that token was sampled here."""
         self.first_token_sent = False
         """Whether a token that was sampled here is in a chunk."""
         self.terminal: messages.Chunk | None = None
-        """The last chunk, once it is made: the stream takes no more outputs."""
+        """The last chunk; once it is made, the stream accepts no more outputs."""
         self.cancel_error: errors.Error | None = None
-        """The error that a cancel is reported as if the client did not ask for it, such as an expired deadline."""
+        """The error that the terminal reports in place of `cancelled` if the client did not ask for the cancel, such as
+        an expired deadline."""
 
     def __repr__(self) -> str:
         return f"<Stream {self.key} attempt {self.run.attempt}: {self._replay_buffer.num_tokens} tokens>"
+
+    @property
+    def num_tool_calls(self) -> int:
+        """The number of tool calls that have begun."""
+        return self._replay_buffer.num_calls
 
     @property
     def memory_bytes(self) -> int:
@@ -91,13 +98,13 @@ class Stream:
 
     def head(self, progress: messages.Progress | UnsetType = UNSET) -> messages.Chunk | None:
         """Returns an empty chunk at the current offset, or None if the client is to get only a terminal."""
-        if not self._is_streamed or self.terminal is not None:
+        if not self.is_streamed or self.terminal is not None:
             return None
         empty = self._empty(self._replay_buffer.num_tokens, self._replay_buffer.text_bytes)
         return codec.replace(empty, hash_scheme=self.hash_scheme, progress=progress)
 
     def resume(self, output: contract.Output) -> None:
-        """Takes the tokens that the client has already from another worker, so that they can be published again."""
+        """Takes the tokens that the client already has from another worker, so that they can be replayed."""
         assert output.resumed_texts is not None, output
         self._replay_buffer.append_resumed(
             output.token_ids, output.resumed_texts, output.logprobs, output.resumed_parts
@@ -113,20 +120,20 @@ class Stream:
         if output.finish_reason is not None:
             self.terminal = self._terminal(output)
             return self.terminal
-        # a client that lost text without a token could not ask for it again
+        # a client could not ask again for lost text that comes without a token
         assert output.token_ids or not (output.text or output.reasoning or output.tool_calls), output
         chunk = None
-        if self._is_streamed:
+        if self.is_streamed:
             chunk = self._output_chunk(output)
             if output.token_ids:
                 self.first_token_sent = True
-        # last: a chunk that can't be made must not be replayed either
+        # done last: if a chunk can't be made, its tokens must not be replayed either
         self._append(output)
         return chunk
 
     def snapshot(self, known_tokens: int | None) -> internal.RunningRequest:
-        """Returns the stream as a snapshot lists it, with the tokens behind those that are known; with none if
-        `known_tokens` is None. All of them must have been published."""
+        """Returns the stream as a snapshot lists it, with the tokens behind the first `known_tokens`; with none if that
+        is None. All its tokens must have been published."""
         buffer, end = self._replay_buffer, self._replay_buffer.num_tokens
         start = end if known_tokens is None else max(0, known_tokens)
         return internal.RunningRequest(
@@ -141,7 +148,7 @@ class Stream:
         )
 
     def give_up(self, known_tokens: int, epoch: str) -> internal.TakeReply:
-        """Returns what a router needs to continue the stream elsewhere, with the tokens behind those that it knows."""
+        """Returns what a router that knows the first `known_tokens` needs to have the stream continued elsewhere."""
         running = self.snapshot(known_tokens)
         return internal.TakeReply(
             ok=True,
@@ -175,20 +182,20 @@ class Stream:
         )
 
     def forget_prompt(self) -> None:
-        """Frees the memory that nobody needs any more once the stream has ended."""
+        """Frees memory that is of no use once the stream has ended."""
         self.run = codec.replace(self.run, token_ids=b"")
 
     def pack_logprobs(self, output: contract.Output) -> bytes:
-        """Returns the log probabilities of an output's tokens as they are kept; nothing if none were asked for."""
+        """Returns the log probabilities of an output's tokens in packed form; empty if none were asked for."""
         if self.run.params.logprobs is None:
             return b""
         count = self._num_alternatives
         return packed_logprobs.pack(codec.replace(one, top=one.top[:count]) for one in output.logprobs)
 
     def fail(self) -> messages.Chunk:
-        """Ends it with an error, because of a bug; returns the terminal. It has no text."""
+        """Ends the stream with an error, because of a bug; returns the terminal, which has no text."""
         buffer = self._replay_buffer
-        if self._is_streamed:
+        if self.is_streamed:
             last = self._empty(buffer.num_tokens, buffer.text_bytes)
         else:
             last = codec.replace(self._empty(0, 0), tokens=buffer.num_tokens)
@@ -196,12 +203,12 @@ class Stream:
         return self.terminal
 
     def too_large_terminal(self, chunk: messages.Chunk) -> messages.Chunk:
-        """Returns the terminal to publish in place of a chunk that is larger than the broker takes."""
+        """Returns the terminal to publish in place of a chunk that is larger than the broker allows."""
         problem = _ANSWER_SIZE if chunk.finish_reason else _STEP_SIZE
         return self._error_terminal(chunk, errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, problem))
 
     def _error_terminal(self, chunk: messages.Chunk, error: errors.Error) -> messages.Chunk:
-        """Returns a terminal in place of a chunk."""
+        """Returns an error terminal that takes the place of a chunk."""
         return codec.replace(
             self._empty(chunk.offset, chunk.text_offset),
             tokens=chunk.tokens,
@@ -222,9 +229,9 @@ class Stream:
 
     def replay(self, offset: int, max_bytes: int) -> Iterator[messages.Chunk]:
         """Yields the chunks from token `offset` on, each of at most `max_bytes`, and the terminal if there is one; if
-        there is neither, an empty chunk shows that the stream is alive."""
+        there is neither, an empty chunk, to show that the stream is alive."""
         chunks = 0
-        if self._is_streamed:
+        if self.is_streamed:
             # the terminal's own tokens are in the terminal
             end = None if self.terminal is None else self.terminal.offset
             for segment in self._replay_buffer.segments(offset, max_bytes, end):
@@ -247,7 +254,7 @@ class Stream:
         )
 
     def _output_chunk(self, output: contract.Output) -> messages.Chunk:
-        """Returns a chunk with what an output adds to the replay buffer."""
+        """Returns a chunk with an output that is about to be added to the replay buffer."""
         buffer, token_ids = self._replay_buffer, output.token_ids
         chunk = self._tokens_chunk(
             buffer.num_tokens, len(token_ids), buffer.text_bytes, output.text, token_ids, output.logprobs
@@ -290,7 +297,7 @@ class Stream:
         )
 
     def _terminal(self, output: contract.Output) -> messages.Chunk:
-        if self._is_streamed:
+        if self.is_streamed:
             last = self._output_chunk(output)
         else:
             # nothing was streamed: the terminal carries the whole completion

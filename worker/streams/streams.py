@@ -1,8 +1,9 @@
-"""Every accepted request of a worker: accepts runs, cancels, drops and replays streams, and forgets those that ended.
+"""The streams of one worker: accepts runs, cancels, drops, gives up and replays streams, and forgets those that ended.
 
 A stream is *open* from its accept until its terminal. Afterwards it is *ended*: it stays for a minute, so that its
-client can ask for lost chunks. A router that gave up on this worker *drops* a stream and places the request elsewhere,
-which is allowed only until the first token is sent."""
+client can ask for lost chunks. A router that gave up on this worker *drops* a stream and places the request elsewhere;
+once its first token is sent, that is allowed only if another worker already continues it. When this worker leaves,
+routers *take* the streams that they guard."""
 
 import asyncio
 import itertools
@@ -61,7 +62,7 @@ class Streams:
         return f"<Streams {len(self._streams)} open, {len(self._ended)} ended, {self._liveness!r}>"
 
     def set_engine(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
-        """Sets the engine for new requests, which also continues the open streams."""
+        """Sets the engine for new requests; it also continues the open streams."""
         self._engine, self._config = engine, config
         self._chat = None if config.chat_format is None else ChatRules(config.chat_format, engine.token_bytes)
 
@@ -70,7 +71,8 @@ class Streams:
         self._config = None
 
     def accept(self, run: internal.Run, headers: tracing.Headers = None) -> internal.RunReply:
-        """Starts a stream, or refuses the run and changes nothing. `headers` may name the trace that it belongs to."""
+        """Starts a stream, or refuses the run and changes nothing. `headers` may name the trace that the run belongs
+        to."""
         try:
             self._start(run, headers)
         except errors.RequestError as error:
@@ -82,7 +84,7 @@ class Streams:
         stream = self._streams.get(key)
         if stream is None or self._engine is None:
             now = time.monotonic()
-            # a cancel that comes too late concerns nobody; one that comes too early is remembered
+            # a cancel that comes too late has no effect; one that comes too early is remembered
             if self._ended.get(key, now) is None:
                 self._early_cancels.cancel(key, now)
             return False
@@ -94,7 +96,8 @@ class Streams:
     def drop(self, key: str, attempt: int, *, moved: bool = False) -> bool:
         """Ends an attempt and all earlier ones without a terminal.
 
-        Returns False if it has sent a token or has ended, unless it has `moved`: another worker continues it."""
+        Returns False if the attempt has sent a token or has ended, unless the request has `moved`, which means that
+        another worker continues it."""
         now = time.monotonic()
         stream = self._streams.get(key)
         if stream is None:
@@ -102,7 +105,7 @@ class Streams:
             # the client has its terminal: the router must not place the request again
             if ended is not None and ended.run.attempt == attempt and not moved:
                 return False
-            # whoever continues it replays it too
+            # the worker that continues it also replays it
             if moved and ended is not None and ended.run.attempt <= attempt:
                 self._ended.pop(key)
             self._early_cancels.drop(key, attempt, now)
@@ -114,13 +117,14 @@ class Streams:
             return False
         self._abandon(stream, "moved" if moved else "dropped")
         self._announcer.request_finished(key)
-        self._announcer.publish_events()  # before the reply, or it could be taken for the end of a later attempt
+        self._announcer.publish_events()  # before the reply: later, it could be taken for the end of a later attempt
         return True
 
     def take(self, take: internal.Take) -> internal.TakeReply | None:
-        """Gives up a stream, which the router that asks for it continues elsewhere; asked again, returns the same.
+        """Gives up a stream to the router that asks for it, which continues it elsewhere. If asked again, returns the
+        same reply.
 
-        Returns None, and changes nothing, while something of it waits for the broker."""
+        Returns None, and changes nothing, while anything waits for the broker."""
         now, epoch = time.monotonic(), self._announcer.epoch
         name = f"{take.request_id} {take.attempt} {take.router_id}"
         if (taken := self._taken.get(name, now)) is not None:
@@ -131,7 +135,7 @@ class Streams:
         is_leaving = self._announcer.state is messages.WorkerState.LEAVING
         if stream is None or stream.run.attempt != take.attempt or not is_leaving:
             return internal.TakeReply(ok=False, epoch=epoch)
-        if stream.guardian and stream.guardian != take.router_id:  # both would continue it
+        if stream.guardian and stream.guardian != take.router_id:  # otherwise both would continue it
             return internal.TakeReply(ok=False, epoch=epoch)
         reply = stream.give_up(take.known_tokens, epoch)
         if len(reply.token_ids) + len(reply.logprobs) > self._outbox.room_bytes:
@@ -155,7 +159,7 @@ class Streams:
 
     @property
     def has_taken(self) -> bool:
-        """Whether routers have taken streams."""
+        """Whether routers have taken streams, and may ask for them again."""
         return len(self._taken) > 0
 
     async def wait_none(self) -> None:
@@ -163,17 +167,17 @@ class Streams:
         await self._none_open.wait()
 
     def holds(self, key: str) -> bool:
-        """Returns whether a stream is here, open or ended."""
+        """Returns whether this worker has the stream, open or ended."""
         return key in self._streams or self._ended.get(key, time.monotonic()) is not None
 
     def replay(self, key: str, offset: int) -> bool:
-        """Replays a stream from token `offset` on, unless that was just done; returns False if there is no such
+        """Replays a stream from token `offset` on, unless it has just been replayed; returns False if there is no such
         stream."""
         now = time.monotonic()
         stream = self._streams.get(key) or self._ended.get(key, now)
         if stream is None:
             return False
-        # whoever asks for lost chunks is alive
+        # a client that asks for lost chunks is alive
         self._liveness.forget(key)
         if now - stream.replayed_at >= limits.REPLAY_INTERVAL_S:
             if not stream.replayed_at:
@@ -190,7 +194,8 @@ class Streams:
         self._taken.clear()
 
     def no_responders(self, key: str, *, is_probe: bool) -> None:
-        """Handles a no-responders notice. If it answers a probe, the client is gone and its stream is cancelled."""
+        """Handles a no-responders notice. If the notice is for a probe, the client is gone, and its stream is
+        cancelled."""
         now = time.monotonic()
         if key not in self._streams:
             return
@@ -205,10 +210,11 @@ class Streams:
         self._liveness.reconnected(time.monotonic())
 
     def tick(self) -> None:
-        """Shows that silent streams are alive, logs long waits, probes missing clients, and forgets what is too old."""
+        """Shows that silent streams are alive, logs long waits, probes clients that seem gone, and forgets what is too
+        old."""
         now = time.monotonic()
         for stream in self._streams.values():
-            # early enough that a late tick does not exceed the limit
+            # early enough that even a late tick keeps the limit
             if now - stream.last_chunk_at > limits.STREAM_KEEPALIVE_S - 2 * limits.TICK_S:
                 self._outbox.put_head(stream, now)
             if not stream.first_token_sent and stream.slow.is_due(now - stream.accepted_at):
@@ -222,7 +228,7 @@ class Streams:
 
     def running_requests(self, asked: internal.SnapshotRequest) -> list[internal.RunningRequest] | None:
         """Returns the open streams as a snapshot lists them, with the tokens that were asked for; None while some of
-        their tokens can't be published."""
+        their tokens still wait for the broker."""
         if not self._outbox.flush():
             return None
         return [
@@ -283,7 +289,7 @@ class Streams:
 
     def _abandon(self, stream: Stream, reason: str) -> None:
         """Ends a stream and its engine request without a terminal."""
-        # forgotten first, so that the engine's last output for it is ignored
+        # first, so that the engine's last output for the stream is ignored
         self._forget(stream)
         self._outbox.remove(stream)
         if self._engine is not None:
@@ -307,7 +313,7 @@ class Streams:
 
     def _guard(self, stream: Stream, sink: contract.Sink, output: contract.Output) -> None:
         """The error boundary of a stream: a bug in it ends this stream in `internal`, and no other."""
-        # resumed tokens come before the stream is open, and an engine that is being aborted may have outputs afterwards
+        # resumed tokens come before the stream is open, and an aborted engine request may still have outputs
         if not output.is_resumed and (stream.terminal is not None or self._streams.get(stream.key) is not stream):
             return
         try:
@@ -332,7 +338,7 @@ class Streams:
         self._forget(stream)
         stream.forget_prompt()
         self._ended.put(stream.key, stream, time.monotonic(), stream.memory_bytes)
-        # it may have ended here only: the engine would go on
+        # it may have ended only here, and the engine would go on
         if self._engine is not None:
             self._engine.abort(stream.key)
 

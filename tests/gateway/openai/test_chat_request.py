@@ -56,6 +56,11 @@ def test_a_whole_answer_is_streamed_on_the_wire_too_so_that_a_worker_misses_a_de
     assert wanted.request.stream is None
 
 
+def test_each_constraint_is_passed_on() -> None:
+    for field, value in (("regex", "a+"), ("choice", ["a", "b"]), ("grammar", "start: /a/")):
+        assert getattr(read(**{field: value}).request, field) == value
+
+
 def test_usage_in_a_stream_is_an_option_of_the_stream() -> None:
     assert read(stream=True).include_usage is False
     assert read(stream=True, stream_options={"include_usage": True}).include_usage is True

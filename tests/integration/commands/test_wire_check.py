@@ -17,7 +17,7 @@ from tokenbus.conformance.rules.registry import all_rules
 
 INTERNAL = (
     *("discover", "events", "A request is reported", "snapshot", "A run", "drop of", "tokenize"),
-    *("take of", "about once a second", "does not listen", "answers a check", "hands on"),
+    *("take of", "about once a second", "does not listen", "answers a check", "hands over"),
 )
 """Texts of the rules that need subjects which no client may use."""
 CONTRADICTORY = {"A message larger than max_request_bytes is refused as payload_too_large"}
@@ -42,7 +42,7 @@ def test_our_own_system_breaks_no_rule(url: str) -> None:
     *lines, last = done.stdout.splitlines()
     broken = {line.removeprefix("BROKEN").strip().partition(":")[0] for line in lines if line.startswith("BROKEN")}
     assert not broken, done.stdout
-    assert last == f"{len(lines)} rules hold, 0 broken, 0 skipped"
+    assert last == f"{len(lines) - 1} rules hold, 0 broken, 1 skipped"
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from tokenbus.protocol.prompt import history
-from tokenbus.protocol.prompt.template import ChatTemplate, SpecialTokens
+from tokenbus.protocol.prompt.special_tokens import SpecialTokens
+from tokenbus.protocol.prompt.template import ChatTemplate
 from tokenbus.protocol.wire import errors, limits
 from tokenbus.protocol.wire.messages import ChatMessage
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support import llama_cpp_source
-from tokenbus.protocol.prompt.template import ChatTemplate, SpecialTokens
+from tokenbus.protocol.prompt.special_tokens import SpecialTokens
+from tokenbus.protocol.prompt.template import ChatTemplate
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire.messages import ChatMessage
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.protocol.prompt.template import ChatTemplate, Marks, SpecialTokens
+from tokenbus.protocol.prompt.special_tokens import Marks, SpecialTokens
+from tokenbus.protocol.prompt.template import ChatTemplate
 from tokenbus.protocol.wire import errors, limits
 from tokenbus.protocol.wire.messages import ChatMessage, ContentPart
 

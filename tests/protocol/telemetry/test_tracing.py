@@ -138,4 +138,5 @@ def test_a_terminal_says_how_many_tokens_there_were() -> None:
         "gen_ai.usage.input_tokens": 7,
         "gen_ai.usage.output_tokens": 3,
         "gen_ai.usage.cache_read.input_tokens": 5,
+        "gen_ai.usage.reasoning.output_tokens": None,
     }

@@ -109,3 +109,13 @@ def test_tools_need_a_conversation() -> None:
     with pytest.raises(errors.RequestError) as caught:
         validation.check_request(GenerateRequest(prompt="x", tools=[tool("a")]))
     assert caught.value.error.param == "tools"
+
+
+def test_all_tools_together_have_a_limit_of_properties() -> None:
+    def tools(count: int) -> list[dict[str, Any]]:
+        half = {"properties": {f"p{number}": {} for number in range(limits.MAX_TOOL_PROPERTIES // 2)}}
+        rest = {"properties": {f"q{number}": {} for number in range(count - limits.MAX_TOOL_PROPERTIES // 2)}}
+        return [tool("a", parameters=half), tool("b", parameters={"anyOf": [rest]})]
+
+    check(*tools(limits.MAX_TOOL_PROPERTIES))
+    assert refusal(*tools(limits.MAX_TOOL_PROPERTIES + 1)).param == "tools"

@@ -1,6 +1,7 @@
 """Every field of a request is held to its range, and a refusal names the field."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -523,3 +524,81 @@ def test_a_drop_says_which_attempt_of_which_request_it_means() -> None:
     for wrong in ({}, {"request_id": "t:r"}, {"attempt": 1}, {"request_id": "t:r", "attempt": -1}):
         with pytest.raises(errors.RequestError):
             validation.check_attempt(internal.Control(op="drop", **wrong))  # type: ignore[arg-type]
+
+
+# Constraints
+
+
+def json_schema(**schema: object) -> ResponseFormat:
+    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=schema))
+
+
+def test_at_most_one_constraint_may_be_given() -> None:
+    given: dict[str, object] = {
+        "response_format": ResponseFormat(type="json_object"), "regex": "a", "choice": ["a"], "grammar": "start: /a/",
+    }  # fmt: skip
+    for name in given:
+        validation.check_request(make(**{name: given[name]}))
+        for other in given.keys() - {name}:
+            error = refusal(make(**{name: given[name], other: given[other]}))
+            assert error.code is Code.INVALID_REQUEST
+            assert error.param in (name, other)
+            assert name in error.message
+            assert other in error.message
+    # a format that leaves the text free is none
+    validation.check_request(make(response_format=ResponseFormat(type="text"), regex="a"))
+    validation.check_request(make(grammar="", regex="a", choice=[]))
+
+
+def test_a_constraint_needs_an_end_token() -> None:
+    assert refusal(make(regex="a", ignore_eos=True)).param == "ignore_eos"
+    validation.check_request(make(regex="a", ignore_eos=False))
+    validation.check_request(make(ignore_eos=True, response_format=ResponseFormat(type="text")))
+
+
+def test_a_schema_is_required() -> None:
+    for schema in (None, JsonSchema(name="n")):
+        wanted = ResponseFormat(type="json_schema", json_schema=schema)
+        assert refusal(make(response_format=wanted)).param == "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize(
+    ("most", "schema"),
+    [
+        (limits.MAX_SCHEMA_BYTES - len('{"const":""}'), lambda count: {"const": "x" * count}),
+        (limits.MAX_SCHEMA_PROPERTIES, lambda count: {"properties": {f"p{n}": {} for n in range(count)}}),
+        (
+            limits.MAX_SCHEMA_PROPERTIES,
+            lambda count: {"$defs": {"a": {}}, "anyOf": [{"properties": {f"p{n}": {} for n in range(count - 1)}}]},
+        ),
+        (limits.MAX_SCHEMA_PATTERNS, lambda count: {"patternProperties": {f"p{n}": {} for n in range(count)}}),
+    ],
+    ids=["bytes", "properties", "properties of all objects", "patterns"],
+)
+def test_a_schema_may_be_this_large_and_no_larger(most: int, schema: Callable[[int], dict[str, object]]) -> None:
+    validation.check_request(make(response_format=json_schema(**schema(most))))
+    error = refusal(make(response_format=json_schema(**schema(most + 1))))
+    assert (error.code, error.param) == (Code.INVALID_REQUEST, "response_format.json_schema.schema")
+    assert "at most" in error.message
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "make_value"),
+    [
+        ("regex", limits.MAX_REGEX_BYTES, lambda count: "x" * count),
+        ("grammar", limits.MAX_GRAMMAR_BYTES, lambda count: "x" * count),
+        ("grammar", limits.MAX_GRAMMAR_RULES, lambda count: "r ::= x" * count),
+        ("choice", limits.MAX_CHOICES, lambda count: ["x"] * count),
+        ("choice", limits.MAX_CHOICE_BYTES, lambda count: ["x", "y" * (count - 1)]),
+    ],
+)
+def test_another_constraint_may_be_this_large_and_no_larger(
+    name: str, most: int, make_value: Callable[[int], object]
+) -> None:
+    validation.check_request(make(**{name: make_value(most)}))
+    error = refusal(make(**{name: make_value(most + 1)}))
+    assert (error.code, error.param) == (Code.INVALID_REQUEST, name)
+
+
+def test_a_choice_has_a_text() -> None:
+    assert refusal(make(choice=["a", ""])).param == "choice[1]"

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from tokenbus.worker.chat_format import deltas
 from tokenbus.worker.chat_format.chat_format import ChatFormat
-from tokenbus.worker.chat_format.grammar import calls_grammar
+from tokenbus.worker.chat_format.grammar.answer import calls_grammar, reasoning_grammar
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, with_tokens
 from tokenbus.worker.chat_format.parsing.parser import Parser
 from tokenbus.worker.chat_format.parsing.scans import Rules
@@ -34,7 +34,7 @@ TOOLS: dict[str, dict[str, Any]] = {
     "note": {"type": "object", "properties": {"tags": {"type": "array"}, "of": {"type": "object"}}, "required": ["of"]},
 }
 _MARKER = re.compile(
-    r"<\|[^<>|]{1,32}\|>|<｜[^<>｜]{1,32}｜>|\[[A-Z_]{4,}\]|</?tool_call>|</?think>|<\|\"\|>|<[a-z_]+\|>"
+    r"<\|[^<>|]{1,32}\|>|<｜[^<>｜]{1,32}｜>|\[/?[A-Z_]{4,}\]|</?tool_call>|</?think>|<\|\"\|>|<[a-z_]+\|>"
 )
 FORMATS = {known.name: known.format for known in KNOWN_FORMATS}
 
@@ -68,9 +68,11 @@ def markers_of(form: ChatFormat) -> list[str]:
     return sorted(set(_MARKER.findall(text)))
 
 
-def walk(grammar: str, vocabulary: Vocabulary, rng: random.Random) -> Walk:
-    """Follows a grammar: mostly ASCII, but markers and forced tokens where they are allowed."""
-    matcher = LLMatcher(vocabulary.tokenizer, json.dumps({"grammars": [{"lark_grammar": grammar}]}), limits=LIMITS)
+def walk(grammar: str, vocabulary: Vocabulary, rng: random.Random, body: str = "") -> Walk:
+    """Follows a grammar: mostly ASCII, but markers and forced tokens where they are allowed. `body` is what `@body`
+    stands for."""
+    grammars = [{"name": "top", "lark_grammar": grammar}] + [{"name": "body", "lark_grammar": body}] * bool(body)
+    matcher = LLMatcher(vocabulary.tokenizer, json.dumps({"grammars": grammars}), limits=LIMITS)
     assert not matcher.is_error(), matcher.get_error() + grammar
     found: list[int] = []
     while len(found) < 1_500 and not matcher.is_stopped():
@@ -100,14 +102,18 @@ def _choose(forced: list[int], allowed: list[int], vocabulary: Vocabulary, rng: 
 LIMITS = LLParserLimits(verbose_errors=False)
 
 
-def read(form: ChatFormat, vocabulary: Vocabulary, tokens: list[int]) -> tuple[list[tuple[str, str]], bool]:
-    """Returns the calls of an answer, name and arguments, and whether the last one is still open."""
-    parser = Parser(Rules(form), tools=TOOLS, key="k", generation_prompt="")
+def parsed(parser: Parser, tokens: list[int]) -> list[deltas.Delta]:
+    """Returns all that a parser finds in an answer."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = [decoder.decode(bytes([one])) if one < 256 else "" for one in tokens]
-    found = [
-        one for token_id, text in zip(tokens, texts, strict=True) for one in parser.feed(token_id, text)
-    ] + parser.finish(cut_off=False)
+    found = [one for token_id, text in zip(tokens, texts, strict=True) for one in parser.feed(token_id, text)]
+    return found + parser.finish(cut_off=False)
+
+
+def read(form: ChatFormat, tokens: list[int]) -> tuple[list[tuple[str, str]], bool]:
+    """Returns the calls of an answer, name and arguments, and whether the last one is still open."""
+    parser = Parser(Rules(form), tools=TOOLS, key="k", generation_prompt="")
+    found = parsed(parser, tokens)
     names = [one.name for one in found if isinstance(one, deltas.CallBegin)]
     arguments = [""] * len(names)
     for one in found:
@@ -126,7 +132,7 @@ def test_every_answer_that_a_grammar_allows_is_read_as_calls_of_the_tools(name: 
     num_calls = 0
     for _ in range(12):
         answer = walk(grammar, vocabulary, rng)
-        calls, is_open = read(form, vocabulary, answer.tokens)
+        calls, is_open = read(form, answer.tokens)
         if not answer.is_complete:
             continue
         assert not is_open
@@ -135,3 +141,22 @@ def test_every_answer_that_a_grammar_allows_is_read_as_calls_of_the_tools(name: 
             jsonschema.validate(json.loads(arguments), TOOLS[called])
         num_calls += len(calls)
     assert num_calls or not is_required
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.reasoning])
+@pytest.mark.parametrize("in_reasoning", [True, False], ids=["open", "not open"])
+def test_behind_reasoning_comes_what_the_constraint_allows_and_nothing_else(name: str, in_reasoning: bool) -> None:
+    vocabulary = Vocabulary(markers_of(FORMATS[name]))
+    form = with_tokens(FORMATS[name], vocabulary.ids)
+    prompt = form.reasoning.open if form.reasoning and in_reasoning else ""
+    grammar = reasoning_grammar(form, in_reasoning=in_reasoning)
+    rng = random.Random(name)
+    num_complete = 0
+    for _ in range(12):
+        answer = walk(grammar, vocabulary, rng, body="start: /[xyz]{3}/")
+        parser = Parser(Rules(form), tools=None, key="k", generation_prompt=prompt)
+        content = "".join(one.text for one in parsed(parser, answer.tokens) if isinstance(one, deltas.Content))
+        if answer.is_complete:
+            assert re.fullmatch("[xyz]{3}", content), content
+        num_complete += answer.is_complete
+    assert num_complete

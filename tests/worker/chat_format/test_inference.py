@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from tokenbus.protocol.prompt.rendering import PromptPieces
-from tokenbus.protocol.prompt.template import ChatTemplate, SpecialTokens
+from tokenbus.protocol.prompt.special_tokens import SpecialTokens
+from tokenbus.protocol.prompt.template import ChatTemplate
 from tokenbus.protocol.wire.messages import ChatMessage
 from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Reasoning, Values
 from tokenbus.worker.chat_format.inference.infer import infer_format
@@ -214,6 +215,7 @@ def test_a_template_that_shows_nothing_has_no_format() -> None:
         "",
         "{{ messages }}{{ tools }}",
         "{% for m in messages %}{{ m.content }}{% endfor %}" + "<|call|>" * 5_000,
+        template(JSON).replace("<call>", "<|call|>" * 5_000),
         "{{ '{' * 100000 }}{{ messages | tojson }}",
         "{{ '[{' * 5000 }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
         "{{ c.function.name }}{{ '{\"a\":' * 5000 }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}",

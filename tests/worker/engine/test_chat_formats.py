@@ -4,8 +4,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.wire import internal
+from tokenbus.protocol.wire.messages import ChatMessage
 from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Reasoning
 from tokenbus.worker.engine.models import chat_formats, features
+from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}"
@@ -46,5 +49,14 @@ def test_features_follow_from_the_format() -> None:
     assert features.of_format(ChatFormat(calls=CALLS)) == ("tools",)
     assert features.of_format(ChatFormat(reasoning=thinking)) == ("reasoning",)
     assert features.of_format(ChatFormat(calls=CALLS, reasoning=thinking)) == ("tools", "reasoning")
-    assert features.with_sampler(chat=True, chat_format=ChatFormat(calls=CALLS))[-1] == "tools"
-    assert "chat" not in features.with_sampler(chat=False, chat_format=None)
+    assert features.with_sampler(chat=True, ends=True, chat_format=ChatFormat(calls=CALLS))[-1] == "tools"
+    assert "chat" not in features.with_sampler(chat=False, ends=True, chat_format=None)
+
+
+def test_a_worker_renders_tools_too() -> None:
+    source = "{% for tool in tools or [] %}{{ tool.function.name }}<|end|>{% endfor %}"
+    tokenizer = ModelTokenizer(rules(source), lambda text: [len(text)])
+    ask = internal.Tokenize(
+        messages=[ChatMessage(role="user", content="hi")], tools=[{"type": "function", "function": {"name": "abc"}}]
+    )
+    assert tokenizer.tokenize(ask) == [3, 7]

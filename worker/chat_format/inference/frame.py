@@ -15,14 +15,14 @@ _PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """What stands around an answer."""
+    """The text that a template writes around an answer."""
 
     form: ChatFormat
     """A format without calls."""
     opening: str
-    """What stands between the user's words and an answer."""
+    """Stands between the user's words and an answer."""
     ending: str
-    """What stands behind an answer."""
+    """Stands behind an answer."""
 
 
 def find_frame(probe: Probe, source: str, known: Reasoning | None) -> Frame | None:

@@ -38,6 +38,8 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "description": "a function", "parameters": PARAMETERS}}
     for name in FUNCTIONS
 ]
+_MAX_TURN = 16_384
+"""Characters. Answers to the probes have a few hundred, and instructions that templates write behind them some more."""
 _TAG = r"</?[A-Za-z_|｜][^<>\s=\"']{0,60}>|<[|｜][^<>\n]{1,60}[|｜]>|\[/?[A-Z_]+\]"
 """Texts that stand for one thing, also where they are no special tokens."""
 
@@ -57,7 +59,7 @@ class Probe:
         tools: list[dict[str, Any]] | None = TOOLS,
         **variables: Any,
     ) -> str | None:
-        """Returns what a template writes behind the user's words, or None if it refuses."""
+        """Returns what a template writes behind the user's words, or None if it refuses or writes very much."""
         conversation = [ChatMessage(role="user", content=QUESTION), *answer]
         try:
             pieces = self._render(conversation, tools, variables)
@@ -65,7 +67,8 @@ class Probe:
             return None
         self.seen |= {self._texts[piece]: piece for piece in pieces if isinstance(piece, int) and piece in self._texts}
         text = "".join(piece if isinstance(piece, str) else self._texts.get(piece, "") for piece in pieces)
-        return text.rpartition(QUESTION)[2] if QUESTION in text else None
+        turn = text.rpartition(QUESTION)[2]
+        return turn if QUESTION in text and len(turn) <= _MAX_TURN else None
 
     def answer(
         self, *calls: dict[str, Any], content: str | None = None, reasoning: str | None = None, **variables: Any

@@ -49,6 +49,11 @@ class ReadBack:
     def forget(self) -> None:
         self._parts = None
 
+    def restart(self) -> None:
+        """Forgets what was read up to here, and goes on."""
+        if self._parts is not None:
+            self.begin(self._cursor.at)
+
     def keep(self) -> None:
         """Keeps what has been read, before the cursor forgets it."""
         if self._parts is not None:

@@ -22,7 +22,7 @@ from tokenbus.worker.chat_format.parsing.calls.json_call import JsonCall
 from tokenbus.worker.chat_format.parsing.calls.tagged_call import TaggedCall
 from tokenbus.worker.chat_format.parsing.cursor import Cursor, Malformed, ReadBack
 from tokenbus.worker.chat_format.parsing.headers import read_header
-from tokenbus.worker.chat_format.parsing.markers import Match, skip_whitespace, without_surrogates
+from tokenbus.worker.chat_format.parsing.markers import Match, first_of, skip_whitespace, without_surrogates
 from tokenbus.worker.chat_format.parsing.output import Output
 from tokenbus.worker.chat_format.parsing.scans import Rules, Scan, To
 from tokenbus.worker.chat_format.parsing.text_reader import Found, TextReader
@@ -112,7 +112,9 @@ class Parser:
         self._text.in_prompt = False
         if not cursor.text[cursor.at :].strip():
             cursor.at = len(cursor.text)
+        cursor.append("")
         self._output.forget()
+        self._back.restart()
         self._text.is_first, self._text.after_marker = True, False
 
     def _read(self) -> list[deltas.Delta]:
@@ -159,11 +161,9 @@ class Parser:
     def _leave(self, found: Found) -> bool:
         match found.to:
             case To.REASONING:
-                scan = self._rules.reasoning[self._calls is not None]
-                self._begin_text(scan, skip=self._rules.reasoning_edges[0])
+                self._begin_text(self._rules.reasoning[self._calls is not None], skip=found.skip)
             case To.CONTENT:
-                is_reasoning = self._text.scan.kind is deltas.Reasoning
-                self._begin_text(self._content(), skip=self._rules.reasoning_edges[1] if is_reasoning else "")
+                self._begin_text(self._content(), skip=found.skip)
             case To.ANNOUNCED:
                 self._begin_text(self._content())
             case To.SECTION:
@@ -247,8 +247,6 @@ class Parser:
         elif at < len(cursor.text) and rules.may_begin(cursor.text[at]):
             begin = at
         if isinstance(begin, int):
-            if self._noise:
-                self._back.begin(at)
             cursor.at = begin
             self._begin_call()
             return True
@@ -291,29 +289,23 @@ class Parser:
         if at == len(cursor.text):
             return False
         start, channel = rules.start.match(cursor.text, at), rules.channel.match(cursor.text, at)
-        self._back.begin(at)
-        if isinstance(start, int):
-            cursor.at = start
+        end = first_of(rules.message_ends, cursor.text, at)
+        if isinstance(start, int) or isinstance(channel, int):
+            self._back.begin(at)
+            cursor.at = start if isinstance(start, int) else at
             self._state = self._header
             return True
-        if isinstance(channel, int):
-            self._state = self._header
+        if isinstance(end, int):
+            cursor.at = end
             return True
-        if Match.MORE in (start, channel) and not cursor.ended:
-            self._back.forget()
+        if Match.MORE in (start, channel, end) and not cursor.ended:
             return False
-        for one in rules.message_ends:
-            if isinstance(end := one.match(cursor.text, at), int):
-                cursor.at = end
-                self._back.forget()
-                return True
-        self._back.forget()
         self._begin_text(rules.messages[deltas.Content], is_first=False)
         return True
 
     def _header(self) -> bool:
         cursor, rules = self._cursor, self._rules
-        place = cursor.text.find(rules.body.first, cursor.at, cursor.at + MAX_HELD)
+        place = cursor.text.find(rules.body.pieces[0], cursor.at, cursor.at + MAX_HELD)
         end = rules.body.match(cursor.text, place) if place >= 0 else Match.MORE
         if isinstance(end, int):
             header = cursor.text[cursor.at : place]

@@ -60,8 +60,6 @@ class Rules:
         self.form = form
         self.alphabet = Alphabet(form.tokens)
         self.calls = call_rules(form, self.alphabet)
-        self.reasoning_edges = ("", "")
-        """The whitespace that belongs to the markers before reasoning and behind it."""
         openings = _openings(self.calls) if self.calls and form.channels is None else []
         content, reasoning, calls_in_reasoning = self._texts(form, openings)
         self.content = {True: Scan(deltas.Content, content + openings), False: Scan(deltas.Content, content)}
@@ -92,7 +90,6 @@ class Rules:
         if form.reasoning is None:
             return content, always, []
         opens, ends = self._marker(form.reasoning.open), self._marker(form.reasoning.close)
-        self.reasoning_edges = (opens.after, ends.after)
         content.append(Exit(opens, To.REASONING, only_first=bool(opens) and not is_token(opens.first)))
         calls = [one for one in openings if not one.only_first] if form.reasoning.ended_by_call else []
         return content, [*always, Exit(ends, To.CONTENT)], calls

@@ -17,6 +17,8 @@ class Found(NamedTuple):
     at: int
     text_end: int
     """Where the text before it ends, without whitespace that belongs to the marker."""
+    skip: str
+    """Whitespace behind the marker that belongs to it."""
 
 
 class TextReader:
@@ -62,7 +64,7 @@ class TextReader:
     def _exit(self, one: Exit, at: int, end: int) -> Found:
         text_end, self._cursor.at = self._cursor.at, end
         self.after_marker = True
-        return Found(one.to, at, text_end)
+        return Found(one.to, at, text_end, one.marker.after)
 
     def _skip_edge(self) -> bool:
         """Skips the whitespace after a marker. Returns false if there may be more of it."""

@@ -43,7 +43,7 @@ class ConstraintCompiler:
         self.end_token_ids = end_token_ids
         self._encode = encode
         self._limits = _limits()
-        self._cached: OrderedDict[tuple[str, str, str, str | int | None], Matcher] = OrderedDict()
+        self._cached: OrderedDict[tuple[str, str, str], Matcher] = OrderedDict()
         self._cached_bytes = 0
 
     def __repr__(self) -> str:
@@ -51,7 +51,7 @@ class ConstraintCompiler:
 
     def compile(self, constraint: contract.Constraint) -> Matcher:
         """Returns a matcher at the beginning of an output. Raises ConstraintError."""
-        key = (constraint.kind, constraint.source, constraint.preamble, constraint.begins_after)
+        key = (constraint.kind, constraint.source, constraint.preamble)
         found = self._cached.get(key)
         if found is None:
             found = self._cached[key] = self._compile(constraint)
@@ -78,5 +78,5 @@ class ConstraintCompiler:
         return make_tokenizer(self._token_bytes, self.end_token_ids, self._encode)
 
 
-def _size(key: tuple[str, str, str, str | int | None]) -> int:
+def _size(key: tuple[str, str, str]) -> int:
     return _BASE_BYTES + _BYTES_PER_SOURCE_BYTE * len(key[1])

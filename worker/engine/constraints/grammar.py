@@ -1,7 +1,6 @@
 """Turns a constraint into a grammar of llguidance; pure.
 
-A constraint that begins after a marker becomes two grammars, one inside the other: free text until the marker, some
-white space, and the constraint itself."""
+A constraint with a preamble becomes two grammars, one inside the other."""
 
 import json
 from typing import Any
@@ -27,16 +26,9 @@ class ConstraintError(Exception):
 def to_grammar(constraint: contract.Constraint) -> str:
     """Raises ConstraintError for GBNF that can't be converted; llguidance finds all other errors."""
     body = _body(constraint)
-    if constraint.preamble:
-        return json.dumps({"grammars": [{"name": "top", "lark_grammar": constraint.preamble}, {"name": "body"} | body]})
-    match constraint.begins_after:
-        case None:
-            grammars = [body]
-        case int(token_id):
-            grammars = [_after(f"TEXT <[{token_id}]>"), {"name": "body"} | body]
-        case str(text):
-            grammars = [_after(f"marker\nmarker[lazy]: TEXT {_literal(text)}"), {"name": "body"} | body]
-    return json.dumps({"grammars": grammars})
+    if not constraint.preamble:
+        return json.dumps({"grammars": [body]})
+    return json.dumps({"grammars": [{"name": "top", "lark_grammar": constraint.preamble}, {"name": "body"} | body]})
 
 
 def _body(constraint: contract.Constraint) -> dict[str, Any]:
@@ -68,11 +60,6 @@ def _from_gbnf(source: str) -> str:
         return "%llguidance {}\n" + "\n".join(map(str, rules.values()))
     except Exception as error:  # the converter raises whatever it stumbles over
         raise ConstraintError(str(error)) from error
-
-
-def _after(marker: str) -> dict[str, Any]:
-    rule, _, more = marker.partition("\n")
-    return {"name": "top", "lark_grammar": f"start: {rule} /[ \\t\\r\\n]{{0,4}}/ @body\n{more}\nTEXT: /(.|\\n)*/"}
 
 
 def _literal(text: str) -> str:

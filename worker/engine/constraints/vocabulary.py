@@ -12,13 +12,14 @@ class _Vocabulary:
     def __init__(
         self, token_bytes: Listing[bytes], end_token_ids: Collection[int], encode: Callable[[str], list[int]]
     ) -> None:
-        self._token_bytes = token_bytes
         self._encode = encode
         self.eos_token_id = min(end_token_ids)
         self.bos_token_id = None
+        # Some end tokens have a text, which as a part of an output would end it.
+        self.special_token_ids = [n for n, text in enumerate(token_bytes) if not text or n in end_token_ids]
+        special = frozenset(self.special_token_ids)
         # A byte that no text contains marks what only a grammar that names a token by its id can match.
-        self.tokens = [text or b"\xff<%d>" % token_id for token_id, text in enumerate(token_bytes)]
-        self.special_token_ids = [token_id for token_id, text in enumerate(token_bytes) if not text]
+        self.tokens = [b"\xff<%d>" % n if n in special else text for n, text in enumerate(token_bytes)]
         self._ids: dict[bytes, int] = {}
 
     def __call__(self, text: bytes) -> list[int]:
@@ -36,12 +37,13 @@ class _Vocabulary:
         found, count = b"", 0
         while len(found) < len(text) and count < len(ids):
             count += 1
-            found = self._token_bytes[ids[-count]] + found
+            found = self.tokens[ids[-count]] + found
         return count if found == text else None
 
     def _longest_first(self, text: bytes) -> list[int]:
         if not self._ids:
-            self._ids = {one: token_id for token_id, one in enumerate(self._token_bytes) if one}
+            special = frozenset(self.special_token_ids)
+            self._ids = {one: token_id for token_id, one in enumerate(self.tokens) if token_id not in special}
         longest = max(map(len, self._ids))
         ids: list[int] = []
         while text:

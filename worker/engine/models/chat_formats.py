@@ -13,7 +13,7 @@ from tokenbus.worker.chat_format.inference.infer import infer_format
 from tokenbus.worker.chat_format.known_formats import known_format
 from tokenbus.worker.engine.models import features
 
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 10.0
 """Time that all renderings together may take; templates of real models need a tenth of a second."""
 _QUESTION = ChatMessage(role="user", content="What is the weather in Oslo?")
 _CALL: dict[str, Any] = {"function": {"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}}

@@ -80,3 +80,15 @@ def test_a_tokenizer_that_changes_a_text_is_not_followed() -> None:
     made = ConstraintCompiler(TOKENS, {0, 1}, lambda text: encode(text.upper()))
     matcher = made.compile(constraint("regex", "abcx!"))
     assert matcher.accept_forced(9) == [*encode("abcx!"), 0]
+
+
+def test_an_end_token_that_has_a_text_is_no_part_of_an_output() -> None:
+    """As some models have one that is matched in every text."""
+    tokens = [b"<end>", *TOKENS[1:]]
+
+    def with_end(text: str) -> list[int]:
+        return [0] if text == "<end>" else encode(text)
+
+    made = ConstraintCompiler(tokens, {0}, with_end)
+    assert made.compile(constraint("regex", "<end>")).accept_forced(9) == [*encode("<end>"), 0]
+    assert not made.compile(constraint("regex", "(<end>|x)y")).allowed()[0]

@@ -13,12 +13,13 @@ import pytest
 from tests.support.hostile_constraints import ALL
 from tokenbus.protocol.wire import codec, internal, validation
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ResponseFormat
-from tokenbus.worker.streams.engine_request import to_constraint
+from tokenbus.worker.streams.answer_rules import to_constraint
 
 MAX_COMPILE_S = 2.0
+"""CPU time, too."""
 MAX_BYTES = 256 << 20
 MAX_CALL_S = 0.5
-"""A mask or a token, while others wait for the step."""
+"""CPU time of a mask or a token, while others wait for the step."""
 
 
 class Seen(NamedTuple):

@@ -45,7 +45,7 @@ COMMANDS: list[ipc.Command] = [
         contract.Sampling(max_tokens=9),
         num_sampled=1,
         constraint=contract.Constraint(
-            kind=contract.ConstraintKind.LARK, source='start: "é\0"', param="grammar", begins_after=7
+            kind=contract.ConstraintKind.LARK, source='start: "é\0"', param="grammar", preamble="start: @body"
         ),
         tenant="acme",
     ),
@@ -53,9 +53,7 @@ COMMANDS: list[ipc.Command] = [
         10,
         b"\x01\0\0\0",
         contract.Sampling(max_tokens=9),
-        constraint=contract.Constraint(
-            kind=contract.ConstraintKind.REGEX, source="a+", param="regex", begins_after="</think>"
-        ),
+        constraint=contract.Constraint(kind=contract.ConstraintKind.REGEX, source="a+", param="regex", preamble=""),
     ),
     ipc.Abort(2**40),
     ipc.ClearCache(),

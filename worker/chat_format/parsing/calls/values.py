@@ -10,7 +10,7 @@ import msgspec
 
 from tokenbus.worker.chat_format.chat_format import Values
 from tokenbus.worker.chat_format.parsing.cursor import Cursor, Malformed
-from tokenbus.worker.chat_format.parsing.markers import Alphabet, is_token
+from tokenbus.worker.chat_format.parsing.markers import Alphabet, is_token, without_surrogates
 
 MAX_DEPTH = 200
 MAX_SCALAR = 1024
@@ -18,6 +18,8 @@ MAX_SCALAR = 1024
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _SCALAR = re.compile(r"[^\s,:\[\]{}()\"']*")
 _JSON_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_PYTHON_CODE = re.compile(r"\\x[0-9a-fA-F]{2}|\\U000[0-9a-fA-F]{5}|\\U0010[0-9a-fA-F]{4}")
+_PYTHON_LENGTHS = {"x": 4, "U": 10}
 _PYTHON_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": "", "\\": "\\"}
 LITERALS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 
@@ -100,10 +102,10 @@ class ValueReader:
             raise Malformed
         if found.end() == len(cursor.text) and not cursor.ended:
             return False
-        scalar = LITERALS.get(found[0], found[0])
-        if scalar is found[0] and not NUMBER.fullmatch(scalar):
+        literal = LITERALS.get(found[0])
+        if literal is None and not NUMBER.fullmatch(found[0]):
             raise Malformed
-        out.append(scalar)
+        out.append(literal or found[0])
         cursor.at = found.end()
         self._after_value()
         return True
@@ -206,7 +208,7 @@ class ValueReader:
         """Copies an escape; a backslash that escapes nothing stands for itself."""
         text, at = cursor.text, cursor.at
         kind = text[at + 1 : at + 2]
-        length = {"u": 6, "x": 4 if self._python else 2}.get(kind, 2)
+        length = 6 if kind == "u" else _PYTHON_LENGTHS.get(kind, 2) if self._python else 2
         if len(text) - at < length and not cursor.ended:
             return False
         piece = text[at : at + length]
@@ -214,8 +216,8 @@ class ValueReader:
             out.append(piece)
         elif self._python and kind and kind in "'\"\\ntrbf0\n":
             out.append(escape(_PYTHON_ESCAPES.get(kind, kind)))
-        elif self._python and re.fullmatch(r"\\x[0-9a-fA-F]{2}", piece):
-            out.append(escape(chr(int(piece[2:], 16))))
+        elif self._python and _PYTHON_CODE.fullmatch(piece):
+            out.append(escape(without_surrogates(chr(int(piece[2:], 16)))))
         else:
             length = 1
             out.append("\\\\")

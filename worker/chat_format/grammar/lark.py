@@ -1,0 +1,86 @@
+"""Writes rules in llguidance's Lark: markers, free text that a marker closes, and JSON; pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+"""The way in which templates write JSON. Whitespace that a model is free to write can go on for ever."""
+
+
+class GrammarError(ValueError):
+    """Calls of this format can't be constrained."""
+
+
+class LarkWriter:
+    """Collects the rules of one grammar. `tokens` are the ids of markers that are tokens of their own."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        self._tokens = tokens
+        self._rules: dict[str, str] = {}
+        self._until: dict[str, str] = {}
+        special = sorted(tokens, key=len, reverse=True)
+        self._special = re.compile("(" + "|".join(map(re.escape, special)) + ")") if special else None
+
+    def __repr__(self) -> str:
+        return f"<LarkWriter {len(self._rules)} rules>"
+
+    def __contains__(self, rule: str) -> bool:
+        return rule in self._rules
+
+    def add(self, name: str, body: str) -> str:
+        """Adds a rule and returns its name."""
+        self._rules[name] = body
+        return name
+
+    def write(self, start: str) -> str:
+        """Returns the grammar with a start rule and all rules that were added."""
+        rules = [f"{name}: {body}" for name, body in self._rules.items()]
+        return "\n".join(["%llguidance {}", f"start: {start}", *rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \t\n]{0,4}/"])
+
+    def marker(self, text: str) -> str:
+        """Returns what matches a marker: its tokens by their ids, and the texts between them."""
+        return " ".join(
+            f"<[{self._tokens[one]}]>" if one in self._tokens else literal(one) for one in self._split(text)
+        )
+
+    def text_until(self, marker: str) -> str:
+        """Returns what matches any text up to the next marker, and the marker. Raises GrammarError for an empty one."""
+        first, *rest = self._split(marker.lstrip()) or [""]
+        if not first:
+            raise GrammarError("text that nothing closes can't be told from what follows")
+        if first in self._tokens:
+            return f"TEXT {self.marker(marker.lstrip())}"
+        # a lazy rule ends with the first text that matches
+        if first not in self._until:
+            self._until[first] = name = f"until_{len(self._until)}"
+            self.add(f"{name}[lazy]", f"TEXT {literal(first)}")
+        return f"{self._until[first]} {self.marker(''.join(rest))}".strip()
+
+    def _split(self, text: str) -> list[str]:
+        return [one for one in (self._special.split(text) if self._special else [text]) if one]
+
+
+def literal(text: str) -> str:
+    """Returns what matches a text."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def one_of(texts: list[str]) -> str:
+    """Returns what matches one of several texts."""
+    return f"({' | '.join(map(literal, texts))})"
+
+
+def json_of(schema: Mapping[str, Any]) -> str:
+    """Returns what matches the JSON of a value."""
+    whole = {"x-guidance": _JSON_STYLE} | (dict(schema) or {"type": "object"})
+    return f"%json {json.dumps(whole, ensure_ascii=False)}"
+
+
+def joined(first: str, second: str) -> str:
+    """Joins two markers. Whitespace at the edges where they meet is the same."""
+    edge = first[len(first.rstrip()) :] if second[:1].isspace() else ""
+    return first.removesuffix(edge) + second if edge else first + second

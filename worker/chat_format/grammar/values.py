@@ -1,0 +1,101 @@
+"""Writes the grammar of what is no JSON: arguments in any order, Python's literals, objects with bare keys; pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenbus.worker.chat_format.chat_format import Calls, Values
+from tokenbus.worker.chat_format.grammar.lark import LarkWriter, literal
+from tokenbus.worker.chat_format.parsing.calls.schema import types_of
+
+_MAX_COUNTED = 6
+_PYTHON = {"boolean": ("True", "False"), "null": ("None",)}
+_JSON = {"boolean": ("true", "false"), "null": ("null",)}
+
+
+def any_order(
+    lark: LarkWriter, rule: str, members: Mapping[str, str], other: str, schema: Mapping[str, Any], separator: str
+) -> str:
+    """Returns what matches members, by key, in any order, all required ones among them, and each of these once. The
+    others, and `other`, may come often.
+
+    There is a rule for each set of required members that are still to come, up to 64 sets; members beyond are not
+    counted."""
+    required = schema.get("required")
+    required = required if isinstance(required, Sequence) else ()
+    counted = [key for key in members if key in required][:_MAX_COUNTED]
+    free = [name for key, name in members.items() if key not in counted] + [other] * bool(other)
+    between = f"{literal(separator)} " if separator else ""
+
+    def rest(left: tuple[str, ...]) -> str:
+        return f"{rule}_args_{sum(1 << counted.index(key) for key in left)}"
+
+    def choices(left: tuple[str, ...], before: str) -> str:
+        found = [f"{before}{members[key]} {rest(tuple(one for one in left if one != key))}" for key in left]
+        found += [f"{before}{name} {rest(left)}" for name in free]
+        if not left:
+            found.append('""')
+        return " | ".join(found)
+
+    for size in range(len(counted) + 1):
+        for left in itertools.combinations(counted, size):
+            lark.add(rest(left), choices(left, between))
+    return lark.add(f"{rule}_args", choices(tuple(counted), ""))
+
+
+def bare_object(lark: LarkWriter, calls: Calls, rule: str, schema: Mapping[str, Any]) -> str:
+    """Returns what matches the object of a call's arguments, whose keys have no quotes."""
+    names = {
+        key: lark.add(f"{rule}_{number}", f'{literal(key)} ":" {value_of(lark, calls, value)}')
+        for number, (key, value) in enumerate(properties(schema).items())
+    }
+    other = ""
+    if schema.get("additionalProperties"):
+        other = lark.add(f"{rule}_other", f'/[A-Za-z_][A-Za-z0-9_]*/ ":" {value_of(lark, calls, {})}')
+    return f'"{{" {any_order(lark, rule, names, other, schema, ",")} "}}"'
+
+
+def value_of(lark: LarkWriter, calls: Calls, schema: object) -> str:
+    """Returns what matches a value of a type that the schema allows. It does not look at what is inside of lists and
+    objects."""
+    _add_values(lark, calls)
+    types, texts = types_of(schema), texts_of(schema)
+    if texts:
+        quote = '"' if calls.values is Values.PYTHON else calls.quote
+        return f"({' | '.join(lark.marker(quote + text + quote) for text in texts)})"
+    return f"({' | '.join(f'v_{one}' for one in sorted(types))})" if types else "v_any"
+
+
+def properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the schemas of an object's members."""
+    found = schema.get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
+def texts_of(schema: object) -> list[str]:
+    """Returns the texts that a value may be, if the schema lists them."""
+    found = schema.get("enum") if isinstance(schema, Mapping) else None
+    return list(found) if isinstance(found, Sequence) and all(isinstance(one, str) and one for one in found) else []
+
+
+def _add_values(lark: LarkWriter, calls: Calls) -> None:
+    if "v_any" in lark:
+        return
+    is_python = calls.values is Values.PYTHON
+    comma, colon = ('", "', '": "') if is_python else ('","', '":"')
+    lark.add("v_integer", "/-?(0|[1-9][0-9]*)/")
+    lark.add("v_number", r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/")
+    for name, words in (_PYTHON if is_python else _JSON).items():
+        lark.add(f"v_{name}", " | ".join(map(literal, words)))
+    if is_python:
+        lark.add("v_string", r"""/"([^"\\\n]|\\.)*"/ | /'([^'\\\n]|\\.)*'/""")
+        key = "v_string"
+    else:
+        lark.add("v_string", f"{lark.marker(calls.quote)} {lark.text_until(calls.quote)}")
+        key = "/[A-Za-z_][A-Za-z0-9_]*/"
+    lark.add("v_array", f'"[" (v_any ({comma} v_any)*)? "]"')
+    lark.add("v_member", f"{key} {colon} v_any")
+    lark.add("v_object", f'"{{" (v_member ({comma} v_member)*)? "}}"')
+    lark.add("v_any", "v_string | v_number | v_boolean | v_null | v_array | v_object")
