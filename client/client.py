@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 from nats.aio.msg import Msg
 
+from tokenbus.client.choices import Choices
 from tokenbus.client.inbox import Inbox
 from tokenbus.client.stream import Stream
 from tokenbus.protocol.bus import bus
@@ -126,6 +127,15 @@ class Client:
         stream = Stream(request, self._encoding, self._inbox, time.monotonic(), span, subject, resume=resume)
         stream.submit()
         return stream
+
+    def generate_choices(
+        self, model: str, request: messages.GenerateRequest, n: int, *, headers: tracing.Headers = None
+    ) -> Choices:
+        """Asks for `n` answers to one request, and returns their streams at once. Raises ValueError for a name that no
+        model can have."""
+        if request.id is None:
+            request = codec.replace(request, id=secrets.token_urlsafe(16))
+        return Choices(request, n, lambda one: self.generate(model, one, headers=headers))
 
     async def models(self, timeout_s: float = 5.0) -> messages.ModelsReply:
         """Returns what is being served. Raises RequestError(no_worker) if no router answers."""

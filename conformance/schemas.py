@@ -72,6 +72,8 @@ ERROR: Schema = {
     "param": optional(NAME),
     "retryable": FLAG,
     "retry_after_ms": optional(DURATION),
+    "prompt_tokens": optional(COUNT),
+    "context_length": optional(COUNT),
 }
 _ALTERNATIVE: Schema = {"id": COUNT, "text": TEXT, "bytes": list_of(COUNT), "logprob": NUMBER}
 LOGPROB: Schema = {**_ALTERNATIVE, "top": list_of(map_of(_ALTERNATIVE))}

@@ -69,5 +69,9 @@ class Catalog:
 def _model(served: messages.ServedModel) -> schemas.Model:
     born_ms = [subjects.epoch_sort_key(card.epoch)[0] for card in served.workers or []]
     return schemas.Model(
-        id=served.model, created=min(born_ms, default=0) // 1_000, context_length=served.context_length
+        id=served.model,
+        created=min(born_ms, default=0) // 1_000,
+        root=served.model,
+        context_length=served.context_length,
+        max_model_len=served.context_length,
     )

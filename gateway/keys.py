@@ -2,12 +2,13 @@
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from tokenbus.protocol.wire import subjects
 
 VARIABLE = "TOKENBUS_API_KEYS"
 _SCHEME = "bearer "
+_KEY_HEADERS = ("x-api-key", "api-key")
 
 
 class ApiKeys:
@@ -31,19 +32,30 @@ class ApiKeys:
         """All tenants for which requests may be made."""
         return {tenant for _, tenant in self._digests} or {self._anonymous_tenant}
 
-    def tenant_of(self, authorization: str) -> str | None:
-        """Returns the tenant of an `Authorization` header, decoded as Latin-1, or None if its key is unknown.
+    def tenant_of(self, headers: Mapping[str, str]) -> str | None:
+        """Returns the tenant of a request with these headers, decoded as Latin-1, or None if its key is unknown.
+
+        The key is in `Authorization` (with `Bearer`), `x-api-key` or `api-key`, whichever comes first in this order.
 
         Takes constant time, so that a key can't be guessed byte by byte."""
         if not self._digests:
             return self._anonymous_tenant
-        if not authorization.lower().startswith(_SCHEME):
+        key = _key_in(headers)
+        if key is None:
             return None
-        asked, found = _digest(authorization[len(_SCHEME) :].strip().encode("latin-1")), None
+        asked, found = _digest(key.encode("latin-1")), None
         for digest, tenant in self._digests:  # no early exit, which would reveal the position of a key
             if hmac.compare_digest(digest, asked):
                 found = tenant
         return found
+
+
+def _key_in(headers: Mapping[str, str]) -> str | None:
+    authorization = headers.get("authorization", "")
+    if authorization.lower().startswith(_SCHEME):
+        return authorization[len(_SCHEME) :].strip()
+    given = [headers[name] for name in _KEY_HEADERS if name in headers]
+    return given[0].strip() if given else None
 
 
 def _parse(pair: str, number: int) -> tuple[bytes, str]:

@@ -4,8 +4,8 @@ import time
 
 import structlog
 
+from tokenbus.gateway.generation.usage import usage_of
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.gateway.openai.chat_request import ParsedChatRequest
 from tokenbus.protocol.http.disconnects import Disconnect
 from tokenbus.protocol.wire import messages, subjects
 
@@ -15,14 +15,16 @@ _MAX_MODEL = 128
 class RequestLog:
     """Collects what is logged and counted about one request."""
 
-    def __init__(self, request_id: str, metrics: GatewayMetrics) -> None:
+    def __init__(self, request_id: str, metrics: GatewayMetrics, endpoint: str = "") -> None:
+        """`endpoint` is the path that was requested."""
         self._request_id = request_id
         self._metrics = metrics
+        self._endpoint = endpoint
         self._began = time.monotonic()
         self._tenant: str | None = None
         self._was_logged = False
         self._first_s: float | None = None
-        self._terminal: messages.Chunk | None = None
+        self._terminals: list[messages.Chunk] = []
         self._resubmitted_as: str | None = None
         self._code: str | None = None
         self._log = structlog.get_logger()
@@ -43,25 +45,26 @@ class RequestLog:
     def set_tenant(self, tenant: str) -> None:
         self._tenant = tenant
 
-    def received(self, parsed: ParsedChatRequest | None = None, body_bytes: int = 0) -> None:
-        """Writes the first line; `parsed` is None if the request could not be parsed."""
+    def received(self, model: str | None = None, *, stream: bool | None = None, body_bytes: int = 0) -> None:
+        """Writes the first line; `model` is None if the request could not be parsed."""
         self._was_logged = True
         self._log.info(
             "request_received",
             request_id=self._key,
-            model=parsed.model[:_MAX_MODEL] if parsed else None,
-            stream=parsed.stream if parsed else None,
+            endpoint=self._endpoint,
+            model=None if model is None else model[:_MAX_MODEL],
+            stream=stream,
             body_bytes=body_bytes,
         )
 
     def on_chunk(self, chunk: messages.Chunk) -> None:
-        """Notes the time of the first token, the id under which the request was submitted again, and the terminal."""
+        """Notes the time of the first token, the id under which the request was submitted again, and the terminals."""
         if chunk.tokens and self._first_s is None:
             self._first_s = self.age_s
-        if chunk.id != self._request_id:
+        if not chunk.id.startswith(self._request_id):
             self._resubmitted_as = chunk.id
         if chunk.finish_reason is not None:
-            self._terminal = chunk
+            self._terminals.append(chunk)
 
     def set_code(self, code: str) -> None:
         """Notes the error code with which the request was refused."""
@@ -72,8 +75,8 @@ class RequestLog:
         the client was lost, if it was lost before it had its whole answer."""
         if not self._was_logged:
             self.received()
-        terminal = self._terminal
-        usage = terminal.usage if terminal and terminal.usage else None
+        terminal = self._terminals[-1] if self._terminals else None
+        usage = usage_of([one.usage for one in self._terminals if one.usage])
         error = terminal.error if terminal and terminal.error else None
         reason = terminal.finish_reason if terminal else messages.FinishReason.CANCELLED if disconnect else None
         self._count(status, usage, disconnect)

@@ -1,22 +1,24 @@
 """The HTTP routes of the gateway, and its answers to errors."""
 
 import asyncio
+from collections.abc import Sequence
 
 import msgspec
 import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tokenbus.gateway.catalog import Catalog, Listing
-from tokenbus.gateway.chat import ChatCompletions
-from tokenbus.gateway.concurrency_limit import ConcurrencyLimit
-from tokenbus.gateway.openai import error_responses, schemas
-from tokenbus.gateway.openai.error_responses import ApiError, ErrorResponse
-from tokenbus.gateway.tenants import Tenants
-from tokenbus.protocol.bus.bus import Bus
+from tokenbus.gateway.generation.dialect import Dialect
+from tokenbus.gateway.generation.endpoint import GenerationEndpoint, Services
+from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
+from tokenbus.gateway.openai import chat_request, error_bodies, schemas
 from tokenbus.protocol.wire import errors
 
 _READY_TIMEOUT_S = 1.0
@@ -26,14 +28,12 @@ _encoder = msgspec.json.Encoder()
 class Routes:
     """The endpoints that answer in one piece: models and health."""
 
-    def __init__(self, limit: ConcurrencyLimit, tenants: Tenants, broker: Bus, catalog: Catalog) -> None:
-        self._limit = limit
-        self._tenants = tenants
+    def __init__(self, services: Services, catalog: Catalog) -> None:
+        self._services = services
         self._catalog = catalog
-        self._broker = broker
 
     def __repr__(self) -> str:
-        return f"<Routes {self._limit!r}>"
+        return f"<Routes {self._services!r}>"
 
     async def models(self, request: Request) -> Response:
         """Serves `GET /v1/models`."""
@@ -54,11 +54,17 @@ class Routes:
         reason = await self.unready_reason()
         return Response(f"{reason or 'ok'}\n", status_code=503 if reason else 200, media_type="text/plain")
 
+    async def health(self, request: Request) -> Response:
+        """Serves `GET /health`, which clients of other servers ask: as `/readyz`, in JSON."""
+        reason = await self.unready_reason()
+        told = {"status": "unavailable", "reason": reason} if reason else {"status": "ok"}
+        return Response(_encoder.encode(told), status_code=503 if reason else 200, media_type="application/json")
+
     async def unready_reason(self) -> str:
         """Returns why requests can't be served, or an empty string if they can."""
-        if self._limit.is_draining:
+        if self._services.limit.is_draining:
             return "shutting down"
-        if not self._broker.is_connected:
+        if not self._services.broker.is_connected:
             return "there is no connection to the broker"
         try:
             async with asyncio.timeout(_READY_TIMEOUT_S):
@@ -70,22 +76,35 @@ class Routes:
         return ""
 
     async def _listing(self, request: Request) -> Listing:
-        self._tenants.authenticate(request)
-        return await self._catalog.listing()
+        self._services.tenants.authenticate(request)
+        listing = await self._catalog.listing()
+        return listing._replace(models=self._services.aliases.listed(listing.models))
 
 
-def make_app(chat: ChatCompletions, routes: Routes) -> Starlette:
-    """Returns the ASGI application."""
+GENERATING: dict[str, Dialect] = {
+    "/v1/chat/completions": Dialect(chat_request.parse, error_bodies.encode),
+}
+"""The endpoints that generate, by path."""
+
+
+def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str]) -> Starlette:
+    """Returns the ASGI application. Web pages of the allowed origins may use it."""
+    generating = [
+        Route(path + slash, GenerationEndpoint(services, dialect), methods=["POST"])
+        for path, dialect in GENERATING.items()
+        for slash in ("", "/")
+    ]
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/chat/completions/", chat, methods=["POST"]),
+            *generating,
             Route("/v1/models", routes.models),
             Route("/v1/models/", routes.models),
             Route("/v1/models/{model:path}", routes.model),
             Route("/livez", routes.livez),
             Route("/readyz", routes.readyz),
+            Route("/health", routes.health),
         ],
+        middleware=_cors(allowed_origins),
         exception_handlers=dict.fromkeys((ApiError, errors.RequestError, HTTPException, Exception), _on_error),
     )
     # A redirect would go to the host that the client names, and leave the TLS of a proxy in front.
@@ -98,17 +117,33 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case ApiError():
             response = error.response
         case errors.RequestError():
-            response = error_responses.from_error(error.error)
+            response = http_errors.from_error(error.error)
         case HTTPException():
-            response = error_responses.unknown_path(error.status_code, request.method, request.scope["path"])
+            response = http_errors.unknown_path(error.status_code, request.method, request.scope["path"])
         case _:
             structlog.get_logger().error("request_failed", exc_info=error)
-            response = error_responses.INTERNAL_ERROR
-    return _response(response)
+            response = http_errors.INTERNAL_ERROR
+    return Response(_error_body(request, response), response.status, response.headers, media_type="application/json")
 
 
-def _response(response: ErrorResponse) -> Response:
-    return Response(response.body, response.status, response.headers, media_type="application/json")
+def _error_body(request: Request, response: ErrorResponse) -> bytes:
+    path = request.scope["path"].rstrip("/")
+    encode = GENERATING[path].error_body if path in GENERATING else error_bodies.encode
+    return encode(response)
+
+
+def _cors(allowed_origins: Sequence[str]) -> list[Middleware]:
+    if not allowed_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", "x-should-retry"],
+        )
+    ]
 
 
 def _json(value: msgspec.Struct) -> Response:

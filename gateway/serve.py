@@ -9,12 +9,13 @@ from collections.abc import Callable
 import structlog
 from starlette.types import ASGIApp
 
-from tokenbus.gateway import listen
 from tokenbus.gateway.catalog import Catalog
-from tokenbus.gateway.chat import ChatCompletions
-from tokenbus.gateway.concurrency_limit import ConcurrencyLimit
+from tokenbus.gateway.generation.endpoint import Services
+from tokenbus.gateway.http import listen
+from tokenbus.gateway.http.closed_connections import ClosedConnections
+from tokenbus.gateway.http.concurrency_limit import ConcurrencyLimit
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.gateway.openai.closed_connections import ClosedConnections, refusal_response
+from tokenbus.gateway.openai.error_bodies import refusal_response
 from tokenbus.gateway.routes import Routes, make_app
 from tokenbus.gateway.settings import GatewaySettings
 from tokenbus.gateway.tenants import Tenants
@@ -48,9 +49,10 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
         tracer = await stack.enter_async_context(tracing.exporting(settings.otlp_traces_endpoint, "gateway", name))
         tenants = await Tenants.create(connection, settings, tracer)
         stack.push_async_callback(tenants.gateway_client.close)
-        routes = Routes(limit, tenants, connection, Catalog(tenants.gateway_client.models))
-        app = make_app(ChatCompletions(limit, tenants, connection, measured, tracer), routes)
-        gateway = Gateway(settings, limit, tenants, app, max_connections, measured)
+        services = Services(limit, tenants, settings.aliases, connection, measured, tracer)
+        routes = Routes(services, Catalog(tenants.gateway_client.models))
+        app = make_app(services, routes, settings.allowed_origins)
+        gateway = Gateway(settings, services, app, max_connections, measured)
         page = metrics.MetricsCollector(measured.families(), gateway.update_gauges)
         await stack.enter_async_context(status.serving(settings.status_page, page.registry, routes.unready_reason))
         reload.on_hangup(read_settings, gateway.apply_settings)
@@ -63,16 +65,15 @@ class Gateway:
     def __init__(
         self,
         settings: GatewaySettings,
-        limit: ConcurrencyLimit,
-        tenants: Tenants,
+        services: Services,
         app: ASGIApp,
         max_connections: int,
         measured: GatewayMetrics,
     ) -> None:
         """`max_connections` is the number of connections that the system allows the process."""
         self._settings = settings
-        self._limit = limit
-        self._tenants = tenants
+        self._services = services
+        self._limit = services.limit
         self._max_connections = max_connections
         self._metrics = measured
         self._config = ServerConfig(
@@ -97,7 +98,8 @@ class Gateway:
         self._limit.resize(settings.max_requests)
         self._config.open_connections.limits = self._connection_limits(settings)
         self._config.timeout_graceful_shutdown = _shutdown_timeout_s(settings)
-        await self._tenants.set_keys(settings.keys)
+        self._services.aliases = settings.aliases
+        await self._services.tenants.set_keys(settings.keys)
 
     async def run(self, listening: socket.socket, broker: Bus, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains. Raises ConnectionError if the broker closes the connection for

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from tokenbus.gateway.aliases import Aliases
 from tokenbus.gateway.keys import ApiKeys
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.telemetry import status
@@ -24,6 +25,10 @@ class GatewaySettings:
     tenant_inbox: str = ""
     """Prefix of a tenant's reply subjects, with `{tenant}` for its name; if empty, the connection's own prefix."""
     keys: ApiKeys = dataclasses.field(default_factory=lambda: ApiKeys(()))
+    aliases: Aliases = dataclasses.field(default_factory=Aliases)
+    """Other names for models."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose web pages may use the gateway (CORS), or `*` for all."""
     max_requests: int = 1_024
     """Chat completions that may be open at a time; further ones are refused with 503."""
     max_connections_per_address: int = 512

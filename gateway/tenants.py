@@ -5,8 +5,8 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from tokenbus.client import Client
+from tokenbus.gateway.http.http_errors import INVALID_API_KEY, TENANT_STARTING, ApiError
 from tokenbus.gateway.keys import ApiKeys
-from tokenbus.gateway.openai.error_responses import INVALID_API_KEY, TENANT_STARTING, ApiError
 from tokenbus.gateway.settings import GatewaySettings
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.telemetry import tracing
@@ -52,7 +52,7 @@ class Tenants:
 
     def authenticate(self, request: Request) -> Tenant:
         """Returns the tenant of a request. Raises ApiError if its key is unknown, or too new to have a client."""
-        name = self._keys.tenant_of(request.headers.get("authorization", ""))
+        name = self._keys.tenant_of(request.headers)
         if name is None:
             raise ApiError(INVALID_API_KEY)
         client = self._clients.get(name)

@@ -4,6 +4,7 @@ import argparse
 
 from tokenbus.cli import arguments, config, connection_flags, serve
 from tokenbus.gateway import keys
+from tokenbus.gateway.aliases import Aliases
 from tokenbus.gateway.settings import GatewaySettings
 from tokenbus.protocol.telemetry import status
 
@@ -30,6 +31,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PREFIX",
         default=_DEFAULTS.tenant_inbox,
         help="prefix of the keys' tenants' reply subjects, e.g. _INBOX_{tenant}.gateway (same as --nats-inbox)",
+    )
+    parser.add_argument(
+        "--alias",
+        action="append",
+        default=[],
+        metavar="NAME=MODEL",
+        help="another name for a model, or by weights for several: NAME=MODEL:9,OTHER:1; may be repeated",
+    )
+    parser.add_argument(
+        "--allowed-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="origin whose web pages may use the gateway, e.g. https://chat.example.org, or *; may be repeated",
     )
     parser.add_argument(
         "--max-requests",
@@ -95,6 +110,8 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
         tenant=options.tenant,
         tenant_inbox=options.tenant_inbox,
         keys=keys.ApiKeys(config.api_keys() + options.api_key, anonymous_tenant=options.tenant),
+        aliases=Aliases(options.alias),
+        allowed_origins=tuple(options.allowed_origin),
         max_requests=options.max_requests,
         max_connections_per_address=options.max_connections_per_address,
         write_deadline_s=options.write_deadline_s,

@@ -15,7 +15,7 @@ from tokenbus.cli.commands import worker
 from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS, StartError, Supervisor
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH, ONNX_PATH
-from tokenbus.gateway import listen
+from tokenbus.gateway.http import listen
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.telemetry import logs

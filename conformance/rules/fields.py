@@ -81,12 +81,15 @@ async def token_ids_as_they_are(probe: Probe) -> None:
 
 
 async def too_long(probe: Probe) -> None:
-    """A prompt that leaves no room for a single token is refused as prompt_too_long."""
+    """A prompt that leaves no room for a single token is refused as prompt_too_long, with both numbers."""
     count = probe.target.context_length
     if count + 100 > probe.target.max_request_bytes:  # small ids are one byte each in MessagePack
         raise SkippedError(f"{count} token ids do not fit into a request")
     answer = await probe.ask({"token_ids": [1] * count, "max_tokens": 1}, content_type=MSGPACK)
     stream_checks.check_refusal(answer.messages, "prompt_too_long")
+    error = answer.messages[-1]["error"]
+    seen = [error.get(name) for name in ("prompt_tokens", "context_length")]
+    expect(seen == [count, count], f"prompt_tokens and context_length {seen} for {count} tokens")
 
 
 async def too_large(probe: Probe) -> None:

@@ -1,146 +1,171 @@
-"""Turns the chunks of a stream into chat completion chunks, or into one chat completion; pure."""
+"""Turns the events of answers into chat completion chunks, or whole answers into one chat completion; pure."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import msgspec
 from msgspec import UNSET
 
-from tokenbus.client.answer import Answer, ToolCall
-from tokenbus.gateway.openai import error_responses, schemas
+from tokenbus.gateway.generation.answer_events import (
+    AnswerEnded,
+    AnswerEvent,
+    AnswerReader,
+    Part,
+    PartGrew,
+    PartKind,
+    PartStarted,
+    TokensSampled,
+)
+from tokenbus.gateway.generation.dialect import ResponseHead
+from tokenbus.gateway.generation.usage import usage_of
+from tokenbus.gateway.http.http_errors import ErrorResponse
+from tokenbus.gateway.openai import error_bodies, schemas
 from tokenbus.protocol.wire import messages
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": still here\n\n"
-"""A comment, which clients of event streams skip. It keeps proxies from closing the connection."""
+"""A comment, which clients of event streams skip."""
 _encoder = msgspec.json.Encoder()
 
 
-class CompletionHeader(NamedTuple):
-    """The fields that all chunks of one chat completion share."""
-
-    id: str
-    created: int
-    """Unix seconds."""
-    model: str
-
-
 class ChunkEncoder:
-    """Encodes a stream as server-sent events."""
+    """Encodes answers as server-sent events."""
 
-    def __init__(self, header: CompletionHeader, *, include_usage: bool) -> None:
-        self._header = header
+    def __init__(self, head: ResponseHead, *, include_usage: bool) -> None:
+        self._head = head
         self._include_usage = include_usage
-        self._has_started = False
+        self._started: set[int] = set()
+        self._usages: list[messages.Usage] = []
 
     def __repr__(self) -> str:
-        return f"<ChunkEncoder of {self._header.id}>"
+        return f"<ChunkEncoder of {self._head.request_id}>"
 
-    def encode(self, chunk: messages.Chunk) -> list[bytes]:
-        """Returns the events of a chunk: none if it has no content, and all up to `[DONE]` if it is the terminal."""
-        events = self._chunk_events(chunk)
-        if chunk.finish_reason is None:
-            return events
-        response = error_responses.from_terminal(chunk)
-        if response is not None:
-            events.append(b"data: %b\n\n" % response.body)
-        elif self._include_usage:
-            events.append(_event(self._chunk([], usage=_usage(chunk))))
-        return [*events, DONE]
+    def encode(self, choice: int, events: Sequence[AnswerEvent]) -> list[bytes]:
+        """Returns the events of one chunk of an answer."""
+        deltas: list[schemas.ChunkChoice] = []
+        logprobs: schemas.ChoiceLogprobs | None = None
+        for event in events:
+            match event:
+                case TokensSampled():
+                    logprobs = logprobs_of(event.logprobs)
+                case PartStarted(part) if part.kind is PartKind.TOOL_CALL:
+                    deltas.append(_choice(choice, schemas.ChoiceDelta(tool_calls=[_call_start(part)])))
+                case PartGrew(part, added):
+                    deltas.append(_choice(choice, _delta(part, added)))
+                case AnswerEnded():
+                    deltas.append(
+                        schemas.ChunkChoice(
+                            index=choice, delta=schemas.ChoiceDelta(), finish_reason=event.finish_reason
+                        )
+                    )
+                    self._usages += [event.usage] if event.usage else []
+                case _:
+                    pass
+        if logprobs is not None:
+            first = deltas[0] if deltas and deltas[0].finish_reason is None else None
+            with_logprobs = schemas.ChunkChoice(
+                index=choice, delta=first.delta if first else schemas.ChoiceDelta(), logprobs=logprobs
+            )
+            deltas[: 1 if first else 0] = [with_logprobs]
+        if deltas and choice not in self._started:
+            self._started.add(choice)
+            # OpenAI's first chunk has the role and no text yet.
+            deltas.insert(0, _choice(choice, schemas.ChoiceDelta(role="assistant", content="")))
+        return [self._event([one]) for one in deltas]
 
-    def _chunk_events(self, chunk: messages.Chunk) -> list[bytes]:
-        reason = _finish_reason(chunk)
-        if not (chunk.text or chunk.reasoning or chunk.logprobs or chunk.tool_calls or reason):
-            return []
-        delta = schemas.ChoiceDelta(
-            content=chunk.text or UNSET,
-            reasoning_content=chunk.reasoning,
-            tool_calls=[_call_delta(one) for one in chunk.tool_calls or ()] or UNSET,
+    def end(self) -> list[bytes]:
+        """Returns the usage, if it was asked for, and `[DONE]`."""
+        usage = usage_of(self._usages)
+        return [self._event([], encode_usage(usage)), DONE] if self._include_usage and usage else [DONE]
+
+    def fail(self, error: ErrorResponse) -> list[bytes]:
+        """Returns the error as an event, and `[DONE]`."""
+        return [b"data: %b\n\n" % error_bodies.encode(error), DONE]
+
+    def keep_alive(self) -> bytes:
+        """Returns a comment."""
+        return KEEP_ALIVE
+
+    def _event(self, choices: list[schemas.ChunkChoice], usage: schemas.CompletionUsage | None = None) -> bytes:
+        head = self._head
+        chunk = schemas.ChatCompletionChunk(
+            id=f"chatcmpl-{head.request_id}",
+            created=head.created,
+            model=head.model,
+            choices=choices,
+            usage=usage if self._include_usage else UNSET,
         )
-        choice = schemas.ChunkChoice(delta=delta, logprobs=_logprobs(chunk.logprobs or []), finish_reason=reason)
-        events = [_event(self._chunk([choice]))]
-        # OpenAI's first chunk has only the role.
-        if not self._has_started:
-            self._has_started = True
-            opening = schemas.ChunkChoice(delta=schemas.ChoiceDelta(role="assistant", content=""))
-            events.insert(0, _event(self._chunk([opening])))
-        return events
-
-    def _chunk(
-        self, choices: list[schemas.ChunkChoice], usage: schemas.CompletionUsage | None = None
-    ) -> schemas.ChatCompletionChunk:
-        return schemas.ChatCompletionChunk(
-            **self._header._asdict(), choices=choices, usage=usage if self._include_usage else UNSET
-        )
+        return b"data: %b\n\n" % _encoder.encode(chunk)
 
 
-class CompletionBuilder:
-    """Collects a stream into one chat completion."""
-
-    def __init__(self, header: CompletionHeader) -> None:
-        self._header = header
-        self._answer = Answer()
-        self._logprobs: list[messages.TokenLogprob] = []
-
-    def __repr__(self) -> str:
-        return f"<CompletionBuilder {self._header.id}>"
-
-    def add(self, chunk: messages.Chunk) -> None:
-        self._answer.add(chunk)
-        self._logprobs += chunk.logprobs or []
-
-    def build(self, terminal: messages.Chunk) -> bytes:
-        """Returns the JSON body, once all chunks were added; `terminal` must not be an error."""
-        answer = self._answer
-        said = schemas.ChatCompletionMessage(
-            content=answer.text or None if answer.tool_calls else answer.text,
-            reasoning_content=answer.reasoning or UNSET,
-            tool_calls=[_call(one) for one in answer.tool_calls] or UNSET,
-        )
-        reason = _finish_reason(terminal)
-        assert reason is not None, terminal
-        choice = schemas.Choice(message=said, logprobs=_logprobs(self._logprobs), finish_reason=reason)
-        return _encoder.encode(
-            schemas.ChatCompletion(**self._header._asdict(), choices=[choice], usage=_usage(terminal))
-        )
+def encode_whole(head: ResponseHead, answers: Sequence[AnswerReader]) -> bytes:
+    """Returns the JSON body of a chat completion."""
+    ends = [answer.end for answer in answers if answer.end is not None]
+    completion = schemas.ChatCompletion(
+        id=f"chatcmpl-{head.request_id}",
+        created=head.created,
+        model=head.model,
+        choices=[_whole_choice(number, answer) for number, answer in enumerate(answers)],
+        usage=encode_usage(usage_of([end.usage for end in ends if end.usage])),
+    )
+    return _encoder.encode(completion)
 
 
-def _event(piece: schemas.ChatCompletionChunk) -> bytes:
-    return b"data: %b\n\n" % _encoder.encode(piece)
-
-
-def _finish_reason(chunk: messages.Chunk) -> str | None:
-    """Returns the finish reason of a successful terminal. The wire has OpenAI's names."""
-    return None if chunk.finish_reason is None or error_responses.from_terminal(chunk) else str(chunk.finish_reason)
-
-
-def _usage(terminal: messages.Chunk) -> schemas.CompletionUsage | None:
-    if not terminal.usage:
+def encode_usage(usage: messages.Usage | None) -> schemas.CompletionUsage | None:
+    """Returns token counts in OpenAI's form, with zeros rather than gaps."""
+    if usage is None:
         return None
-    usage = terminal.usage
     return schemas.CompletionUsage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.total_tokens,
         prompt_tokens_details=schemas.PromptTokensDetails(cached_tokens=usage.cached_tokens),
-        completion_tokens_details=UNSET
-        if usage.reasoning_tokens is UNSET
-        else schemas.CompletionTokensDetails(reasoning_tokens=usage.reasoning_tokens),
+        completion_tokens_details=schemas.CompletionTokensDetails(reasoning_tokens=usage.reasoning_tokens or 0),
     )
 
 
-def _call_delta(delta: messages.ToolCallDelta) -> schemas.ToolCall:
-    function = schemas.Function(name=delta.function.name or None, arguments=delta.function.arguments)
-    return schemas.ToolCall(index=delta.index, id=delta.id, type=delta.type, function=function)
-
-
-def _call(call: ToolCall) -> schemas.ToolCall:
-    return schemas.ToolCall(
-        id=call.id, type="function", function=schemas.Function(name=call.name, arguments=call.arguments)
-    )
-
-
-def _logprobs(tokens: list[messages.TokenLogprob]) -> schemas.ChoiceLogprobs | None:
+def logprobs_of(tokens: list[messages.TokenLogprob]) -> schemas.ChoiceLogprobs | None:
+    """Returns the log probabilities of tokens, or None if there are none."""
     return schemas.ChoiceLogprobs(content=[_logprob(token) for token in tokens]) if tokens else None
+
+
+def _whole_choice(number: int, answer: AnswerReader) -> schemas.Choice:
+    assert answer.end is not None, answer
+    text, reasoning = (
+        "".join(part.text for part in answer.parts if part.kind is kind) for kind in (PartKind.TEXT, PartKind.REASONING)
+    )
+    calls = [_whole_call(part) for part in answer.parts if part.kind is PartKind.TOOL_CALL]
+    said = schemas.ChatCompletionMessage(
+        content=text or None if calls else text,
+        reasoning_content=reasoning or UNSET,
+        reasoning=reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
+    return schemas.Choice(
+        index=number, message=said, logprobs=logprobs_of(answer.logprobs), finish_reason=answer.end.finish_reason
+    )
+
+
+def _choice(choice: int, delta: schemas.ChoiceDelta) -> schemas.ChunkChoice:
+    return schemas.ChunkChoice(index=choice, delta=delta)
+
+
+def _delta(part: Part, added: str) -> schemas.ChoiceDelta:
+    if part.kind is PartKind.TEXT:
+        return schemas.ChoiceDelta(content=added)
+    if part.kind is PartKind.REASONING:
+        return schemas.ChoiceDelta(reasoning_content=added, reasoning=added)
+    more = schemas.ToolCall(index=part.call_index, function=schemas.Function(arguments=added))
+    return schemas.ChoiceDelta(tool_calls=[more])
+
+
+def _call_start(part: Part) -> schemas.ToolCall:
+    function = schemas.Function(name=part.name, arguments="")
+    return schemas.ToolCall(index=part.call_index, id=part.call_id, type="function", function=function)
+
+
+def _whole_call(part: Part) -> schemas.ToolCall:
+    function = schemas.Function(name=part.name, arguments=part.text)
+    return schemas.ToolCall(id=part.call_id, type="function", function=function)
 
 
 def _logprob(token: messages.TokenLogprob) -> schemas.ChatCompletionTokenLogprob:

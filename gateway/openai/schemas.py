@@ -30,7 +30,7 @@ class CompletionUsage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +76,8 @@ class ChatCompletionMessage(msgspec.Struct, frozen=True, kw_only=True):
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     """Not OpenAI's, but what servers of open models call it."""
+    reasoning: str | UnsetType = UNSET
+    """The same text under the other name in use."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -105,6 +107,8 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     """Not OpenAI's, but what servers of open models call it."""
+    reasoning: str | UnsetType = UNSET
+    """The same text under the other name in use."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -134,8 +138,14 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     """Unix seconds at which the oldest of its workers started."""
     owned_by: str = "tokenbus"
+    root: str
+    """Not OpenAI's, like all below: the model behind the name, which may be an alias."""
+    parent: str | None = None
+    """The model that an adapter belongs to."""
     context_length: int
-    """Not OpenAI's: the maximum number of tokens of a prompt and its completion together."""
+    """The maximum number of tokens of a prompt and its completion together."""
+    max_model_len: int
+    """The same under the name that vLLM's clients look for."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -134,10 +134,7 @@ class PromptBuilder:
             return
         count = sum(map(self._bound.min_tokens, texts))
         if count > max_prompt_tokens:
-            raise errors.request_error(
-                errors.Code.PROMPT_TOO_LONG,
-                f"the prompt has at least {count} tokens; with one to generate it must fit {max_prompt_tokens + 1}",
-            )
+            raise errors.prompt_too_long(count, max_prompt_tokens + 1, is_minimum=True)
 
     def with_bos(self, ids: list[int]) -> list[int]:
         """Returns `ids` with BOS in front, if the model wants it and they don't begin with it."""

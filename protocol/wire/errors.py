@@ -63,6 +63,10 @@ class Error(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     param: str | None = None
     """Path of the field at fault, such as `messages[0].content`."""
     retry_after_ms: float | None = None
+    prompt_tokens: int | None = None
+    """In `prompt_too_long`: the tokens of the prompt, at least, if it is known which and how many are allowed."""
+    context_length: int | None = None
+    """In `prompt_too_long`, with `prompt_tokens`: the most tokens that prompt and completion may have together."""
 
 
 def make_error(
@@ -90,6 +94,14 @@ class RequestError(Exception):
 def request_error(code: Code, message: str | None = None, *, param: str | None = None) -> RequestError:
     """Makes the exception to raise where a request turns out to be wrong."""
     return RequestError(make_error(code, message, param=param))
+
+
+def prompt_too_long(prompt_tokens: int, context_length: int, *, is_minimum: bool = False) -> RequestError:
+    """Makes the exception for a prompt that leaves no room for a single token; `is_minimum`: it may have more."""
+    count = f"at least {prompt_tokens}" if is_minimum else prompt_tokens
+    problem = f"the prompt has {count} tokens; with one to generate it must fit {context_length}"
+    error = make_error(Code.PROMPT_TOO_LONG, problem)
+    return RequestError(msgspec.structs.replace(error, prompt_tokens=prompt_tokens, context_length=context_length))
 
 
 def invalid_field(param: str, problem: str) -> RequestError:

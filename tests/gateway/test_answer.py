@@ -1,5 +1,6 @@
 """When an answer begins, and with which status."""
 
+import functools
 import json
 from collections.abc import MutableMapping
 from typing import Any
@@ -7,14 +8,16 @@ from typing import Any
 import pytest
 
 from tests.support.fed_stream import FakeTransport, stream_over
-from tokenbus.gateway import chat
+from tokenbus.client.choices import Choices
+from tokenbus.gateway.generation import endpoint
+from tokenbus.gateway.generation.dialect import ResponseHead
+from tokenbus.gateway.http.response_writer import ResponseWriter
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.gateway.openai import chat_response
-from tokenbus.gateway.openai.response_writer import ResponseWriter
+from tokenbus.gateway.openai import chat_response, error_bodies
 from tokenbus.gateway.request_log import RequestLog
 from tokenbus.protocol.wire import codec, errors, messages
 
-HEADING = chat_response.CompletionHeader("chatcmpl-r", 1_700_000_000, "demo")
+HEADING = ResponseHead("r", 1_700_000_000, "demo")
 HEAD = messages.Chunk(id="r", worker_id="w", model="demo", created=1, hash_scheme="xxh3-64:f")
 FAILURE = errors.make_error(errors.Code.NO_WORKER)
 NEVER_S = 1e9
@@ -51,12 +54,16 @@ def failed(offset: int = 0) -> messages.Chunk:
     return chunk("", offset, messages.FinishReason.ERROR, error=FAILURE)
 
 
+def choices_over(*chunks: messages.Chunk) -> Choices:
+    stream = stream_over(FakeTransport(), *chunks)
+    return Choices(messages.GenerateRequest(id="r"), 1, lambda request: stream)
+
+
 async def events_of(*chunks: messages.Chunk, hold_s: float) -> Peer:
     peer = Peer()
-    stream, events = stream_over(FakeTransport(), *chunks), chat_response.ChunkEncoder(HEADING, include_usage=False)
-    await chat.stream_response(
-        stream, events, ResponseWriter(peer.take, "r"), RequestLog("r", GatewayMetrics()), hold_s
-    )
+    choices, events = choices_over(*chunks), chat_response.ChunkEncoder(HEADING, include_usage=False)
+    log, writer = RequestLog("r", GatewayMetrics()), ResponseWriter(peer.take, "r")
+    await endpoint.stream_response(choices, 1, events, error_bodies.encode, writer, log, hold_s)
     assert peer.is_complete
     return peer
 
@@ -86,9 +93,9 @@ async def test_a_stream_that_outlives_its_worker_goes_on_in_the_same_response_an
     log = RequestLog("r", metrics)
     lost = chunk("", 1, messages.FinishReason.ERROR, error=errors.make_error(errors.Code.WORKER_LOST))
     end = codec.replace(chunk("b", 1, messages.FinishReason.STOP), id="again")
-    stream = stream_over(FakeTransport(), HEAD, chunk("a", token_ids=[7]), lost, end)
+    choices = choices_over(HEAD, chunk("a", token_ids=[7]), lost, end)
     events = chat_response.ChunkEncoder(HEADING, include_usage=False)
-    await chat.stream_response(stream, events, ResponseWriter(peer.take, "r"), log)
+    await endpoint.stream_response(choices, 1, events, error_bodies.encode, ResponseWriter(peer.take, "r"), log)
     log.finished(peer.status)
     told = [json.loads(event.removeprefix(b"data: ")) for event in peer.body.split(b"\n\n")[:-2]]
     assert {event["id"] for event in told} == {"chatcmpl-r"}
@@ -109,12 +116,8 @@ async def test_a_stream_that_outlives_its_worker_goes_on_in_the_same_response_an
 async def test_a_whole_answer_has_the_status_of_its_end(reason: messages.FinishReason, status: int) -> None:
     peer = Peer()
     end = chunk("b", 1, reason, **({"error": FAILURE} if status == 503 else {}))
-    stream = stream_over(FakeTransport(), HEAD, chunk("a"), end)
-    await chat.respond(
-        stream,
-        chat_response.CompletionBuilder(HEADING),
-        ResponseWriter(peer.take, "r"),
-        RequestLog("r", GatewayMetrics()),
-    )
+    log, writer = RequestLog("r", GatewayMetrics()), ResponseWriter(peer.take, "r")
+    encode = functools.partial(chat_response.encode_whole, HEADING)
+    await endpoint.respond(choices_over(HEAD, chunk("a"), end), 1, encode, error_bodies.encode, writer, log)
     assert (peer.status, int(peer.headers["content-length"]), peer.is_complete) == (status, len(peer.body), True)
     assert (b'"content":"ab"' in peer.body) == (status == 200)

@@ -7,8 +7,8 @@ import pytest
 from starlette.requests import Request
 
 from tokenbus.client import Client
+from tokenbus.gateway.http.http_errors import INVALID_API_KEY, TENANT_STARTING, ApiError
 from tokenbus.gateway.keys import ApiKeys
-from tokenbus.gateway.openai.error_responses import INVALID_API_KEY, TENANT_STARTING, ApiError
 from tokenbus.gateway.settings import GatewaySettings
 from tokenbus.gateway.tenants import Tenants
 

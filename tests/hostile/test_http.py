@@ -9,7 +9,7 @@ from tests.hostile.scale import times
 from tests.support.raw_http import HALF_A_HEAD, LIVEZ, Socket, ask, cut_after, small_server
 from tests.support.system import running_gateway
 from tokenbus.cli import nats_server
-from tokenbus.gateway import listen
+from tokenbus.gateway.http import listen
 from tokenbus.protocol.http.connection_table import ConnectionLimits
 from tokenbus.protocol.http.deadlines import Timeouts
 from tokenbus.protocol.http.refusals import Reason

@@ -67,10 +67,13 @@ PURE = (
     "client/reassembler.py",
     "client/resync_timer.py",
     "gateway/keys.py",
-    "gateway/openai/chat_request.py",
-    "gateway/openai/error_responses.py",
-    "gateway/openai/schemas.py",
-    "gateway/openai/chat_response.py",
+    "gateway/aliases.py",
+    "gateway/http/http_errors.py",
+    "gateway/generation/answer_events.py",
+    "gateway/generation/conversation.py",
+    "gateway/generation/dialect.py",
+    "gateway/generation/usage.py",
+    "gateway/openai/*.py",
     "replay/*.py",
 )
 """Files that decide: values and the time go in, values come out."""

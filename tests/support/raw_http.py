@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 from starlette.types import Receive, Scope, Send
 
-from tokenbus.gateway.openai.closed_connections import refusal_response
+from tokenbus.gateway.openai.error_bodies import refusal_response
 from tokenbus.protocol.http.connection_table import ConnectionLimits
 from tokenbus.protocol.http.deadlines import Timeouts
 from tokenbus.protocol.http.disconnects import Disconnect, disconnect_of

@@ -44,11 +44,7 @@ def check(request: contract.EngineRequest, config: contract.EngineConfig) -> Non
                 param="logit_bias",
             )
     if len(request.token_ids) + request.sampling.max_tokens > config.context_length:
-        raise errors.request_error(
-            errors.Code.PROMPT_TOO_LONG,
-            f"{len(request.token_ids)} prompt tokens and {request.sampling.max_tokens} new ones are more than "
-            f"the context of {config.context_length}",
-        )
+        raise errors.prompt_too_long(len(request.token_ids), config.context_length)
 
 
 def _check_vocabulary(name: str, token_ids: list[int], config: contract.EngineConfig) -> None:

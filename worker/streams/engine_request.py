@@ -63,10 +63,7 @@ def resolve_sampling(
     from another worker, whose limit may be higher."""
     left = config.context_length - prompt_tokens
     if left < 1:
-        raise errors.request_error(
-            errors.Code.PROMPT_TOO_LONG,
-            f"the prompt has {prompt_tokens} tokens; with one to generate it must fit {config.context_length}",
-        )
+        raise errors.prompt_too_long(prompt_tokens, config.context_length)
     values = _given(params.DEFAULTS) | _given(config.defaults) | _given(requested)
     most = values.get("max_tokens", max_new_tokens)
     values["max_tokens"] = min(max(most, num_resumed) if requested.max_tokens is None else most, left)

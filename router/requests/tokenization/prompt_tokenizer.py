@@ -153,7 +153,4 @@ def _check_length(token_ids: list[int], context_length: int) -> None:
     if not token_ids:
         raise errors.request_error(errors.Code.INVALID_REQUEST, "the prompt has no tokens", param="prompt")
     if len(token_ids) + 1 > context_length:
-        raise errors.request_error(
-            errors.Code.PROMPT_TOO_LONG,
-            f"the prompt has {len(token_ids)} tokens; with one to generate it must fit {context_length}",
-        )
+        raise errors.prompt_too_long(len(token_ids), context_length)

@@ -11,7 +11,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def read(**fields: object) -> chat_request.ParsedChatRequest:
-    return chat_request.parse(json.dumps({"model": "demo", "messages": HELLO, **fields}).encode(), "r-1")
+    return chat_request.parse(json.dumps({"model": "demo", "messages": HELLO, **fields}).encode(), {}, "r-1")
 
 
 def refusal(**fields: object) -> errors.Error:
@@ -108,6 +108,9 @@ def test_logprobs_are_a_switch_and_their_number_a_field_of_its_own(
         ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens: must be at least 1"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs: must be at least 0 and at most 20"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"n": 0}, "n", "must be 1 to 128"),
+        ({"n": 129}, "n", "must be 1 to 128"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
         ({"logit_bias": {"word": 1}}, "logit_bias", "token ids"),
         ({"response_format": {"type": "poem"}}, "response_format.type", "poem"),
@@ -125,7 +128,6 @@ def test_what_is_wrong_names_the_field_as_the_client_called_it(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": 2}, "n"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0].type",
@@ -140,7 +142,7 @@ def test_what_is_not_served_is_unsupported(fields: dict[str, object], param: str
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b'{"model": "demo"', b"\xff\xfe", b"[" * 100_000])
 def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(errors.RequestError) as raised:
-        chat_request.parse(body, "r-1")
+        chat_request.parse(body, {}, "r-1")
     assert raised.value.error.code is errors.Code.INVALID_REQUEST
 
 
@@ -156,3 +158,67 @@ def test_tools_may_nest_up_to_the_limit_of_the_wire_and_no_deeper() -> None:
     assert read(tools=[tool | {"deep": nested(63)}]).request.tools
     assert refusal(tools=[tool | {"deep": nested(64)}]).param == "tools[0]"
     assert refusal(tools=[tool | {"deep": nested(900)}]).code is errors.Code.INVALID_REQUEST
+
+
+def test_developer_is_system_and_leading_system_messages_are_one() -> None:
+    parts = [{"type": "text", "text": "three"}]
+    given = [
+        {"role": "system", "content": "one"},
+        {"role": "developer", "content": "two"},
+        {"role": "system", "content": parts},
+        {"role": "user", "content": "hello"},
+        {"role": "developer", "content": "four"},
+    ]
+    conversation = read(messages=given).request.messages
+    assert conversation is not None
+    assert [(one.role, one.content) for one in conversation] == [
+        ("system", "one\n\ntwo\n\nthree"),
+        ("user", "hello"),
+        ("system", "four"),
+    ]
+
+
+def test_reasoning_in_the_history_has_either_name() -> None:
+    for name in ("reasoning", "reasoning_content"):
+        said = {"role": "assistant", "content": "x", name: "because"}
+        conversation = read(messages=[*HELLO, said, *HELLO]).request.messages
+        assert conversation is not None
+        assert conversation[1] == messages.ChatMessage(role="assistant", content="x", reasoning_content="because")
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments"),
+    [
+        ({}, None),
+        ({"reasoning_effort": "none"}, {"enable_thinking": False}),
+        ({"reasoning_effort": "minimal"}, {"enable_thinking": False}),
+        ({"reasoning_effort": "high"}, {"enable_thinking": True, "reasoning_effort": "high"}),
+        ({"chat_template_kwargs": {"a": 1}}, {"a": 1}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            {"enable_thinking": False, "reasoning_effort": "low"},
+        ),
+    ],
+)
+def test_a_reasoning_effort_becomes_arguments_of_the_template(
+    fields: dict[str, object], arguments: dict[str, object] | None
+) -> None:
+    assert read(**fields).request.chat_template_kwargs == arguments
+
+
+def test_a_session_is_named_by_a_field_or_a_header() -> None:
+    def session(headers: dict[str, str], **fields: object) -> str | None:
+        body = json.dumps({"model": "demo", "messages": HELLO, **fields}).encode()
+        return chat_request.parse(body, headers, "r-1").request.session_id
+
+    assert session({}) is None
+    assert session({"x-session-id": "s" * 257}) is None
+    for name in ("x-claude-code-session-id", "session-id", "x-session-id"):
+        assert session({name: "s"}) == "s"
+    assert session({"session-id": "s"}, prompt_cache_key="k") == "k"
+    assert session({"session-id": "s"}, prompt_cache_key="k", session_id="own") == "own"
+
+
+def test_a_service_tier_is_a_priority_unless_there_is_one() -> None:
+    assert [read(service_tier=tier).request.priority for tier in ("auto", "priority", "flex")] == [None, -100, 100]
+    assert read(service_tier="flex", priority=3).request.priority == 3

@@ -5,10 +5,13 @@ from typing import Any
 
 import msgspec
 
+from tokenbus.gateway.generation.answer_events import AnswerReader
+from tokenbus.gateway.generation.dialect import ResponseHead
+from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.openai import chat_response
 from tokenbus.protocol.wire import errors, messages
 
-HEADING = chat_response.CompletionHeader("chatcmpl-r", 1_700_000_000, "demo")
+HEADING = ResponseHead("r", 1_700_000_000, "demo")
 HEAD = messages.Chunk(id="r", worker_id="w", model="demo", created=1)
 USAGE = messages.Usage(prompt_tokens=5, completion_tokens=3, total_tokens=8, cached_tokens=4)
 STOP, LENGTH, CANCELLED, ERROR = (
@@ -25,18 +28,25 @@ def chunk(text: str = "", reason: messages.FinishReason | None = None, **fields:
 
 def events_of(*chunks: messages.Chunk, include_usage: bool = False) -> list[Any]:
     """The data of all events, as a client reads them."""
-    events = chat_response.ChunkEncoder(HEADING, include_usage=include_usage)
-    lines = b"".join(event for one in chunks for event in events.encode(one)).decode().split("\n\n")
+    encoder = chat_response.ChunkEncoder(HEADING, include_usage=include_usage)
+    reader = AnswerReader()
+    encoded: list[bytes] = []
+    for one in chunks:
+        encoded += encoder.encode(0, reader.read(one))
+        if one.finish_reason is not None:
+            failed = http_errors.from_terminal(one)
+            encoded += encoder.fail(failed) if failed else encoder.end()
+    lines = b"".join(encoded).decode().split("\n\n")
     assert lines.pop() == ""
     assert all(line.startswith("data: ") for line in lines)
     return [line if line == "data: [DONE]" else json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 def whole_of(*chunks: messages.Chunk) -> Any:
-    whole = chat_response.CompletionBuilder(HEADING)
+    reader = AnswerReader()
     for one in chunks:
-        whole.add(one)
-    return json.loads(whole.build(chunks[-1]))
+        reader.read(one)
+    return json.loads(chat_response.encode_whole(HEADING, [reader]))
 
 
 def test_a_stream_opens_with_the_role_goes_on_with_text_and_ends_with_the_reason_and_done() -> None:
@@ -61,9 +71,10 @@ def test_a_chunk_that_says_nothing_is_no_event() -> None:
 
 
 def test_a_terminal_alone_opens_and_ends_the_stream() -> None:
-    first, last, done = events_of(chunk("a", LENGTH))
+    first, text, last, done = events_of(chunk("a", LENGTH))
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert last["choices"][0] == {"index": 0, "delta": {"content": "a"}, "logprobs": None, "finish_reason": "length"}
+    assert text["choices"][0] == {"index": 0, "delta": {"content": "a"}, "logprobs": None, "finish_reason": None}
+    assert last["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}
     assert done == "data: [DONE]"
 
 
@@ -76,6 +87,7 @@ def test_usage_that_was_asked_for_is_null_until_an_event_of_its_own_before_done(
         "completion_tokens": 3,
         "total_tokens": 8,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
@@ -133,10 +145,12 @@ def test_calls_of_tools_are_passed_on_as_they_come() -> None:
     )
     more = messages.ToolCallDelta(index=0, arguments_offset=1, function=messages.FunctionDelta(arguments="}"))
     terminal = chunk(reason=messages.FinishReason.TOOL_CALLS, usage=USAGE)
-    _, first, second, last, _ = events_of(chunk(tool_calls=[opening]), chunk(tool_calls=[more]), terminal)
-    begun = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{"}}
+    _, first, *pieces, last, _ = events_of(chunk(tool_calls=[opening]), chunk(tool_calls=[more]), terminal)
+    begun = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}
     assert first["choices"][0]["delta"] == {"tool_calls": [begun]}
-    assert second["choices"][0]["delta"] == {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}
+    assert [one["choices"][0]["delta"] for one in pieces] == [
+        {"tool_calls": [{"index": 0, "function": {"arguments": added}}]} for added in "{}"
+    ]
     assert last["choices"][0]["finish_reason"] == "tool_calls"
     message = whole_of(chunk(tool_calls=[opening]), chunk(tool_calls=[more]), terminal)["choices"][0]["message"]
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -146,10 +160,33 @@ def test_calls_of_tools_are_passed_on_as_they_come() -> None:
 def test_reasoning_is_apart_from_content() -> None:
     usage = msgspec.structs.replace(USAGE, reasoning_tokens=2)
     terminal = chunk("so", reason=messages.FinishReason.STOP, usage=usage)
-    _, event, last, _ = events_of(chunk(reasoning="hm", reasoning_offset=0), terminal)
-    assert event["choices"][0]["delta"] == {"reasoning_content": "hm"}
-    assert last["choices"][0]["delta"] == {"content": "so"}
+    _, event, text, last, _ = events_of(chunk(reasoning="hm", reasoning_offset=0), terminal)
+    assert event["choices"][0]["delta"] == {"reasoning_content": "hm", "reasoning": "hm"}
+    assert text["choices"][0]["delta"] == {"content": "so"}
+    assert last["choices"][0]["delta"] == {}
     whole = whole_of(chunk(reasoning="hm", reasoning_offset=0), terminal)
     said = whole["choices"][0]["message"]
-    assert said == {"role": "assistant", "content": "so", "refusal": None, "reasoning_content": "hm"}
+    shown = {"reasoning_content": "hm", "reasoning": "hm"}
+    assert said == {"role": "assistant", "content": "so", "refusal": None, **shown}
     assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+
+
+def test_several_answers_interleave_with_their_indices_and_their_usage_is_one() -> None:
+    encoder = chat_response.ChunkEncoder(HEADING, include_usage=True)
+    readers = [AnswerReader(), AnswerReader()]
+    cached = msgspec.structs.replace(USAGE, cached_tokens=5, completion_tokens=7, total_tokens=12)
+    encoded: list[bytes] = []
+    for number, one in (
+        (0, chunk("a")),
+        (1, chunk("b")),
+        (1, chunk(reason=STOP, usage=cached)),
+        (0, chunk("c", LENGTH, usage=USAGE)),
+    ):
+        encoded += encoder.encode(number, readers[number].read(one))
+    events = [json.loads(one.removeprefix(b"data: ")) for one in [*encoded, *encoder.end()[:-1]]]
+    *told, usage = events
+    seen = [(one["choices"][0]["index"], one["choices"][0]["delta"].get("content")) for one in told]
+    assert seen == [(0, ""), (0, "a"), (1, ""), (1, "b"), (1, None), (0, "c"), (0, None)]
+    assert [usage["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")] == [5, 10, 15]
+    whole = json.loads(chat_response.encode_whole(HEADING, readers))
+    assert [(one["index"], one["message"]["content"]) for one in whole["choices"]] == [(0, "ac"), (1, "b")]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from tokenbus.gateway import body
-from tokenbus.gateway.openai.error_responses import BODY_TIMEOUT, ApiError, too_large
+from tokenbus.gateway.http import body
+from tokenbus.gateway.http.http_errors import BODY_TIMEOUT, ApiError, too_large
 
 JSON = [(b"content-type", b"application/json")]
 

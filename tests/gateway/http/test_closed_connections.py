@@ -4,8 +4,9 @@ import json
 
 from structlog.testing import capture_logs
 
+from tokenbus.gateway.http.closed_connections import ClosedConnections
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.gateway.openai.closed_connections import ClosedConnections, refusal_response
+from tokenbus.gateway.openai.error_bodies import refusal_response
 from tokenbus.protocol.http.refusals import Reason, Refusal
 
 

@@ -1,40 +1,26 @@
-"""Error responses in the format of OpenAI's API; pure."""
+"""Error responses, before a dialect gives them the body that its clients expect; pure."""
 
 import math
 from typing import NamedTuple
 
-import msgspec
-
-from tokenbus.gateway.openai import schemas
 from tokenbus.protocol.wire import errors, messages
-
-_OPENAI_CODES = {errors.Code.PROMPT_TOO_LONG: "context_length_exceeded"}
-"""OpenAI's names of codes on which its clients act."""
-_encoder = msgspec.json.Encoder()
 
 
 class ErrorResponse(NamedTuple):
-    """An HTTP response with an error."""
+    """The status, the reason and the headers of an HTTP response with an error."""
 
     status: int
     code: str
+    """A code of the wire, or one of the gateway's own."""
     message: str
     param: str | None = None
     retryable: bool = False
-    """Whether the same request may succeed later. OpenAI's clients retry by themselves unless told not to."""
+    """Whether the same request may succeed later. The SDKs retry by themselves unless told not to."""
     retry_after_ms: float | None = None
-
-    @property
-    def type(self) -> str:
-        """One of the types of errors that OpenAI distinguishes."""
-        if self.status == 429:
-            return "rate_limit_error"
-        return "server_error" if self.status >= 500 else "invalid_request_error"
-
-    @property
-    def body(self) -> bytes:
-        detail = schemas.ErrorDetail(message=self.message, type=self.type, param=self.param, code=self.code)
-        return _encoder.encode(schemas.ErrorBody(error=detail))
+    prompt_tokens: int | None = None
+    """In `prompt_too_long`."""
+    context_length: int | None = None
+    """In `prompt_too_long`."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -59,11 +45,13 @@ def from_error(error: errors.Error) -> ErrorResponse:
     """Returns the response for an error of the wire."""
     return ErrorResponse(
         errors.CODES[error.code].http,
-        _OPENAI_CODES.get(error.code, str(error.code)),
+        str(error.code),
         error.message,
         error.param,
         error.retryable,
         error.retry_after_ms,
+        error.prompt_tokens,
+        error.context_length,
     )
 
 
@@ -75,9 +63,10 @@ def from_terminal(chunk: messages.Chunk) -> ErrorResponse | None:
 
 
 CANCELLED = ErrorResponse(499, "cancelled", "the request was cancelled")
-"""Somebody else has cancelled the request (`tokenbus cancel`). OpenAI has no such error; its clients don't retry a
-499."""
-INVALID_API_KEY = ErrorResponse(401, "invalid_api_key", "a valid API key is required: Authorization: Bearer KEY")
+"""Somebody else has cancelled the request (`tokenbus cancel`). The SDKs don't retry a 499."""
+INVALID_API_KEY = ErrorResponse(
+    401, "invalid_api_key", "a valid API key is required: Authorization: Bearer KEY, x-api-key: KEY or api-key: KEY"
+)
 OVERLOADED = ErrorResponse(503, "overloaded", "this gateway has too many open requests", None, True, 1_000.0)
 SHUTTING_DOWN = ErrorResponse(503, str(errors.Code.SHUTTING_DOWN), "this gateway is shutting down", None, True, 1_000.0)
 TENANT_STARTING = ErrorResponse(

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive
 
-from tokenbus.gateway.openai.error_responses import BODY_TIMEOUT, UNSUPPORTED_MEDIA_TYPE, ApiError, too_large
+from tokenbus.gateway.http.http_errors import BODY_TIMEOUT, UNSUPPORTED_MEDIA_TYPE, ApiError, too_large
 
 BODY_TIMEOUT_S = 30.0
 _MAX_DISCARDED_BYTES = 16 * 1024 * 1024

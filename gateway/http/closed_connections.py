@@ -1,4 +1,4 @@
-"""Reports connections that the gateway closes: an API error to the client, a count, and now and then a log line."""
+"""Reports connections that the gateway closes: a count, and now and then a log line."""
 
 import time
 from collections import Counter
@@ -7,11 +7,9 @@ from collections.abc import Callable
 import structlog
 
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.gateway.openai.error_responses import ErrorResponse
-from tokenbus.protocol.http.refusals import Headers, Reason, Refusal
+from tokenbus.protocol.http.refusals import Reason
 
 _LOG_INTERVAL_S = 10.0
-_RETRY_AFTER_MS = 1_000.0
 
 
 class ClosedConnections:
@@ -35,17 +33,3 @@ class ClosedConnections:
             self._logged_at[reason] = now
             count = self._unlogged.pop(reason)
             structlog.get_logger().warning("connections_closed", reason=reason, address=address, count=count)
-
-
-def refusal_response(refusal: Refusal) -> tuple[Headers, bytes]:
-    """Returns headers and body of a refusal, in the form of an API error."""
-    is_full = refusal.status in (429, 503)
-    response = ErrorResponse(
-        refusal.status,
-        refusal.code,
-        refusal.message,
-        retryable=is_full or refusal.status == 408,
-        retry_after_ms=_RETRY_AFTER_MS if is_full else None,
-    )
-    headers = {"content-type": "application/json"} | response.headers
-    return [(name.encode(), value.encode()) for name, value in headers.items()], response.body

@@ -6,8 +6,8 @@ import contextlib
 import pytest
 
 from tests.support.fed_stream import FakeTransport, stream_over
-from tokenbus.gateway.concurrency_limit import ConcurrencyLimit
-from tokenbus.gateway.openai.error_responses import OVERLOADED, SHUTTING_DOWN, ApiError
+from tokenbus.gateway.http.concurrency_limit import ConcurrencyLimit
+from tokenbus.gateway.http.http_errors import OVERLOADED, SHUTTING_DOWN, ApiError
 from tokenbus.protocol.wire import errors
 
 

@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
-from tokenbus.client import Stream
-from tokenbus.gateway.openai.error_responses import OVERLOADED, SHUTTING_DOWN, ApiError
+from tokenbus.client.choices import Choices
+from tokenbus.gateway.http.http_errors import OVERLOADED, SHUTTING_DOWN, ApiError
 from tokenbus.protocol.wire import errors
 
 
@@ -15,7 +15,7 @@ class ConcurrencyLimit:
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._num_open = 0
-        self._streams: set[Stream] = set()
+        self._streams: set[Choices] = set()
         self._is_draining = False
         self._grace_is_over = False
         self._drained = asyncio.Event()
@@ -51,7 +51,7 @@ class ConcurrencyLimit:
                 self._drained.set()
 
     @contextlib.contextmanager
-    def track(self, stream: Stream) -> Iterator[None]:
+    def track(self, stream: Choices) -> Iterator[None]:
         """Registers the stream of an open request during the block, so that draining can end it."""
         self._streams.add(stream)
         try:
@@ -73,6 +73,6 @@ class ConcurrencyLimit:
             _end(stream)
 
 
-def _end(stream: Stream) -> None:
+def _end(stream: Choices) -> None:
     stream.cancel()
     stream.fail(errors.make_error(errors.Code.SHUTTING_DOWN, "this gateway is shutting down"))

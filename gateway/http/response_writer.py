@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from starlette.types import Send
 
-from tokenbus.gateway.openai.error_responses import ErrorResponse
+from tokenbus.gateway.http.http_errors import ErrorResponse
 
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 """The last header makes nginx pass events on as they come."""
@@ -32,9 +32,9 @@ class ResponseWriter:
         await self._start(status, length | dict(headers or {}))
         await self._write(body, more=False)
 
-    async def send_error(self, response: ErrorResponse) -> None:
-        """Sends a whole error response."""
-        await self.send_json(response.status, response.body, response.headers)
+    async def send_error(self, response: ErrorResponse, body: bytes) -> None:
+        """Sends a whole error response, with the body that its API gives it."""
+        await self.send_json(response.status, body, response.headers)
 
     async def send_events(self, *events: bytes, last: bool = False) -> None:
         """Sends events, starting the response if these are the first; `last` completes it."""

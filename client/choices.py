@@ -1,0 +1,101 @@
+"""Several answers to one request. The first is placed; the others follow it to its worker, where the prompt is cached.
+
+They follow by a session and are not pinned: a pinned request passes by those that wait, and ends with its worker."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+
+from tokenbus.client.stream import Stream
+from tokenbus.protocol.wire import codec, errors, messages
+
+Submit = Callable[[messages.GenerateRequest], Stream]
+
+
+class Choices:
+    """The streams of one request that was made `n` times, with the seeds `seed`, `seed + 1` and so on.
+
+    `chunks()` yields the chunks of all streams as they come, each with the number of its choice; each choice ends with
+    one terminal. Leaving an `async with` block early, or `aclose`, cancels all of them."""
+
+    def __init__(self, request: messages.GenerateRequest, n: int, submit: Submit) -> None:
+        assert request.id is not None
+        if n > 1 and request.session_id is None:
+            request = codec.replace(request, session_id=request.id)
+        self._request = request
+        self._n = n
+        self._submit = submit
+        self._streams = [submit(request)]
+        self._failure: errors.Error | None = None
+
+    def __repr__(self) -> str:
+        return f"<Choices {self._streams}>"
+
+    @property
+    def request_id(self) -> str:
+        """The latest id of the first choice's request."""
+        return self._streams[0].request_id
+
+    async def __aenter__(self) -> "Choices":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Ends all streams and cancels their requests, unless they have ended. It may be called again."""
+        for stream in self._streams:
+            await stream.aclose()
+
+    def cancel(self) -> None:
+        """Cancels all requests. Each choice goes on until its terminal."""
+        for stream in self._streams:
+            stream.cancel()
+
+    def fail(self, error: errors.Error) -> None:
+        """Ends all choices with an error."""
+        self._failure = error
+        for stream in self._streams:
+            stream.fail(error)
+
+    async def chunks(self) -> AsyncIterator[tuple[int, messages.Chunk]]:
+        """Yields each chunk with the number of its choice, from 0. To be iterated once."""
+        async for chunk in self._streams[0]:
+            yield 0, chunk
+            if self._n > 1 and (chunk.tokens or (chunk.finish_reason and not chunk.error)):
+                break  # the prompt is computed, and cached
+        else:
+            return
+        self._start_others()
+        async for item in _merged(self._streams):
+            yield item
+
+    def _start_others(self) -> None:
+        request = self._request
+        for number in range(1, self._n):
+            seed = None if request.seed is None else (request.seed + number) % 2**32
+            stream = self._submit(codec.replace(request, id=f"{request.id}-{number}", seed=seed))
+            self._streams.append(stream)
+            if self._failure is not None:
+                stream.cancel()
+                stream.fail(self._failure)
+
+
+async def _merged(streams: list[Stream]) -> AsyncIterator[tuple[int, messages.Chunk]]:
+    waiting = {asyncio.ensure_future(anext(stream)): number for number, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = waiting.pop(task)
+                try:
+                    chunk = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(streams[number]))] = number
+                yield number, chunk
+    finally:
+        for task in waiting:
+            task.cancel()

@@ -1,0 +1,148 @@
+"""Reads the chunks of a stream as typed events: parts of the answer that begin, grow and end; pure.
+
+An answer is a list of parts, each of them reasoning, text or one tool call. A part ends when the next one begins, or
+with the answer. All dialects are written from these events."""
+
+import enum
+from typing import NamedTuple
+
+import msgspec
+
+from tokenbus.protocol.wire import messages
+
+
+class PartKind(enum.Enum):
+    """The kinds of parts of an answer."""
+
+    REASONING = "reasoning"
+    TEXT = "text"
+    TOOL_CALL = "tool_call"
+
+
+class Part(msgspec.Struct, kw_only=True, eq=False):
+    """A part of an answer, as far as it has come."""
+
+    kind: PartKind
+    index: int
+    """Its number among the parts of the answer, from 0."""
+    pieces: list[str] = []
+    call_index: int = 0
+    """The number of a tool call among those of the answer, from 0."""
+    call_id: str = ""
+    name: str = ""
+    """The called function's name."""
+
+    @property
+    def text(self) -> str:
+        """The text, or a tool call's arguments: the text of a JSON object, if the call is complete."""
+        return "".join(self.pieces)
+
+
+class PromptSeen(NamedTuple):
+    """The worker has begun with the prompt."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class TokensSampled(NamedTuple):
+    """The log probabilities of new tokens, if they were asked for."""
+
+    logprobs: list[messages.TokenLogprob]
+
+
+class PartStarted(NamedTuple):
+    part: Part
+
+
+class PartGrew(NamedTuple):
+    part: Part
+    added: str
+
+
+class PartEnded(NamedTuple):
+    part: Part
+
+
+class AnswerEnded(NamedTuple):
+    """The end of an answer that has not failed."""
+
+    finish_reason: messages.FinishReason
+    usage: messages.Usage | None
+    stop_match: str | int | None
+    """The stop string or token id that ended it."""
+
+
+AnswerEvent = PromptSeen | TokensSampled | PartStarted | PartGrew | PartEnded | AnswerEnded
+
+
+class AnswerReader:
+    """Turns the chunks of one stream into events, and keeps the parts."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.logprobs: list[messages.TokenLogprob] = []
+        self.end: AnswerEnded | None = None
+        """None until the answer has ended well."""
+        self._open: Part | None = None
+        self._prompt_seen = False
+
+    def __repr__(self) -> str:
+        return f"<AnswerReader, {len(self.parts)} parts{', ended' if self.end else ''}>"
+
+    def read(self, chunk: messages.Chunk) -> list[AnswerEvent]:
+        """Returns the events of the next chunk, as the client's `Stream` yields it: each part once and in order."""
+        events: list[AnswerEvent] = []
+        if chunk.progress and not self._prompt_seen:
+            self._prompt_seen = True
+            events.append(PromptSeen(chunk.progress.prompt_tokens, chunk.progress.cached_tokens))
+        if chunk.logprobs:
+            self.logprobs += chunk.logprobs
+            events.append(TokensSampled(chunk.logprobs))
+        if chunk.reasoning:
+            self._grow(events, PartKind.REASONING, chunk.reasoning)
+        if chunk.text:
+            self._grow(events, PartKind.TEXT, chunk.text)
+        for delta in chunk.tool_calls or ():
+            self._add_to_call(events, delta)
+        if chunk.finish_reason is not None:
+            self._end_part(events)
+            if chunk.finish_reason not in (messages.FinishReason.ERROR, messages.FinishReason.CANCELLED):
+                match = chunk.stop_match if isinstance(chunk.stop_match, str | int) else None
+                self.end = AnswerEnded(chunk.finish_reason, chunk.usage or None, match)
+                events.append(self.end)
+        return events
+
+    def _grow(self, events: list[AnswerEvent], kind: PartKind, added: str) -> None:
+        part = self._open
+        if part is None or part.kind is not kind:
+            part = self._start(events, Part(kind=kind, index=len(self.parts)))
+        part.pieces.append(added)
+        events.append(PartGrew(part, added))
+
+    def _add_to_call(self, events: list[AnswerEvent], delta: messages.ToolCallDelta) -> None:
+        part = self._open
+        if part is None or part.kind is not PartKind.TOOL_CALL or part.call_index != delta.index:
+            call = Part(
+                kind=PartKind.TOOL_CALL,
+                index=len(self.parts),
+                call_index=delta.index,
+                call_id=delta.id or "",
+                name=delta.function.name or "",
+            )
+            part = self._start(events, call)
+        if delta.function.arguments:
+            part.pieces.append(delta.function.arguments)
+            events.append(PartGrew(part, delta.function.arguments))
+
+    def _start(self, events: list[AnswerEvent], part: Part) -> Part:
+        self._end_part(events)
+        self.parts.append(part)
+        self._open = part
+        events.append(PartStarted(part))
+        return part
+
+    def _end_part(self, events: list[AnswerEvent]) -> None:
+        if self._open is not None:
+            events.append(PartEnded(self._open))
+            self._open = None

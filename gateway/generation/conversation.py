@@ -1,0 +1,60 @@
+"""Puts conversations into the form that chat templates know; pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenbus.protocol.wire import codec, messages
+
+_SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id", "x-session-id")
+"""Headers in which agents name their session."""
+_MAX_SESSION_BYTES = 256
+_OFF = ("none", "minimal")
+"""Reasoning efforts that ask for no reasoning."""
+_PRIORITIES = {"priority": -100, "flex": 100}
+"""OpenAI's service tiers as priorities of the wire."""
+
+
+def normalized(conversation: Sequence[messages.ChatMessage]) -> list[messages.ChatMessage]:
+    """Returns a conversation in which `developer` is `system`, and leading system messages are one.
+
+    Most templates know one system message, at the beginning."""
+    known = [codec.replace(one, role="system") if one.role == "developer" else one for one in conversation]
+    count = next((number for number, one in enumerate(known) if one.role != "system"), len(known))
+    texts = [_text_of(one.content) for one in known[:count]]
+    if count < 2 or None in texts:
+        return known
+    joined = "\n\n".join(text for text in texts if text)
+    return [messages.ChatMessage(role="system", content=joined), *known[count:]]
+
+
+def session_of(headers: Mapping[str, str]) -> str | None:
+    """Returns the session that a header names, if any."""
+    for name in _SESSION_HEADERS:
+        value = headers.get(name, "")
+        if 0 < len(value.encode()) <= _MAX_SESSION_BYTES:
+            return value
+    return None
+
+
+def template_arguments(effort: str | None, given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Returns the variables for the chat template that a reasoning effort means; those that were `given` prevail."""
+    if effort is None:
+        return None if given is None else dict(given)
+    meant: dict[str, Any] = {"enable_thinking": effort not in _OFF}
+    if effort not in _OFF:
+        meant["reasoning_effort"] = effort
+    return meant | dict(given or {})
+
+
+def priority_of(service_tier: str | None) -> int | None:
+    """Returns the priority that a service tier means; None for the usual ones."""
+    return _PRIORITIES.get(service_tier or "")
+
+
+def _text_of(content: str | list[messages.ContentPart] | None) -> str | None:
+    """Returns the text of a message, or None if it has other parts, which validation refuses by their place."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if any(part.type != "text" or part.text is None for part in content):
+        return None
+    return "".join(part.text or "" for part in content)

@@ -1,0 +1,62 @@
+"""Errors in the form of OpenAI's API; pure."""
+
+import msgspec
+
+from tokenbus.gateway.http.http_errors import ErrorResponse
+from tokenbus.gateway.openai import schemas
+from tokenbus.protocol.http.refusals import Headers, Refusal
+from tokenbus.protocol.wire import errors
+
+_CODES = {
+    str(errors.Code.PROMPT_TOO_LONG): "context_length_exceeded",
+    str(errors.Code.OVERLOADED): "rate_limit_exceeded",
+}
+"""OpenAI's names of codes on which its clients act."""
+_RETRY_REFUSED_AFTER_MS = 1_000.0
+_encoder = msgspec.json.Encoder()
+
+
+def type_of(response: ErrorResponse) -> str:
+    """Returns which of the types of errors it is that OpenAI distinguishes."""
+    if response.status == 429:
+        return "rate_limit_error"
+    return "server_error" if response.status >= 500 else "invalid_request_error"
+
+
+def code_of(response: ErrorResponse) -> str:
+    """Returns the code, with the name that OpenAI's clients look for."""
+    if response.status == 503 and response.code == errors.Code.OVERLOADED:
+        return response.code  # the gateway's own limit, and none of the client's
+    return _CODES.get(response.code, response.code)
+
+
+def message_of(response: ErrorResponse) -> str:
+    """Returns the text. Agents recognize by it that their conversation has become too long."""
+    if response.context_length is None or response.prompt_tokens is None:
+        return response.message
+    return (
+        f"This model's maximum context length is {response.context_length} tokens. However, your messages resulted in "
+        f"{response.prompt_tokens} tokens. Please reduce the length of the messages."
+    )
+
+
+def encode(response: ErrorResponse) -> bytes:
+    """Returns the body of an error response, which is also the data of an error's event."""
+    detail = schemas.ErrorDetail(
+        message=message_of(response), type=type_of(response), param=response.param, code=code_of(response)
+    )
+    return _encoder.encode(schemas.ErrorBody(error=detail))
+
+
+def refusal_response(refusal: Refusal) -> tuple[Headers, bytes]:
+    """Returns headers and body of what the server itself refuses."""
+    is_full = refusal.status in (429, 503)
+    response = ErrorResponse(
+        refusal.status,
+        refusal.code,
+        refusal.message,
+        retryable=is_full or refusal.status == 408,
+        retry_after_ms=_RETRY_REFUSED_AFTER_MS if is_full else None,
+    )
+    headers = {"content-type": "application/json"} | response.headers
+    return [(name.encode(), value.encode()) for name, value in headers.items()], encode(response)

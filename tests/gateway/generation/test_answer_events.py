@@ -1,0 +1,116 @@
+"""Chunks become parts that begin, grow and end, in order and each once."""
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenbus.gateway.generation.answer_events import (
+    AnswerEnded,
+    AnswerReader,
+    Part,
+    PartEnded,
+    PartGrew,
+    PartKind,
+    PartStarted,
+    PromptSeen,
+)
+from tokenbus.protocol.wire import messages
+
+REASONING, TEXT, TOOL_CALL = PartKind.REASONING, PartKind.TEXT, PartKind.TOOL_CALL
+
+
+def chunk(reason: messages.FinishReason | None = None, **fields: Any) -> messages.Chunk:
+    return messages.Chunk(id="r", finish_reason=reason, **fields)
+
+
+def call(index: int, arguments: str, name: str = "") -> messages.ToolCallDelta:
+    if name:
+        function = messages.FunctionDelta(name=name, arguments=arguments)
+        return messages.ToolCallDelta(index=index, id=f"c{index}", type="function", function=function)
+    return messages.ToolCallDelta(index=index, function=messages.FunctionDelta(arguments=arguments))
+
+
+def parts_of(reader: AnswerReader) -> list[tuple[PartKind, str, str]]:
+    return [(part.kind, part.name, part.text) for part in reader.parts]
+
+
+def test_a_part_ends_when_the_next_begins_or_with_the_answer() -> None:
+    reader = AnswerReader()
+    events = reader.read(chunk(reasoning="hm", text="so"))
+    events += reader.read(chunk(text=" it is", tool_calls=[call(0, "{", "f"), call(0, "}"), call(1, "{}", "g")]))
+    events += reader.read(chunk(messages.FinishReason.TOOL_CALLS))
+    thought, said, first, second = reader.parts
+    assert events == [
+        PartStarted(thought),
+        PartGrew(thought, "hm"),
+        PartEnded(thought),
+        PartStarted(said),
+        PartGrew(said, "so"),
+        PartGrew(said, " it is"),
+        PartEnded(said),
+        PartStarted(first),
+        PartGrew(first, "{"),
+        PartGrew(first, "}"),
+        PartEnded(first),
+        PartStarted(second),
+        PartGrew(second, "{}"),
+        PartEnded(second),
+        AnswerEnded(messages.FinishReason.TOOL_CALLS, None, None),
+    ]
+    assert parts_of(reader) == [
+        (REASONING, "", "hm"),
+        (TEXT, "", "so it is"),
+        (TOOL_CALL, "f", "{}"),
+        (TOOL_CALL, "g", "{}"),
+    ]
+    assert [part.index for part in reader.parts] == [0, 1, 2, 3]
+
+
+def test_the_prompt_is_seen_once() -> None:
+    progress = messages.Progress(prompt_tokens=9, processed_tokens=4, cached_tokens=4)
+    reader = AnswerReader()
+    assert reader.read(chunk(progress=progress)) == [PromptSeen(9, 4)]
+    assert reader.read(chunk(progress=progress)) == []
+
+
+def test_an_answer_that_fails_ends_its_part_and_has_no_end() -> None:
+    for reason in (messages.FinishReason.ERROR, messages.FinishReason.CANCELLED):
+        reader = AnswerReader()
+        reader.read(chunk(text="a"))
+        (ended,) = reader.read(chunk(reason))
+        assert isinstance(ended, PartEnded)
+        assert reader.end is None
+
+
+deltas = st.one_of(
+    st.builds(lambda text: {"text": text}, st.text(max_size=3)),
+    st.builds(lambda text: {"reasoning": text}, st.text(max_size=3)),
+    st.builds(lambda text: {"text": text, "reasoning": text}, st.text(max_size=3)),
+)
+
+
+@given(st.lists(deltas))
+def test_grown_pieces_are_the_texts_between_a_start_and_an_end_each(fields: list[dict[str, str]]) -> None:
+    reader = AnswerReader()
+    events = [event for one in fields for event in reader.read(chunk(**one))]
+    events += reader.read(chunk(messages.FinishReason.STOP))
+    grown: dict[int, str] = {}
+    open_part: Part | None = None
+    for event in events:
+        match event:
+            case PartStarted(part):
+                assert open_part is None
+                open_part = part
+            case PartGrew(part, added):
+                assert part is open_part
+                grown[part.index] = grown.get(part.index, "") + added
+            case PartEnded(part):
+                assert part is open_part
+                open_part = None
+            case _:
+                pass
+    assert open_part is None
+    assert [grown[part.index] for part in reader.parts] == [part.text for part in reader.parts]
+    said = "".join(part.text for part in reader.parts if part.kind is TEXT)
+    assert said == "".join(one.get("text", "") for one in fields)
