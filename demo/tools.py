@@ -25,7 +25,7 @@ class Task(NamedTuple):
     results: tuple[str, ...]
     """The ways in which the tool may write its result."""
     answer: str
-    """What to say to the result."""
+    """The words that follow the result."""
 
 
 def weather(city: str, sky: str, degrees: int) -> Task:
@@ -79,7 +79,7 @@ REFUSALS = {
     "get_time": "I have no tool for the time.",
     "multiply": "I have no tool for products.",
 }
-"""What to say to a question whose tool is not offered. Sums need none."""
+"""Answers to questions whose tool is not offered. Sums need none."""
 
 REASONS = {
     "get_weather": "I need the weather in {city}, so I call get_weather.",
