@@ -5,7 +5,7 @@ Run: .venv/bin/python -m bench.serving.structured [--model FILE.gguf] [--streams
 
 Three kinds of requests take turns: free ones, one long string of a schema, where nearly every token is sampled under a
 mask, and a schema whose keys are most of the text, which are forced. The time runs from the second step of all streams,
-when the keys before the first value are computed, to the last. Without --model, a 0.5B model in Q8_0 with random weights is made."""
+when the keys before the first value are computed, to the last. Without --model, a random 0.5B model in Q8_0 is made."""
 
 import argparse
 import asyncio
