@@ -135,7 +135,7 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     return_token_ids: bool | None = None
     """Asks for `token_ids` in every chunk."""
     return_progress: bool | None = None
-    """Asks for `progress` while the prompt is computed."""
+    """Asks for `progress` while the prompt is computed, and when it is, before the first token."""
     cache_prompt: bool | None = None
     """Whether this prompt's KV may be reused and kept. true if absent."""
     cache_salt: str | None = None
