@@ -13,11 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tokenbus.gateway.anthropic import error_bodies as anthropic_errors
+from tokenbus.gateway.anthropic import messages_request, model_list
 from tokenbus.gateway.catalog import Catalog, Listing
 from tokenbus.gateway.generation.dialect import Dialect
 from tokenbus.gateway.generation.endpoint import GenerationEndpoint, Services
 from tokenbus.gateway.http import http_errors
-from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
+from tokenbus.gateway.http.http_errors import ApiError
 from tokenbus.gateway.openai import chat_request, error_bodies, schemas
 from tokenbus.protocol.wire import errors
 
@@ -36,14 +38,17 @@ class Routes:
         return f"<Routes {self._services!r}>"
 
     async def models(self, request: Request) -> Response:
-        """Serves `GET /v1/models`."""
+        """Serves `GET /v1/models`, in the form of the API that is asked."""
         listing = await self._listing(request)
+        if model_list.is_wanted(request.headers):
+            return _json(model_list.to_page(listing.models))
         return _json(schemas.ModelList(data=listing.models))
 
     async def model(self, request: Request) -> Response:
         """Serves `GET /v1/models/{id}`."""
         listing = await self._listing(request)
-        return _json(listing.find(request.path_params["model"].removesuffix("/")))
+        model = listing.find(request.path_params["model"].removesuffix("/"))
+        return _json(model_list.to_info(model) if model_list.is_wanted(request.headers) else model)
 
     async def livez(self, request: Request) -> Response:
         """Serves `GET /livez`: 200 while this process runs."""
@@ -81,8 +86,11 @@ class Routes:
         return listing._replace(models=self._services.aliases.listed(listing.models))
 
 
+_CHAT_COMPLETIONS = Dialect(chat_request.parse, error_bodies.encode)
+_MESSAGES = Dialect(messages_request.parse, anthropic_errors.encode, anthropic_errors.status_of)
 GENERATING: dict[str, Dialect] = {
-    "/v1/chat/completions": Dialect(chat_request.parse, error_bodies.encode),
+    "/v1/chat/completions": _CHAT_COMPLETIONS,
+    "/v1/messages": _MESSAGES,
 }
 """The endpoints that generate, by path."""
 
@@ -123,13 +131,15 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case _:
             structlog.get_logger().error("request_failed", exc_info=error)
             response = http_errors.INTERNAL_ERROR
-    return Response(_error_body(request, response), response.status, response.headers, media_type="application/json")
+    dialect = _dialect_of(request)
+    body, status = dialect.error_body(response), dialect.status_of(response)
+    return Response(body, status, response.headers, media_type="application/json")
 
 
-def _error_body(request: Request, response: ErrorResponse) -> bytes:
-    path = request.scope["path"].rstrip("/")
-    encode = GENERATING[path].error_body if path in GENERATING else error_bodies.encode
-    return encode(response)
+def _dialect_of(request: Request) -> Dialect:
+    if model_list.is_wanted(request.headers):
+        return _MESSAGES
+    return GENERATING.get(request.scope["path"].rstrip("/"), _CHAT_COMPLETIONS)
 
 
 def _cors(allowed_origins: Sequence[str]) -> list[Middleware]:
@@ -141,7 +151,7 @@ def _cors(allowed_origins: Sequence[str]) -> list[Middleware]:
             allow_origins=allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", "x-should-retry"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-should-retry"],
         )
     ]
 

@@ -1,5 +1,6 @@
 """The interface of an API: its requests as those of the wire, and typed events as its responses. Each has a folder."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -74,3 +75,5 @@ class Dialect(NamedTuple):
     API's name of the field at fault."""
     error_body: Callable[[ErrorResponse], bytes]
     """Returns the body of an error response."""
+    status_of: Callable[[ErrorResponse], int] = operator.attrgetter("status")
+    """Returns the status of an error response, where the API has others than the wire."""

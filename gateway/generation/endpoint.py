@@ -27,7 +27,8 @@ from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import errors
 
 STATUS_HOLD_S = 10.0
-"""A streamed response starts with its first event, or after this time; until then an error can still set the status."""
+"""A streamed response starts with its first event, or after this time; until then an error can still set the status.
+Later it is kept alive whenever nothing has been sent for as long."""
 _SANE_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
@@ -114,20 +115,19 @@ class GenerationEndpoint:
     ) -> None:
         choices = submit()
         head = ResponseHead(choices.request_id, int(time.time()), parsed.model)
-        error_body = self._dialect.error_body
         with self._services.limit.track(choices):
             async with choices:  # leaving the block cancels the request
                 if parsed.stream:
-                    await stream_response(choices, parsed.n, parsed.encoder(head), error_body, writer, log)
+                    await stream_response(choices, parsed.n, parsed.encoder(head), writer, log)
                 else:
                     encode = functools.partial(parsed.encode_whole, head)
-                    await respond(choices, parsed.n, encode, error_body, writer, log)
+                    await respond(choices, parsed.n, encode, writer, log)
 
     async def _send_error(self, response: ErrorResponse, writer: ResponseWriter, log: RequestLog) -> None:
         """Sends an error. If a response has started already it is cut off instead: uvicorn closes the connection."""
         log.set_code(response.code)
         if not writer.has_started:
-            await writer.send_error(response, self._dialect.error_body(response))
+            await writer.send_error(self._dialect.status_of(response), response, self._dialect.error_body)
 
 
 def request_ids(given: str) -> tuple[str, str]:
@@ -144,19 +144,17 @@ async def respond(
     choices: Choices,
     n: int,
     encode: Callable[[list[AnswerReader]], bytes],
-    error_body: Callable[[ErrorResponse], bytes],
     writer: ResponseWriter,
     log: RequestLog,
 ) -> None:
-    """Waits for the ends of all answers, and sends one response or error."""
+    """Waits for the ends of all answers, and sends one response. Raises ApiError if one of them fails."""
     answers = [AnswerReader() for _ in range(n)]
     async for number, chunk in choices.chunks():
         log.on_chunk(chunk)
         answers[number].read(chunk)
         response = http_errors.from_terminal(chunk)
         if response is not None:
-            await writer.send_error(response, error_body(response))
-            return
+            raise http_errors.ApiError(response)
     await writer.send_json(200, encode(answers))
 
 
@@ -164,30 +162,31 @@ async def stream_response(
     choices: Choices,
     n: int,
     encoder: EventEncoder,
-    error_body: Callable[[ErrorResponse], bytes],
     writer: ResponseWriter,
     log: RequestLog,
     hold_s: float = STATUS_HOLD_S,
 ) -> None:
-    """Sends the answers as events, or one error if it comes before the first event."""
+    """Sends the answers as events. Raises ApiError if one of them fails before the first event."""
     answers = [AnswerReader() for _ in range(n)]
     num_open = n
+    sent_s = 0.0
     async for number, chunk in choices.chunks():
         log.on_chunk(chunk)
         events = answers[number].read(chunk)
         encoded = encoder.encode(number, events) if events else []
         response = http_errors.from_terminal(chunk)
         if response is not None:
-            if writer.has_started or encoded:
-                await writer.send_events(*encoded, *encoder.fail(response), last=True)
-            else:
-                await writer.send_error(response, error_body(response))
+            if not writer.has_started and not encoded:
+                raise http_errors.ApiError(response)
+            await writer.send_events(*encoded, *encoder.fail(writer.named(response)), last=True)
             return
         if chunk.finish_reason is not None:
             num_open -= 1
             encoded += [] if num_open else encoder.end()
         if encoded:
+            sent_s = log.age_s
             await writer.send_events(*encoded, last=not num_open)
         # Workers and routers send empty chunks while a request waits, and these drive the comments: no timer is needed.
-        elif not chunk.tokens and log.age_s >= hold_s:
+        elif not chunk.tokens and log.age_s - sent_s >= hold_s:
+            sent_s = log.age_s
             await writer.send_events(encoder.keep_alive())

@@ -21,6 +21,8 @@ class ErrorResponse(NamedTuple):
     """In `prompt_too_long`."""
     context_length: int | None = None
     """In `prompt_too_long`."""
+    request_id: str | None = None
+    """The id of the HTTP request, where it has one."""
 
     @property
     def headers(self) -> dict[str, str]:

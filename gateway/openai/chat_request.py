@@ -8,8 +8,9 @@ import msgspec
 from tokenbus.gateway.generation import conversation
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import ResponseHead
+from tokenbus.gateway.generation.model_names import checked_model
 from tokenbus.gateway.openai import chat_response
-from tokenbus.protocol.wire import codec, errors, subjects, validation
+from tokenbus.protocol.wire import codec, errors, validation
 from tokenbus.protocol.wire import messages as wire
 
 MAX_CHOICES = 128
@@ -128,17 +129,6 @@ def _openai_name(param: str | None, chat: ChatRequest) -> str | None:
     if param == "logprobs" and chat.top_logprobs is not None:
         return "top_logprobs"
     return param
-
-
-def checked_model(model: str | None) -> str:
-    """Returns the name of the model. Raises RequestError if it is missing, or none that a model can have."""
-    if model is None:
-        raise errors.invalid_field("model", "is required")
-    try:
-        subjects.encode_name(model)
-    except ValueError as error:
-        raise errors.invalid_field("model", str(error)) from error
-    return model
 
 
 def _check(chat: ChatRequest) -> None:

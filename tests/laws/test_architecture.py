@@ -72,7 +72,9 @@ PURE = (
     "gateway/generation/answer_events.py",
     "gateway/generation/conversation.py",
     "gateway/generation/dialect.py",
+    "gateway/generation/model_names.py",
     "gateway/generation/usage.py",
+    "gateway/anthropic/*.py",
     "gateway/openai/*.py",
     "replay/*.py",
 )
