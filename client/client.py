@@ -1,4 +1,4 @@
-"""The client of a Tokenbus system: completions, embeddings, models and cancels over one connection."""
+"""The client of a Tokenbus system: completions, embeddings, tokens, models and cancels over one connection."""
 
 import secrets
 import time
@@ -19,6 +19,8 @@ AnswerT = TypeVar("AnswerT", bound=messages.Message)
 
 _models = codec.Decoder(messages.ModelsReply)
 _embeds = codec.Decoder(messages.EmbedReply)
+_tokenizes = codec.Decoder(messages.TokenizeReply)
+_detokenizes = codec.Decoder(messages.DetokenizeReply)
 _cancels = codec.Decoder(messages.CancelReply)
 
 
@@ -90,8 +92,8 @@ class Client:
     async def for_tenant(self, tenant: str, inbox_prefix: str = "") -> "Client":
         """Makes a client for another tenant that shares this one's connection. Close only the first: that ends both.
 
-        Its streams have reply subjects that begin with `inbox_prefix`, if given. Answers to its `models`, `embed` and
-        `cancel` come to the connection's own inbox in any case."""
+        Its streams have reply subjects that begin with `inbox_prefix`, if given. Answers to its `models`, `embed`,
+        `tokenize`, `detokenize` and `cancel` come to the connection's own inbox in any case."""
         other = Client(self._connection, tenant, self._names.prefix, self._encoding, self._tracer, inbox_prefix)
         await other._inbox.open()
         self._inboxes.append(other._inbox)
@@ -147,6 +149,28 @@ class Client:
         subject = self._names.embed(model, self._tenant)
         answer = await self._request(subject, codec.encode(request, self._encoding), timeout_s)
         reply = self._read(_embeds, answer)
+        if reply.error:
+            raise errors.RequestError(reply.error)
+        return reply
+
+    async def tokenize(
+        self, model: str, request: messages.TokenizeRequest, timeout_s: float = 60.0
+    ) -> messages.TokenizeReply:
+        """Returns the tokens of a prompt, or only their number. Raises RequestError if there are none, and ValueError
+        for a name that no model can have."""
+        subject = self._names.tokenize(model, self._tenant)
+        reply = self._read(_tokenizes, await self._request(subject, codec.encode(request, self._encoding), timeout_s))
+        if reply.error:
+            raise errors.RequestError(reply.error)
+        return reply
+
+    async def detokenize(
+        self, model: str, request: messages.DetokenizeRequest, timeout_s: float = 60.0
+    ) -> messages.DetokenizeReply:
+        """Returns the text of tokens. Raises RequestError if there is none, and ValueError for a name that no model can
+        have."""
+        subject = self._names.detokenize(model, self._tenant)
+        reply = self._read(_detokenizes, await self._request(subject, codec.encode(request, self._encoding), timeout_s))
         if reply.error:
             raise errors.RequestError(reply.error)
         return reply
