@@ -15,8 +15,9 @@ from starlette.routing import Route
 
 from tokenbus.gateway.catalog import Catalog, Listing
 from tokenbus.gateway.generation.dialect import Dialect
-from tokenbus.gateway.generation.endpoint import GenerationEndpoint, Services
+from tokenbus.gateway.generation.endpoint import GenerationEndpoint
 from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.http.endpoint import Services
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
 from tokenbus.gateway.openai import chat_request, error_bodies, schemas
 from tokenbus.protocol.wire import errors
