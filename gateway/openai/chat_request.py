@@ -8,8 +8,9 @@ import msgspec
 from tokenbus.gateway.generation import conversation
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import ResponseHead
+from tokenbus.gateway.generation.model_names import checked_model
 from tokenbus.gateway.openai import chat_response
-from tokenbus.protocol.wire import codec, errors, subjects, validation
+from tokenbus.protocol.wire import codec, errors, validation
 from tokenbus.protocol.wire import messages as wire
 
 MAX_CHOICES = 128
@@ -130,17 +131,6 @@ def _openai_name(param: str | None, chat: ChatRequest) -> str | None:
     return param
 
 
-def checked_model(model: str | None) -> str:
-    """Returns the name of the model. Raises RequestError if it is missing, or none that a model can have."""
-    if model is None:
-        raise errors.invalid_field("model", "is required")
-    try:
-        subjects.encode_name(model)
-    except ValueError as error:
-        raise errors.invalid_field("model", str(error)) from error
-    return model
-
-
 def _check(chat: ChatRequest) -> None:
     """Checks what has no counterpart on the wire."""
     if chat.messages is None:
@@ -157,7 +147,7 @@ def _to_wire(chat: ChatRequest, session: str | None, request_id: str) -> wire.Ge
     """Converts to a wire request, which is streamed in any case, so that a worker notices if this gateway dies."""
     return wire.GenerateRequest(
         id=request_id,
-        messages=conversation.normalized([_to_message(one) for one in chat.messages or []]),
+        messages=conversation.normalized([to_wire_message(one) for one in chat.messages or []]),
         max_tokens=chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens,
         temperature=chat.temperature,
         top_p=chat.top_p,
@@ -188,7 +178,8 @@ def _to_wire(chat: ChatRequest, session: str | None, request_id: str) -> wire.Ge
     )
 
 
-def _to_message(one: ChatMessage) -> wire.ChatMessage:
+def to_wire_message(one: ChatMessage) -> wire.ChatMessage:
+    """Returns a message as one of the wire."""
     return wire.ChatMessage(
         role=one.role,
         content=one.content,

@@ -72,8 +72,10 @@ PURE = (
     "gateway/generation/answer_events.py",
     "gateway/generation/conversation.py",
     "gateway/generation/dialect.py",
+    "gateway/generation/model_names.py",
     "gateway/generation/usage.py",
     "gateway/openai/*.py",
+    "gateway/vllm/*.py",
     "replay/*.py",
 )
 """Files that decide: values and the time go in, values come out."""
