@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import structlog
@@ -13,14 +14,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tokenbus.client import Client
+from tokenbus.gateway.anthropic import count_tokens, messages_request, model_list
 from tokenbus.gateway.anthropic import error_bodies as anthropic_errors
-from tokenbus.gateway.anthropic import messages_request, model_list
+from tokenbus.gateway.calls.dialect import CallDialect
+from tokenbus.gateway.calls.endpoint import CallEndpoint
 from tokenbus.gateway.catalog import Catalog, Listing
 from tokenbus.gateway.generation.dialect import Dialect
-from tokenbus.gateway.generation.endpoint import GenerationEndpoint, Services
+from tokenbus.gateway.generation.endpoint import GenerationEndpoint
 from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.http.endpoint import Endpoint, Services
 from tokenbus.gateway.http.http_errors import ApiError
 from tokenbus.gateway.openai import chat_request, error_bodies, schemas
+from tokenbus.gateway.vllm import token_calls
 from tokenbus.protocol.wire import errors
 
 _READY_TIMEOUT_S = 1.0
@@ -88,6 +94,16 @@ class Routes:
 
 _CHAT_COMPLETIONS = Dialect(chat_request.parse, error_bodies.encode)
 _MESSAGES = Dialect(messages_request.parse, anthropic_errors.encode, anthropic_errors.status_of)
+CALLS: dict[str, CallDialect[Any, Any]] = {
+    "/tokenize": CallDialect(token_calls.parse_tokenize, Client.tokenize, error_bodies.encode),
+    "/detokenize": CallDialect(
+        token_calls.parse_detokenize, Client.detokenize, error_bodies.encode, token_calls.DETOKENIZE_NAMES
+    ),
+    "/v1/messages/count_tokens": CallDialect(
+        count_tokens.parse, Client.tokenize, anthropic_errors.encode, status_of=anthropic_errors.status_of
+    ),
+}
+"""The endpoints that are answered in one piece and generate nothing, by path."""
 GENERATING: dict[str, Dialect] = {
     "/v1/chat/completions": _CHAT_COMPLETIONS,
     "/v1/messages": _MESSAGES,
@@ -97,14 +113,15 @@ GENERATING: dict[str, Dialect] = {
 
 def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str]) -> Starlette:
     """Returns the ASGI application. Web pages of the allowed origins may use it."""
-    generating = [
-        Route(path + slash, GenerationEndpoint(services, dialect), methods=["POST"])
-        for path, dialect in GENERATING.items()
-        for slash in ("", "/")
-    ]
+    endpoints: dict[str, Endpoint] = {path: GenerationEndpoint(services, one) for path, one in GENERATING.items()}
+    endpoints |= {path: CallEndpoint(services, one) for path, one in CALLS.items()}
     app = Starlette(
         routes=[
-            *generating,
+            *(
+                Route(path + slash, endpoint, methods=["POST"])
+                for path, endpoint in endpoints.items()
+                for slash in ("", "/")
+            ),
             Route("/v1/models", routes.models),
             Route("/v1/models/", routes.models),
             Route("/v1/models/{model:path}", routes.model),

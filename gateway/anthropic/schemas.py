@@ -150,3 +150,9 @@ class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
     has_more: bool = False
     first_id: str | None
     last_id: str | None
+
+
+class MessageTokensCount(msgspec.Struct, frozen=True, kw_only=True):
+    """The response to a request to count tokens."""
+
+    input_tokens: int

@@ -147,7 +147,7 @@ def _to_wire(chat: ChatRequest, session: str | None, request_id: str) -> wire.Ge
     """Converts to a wire request, which is streamed in any case, so that a worker notices if this gateway dies."""
     return wire.GenerateRequest(
         id=request_id,
-        messages=conversation.normalized([_to_message(one) for one in chat.messages or []]),
+        messages=conversation.normalized([to_wire_message(one) for one in chat.messages or []]),
         max_tokens=chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens,
         temperature=chat.temperature,
         top_p=chat.top_p,
@@ -178,7 +178,8 @@ def _to_wire(chat: ChatRequest, session: str | None, request_id: str) -> wire.Ge
     )
 
 
-def _to_message(one: ChatMessage) -> wire.ChatMessage:
+def to_wire_message(one: ChatMessage) -> wire.ChatMessage:
+    """Returns a message as one of the wire."""
     return wire.ChatMessage(
         role=one.role,
         content=one.content,

@@ -76,6 +76,7 @@ PURE = (
     "gateway/generation/usage.py",
     "gateway/anthropic/*.py",
     "gateway/openai/*.py",
+    "gateway/vllm/*.py",
     "replay/*.py",
 )
 """Files that decide: values and the time go in, values come out."""
