@@ -45,6 +45,7 @@ bench: $(READY)
 demo-model: $(READY)
 	$(BIN)/pip install -q -e '.[train]'
 	$(BIN)/python -m tokenbus.demo.train
+	$(BIN)/python -m tokenbus.demo.export_onnx
 
 dashboards: $(READY)
 	$(BIN)/python -m deploy.dashboards

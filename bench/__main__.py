@@ -34,6 +34,7 @@ AGAINST_LLAMA_CPP = {
     "llama_bench_1": ("bench.serving.decode_server", "--streams", "1", "--against", "llama-bench"),
     "llama_bench_8": ("bench.serving.decode_server", "--streams", "8", "--against", "llama-bench"),
     "llama_server_8": ("bench.serving.decode_server", "--streams", "8", "--against", "llama-server"),
+    "structured_server": ("bench.serving.structured_server",),
     "shared_prefix": ("bench.serving.shared_prefix",),
     "long_prompt": ("bench.serving.long_prompt",),
 }

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from tokenbus.cli import nats_server
 from tokenbus.cli.supervisor import end_with_parent
@@ -19,11 +20,21 @@ from tokenbus.protocol.wire import errors, messages
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
+class System(NamedTuple):
+    """A running system."""
+
+    client: Client
+    nats_url: str
+    router_pid: int
+    folder: Path
+    """The folder of its logs."""
+
+
 @contextlib.asynccontextmanager
 async def running(model: Path, *worker: str) -> AsyncIterator[Client]:
     """Yields a client of a system that serves `model` as `m`; `worker` are further arguments of its worker."""
-    async with started(model, worker) as (client, _, _):
-        yield client
+    async with started(model, worker) as one:
+        yield one.client
 
 
 @contextlib.asynccontextmanager
@@ -32,9 +43,8 @@ async def started(
     worker: Sequence[str],
     router: Sequence[str] = (),
     variables: Mapping[str, str] = MappingProxyType({}),
-) -> AsyncIterator[tuple[Client, int, Path]]:
-    """Does the same with further arguments of the router and variables for both; yields a client, the router's pid and
-    the log folder."""
+) -> AsyncIterator[System]:
+    """Does the same with further arguments of the router and variables for both."""
     with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as name:
         folder = Path(name)
         nats = await nats_server.start(0, folder / "nats.log")
@@ -46,7 +56,7 @@ async def started(
         try:
             async with await Client.connect(nats.url) as client:
                 await card(client)
-                yield client, processes[0].pid, folder
+                yield System(client, nats.url, processes[0].pid, folder)
         finally:
             for process in processes:
                 process.terminate()

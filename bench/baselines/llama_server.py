@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenbus.cli.supervisor import end_with_parent
 
@@ -45,6 +46,8 @@ class LlamaServer:
 
     def __init__(self, port: int) -> None:
         self._port = port
+        self.base_url = f"http://127.0.0.1:{port}/v1"
+        """Base URL of its OpenAI API."""
 
     async def complete(self, token_ids: Sequence[int], max_tokens: int) -> list[float]:
         """Returns when each token of a greedy completion arrived, by `time.perf_counter`."""
@@ -55,11 +58,13 @@ class LlamaServer:
             "ignore_eos": True,
             "stream": True,
         }
-        return [
-            time.perf_counter()
-            async for line in self._lines("POST", "/completion", body)
-            if line.startswith(b"data: ") and json.loads(line[6:]).get("tokens")
-        ]
+        return [time.perf_counter() async for event in self.events("/completion", body) if event.get("tokens")]
+
+    async def events(self, path: str, body: object) -> AsyncIterator[dict[str, Any]]:
+        """Yields the data of the events with which a request is answered."""
+        async for line in self._lines("POST", path, body):
+            if line.startswith(b"data: ") and line != b"data: [DONE]":
+                yield json.loads(line[6:])
 
     async def until_ready(self) -> None:
         async with asyncio.timeout(300):

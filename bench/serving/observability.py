@@ -87,7 +87,7 @@ async def running(streams: int, *, watched: bool) -> AsyncIterator[Watched]:
     settings = ["--threads", "1", "--max-num-seqs", str(streams), "--kv-tokens", str(256 * streams)]
     settings += ["--context-length", "256", *(("--metrics-port", "0") if watched else ())]
     own = ("--metrics-port", "0") if watched else ()
-    async with system.started(MODEL_PATH, settings, own, variables) as (client, router, folder):
+    async with system.started(MODEL_PATH, settings, own, variables) as (client, _, router, folder):
         pids = (await system.card(client)).pids
         logs = [folder / "router.log", folder / "worker.log"] if watched else []
         pages = [f"http://127.0.0.1:{system.status_port(log)}/metrics" for log in logs]

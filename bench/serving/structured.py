@@ -27,13 +27,13 @@ _TEXT: dict[str, object] = {
     "required": ["text"],
 }
 _KEYS = [f"the number of the measurement that was taken at place {place}" for place in range(100)]
-_FORM: dict[str, object] = {
+FORM: dict[str, object] = {
     "type": "object",
     "properties": {key: {"type": "boolean"} for key in _KEYS},
     "required": _KEYS,
     "additionalProperties": False,
 }
-KINDS: dict[str, dict[str, object] | None] = {"free": None, "a long string": _TEXT, "mostly keys": _FORM}
+KINDS: dict[str, dict[str, object] | None] = {"free": None, "a long string": _TEXT, "mostly keys": FORM}
 
 
 async def tokens_per_s(client: Client, schema: dict[str, object] | None, streams: int, tokens: int) -> float:

@@ -8,10 +8,11 @@ import sys
 from collections.abc import AsyncIterator
 from functools import partial
 
-from tokenbus.cli import connection_flags
+from tokenbus.cli import answers, connection_flags
 from tokenbus.cli.commands import generate
 from tokenbus.cli.session import decode_utf8, print_request_error, with_client
 from tokenbus.client import Client
+from tokenbus.client.answer import Answer
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.wire import errors, messages
 
@@ -50,9 +51,9 @@ async def _chat(options: argparse.Namespace, client: Client) -> int:
             case text:
                 question = messages.ChatMessage(role="user", content=text)
                 try:
-                    answer = await _answer(options, client, [*system, *turns, question], session_id)
+                    said = await _answer(options, client, [*system, *turns, question], session_id)
                     # A failed question is forgotten, since the next one would fail with it.
-                    turns += [question, messages.ChatMessage(role="assistant", content=answer)]
+                    turns += [question, said.to_message()]
                     status = 0
                 except errors.RequestError as error:
                     status = await print_request_error(client, options.model, error.error)
@@ -61,14 +62,13 @@ async def _chat(options: argparse.Namespace, client: Client) -> int:
 
 async def _answer(
     options: argparse.Namespace, client: Client, conversation: list[messages.ChatMessage], session_id: str
-) -> str:
+) -> Answer:
     """Prints the answer to a conversation and returns it. Raises RequestError."""
     fields = generate.request_fields(options)
     stream = client.generate(options.model, messages=conversation, session_id=session_id, **fields)
-    texts: list[str] = []
     with shutdown.on_stop(stream.cancel, signals=[signal.SIGINT]):  # a second Ctrl-C ends the conversation
-        await generate.print_stream(stream, texts.append)
-    return "".join(texts)
+        _, said = await answers.print_stream(stream)
+    return said
 
 
 async def _lines(prompt: str) -> AsyncIterator[str]:

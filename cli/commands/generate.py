@@ -3,17 +3,16 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from tokenbus.cli import arguments, connection_flags
+from tokenbus.cli import answers, arguments, connection_flags
 from tokenbus.cli.session import EXIT_INTERRUPTED, decode_utf8, print_error, with_client
 from tokenbus.client import Client, Stream
 from tokenbus.protocol.process import shutdown
-from tokenbus.protocol.wire import codec, embeddings, errors, messages
+from tokenbus.protocol.wire import codec, embeddings, messages
 
 _CANCEL_TIMEOUT_S = 2.0
 """Time that a cancelled stream has to end."""
@@ -30,6 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", required=True, help="the served model")
     parser.add_argument("--raw", action="store_true", help="send the text as it is, without the chat template")
     add_sampling_flags(parser)
+    answers.add_form_flags(parser)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; may be repeated")
     parser.add_argument("--ignore-eos", action="store_true", default=None, help="continue past the end token")
     parser.add_argument("--id", help="the request's id")
@@ -47,6 +47,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--min-p", type=float)
     parser.add_argument("--seed", type=int)
+    answers.add_thinking_flag(parser)
 
 
 def add_embed_flags(parser: argparse.ArgumentParser) -> None:
@@ -71,14 +72,15 @@ def add_cancel_flags(parser: argparse.ArgumentParser) -> None:
 
 def request_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the request fields that were set by flags."""
-    return {name: value for name in _REQUEST_FIELDS if (value := getattr(options, name, None)) is not None}
+    given = {name: value for name in _REQUEST_FIELDS if (value := getattr(options, name, None)) is not None}
+    return given | answers.thinking_fields(options)
 
 
 async def _generate(options: argparse.Namespace, client: Client) -> int:
     text = decode_utf8(sys.stdin.buffer.read(), "standard input") if options.prompt == "-" else options.prompt
     if not text:
         raise ValueError("the prompt is empty")
-    fields = request_fields(options)
+    fields = request_fields(options) | answers.form_fields(options)
     if options.raw:
         fields["prompt"] = text
     else:
@@ -93,7 +95,7 @@ async def _generate(options: argparse.Namespace, client: Client) -> int:
         asyncio.get_running_loop().call_later(_CANCEL_TIMEOUT_S, task.cancel)
 
     with shutdown.on_stop(stop):
-        terminal = await (_print_messages(stream) if options.json else print_stream(stream))
+        terminal = await (_print_messages(stream) if options.json else _print_answer(stream))
     if terminal.finish_reason is messages.FinishReason.CANCELLED:
         return EXIT_INTERRUPTED
     return 1 if terminal.error else 0
@@ -105,25 +107,9 @@ async def _print_messages(stream: Stream) -> messages.Chunk:
     return chunk
 
 
-async def print_stream(stream: Stream, on_text: Callable[[str], object] = lambda text: None) -> messages.Chunk:
-    """Prints an answer as it comes, and its usage on standard error, so that the answer can be piped.
-
-    Returns the terminal. Raises RequestError if it is an error."""
-    has_text = False
-    async for chunk in stream:
-        has_text = has_text or bool(chunk.text)
-        on_text(chunk.text)
-        sys.stdout.write(chunk.text)
-        sys.stdout.flush()
-    if has_text:
-        print(flush=True)
-    if chunk.error:
-        raise errors.RequestError(chunk.error)
-    usage, timings = chunk.usage, chunk.timings
-    counts = f", {usage.prompt_tokens} + {usage.completion_tokens} tokens" if usage else ""
-    times = f", first after {timings.ttft_ms:.0f} ms, all in {timings.total_ms:.0f} ms" if timings else ""
-    print(f"[{chunk.finish_reason}{counts}{times}, {chunk.worker_id or 'router'}]", file=sys.stderr)
-    return chunk
+async def _print_answer(stream: Stream) -> messages.Chunk:
+    terminal, _ = await answers.print_stream(stream)
+    return terminal
 
 
 async def _embed(options: argparse.Namespace, client: Client) -> int:

@@ -12,7 +12,7 @@ import pytest_asyncio
 from tests.contracts import constraint_rules, kit, stream_rules
 from tests.contracts.driving import prompt, request, run, settled, start
 from tests.support.arithmetic import ArithmeticRunner
-from tests.support.engines import DEMO, ONNX, demo_engine, gqa_demo, thread_engine
+from tests.support.engines import DEMO, ONNX, Recorder, demo_engine, gqa_demo, thread_engine
 from tests.support.hostile_constraints import ALL as ALL_HOSTILE
 from tokenbus.protocol.wire import errors
 from tokenbus.worker import contract
@@ -114,10 +114,10 @@ _FIELDS = {f"field_{n}": {"type": "string", "maxLength": 8} for n in range(12)}
 _LONG_SCHEMA = {"type": "object", "properties": _FIELDS, "required": list(_FIELDS), "additionalProperties": False}
 
 
-def long_constrained(config: contract.EngineConfig, number: int) -> contract.EngineRequest:
+def long_constrained(config: contract.EngineConfig, number: int, logprobs: int | None = None) -> contract.EngineRequest:
     """A request for some 200 tokens, half of which are forced."""
     schema = constraint_rules.json_schema(_LONG_SCHEMA)
-    return constraint_rules.constrained(prompt(config, number), schema, max_tokens=400, seed=number)
+    return constraint_rules.constrained(prompt(config, number), schema, max_tokens=400, seed=number, logprobs=logprobs)
 
 
 @pytest.mark.parametrize("name", ["gguf", "onnx-plain"])
@@ -151,18 +151,35 @@ class _CountsPreemptions(EngineListener):
 
 
 async def test_constrained_streams_are_the_same_when_they_are_preempted() -> None:
-    small = msgspec.structs.replace(DEMO, kv_tokens=512, kv_block_size=16)
+    exact = msgspec.structs.replace(DEMO, cache_type_k="f32", cache_type_v="f32")
+    small = msgspec.structs.replace(exact, kv_tokens=512, kv_block_size=16)
     engine = demo_engine(msgspec.structs.replace(small, scheduler=SchedulerSettings(overcommit=4.0)))
     engine.listener = listener = _CountsPreemptions()
     config = await engine.start("kit")
-    asked = [long_constrained(config, number) for number in range(6)]
-    calm = [(await run(engine, msgspec.structs.replace(one, key=f"{one.key}-alone"))).token_ids for one in asked]
+    asked = [long_constrained(config, number, logprobs=0) for number in range(6)]
+    calm = [await run(engine, msgspec.structs.replace(one, key=f"{one.key}-alone")) for one in asked]
     recorders = [start(engine, request) for request in asked]
     for recorder in recorders:
         assert (await recorder.terminal()).finish_reason == "stop"
     assert listener.count > 0
-    assert [recorder.token_ids for recorder in recorders] == calm
+    ties = [gap for one, other in zip(calm, recorders, strict=True) if (gap := _parted_by(one, other)) is not None]
+    assert len(ties) <= 2
+    assert all(gap < 0.05 for gap in ties), ties
     await engine.cleanup()
+
+
+def _parted_by(one: Recorder, other: Recorder) -> float | None:
+    """The difference between the log probabilities of the tokens at which two outputs part; None if they are the same.
+
+    What a constraint allows may be most unlikely, and then as unlikely as something else."""
+    logprobs, others = (
+        [logprob for output in recorder.outputs for logprob in output.logprobs] for recorder in (one, other)
+    )
+    for mine, theirs in zip(logprobs, others, strict=False):
+        if mine.token_id != theirs.token_id:
+            return abs(mine.logprob - theirs.logprob)
+    assert one.token_ids == other.token_ids
+    return None
 
 
 async def test_hostile_constraints_disturb_no_running_stream() -> None:

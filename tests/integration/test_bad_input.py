@@ -38,7 +38,7 @@ CASES: dict[str, tuple[bytes, str, str | None]] = {
     "no token ids": (b'{"token_ids": []}', INVALID, "token_ids"),
     "two prompts": (b'{"prompt": "x", "token_ids": [1]}', INVALID, "token_ids"),
     "negative token id": (b'{"token_ids": [1, -1]}', INVALID, "token_ids[1]"),
-    "token id outside the vocabulary": (b'{"token_ids": [1, 512]}', INVALID, "token_ids[1]"),
+    "token id outside the vocabulary": (b'{"token_ids": [1, 640]}', INVALID, "token_ids[1]"),
     "token id outside 32 bits": (b'{"token_ids": [4294967296]}', INVALID, "token_ids[0]"),
     "failing template": (b'{"messages": [{"role": "pirate", "content": "x"}]}', INVALID, "messages"),
     "max_tokens 0": (b'{"prompt": "x", "max_tokens": 0}', INVALID, "max_tokens"),

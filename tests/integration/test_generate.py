@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.raw_client import PREFIX, RawClient, check_stream
-from tokenbus.demo import CORRECT_SUMS_UP_TO, corpus
+from tokenbus.demo import CORRECT_SUMS_UP_TO, chats, corpus
 
 GREEDY = {"temperature": 0}
 
@@ -33,7 +33,7 @@ async def test_messages_are_rendered_with_the_models_template(bare: RawClient) -
     check_stream(answer)
     assert answer.text == "The capital of Avaria is Limora."
     assert answer.messages[-1]["finish_reason"] == "stop"
-    assert answer.messages[-1]["stop_match"] == corpus.SPECIAL_TOKENS.index(corpus.END)
+    assert answer.messages[-1]["stop_match"] == chats.SPECIAL_TOKENS.index(chats.END)
 
 
 async def test_every_fact_and_a_sample_of_sums_are_right_over_the_bus(bare: RawClient) -> None:

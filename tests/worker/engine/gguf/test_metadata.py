@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.engines import DEMO
 from tokenbus import demo
-from tokenbus.demo import corpus
+from tokenbus.demo import chats
 from tokenbus.worker.engine.gguf import metadata
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.process.settings import EngineSettings
@@ -79,10 +79,10 @@ def test_the_demo_model_says_what_it_is() -> None:
     assert facts.values["tokenizer.ggml.add_bos_token"] is True
     assert facts.text("tokenizer.ggml.model") == "gpt2"
     assert facts.text("tokenizer.ggml.pre") == "qwen2"
-    assert facts.text("tokenizer.chat_template") == corpus.CHAT_TEMPLATE
+    assert facts.text("tokenizer.chat_template") == chats.CHAT_TEMPLATE
     tokens = facts.texts("tokenizer.ggml.tokens")
-    assert len(tokens) == len(facts.ints("tokenizer.ggml.token_type")) == 512
-    assert tuple(tokens[: len(corpus.SPECIAL_TOKENS)]) == corpus.SPECIAL_TOKENS
+    assert len(tokens) == len(facts.ints("tokenizer.ggml.token_type")) == 640
+    assert tuple(tokens[: len(chats.SPECIAL_TOKENS)]) == chats.SPECIAL_TOKENS
     assert all(" " in merge[1:] for merge in facts.texts("tokenizer.ggml.merges"))
 
 

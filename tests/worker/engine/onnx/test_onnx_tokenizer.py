@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from tests.support.engines import DEMO
 from tokenbus import demo
-from tokenbus.demo import corpus
+from tokenbus.demo import chats
 from tokenbus.protocol.prompt import prompt
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker.engine.gguf.runner import GgufRunner
@@ -152,7 +152,7 @@ def test_the_demo_files_say_what_the_gguf_says(gguf: GgufRunner) -> None:
 def test_a_router_makes_the_demo_models_prompts_of_its_bundle(gguf: GgufRunner) -> None:
     found = of(demo.ONNX_PATH)
     builder = prompt.load_builder(prompt.from_parts(prompt.to_parts(found.bundle), prompt.bundle_digest(found.bundle)))
-    conversation = [messages.ChatMessage(role="user", content=f"What is 3 + 4? {corpus.END} é漢")]
+    conversation = [messages.ChatMessage(role="user", content=f"What is 3 + 4? {chats.END} é漢")]
     ids = gguf.tokenize(internal.Tokenize(messages=conversation))
     assert found.tokenize(internal.Tokenize(messages=conversation)) == ids
     assert builder.from_messages(conversation, None) == ids
@@ -243,7 +243,7 @@ def test_a_model_without_logits_has_its_tokenizers_size(tmp_path: Path) -> None:
 def test_a_template_in_a_file_of_its_own_comes_before_the_configs(folder: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "from the config"}))
-    assert of(folder).rules.chat_template == corpus.CHAT_TEMPLATE
+    assert of(folder).rules.chat_template == chats.CHAT_TEMPLATE
     (folder / "chat_template.jinja").unlink()
     assert of(folder).rules.chat_template == "from the config"
 

@@ -1,0 +1,103 @@
+"""Compares eight clients of the gateway's chat completions, as events, with eight of llama-server's.
+
+Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.gateway.against_llama_server [--model FILE.gguf] [--pairs 7]
+[--threads 1] [--prefix 1000]
+
+Same file, same bodies, equal threads, in interleaved pairs. Two kinds of rounds: short prompts and --tokens tokens for
+each client, where the number is tokens per second of all; and prompts with one prefix of about --prefix tokens, new in
+each round, where it is the median time to the first token. Without --model, a random 0.5B model is made."""
+
+import argparse
+import asyncio
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import system
+from bench.baselines import llama_server
+from bench.gateway import sse
+from bench.models import benchmark_model
+from bench.paired import quartiles
+
+_CLIENTS = 8
+_WORDS = ("the", "fox", "went", "over", "a", "hill", "and", "saw", "some", "blue", "birds", "sing", "at", "night")
+_TOKENS_PER_WORD = 2.6
+"""With the vocabulary of the random model, whose merges are few."""
+
+
+def body(text: str, tokens: int, seed: int, system_text: str = "") -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    if system_text:
+        messages.insert(0, {"role": "system", "content": system_text})
+    return {
+        "model": "m",
+        "messages": messages,
+        "max_tokens": tokens,
+        "seed": seed,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "top_k": 40,
+        "top_p": 0.95,
+        "min_p": 0.05,
+    }
+
+
+async def throughput(url: str, tokens: int) -> float:
+    """Returns the tokens per second of all clients together."""
+    began = time.perf_counter()
+    asked = [body(f"Client {number} wants a story.", tokens, number) for number in range(_CLIENTS)]
+    replies = await asyncio.gather(*(sse.complete(url, one) for one in asked))
+    generated = sum(int(reply.usage["completion_tokens"]) for reply in replies)
+    assert generated == tokens * _CLIENTS, generated
+    return generated / (time.perf_counter() - began)
+
+
+async def first_token(url: str, prefix: str) -> float:
+    """Returns the median time to the first piece of text, of all clients at once, in seconds."""
+    asked = [body(f"Client {number} wants a story.", 4, number, prefix) for number in range(_CLIENTS)]
+    replies = await asyncio.gather(*(sse.complete(url, one) for one in asked))
+    return statistics.median(reply.times[0] - reply.began for reply in replies)
+
+
+async def measure(model: Path, pairs: int, threads: int, tokens: int, prefix: int) -> None:
+    context = _CLIENTS * (prefix * 2 + 256)
+    ours = ("--threads", str(threads), "--kv-tokens", str(context), "--context-length", str(context // _CLIENTS))
+    speeds: list[tuple[float, float]] = []
+    firsts: list[tuple[float, float]] = []
+    async with (
+        system.started(model, ours) as running,
+        sse.gateway(running.nats_url, running.folder) as (url, _),
+        llama_server.running(model, threads, "--jinja", "-np", str(_CLIENTS), "-c", str(context)) as server,
+    ):
+        for number in range(pairs + 1):  # the first one warms up, and is not counted
+            speed = (await throughput(server.base_url, tokens), await throughput(url, tokens))
+            rng = random.Random(number)
+            common = " ".join(rng.choice(_WORDS) for _ in range(int(prefix / _TOKENS_PER_WORD)))
+            first = (await first_token(server.base_url, common), await first_token(url, common))
+            print(f"  round {number}: tokens/s {speed[0]:.1f} and {speed[1]:.1f}, s {first[0]:.2f} and {first[1]:.2f}")
+            if number:
+                speeds.append(speed)
+                firsts.append(first)
+    print(f"{model.name}, {_CLIENTS} clients, {threads} threads, {pairs} interleaved pairs, llama-server and tokenbus")
+    for name, seen in ((f"tokens/s, {tokens} each", speeds), (f"s to the first token, {prefix} shared", firsts)):
+        theirs, mine = (statistics.median(column) for column in zip(*seen, strict=True))
+        ratio = quartiles([ours_now / other for other, ours_now in seen])
+        print(f"  {name:32s} {theirs:8.2f} and {mine:8.2f}: {ratio}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--prefix", type=int, default=1_000)
+    options = parser.parse_args()
+    with benchmark_model.model(options.model) as model:
+        asyncio.run(measure(model, options.pairs, options.threads, options.tokens, options.prefix))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Answers on the terminal: the flags that say what form they have, and how they are printed."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tokenbus.client import Stream
+from tokenbus.client.answer import Answer
+from tokenbus.protocol.wire import errors, messages
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+def add_form_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that constrain an answer, or offer tools to it."""
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--schema", type=Path, metavar="FILE", help="a JSON schema that the answer follows")
+    form.add_argument("--json-object", action="store_true", help="the answer is a JSON object")
+    form.add_argument("--regex", metavar="REGEX", help="a regular expression that the whole answer matches")
+    form.add_argument("--choice", action="append", metavar="TEXT", help="the answer is this text; may be repeated")
+    form.add_argument("--grammar", type=Path, metavar="FILE", help="a grammar (GBNF or Lark) that the answer follows")
+    parser.add_argument(
+        "--tools", type=Path, metavar="FILE", help="tools that may be called: a JSON array in the form of OpenAI's API"
+    )
+    parser.add_argument("--tool-choice", metavar="CHOICE", help="auto, required, none or the name of a tool (auto)")
+
+
+def add_thinking_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--thinking",
+        choices=["on", "off"],
+        help="whether the model reasons before it answers, if its template has the switch enable_thinking",
+    )
+
+
+def form_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the request fields that these flags mean. Raises ValueError for a file that can't be used."""
+    fields = {name: value for name in ("regex", "choice") if (value := getattr(options, name)) is not None}
+    if options.schema is not None:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": _json_in(options.schema)}}
+    if options.json_object:
+        fields["response_format"] = {"type": "json_object"}
+    if options.grammar is not None:
+        fields["grammar"] = _text_in(options.grammar)
+    if options.tools is not None:
+        fields["tools"] = _json_in(options.tools)
+    if options.tool_choice is not None:
+        is_word = options.tool_choice in ("auto", "required", "none")
+        named = {"type": "function", "function": {"name": options.tool_choice}}
+        fields["tool_choice"] = options.tool_choice if is_word else named
+    return fields
+
+
+def thinking_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the request field that `--thinking` means, if it was given."""
+    if options.thinking is None:
+        return {}
+    return {"chat_template_kwargs": {"enable_thinking": options.thinking == "on"}}
+
+
+async def print_stream(stream: Stream) -> tuple[messages.Chunk, Answer]:
+    """Prints an answer as it comes: its text, and each call as a line of JSON, on standard output, so that it can be
+    piped; reasoning and usage on standard error.
+
+    Returns the terminal and the answer. Raises RequestError if the terminal is an error."""
+    answer = Answer()
+    reasoning = _Reasoning()
+    async for chunk in stream:
+        answer.add(chunk)
+        if chunk.reasoning:
+            reasoning.print(chunk.reasoning)
+        if chunk.text:
+            reasoning.end()
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+    reasoning.end()
+    if answer.text:
+        print(flush=True)
+    for call in answer.tool_calls:
+        print(msgspec.json.encode({"name": call.name, "arguments": call.arguments, "id": call.id}).decode(), flush=True)
+    if chunk.error:
+        raise errors.RequestError(chunk.error)
+    usage, timings = chunk.usage, chunk.timings
+    counts = f", {usage.prompt_tokens} + {usage.completion_tokens} tokens" if usage else ""
+    times = f", first after {timings.ttft_ms:.0f} ms, all in {timings.total_ms:.0f} ms" if timings else ""
+    print(f"[{chunk.finish_reason}{counts}{times}, {chunk.worker_id or 'router'}]", file=sys.stderr)
+    return chunk, answer
+
+
+class _Reasoning:
+    """Prints reasoning on standard error, dimmed if that is a terminal."""
+
+    def __init__(self) -> None:
+        self._is_open = False
+        self._marks = (_DIM, _PLAIN) if sys.stderr.isatty() else ("", "")
+
+    def print(self, text: str) -> None:
+        print(text if self._is_open else f"{self._marks[0]}{text}", end="", file=sys.stderr, flush=True)
+        self._is_open = True
+
+    def end(self) -> None:
+        if self._is_open:
+            print(self._marks[1], file=sys.stderr, flush=True)
+            self._is_open = False
+
+
+def _text_in(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} can't be read: {error}") from error
+
+
+def _json_in(path: Path) -> Any:
+    try:
+        return msgspec.json.decode(_text_in(path))
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
