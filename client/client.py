@@ -1,4 +1,4 @@
-"""The client of a Tokenbus system: completions, embeddings, models and cancels over one connection."""
+"""The client of a Tokenbus system: completions, embeddings, tokens, models and cancels over one connection."""
 
 import secrets
 import time
@@ -17,8 +17,12 @@ from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 AnswerT = TypeVar("AnswerT", bound=messages.Message)
 
+_DEFAULT_TIMEOUT_MS = 60_000.0
+_ANSWER_S = 1.0
 _models = codec.Decoder(messages.ModelsReply)
 _embeds = codec.Decoder(messages.EmbedReply)
+_tokenizes = codec.Decoder(messages.TokenizeReply)
+_detokenizes = codec.Decoder(messages.DetokenizeReply)
 _cancels = codec.Decoder(messages.CancelReply)
 
 
@@ -90,8 +94,8 @@ class Client:
     async def for_tenant(self, tenant: str, inbox_prefix: str = "") -> "Client":
         """Makes a client for another tenant that shares this one's connection. Close only the first: that ends both.
 
-        Its streams have reply subjects that begin with `inbox_prefix`, if given. Answers to its `models`, `embed` and
-        `cancel` come to the connection's own inbox in any case."""
+        Its streams have reply subjects that begin with `inbox_prefix`, if given. Answers to its `models`, `embed`,
+        `tokenize`, `detokenize` and `cancel` come to the connection's own inbox in any case."""
         other = Client(self._connection, tenant, self._names.prefix, self._encoding, self._tracer, inbox_prefix)
         await other._inbox.open()
         self._inboxes.append(other._inbox)
@@ -147,6 +151,30 @@ class Client:
         subject = self._names.embed(model, self._tenant)
         answer = await self._request(subject, codec.encode(request, self._encoding), timeout_s)
         reply = self._read(_embeds, answer)
+        if reply.error:
+            raise errors.RequestError(reply.error)
+        return reply
+
+    async def tokenize(
+        self, model: str, request: messages.TokenizeRequest, timeout_s: float | None = None
+    ) -> messages.TokenizeReply:
+        """Returns the tokens of a prompt, or only their number. Waits a little longer than the request's `timeout_ms`
+        unless told otherwise. Raises RequestError if there are none, and ValueError for a name that no model can have.
+        """
+        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
+        subject = self._names.tokenize(model, self._tenant)
+        reply = self._read(_tokenizes, await self._request(subject, codec.encode(request, self._encoding), timeout_s))
+        if reply.error:
+            raise errors.RequestError(reply.error)
+        return reply
+
+    async def detokenize(
+        self, model: str, request: messages.DetokenizeRequest, timeout_s: float | None = None
+    ) -> messages.DetokenizeReply:
+        """Returns the text of tokens. Waits and raises as `tokenize` does."""
+        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
+        subject = self._names.detokenize(model, self._tenant)
+        reply = self._read(_detokenizes, await self._request(subject, codec.encode(request, self._encoding), timeout_s))
         if reply.error:
             raise errors.RequestError(reply.error)
         return reply
@@ -208,6 +236,11 @@ class Client:
         except errors.RequestError as error:
             text = f"the answer can't be read: {error.error.message}"
             raise errors.request_error(errors.Code.INTERNAL, text) from error
+
+
+def _timeout_s(timeout_ms: float | None) -> float:
+    """Returns the time after which a router that was asked must be gone, since it has answered otherwise."""
+    return (_DEFAULT_TIMEOUT_MS if timeout_ms is None else timeout_ms) / 1e3 + _ANSWER_S
 
 
 def _to_request(fields: dict[str, Any]) -> messages.GenerateRequest:

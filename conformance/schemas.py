@@ -127,6 +127,13 @@ SERVED: Schema = {
     "context_length": POSITIVE,
     "features": list_of(NAME),
 }
+TOKENS: Schema = {
+    "id": NAME,
+    "model": NAME,
+    "count": COUNT,
+    "token_ids": list_of(COUNT),
+    "context_length": POSITIVE,
+}
 LIMITS: Schema = {"max_request_bytes": POSITIVE}
 
 SEAL: Schema = {"epoch": _EPOCH, "seq": COUNT}

@@ -25,6 +25,8 @@ class RequestLog:
         self._was_logged = False
         self._first_s: float | None = None
         self._terminals: list[messages.Chunk] = []
+        self._usage: messages.Usage | None = None
+        """The tokens of a call; those of completions are in their terminals."""
         self._resubmitted_as: str | None = None
         self._code: str | None = None
         self._log = structlog.get_logger()
@@ -66,6 +68,10 @@ class RequestLog:
         if chunk.finish_reason is not None:
             self._terminals.append(chunk)
 
+    def set_usage(self, usage: messages.Usage | None) -> None:
+        """Notes the tokens that were computed for a reply that is no completion."""
+        self._usage = usage
+
     def set_code(self, code: str) -> None:
         """Notes the error code with which the request was refused."""
         self._code = code
@@ -76,7 +82,7 @@ class RequestLog:
         if not self._was_logged:
             self.received()
         terminal = self._terminals[-1] if self._terminals else None
-        usage = usage_of([one.usage for one in self._terminals if one.usage])
+        usage = usage_of([one.usage for one in self._terminals if one.usage]) or self._usage
         error = terminal.error if terminal and terminal.error else None
         reason = terminal.finish_reason if terminal else messages.FinishReason.CANCELLED if disconnect else None
         self._count(status, usage, disconnect)
@@ -98,11 +104,11 @@ class RequestLog:
 
     def _count(self, status: int | None, usage: messages.Usage | None, disconnect: Disconnect | None) -> None:
         metrics = self._metrics
-        metrics.finished.labels(str(status or "none")).inc()
+        metrics.finished.labels(self._endpoint, str(status or "none")).inc()
         if disconnect is not None:
             metrics.disconnects.labels(disconnect).inc()
         metrics.resubmitted.inc(self._resubmitted_as is not None)
-        metrics.e2e.observe(self.age_s)
+        metrics.e2e.labels(self._endpoint).observe(self.age_s)
         if self._first_s is not None:
             metrics.ttft.observe(self._first_s)
         if usage is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import structlog
@@ -13,14 +14,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tokenbus.client import Client
+from tokenbus.gateway.anthropic import count_tokens, messages_request, model_list
+from tokenbus.gateway.anthropic import error_bodies as anthropic_errors
+from tokenbus.gateway.calls.dialect import CallDialect
+from tokenbus.gateway.calls.endpoint import CallEndpoint
 from tokenbus.gateway.catalog import Catalog, Listing
 from tokenbus.gateway.generation.dialect import Dialect
-from tokenbus.gateway.generation.endpoint import GenerationEndpoint, Services
+from tokenbus.gateway.generation.endpoint import GenerationEndpoint
 from tokenbus.gateway.http import http_errors
-from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
+from tokenbus.gateway.http.endpoint import Endpoint, Services
+from tokenbus.gateway.http.http_errors import ApiError
 from tokenbus.gateway.openai import chat_request, error_bodies, schemas
 from tokenbus.gateway.openai.responses import request as responses_request
 from tokenbus.gateway.openai.responses.response import STREAMED_ERRORS
+from tokenbus.gateway.vllm import token_calls
 from tokenbus.protocol.wire import errors
 
 _READY_TIMEOUT_S = 1.0
@@ -38,14 +46,17 @@ class Routes:
         return f"<Routes {self._services!r}>"
 
     async def models(self, request: Request) -> Response:
-        """Serves `GET /v1/models`."""
+        """Serves `GET /v1/models`, in the form of the API that is asked."""
         listing = await self._listing(request)
+        if model_list.is_wanted(request.headers):
+            return _json(model_list.to_page(listing.models))
         return _json(schemas.ModelList(data=listing.models))
 
     async def model(self, request: Request) -> Response:
         """Serves `GET /v1/models/{id}`."""
         listing = await self._listing(request)
-        return _json(listing.find(request.path_params["model"].removesuffix("/")))
+        model = listing.find(request.path_params["model"].removesuffix("/"))
+        return _json(model_list.to_info(model) if model_list.is_wanted(request.headers) else model)
 
     async def livez(self, request: Request) -> Response:
         """Serves `GET /livez`: 200 while this process runs."""
@@ -83,23 +94,37 @@ class Routes:
         return listing._replace(models=self._services.aliases.listed(listing.models))
 
 
+_CHAT_COMPLETIONS = Dialect(chat_request.parse, error_bodies.encode)
+_MESSAGES = Dialect(messages_request.parse, anthropic_errors.encode, anthropic_errors.status_of)
+CALLS: dict[str, CallDialect[Any, Any]] = {
+    "/tokenize": CallDialect(token_calls.parse_tokenize, Client.tokenize, error_bodies.encode),
+    "/detokenize": CallDialect(
+        token_calls.parse_detokenize, Client.detokenize, error_bodies.encode, token_calls.DETOKENIZE_NAMES
+    ),
+    "/v1/messages/count_tokens": CallDialect(
+        count_tokens.parse, Client.tokenize, anthropic_errors.encode, status_of=anthropic_errors.status_of
+    ),
+}
+"""The endpoints that are answered in one piece and generate nothing, by path."""
 GENERATING: dict[str, Dialect] = {
-    "/v1/chat/completions": Dialect(chat_request.parse, error_bodies.encode),
-    "/v1/responses": Dialect(responses_request.parse, error_bodies.encode, STREAMED_ERRORS),
+    "/v1/chat/completions": _CHAT_COMPLETIONS,
+    "/v1/responses": Dialect(responses_request.parse, error_bodies.encode, streamed_errors=STREAMED_ERRORS),
+    "/v1/messages": _MESSAGES,
 }
 """The endpoints that generate, by path."""
 
 
 def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str]) -> Starlette:
     """Returns the ASGI application. Web pages of the allowed origins may use it."""
-    generating = [
-        Route(path + slash, GenerationEndpoint(services, dialect), methods=["POST"])
-        for path, dialect in GENERATING.items()
-        for slash in ("", "/")
-    ]
+    endpoints: dict[str, Endpoint] = {path: GenerationEndpoint(services, one) for path, one in GENERATING.items()}
+    endpoints |= {path: CallEndpoint(services, one) for path, one in CALLS.items()}
     app = Starlette(
         routes=[
-            *generating,
+            *(
+                Route(path + slash, endpoint, methods=["POST"])
+                for path, endpoint in endpoints.items()
+                for slash in ("", "/")
+            ),
             Route("/v1/models", routes.models),
             Route("/v1/models/", routes.models),
             Route("/v1/models/{model:path}", routes.model),
@@ -126,13 +151,15 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case _:
             structlog.get_logger().error("request_failed", exc_info=error)
             response = http_errors.INTERNAL_ERROR
-    return Response(_error_body(request, response), response.status, response.headers, media_type="application/json")
+    dialect = _dialect_of(request)
+    body, status = dialect.error_body(response), dialect.status_of(response)
+    return Response(body, status, response.headers, media_type="application/json")
 
 
-def _error_body(request: Request, response: ErrorResponse) -> bytes:
-    path = request.scope["path"].rstrip("/")
-    encode = GENERATING[path].error_body if path in GENERATING else error_bodies.encode
-    return encode(response)
+def _dialect_of(request: Request) -> Dialect:
+    if model_list.is_wanted(request.headers):
+        return _MESSAGES
+    return GENERATING.get(request.scope["path"].rstrip("/"), _CHAT_COMPLETIONS)
 
 
 def _cors(allowed_origins: Sequence[str]) -> list[Middleware]:
@@ -144,7 +171,7 @@ def _cors(allowed_origins: Sequence[str]) -> list[Middleware]:
             allow_origins=allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", "x-should-retry"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-should-retry"],
         )
     ]
 

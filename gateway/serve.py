@@ -10,10 +10,10 @@ import structlog
 from starlette.types import ASGIApp
 
 from tokenbus.gateway.catalog import Catalog
-from tokenbus.gateway.generation.endpoint import Services
 from tokenbus.gateway.http import listen
 from tokenbus.gateway.http.closed_connections import ClosedConnections
 from tokenbus.gateway.http.concurrency_limit import ConcurrencyLimit
+from tokenbus.gateway.http.endpoint import Services
 from tokenbus.gateway.metrics import GatewayMetrics
 from tokenbus.gateway.openai.error_bodies import refusal_response
 from tokenbus.gateway.routes import Routes, make_app

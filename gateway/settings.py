@@ -39,4 +39,4 @@ class GatewaySettings:
     otlp_traces_endpoint: str = ""
     """URL to which spans are sent; none are recorded if it is empty."""
     grace_s: float = 30.0
-    """Seconds that open chat completions have after SIGTERM."""
+    """Seconds that open requests have after SIGTERM."""

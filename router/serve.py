@@ -34,6 +34,7 @@ from tokenbus.router.requests.recovery import Recovery
 from tokenbus.router.requests.request_telemetry import RequestTelemetry
 from tokenbus.router.requests.terminals import TerminalPublisher
 from tokenbus.router.requests.tokenization.prompt_tokenizer import PromptTokenizer
+from tokenbus.router.requests.tokenization.tokenize_requests import TokenizeRequests
 from tokenbus.router.requests.tokenization.tokenizer_cache import TokenizerCache
 from tokenbus.router.requests.worker_client import WorkerClient
 from tokenbus.router.settings import RouterSettings
@@ -67,11 +68,12 @@ class Router:
         terminals = TerminalPublisher(bus, self._replies, router_id, self.metrics)
         workers = WorkerClient(bus, names)
         tokenizers = TokenizerCache(bus, names, self.fleet)
+        prompts = PromptTokenizer(self.fleet, tokenizers, workers, self._telemetry)
         attempts = Attempts(bus, names, workers, self.fleet, self.flights, router_id)
         self._lifecycle = RequestLifecycle(
             self.fleet,
             self.flights,
-            PromptTokenizer(self.fleet, tokenizers, workers, self._telemetry),
+            prompts,
             self._queue,
             Dispatcher(self.fleet, self._queue, attempts, self.metrics, settings.patience_s),
             terminals,
@@ -79,6 +81,7 @@ class Router:
             self._telemetry,
         )
         self._embeddings = Embeddings(self._replies, workers, self.fleet, rng, self.metrics, tracer)
+        self._tokenizations = TokenizeRequests(self._replies, prompts, self.fleet, self.metrics, tracer)
         max_request_bytes = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)
         self._intake = Intake(
             bus,
@@ -89,6 +92,7 @@ class Router:
             ModelCatalog(self.fleet, self._queue, router_id, max_request_bytes),
             self._lifecycle,
             self._embeddings,
+            self._tokenizations,
             terminals,
             self.metrics,
         )
@@ -162,11 +166,13 @@ class Router:
         """Returns when every request was accepted by a worker or has ended."""
         await self._lifecycle.drain()
         await self._embeddings.drain()
+        await self._tokenizations.drain()
 
     async def shut_down(self) -> None:
         """Hands over or ends every request that no worker has. The router sends nothing afterwards."""
         await self._lifecycle.shut_down(self._guardianship.offer)
         await self._embeddings.shut_down()
+        await self._tokenizations.shut_down()
         self._replies.send_pending()
 
 

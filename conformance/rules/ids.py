@@ -107,6 +107,8 @@ def _messages(probe: Probe, request_id: str) -> list[tuple[str, bytes]]:
         (probe.subject, b'{"prompt": "x", "max_tokens": 1}'),
         (probe.subject, b"not a message"),
         (probe.names.embed(probe.target.model, probe.tenant), b'{"input": "x"}'),
+        (probe.names.tokenize(probe.target.model, probe.tenant), b'{"prompt": "x"}'),
+        (probe.names.detokenize(probe.target.model, probe.tenant), b'{"token_ids": [1]}'),
         (probe.names.models_for(probe.tenant), b""),
         (probe.resync_subject(request_id), b'{"offset": 0}'),
         (probe.cancel_subject(request_id), b""),

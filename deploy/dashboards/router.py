@@ -57,6 +57,13 @@ _PLACEMENT = (
         (Query(rate(f"{_P}_embeddings_total", ROUTER_FILTER, "code"), "{{code}}"),),
         "stacked",
     ),
+    Panel(
+        "Requests to tokenize or detokenize, by result",
+        "If anything but `ok` grows, look for `tokenize_finished` in the router's log.",
+        "reqps",
+        (Query(rate(f"{_P}_tokenizations_total", ROUTER_FILTER, "op, code"), "{{op}}: {{code}}"),),
+        "stacked",
+    ),
 )
 
 _QUEUE = (

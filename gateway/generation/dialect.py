@@ -1,5 +1,6 @@
 """The interface of an API: its requests as those of the wire, and typed events as its responses. Each has a folder."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -65,8 +66,8 @@ class ParsedRequest(Protocol):
         """Returns the body of a response that is not streamed. All answers have ended well."""
         ...
 
-    def error_body(self, error: ErrorResponse) -> bytes:
-        """Returns the body of the error response to this request, with the API's name of the field at fault."""
+    def named(self, error: ErrorResponse) -> ErrorResponse:
+        """Returns an error of a router or worker with the API's name of the field at fault."""
         ...
 
 
@@ -78,5 +79,7 @@ class Dialect(NamedTuple):
     API's name of the field at fault."""
     error_body: Callable[[ErrorResponse], bytes]
     """Returns the body of an error response."""
+    status_of: Callable[[ErrorResponse], int] = operator.attrgetter("status")
+    """Returns the status of an error response, where the API has others than the wire."""
     streamed_errors: frozenset[str] = frozenset()
     """Codes of errors of which a stream tells by an event even if they come before its first one."""

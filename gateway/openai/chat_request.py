@@ -8,9 +8,10 @@ import msgspec
 from tokenbus.gateway.generation import conversation
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import ResponseHead
+from tokenbus.gateway.generation.model_names import checked_model
 from tokenbus.gateway.http.http_errors import ErrorResponse
-from tokenbus.gateway.openai import chat_response, error_bodies
-from tokenbus.protocol.wire import codec, errors, subjects, validation
+from tokenbus.gateway.openai import chat_response
+from tokenbus.protocol.wire import codec, errors, validation
 from tokenbus.protocol.wire import messages as wire
 
 MAX_CHOICES = 128
@@ -94,9 +95,9 @@ class ParsedChatRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the body of a response that is not streamed."""
         return chat_response.encode_whole(head, answers)
 
-    def error_body(self, error: ErrorResponse) -> bytes:
-        """Returns the body of an error response."""
-        return error_bodies.encode(error)
+    def named(self, error: ErrorResponse) -> ErrorResponse:
+        """Returns the error: the names of fields that workers check are OpenAI's."""
+        return error
 
 
 def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedChatRequest:
@@ -135,17 +136,6 @@ def _openai_name(param: str | None, chat: ChatRequest) -> str | None:
     return param
 
 
-def checked_model(model: str | None) -> str:
-    """Returns the name of the model. Raises RequestError if it is missing, or none that a model can have."""
-    if model is None:
-        raise errors.invalid_field("model", "is required")
-    try:
-        subjects.encode_name(model)
-    except ValueError as error:
-        raise errors.invalid_field("model", str(error)) from error
-    return model
-
-
 def _check(chat: ChatRequest) -> None:
     """Checks what has no counterpart on the wire."""
     if chat.messages is None:
@@ -162,7 +152,7 @@ def _to_wire(chat: ChatRequest, session: str | None, request_id: str) -> wire.Ge
     """Converts to a wire request, which is streamed in any case, so that a worker notices if this gateway dies."""
     return wire.GenerateRequest(
         id=request_id,
-        messages=conversation.normalized([_to_message(one) for one in chat.messages or []]),
+        messages=conversation.normalized([to_wire_message(one) for one in chat.messages or []]),
         max_tokens=chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens,
         temperature=chat.temperature,
         top_p=chat.top_p,
@@ -193,7 +183,8 @@ def _to_wire(chat: ChatRequest, session: str | None, request_id: str) -> wire.Ge
     )
 
 
-def _to_message(one: ChatMessage) -> wire.ChatMessage:
+def to_wire_message(one: ChatMessage) -> wire.ChatMessage:
+    """Returns a message as one of the wire."""
     return wire.ChatMessage(
         role=one.role,
         content=one.content,

@@ -67,13 +67,25 @@ class PromptBuilder:
     def __repr__(self) -> str:
         return f"<PromptBuilder of {self.rules.vocab_size} tokens>"
 
-    def from_text(self, text: str, max_prompt_tokens: int | None = None) -> list[int]:
+    def build(self, request: internal.Tokenize, max_prompt_tokens: int | None = None) -> list[int]:
+        """Returns the token ids of a text or a conversation. Raises RequestError as `from_text` and `from_messages`
+        do."""
+        add_bos = request.add_special_tokens
+        if request.messages is not None:
+            arguments, tools = request.chat_template_kwargs, request.tools
+            return self.from_messages(request.messages, arguments, max_prompt_tokens, tools, add_bos=add_bos)
+        if request.text is None:
+            raise errors.request_error(errors.Code.INVALID_REQUEST, "text or messages is required", param="text")
+        return self.from_text(request.text, max_prompt_tokens, add_bos=add_bos)
+
+    def from_text(self, text: str, max_prompt_tokens: int | None = None, *, add_bos: bool = True) -> list[int]:
         """Returns the token ids of a text, in which special tokens are not parsed.
 
         Raises RequestError(prompt_too_long) if the text certainly has more than `max_prompt_tokens`. It may have more
         all the same: the bound is a lower one."""
         self._check_length([text], max_prompt_tokens)
-        return self.with_bos(self._encode(text))
+        ids = self._encode(text)
+        return self.with_bos(ids) if add_bos else ids
 
     def from_messages(
         self,
@@ -81,6 +93,8 @@ class PromptBuilder:
         arguments: dict[str, Any] | None,
         max_prompt_tokens: int | None = None,
         tools: list[dict[str, Any]] | None = None,
+        *,
+        add_bos: bool = True,
     ) -> list[int]:
         """Returns the token ids of a conversation, rendered with the model's chat template.
 
@@ -90,7 +104,7 @@ class PromptBuilder:
         ids: list[int] = []
         for piece in pieces:
             ids.extend([piece] if isinstance(piece, int) else self._encode(piece))
-        return self.with_bos(ids)
+        return self.with_bos(ids) if add_bos else ids
 
     def render(
         self,

@@ -198,15 +198,33 @@ class Tokenize(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Variables for the template."""
     tools: list[dict[str, Any]] | None = None
     """The tools of the request, for the template."""
+    add_special_tokens: bool = True
+    """Whether BOS is put in front where the model's prompts begin with it."""
 
 
-class TokenizeReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+class TokenizeResult(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """The token ids, or the error."""
 
     token_ids: bytes | None = None
     """Unsigned 32-bit little-endian integers."""
     error: errors.Error | None = None
     """Why there are no token ids."""
+
+
+class Detokenize(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks a worker for the text of tokens."""
+
+    token_ids: bytes
+    """Unsigned 32-bit little-endian integers."""
+
+
+class DetokenizeResult(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """The text, or the error."""
+
+    text: str = ""
+    """The text that these tokens are in a completion."""
+    error: errors.Error | None = None
+    """Why there is no text."""
 
 
 class Embed(public.Message, frozen=True, kw_only=True, omit_defaults=True):

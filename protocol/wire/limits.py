@@ -10,7 +10,8 @@ MAX_STOP_BYTES = 1_024
 MAX_STOP_TOKEN_IDS = 128
 MAX_MESSAGES = 4_096
 MAX_TOOLS = 128
-MAX_TOOL_NAME_CHARS = 64
+MAX_TOOL_NAME_CHARS = 128
+"""Names of tools that come from servers of tools (MCP) begin with the names of these."""
 MAX_TOOL_PROPERTIES = 4_000
 """The properties of all tools of a request. Their grammar takes about a second to compile then."""
 MAX_TOOL_BYTES = 64 * 1024

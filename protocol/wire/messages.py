@@ -30,10 +30,14 @@ from tokenbus.protocol.wire.codec import Message
 from tokenbus.protocol.wire.generate import (
     ChatMessage,
     ContentPart,
+    DetokenizeReply,
+    DetokenizeRequest,
     GenerateRequest,
     Lora,
     ResumeFrom,
     RoutingOptions,
+    TokenizeReply,
+    TokenizeRequest,
 )
 from tokenbus.protocol.wire.params import TIMEOUT_MS, JsonSchema, ResponseFormat
 
@@ -44,6 +48,8 @@ __all__ = [
     "ChatMessage",
     "Chunk",
     "ContentPart",
+    "DetokenizeReply",
+    "DetokenizeRequest",
     "EmbedReply",
     "EmbedRequest",
     "FinishReason",
@@ -70,6 +76,8 @@ __all__ = [
     "Timings",
     "TokenAlternative",
     "TokenLogprob",
+    "TokenizeReply",
+    "TokenizeRequest",
     "ToolCallDelta",
     "Usage",
     "WorkerState",

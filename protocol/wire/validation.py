@@ -14,6 +14,8 @@ from tokenbus.protocol.wire.errors import invalid_field
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ranges_of
 from tokenbus.protocol.wire.tools import check_members, check_tool_choice, check_tools
 
+_TOOLS_NEED_MESSAGES = "need messages: a prompt has no place for them"
+
 
 class RequiredFeature(NamedTuple):
     """A feature that a worker must have to serve a request, and the field that asks for it."""
@@ -32,7 +34,7 @@ def check_request(request: messages.GenerateRequest) -> None:
     _check_token_ids("token_ids", request.token_ids or [])
     codec.check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
     if request.tools and request.messages is None:
-        raise invalid_field("tools", "need messages: a prompt has no place for them")
+        raise invalid_field("tools", _TOOLS_NEED_MESSAGES)
     if request.resume_from is not None:
         _check_resume_from(request.resume_from, request)
 
@@ -65,6 +67,32 @@ def check_tokenize(request: internal.Tokenize) -> None:
     _check_messages(request.messages or [])
     codec.check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
     check_tools(request.tools or [])
+
+
+def check_tokenize_request(request: messages.TokenizeRequest) -> None:
+    """Raises RequestError for the first field that is not allowed."""
+    check_id(request.id)
+    check_ranges(request)
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid_field("prompt", "exactly one of messages and prompt must be given")
+    if request.messages is None:
+        if request.tools:
+            raise invalid_field("tools", _TOOLS_NEED_MESSAGES)
+    elif not request.messages:
+        raise invalid_field("messages", "must not be empty")
+    else:
+        _check_messages(request.messages)
+    codec.check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
+    check_tools(request.tools or [])
+
+
+def check_detokenize_request(request: messages.DetokenizeRequest) -> None:
+    """Raises RequestError for the first field that is not allowed."""
+    check_id(request.id)
+    check_ranges(request)
+    if request.token_ids is None:
+        raise invalid_field("token_ids", "is required")
+    _check_token_ids("token_ids", request.token_ids)
 
 
 def check_attempt(control: internal.Control) -> None:

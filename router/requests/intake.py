@@ -21,10 +21,13 @@ from tokenbus.router.requests.embeddings import EmbeddingRequest, Embeddings
 from tokenbus.router.requests.flight import Flight
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.terminals import TerminalPublisher
+from tokenbus.router.requests.tokenization.tokenize_requests import TokenizeCall, TokenizeRequests
 
 _requests = codec.Decoder(messages.GenerateRequest)
 _resyncs = codec.Decoder(messages.ResyncRequest)
 _embeds = codec.Decoder(messages.EmbedRequest)
+_tokenizes = codec.Decoder(messages.TokenizeRequest)
+_detokenizes = codec.Decoder(messages.DetokenizeRequest)
 _DUPLICATE_GRACE_S = 0.05
 """A request whose id is in flight is tried again after this long: its client may have seen the end of the earlier one
 before this router has."""
@@ -46,6 +49,7 @@ class Intake:
         models: ModelCatalog,
         lifecycle: RequestLifecycle,
         embeddings: Embeddings,
+        tokenizations: TokenizeRequests,
         terminals: TerminalPublisher,
         metrics: RouterMetrics,
     ) -> None:
@@ -57,6 +61,7 @@ class Intake:
         self._models = models
         self._lifecycle = lifecycle
         self._embeddings = embeddings
+        self._tokenizations = tokenizations
         self._terminals = terminals
         self._metrics = metrics
         self._subscriptions: list[Subscription] = []
@@ -75,6 +80,8 @@ class Intake:
         shared = [
             *((subject, self._on_generate) for subject in self._names.all_generates),
             *((subject, self._on_embed) for subject in self._names.all_embeds),
+            *((subject, self._on_tokenize) for subject in self._names.all_tokenizes),
+            *((subject, self._on_detokenize) for subject in self._names.all_detokenizes),
             *((subject, self._on_models) for subject in self._names.models),
         ]
         for subject, callback in shared:
@@ -152,6 +159,45 @@ class Intake:
             request_id = request_id or _read_id(message, encoding)
         self._log.info("embed_refused", request_id=request_id, code=error.code, param=error.param)
         self._embeddings.send_reply(message.reply, encoding, messages.EmbedReply(id=request_id, error=error))
+
+    def _on_tokenize(self, message: Msg) -> None:
+        def read(encoding: codec.Encoding) -> messages.TokenizeRequest:
+            body = _tokenizes.decode(message.data, encoding)
+            validation.check_tokenize_request(body)
+            return body
+
+        self._start_tokenize(message, read, messages.TokenizeReply)
+
+    def _on_detokenize(self, message: Msg) -> None:
+        def read(encoding: codec.Encoding) -> messages.DetokenizeRequest:
+            body = _detokenizes.decode(message.data, encoding)
+            validation.check_detokenize_request(body)
+            return body
+
+        self._start_tokenize(message, read, messages.DetokenizeReply)
+
+    def _start_tokenize(
+        self,
+        message: Msg,
+        read: Callable[[codec.Encoding], messages.TokenizeRequest | messages.DetokenizeRequest],
+        replies: type[messages.TokenizeReply] | type[messages.DetokenizeReply],
+    ) -> None:
+        if not self._may_answer(message):
+            return
+        encoding = codec.Encoding.JSON
+        try:
+            encoding = codec.encoding_of(message.headers)
+            self._check_size(message)
+            address, body = self._parse_address(message), read(encoding)
+            request_id, size = body.id or secrets.token_urlsafe(16), len(message.data)
+            call = TokenizeCall(request_id, address, body, message.reply, encoding, time.monotonic(), size)
+            self._tokenizations.start(call, message.headers)
+            return
+        except codec.MediaTypeError as problem:
+            error = errors.make_error(errors.Code.INVALID_REQUEST, str(problem))
+        except errors.RequestError as problem:
+            error = problem.error
+        self._tokenizations.refuse(message.reply, encoding, replies, _read_id(message, encoding), error)
 
     def _on_models(self, message: Msg) -> None:
         if not self._may_answer(message):

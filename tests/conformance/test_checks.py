@@ -16,7 +16,7 @@ from tokenbus.conformance.link import Received
 from tokenbus.conformance.report import Outcome, Verdict, json_line, line, summary
 from tokenbus.conformance.rules import fields
 from tokenbus.conformance.rules.guardians import check_guardian_check, check_offer
-from tokenbus.conformance.rules.models import check_embeddings, check_models
+from tokenbus.conformance.rules.models import check_embeddings, check_models, check_text, check_tokens
 from tokenbus.conformance.rules.registry import all_rules
 from tokenbus.conformance.rules.resync import check_replayed, split_replayed
 from tokenbus.conformance.rules.runs import check_parts
@@ -471,6 +471,27 @@ def test_an_embeddings_reply_has_one_for_each_input_or_an_error() -> None:
     ):
         with pytest.raises(BrokenError, match=seen):
             check_embeddings(wrong, "e", 2)
+
+
+def test_a_reply_with_tokens_has_as_many_as_it_counts() -> None:
+    good: Message = {"id": "t", "model": "m", "count": 2, "token_ids": [5, 6], "context_length": 10}
+    check_tokens(good, "t")
+    for wrong, seen in (
+        (good | {"id": "u"}, "the id is 'u'"),
+        (good | {"count": 3}, "2 ids, and the count 3"),
+        (good | {"token_ids": "56"}, "token_ids"),
+        ({"id": "t", "error": refusal()["error"]}, "model"),
+    ):
+        with pytest.raises(BrokenError, match=seen):
+            check_tokens(wrong, "t")
+
+
+def test_a_reply_with_text_has_the_text_of_the_tokens() -> None:
+    good: Message = {"id": "t", "model": "m", "text": " a b"}
+    check_text(good, "t", "a b")
+    for wrong, seen in ((good | {"id": "u"}, "the id is 'u'"), (good | {"text": "a"}, "the text is"), ({}, "id")):
+        with pytest.raises(BrokenError, match=seen):
+            check_text(wrong, "t", "a b")
 
 
 @pytest.mark.parametrize(

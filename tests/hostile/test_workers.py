@@ -113,7 +113,7 @@ def test_a_worker_that_accepts_in_words_that_nobody_knows_and_speaks_keeps_the_r
     stage.world.run(0.5)
     ask(stage, 1)
     assert stage.until_ended() == ["stop"]
-    assert forged.heard == ["run", "control"]
+    stage.world.run_until(lambda: forged.heard == ["run", "control"], 1.0)
 
 
 def speaks(stage: Stage) -> Answer:
@@ -164,11 +164,16 @@ async def _answer_with_garbage(stage: Stage, subject: str) -> None:
 
 def test_a_routers_answer_that_can_not_be_read_is_no_fault_of_the_client(stage: Stage) -> None:
     stage.broker.pick = lambda members: members[-1]  # the one that subscribed last
-    for subject in (NAMES.models[1], NAMES.all_embeds[1]):
+    for subject in (NAMES.models[1], NAMES.all_embeds[1], NAMES.all_tokenizes[1], NAMES.all_detokenizes[1]):
         stage.router.process.do(_answer_with_garbage(stage, subject))
     stage.world.run(0.1)  # until the broker knows
     client = stage.client.process.do(stage.client.client.for_tenant("other"))
-    for asked in (client.models(), client.embed(MODEL, messages.EmbedRequest(input="x"))):
+    for asked in (
+        client.models(),
+        client.embed(MODEL, messages.EmbedRequest(input="x")),
+        client.tokenize(MODEL, messages.TokenizeRequest(prompt="x")),
+        client.detokenize(MODEL, messages.DetokenizeRequest(token_ids=[1])),
+    ):
         task = stage.client.process.spawn(asked)
         stage.world.run_until(task.done)
         error = task.exception()
@@ -177,7 +182,7 @@ def test_a_routers_answer_that_can_not_be_read_is_no_fault_of_the_client(stage: 
 
 
 @pytest.mark.parametrize(
-    "answer", [says(GARBAGE), says(internal.TokenizeReply()), says(internal.TokenizeReply(token_ids=b"123"))]
+    "answer", [says(GARBAGE), says(internal.TokenizeResult()), says(internal.TokenizeResult(token_ids=b"123"))]
 )
 def test_token_ids_that_can_not_be_read_are_asked_of_another_worker(stage: Stage, answer: Answer) -> None:
     ForgedWorker(stage.world, stage.broker, "forged", tokenize=answer, run=refuses(errors.Code.OVERLOADED))
@@ -188,6 +193,19 @@ def test_token_ids_that_can_not_be_read_are_asked_of_another_worker(stage: Stage
     stage.world.run(0.5)
     ask(stage, 4, prompt="a text")
     assert stage.until_ended()[1:] == ["length"] * 4
+
+
+def test_tokens_and_their_text_go_past_workers_that_answer_nonsense_or_nothing(stage: Stage) -> None:
+    ForgedWorker(stage.world, stage.broker, "forged", tokenize=says(GARBAGE), detokenize=says(GARBAGE))
+    for number in range(times(4, 30)):
+        ForgedWorker(stage.world, stage.broker, f"dead{number}", beats=False)
+    two = internal.TokenizeResult(token_ids=array("I", [5, 6]).tobytes())
+    text = internal.DetokenizeResult(text="ab")
+    ForgedWorker(stage.world, stage.broker, "healthy", tokenize=says(two), detokenize=says(text))
+    stage.world.run(0.3)
+    counted, read = stage.client.tokenize("ab"), stage.client.detokenize(5, 6)
+    stage.world.run_until(lambda: counted.done() and read.done(), 5.0)
+    assert (counted.result().token_ids, counted.result().count, read.result().text) == ([5, 6], 2, "ab")
 
 
 BUNDLE = prompt.pack(

@@ -141,6 +141,11 @@ async def test_everyone_can_do_what_is_their_role(guarded: Guarded) -> None:
         assert answer.text == " 42"
     reply = await acme.request(f"{PREFIX}.embed.other.acme", b'{"input": "x"}', timeout=60)
     assert len(json.loads(reply.data)["embeddings"]) == 1
+    reply = await acme.request(f"{PREFIX}.tokenize.demo.acme", b'{"prompt": "12 + 30 ="}', timeout=60)
+    found = json.loads(reply.data)["token_ids"]
+    payload = json.dumps({"token_ids": found}).encode()
+    reply = await acme.request(f"{PREFIX}.detokenize.demo.acme", payload, timeout=60)
+    assert json.loads(reply.data)["text"] == "12 + 30 ="
     default = await guarded.connect("default", "_INBOX_default")
     assert (await RawClient(default).ask(ask())).text == " 42"
     long = await RawClient(acme).generate(ask(id="mine", **LONG), subject=f"{PREFIX}.generate.demo.acme")
@@ -303,6 +308,8 @@ async def test_nothing_is_sent_to_an_inbox_that_is_not_the_tenant_s_own(guarded:
     for reply in ("_INBOX_globex.victim", f"{PREFIX}.worker.demo.w-demo.control", "_INBOX_router.x", "_INBOX.x"):
         await acme.publish(f"{PREFIX}.generate.demo.acme", ask(id="sly"), reply=reply)
         await acme.publish(f"{PREFIX}.embed.other.acme", b'{"input": "x"}', reply=reply)
+        await acme.publish(f"{PREFIX}.tokenize.demo.acme", b'{"id": "sly", "prompt": "x"}', reply=reply)
+        await acme.publish(f"{PREFIX}.detokenize.demo.acme", b'{"id": "sly", "token_ids": [5]}', reply=reply)
         await acme.publish(f"{PREFIX}.models.acme", b"", reply=reply)
     own = await RawClient(acme).generate(ask(id="own", **LONG), subject=f"{PREFIX}.generate.demo.acme")
     await own.until(3)

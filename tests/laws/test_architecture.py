@@ -72,9 +72,12 @@ PURE = (
     "gateway/generation/answer_events.py",
     "gateway/generation/conversation.py",
     "gateway/generation/dialect.py",
+    "gateway/generation/model_names.py",
     "gateway/generation/usage.py",
+    "gateway/anthropic/*.py",
     "gateway/openai/*.py",
     "gateway/openai/responses/*.py",
+    "gateway/vllm/*.py",
     "replay/*.py",
 )
 """Files that decide: values and the time go in, values come out."""

@@ -44,6 +44,8 @@ class RuleBreaker:
             "models.*": _MODELS,
             "cancel.>": {"cancelled": True},
             "embed.>": {"id": 5},
+            "tokenize.>": {"id": 5, "count": 2, "token_ids": [1]},
+            "detokenize.>": {"id": 5, "text": 7},
         }
         for subject, answer in answers.items():
             await breaker._answer(subject, json.dumps(answer).encode())

@@ -32,14 +32,18 @@ _runs = codec.Decoder(internal.Run)
 _controls = codec.Decoder(internal.Control)
 _takes = codec.Decoder(internal.Take)
 _tokenizes = codec.Decoder(internal.Tokenize)
+_detokenizes = codec.Decoder(internal.Detokenize)
 _embeds = codec.Decoder(internal.Embed)
 _snapshot_requests = codec.Decoder(internal.SnapshotRequest)
 _resyncs = codec.Decoder(messages.ResyncRequest)
 _cards = codec.Decoder(messages.Card)
 
 MAX_PENDING_TOKENIZE = 256
-"""Texts that may be waiting to be tokenized for routers."""
+"""Texts that may be waiting to be tokenized for routers, or to be made of tokens."""
 
+_DETOKENIZED_AT_ONCE = 4_096
+"""Tokens whose text is put together before the event loop has its turn again: about a millisecond."""
+_TOKEN_ID_BYTES = 4
 _MAX_LOGGED_CHARS = 256
 
 
@@ -95,6 +99,7 @@ class Endpoints:
             "take": self._take,
             "tokenizer": self._send_tokenizer,
             "tokenize": self._start_tokenize,
+            "detokenize": self._start_detokenize,
             "embed": self._start_embed,
             "snapshot": self._send_snapshot,
         }
@@ -251,16 +256,40 @@ class Endpoints:
 
     def _start_tokenize(self, message: Msg) -> None:
         if len(self._tokenizes) >= MAX_PENDING_TOKENIZE:
-            self._reply(message, internal.TokenizeReply(error=errors.make_error(errors.Code.OVERLOADED)))
+            self._reply(message, internal.TokenizeResult(error=errors.make_error(errors.Code.OVERLOADED)))
             return
-        call = self._answer(message, self._tokenize(message.data), lambda error: internal.TokenizeReply(error=error))
+        call = self._answer(message, self._tokenize(message.data), lambda error: internal.TokenizeResult(error=error))
         self._start(call, self._tokenizes)
 
-    async def _tokenize(self, data: bytes) -> internal.TokenizeReply:
+    async def _tokenize(self, data: bytes) -> internal.TokenizeResult:
         request = _tokenizes.decode(data)
         validation.check_tokenize(request)
         token_ids = await self._require_engine().tokenize(request)
-        return internal.TokenizeReply(token_ids=block_hash.pack_token_ids(token_ids))
+        return internal.TokenizeResult(token_ids=block_hash.pack_token_ids(token_ids))
+
+    def _start_detokenize(self, message: Msg) -> None:
+        if len(self._tokenizes) >= MAX_PENDING_TOKENIZE:
+            self._reply(message, internal.DetokenizeResult(error=errors.make_error(errors.Code.OVERLOADED)))
+            return
+        call = self._answer(
+            message, self._detokenize(message.data), lambda error: internal.DetokenizeResult(error=error)
+        )
+        self._start(call, self._tokenizes)
+
+    async def _detokenize(self, data: bytes) -> internal.DetokenizeResult:
+        packed, token_bytes = _detokenizes.decode(data).token_ids, self._require_engine().token_bytes
+        if len(packed) % _TOKEN_ID_BYTES:
+            raise errors.invalid_field("token_ids", "must be 32-bit integers")
+        parts: list[bytes] = []
+        for start in range(0, len(packed), _DETOKENIZED_AT_ONCE * _TOKEN_ID_BYTES):
+            token_ids = block_hash.unpack_token_ids(packed[start : start + _DETOKENIZED_AT_ONCE * _TOKEN_ID_BYTES])
+            if max(token_ids) >= len(token_bytes):
+                problem = f"the vocabulary has {len(token_bytes)} tokens, got {max(token_ids)}"
+                place = start // _TOKEN_ID_BYTES + token_ids.index(max(token_ids))
+                raise errors.invalid_field(f"token_ids[{place}]", problem)
+            parts += map(token_bytes.__getitem__, token_ids)
+            await asyncio.sleep(0)  # chunks go first
+        return internal.DetokenizeResult(text=b"".join(parts).decode(errors="replace"))
 
     def _start_embed(self, message: Msg) -> None:
         """Starts computing embeddings. The engine client limits how many such calls are pending."""

@@ -7,9 +7,8 @@ import msgspec
 from tokenbus.gateway.generation import conversation
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import ResponseHead
+from tokenbus.gateway.generation.model_names import checked_model
 from tokenbus.gateway.http.http_errors import ErrorResponse
-from tokenbus.gateway.openai import error_bodies
-from tokenbus.gateway.openai.chat_request import checked_model
 from tokenbus.gateway.openai.responses import response
 from tokenbus.gateway.openai.responses.body import ResponsesBody
 from tokenbus.gateway.openai.responses.events import ResponseEncoder
@@ -73,9 +72,9 @@ class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
         (answer,) = answers
         return _encoder.encode(response.whole(self._begun(head), self._items(head), answer))
 
-    def error_body(self, error: ErrorResponse) -> bytes:
-        """Returns the body of an error response, with OpenAI's name of the field at fault."""
-        return error_bodies.encode(self.names.rename_response(error))
+    def named(self, error: ErrorResponse) -> ErrorResponse:
+        """Returns an error of a router or worker with OpenAI's name of the field at fault."""
+        return self.names.rename_response(error)
 
     def _begun(self, head: ResponseHead) -> response.Response:
         return response.begun(head, self.body, self.tools)

@@ -36,7 +36,7 @@ def test_a_name_that_is_allowed(name: str) -> None:
 def test_a_name_that_is_not_allowed(name: object) -> None:
     error = refusal(tool("a"), tool(name))
     assert error.param == "tools[1].function.name"
-    assert error.message == "tools[1].function.name: must be 1 to 64 of A-Z a-z 0-9 _ . -"
+    assert error.message == "tools[1].function.name: must be 1 to 128 of A-Z a-z 0-9 _ . -"
 
 
 def test_two_tools_may_not_have_one_name() -> None:

@@ -160,3 +160,19 @@ def test_behind_reasoning_comes_what_the_constraint_allows_and_nothing_else(name
             assert re.fullmatch("[xyz]{3}", content), content
         num_complete += answer.is_complete
     assert num_complete
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_a_grammar_can_not_express_is_left_out_of_tools_and_refused_in_the_answers_own_schema(name: str) -> None:
+    vocabulary = Vocabulary(markers_of(FORMATS[name]))
+    form = with_tokens(FORMATS[name], vocabulary.ids)
+    odd = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"uniqueItems": True}}
+    tool = {"type": "object", "properties": {"metadata": odd}, "required": ["metadata"]}
+    assert not problem_of(calls_grammar(form, {"note": tool}, is_required=True), vocabulary)
+    with_content = calls_grammar(form, {"note": tool}, is_required=False, content=odd)
+    assert "propertyNames" in problem_of(with_content, vocabulary)
+
+
+def problem_of(grammar: str, vocabulary: Vocabulary) -> str:
+    """Returns why a grammar can't be compiled, or an empty string."""
+    return LLMatcher(vocabulary.tokenizer, json.dumps({"grammars": [{"lark_grammar": grammar}]})).get_error()

@@ -42,7 +42,7 @@ def calls_grammar(
     calls = form.calls if parallel else msgspec.structs.replace(form.calls, parallel=False)
     lark = LarkWriter(form.tokens)
     closed = {name: _closed(schema) for name, schema in tools.items()}
-    free = "TEXT" if content is None else json_of(content)
+    free = "TEXT" if content is None else json_of(content, lenient=False)
     if form.channels is not None:
         answer = _messages(lark, form.channels, free)
         lark.add("call", _called_messages(lark, form.channels, closed))

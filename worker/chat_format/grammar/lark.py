@@ -74,9 +74,9 @@ def one_of(texts: list[str]) -> str:
     return f"({' | '.join(map(literal, texts))})"
 
 
-def json_of(schema: Mapping[str, Any]) -> str:
-    """Returns what matches the JSON of a value."""
-    whole = {"x-guidance": _JSON_STYLE} | (dict(schema) or {"type": "object"})
+def json_of(schema: Mapping[str, Any], *, lenient: bool = True) -> str:
+    """Returns what matches the JSON of a value. If `lenient`, keywords that a grammar can't express are left out."""
+    whole = {"x-guidance": _JSON_STYLE | {"lenient": lenient}} | (dict(schema) or {"type": "object"})
     return f"%json {json.dumps(whole, ensure_ascii=False)}"
 
 

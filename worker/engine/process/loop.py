@@ -238,14 +238,15 @@ class StepLoop:
         return self._scheduler.update(plan, sampled), stats
 
     def _report_results(self, results: list[StepResult], stats: ipc.StepStats | None) -> None:
-        outputs = []
+        outputs, watched = [], []
         for sequence, sampled, finish_reason in results:
             if finish_reason is not None:
                 self._runner.remove_sequence(sequence.seq_no)
-            self._watched.pop(sequence.seq_no, None)  # with its first token a prompt is done
+            was_watched = self._watched.pop(sequence.seq_no, None) is not None  # with its first token a prompt is done
             if sampled is None:
                 outputs.append(ipc.SequenceOutput(sequence.seq_no, [], finish_reason))
                 continue
+            watched += [sequence] if was_watched else []
             token_ids, logprob = sampled.token_ids, sampled.logprob
             is_first = sequence.num_sampled == len(token_ids)
             outputs.append(
@@ -257,7 +258,7 @@ class StepLoop:
                     sequence.num_cached if is_first else None,
                 )
             )
-        watched = [sequence for sequence in self._watched.values() if sequence.lane is not None]
+        watched += [sequence for sequence in self._watched.values() if sequence.lane is not None]
         progress = [ipc.PromptProgress(one.seq_no, one.num_computed, one.num_cached) for one in watched]
         removed, stored = self._scheduler.take_kv_events()
         pairs = [(new.parent, new.hash) for new in stored]

@@ -14,6 +14,7 @@ from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
+from tokenbus.gateway.openai import error_bodies
 from tokenbus.gateway.openai.responses import request
 from tokenbus.gateway.openai.responses.events import ResponseEncoder
 from tokenbus.protocol.wire import errors, messages
@@ -339,5 +340,5 @@ def test_a_stream_and_a_whole_response_have_the_same_end(
 
 
 def test_a_body_of_an_error_has_the_form_of_the_other_endpoints() -> None:
-    error = json.loads(parsed().error_body(ErrorResponse(503, "overloaded", "full")))
+    error = json.loads(error_bodies.encode(parsed().named(ErrorResponse(503, "overloaded", "full"))))
     assert error == {"error": {"message": "full", "type": "server_error", "param": None, "code": "overloaded"}}

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.openai import error_bodies
 from tokenbus.gateway.openai.responses import request
 from tokenbus.protocol.prompt import history
 from tokenbus.protocol.wire import errors, messages
@@ -181,15 +182,15 @@ def test_what_is_not_served_is_unsupported(fields: dict[str, object], param: str
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", "is required"),
         ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "regex", "at most one of"),
         ({"tools": [{"type": "web_search"}, TOOL, TOOL]}, "tools[2].name", "earlier tool"),
-        ({"tools": [{"type": "custom", "name": ""}]}, "tools[0].name", "must be 1 to 64"),
-        ({"tools": [{"type": "function"}]}, "tools[0].name", "must be 1 to 64"),
+        ({"tools": [{"type": "custom", "name": ""}]}, "tools[0].name", "must be 1 to 128"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name", "must be 1 to 128"),
         ({"tools": [TOOL | {"parameters": []}]}, "tools[0].parameters", "must be an object"),
         ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name", "must be a string"),
         ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools", "must be a list"),
         (
             {"tools": [{"type": "namespace", "name": "n", "tools": [TOOL, TOOL | {"name": "é"}]}]},
             "tools[0].tools[1].name",
-            "must be 1 to 64",
+            "must be 1 to 128",
         ),
         ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice", "must be auto"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name", "is not the name"),
@@ -222,14 +223,14 @@ def test_mistakes_that_a_router_finds_in_past_calls_get_the_names_of_their_items
     parsed = read(instructions="be brief", input=[{"role": "developer", "content": "be kind"}, *items])
     with pytest.raises(errors.RequestError) as raised:
         history.message_dicts(parsed.request.messages or [], with_objects=True)
-    body = json.loads(parsed.error_body(http_errors.from_error(raised.value.error)))
+    body = json.loads(error_bodies.encode(parsed.named(http_errors.from_error(raised.value.error))))
     assert body["error"]["param"] == param
     assert body["error"]["message"].startswith(f"{param}: ")
 
 
 def test_a_schema_that_a_worker_can_not_compile_gets_its_name() -> None:
     refused = errors.invalid_field("response_format.json_schema.schema", "unknown type")
-    body = json.loads(read().error_body(http_errors.from_error(refused.error)))
+    body = json.loads(error_bodies.encode(read().named(http_errors.from_error(refused.error))))
     assert (body["error"]["param"], body["error"]["message"]) == (
         "text.format.schema",
         "text.format.schema: unknown type",
