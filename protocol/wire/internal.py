@@ -132,7 +132,7 @@ class TakeReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
 
     ok: bool
     """Whether the worker has given up the stream. If not, it is not leaving, does not have the stream, has already
-    ended it, can't fit the reply in a message, or knows another router as the guardian."""
+    ended it, has too many tokens for a reply, or knows another router as the guardian."""
     epoch: str
     """The worker's epoch."""
     num_tokens: int = 0

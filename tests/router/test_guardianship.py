@@ -18,6 +18,7 @@ from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.flight import Flight, Flights
 from tokenbus.router.requests.guardianship import Guardianship
+from tokenbus.router.requests.internal_parts import InternalParts
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.recovery import Recovery
 from tokenbus.router.requests.request_telemetry import RequestLogSettings, RequestTelemetry
@@ -52,7 +53,9 @@ class Broker(RecordingBus):
     async def unsubscribe(self, subscription: str) -> None:
         del self.callbacks[subscription]
 
-    async def request(self, subject: str, payload: bytes, timeout_s: float) -> Msg:
+    async def request(
+        self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
+    ) -> Msg:
         self.asked.append((subject, _guards.decode(payload)))
         data = self.answer(self.asked[-1][1])
         return Msg(_client=None, subject="", data=data)  # type: ignore[arg-type]
@@ -104,6 +107,7 @@ class Testbed:
         parts = (self.dispatcher, Terminals(), None, telemetry)
         self.lifecycle = RequestLifecycle(self.fleet, self.flights, None, Queue(), *parts)  # type: ignore[arg-type]
         attempts = Attempts(self.broker, NAMES, None, self.fleet, self.flights, "this-router")  # type: ignore[arg-type]
+        self.parts = InternalParts(self.broker, NAMES, "this-router", 1_000_000)  # type: ignore[arg-type]
         self.guardianship = Guardianship(
             self.broker,  # type: ignore[arg-type]
             replies,
@@ -113,6 +117,7 @@ class Testbed:
             self.flights,
             self.lifecycle,
             attempts,
+            self.parts,
             "this-router",
         )
         self.recovery = Recovery(self.fleet, self.flights, attempts, self.lifecycle, metrics, "this-router")

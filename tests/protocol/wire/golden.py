@@ -201,6 +201,9 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     ("yes", messages.CancelReply(cancelled=True)),
     ("from a token on", messages.ResyncRequest(offset=17)),
     ("yes", messages.ResyncReply(found=True)),
+    ("of an announcement", messages.UploadReply(upload="tokenbus.v1.upload.default.0f1e.2d3c")),
+    ("of a part", messages.UploadReply(upload="tokenbus.v1.upload.default.0f1e.2d3c", received=262_144)),
+    ("an error", messages.UploadReply(error=ERROR)),
     ("one text", messages.EmbedRequest(input="Hello")),
     (
         "everything",
