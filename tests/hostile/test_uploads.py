@@ -75,27 +75,20 @@ async def test_sixty_four_small_announcements_are_all_that_a_tenant_may_make(sys
         await works(client)
 
 
-@pytest.mark.parametrize("size", [0, -1, "many", "", 4 * MIB + 1, 10**11, 10**13, "1" * 500])
-async def test_a_size_that_can_not_be_is_refused(enemy: RawClient, size: object) -> None:
-    assert code(await announce(enemy, size)) in ("invalid_request", "payload_too_large")
+async def test_a_size_that_can_not_be_is_refused(enemy: RawClient) -> None:
+    for size in (0, -1, "many", "", "1" * 500, 10**13):
+        assert code(await announce(enemy, size)) == "invalid_request", size
+    for size in (4 * MIB + 1, 10**11):
+        assert code(await announce(enemy, size)) == "payload_too_large", size
 
 
-@pytest.mark.parametrize(
-    ("offset", "length", "expected"),
-    [
-        (0, 2_001, "invalid_request"),
-        (999, 500, "invalid_request"),
-        (1_001, 10, "upload_lost"),
-        ("x", 10, "invalid_request"),
-    ],
-)
-async def test_a_part_that_does_not_follow_is_refused(
-    enemy: RawClient, offset: object, length: int, expected: str
-) -> None:
-    upload = (await announce(enemy, 2_000))["upload"]
-    assert (await ask(enemy, upload, bytes(1_000), at(0)))["received"] == 1_000
-    assert (await ask(enemy, upload, bytes(1_000), at(0)))["received"] == 1_000  # once more, and counted once
-    assert code(await ask(enemy, upload, bytes(length), at(offset))) == expected
+async def test_a_part_that_does_not_follow_is_refused(enemy: RawClient) -> None:
+    wrong = [(0, 2_001, "invalid_request"), (999, 500, "invalid_request"), (1_001, 10, "upload_lost")]
+    for offset, length, expected in [*wrong, ("x", 10, "invalid_request"), (1_000, 1_001, "invalid_request")]:
+        upload = (await announce(enemy, 2_000))["upload"]
+        assert (await ask(enemy, upload, bytes(1_000), at(0)))["received"] == 1_000
+        assert (await ask(enemy, upload, bytes(1_000), at(0)))["received"] == 1_000  # once more, and counted once
+        assert code(await ask(enemy, upload, bytes(length), at(offset))) == expected
 
 
 async def test_parts_for_nobody_and_for_another_tenant_are_refused(enemy: RawClient) -> None:
