@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from tokenbus.client import Stream
 from tokenbus.gateway import body
+from tokenbus.gateway.body_memory import BodyMemory, HeldBody
 from tokenbus.gateway.concurrency_limit import ConcurrencyLimit
 from tokenbus.gateway.metrics import GatewayMetrics
 from tokenbus.gateway.openai import chat_request, chat_response, error_responses
@@ -20,7 +21,6 @@ from tokenbus.gateway.openai.error_responses import ErrorResponse
 from tokenbus.gateway.openai.response_writer import ResponseWriter
 from tokenbus.gateway.request_log import RequestLog
 from tokenbus.gateway.tenants import Tenants
-from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.http.disconnects import disconnect_of
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import errors
@@ -33,11 +33,16 @@ class ChatCompletions:
     """The ASGI application of this endpoint; watches for the client's disconnect during the response."""
 
     def __init__(
-        self, limit: ConcurrencyLimit, tenants: Tenants, broker: Bus, metrics: GatewayMetrics, tracer: tracing.Tracer
+        self,
+        limit: ConcurrencyLimit,
+        tenants: Tenants,
+        bodies: BodyMemory,
+        metrics: GatewayMetrics,
+        tracer: tracing.Tracer,
     ) -> None:
         self._limit = limit
         self._tenants = tenants
-        self._broker = broker
+        self._bodies = bodies
         self._metrics = metrics
         self._tracer = tracer
 
@@ -50,8 +55,9 @@ class ChatCompletions:
         known = {"http.request.method": "POST", "http.route": scope["path"], tracing.REQUEST_ID: request_id}
         span = tracing.start_span(self._tracer, f"POST {scope['path']}", "server", request.headers, known)
         try:
-            with self._limit.admit():  # around the whole request: draining waits for its end
-                await self._serve(request, writer, log, request_id, span)
+            # around the whole request: draining waits for its end, and until then the library keeps it
+            with self._limit.admit(), self._bodies.holding() as held:
+                await self._serve(request, held, writer, log, span)
         except body.ClientDisconnectedError:
             pass  # nobody is left to answer
         except error_responses.ApiError as error:
@@ -69,18 +75,18 @@ class ChatCompletions:
             span.end()
 
     async def _serve(
-        self, request: Request, writer: ResponseWriter, log: RequestLog, request_id: str, span: tracing.Span
+        self, request: Request, held: HeldBody, writer: ResponseWriter, log: RequestLog, span: tracing.Span
     ) -> None:
         tenant = self._tenants.authenticate(request)
         log.set_tenant(tenant.name)
-        parsed = await self._read(request, log, request_id)
+        parsed = await self._read(request, held, log)
         submit = functools.partial(tenant.client.generate, parsed.model, parsed.request, headers=span.headers())
         await body.cancel_on_disconnect(request.receive, self._respond(submit, parsed, writer, log))
 
-    async def _read(self, request: Request, log: RequestLog, request_id: str) -> ParsedChatRequest:
+    async def _read(self, request: Request, held: HeldBody, log: RequestLog) -> ParsedChatRequest:
         # In a method of its own, so that nothing holds the body while the request is served.
-        payload = await body.read(request, self._broker.max_payload)
-        parsed = chat_request.parse(payload, request_id)
+        payload = await body.read(request, self._bodies.max_body_bytes, held)
+        parsed = chat_request.parse(payload, log.request_id)
         log.received(parsed, len(payload))
         return parsed
 

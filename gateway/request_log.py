@@ -16,7 +16,7 @@ class RequestLog:
     """Collects what is logged and counted about one request."""
 
     def __init__(self, request_id: str, metrics: GatewayMetrics) -> None:
-        self._request_id = request_id
+        self.request_id = request_id
         self._metrics = metrics
         self._began = time.monotonic()
         self._tenant: str | None = None
@@ -38,7 +38,7 @@ class RequestLog:
     @property
     def _key(self) -> str:
         """The name of the request in the logs of routers and workers."""
-        return subjects.request_key(self._tenant, self._request_id) if self._tenant else self._request_id
+        return subjects.request_key(self._tenant, self.request_id) if self._tenant else self.request_id
 
     def set_tenant(self, tenant: str) -> None:
         self._tenant = tenant
@@ -58,7 +58,7 @@ class RequestLog:
         """Notes the time of the first token, the id under which the request was submitted again, and the terminal."""
         if chunk.tokens and self._first_s is None:
             self._first_s = self.age_s
-        if chunk.id != self._request_id:
+        if chunk.id != self.request_id:
             self._resubmitted_as = chunk.id
         if chunk.finish_reason is not None:
             self._terminal = chunk

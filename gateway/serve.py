@@ -10,6 +10,7 @@ import structlog
 from starlette.types import ASGIApp
 
 from tokenbus.gateway import listen
+from tokenbus.gateway.body_memory import BodyMemory
 from tokenbus.gateway.catalog import Catalog
 from tokenbus.gateway.chat import ChatCompletions
 from tokenbus.gateway.concurrency_limit import ConcurrencyLimit
@@ -49,7 +50,7 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
         tenants = await Tenants.create(connection, settings, tracer)
         stack.push_async_callback(tenants.gateway_client.close)
         routes = Routes(limit, tenants, connection, Catalog(tenants.gateway_client.models))
-        app = make_app(ChatCompletions(limit, tenants, connection, measured, tracer), routes)
+        app = make_app(ChatCompletions(limit, tenants, BodyMemory(settings.max_body_bytes), measured, tracer), routes)
         gateway = Gateway(settings, limit, tenants, app, max_connections, measured)
         page = metrics.MetricsCollector(measured.families(), gateway.update_gauges)
         await stack.enter_async_context(status.serving(settings.status_page, page.registry, routes.unready_reason))

@@ -14,7 +14,6 @@ import structlog
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.bus.reply_sender import ReplySender
-from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.process import reload, shutdown
 from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import subjects
@@ -82,13 +81,12 @@ class Router:
             self._telemetry,
         )
         self._embeddings = Embeddings(self._replies, workers, self.fleet, rng, self.metrics, tracer)
-        uploads = UploadLimits(settings.max_request_bytes, settings.tenant_upload_bytes, settings.max_upload_bytes)
         self._intake = Intake(
             bus,
             self._replies,
             names,
             settings.inbox_prefixes,
-            uploads,
+            settings.uploads,
             ModelCatalog(self.fleet, self._queue, router_id, settings.max_request_bytes),
             self._lifecycle,
             self._embeddings,

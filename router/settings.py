@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from tokenbus.protocol.bus import connection as nats
+from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.telemetry import status
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.placement.policies import make_policies
@@ -51,6 +52,11 @@ class RouterSettings:
     """Collector to which spans are sent; empty to send none."""
     grace_s: float = 5.0
     """Time that requests get to reach a worker when the router stops."""
+
+    @property
+    def uploads(self) -> UploadLimits:
+        """Bounds of the requests that come in parts."""
+        return UploadLimits(self.max_request_bytes, self.tenant_upload_bytes, self.max_upload_bytes)
 
     def __post_init__(self) -> None:
         """Raises ValueError for an unknown policy."""

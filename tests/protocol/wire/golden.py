@@ -250,7 +250,11 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     ),
     (
         "what is not served now",
-        messages.ModelsReply(models=[], limits=messages.ServerLimits(max_request_bytes=524_288), unserved=["m"]),
+        messages.ModelsReply(
+            models=[],
+            limits=messages.ServerLimits(max_request_bytes=524_288, max_upload_bytes=16_777_216),
+            unserved=["m"],
+        ),
     ),
 ]
 
