@@ -1,24 +1,21 @@
 """Requests that are larger than the broker's messages reach a worker, also the second one of a stream."""
 
 import asyncio
-import json
 import random
-import re
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nats.aio.client import Client as Nats
 
+from tests.support import page_client
 from tests.support.exact_client import until_ready
-from tests.support.raw_client import Answer, RawClient, check_stream
+from tests.support.raw_client import PREFIX, RawClient, check_stream
 from tests.support.system import System
 from tokenbus.client import Client
 from tokenbus.protocol.wire import codec, messages
 
-PAGE = (Path(__file__).parents[2] / "docs/wire.md").read_text()
 SIM = ("--engine", "sim", "--sim-speedup", "1000", "--context-length", "262144", "--kv-tokens", "600000")
 NUM_TOKENS = 200_000
 rng = random.Random(7)
@@ -90,29 +87,15 @@ async def test_a_session_of_200_000_tokens_and_a_body_of_8_mb_reach_a_worker(
 
 async def test_the_client_on_the_page_of_the_wire_sends_a_request_of_any_size(system: System) -> None:
     bare = await started(system, "worker", routers=2)
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    made: dict[str, Any] = {"json": json}
-    exec(code, made)
+    subject = f"{PREFIX}.generate.demo"
     for count in (1, 20_000, NUM_TOKENS):
         request = {"id": f"r{count}", "token_ids": TOKEN_IDS[:count], "max_tokens": 3}
-        answer = await submitted(made, bare.nats, request)
+        answer = await page_client.submit(bare.nats, subject, request)
         await answer.terminal()
         check_stream(answer, f"r{count}")
         assert answer.terminals[0]["usage"]["prompt_tokens"] == count
-    too_large = {"prompt": "x" * (17 << 20)}
     with pytest.raises(RuntimeError, match="payload_too_large"):
-        await submitted(made, bare.nats, too_large)
-
-
-async def submitted(made: dict[str, Any], nats: Nats, request: dict[str, Any]) -> Answer:
-    answer, inbox = Answer(), nats.new_inbox()
-
-    async def take(message: Any) -> None:
-        answer.take(message, msgpack=False)
-
-    await nats.subscribe(inbox, cb=take)
-    await made["submit"](nats, "tokenbus.v1.generate.demo", request, inbox)
-    return answer
+        await page_client.submit(bare.nats, subject, {"prompt": "x" * (17 << 20)})
 
 
 @small_messages
