@@ -21,7 +21,7 @@ from tokenbus.protocol.bus.bus import (
 )
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.parts import headers
-from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, subjects, validation
+from tokenbus.protocol.wire import codec, errors, internal, messages, subjects, validation
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.requests.attempts import Attempts
@@ -192,7 +192,9 @@ class Guardianship:
         flight = Flight(request, address, run.reply, run.encoding, now - age_ms / 1e3, is_chat=run.is_chat)
         flight.prompt_ids = run.token_ids
         flight.params_bytes = validation.params_bytes(run.params)
-        flight.num_prompt_tokens = len(block_hash.unpack_token_ids(run.token_ids))
+        if len(run.token_ids) % 4:
+            raise errors.invalid_field("token_ids", "have a length that is no multiple of four")
+        flight.num_prompt_tokens = len(run.token_ids) // 4
         flight.attempt, flight.hash_scheme = run.attempt, guard.hash_scheme
         if run.resume_from is not None:
             flight.completion.resume(run.resume_from)
