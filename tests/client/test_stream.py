@@ -373,3 +373,15 @@ async def test_a_field_of_a_wrong_type_is_refused_before_anything_is_sent(tmp_pa
                 client.generate("demo", prompt="x", max_tokens="many")
     finally:
         nats.stop()
+
+
+async def test_while_parts_of_a_request_are_sent_its_silence_means_nothing() -> None:
+    transport = FakeTransport()
+    transport.stream.is_uploading = True
+    transport.wait(60)
+    assert transport.resyncs == transport.resubmitted == []
+    transport.stream.uploaded(transport.now)
+    transport.wait(62.8)
+    assert transport.resyncs == []
+    transport.wait(63.2)
+    assert transport.resyncs == [0]

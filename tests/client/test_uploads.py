@@ -32,11 +32,13 @@ class FakeRouter:
         self.lost_uploads: set[int] = set()
         """The uploads to which nobody listens, by their numbers from 1."""
         self.unanswered_after = 1_000
+        self.leaves_after = 0
+        """The number of parts of the first request after which nobody listens for more; 0 is none."""
         self.requests: list[dict[str, Any]] = []
 
     async def open(self) -> None:
         await self.bare.nats.subscribe(f"{PREFIX}.generate.demo", cb=self.announce)
-        await self.bare.nats.subscribe(f"{UPLOAD}.open.*", cb=self.take)
+        self._listening = await self.bare.nats.subscribe(f"{UPLOAD}.open.*", cb=self.take)
         await self.bare.nats.flush()
 
     async def announce(self, message: Msg) -> None:
@@ -46,6 +48,10 @@ class FakeRouter:
             await message.respond(json.dumps(self.refusal).encode())
             return
         self.parts.clear()
+        if self.leaves_after and len(self.announced) == 2:
+            self.leaves_after = 0
+            await self.bare.nats.subscribe(f"{UPLOAD}.open.*", cb=self.take)
+            await self.bare.nats.flush()
         number = len(self.announced)
         where = "closed" if number in self.lost_uploads else "open"
         await message.respond(json.dumps({"upload": f"{UPLOAD}.{where}.{number}"}).encode())
@@ -60,12 +66,21 @@ class FakeRouter:
         assert int(message.headers["Tokenbus-Offset"]) == sum(sizes[:-1])
         announced = self.announced[-1].headers
         assert announced is not None
+        answer = json.dumps({"upload": message.subject, "received": sum(sizes)}).encode()
+        if len(self.parts) == self.leaves_after:
+            self._leaving = asyncio.create_task(self._leave(message, answer))  # which would end this callback
+            return
         if sum(sizes) < int(announced["Tokenbus-Size"]):
-            await message.respond(json.dumps({"upload": message.subject, "received": sum(sizes)}).encode())
+            await message.respond(answer)
             return
         request = json.loads(b"".join(part.data for part in self.parts))
         self.requests.append(request)
         await message.respond(json.dumps({"id": request["id"], "attempt": 1, "finish_reason": "stop"}).encode())
+
+    async def _leave(self, message: Msg, answer: bytes) -> None:
+        await self._listening.unsubscribe()
+        await self.bare.nats.flush()
+        await message.respond(answer)
 
 
 @pytest.fixture
@@ -111,6 +126,13 @@ async def test_a_router_that_is_gone_after_its_answer_loses_nothing(router: Fake
     router.lost_uploads = {1, 2}
     assert (await end(client)).finish_reason is messages.FinishReason.STOP
     assert len(router.announced) == 3
+    assert [request["prompt"] for request in router.requests] == [PROMPT]
+
+
+async def test_a_router_that_is_gone_before_the_last_part_loses_nothing(router: FakeRouter, client: Client) -> None:
+    router.leaves_after = 4
+    assert (await end(client)).finish_reason is messages.FinishReason.STOP
+    assert len(router.announced) == 2
     assert [request["prompt"] for request in router.requests] == [PROMPT]
 
 
