@@ -10,6 +10,7 @@ from tests.router.builders import at, card, events, fleet_of, flight, known
 from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus.reply_sender import ReplySender
+from tokenbus.protocol.parts import headers
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
@@ -31,6 +32,7 @@ PROMPT = block_hash.pack_token_ids([1, 2, 3])
 _replies = codec.Decoder(internal.GuardReply)
 _unguarded = codec.Decoder(internal.Unguarded)
 _guards = codec.Decoder(internal.Guard)
+_uploads = codec.Decoder(messages.UploadReply)
 
 
 class Broker(RecordingBus):
@@ -126,20 +128,22 @@ class Testbed:
     async def opened(cls, **options: int) -> "Testbed":
         testbed = cls(**options)
         await testbed.guardianship.open()
+        await testbed.parts.receiver.open()
         return testbed
 
     @property
     def worker(self) -> Worker:
         return known(self.fleet)
 
-    def send(self, subject: str, payload: bytes, reply: str = "") -> list[bytes]:
+    def send(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> list[bytes]:
         """Delivers a message to whoever listens, and returns the answers."""
         for pattern, (callback, _) in list(self.broker.callbacks.items()):
             tokens = pattern.split(".")
             if len(tokens) == len(subject.split(".")) and all(
                 mine in ("*", other) for mine, other in zip(tokens, subject.split("."), strict=True)
             ):
-                callback(Msg(_client=None, subject=subject, reply=reply, data=payload))  # type: ignore[arg-type]
+                message = Msg(_client=None, subject=subject, reply=reply, data=payload, headers=headers)  # type: ignore[arg-type]
+                callback(message)
         self.flights.check_integrity()
         answers = self.broker.take()
         assert {one.subject for one in answers} <= {reply}
@@ -150,6 +154,22 @@ class Testbed:
     ) -> internal.GuardReply | None:
         """Offers a stream like a worker; returns None if there is no answer."""
         answers = self.send(subject, codec.encode(guard), reply)
+        return _replies.decode(*answers) if answers else None
+
+    def offer_in_parts(
+        self, guard: internal.Guard, subject: str = NAMES.guard("demo", "w1"), reply: str = GUARDED
+    ) -> internal.GuardReply | None:
+        """Offers a stream in two parts; returns None if there is no answer."""
+        payload = codec.encode(guard)
+        to_parts = NAMES.received("demo", "w1", "1")
+        answers = self.send(subject, b"", to_parts, {headers.SIZE: str(len(payload))})
+        if not answers:
+            return None
+        upload = _uploads.decode(*answers).upload
+        assert upload is not None
+        (answer,) = self.send(upload, payload[:10], to_parts, {headers.OFFSET: "0"})
+        assert _uploads.decode(answer).received == 10
+        answers = self.send(upload, payload[10:], reply, {headers.OFFSET: "10"})
         return _replies.decode(*answers) if answers else None
 
     def hand_on(self, guard: internal.Guard) -> internal.GuardReply | None:
@@ -200,9 +220,10 @@ async def test_offers_are_shared_between_routers_and_questions_are_not() -> None
     testbed = await Testbed.opened()
     groups = {subject: group for subject, (_, group) in testbed.broker.callbacks.items()}
     shared = dict.fromkeys(NAMES.all_guards, "router")
-    assert groups == {**shared, NAMES.router("this-router"): ""}
+    own = {NAMES.router("this-router"): "", NAMES.router_upload("this-router", "*"): ""}
+    assert groups == shared | own
     await testbed.guardianship.close()
-    assert testbed.broker.callbacks == {}
+    assert testbed.broker.callbacks.keys() == {NAMES.router_upload("this-router", "*")}
 
 
 # Questions of workers
@@ -280,6 +301,25 @@ async def test_tokens_behind_an_offer_are_those_of_the_stream_that_it_names() ->
     found = testbed.flights.find(KEY)
     assert found is not None
     assert list(found.completion.token_ids) == [7, 8, 91]
+
+
+async def test_the_log_goes_on_while_an_offer_comes_in_parts_so_that_a_snapshot_has_the_latest_tokens() -> None:
+    testbed = await Testbed.opened()
+    assert testbed.offer_in_parts(stream()) == ACCEPTED
+    adopted = testbed.flights.find(KEY)
+    assert adopted is not None
+    assert (list(adopted.completion.token_ids), adopted.stream) == ([7, 8], None)
+    assert testbed.worker.log.is_behind
+    # a gap is no reason to refuse an offer in parts, and it is one to refuse any other
+    assert testbed.offer_in_parts(stream(request_id="default:r2")) == codec.replace(ACCEPTED, request_id="default:r2")
+    assert testbed.offer(stream(request_id="default:r3")) == codec.replace(REFUSED, request_id="default:r3")
+
+
+@pytest.mark.parametrize("subject", [NAMES.guard("demo", "w2"), NAMES.guard("demo"), NAMES.guard("other", "w1")])
+async def test_an_offer_in_parts_is_announced_by_the_worker_that_it_names(subject: str) -> None:
+    testbed = await Testbed.opened()
+    assert testbed.offer_in_parts(stream(), subject) is None
+    assert testbed.parts.receiver.num_uploads == 0
 
 
 @pytest.mark.parametrize("name", ["r1", "r2"])
