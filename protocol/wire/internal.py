@@ -198,6 +198,8 @@ class Tokenize(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Variables for the template."""
     tools: list[dict[str, Any]] | None = None
     """The tools of the request, for the template."""
+    max_tokens: Annotated[int | None, COUNT] = None
+    """The most tokens that may be of use: a text that certainly has more is refused as `prompt_too_long`."""
 
 
 class TokenizeReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -92,7 +92,7 @@ class PromptTokenizer:
             return request.token_ids
         tokenizer = await self._tokenizers.get(workers)
         if tokenizer is None:
-            return await self._ask_workers(request, workers)
+            return await self._ask_workers(request, workers, max_tokens)
         builder = tokenizer.builder
         if request.messages is not None:
             chat, arguments, tools = request.messages, request.chat_template_kwargs, request.tools
@@ -105,12 +105,15 @@ class PromptTokenizer:
                 return work()
         return await executor.run(flight.key, flight.tenant, flight.received_at, flight.held_bytes, work)
 
-    async def _ask_workers(self, request: messages.GenerateRequest, workers: list[Worker]) -> list[int]:
+    async def _ask_workers(
+        self, request: messages.GenerateRequest, workers: list[Worker], max_tokens: int
+    ) -> list[int]:
         ask = internal.Tokenize(
             text=request.prompt,
             messages=request.messages,
             chat_template_kwargs=request.chat_template_kwargs,
             tools=request.tools,
+            max_tokens=max_tokens,
         )
         problem = errors.make_error(errors.Code.NO_WORKER)
         for worker in workers:

@@ -366,6 +366,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             messages=[messages.ChatMessage(role="user", content="Hello")],
             chat_template_kwargs={"thinking": True},
             tools=[{"type": "function", "function": {"name": "f"}}],
+            max_tokens=4_095,
         ),
     ),
     ("token ids", internal.TokenizeReply(token_ids=block_hash.pack_token_ids([1, 2]))),

@@ -34,7 +34,9 @@ class ModelTokenizer:
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         """Returns the token ids of a text or a conversation. Raises RequestError."""
         if request.messages is not None:
-            return self._builder.from_messages(request.messages, request.chat_template_kwargs, tools=request.tools)
+            return self._builder.from_messages(
+                request.messages, request.chat_template_kwargs, request.max_tokens, request.tools
+            )
         if request.text is None:
             raise errors.request_error(errors.Code.INVALID_REQUEST, "text or messages is required", param="text")
-        return self._builder.from_text(request.text)
+        return self._builder.from_text(request.text, request.max_tokens)
