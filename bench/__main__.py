@@ -21,6 +21,7 @@ STANDALONE = {
     "idle_cache": ("bench.serving.idle_cache",),
     "choice": ("bench.choice",),
     "router_cost": ("bench.router_cost",),
+    "large_requests": ("bench.large_requests",),
     "many_workers": ("bench.many_workers",),
     "onnx_8": ("bench.serving.onnx_decode", "eight"),
     "onnx_1": ("bench.serving.onnx_decode", "one"),

@@ -221,9 +221,10 @@ class Client:
         return tracing.start_span(self._tracer, f"{operation} {model}", "client", headers, known)
 
     async def _request(self, subject: str, payload: bytes, timeout_s: float) -> Msg:
-        headers = codec.content_headers(self._encoding)
+        message = bus.Outgoing(subject, payload, headers=codec.content_headers(self._encoding))
         try:
-            return await self._connection.request(subject, payload, timeout_s, headers=headers)
+            last = await self._inbox.stage(message)
+            return await self._connection.request(last.subject, last.payload, timeout_s, headers=last.headers)
         except bus.NoRespondersError as error:
             raise errors.request_error(errors.Code.NO_WORKER, "no router listens on this broker") from error
         except (TimeoutError, ConnectionError) as error:

@@ -17,7 +17,7 @@ class RequestLog:
 
     def __init__(self, request_id: str, metrics: GatewayMetrics, endpoint: str = "") -> None:
         """`endpoint` is the path that was requested."""
-        self._request_id = request_id
+        self.request_id = request_id
         self._metrics = metrics
         self._endpoint = endpoint
         self._began = time.monotonic()
@@ -42,7 +42,7 @@ class RequestLog:
     @property
     def _key(self) -> str:
         """The name of the request in the logs of routers and workers."""
-        return subjects.request_key(self._tenant, self._request_id) if self._tenant else self._request_id
+        return subjects.request_key(self._tenant, self.request_id) if self._tenant else self.request_id
 
     def set_tenant(self, tenant: str) -> None:
         self._tenant = tenant
@@ -63,7 +63,7 @@ class RequestLog:
         """Notes the time of the first token, the id under which the request was submitted again, and the terminals."""
         if chunk.tokens and self._first_s is None:
             self._first_s = self.age_s
-        if not chunk.id.startswith(self._request_id):
+        if not chunk.id.startswith(self.request_id):
             self._resubmitted_as = chunk.id
         if chunk.finish_reason is not None:
             self._terminals.append(chunk)

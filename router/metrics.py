@@ -31,6 +31,10 @@ class RouterMetrics(MetricFamilies):
         self.request_errors = Counter(f"{_P}_request_errors", "Requests that failed here, by code.", ("code",))
         self.placements_rejected = Counter(f"{_P}_placements_rejected", "Refused placements, by code.", ("code",))
         self.messages_dropped = Counter(f"{_P}_messages_dropped", "Messages with a forbidden reply subject.")
+        self.uploads = Counter(
+            f"{_P}_uploads", "Large requests in parts, by outcome: complete, expired, given_up or failed.", ("outcome",)
+        )
+        self.upload_bytes = Gauge(f"{_P}_upload_bytes", "Memory for the parts of large requests.")
         self.embeddings = Counter(f"{_P}_embeddings", "Embedding requests, by error code or ok.", ("code",))
         self.tokenizations = Counter(
             f"{_P}_tokenizations", "Requests to tokenize or detokenize, by error code or ok.", ("op", "code")
@@ -79,6 +83,8 @@ class RouterMetrics(MetricFamilies):
         self.embeddings.labels("ok")
         for op in ("tokenize", "detokenize"):
             self.tokenizations.labels(op, "ok")
+        for outcome in ("complete", "expired", "given_up", "failed"):
+            self.uploads.labels(outcome)
 
     def show_models(self, served: Collection[str], seen: Iterable[str]) -> None:
         """Gives each served model a label, and keeps those of `seen` models while there is room."""

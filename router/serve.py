@@ -27,6 +27,7 @@ from tokenbus.router.requests.embeddings import Embeddings
 from tokenbus.router.requests.flight import Flights
 from tokenbus.router.requests.guardianship import Guardianship
 from tokenbus.router.requests.intake import Intake
+from tokenbus.router.requests.internal_parts import InternalParts
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue, PolicySettings
 from tokenbus.router.requests.queueing.rate_limiter import RateLimiter
@@ -66,7 +67,8 @@ class Router:
         self._rate_limiter = RateLimiter(settings.tenant_limits, settings.tenant_limit_overrides)
         self._telemetry = RequestTelemetry(self.metrics, tracer, settings.request_log)
         terminals = TerminalPublisher(bus, self._replies, router_id, self.metrics)
-        workers = WorkerClient(bus, names)
+        self._parts = InternalParts(bus, names, router_id, settings.max_upload_bytes)
+        workers = WorkerClient(names, self._parts)
         tokenizers = TokenizerCache(bus, names, self.fleet)
         prompts = PromptTokenizer(self.fleet, tokenizers, workers, self._telemetry)
         attempts = Attempts(bus, names, workers, self.fleet, self.flights, router_id)
@@ -82,14 +84,13 @@ class Router:
         )
         self._embeddings = Embeddings(self._replies, workers, self.fleet, rng, self.metrics, tracer)
         self._tokenizations = TokenizeRequests(self._replies, prompts, self.fleet, self.metrics, tracer)
-        max_request_bytes = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)
         self._intake = Intake(
             bus,
             self._replies,
             names,
             settings.inbox_prefixes,
-            max_request_bytes,
-            ModelCatalog(self.fleet, self._queue, router_id, max_request_bytes),
+            settings.uploads,
+            ModelCatalog(self.fleet, self._queue, router_id, settings.max_request_bytes),
             self._lifecycle,
             self._embeddings,
             self._tokenizations,
@@ -105,6 +106,7 @@ class Router:
             self.flights,
             self._lifecycle,
             attempts,
+            self._parts,
             router_id,
         )
         recovery = Recovery(self.fleet, self.flights, attempts, self._lifecycle, self.metrics, router_id)
@@ -127,6 +129,7 @@ class Router:
         gauges = self.metrics
         gauges.ready.set(not self.unready_reason)
         gauges.in_flight.set(len(self.flights))
+        gauges.upload_bytes.set(self._intake.parts.held_bytes + self._parts.receiver.held_bytes)
         gauges.queue_limit.set(self._queue.max_requests)
         for family in (gauges.queue_depth, gauges.workers, gauges.event_logs, gauges.index_blocks, gauges.index_bytes):
             family.clear()
@@ -150,6 +153,7 @@ class Router:
     async def open(self) -> None:
         """Discovers the workers, then starts to receive requests."""
         await self._watch.open()
+        await self._parts.receiver.open()
         await self._guardianship.open()
         await self._intake.open()
 
@@ -173,6 +177,7 @@ class Router:
         await self._lifecycle.shut_down(self._guardianship.offer)
         await self._embeddings.shut_down()
         await self._tokenizations.shut_down()
+        self._parts.receiver.stop()
         self._replies.send_pending()
 
 

@@ -4,8 +4,6 @@ import functools
 import time
 from collections.abc import Callable
 
-from starlette.requests import Request
-
 from tokenbus.client.choices import Choices
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import Dialect, EventEncoder, ParsedRequest, ResponseHead
@@ -28,7 +26,7 @@ class GenerationEndpoint(Endpoint):
 
     async def _serve(self, exchange: Exchange) -> None:
         request, writer, log = exchange.request, exchange.writer, exchange.log
-        parsed = await self._read(request, log, exchange.request_id)
+        parsed = await self._read(exchange)
         served_as = self._services.aliases.resolve(parsed.model, parsed.request.session_id or exchange.request_id)
         client, headers = exchange.tenant.client, exchange.span.headers()
         submit = functools.partial(client.generate_choices, served_as, parsed.request, parsed.n, headers=headers)
@@ -37,11 +35,11 @@ class GenerationEndpoint(Endpoint):
         except http_errors.ApiError as error:
             raise http_errors.ApiError(parsed.named(error.response)) from error
 
-    async def _read(self, request: Request, log: RequestLog, request_id: str) -> ParsedRequest:
+    async def _read(self, exchange: Exchange) -> ParsedRequest:
         # In a method of its own, so that nothing holds the body while the request is served.
-        payload = await body.read(request, self._services.broker.max_payload)
-        parsed = self._dialect.parse(payload, request.headers, request_id)
-        log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload))
+        payload = await body.read(exchange.request, self._services.bodies.max_body_bytes, exchange.held_body)
+        parsed = self._dialect.parse(payload, exchange.request.headers, exchange.request_id)
+        exchange.log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload))
         return parsed
 
     async def _respond(

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from tokenbus.gateway.aliases import Aliases
 from tokenbus.gateway.http import body, http_errors
+from tokenbus.gateway.http.body_memory import BodyMemory, HeldBody
 from tokenbus.gateway.http.concurrency_limit import ConcurrencyLimit
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.http.response_writer import ResponseWriter
@@ -34,6 +35,7 @@ class Services:
         limit: ConcurrencyLimit,
         tenants: Tenants,
         aliases: Aliases,
+        bodies: BodyMemory,
         broker: Bus,
         metrics: GatewayMetrics,
         tracer: tracing.Tracer,
@@ -41,6 +43,7 @@ class Services:
         self.limit = limit
         self.tenants = tenants
         self.aliases = aliases
+        self.bodies = bodies
         self.broker = broker
         self.metrics = metrics
         self.tracer = tracer
@@ -69,6 +72,7 @@ class Exchange:
     def __init__(
         self,
         request: Request,
+        held_body: HeldBody,
         request_id: str,
         tenant: Tenant,
         writer: ResponseWriter,
@@ -76,6 +80,8 @@ class Exchange:
         span: tracing.Span,
     ) -> None:
         self.request = request
+        self.held_body = held_body
+        """The memory for the request's body."""
         self.request_id = request_id
         """The id of the request on the wire."""
         self.tenant = tenant
@@ -110,10 +116,11 @@ class Endpoint(abc.ABC):
         known = {"http.request.method": "POST", "http.route": path, tracing.REQUEST_ID: request_id}
         span = tracing.start_span(services.tracer, f"POST {path}", "server", request.headers, known)
         try:
-            with services.limit.admit():  # around the whole request: draining waits for its end
+            # around the whole request: draining waits for its end, and until then the library keeps it
+            with services.limit.admit(), services.bodies.holding() as held:
                 tenant = services.tenants.authenticate(request)
                 log.set_tenant(tenant.name)
-                await self._serve(Exchange(request, request_id, tenant, writer, log, span))
+                await self._serve(Exchange(request, held, request_id, tenant, writer, log, span))
         except body.ClientDisconnectedError:
             pass  # nobody is left to answer
         except http_errors.ApiError as error:

@@ -18,6 +18,7 @@ CONTENT_TYPE = "Content-Type"
 FREE_FORM = frozenset({"chat_template_kwargs", "tools", "tool_choice", "json_schema", "schema", "tool_calls"})
 """Fields whose values are passed on as they are."""
 _LARGEST_EXACT = 2.0**53
+_PLAIN_TYPES = frozenset((int, str))
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _NOT_FINITE_64 = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]").search
 _NOT_FINITE_32 = re.compile(rb"\xca[\x7f\xff][\x80-\xff]").search
@@ -122,8 +123,16 @@ class Decoder(Generic[MessageT]):
 def _check_finite(value: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise _invalid("NaN and infinite numbers are not allowed")
+    if _is_plain(value):
+        return
     for child in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_finite(child)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a list of integers or strings, in which there is nothing to look for: a prompt of token ids
+    may have millions."""
+    return isinstance(value, list) and _PLAIN_TYPES.issuperset(map(type, value))
 
 
 _LABELS = {Encoding.JSON: "JSON", Encoding.MSGPACK: "MessagePack"}
@@ -150,6 +159,8 @@ def _normalize(value: Any, free_form: frozenset[str], depth: int = 0) -> Any:
             for key, child in value.items()
             if child is not None
         }
+    if _is_plain(value):
+        return value
     if isinstance(value, list):
         return [_normalize(child, free_form, depth + 1) for child in value]
     # Above 2**53 a float no longer says which integer was meant.

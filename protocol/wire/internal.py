@@ -132,7 +132,7 @@ class TakeReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
 
     ok: bool
     """Whether the worker has given up the stream. If not, it is not leaving, does not have the stream, has already
-    ended it, can't fit the reply in a message, or knows another router as the guardian."""
+    ended it, has too many tokens for a reply, or knows another router as the guardian."""
     epoch: str
     """The worker's epoch."""
     num_tokens: int = 0
@@ -200,6 +200,8 @@ class Tokenize(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """The tools of the request, for the template."""
     add_special_tokens: bool = True
     """Whether BOS is put in front where the model's prompts begin with it."""
+    max_tokens: Annotated[int | None, COUNT] = None
+    """The most tokens that may be of use: a text that certainly has more is refused as `prompt_too_long`."""
 
 
 class TokenizeResult(public.Message, frozen=True, kw_only=True, omit_defaults=True):

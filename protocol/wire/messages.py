@@ -287,6 +287,17 @@ class ResyncReply(Message, frozen=True, kw_only=True):
     """Always true: nobody answers for an unknown id."""
 
 
+class UploadReply(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Sent by the receiver of a large message, in answer to its announcement and to each part but the last."""
+
+    upload: str | None = None
+    """The subject for the parts."""
+    received: int = 0
+    """Bytes that have come so far."""
+    error: errors.Error | None = None
+    """Why the message can't be taken."""
+
+
 class EmbedRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Asks for embeddings of one or several inputs, as text or as token ids."""
 

@@ -158,6 +158,7 @@ class Subjects:
         self.all_resyncs = (f"{prefix}.resync.*", f"{prefix}.resync.*.*")
         self.all_guards = (f"{prefix}.guard.*", f"{prefix}.guard.*.*")
         self.all_cancels = (f"{prefix}.cancel.*", f"{prefix}.cancel.*.*")
+        self._received = re.compile(rf"{re.escape(prefix)}\.worker\.[^.]+\.[^.]+\.received\.[^.]+").fullmatch
 
     def __repr__(self) -> str:
         return f"<Subjects {self.prefix}>"
@@ -229,6 +230,22 @@ class Subjects:
         tokens = subject.removeprefix(f"{self.prefix}.worker.").split(".")
         return subject.startswith(f"{self.prefix}.worker.") and tokens[2:] == ["unguarded", escape(router_id)]
 
+    def upload(self, receiver: str, tenant_token: str, upload_id: str) -> str:
+        """Returns the subject for the parts of a tenant's large message; `*` stands for all tenants or uploads."""
+        return f"{self.prefix}.upload.{tenant_token}.{receiver}.{upload_id}"
+
+    def router_upload(self, router_id: str, upload_id: str) -> str:
+        """Returns the subject for the parts of a large message from a worker, or another router, to a router."""
+        return f"{self.router(router_id)}.upload.{upload_id}"
+
+    def received(self, model: str, worker_id: str, number: str) -> str:
+        """Returns the reply subject of a part that a worker sends."""
+        return self.worker(model, worker_id, f"received.{number}")
+
+    def is_received(self, subject: str) -> bool:
+        """Whether `received` can have returned this for any worker."""
+        return bool(self._received(subject))
+
     def parse_model(self, subject: str) -> ModelAddress:
         """Parses the subject of what a client asks of a model. Raises ValueError for a name that is malformed."""
         tokens = self._tail(subject)
@@ -248,6 +265,8 @@ class Subjects:
             rest = rest[:-1]
         elif verb in _OF_MODELS:
             rest = rest[1:]
+        elif verb == "upload":
+            rest = rest[:1]
         return rest[0] if rest else DEFAULT_TENANT
 
     def parse_worker(self, subject: str) -> WorkerAddress:

@@ -62,6 +62,7 @@ def check_resume(request: messages.GenerateRequest, hash_scheme: str) -> None:
 
 def check_tokenize(request: internal.Tokenize) -> None:
     """Raises RequestError unless there is either one text or one conversation that a request may have."""
+    check_ranges(request)
     if (request.text is None) == (request.messages is None):
         raise invalid_field("text", "exactly one of text and messages must be given")
     _check_messages(request.messages or [])

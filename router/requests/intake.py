@@ -14,6 +14,8 @@ from nats.aio.msg import Msg
 
 from tokenbus.protocol.bus.bus import Bus, Subscription
 from tokenbus.protocol.bus.reply_sender import ReplySender
+from tokenbus.protocol.parts.assembly import UploadLimits
+from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.wire import codec, embeddings, errors, messages, subjects, validation
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.models import ModelCatalog
@@ -45,7 +47,7 @@ class Intake:
         replies: ReplySender,
         names: subjects.Subjects,
         inbox_prefixes: tuple[str, ...],
-        max_request_bytes: int,
+        uploads: UploadLimits,
         models: ModelCatalog,
         lifecycle: RequestLifecycle,
         embeddings: Embeddings,
@@ -57,7 +59,16 @@ class Intake:
         self._replies = replies
         self._names = names
         self._inbox_prefixes = inbox_prefixes
-        self._max_request_bytes = max_request_bytes
+        self._max_request_bytes = uploads.message_bytes
+        receiver = secrets.token_hex(8)
+        self._parts = PartsReceiver(
+            bus,
+            lambda tenant, upload_id: names.upload(receiver, tenant, upload_id),
+            uploads,
+            self._may_answer,
+            is_public=True,
+            on_ended=lambda outcome: metrics.uploads.labels(outcome).inc(),
+        )
         self._models = models
         self._lifecycle = lifecycle
         self._embeddings = embeddings
@@ -73,10 +84,16 @@ class Intake:
         self._num_drops_logged = 0
 
     def __repr__(self) -> str:
-        return f"<Intake {self._lifecycle!r}>"
+        return f"<Intake {self._lifecycle!r} {self._parts!r}>"
+
+    @property
+    def parts(self) -> PartsReceiver:
+        """The clients' large requests that are on their way."""
+        return self._parts
 
     async def open(self) -> None:
         """Subscribes to everything that clients publish. Requests are shared between routers; the rest reaches all."""
+        await self._parts.open()
         shared = [
             *((subject, self._on_generate) for subject in self._names.all_generates),
             *((subject, self._on_embed) for subject in self._names.all_embeds),
@@ -97,6 +114,7 @@ class Intake:
         self.is_open = False
         for subscription in self._subscriptions:
             await self._bus.unsubscribe(subscription)
+        self._parts.stop()
         for timer, try_again in list(self._duplicates.items()):
             timer.cancel()
             try_again()
@@ -108,6 +126,8 @@ class Intake:
         try:
             encoding = codec.encoding_of(message.headers)
             address = self._parse_address(message)
+            if self._parts.announced(message, self._names.tenant_token(message.subject), self._on_generate):
+                return
             self._check_size(message)
             request = _requests.decode(message.data, encoding)
             validation.check_id(request.id)
@@ -144,6 +164,8 @@ class Intake:
         encoding, request_id = codec.Encoding.JSON, ""
         try:
             encoding = codec.encoding_of(message.headers)
+            if self._parts.announced(message, self._names.tenant_token(message.subject), self._on_embed):
+                return
             self._check_size(message)
             body = _embeds.decode(message.data, encoding)
             validation.check_id(body.id)
@@ -166,7 +188,7 @@ class Intake:
             validation.check_tokenize_request(body)
             return body
 
-        self._start_tokenize(message, read, messages.TokenizeReply)
+        self._start_tokenize(message, self._on_tokenize, read, messages.TokenizeReply)
 
     def _on_detokenize(self, message: Msg) -> None:
         def read(encoding: codec.Encoding) -> messages.DetokenizeRequest:
@@ -174,11 +196,12 @@ class Intake:
             validation.check_detokenize_request(body)
             return body
 
-        self._start_tokenize(message, read, messages.DetokenizeReply)
+        self._start_tokenize(message, self._on_detokenize, read, messages.DetokenizeReply)
 
     def _start_tokenize(
         self,
         message: Msg,
+        take_whole: Callable[[Msg], None],
         read: Callable[[codec.Encoding], messages.TokenizeRequest | messages.DetokenizeRequest],
         replies: type[messages.TokenizeReply] | type[messages.DetokenizeReply],
     ) -> None:
@@ -187,6 +210,8 @@ class Intake:
         encoding = codec.Encoding.JSON
         try:
             encoding = codec.encoding_of(message.headers)
+            if self._parts.announced(message, self._names.tenant_token(message.subject), take_whole):
+                return
             self._check_size(message)
             address, body = self._parse_address(message), read(encoding)
             request_id, size = body.id or secrets.token_urlsafe(16), len(message.data)

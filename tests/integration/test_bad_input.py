@@ -50,7 +50,7 @@ CASES: dict[str, tuple[bytes, str, str | None]] = {
     "id with a dot": (b'{"prompt": "x", "id": "a.b"}', INVALID, "id"),
     "unknown policy": (b'{"prompt": "x", "routing": {"policy": "magic"}}', INVALID, "routing.policy"),
     "prompt beyond the context": (json.dumps({"token_ids": [5] * 2048}).encode(), "prompt_too_long", None),
-    "message beyond the limit": (json.dumps({"prompt": "x" * 600_000}).encode(), "payload_too_large", None),
+    "text beyond the context": (json.dumps({"prompt": "x" * 600_000}).encode(), "prompt_too_long", None),
     "logprobs": (b'{"prompt": "x", "logprobs": 21}', INVALID, "logprobs"),
     "penalty": (b'{"prompt": "x", "presence_penalty": 2.5}', INVALID, "presence_penalty"),
     "logit bias of a word": (b'{"prompt": "x", "logit_bias": {"five": 1.0}}', INVALID, "logit_bias"),

@@ -152,7 +152,7 @@ async def test_models_lists_both_workers_with_their_load(bare: RawClient) -> Non
     assert served["model"] == "demo"
     assert {card["worker_id"] for card in served["workers"]} == {"worker-1", "worker-2"}
     assert all(card["state"] == "ready" and card["load"]["free_blocks"] > 0 for card in served["workers"])
-    assert reply["limits"]["max_request_bytes"] == 512 * 1024
+    assert reply["limits"]["max_request_bytes"] == 1_048_576 - 4_096
 
 
 async def test_a_request_can_be_pinned_to_a_worker(bare: RawClient) -> None:

@@ -25,6 +25,8 @@ ALLOWED = {
 }
 PURE = (
     "protocol/wire/*.py",
+    "protocol/parts/assembly.py",
+    "protocol/parts/headers.py",
     "protocol/prompt/token_bound.py",
     "protocol/telemetry/backoff.py",
     "protocol/http/connection_table.py",

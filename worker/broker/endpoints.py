@@ -3,13 +3,24 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
 from nats.aio.msg import Msg
 
-from tokenbus.protocol.bus.bus import Bus, Callback, PayloadTooLargeError, is_no_responders
+from tokenbus.protocol.bus.bus import (
+    Bus,
+    Callback,
+    NoRespondersError,
+    Outgoing,
+    PayloadTooLargeError,
+    is_no_responders,
+)
 from tokenbus.protocol.bus.reply_sender import ReplySender
+from tokenbus.protocol.parts.assembly import UploadLimits
+from tokenbus.protocol.parts.receiver import PartsReceiver
+from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.prompt import prompt
 from tokenbus.protocol.wire import (
     block_hash,
@@ -45,6 +56,8 @@ _DETOKENIZED_AT_ONCE = 4_096
 """Tokens whose text is put together before the event loop has its turn again: about a millisecond."""
 _TOKEN_ID_BYTES = 4
 _MAX_LOGGED_CHARS = 256
+_MAX_UPLOAD_BYTES = 256 * 1024 * 1024
+"""Memory for messages of routers that come in parts."""
 
 
 class WorkerControl(Protocol):
@@ -79,7 +92,16 @@ class Endpoints:
         self._inbox_prefixes = inbox_prefixes
         self._worker = worker
         self._metrics = metrics
+        model, worker_id = announcer.model, announcer.worker_id
+        self._receiver = PartsReceiver(
+            connection,
+            lambda owner, upload_id: names.worker(model, worker_id, f"upload.{upload_id}"),
+            UploadLimits(limits.MAX_INTERNAL_BYTES, _MAX_UPLOAD_BYTES, _MAX_UPLOAD_BYTES),
+            lambda part: True,
+        )
         self._engine: contract.Engine | None = None
+        self._sender: PartsSender | None = None
+        self._large_replies: set[asyncio.Task[None]] = set()
         self._tokenizes: set[asyncio.Task[None]] = set()
         self._embeds: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
@@ -87,11 +109,13 @@ class Endpoints:
     def __repr__(self) -> str:
         return f"<Endpoints {len(self._tokenizes)} tokenizing>"
 
-    async def open(self, incoming: Bus) -> None:
+    async def open(self, incoming: Bus, sender: PartsSender) -> None:
         """Subscribes to every subject; from now on the worker can be reached.
 
         Messages from others arrive over `incoming`. Only the broker's own notices arrive over the connection that
         chunks leave on, so that its answers to the frontend's pings never wait behind what clients send."""
+        self._sender = sender
+        await self._receiver.open(incoming)
         model, worker_id = self._announcer.model, self._announcer.worker_id
         services: dict[str, Callback] = {
             "run": self._run,
@@ -104,7 +128,7 @@ class Endpoints:
             "snapshot": self._send_snapshot,
         }
         for service, callback in services.items():
-            await incoming.subscribe(self._names.worker(model, worker_id, service), callback)
+            await incoming.subscribe(self._names.worker(model, worker_id, service), partial(self._receive, callback))
         # clients address requests, not workers: every worker hears every resync and cancel
         for subject in self._names.all_resyncs:
             await incoming.subscribe(subject, self._resync)
@@ -119,6 +143,14 @@ class Endpoints:
     def set_engine(self, engine: contract.Engine | None) -> None:
         """Sets the engine for requests from now on; None while there is none."""
         self._engine = engine
+
+    def _receive(self, callback: Callback, message: Msg) -> None:
+        """Passes a message on, a large one once all its parts have come."""
+        try:
+            if not self._receiver.announced(message, "routers", callback):
+                callback(message)
+        except errors.RequestError as error:
+            self._reply(message, messages.UploadReply(error=error.error))
 
     def _run(self, message: Msg) -> None:
         try:
@@ -337,4 +369,16 @@ class Endpoints:
     def _reply(self, message: Msg, *replies: messages.Message) -> None:
         """Publishes one message or several on a request's reply subject, if it has one."""
         for reply in replies if message.reply else ():
-            self._replies.send(message.reply, codec.encode(reply))
+            payload = codec.encode(reply)
+            if self._sender is None or self._sender.fits(payload):
+                self._replies.send(message.reply, payload)
+            else:
+                self._start(self._send_large(self._sender, Outgoing(message.reply, payload)), self._large_replies)
+
+    async def _send_large(self, sender: PartsSender, reply: Outgoing) -> None:
+        """Sends a reply in parts, the last one behind the chunks that were published before."""
+        try:
+            last = await sender.stage(reply)
+            self._replies.send(last.subject, last.payload, last.headers)
+        except (NoRespondersError, PayloadTooLargeError, TimeoutError, ConnectionError, errors.RequestError) as error:
+            self._log.error("reply_not_sent", subject=reply.subject, error=str(error))

@@ -111,7 +111,8 @@ class PromptTokenizer:
     async def _try_some(self, prompt: Prompt, workers: list[Worker], max_tokens: int | None) -> list[int]:
         tokenizer = await self._tokenizers.get(workers)
         if tokenizer is None:
-            return await self._rounds.ask(workers, _TOKENIZE, prompt.source, _read_token_ids)
+            source = codec.replace(prompt.source, max_tokens=max_tokens)
+            return await self._rounds.ask(workers, _TOKENIZE, source, _read_token_ids)
         work = functools.partial(tokenizer.builder.build, prompt.source, max_tokens)
         text = prompt.source.text
         if text is not None and len(text) <= _INLINE_CHARS:

@@ -201,6 +201,9 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     ("yes", messages.CancelReply(cancelled=True)),
     ("from a token on", messages.ResyncRequest(offset=17)),
     ("yes", messages.ResyncReply(found=True)),
+    ("of an announcement", messages.UploadReply(upload="tokenbus.v1.upload.default.0f1e.2d3c")),
+    ("of a part", messages.UploadReply(upload="tokenbus.v1.upload.default.0f1e.2d3c", received=262_144)),
+    ("an error", messages.UploadReply(error=ERROR)),
     ("one text", messages.EmbedRequest(input="Hello")),
     (
         "everything",
@@ -266,7 +269,11 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     ),
     (
         "what is not served now",
-        messages.ModelsReply(models=[], limits=messages.ServerLimits(max_request_bytes=524_288), unserved=["m"]),
+        messages.ModelsReply(
+            models=[],
+            limits=messages.ServerLimits(max_request_bytes=524_288, max_upload_bytes=16_777_216),
+            unserved=["m"],
+        ),
     ),
 ]
 
@@ -378,6 +385,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             messages=[messages.ChatMessage(role="user", content="Hello")],
             chat_template_kwargs={"thinking": True},
             tools=[{"type": "function", "function": {"name": "f"}}],
+            max_tokens=4_095,
         ),
     ),
     ("without BOS", internal.Tokenize(text="Hello", add_special_tokens=False)),

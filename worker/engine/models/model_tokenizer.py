@@ -33,4 +33,4 @@ class ModelTokenizer:
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         """Returns the token ids of a text or a conversation. Raises RequestError."""
-        return self._builder.build(request)
+        return self._builder.build(request, request.max_tokens)

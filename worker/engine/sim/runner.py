@@ -87,7 +87,13 @@ class SimRunner:
             text = request.text
         else:
             raise errors.request_error(errors.Code.INVALID_REQUEST, "there is nothing to tokenize", param="prompt")
-        return self.encode(text)
+        token_ids = self.encode(text)
+        if request.max_tokens is not None and len(token_ids) > request.max_tokens:
+            problem = (
+                f"the prompt has {len(token_ids)} tokens; with one to generate it must fit {request.max_tokens + 1}"
+            )
+            raise errors.request_error(errors.Code.PROMPT_TOO_LONG, problem)
+        return token_ids
 
     def encode(self, text: str) -> list[int]:
         """Returns a token for each byte."""
