@@ -1,0 +1,25 @@
+"""Suites and clients that others wrote find nothing wrong that has no reason. `make conformance` runs the long ones too."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.third_party import packages
+from tests.third_party.__main__ import SKIPS
+from tests.third_party.serving import Served, serving
+from tests.third_party.suites import SUITES
+from tests.third_party.verdict import judge, read_skips
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("suites")) as served:
+        yield served
+
+
+@pytest.mark.parametrize("name", [name for name, suite in SUITES.items() if suite.is_quick])
+def test_nothing_fails_without_a_reason(served: Served, name: str) -> None:
+    suite = SUITES[name]
+    if suite.needs_node and not packages.has_node():
+        pytest.skip("needs Node and npm")
+    assert judge(suite.run(served), read_skips(SKIPS.read_text()).get(name, [])).problems == []
