@@ -28,8 +28,8 @@ CONTEXT = 131_072
 DEFAULT_ANSWER = "There is no line for this."
 _START, _END = "<|im_start|>", "<|im_end|>"
 _MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-_IDS = {text: 256 + place for place, text in enumerate((_START, _END, *_MARKERS))}
-_VOCAB = 256 + len(_IDS)
+MARKER_IDS = {text: 256 + place for place, text in enumerate((_START, _END, *_MARKERS))}
+_VOCAB = 256 + len(MARKER_IDS)
 _CERTAIN = 30.0
 """The logit of the wanted token; that of all others is 0."""
 _TEMPLATE = """
@@ -80,7 +80,7 @@ def write(folder: Path, script: Sequence[Line], context: int = CONTEXT) -> Path:
     files: dict[str, Any] = {
         "tokenizer.json": _tokenizer(),
         "tokenizer_config.json": {"eos_token": _END, "add_bos_token": False},
-        "config.json": {"max_position_embeddings": context, "eos_token_id": _IDS[_END]},
+        "config.json": {"max_position_embeddings": context, "eos_token_id": MARKER_IDS[_END]},
         "metadata.json": {"llm": {"max_sequence_length": context}},
     }
     for name, content in files.items():
@@ -91,26 +91,25 @@ def write(folder: Path, script: Sequence[Line], context: int = CONTEXT) -> Path:
 
 def _tokenizer() -> dict[str, Any]:
     """Returns a tokenizer with a token for each byte and one for each marker."""
-    letters = {letter: byte for letter, byte in token_bound.byte_letters().items()}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {
         "version": "1.0",
         "added_tokens": [
-            added | {"id": number, "content": text, "special": text not in _MARKERS} for text, number in _IDS.items()
+            added | {"id": number, "content": text, "special": text not in _MARKERS} for text, number in MARKER_IDS.items()
         ],
         "pre_tokenizer": byte_level,
         "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": letters, "merges": []},
+        "model": {"type": "BPE", "vocab": token_bound.byte_letters(), "merges": []},
     }
 
 
-def _encode(text: str) -> list[int]:
+def encode(text: str) -> list[int]:
     """Returns the tokens of an answer, in which markers are tokens of their own."""
-    for marker, number in _IDS.items():
+    for marker, number in MARKER_IDS.items():
         before, found, after = text.partition(marker)
         if found:
-            return [*_encode(before), number, *_encode(after)]
+            return [*encode(before), number, *encode(after)]
     return list(text.encode())
 
 
@@ -123,15 +122,15 @@ class _Automaton:
         """The number of the line whose cue a state completes, from 1; 0 for none."""
         for number, line in enumerate(script, 1):
             self.cue_of[self._add(list(line.cue.encode()))] = number
-        self.turn = self._add([_IDS[_START], *b"assistant\n"])
+        self.turn = self._add([MARKER_IDS[_START], *b"assistant\n"])
         """The state at which the model's turn begins."""
         self._link()
         self.starts: list[int] = []
         """The state in which a line's answer begins; first that of the answer without a cue."""
-        self.wanted = [_IDS[_END]] * len(self.rows)
+        self.wanted = [MARKER_IDS[_END]] * len(self.rows)
         """The token that the model wants to say in each state."""
         for answer in (DEFAULT_ANSWER, *(line.answer for line in script)):
-            self._add_answer(_encode(answer))
+            self._add_answer(encode(answer))
 
     def _add(self, tokens: Sequence[int]) -> int:
         state = 0
@@ -159,10 +158,10 @@ class _Automaton:
         """Adds a state for each token of an answer. Any other token is passed over: what a template writes before the
         answer, or a constraint into it."""
         self.starts.append(len(self.rows))
-        for token in (*tokens, _IDS[_END]):
+        for token in (*tokens, MARKER_IDS[_END]):
             row = np.full(_VOCAB, len(self.rows), np.int32)
             row[token] = len(self.rows) + 1
-            row[_IDS[_END]] = 0
+            row[MARKER_IDS[_END]] = 0
             self.rows.append(row)
             self.wanted.append(token)
             self.cue_of.append(0)

@@ -1,6 +1,6 @@
 """`make conformance`: runs suites and clients that others wrote against a running system, and shows what they found.
 
-This is not `tokenbus wire-check`, which is ours (conformance/): here nothing is ours but the system and short scripts."""
+`tokenbus wire-check` (conformance/) is something else: our own rules, for those who write clients, routers, workers."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.third_party import packages
 from tests.third_party.serving import Served, serving
 from tests.third_party.suites import SUITES
-from tests.third_party.verdict import Verdict, judge, read_skips
+from tests.third_party.judging import SuiteResult, judge, read_skips
 
 SKIPS = Path(__file__).with_name("skips.toml")
 PAGE = Path(__file__).parents[2] / "docs/gateway.md"
@@ -24,43 +24,41 @@ def main() -> int:
     names = parser.parse_args().suites or [*SUITES]
     if unknown := set(names) - set(SUITES):
         parser.error(f"there is no suite {', '.join(sorted(unknown))}")
-    verdicts: dict[str, Verdict] = {}
+    results: dict[str, SuiteResult] = {}
     with tempfile.TemporaryDirectory(prefix="tokenbus-suites-") as folder, serving(Path(folder)) as served:
         for name in names:
-            verdicts[name] = run(name, served)
-    print(f"\n{table(verdicts)}")
-    if set(verdicts) == set(SUITES):
-        write_page(verdicts)
-    return 1 if any(one.problems for one in verdicts.values()) else 0
+            results[name] = run(name, served)
+    print(f"\n{table(results)}")
+    if set(results) == set(SUITES):
+        write_page(results)
+    return 1 if any(one.problems for one in results.values()) else 0
 
 
-def run(name: str, served: Served) -> Verdict:
+def run(name: str, served: Served) -> SuiteResult:
     """Runs a suite and prints its problems."""
     suite, started = SUITES[name], time.monotonic()
     if suite.needs_node and not packages.has_node():
-        return Verdict(0, 0, [f"{name} needs Node and npm"])
-    verdict = judge(suite.run(served), read_skips(SKIPS.read_text()).get(name, []))
-    duration_s = time.monotonic() - started
-    print(
-        f"{name}: {verdict.passed} passed, {verdict.skipped} skipped, {len(verdict.problems)} wrong, {duration_s:.0f} s"
-    )
-    for problem in verdict.problems:
+        return SuiteResult(0, 0, [f"{name} needs Node and npm"])
+    result = judge(suite.run(served), read_skips(SKIPS.read_text()).get(name, []))
+    counts = f"{result.passed} passed, {result.skipped} skipped, {len(result.problems)} wrong"
+    print(f"{name}: {counts}, {time.monotonic() - started:.0f} s")
+    for problem in result.problems:
         print(f"  {problem}")
     sys.stdout.flush()
-    return verdict
+    return result
 
 
-def table(verdicts: dict[str, Verdict]) -> str:
+def table(results: dict[str, SuiteResult]) -> str:
     """Returns the counts as a table of Markdown."""
-    rows = [f"| {SUITES[name].title} | {one.passed} | {one.skipped} |" for name, one in verdicts.items()]
+    rows = [f"| {SUITES[name].title} | {one.passed} | {one.skipped} |" for name, one in results.items()]
     return "\n".join(["| suite | passed | skipped |", "|---|---|---|", *rows])
 
 
-def write_page(verdicts: dict[str, Verdict]) -> None:
+def write_page(results: dict[str, SuiteResult]) -> None:
     """Writes the counts into docs/gateway.md."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(verdicts)}\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}")
 
 
 if __name__ == "__main__":

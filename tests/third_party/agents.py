@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.third_party import packages
 from tests.third_party.serving import SCRIPTED, Served
-from tests.third_party.verdict import Outcome
+from tests.third_party.judging import Outcome
 
 _TIMEOUT_S = 180
 _TASK = "Write the word in {file} in capitals to capitals.txt."

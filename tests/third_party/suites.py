@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tests.third_party import agents, packages
 from tests.third_party.serving import SCRIPTED, Served
-from tests.third_party.verdict import Outcome
+from tests.third_party.judging import Outcome
 
 _CLIENTS = Path(__file__).parent / "clients"
 _TIMEOUT_S = 300

@@ -1,4 +1,4 @@
-"""Suites and clients that others wrote find nothing wrong that has no reason. `make conformance` runs the long ones too."""
+"""Nothing that suites and clients of others find wrong is without a reason. `make conformance` runs all of them."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from tests.third_party import packages
 from tests.third_party.__main__ import SKIPS
 from tests.third_party.serving import Served, serving
 from tests.third_party.suites import SUITES
-from tests.third_party.verdict import judge, read_skips
+from tests.third_party.judging import judge, read_skips
 
 
 @pytest.fixture(scope="module")

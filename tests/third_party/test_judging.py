@@ -4,7 +4,7 @@ import pytest
 
 from tests.third_party import suites
 from tests.third_party.__main__ import SKIPS
-from tests.third_party.verdict import Outcome, Skip, judge, read_skips
+from tests.third_party.judging import Outcome, Skip, judge, read_skips
 
 STORED = Skip("chat.*.test_*_delete*", "404", "nothing is stored")
 PASSED, DELETE = Outcome("chat.Test.test_create[loose]", True), "chat.Test.test_raw_delete[strict]"
@@ -16,14 +16,14 @@ def test_passed_and_skipped_checks_are_counted() -> None:
 
 
 def test_a_failure_without_a_skip_is_a_problem() -> None:
-    verdict = judge([PASSED, Outcome("chat.Test.test_list", False, "got 404")], [])
-    assert verdict == (1, 0, ["chat.Test.test_list fails: got 404"])
+    result = judge([PASSED, Outcome("chat.Test.test_list", False, "got 404")], [])
+    assert result == (1, 0, ["chat.Test.test_list fails: got 404"])
 
 
 def test_a_skip_hides_no_failure_of_another_kind() -> None:
-    verdict = judge([Outcome(DELETE, False, "got 500")], [STORED])
-    assert verdict.skipped == 0
-    assert verdict.problems[0] == f"{DELETE} fails: got 500"
+    result = judge([Outcome(DELETE, False, "got 500")], [STORED])
+    assert result.skipped == 0
+    assert result.problems[0] == f"{DELETE} fails: got 500"
 
 
 def test_a_skip_of_a_check_that_passes_is_a_problem() -> None:

@@ -31,7 +31,7 @@ class Skip(NamedTuple):
         return is_named and (outcome.passed is not False or self.error in outcome.detail)
 
 
-class Verdict(NamedTuple):
+class SuiteResult(NamedTuple):
     """The counts of a suite, and what is wrong."""
 
     passed: int
@@ -52,8 +52,8 @@ def read_skips(text: str) -> dict[str, list[Skip]]:
     return found
 
 
-def judge(outcomes: Iterable[Outcome], skips: Sequence[Skip]) -> Verdict:
-    """Returns the verdict on a suite. Every skip has to hold for at least one check, and for none that passes."""
+def judge(outcomes: Iterable[Outcome], skips: Sequence[Skip]) -> SuiteResult:
+    """Returns the result of a suite. Every skip has to hold for at least one check, and for none that passes."""
     passed = skipped = 0
     problems = []
     unused = list(skips)
@@ -72,4 +72,4 @@ def judge(outcomes: Iterable[Outcome], skips: Sequence[Skip]) -> Verdict:
     problems += [f"{skip.pattern} is no check any more: remove its skip ({skip.reason})" for skip in unused]
     if not passed + skipped + len(problems):
         problems.append("nothing was checked")
-    return Verdict(passed, skipped, problems)
+    return SuiteResult(passed, skipped, problems)
