@@ -96,7 +96,8 @@ def _tokenizer() -> dict[str, Any]:
     return {
         "version": "1.0",
         "added_tokens": [
-            added | {"id": number, "content": text, "special": text not in _MARKERS} for text, number in MARKER_IDS.items()
+            added | {"id": number, "content": text, "special": text not in _MARKERS}
+            for text, number in MARKER_IDS.items()
         ],
         "pre_tokenizer": byte_level,
         "decoder": byte_level,

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 from tests.third_party import packages
+from tests.third_party.judging import SuiteResult, judge, read_skips
 from tests.third_party.serving import Served, serving
 from tests.third_party.suites import SUITES
-from tests.third_party.judging import SuiteResult, judge, read_skips
 
 SKIPS = Path(__file__).with_name("skips.toml")
 PAGE = Path(__file__).parents[2] / "docs/gateway.md"

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.third_party import packages
-from tests.third_party.serving import SCRIPTED, Served
 from tests.third_party.judging import Outcome
+from tests.third_party.serving import SCRIPTED, Served
 
 _TIMEOUT_S = 180
 _TASK = "Write the word in {file} in capitals to capitals.txt."

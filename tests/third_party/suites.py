@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.third_party import agents, packages
-from tests.third_party.serving import SCRIPTED, Served
 from tests.third_party.judging import Outcome
+from tests.third_party.serving import SCRIPTED, Served
 
 _CLIENTS = Path(__file__).parent / "clients"
 _TIMEOUT_S = 300

@@ -6,9 +6,9 @@ import pytest
 
 from tests.third_party import packages
 from tests.third_party.__main__ import SKIPS
+from tests.third_party.judging import judge, read_skips
 from tests.third_party.serving import Served, serving
 from tests.third_party.suites import SUITES
-from tests.third_party.judging import judge, read_skips
 
 
 @pytest.fixture(scope="module")
