@@ -22,4 +22,5 @@ def test_nothing_fails_without_a_reason(served: Served, name: str) -> None:
     suite = SUITES[name]
     if suite.needs_node and not packages.has_node():
         pytest.skip("needs Node and npm")
-    assert judge(suite.run(served), read_skips(SKIPS.read_text()).get(name, [])).problems == []
+    result = judge(suite.run(served), read_skips(SKIPS.read_text()).get(name, []))
+    assert not result.problems, "\n".join(result.problems)
