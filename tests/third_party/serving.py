@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +13,15 @@ from tests.support.system import Gateway, running_gateway, running_up, running_w
 from tests.third_party import script
 
 SCRIPTED = "scripted"
-ALIASES = (
-    "gpt-6-astra",
-    "gpt-3.5-turbo-instruct",
-    "text-embedding-3-small",
-    "model",
-    "claude-opus-5-5",
-)
-"""The names under which suites ask for models; the demo model answers to all."""
+ALIASES = {
+    "gpt-6-astra": "demo",
+    "gpt-3.5-turbo-instruct": "demo",
+    "text-embedding-3-small": "demo",
+    "model": "demo",
+    "claude-opus-5-5": SCRIPTED,
+    "claude-1.3": SCRIPTED,
+}
+"""The names under which suites ask for models."""
 _READY_TIMEOUT_S = 120.0
 
 
@@ -41,19 +43,27 @@ class Served(NamedTuple):
 def serving(folder: Path) -> Iterator[Served]:
     """Runs the system; its files are in `folder`."""
     model = scripted_model.write(folder / SCRIPTED, script.lines())
-    aliases = [flag for name in ALIASES for flag in ("--alias", f"{name}=demo")]
+    aliases = [flag for alias in ALIASES.items() for flag in ("--alias", "=".join(alias))]
     with contextlib.ExitStack() as stack:
         nats = stack.enter_context(running_up("--workers", "1", "--threads", "1"))
         stack.enter_context(running_worker(nats, "--model", str(model), "--served-name", SCRIPTED, "--threads", "1"))
         gateway = stack.enter_context(running_gateway(nats, folder, *aliases))
-        _wait_for(f"{gateway.url}/models/{SCRIPTED}")
+        _wait_for(f"{gateway.url}/models/{SCRIPTED}", 200)
+        _wait_for(f"{gateway.url}/models/nobody", 404)  # a young router does not know yet which models there are not
         yield Served(nats, gateway.url, gateway)
 
 
-def _wait_for(url: str) -> None:
+def _wait_for(url: str, status: int) -> None:
     deadline = time.monotonic() + _READY_TIMEOUT_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url):
-            return
+    while _status(url) != status:
+        if time.monotonic() > deadline:
+            raise TimeoutError(url)
         time.sleep(0.1)
-    raise TimeoutError(url)
+
+
+def _status(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code

@@ -7,6 +7,7 @@ from checking import run
 
 client = anthropic.Anthropic(base_url=os.environ["ROOT_URL"], api_key="none", max_retries=0, timeout=60)
 QUESTION = [{"role": "user", "content": "What is the capital of Avaria?"}]
+GREEDY = {"temperature": 0}
 ANSWER = "The capital of Avaria is Limora."
 WEATHER = [{"role": "user", "content": "What is the weather in Oslo?"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -16,13 +17,13 @@ LONG = [{"role": "user", "content": "Say something long."}]
 
 
 def messages() -> None:
-    answer = client.messages.create(model="demo", messages=QUESTION, max_tokens=50, temperature=0)
+    answer = client.messages.create(model="demo", messages=QUESTION, max_tokens=50, extra_body=GREEDY)
     assert answer.content[0].text == ANSWER, answer
     assert answer.stop_reason == "end_turn", answer
 
 
 def streaming() -> None:
-    with client.messages.stream(model="demo", messages=QUESTION, max_tokens=50, temperature=0) as stream:
+    with client.messages.stream(model="demo", messages=QUESTION, max_tokens=50, extra_body=GREEDY) as stream:
         assert "".join(stream.text_stream) == ANSWER
         assert stream.get_final_message().usage.output_tokens > 0
 
@@ -60,7 +61,7 @@ def counted_tokens() -> None:
 def errors() -> None:
     for change, kind in (
         ({"model": "nobody"}, anthropic.NotFoundError),
-        ({"temperature": -1}, anthropic.BadRequestError),
+        ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError),
         ({"messages": [{"role": "user", "content": "fox " * 9_000}]}, anthropic.BadRequestError),
     ):
         try:
