@@ -19,6 +19,8 @@ from tokenbus.gateway.generation.endpoint import GenerationEndpoint, Services
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
 from tokenbus.gateway.openai import chat_request, error_bodies, schemas
+from tokenbus.gateway.openai.responses import request as responses_request
+from tokenbus.gateway.openai.responses.response import STREAMED_ERRORS
 from tokenbus.protocol.wire import errors
 
 _READY_TIMEOUT_S = 1.0
@@ -83,6 +85,7 @@ class Routes:
 
 GENERATING: dict[str, Dialect] = {
     "/v1/chat/completions": Dialect(chat_request.parse, error_bodies.encode),
+    "/v1/responses": Dialect(responses_request.parse, error_bodies.encode, STREAMED_ERRORS),
 }
 """The endpoints that generate, by path."""
 

@@ -65,6 +65,10 @@ class ParsedRequest(Protocol):
         """Returns the body of a response that is not streamed. All answers have ended well."""
         ...
 
+    def error_body(self, error: ErrorResponse) -> bytes:
+        """Returns the body of the error response to this request, with the API's name of the field at fault."""
+        ...
+
 
 class Dialect(NamedTuple):
     """Reads the requests of one endpoint, and encodes its errors."""
@@ -74,3 +78,5 @@ class Dialect(NamedTuple):
     API's name of the field at fault."""
     error_body: Callable[[ErrorResponse], bytes]
     """Returns the body of an error response."""
+    streamed_errors: frozenset[str] = frozenset()
+    """Codes of errors of which a stream tells by an event even if they come before its first one."""

@@ -114,14 +114,21 @@ class GenerationEndpoint:
     ) -> None:
         choices = submit()
         head = ResponseHead(choices.request_id, int(time.time()), parsed.model)
-        error_body = self._dialect.error_body
         with self._services.limit.track(choices):
             async with choices:  # leaving the block cancels the request
                 if parsed.stream:
-                    await stream_response(choices, parsed.n, parsed.encoder(head), error_body, writer, log)
+                    await stream_response(
+                        choices,
+                        parsed.n,
+                        parsed.encoder(head),
+                        parsed.error_body,
+                        writer,
+                        log,
+                        streamed_errors=self._dialect.streamed_errors,
+                    )
                 else:
                     encode = functools.partial(parsed.encode_whole, head)
-                    await respond(choices, parsed.n, encode, error_body, writer, log)
+                    await respond(choices, parsed.n, encode, parsed.error_body, writer, log)
 
     async def _send_error(self, response: ErrorResponse, writer: ResponseWriter, log: RequestLog) -> None:
         """Sends an error. If a response has started already it is cut off instead: uvicorn closes the connection."""
@@ -168,8 +175,9 @@ async def stream_response(
     writer: ResponseWriter,
     log: RequestLog,
     hold_s: float = STATUS_HOLD_S,
+    streamed_errors: frozenset[str] = frozenset(),
 ) -> None:
-    """Sends the answers as events, or one error if it comes before the first event."""
+    """Sends the answers as events, or one error if it comes before the first event and is not to be streamed."""
     answers = [AnswerReader() for _ in range(n)]
     num_open = n
     async for number, chunk in choices.chunks():
@@ -178,7 +186,7 @@ async def stream_response(
         encoded = encoder.encode(number, events) if events else []
         response = http_errors.from_terminal(chunk)
         if response is not None:
-            if writer.has_started or encoded:
+            if writer.has_started or encoded or response.code in streamed_errors:
                 await writer.send_events(*encoded, *encoder.fail(response), last=True)
             else:
                 await writer.send_error(response, error_body(response))

@@ -8,7 +8,8 @@ import msgspec
 from tokenbus.gateway.generation import conversation
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import ResponseHead
-from tokenbus.gateway.openai import chat_response
+from tokenbus.gateway.http.http_errors import ErrorResponse
+from tokenbus.gateway.openai import chat_response, error_bodies
 from tokenbus.protocol.wire import codec, errors, subjects, validation
 from tokenbus.protocol.wire import messages as wire
 
@@ -92,6 +93,10 @@ class ParsedChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerReader]) -> bytes:
         """Returns the body of a response that is not streamed."""
         return chat_response.encode_whole(head, answers)
+
+    def error_body(self, error: ErrorResponse) -> bytes:
+        """Returns the body of an error response."""
+        return error_bodies.encode(error)
 
 
 def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedChatRequest:

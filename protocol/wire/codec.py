@@ -15,7 +15,7 @@ MessageT = TypeVar("MessageT")
 ValueT = TypeVar("ValueT")
 
 CONTENT_TYPE = "Content-Type"
-_FREE_FORM = frozenset({"chat_template_kwargs", "tools", "tool_choice", "json_schema", "tool_calls"})
+_FREE_FORM = frozenset({"chat_template_kwargs", "tools", "tool_choice", "json_schema", "schema", "tool_calls"})
 _LARGEST_EXACT = 2.0**53
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _NOT_FINITE_64 = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]").search

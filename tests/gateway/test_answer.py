@@ -59,11 +59,11 @@ def choices_over(*chunks: messages.Chunk) -> Choices:
     return Choices(messages.GenerateRequest(id="r"), 1, lambda request: stream)
 
 
-async def events_of(*chunks: messages.Chunk, hold_s: float) -> Peer:
+async def events_of(*chunks: messages.Chunk, hold_s: float, streamed_errors: frozenset[str] = frozenset()) -> Peer:
     peer = Peer()
     choices, events = choices_over(*chunks), chat_response.ChunkEncoder(HEADING, include_usage=False)
     log, writer = RequestLog("r", GatewayMetrics()), ResponseWriter(peer.take, "r")
-    await endpoint.stream_response(choices, 1, events, error_bodies.encode, writer, log, hold_s)
+    await endpoint.stream_response(choices, 1, events, error_bodies.encode, writer, log, hold_s, streamed_errors)
     assert peer.is_complete
     return peer
 
@@ -71,6 +71,15 @@ async def events_of(*chunks: messages.Chunk, hold_s: float) -> Peer:
 async def test_a_stream_that_fails_before_it_speaks_is_answered_with_the_status_of_the_error() -> None:
     peer = await events_of(HEAD, HEAD, failed(), hold_s=NEVER_S)
     assert (peer.status, peer.headers["content-type"], peer.headers["x-request-id"]) == (503, "application/json", "r")
+
+
+async def test_an_error_that_a_dialect_streams_is_an_event_even_before_the_first_text() -> None:
+    streamed = frozenset({str(FAILURE.code)})
+    peer = await events_of(HEAD, failed(), hold_s=NEVER_S, streamed_errors=streamed)
+    assert (peer.status, peer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    assert peer.body.startswith(b'data: {"error"')
+    peer = await events_of(HEAD, failed(), hold_s=NEVER_S, streamed_errors=frozenset({"overloaded"}))
+    assert peer.status == 503
 
 
 async def test_a_stream_that_fails_after_it_spoke_ends_with_the_error_and_done() -> None:

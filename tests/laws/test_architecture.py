@@ -74,6 +74,7 @@ PURE = (
     "gateway/generation/dialect.py",
     "gateway/generation/usage.py",
     "gateway/openai/*.py",
+    "gateway/openai/responses/*.py",
     "replay/*.py",
 )
 """Files that decide: values and the time go in, values come out."""
