@@ -5,7 +5,13 @@ import os
 import anthropic
 from checking import run
 
-client = anthropic.Anthropic(base_url=os.environ["ROOT_URL"], api_key="none", max_retries=0, timeout=60)
+client = anthropic.Anthropic(
+    base_url=os.environ["ROOT_URL"],
+    api_key="none",
+    max_retries=0,
+    timeout=60,
+    _strict_response_validation=True,  # a response of another type than the library's is an error
+)
 QUESTION = [{"role": "user", "content": "What is the capital of Avaria?"}]
 GREEDY = {"temperature": 0}
 ANSWER = "The capital of Avaria is Limora."

@@ -8,7 +8,13 @@ import openai
 from checking import run
 from pydantic import BaseModel
 
-client = openai.OpenAI(base_url=os.environ["BASE_URL"], api_key="none", max_retries=0, timeout=60)
+client = openai.OpenAI(
+    base_url=os.environ["BASE_URL"],
+    api_key="none",
+    max_retries=0,
+    timeout=60,
+    _strict_response_validation=True,  # a response of another type than the library's is an error
+)
 QUESTION = [{"role": "user", "content": "What is the capital of Avaria?"}]
 ANSWER = "The capital of Avaria is Limora."
 WEATHER = [{"role": "user", "content": "What is the weather in Oslo?"}]
