@@ -126,7 +126,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case _:
             structlog.get_logger().error("request_failed", exc_info=error)
             response = http_errors.INTERNAL_ERROR
-    return Response(_error_body(request, response), response.status, response.headers, media_type="application/json")
+    headers = response.headers
+    if isinstance(error, HTTPException):
+        headers |= error.headers or {}  # the methods that the path has
+    return Response(_error_body(request, response), response.status, headers, media_type="application/json")
 
 
 def _error_body(request: Request, response: ErrorResponse) -> bytes:

@@ -10,7 +10,7 @@ import urllib.request
 import xml.etree.ElementTree as xml
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.third_party import agents, packages
 from tests.third_party.judging import Outcome
@@ -78,13 +78,30 @@ def _schemathesis(served: Served) -> list[Outcome]:
             paths = json.load(response)["paths"]
     except urllib.error.HTTPError as error:
         return [Outcome("document", False, f"GET /openapi.json: {error.code}")]
+    operations = [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
     program = str(packages.environment("sdks") / "st")
-    found = [Outcome("document", True)]
-    for path in paths:
+    with tempfile.TemporaryDirectory() as folder:
+        reports = {"json": Path(folder) / "report.json", "junit": Path(folder) / "report.xml"}
         options = ["--phases", "examples,coverage,fuzzing", "--max-examples", "20", "--seed", "1", "--no-color"]
-        done = _run([program, "run", document, "--include-path", path, *options], folder=Path(tempfile.gettempdir()))
-        found.append(Outcome(path, done.returncode == 0, done.stdout[-3_000:]))
-    return found
+        options += ["--report", ",".join(reports)]
+        for kind, path in reports.items():
+            options += [f"--report-{kind}-path", str(path)]
+        _run([program, "run", document, "--url", served.root_url, *options], folder=Path(folder))
+        failures = json.loads(reports["json"].read_text())["failures"]
+        texts = [one.text or "" for one in xml.parse(reports["junit"]).iter("failure")]
+    return [Outcome("document", True), *_from_failures(operations, failures, texts)]
+
+
+def _from_failures(operations: list[str], failures: list[dict[str, Any]], texts: list[str]) -> Iterator[Outcome]:
+    """Yields an outcome for each operation that has not failed, and for each kind of failure of the others."""
+    failed = {operation for one in failures for operation in one["operations"]}
+    for operation in operations:
+        if operation not in failed:
+            yield Outcome(operation, True)
+    for one in failures:
+        shown = next((text for text in texts if one["title"] in text), "")
+        for operation in one["operations"]:
+            yield Outcome(f"{operation} {one['type']}", False, f"{one['title']}\n{shown[:1_500]}")
 
 
 def _script(name: str, environment: str = "") -> Callable[[Served], list[Outcome]]:
