@@ -170,60 +170,53 @@ class _Automaton:
 
 def _graph(automaton: _Automaton) -> onnx.ModelProto:
     """Returns the automaton as a graph with a cache, whose keys are pairs of a state and the last cue's number."""
-    cue_of, wanted = np.array(automaton.cue_of, np.int64), np.array(automaton.wanted, np.int64)
     constants = {
-        "table": np.stack(automaton.rows).astype(np.int64).ravel(),
-        "cue_of": cue_of,
-        "wanted": wanted,
-        "starts": np.array(automaton.starts, np.int64),
-        "turn": np.array(automaton.turn, np.int64),
-        "vocab": np.array(_VOCAB, np.int64),
-        "zero": np.array(0, np.int64),
-        "one": np.array(1, np.int64),
-        "heads": np.array([1], np.int64),
-        "last_axis": np.array([-1], np.int64),
-        "nothing": np.zeros((1, 1, 2), np.float32),
-        "certain": np.array([0.0, _CERTAIN], np.float32),
+        "table": np.stack(automaton.rows).ravel(),
+        "cue_of": automaton.cue_of,
+        "wanted": automaton.wanted,
+        "starts": automaton.starts,
+        "turn": automaton.turn,
+        "vocab": _VOCAB,
+        "zero": 0,
+        "one": 1,
+        "first": [0],
+        "second": [1],
+        "last": [-1],
+        "pair_axes": [1, 3],
+        "column_before": [0, 1, 0, 0],
+        "row_before": [0, 1, 0, 0, 0, 0],
     }
     nodes = [
-        # The state before the new tokens is that of the last column that the mask shows, if there is one.
-        _node("Squeeze", ["past_key_values.0.key", "heads"], "past"),
-        _node("Shape", ["past"], "rows", end=1),
-        _node("Concat", ["rows", "heads", "two"], "nothing_shape", axis=0),
-        _node("Expand", ["nothing", "nothing_shape"], "nothings"),
-        _node("Concat", ["nothings", "past"], "known", axis=1),
+        # The state before the new tokens is that of the last column that the mask shows, or 0 if there is none.
+        _node("Squeeze", ["past_key_values.0.key", "second"], "past"),
+        _node("Pad", ["past", "row_before"], "known"),
         _node("Shape", ["past"], "columns", start=1, end=2),
-        _node("Slice", ["attention_mask", "zero_1d", "columns", "heads"], "past_mask"),
-        _node("Squeeze", ["columns"], "num_columns"),
-        _node("Add", ["num_columns", "one"], "behind"),
-        _node("Range", ["one", "behind", "one"], "places"),
-        _node("Mul", ["past_mask", "places"], "shown"),
-        _node("Concat", ["rows", "heads"], "column_shape", axis=0),
-        _node("Expand", ["zero", "column_shape"], "first_column"),
-        _node("Concat", ["first_column", "shown"], "shown_or_first", axis=1),
-        _node("ReduceMax", ["shown_or_first", "last_axis"], "last", keepdims=1),
-        _node("GatherND", ["known", "last"], "before", batch_dims=1),
+        _node("Slice", ["attention_mask", "first", "columns", "second"], "mask"),
+        _node("Add", ["columns", "second"], "behind"),
+        _node("Squeeze", ["behind"], "end"),
+        _node("Range", ["one", "end", "one"], "places"),
+        _node("Mul", ["mask", "places"], "shown"),
+        _node("Pad", ["shown", "column_before"], "shown_or_none"),
+        _node("ReduceMax", ["shown_or_none", "last"], "newest", keepdims=1),
+        _node("GatherND", ["known", "newest"], "before", batch_dims=1),
         _node("Cast", ["before"], "before_ids", to=TensorProto.INT64),
-        _node("Split", ["before_ids"], ["state_2d", "cue_2d"], axis=1, num_outputs=2),
-        _node("Squeeze", ["state_2d", "last_axis"], "state"),
-        _node("Squeeze", ["cue_2d", "last_axis"], "cue"),
+        _node("Split", ["before_ids"], ["state_column", "cue_column"], axis=1, num_outputs=2),
+        _node("Squeeze", ["state_column", "last"], "state"),
+        _node("Squeeze", ["cue_column", "last"], "cue"),
+        # From there one step for each token, of all rows at once.
         _node("Transpose", ["input_ids"], "by_token", perm=[1, 0]),
         _node("Scan", ["state", "cue", "by_token"], ["_s", "_c", "states", "cues"], num_scan_inputs=1, body=_step()),
         _node("Transpose", ["states"], "states_by_row", perm=[1, 0]),
         _node("Transpose", ["cues"], "cues_by_row", perm=[1, 0]),
+        # What each state wants to say, and the cache with the new pairs.
         _node("Gather", ["wanted", "states_by_row"], "tokens"),
         _node("OneHot", ["tokens", "vocab", "certain"], "logits", axis=-1),
-        _node("Unsqueeze", ["states_by_row", "pair_axes"], "states_4d"),
-        _node("Unsqueeze", ["cues_by_row", "pair_axes"], "cues_4d"),
-        _node("Concat", ["states_4d", "cues_4d"], "pairs", axis=3),
+        _node("Unsqueeze", ["states_by_row", "pair_axes"], "new_states"),
+        _node("Unsqueeze", ["cues_by_row", "pair_axes"], "new_cues"),
+        _node("Concat", ["new_states", "new_cues"], "pairs", axis=3),
         _node("Cast", ["pairs"], "new", to=TensorProto.FLOAT),
         _node("Concat", ["past_key_values.0.key", "new"], "present.0.key", axis=2),
     ]
-    constants |= {
-        "two": np.array([2], np.int64),
-        "zero_1d": np.array([0], np.int64),
-        "pair_axes": np.array([1, 3], np.int64),
-    }
     floats, ints = TensorProto.FLOAT, TensorProto.INT64
     inputs = [
         helper.make_tensor_value_info("input_ids", ints, ["batch", "sequence"]),
@@ -235,7 +228,8 @@ def _graph(automaton: _Automaton) -> onnx.ModelProto:
         helper.make_tensor_value_info("logits", floats, ["batch", "sequence", _VOCAB]),
         helper.make_tensor_value_info("present.0.key", floats, ["batch", 1, "present", 2]),
     ]
-    tensors = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    tensors = [numpy_helper.from_array(np.array(value, np.int64), name) for name, value in constants.items()]
+    tensors.append(numpy_helper.from_array(np.array([0.0, _CERTAIN], np.float32), "certain"))
     body = helper.make_graph(nodes, "script", inputs, outputs, tensors)
     return helper.make_model(body, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
