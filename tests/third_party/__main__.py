@@ -29,9 +29,11 @@ def main() -> int:
         for name in names:
             results[name] = run(name, served)
     print(f"\n{table(results)}")
+    if any(one.problems for one in results.values()):
+        return 1
     if set(results) == set(SUITES):
         write_page(results)
-    return 1 if any(one.problems for one in results.values()) else 0
+    return 0
 
 
 def run(name: str, served: Served) -> SuiteResult:
