@@ -10,7 +10,12 @@ import pytest
 from tests.support import scripted_model
 from tests.support.scripted_model import DEFAULT_ANSWER, Line
 
-SCRIPT = (Line("fox", "A fox é."), Line("ox is", "An ox."), Line("again", "<think>\nOnce more.\n</think>\n\nYes."))
+SCRIPT = (
+    Line("fox", "A fox é."),
+    Line("ox is", "An ox."),
+    Line("a fox in a box", "Boxed."),
+    Line("again", "<think>\nOnce more.\n</think>\n\nYes."),
+)
 ANSWER = "A fox é.<|im_end|>"
 
 
@@ -71,7 +76,14 @@ def test_without_a_cue_the_answer_says_so(session: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "answer"),
-    [("fox, ox is", "An ox."), ("ox is, fox", "A fox é."), ("a fox is", "An ox."), ("fofox", "A fox é.")],
+    [
+        ("fox, ox is", "An ox."),
+        ("ox is, fox", "A fox é."),
+        ("a fox is", "An ox."),
+        ("fofox", "A fox é."),
+        ("a fox in", "A fox é."),
+        ("a fox in a box", "Boxed."),
+    ],
 )
 def test_the_last_cue_counts_also_where_cues_overlap(session: Any, text: str, answer: str) -> None:
     model = Model(session)
