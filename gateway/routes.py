@@ -151,9 +151,11 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case _:
             structlog.get_logger().error("request_failed", exc_info=error)
             response = http_errors.INTERNAL_ERROR
-    dialect = _dialect_of(request)
+    dialect, headers = _dialect_of(request), response.headers
+    if isinstance(error, HTTPException):
+        headers |= error.headers or {}  # the methods that the path has
     body, status = dialect.error_body(response), dialect.status_of(response)
-    return Response(body, status, response.headers, media_type="application/json")
+    return Response(body, status, headers, media_type="application/json")
 
 
 def _dialect_of(request: Request) -> Dialect:

@@ -48,6 +48,11 @@ def test_a_path_that_is_not_there_is_an_error_in_the_same_shape(http: httpx2.Cli
     assert error_of(http.get("chat/completions")) == (405, "unknown_url")
 
 
+def test_a_path_with_another_method_says_which_it_has(http: httpx2.Client) -> None:
+    assert http.get("chat/completions").headers["allow"] == "POST"
+    assert set(http.delete("models").headers["allow"].split(", ")) == {"GET", "HEAD"}
+
+
 def test_a_trailing_slash_makes_no_difference(http: httpx2.Client) -> None:
     assert http.get("models/").json() == http.get("models").json()
     assert http.get("models/demo/").json() == http.get("models/demo").json()

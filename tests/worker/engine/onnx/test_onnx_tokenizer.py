@@ -213,6 +213,18 @@ def test_ids_behind_the_tokenizers_last_have_no_text(tmp_path: Path) -> None:
     assert of(save(tmp_path, tokenizer), known + 3).token_bytes[known:] == [b"", b"", b""]
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "spaces", "spaces-bare"])
+def test_added_tokens_keep_their_ids_where_special_ones_are_taken_out(tmp_path: Path, kind: str) -> None:
+    whole = KINDS[kind]()
+    plain = {token.content: number for number, token in whole.get_added_tokens_decoder().items() if not token.special}
+    assert plain
+    made = of(save(tmp_path, whole))
+    in_router = prompt.load_builder(prompt.unpack(made.bundle))
+    for text, number in plain.items():
+        assert number in made.encode(text)
+        assert number in in_router.from_text(text)
+
+
 # sizes
 
 
