@@ -60,7 +60,8 @@ class Session:
         self._rng = random.Random(seed)
         self._messages: list[dict[str, Any]] = []
         self._system = ""
-        self.turns: list[Turn] = []
+        self.turns: list[Turn | None] = []
+        """None where the server sent no counts, as llama-server does now and then."""
 
     def begin(self, tokens: int) -> None:
         self._system = self._text(tokens)
@@ -98,7 +99,8 @@ class Session:
                 case _:
                     pass
         cached = usage.get("cache_read_input_tokens", 0)
-        self.turns.append(Turn(usage["input_tokens"] + cached, cached, usage["output_tokens"]))
+        known = "input_tokens" in usage
+        self.turns.append(Turn(usage["input_tokens"] + cached, cached, usage["output_tokens"]) if known else None)
         said = [_history(block) for block in blocks if block["type"] in ("text", "tool_use")]
         self._messages.append({"role": "assistant", "content": [block for block in said if block.get("text") != ""]})
         results = [
@@ -113,6 +115,7 @@ class Session:
         return [
             min(after.cached / (before.prompt + before.answered), 1.0)
             for before, after in zip(self.turns, self.turns[1:], strict=False)
+            if before is not None and after is not None
         ]
 
     def _text(self, tokens: int) -> str:
@@ -164,9 +167,10 @@ async def measure(turns: int, tokens: int, workers: int) -> None:
     print(f"a model of the demo's shape, {turns} turns, {workers} workers; share of the turn before that is cached")
     for name, session in sessions.items():
         found = session.found()
+        last = next(turn for turn in reversed(session.turns) if turn is not None)
         print(
-            f"  {name:14s} at least {min(found):.3f}, median {statistics.median(found):.3f}; "
-            f"{session.turns[-1].prompt} tokens in the last prompt, {session.turns[-1].cached} of them cached"
+            f"  {name:14s} at least {min(found):.3f}, median {statistics.median(found):.3f}, of {len(found)} turns; "
+            f"{last.prompt} tokens in the last prompt, {last.cached} of them cached"
         )
 
 
