@@ -2,12 +2,13 @@
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from nats.aio.msg import Msg
 
-from tokenbus.client.choices import Choices
+from tokenbus.client.choices import AnyChoices, Batch, Choices
 from tokenbus.client.inbox import Inbox
 from tokenbus.client.stream import Stream
 from tokenbus.protocol.bus import bus
@@ -133,13 +134,16 @@ class Client:
         return stream
 
     def generate_choices(
-        self, model: str, request: messages.GenerateRequest, n: int, *, headers: tracing.Headers = None
-    ) -> Choices:
-        """Asks for `n` answers to one request, and returns their streams at once. Raises ValueError for a name that no
-        model can have."""
-        if request.id is None:
-            request = codec.replace(request, id=secrets.token_urlsafe(16))
-        return Choices(request, n, lambda one: self.generate(model, one, headers=headers))
+        self, model: str, requests: Sequence[messages.GenerateRequest], n: int, *, headers: tracing.Headers = None
+    ) -> AnyChoices:
+        """Asks for `n` answers to each of one or several requests, and returns their streams at once. Raises ValueError
+        for a name that no model can have."""
+
+        def submit(request: messages.GenerateRequest) -> Stream:
+            return self.generate(model, request, headers=headers)
+
+        requests = [one if one.id else codec.replace(one, id=secrets.token_urlsafe(16)) for one in requests]
+        return Choices(requests[0], n, submit) if len(requests) == 1 else Batch(requests, n, submit)
 
     async def models(self, timeout_s: float = 5.0) -> messages.ModelsReply:
         """Returns what is being served. Raises RequestError(no_worker) if no router answers."""

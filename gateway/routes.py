@@ -24,6 +24,7 @@ from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.endpoint import Endpoint, Services
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
 from tokenbus.gateway.openai import chat_request, error_bodies, schemas
+from tokenbus.gateway.openai.completions import request as completions_request
 from tokenbus.gateway.vllm import token_calls
 from tokenbus.protocol.wire import errors
 
@@ -96,6 +97,7 @@ CALLS: dict[str, CallDialect[Any, Any]] = {
 """The endpoints that are answered in one piece and generate nothing, by path."""
 GENERATING: dict[str, Dialect] = {
     "/v1/chat/completions": Dialect(chat_request.parse, error_bodies.encode),
+    "/v1/completions": Dialect(completions_request.parse, error_bodies.encode),
 }
 """The endpoints that generate, by path."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from starlette.requests import Request
 
-from tokenbus.client.choices import Choices
+from tokenbus.client.choices import AnyChoices
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import Dialect, EventEncoder, ParsedRequest, ResponseHead
 from tokenbus.gateway.http import body, http_errors
@@ -29,45 +29,45 @@ class GenerationEndpoint(Endpoint):
     async def _serve(self, exchange: Exchange) -> None:
         request, writer, log = exchange.request, exchange.writer, exchange.log
         parsed = await self._read(request, log, exchange.request_id)
-        served_as = self._services.aliases.resolve(parsed.model, parsed.request.session_id or exchange.request_id)
+        served_as = self._services.aliases.resolve(parsed.model, parsed.requests[0].session_id or exchange.request_id)
         client, headers = exchange.tenant.client, exchange.span.headers()
-        submit = functools.partial(client.generate_choices, served_as, parsed.request, parsed.n, headers=headers)
+        submit = functools.partial(client.generate_choices, served_as, parsed.requests, parsed.n, headers=headers)
         await body.cancel_on_disconnect(request.receive, self._respond(submit, parsed, writer, log))
 
     async def _read(self, request: Request, log: RequestLog, request_id: str) -> ParsedRequest:
         # In a method of its own, so that nothing holds the body while the request is served.
         payload = await body.read(request, self._services.broker.max_payload)
         parsed = self._dialect.parse(payload, request.headers, request_id)
-        log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload))
+        log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload), n=parsed.n)
         return parsed
 
     async def _respond(
-        self, submit: Callable[[], Choices], parsed: ParsedRequest, writer: ResponseWriter, log: RequestLog
+        self, submit: Callable[[], AnyChoices], parsed: ParsedRequest, writer: ResponseWriter, log: RequestLog
     ) -> None:
-        choices = submit()
+        choices, num_choices = submit(), len(parsed.requests) * parsed.n
         head = ResponseHead(choices.request_id, int(time.time()), parsed.model)
         error_body = self._dialect.error_body
         with self._services.limit.track(choices):
             async with choices:  # leaving the block cancels the request
                 if parsed.stream:
-                    await stream_response(choices, parsed.n, parsed.encoder(head), error_body, writer, log)
+                    await stream_response(choices, num_choices, parsed.encoder(head), error_body, writer, log)
                 else:
                     encode = functools.partial(parsed.encode_whole, head)
-                    await respond(choices, parsed.n, encode, error_body, writer, log)
+                    await respond(choices, num_choices, encode, error_body, writer, log)
 
 
 async def respond(
-    choices: Choices,
-    n: int,
+    choices: AnyChoices,
+    num_choices: int,
     encode: Callable[[list[AnswerReader]], bytes],
     error_body: Callable[[ErrorResponse], bytes],
     writer: ResponseWriter,
     log: RequestLog,
 ) -> None:
     """Waits for the ends of all answers, and sends one response or error."""
-    answers = [AnswerReader() for _ in range(n)]
+    answers = [AnswerReader() for _ in range(num_choices)]
     async for number, chunk in choices.chunks():
-        log.on_chunk(chunk)
+        log.on_chunk(chunk, number)
         answers[number].read(chunk)
         response = http_errors.from_terminal(chunk)
         if response is not None:
@@ -77,8 +77,8 @@ async def respond(
 
 
 async def stream_response(
-    choices: Choices,
-    n: int,
+    choices: AnyChoices,
+    num_choices: int,
     encoder: EventEncoder,
     error_body: Callable[[ErrorResponse], bytes],
     writer: ResponseWriter,
@@ -86,10 +86,10 @@ async def stream_response(
     hold_s: float = STATUS_HOLD_S,
 ) -> None:
     """Sends the answers as events, or one error if it comes before the first event."""
-    answers = [AnswerReader() for _ in range(n)]
-    num_open = n
+    answers = [AnswerReader() for _ in range(num_choices)]
+    num_open = num_choices
     async for number, chunk in choices.chunks():
-        log.on_chunk(chunk)
+        log.on_chunk(chunk, number)
         events = answers[number].read(chunk)
         encoded = encoder.encode(number, events) if events else []
         response = http_errors.from_terminal(chunk)

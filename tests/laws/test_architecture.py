@@ -25,6 +25,7 @@ ALLOWED = {
 }
 PURE = (
     "protocol/wire/*.py",
+    "protocol/wire/internal/*.py",
     "protocol/prompt/token_bound.py",
     "protocol/telemetry/backoff.py",
     "protocol/http/connection_table.py",
@@ -75,6 +76,7 @@ PURE = (
     "gateway/generation/model_names.py",
     "gateway/generation/usage.py",
     "gateway/openai/*.py",
+    "gateway/openai/completions/*.py",
     "gateway/vllm/*.py",
     "replay/*.py",
 )

@@ -113,8 +113,8 @@ class PromptTokenizer:
         if tokenizer is None:
             return await self._rounds.ask(workers, _TOKENIZE, prompt.source, _read_token_ids)
         work = functools.partial(tokenizer.builder.build, prompt.source, max_tokens)
-        text = prompt.source.text
-        if text is not None and len(text) <= _INLINE_CHARS:
+        text, suffix = prompt.source.text, prompt.source.suffix or ""
+        if text is not None and len(text) + len(suffix) <= _INLINE_CHARS:
             return work()
         executor = self._executor if text is not None else tokenizer.renderer
         return await executor.run(prompt.key, prompt.tenant, prompt.arrived_at, prompt.num_bytes, work)
@@ -129,6 +129,7 @@ def _prompt_of(flight: Flight) -> Prompt:
     request = flight.request
     source = internal.Tokenize(
         text=request.prompt,
+        suffix=request.suffix,
         messages=request.messages,
         chat_template_kwargs=request.chat_template_kwargs,
         tools=request.tools,

@@ -127,6 +127,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             routing=messages.RoutingOptions(worker_id="w1", policy="cost", explain=True),
         ),
     ),
+    ("a gap", messages.GenerateRequest(prompt="def f(", suffix="return x")),
     ("token ids", messages.GenerateRequest(token_ids=[0, 1, 4_294_967_295], stop="x")),
     (
         "a head",
@@ -380,6 +381,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             tools=[{"type": "function", "function": {"name": "f"}}],
         ),
     ),
+    ("a gap", internal.Tokenize(text="def f(", suffix="return x")),
     ("without BOS", internal.Tokenize(text="Hello", add_special_tokens=False)),
     ("token ids", internal.TokenizeResult(token_ids=block_hash.pack_token_ids([1, 2]))),
     ("an error", internal.TokenizeResult(error=ERROR)),

@@ -140,6 +140,7 @@ class GgufRunner:
             features=features.with_sampler(
                 chat=self._tokenizer.supports_chat,
                 ends=bool(self.end_token_ids),
+                fim=self._tokenizer.supports_fim,
                 chat_format=self._model.chat_format,
             ),
             chat_format=self._model.chat_format,

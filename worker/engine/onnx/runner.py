@@ -69,7 +69,10 @@ class OnnxRunner:
         self._cache = self._make_cache(settings, size)
         self.embedder = self._make_embedder(settings, size)
         offered = features.with_sampler(
-            chat=self._tokenizer.supports_chat, ends=bool(self.end_token_ids), chat_format=model.chat_format
+            chat=self._tokenizer.supports_chat,
+            ends=bool(self.end_token_ids),
+            fim=self._tokenizer.supports_fim,
+            chat_format=model.chat_format,
         )
         self.config = model.describe(settings, size, offered, self.embedder)
 

@@ -58,7 +58,16 @@ class GgufTokenizer(ModelTokenizer):
             bos_token_id=bos if bos >= 0 else None,
             add_bos=bool(llama.llama_vocab_get_add_bos(self._vocab)),
             vocab_size=size,
+            fim=self._fim_tokens(),
         )
+
+    def _fim_tokens(self) -> prompt.FimTokens | None:
+        """Returns the tokens that the file names (`tokenizer.ggml.fim_*`), or that llama.cpp knows by their texts."""
+        prefix, suffix = llama.llama_vocab_fim_pre(self._vocab), llama.llama_vocab_fim_suf(self._vocab)
+        middle = llama.llama_vocab_fim_mid(self._vocab)
+        if min(prefix, suffix, middle) < 0:
+            return None
+        return prompt.FimTokens(prefix=prefix, suffix=suffix, middle=middle)
 
     def _text(self, token: int) -> str:
         text: bytes = llama.llama_vocab_get_text(self._vocab, token)

@@ -1,0 +1,63 @@
+"""The internal messages between routers and workers, always in MessagePack."""
+
+from tokenbus.protocol.wire.internal.calls import (
+    Detokenize,
+    DetokenizeResult,
+    Embed,
+    EmbedResult,
+    Tokenize,
+    TokenizeResult,
+    TokenizerPart,
+)
+from tokenbus.protocol.wire.internal.event_log import (
+    BlockRun,
+    Events,
+    FirstToken,
+    RunningRequest,
+    Seal,
+    SnapshotPart,
+    SnapshotRequest,
+    Started,
+)
+from tokenbus.protocol.wire.internal.runs import (
+    Control,
+    ControlReply,
+    Guard,
+    GuardCheck,
+    GuardReply,
+    Run,
+    RunReply,
+    RunResume,
+    Take,
+    TakeReply,
+    Unguarded,
+)
+
+__all__ = [
+    "BlockRun",
+    "Control",
+    "ControlReply",
+    "Detokenize",
+    "DetokenizeResult",
+    "Embed",
+    "EmbedResult",
+    "Events",
+    "FirstToken",
+    "Guard",
+    "GuardCheck",
+    "GuardReply",
+    "Run",
+    "RunReply",
+    "RunResume",
+    "RunningRequest",
+    "Seal",
+    "SnapshotPart",
+    "SnapshotRequest",
+    "Started",
+    "Take",
+    "TakeReply",
+    "Tokenize",
+    "TokenizeResult",
+    "TokenizerPart",
+    "Unguarded",
+]
