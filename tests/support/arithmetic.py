@@ -16,7 +16,7 @@ from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract
 from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
-from tokenbus.worker.engine.runner import Embedder
+from tokenbus.worker.engine.runner import BatchLimits, Embedder
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
@@ -75,11 +75,12 @@ class Sums:
 
     def __init__(self, config: contract.EngineConfig) -> None:
         self.max_input_tokens = config.context_length
+        self.batch_limits = BatchLimits(config.max_num_batched_tokens, 8, is_padded=False)
 
     def tokenize(self, text: str) -> list[int]:
         return [1 + byte % (len(PIECES) - 1) for byte in text.encode()]
 
-    def embed(self, inputs: Listing[Listing[int]]) -> Matrix:
+    def pool(self, inputs: Listing[Listing[int]]) -> Matrix:
         return np.array([[sum(one), len(one), one[-1]] for one in inputs], np.float32)
 
 

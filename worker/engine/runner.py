@@ -1,7 +1,7 @@
 """The boundary to the device: a runner executes the scheduler's step plans and knows nothing of requests."""
 
 from collections.abc import Sequence as Listing
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
@@ -25,21 +25,41 @@ class ModelError(RuntimeError):
     """The model can't be loaded, and trying again won't help. The message says what to do."""
 
 
-class Embedder(Protocol):
-    """Makes embeddings. `tokenize` may be called from other threads."""
+class BatchLimits(NamedTuple):
+    """How much a pooler computes at once."""
+
+    max_tokens: int
+    """The most tokens of several inputs; one that has more is computed alone."""
+    max_inputs: int
+    is_padded: bool
+    """Whether each input takes as long as the longest one beside it."""
+
+    def allow(self, count: int, total: int, longest: int) -> bool:
+        """Whether so many inputs may share a batch, which have `total` tokens together."""
+        num_tokens = count * longest if self.is_padded else total
+        return count == 1 or (count <= self.max_inputs and num_tokens <= self.max_tokens)
+
+
+class Pooler(Protocol):
+    """Makes one row of numbers of each input."""
 
     width: int
-    """The numbers of a vector."""
+    """The numbers of a row."""
     max_input_tokens: int
     """The most tokens that one input may have."""
     vocab_size: int
+    batch_limits: BatchLimits
+
+    def pool(self, inputs: Listing[Listing[int]]) -> "Matrix":
+        """Returns a row for each input, (inputs, width). Raises InsufficientMemoryError and DeviceError."""
+        ...
+
+
+class Embedder(Pooler, Protocol):
+    """Makes embeddings. `tokenize` may be called from other threads."""
 
     def tokenize(self, text: str) -> list[int]:
         """Returns the token ids of a text, with the special tokens that the model wants around it."""
-        ...
-
-    def embed(self, inputs: Listing[Listing[int]]) -> "Matrix":
-        """Returns a vector for each input, (inputs, width). Raises InsufficientMemoryError and DeviceError."""
         ...
 
 

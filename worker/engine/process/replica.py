@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import structlog
 
-from tokenbus.protocol.wire import block_hash, codec, errors, internal
-from tokenbus.worker.engine import embedding
+from tokenbus.protocol.wire import block_hash, codec, errors
+from tokenbus.worker.engine import pooling
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.loop import Inbox, StepLoop
 from tokenbus.worker.engine.process.settings import SchedulerSettings
@@ -108,10 +108,10 @@ def _tokenize(runner: Runner, call: ipc.TokenizeCall, send: Send) -> None:
 def _prepare(runner: Runner, call: ipc.EmbedCall, arrived_at: float, inbox: Inbox, send: Send) -> None:
     """Gives the loop the token ids of inputs to embed, or answers with the reason why there are none."""
     try:
-        inbox.put(embedding.make_job(call.call_id, call.request, runner.embedder, arrived_at))
+        inbox.put(pooling.embed_job(call.call_id, call.request, runner.embedder, arrived_at))
     except Exception as error:  # outermost frame: every call gets a result
         with contextlib.suppress(OSError):  # the frontend has gone
-            send(ipc.EmbedResult(call.call_id, internal.EmbedResult(error=_error_for(error))))
+            send(ipc.PoolResult(call.call_id, b"", 0, _error_for(error)))
 
 
 def _error_for(error: Exception) -> errors.Error:

@@ -88,7 +88,7 @@ REPORTS: list[ipc.Report] = [
     ipc.StepIsolated(3),
     ipc.ConstraintCompiled(9, 0.25),
     ipc.ConstraintCompiled(9, 0.25, errors.make_error(errors.Code.INVALID_REQUEST, "regex: (", param="regex")),
-    ipc.EmbedResult(3, internal.EmbedResult(vectors=b"\x00" * 8, prompt_tokens=2)),
+    ipc.PoolResult(3, b"\x00" * 8, 2, None),
     ipc.TokenizeResult(1, b"\x05\0\0\0", None),
     ipc.TokenizeResult(2, b"", errors.make_error(errors.Code.UNSUPPORTED, "no template", param="messages")),
 ]

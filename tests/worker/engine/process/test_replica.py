@@ -100,8 +100,7 @@ def ends(report: ipc.Report) -> bool:
 
 
 def code_of(report: ipc.Report) -> errors.Code | None:
-    error = report.error if isinstance(report, ipc.TokenizeResult) else None
-    error = report.reply.error if isinstance(report, ipc.EmbedResult) else error
+    error = report.error if isinstance(report, ipc.TokenizeResult | ipc.PoolResult) else None
     return None if error is None else error.code
 
 
@@ -124,7 +123,7 @@ def test_a_prompt_is_tokenized_while_inputs_to_embed_are(one: Replica) -> None:
     one.send(embed(1, "a"), ipc.TokenizeCall(2, internal.Tokenize(text="")))
     assert isinstance(one.until(lambda report: True), ipc.TokenizeResult)
     one.runner.gate.set()
-    assert isinstance(one.until(lambda report: not isinstance(report, ipc.StepReport)), ipc.EmbedResult)
+    assert isinstance(one.until(lambda report: not isinstance(report, ipc.StepReport)), ipc.PoolResult)
 
 
 @pytest.mark.parametrize("ask", ASKS)
