@@ -174,9 +174,9 @@ class Embeddings:
         return min(others, key=utilization, default=None)
 
     def _may_come_back(self, model: str, refused: dict[str, errors.Error]) -> bool:
-        """Whether waiting may help. Workers that could not be reached may be tried again."""
+        """Whether waiting may help. Workers that could not be reached, or whose engine died, may be tried again."""
         for worker_id, error in list(refused.items()):
-            if error.code is errors.Code.NO_WORKER:
+            if error.code in (errors.Code.NO_WORKER, errors.Code.WORKER_LOST):
                 del refused[worker_id]
         return not refused and self._fleet.capacity(model, time.monotonic()) is not Capacity.NO_WORKERS
 

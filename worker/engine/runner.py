@@ -26,7 +26,7 @@ class ModelError(RuntimeError):
 
 
 class BatchLimits(NamedTuple):
-    """How much a pooler computes at once."""
+    """The most that a pooler computes at once."""
 
     max_tokens: int
     """The most tokens of several inputs; one that has more is computed alone."""

@@ -1,5 +1,6 @@
 """Computes embeddings with an ONNX graph: from hidden states, which it pools, or from vectors that the graph pools."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 import numpy as np
@@ -9,9 +10,12 @@ from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.model import OnnxModel
 from tokenbus.worker.engine.onnx.model_config import pooling_mode
+from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
+from tokenbus.worker.engine.pooling_runner import PoolingRunner
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import BatchLimits, ModelError
 
+_DEFAULT_LENGTH = 512
 _CLOSE = 1e-2
 """The largest difference, as a share of a vector's length, between a vector computed alone and in a batch."""
 
@@ -70,6 +74,17 @@ class OnnxEmbedder:
         states = self._graph_runner.fetch(binding, self._output).astype(np.float32)
         found: Matrix = states if states.ndim == 2 else pool_states(states, lengths, self._mode)
         return found
+
+
+def make_runner(model: OnnxModel, settings: EngineSettings, release: Callable[[], None]) -> PoolingRunner:
+    """Returns a replica of an encoder, which generates nothing. `release` is called once the model isn't needed.
+
+    Raises ModelError if it can't be served."""
+    trained = model.model_config.context_length or _DEFAULT_LENGTH
+    longest = min(settings.context_length or trained, trained)
+    embedder = OnnxEmbedder(model, settings, max_input_tokens=longest)
+    size = CacheSize(block_size=longest, context_length=longest, max_num_seqs=1, num_rows=1)
+    return PoolingRunner(model.describe(settings, size, (), embedder), model.tokenizer, embedder, release)
 
 
 def pool_states(states: Array, lengths: Array, mode: str) -> Array:

@@ -32,11 +32,20 @@ class GgufTokenizer(ModelTokenizer):
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text in which no special token is parsed."""
+        return self._tokenize(text, adds_special=False)
+
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        """Returns the ids of a text with the tokens that the model wants around it, as embeddings need it.
+
+        No special token is parsed in the text itself."""
+        return self._tokenize(text, adds_special=True)
+
+    def _tokenize(self, text: str, *, adds_special: bool) -> list[int]:
         data = text.encode()
         room = len(data) + 8  # enough for most texts, since a token is rarely less than a byte
         while True:
             ids = (llama.llama_token * room)()
-            count = llama.llama_tokenize(self._vocab, data, len(data), ids, room, False, False)
+            count = llama.llama_tokenize(self._vocab, data, len(data), ids, room, adds_special, False)
             if count >= 0:
                 return list(ids[:count])
             room = -count  # a negative count says how many ids there are
