@@ -1,4 +1,4 @@
-"""The client of a Tokenbus system: completions, embeddings, models and cancels over one connection."""
+"""The client of a Tokenbus system: completions, embeddings, ranks, models and cancels over one connection."""
 
 import secrets
 import time
@@ -15,9 +15,11 @@ from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 AnswerT = TypeVar("AnswerT", bound=messages.Message)
+ReplyT = TypeVar("ReplyT", messages.EmbedReply, messages.RerankReply)
 
 _models = codec.Decoder(messages.ModelsReply)
 _embeds = codec.Decoder(messages.EmbedReply)
+_reranks = codec.Decoder(messages.RerankReply)
 _cancels = codec.Decoder(messages.CancelReply)
 
 
@@ -89,8 +91,8 @@ class Client:
     async def for_tenant(self, tenant: str, inbox_prefix: str = "") -> "Client":
         """Makes a client for another tenant that shares this one's connection. Close only the first: that ends both.
 
-        Its streams have reply subjects that begin with `inbox_prefix`, if given. Answers to its `models`, `embed` and
-        `cancel` come to the connection's own inbox in any case."""
+        Its streams have reply subjects that begin with `inbox_prefix`, if given. Answers to its `models`, `embed`,
+        `rerank` and `cancel` come to the connection's own inbox in any case."""
         other = Client(self._connection, tenant, self._names.prefix, self._encoding, self._tracer, inbox_prefix)
         await other._inbox.open()
         self._inboxes.append(other._inbox)
@@ -134,9 +136,18 @@ class Client:
 
     async def embed(self, model: str, request: messages.EmbedRequest, timeout_s: float = 60.0) -> messages.EmbedReply:
         """Returns the embeddings of a request's inputs. Raises RequestError if there are none."""
-        subject = self._names.embed(model, self._tenant)
-        answer = await self._request(subject, codec.encode(request, self._encoding), timeout_s)
-        reply = self._read(_embeds, answer)
+        return await self._ask_once(self._names.embed(model, self._tenant), request, _embeds, timeout_s)
+
+    async def rerank(
+        self, model: str, request: messages.RerankRequest, timeout_s: float = 60.0
+    ) -> messages.RerankReply:
+        """Returns a request's documents in the order of their relevance. Raises RequestError if there is none."""
+        return await self._ask_once(self._names.rerank(model, self._tenant), request, _reranks, timeout_s)
+
+    async def _ask_once(
+        self, subject: str, request: messages.Message, decoder: codec.Decoder[ReplyT], timeout_s: float
+    ) -> ReplyT:
+        reply = self._read(decoder, await self._request(subject, codec.encode(request, self._encoding), timeout_s))
         if reply.error:
             raise errors.RequestError(reply.error)
         return reply

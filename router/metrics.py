@@ -32,6 +32,7 @@ class RouterMetrics(MetricFamilies):
         self.placements_rejected = Counter(f"{_P}_placements_rejected", "Refused placements, by code.", ("code",))
         self.messages_dropped = Counter(f"{_P}_messages_dropped", "Messages with a forbidden reply subject.")
         self.embeddings = Counter(f"{_P}_embeddings", "Embedding requests, by error code or ok.", ("code",))
+        self.reranks = Counter(f"{_P}_reranks", "Requests to rank documents, by error code or ok.", ("code",))
         self.prompt_tokens = Counter(f"{_P}_prompt_tokens", "Prompt tokens of placements.", ("model",), models)
         self.overlap_tokens = Counter(
             f"{_P}_predicted_overlap_tokens",
@@ -74,6 +75,7 @@ class RouterMetrics(MetricFamilies):
             self.request_errors.labels(code)
             self.placements_rejected.labels(code)
         self.embeddings.labels("ok")
+        self.reranks.labels("ok")
 
     def show_models(self, served: Collection[str], seen: Iterable[str]) -> None:
         """Gives each served model a label, and keeps those of `seen` models while there is room."""

@@ -16,18 +16,19 @@ from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.process import reload, shutdown
 from tokenbus.protocol.telemetry import metrics, status, tracing
-from tokenbus.protocol.wire import subjects
+from tokenbus.protocol.wire import codec, internal, subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.models import ModelCatalog
 from tokenbus.router.placement.policies import make_policies
 from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.dispatch import Dispatcher
-from tokenbus.router.requests.embeddings import Embeddings
 from tokenbus.router.requests.flight import Flights
 from tokenbus.router.requests.guardianship import Guardianship
 from tokenbus.router.requests.intake import Intake
 from tokenbus.router.requests.lifecycle import RequestLifecycle
+from tokenbus.router.requests.pooling.embeddings import Embeddings
+from tokenbus.router.requests.pooling.reranks import Reranks
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue, PolicySettings
 from tokenbus.router.requests.queueing.rate_limiter import RateLimiter
 from tokenbus.router.requests.recovery import Recovery
@@ -78,7 +79,24 @@ class Router:
             self._rate_limiter,
             self._telemetry,
         )
-        self._embeddings = Embeddings(self._replies, workers, self.fleet, rng, self.metrics, tracer)
+        self._embeddings = Embeddings(
+            self._replies,
+            workers,
+            self.fleet,
+            rng,
+            codec.Decoder(internal.EmbedResult),
+            self.metrics.embeddings,
+            tracer,
+        )
+        self._reranks = Reranks(
+            self._replies,
+            workers,
+            self.fleet,
+            rng,
+            codec.Decoder(internal.RerankResult),
+            self.metrics.reranks,
+            tracer,
+        )
         max_request_bytes = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)
         self._intake = Intake(
             bus,
@@ -89,6 +107,7 @@ class Router:
             ModelCatalog(self.fleet, self._queue, router_id, max_request_bytes),
             self._lifecycle,
             self._embeddings,
+            self._reranks,
             terminals,
             self.metrics,
         )
@@ -162,11 +181,13 @@ class Router:
         """Returns when every request was accepted by a worker or has ended."""
         await self._lifecycle.drain()
         await self._embeddings.drain()
+        await self._reranks.drain()
 
     async def shut_down(self) -> None:
         """Hands over or ends every request that no worker has. The router sends nothing afterwards."""
         await self._lifecycle.shut_down(self._guardianship.offer)
         await self._embeddings.shut_down()
+        await self._reranks.shut_down()
         self._replies.send_pending()
 
 

@@ -20,7 +20,7 @@ from tokenbus.protocol.telemetry import logs
 
 EPSILON = 1e-6
 ROPE_BASE = 10_000.0
-RERANK_TEMPLATE = "<|im_start|>Judge:\n{query}\n<|im_end|>Document: {document}<|im_end|>"
+RERANK_TEMPLATE = f"{corpus.BOS}Judge:\n{{query}}\n{corpus.END}Document: {{document}}{corpus.END}"
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,!?'"
 
@@ -51,13 +51,17 @@ PRESETS = {
 Weights = dict[str, np.ndarray]
 
 
-def write(path: Path, shape: EncoderShape, *, seed: int = 0, half: bool = False) -> None:
-    """Writes the model. The same arguments give the same bytes. `half` stores matrices in 16 bits."""
+def write(path: Path, shape: EncoderShape, *, seed: int = 0, half: bool = False, labels: tuple[str, ...] = ()) -> None:
+    """Writes the model. The same arguments give the same bytes. `half` stores matrices in 16 bits.
+
+    `labels` are the classes that a BERT with a classification head tells apart; without any it gives one score."""
     writer = gguf.GGUFWriter(path, shape.arch)
     writer.add_name("Tokenbus random encoder")
     _add_shape(writer, shape)
+    if labels:
+        writer.add_classifier_output_labels(labels)
     _add_vocabulary(writer, shape)
-    for name, weights in _weights(shape, np.random.Generator(np.random.PCG64(seed))):
+    for name, weights in _weights(shape, max(1, len(labels)), np.random.Generator(np.random.PCG64(seed))):
         is_half = half and weights.ndim == 2 and name not in ("position_embd.weight", "token_types.weight")
         writer.add_tensor(name, weights.astype(np.float16) if is_half else weights)
     writer.write_header_to_file()
@@ -122,9 +126,9 @@ def _words(size: int) -> tuple[list[str], list[gguf.TokenType]]:
     return texts, kinds
 
 
-def _weights(shape: EncoderShape, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
+def _weights(shape: EncoderShape, num_labels: int, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
     """Yields every weight under llama.cpp's name for it. A matrix has the shape (outputs, inputs)."""
-    parts = _bert(shape) if shape.arch == "bert" else _qwen3(shape)
+    parts = _bert(shape, num_labels) if shape.arch == "bert" else _qwen3(shape)
     for name, size in parts:
         std = 1.0 if name.endswith("_embd.weight") else 1 / math.sqrt(size[-1])
         if len(size) == 1:
@@ -133,7 +137,7 @@ def _weights(shape: EncoderShape, rng: np.random.Generator) -> Iterator[tuple[st
             yield name, (rng.standard_normal(size, np.float32) * np.float32(std))
 
 
-def _bert(shape: EncoderShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _bert(shape: EncoderShape, num_labels: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     width, inner = (shape.width,), (shape.feed_forward,)
     yield "token_embd.weight", (shape.vocab, *width)
     yield "token_types.weight", (2, *width)
@@ -150,8 +154,8 @@ def _bert(shape: EncoderShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     if shape.pooling == "rank":
         yield "cls.weight", width * 2
         yield "cls.bias", width
-        yield "cls.output.weight", (1, *width)
-        yield "cls.output.bias", (1,)
+        yield "cls.output.weight", (num_labels, *width)
+        yield "cls.output.bias", (num_labels,)
 
 
 def _qwen3(shape: EncoderShape) -> Iterator[tuple[str, tuple[int, ...]]]:

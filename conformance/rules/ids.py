@@ -107,6 +107,7 @@ def _messages(probe: Probe, request_id: str) -> list[tuple[str, bytes]]:
         (probe.subject, b'{"prompt": "x", "max_tokens": 1}'),
         (probe.subject, b"not a message"),
         (probe.names.embed(probe.target.model, probe.tenant), b'{"input": "x"}'),
+        (probe.names.rerank(probe.target.model, probe.tenant), b'{"query": "x", "documents": ["y"]}'),
         (probe.names.models_for(probe.tenant), b""),
         (probe.resync_subject(request_id), b'{"offset": 0}'),
         (probe.cancel_subject(request_id), b""),

@@ -230,7 +230,25 @@ class EmbedResult(public.Message, frozen=True, kw_only=True, omit_defaults=True)
     prompt_tokens: int = 0
     """Tokens of all inputs."""
     error: errors.Error | None = None
-    """Why there are no embeddings."""
+
+
+class Rerank(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks a worker for the scores of documents. Asking again, or asking another worker, gives the same answer."""
+
+    query: str
+    documents: list[str]
+    remaining_ms: Annotated[float, REMAINING_MS]
+    """Time left of the request's `timeout_ms`."""
+
+
+class RerankResult(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """The scores, or the error."""
+
+    scores: bytes = b""
+    """One for each document in their order, as 32-bit little-endian floats."""
+    prompt_tokens: int = 0
+    """Tokens of all documents, each with the query."""
+    error: errors.Error | None = None
 
 
 class TokenizerPart(public.Message, frozen=True, kw_only=True):

@@ -101,7 +101,7 @@ def is_inbox(reply: str, prefixes: tuple[str, ...], tenant_token: str = DEFAULT_
 
 
 class ModelAddress(NamedTuple):
-    """The names in a `generate` or `embed` subject."""
+    """The names in a `generate`, `embed` or `rerank` subject."""
 
     model: str
     tenant: str
@@ -151,6 +151,7 @@ class Subjects:
         self.all_seals = f"{prefix}.events.*.*.seal"
         self.all_generates = (f"{prefix}.generate.*", f"{prefix}.generate.*.*")
         self.all_embeds = (f"{prefix}.embed.*", f"{prefix}.embed.*.*")
+        self.all_reranks = (f"{prefix}.rerank.*", f"{prefix}.rerank.*.*")
         self.all_resyncs = (f"{prefix}.resync.*", f"{prefix}.resync.*.*")
         self.all_guards = (f"{prefix}.guard.*", f"{prefix}.guard.*.*")
         self.all_cancels = (f"{prefix}.cancel.*", f"{prefix}.cancel.*.*")
@@ -163,6 +164,9 @@ class Subjects:
 
     def embed(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
         return self._with_tenant("embed", model, tenant)
+
+    def rerank(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
+        return self._with_tenant("rerank", model, tenant)
 
     def models_for(self, tenant: str = DEFAULT_TENANT) -> str:
         return self.models[0] if tenant == DEFAULT_TENANT else f"{self.models[0]}.{encode_name(tenant)}"
@@ -220,7 +224,8 @@ class Subjects:
         return subject.startswith(f"{self.prefix}.worker.") and tokens[2:] == ["unguarded", escape(router_id)]
 
     def parse_model(self, subject: str) -> ModelAddress:
-        """Parses a `generate` or `embed` subject. Raises ValueError for a name that is not encoded properly."""
+        """Parses a `generate`, `embed` or `rerank` subject. Raises ValueError for a name that is not encoded
+        properly."""
         tokens = self._tail(subject)
         return ModelAddress(decode_name(tokens[1]), _tenant(tokens[2:]))
 
@@ -236,7 +241,7 @@ class Subjects:
         verb, *rest = self._tail(subject)
         if verb in ("cancel", "resync"):
             rest = rest[:-1]
-        elif verb in ("generate", "embed"):
+        elif verb in ("generate", "embed", "rerank"):
             rest = rest[1:]
         return rest[0] if rest else DEFAULT_TENANT
 

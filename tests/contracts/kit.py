@@ -47,6 +47,33 @@ async def embeds_each_input_by_itself(engine: contract.Engine, config: contract.
     assert engine.load().running == engine.load().used_blocks == 0
 
 
+async def scores_each_document_by_itself(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    documents = ["fox", "the owl", "a", "fox fox fox"]
+    asked = internal.Rerank(query="the fox", documents=documents, remaining_ms=10_000)
+    if "rerank" not in config.features:
+        with pytest.raises(errors.RequestError) as refusal:
+            await engine.rerank(asked)
+        assert refusal.value.error.code is errors.Code.UNSUPPORTED
+        return
+    recorder = start(engine, request(prompt(config), max_tokens=100)) if "generate" in config.features else None
+    together = await engine.rerank(asked)
+    assert len(together.scores) == 4 * len(documents)
+    scores = struct.unpack(f"<{len(documents)}f", together.scores)
+    num_tokens = 0
+    for document, score in zip(documents, scores, strict=True):
+        alone = await engine.rerank(internal.Rerank(query="the fox", documents=[document], remaining_ms=10_000))
+        assert [score] == pytest.approx(struct.unpack("<f", alone.scores), abs=1e-4)
+        num_tokens += alone.prompt_tokens
+    assert together.prompt_tokens == num_tokens
+    if recorder is not None:
+        await recorder.terminal()
+    late = engine.rerank(internal.Rerank(query="the fox", documents=documents, remaining_ms=0))
+    with pytest.raises(errors.RequestError) as refusal:
+        await late
+    assert refusal.value.error.code is errors.Code.DEADLINE_EXCEEDED
+    assert engine.load().running == engine.load().used_blocks == 0
+
+
 RULES: tuple[Check, ...] = (
     stream_rules.ends_with_exactly_one_terminal,
     stream_rules.tells_length_truthfully,
@@ -74,6 +101,7 @@ RULES: tuple[Check, ...] = (
     *resume_rules.RULES,
     *constraint_rules.RULES,
     embeds_each_input_by_itself,
+    scores_each_document_by_itself,
     stream_rules.ends_every_stream_at_cleanup,
 )
 

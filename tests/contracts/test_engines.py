@@ -87,7 +87,8 @@ async def embedding_engine(name: str, folder: Path) -> EngineClient:
         return demo_engine(EngineSettings(model=str(folder), threads=1))
     path = folder / f"{name}.gguf"
     random_encoder.write(path, EncoderShape(*name.split("-")))
-    return demo_engine(EngineSettings(model=str(path), threads=1))
+    # Flash attention on a CPU rounds by where in its batch an input stands, to 16 bits.
+    return demo_engine(EngineSettings(model=str(path), threads=1, flash_attention="off"))
 
 
 @pytest.mark.parametrize("name", ["onnx-encoder", "bert-mean", "bert-cls", "qwen3-last", "qwen3-mean"])
@@ -96,8 +97,23 @@ async def test_a_model_that_only_embeds_keeps_the_rule_of_embeddings(name: str, 
     config = await engine.start("kit")
     async with asyncio.timeout(60):
         await kit.embeds_each_input_by_itself(engine, config)
-        with pytest.raises(errors.RequestError, match="embeddings only"):
+        with pytest.raises(errors.RequestError, match="generates nothing"):
             engine.generate(request(prompt(config)), lambda output: None)
+    await engine.cleanup()
+
+
+@pytest.mark.parametrize("name", ["bert-rank", "qwen3-rank"])
+async def test_a_model_that_only_scores_keeps_the_rule_of_scores(name: str, tmp_path: Path) -> None:
+    engine = await embedding_engine(name, tmp_path)
+    config = await engine.start("kit")
+    async with asyncio.timeout(60):
+        await kit.scores_each_document_by_itself(engine, config)
+        await kit.embeds_each_input_by_itself(engine, config)
+        with pytest.raises(errors.RequestError, match="generates nothing"):
+            engine.generate(request(prompt(config)), lambda output: None)
+        with pytest.raises(errors.RequestError, match=r"documents\[1\] has with the query") as long:
+            await engine.rerank(internal.Rerank(query="a", documents=["a", "fox " * 40], remaining_ms=10_000))
+    assert (long.value.error.code, long.value.error.param) == (errors.Code.PROMPT_TOO_LONG, "documents[1]")
     await engine.cleanup()
 
 

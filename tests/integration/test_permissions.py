@@ -141,7 +141,12 @@ async def test_everyone_can_do_what_is_their_role(guarded: Guarded) -> None:
         assert answer.text == " 42"
     reply = await acme.request(f"{PREFIX}.embed.other.acme", b'{"input": "x"}', timeout=60)
     assert len(json.loads(reply.data)["embeddings"]) == 1
+    asked = b'{"query": "x", "documents": ["y"]}'
+    refused = json.loads((await acme.request(f"{PREFIX}.rerank.other.acme", asked, timeout=60)).data)
+    assert refused["error"]["code"] == "unsupported"
     default = await guarded.connect("default", "_INBOX_default")
+    refused = json.loads((await default.request(f"{PREFIX}.rerank.other", asked, timeout=60)).data)
+    assert refused["error"]["code"] == "unsupported"
     assert (await RawClient(default).ask(ask())).text == " 42"
     long = await RawClient(acme).generate(ask(id="mine", **LONG), subject=f"{PREFIX}.generate.demo.acme")
     await long.until(3)
@@ -303,6 +308,7 @@ async def test_nothing_is_sent_to_an_inbox_that_is_not_the_tenant_s_own(guarded:
     for reply in ("_INBOX_globex.victim", f"{PREFIX}.worker.demo.w-demo.control", "_INBOX_router.x", "_INBOX.x"):
         await acme.publish(f"{PREFIX}.generate.demo.acme", ask(id="sly"), reply=reply)
         await acme.publish(f"{PREFIX}.embed.other.acme", b'{"input": "x"}', reply=reply)
+        await acme.publish(f"{PREFIX}.rerank.other.acme", b'{"query": "x", "documents": ["y"]}', reply=reply)
         await acme.publish(f"{PREFIX}.models.acme", b"", reply=reply)
     own = await RawClient(acme).generate(ask(id="own", **LONG), subject=f"{PREFIX}.generate.demo.acme")
     await own.until(3)

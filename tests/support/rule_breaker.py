@@ -44,6 +44,7 @@ class RuleBreaker:
             "models.*": _MODELS,
             "cancel.>": {"cancelled": True},
             "embed.>": {"id": 5},
+            "rerank.>": {"id": 5},
         }
         for subject, answer in answers.items():
             await breaker._answer(subject, json.dumps(answer).encode())

@@ -10,7 +10,7 @@ import structlog
 
 from tokenbus.protocol.wire import errors, internal
 from tokenbus.worker.engine.draws import Matrix
-from tokenbus.worker.engine.runner import Embedder, InsufficientMemoryError, Pooler
+from tokenbus.worker.engine.runner import Embedder, InsufficientMemoryError, Pooler, Reranker
 
 _MIN_NORM = 1e-12
 """Shorter vectors are divided by this instead of their norm, which may be 0."""
@@ -73,11 +73,22 @@ def embed_job(call_id: int, request: internal.Embed, embedder: Embedder | None, 
     return PoolingJob(call_id, inputs, embedder, now + request.remaining_ms / 1e3, finish)
 
 
-def _check_input(param: str, token_ids: list[int], pooler: Pooler) -> None:
+def rerank_job(call_id: int, request: internal.Rerank, reranker: Reranker | None, now: float) -> PoolingJob:
+    """Checks a request and tokenizes its documents. Raises RequestError for those that can't be scored."""
+    if reranker is None:
+        raise errors.request_error(errors.Code.UNSUPPORTED, "this model scores no documents", param="model")
+    inputs = reranker.pair(request.query, request.documents)
+    for index, token_ids in enumerate(inputs):
+        _check_input(f"documents[{index}]", token_ids, reranker, "with the query ")
+    return PoolingJob(call_id, inputs, reranker, now + request.remaining_ms / 1e3, lambda rows: rows[:, :1])
+
+
+def _check_input(param: str, token_ids: list[int], pooler: Pooler, beside: str = "") -> None:
+    """Raises RequestError for an input that can't be computed; `beside` says what it has besides its own tokens."""
     if not 0 < len(token_ids) <= pooler.max_input_tokens:
         raise errors.request_error(
             errors.Code.PROMPT_TOO_LONG,
-            f"{param} has {len(token_ids)} tokens, 1 to {pooler.max_input_tokens} fit",
+            f"{param} has {beside}{len(token_ids)} tokens, 1 to {pooler.max_input_tokens} fit",
             param=param,
         )
     if max(token_ids) >= pooler.vocab_size:

@@ -7,7 +7,7 @@ from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
-from tokenbus.worker.engine.runner import Embedder
+from tokenbus.worker.engine.runner import Embedder, Reranker
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
@@ -19,20 +19,23 @@ class PoolingRunner:
         self,
         config: contract.EngineConfig,
         tokenizer: ModelTokenizer,
-        embedder: Embedder,
         close: Callable[[], None],
+        *,
+        embedder: Embedder | None = None,
+        reranker: Reranker | None = None,
     ) -> None:
         self.config = config
         self._tokenizer = tokenizer
         self.token_bytes: list[bytes] = []
         self.bundle: bytes | None = None
-        self.embedder: Embedder | None = embedder
+        self.embedder = embedder
+        self.reranker = reranker
         self.end_token_ids: frozenset[int] = frozenset()
         self.num_lanes = 1
         self._close = close
 
     def __repr__(self) -> str:
-        return f"<PoolingRunner {self.config.source} {self.embedder!r}>"
+        return f"<PoolingRunner {self.config.source} {self.embedder or self.reranker!r}>"
 
     def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
         raise AssertionError("this model generates nothing")

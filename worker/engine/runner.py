@@ -63,6 +63,14 @@ class Embedder(Pooler, Protocol):
         ...
 
 
+class Reranker(Pooler, Protocol):
+    """Scores documents: the first number of an input's row is the score. `pair` may be called from other threads."""
+
+    def pair(self, query: str, documents: Listing[str]) -> list[list[int]]:
+        """Returns an input for each document: its token ids and those of the query, as the model wants them."""
+        ...
+
+
 class Runner(Protocol):
     """Executes steps on one thread. `tokenize`, `encode` and the attributes may be used from other threads."""
 
@@ -73,6 +81,8 @@ class Runner(Protocol):
     bundle: bytes | None
     embedder: Embedder | None
     """None where the model makes no embeddings."""
+    reranker: Reranker | None
+    """None where the model scores no documents."""
     num_lanes: int
     """The number of lanes that running and cached sequences share."""
 

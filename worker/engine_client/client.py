@@ -29,7 +29,7 @@ from tokenbus.worker.engine_client.watchdog import StepWatchdog
 _CLOSE_TIMEOUT_S = 5.0
 _STALL_S = 1.0
 _MAX_POOLING = 64
-"""Requests for embeddings that may be pending at the same time."""
+"""Requests for embeddings and scores that may be pending at the same time."""
 
 
 class EngineClient(asyncio.Protocol):
@@ -122,6 +122,16 @@ class EngineClient(asyncio.Protocol):
     async def embed(self, request: internal.Embed) -> internal.EmbedResult:
         if not self._require_running().embedding_width:
             raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes no embeddings", param="model")
+        result = await self._pool(lambda call_id: ipc.EmbedCall(call_id, request))
+        return internal.EmbedResult(vectors=result.rows, prompt_tokens=result.prompt_tokens)
+
+    async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
+        if "rerank" not in self._require_running().features:
+            raise errors.request_error(errors.Code.UNSUPPORTED, "this model scores no documents", param="model")
+        result = await self._pool(lambda call_id: ipc.RerankCall(call_id, request))
+        return internal.RerankResult(scores=result.rows, prompt_tokens=result.prompt_tokens)
+
+    async def _pool(self, make_call: Callable[[int], ipc.EmbedCall | ipc.RerankCall]) -> ipc.PoolResult:
         if len(self._pooling) >= _MAX_POOLING:
             raise errors.request_error(errors.Code.OVERLOADED)
         # an idle engine's last step is long ago
@@ -129,10 +139,9 @@ class EngineClient(asyncio.Protocol):
             self._watchdog.restart(time.monotonic())
         self._idle.clear()
         try:
-            result = await self._pooling.call(lambda call_id: self._send(ipc.EmbedCall(call_id, request)))
+            return await self._pooling.call(lambda call_id: self._send(make_call(call_id)))
         finally:
             self._update_idle()
-        return internal.EmbedResult(vectors=result.rows, prompt_tokens=result.prompt_tokens)
 
     def clear_cache(self) -> None:
         if self._config is not None and not self._is_dead:

@@ -141,7 +141,7 @@ class PromptTokenizer:
 
 def _check_features(request: messages.GenerateRequest, worker: Worker) -> None:
     if "generate" not in worker.card.features:
-        raise errors.request_error(errors.Code.UNSUPPORTED, "this model only makes embeddings", param="model")
+        raise errors.request_error(errors.Code.UNSUPPORTED, "this model generates nothing", param="model")
     for need in validation.required_features(request):
         if need.feature not in worker.card.features:
             raise errors.request_error(

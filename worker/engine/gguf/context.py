@@ -88,7 +88,7 @@ def create_for_pooling(
     # llama.cpp aborts where its largest ubatch has not the same number of tokens for each of its sequences.
     capacity = -(-capacity // _CELLS) * _CELLS
     params.n_ctx = params.n_batch = capacity
-    # What reads the states of all tokens of an input has to have them in one ubatch.
+    # What reads all states of an input, and attention between all of them, needs the input in one ubatch.
     params.n_ubatch = capacity if outputs_all else min(settings.ubatch_tokens, capacity)
     params.n_outputs_max = capacity if outputs_all else POOLED_INPUTS
     params.n_seq_max = POOLED_INPUTS
@@ -98,7 +98,7 @@ def create_for_pooling(
     if context is None:
         raise ModelError(
             f"no context for inputs of {capacity} tokens could be made: {backend.last_error()}; pass a smaller "
-            "--context-length or --max-num-batched-tokens"
+            "--context-length or --ubatch-tokens"
         )
     return context
 

@@ -12,7 +12,8 @@ import llama_cpp
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.gguf import backend, metadata, pooling_type, settings_resolution
+from tokenbus.worker.engine.gguf import backend, metadata, settings_resolution
+from tokenbus.worker.engine.gguf.pooling import pooling_type
 from tokenbus.worker.engine.gguf.tokenizer import bundle
 from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
 from tokenbus.worker.engine.models import chat_formats, generation_config, pretrained_tokenizer

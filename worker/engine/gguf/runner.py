@@ -12,17 +12,18 @@ from llama_cpp import llama_cpp as llama
 
 from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker import contract
-from tokenbus.worker.engine.gguf import backend, context, kv_memory, pooler, probe, settings_resolution
+from tokenbus.worker.engine.gguf import backend, context, kv_memory, probe, settings_resolution
 from tokenbus.worker.engine.gguf.batch import Batch
 from tokenbus.worker.engine.gguf.lanes import Lanes
 from tokenbus.worker.engine.gguf.layout import GgufLayout
 from tokenbus.worker.engine.gguf.model import GgufModel, model_key
+from tokenbus.worker.engine.gguf.pooling import pooler
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.models import features
 from tokenbus.worker.engine.models.model_files import ModelFiles
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import DeviceError, Embedder, InsufficientMemoryError, ModelError, Runner
+from tokenbus.worker.engine.runner import DeviceError, Embedder, InsufficientMemoryError, ModelError, Reranker, Runner
 from tokenbus.worker.engine.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
@@ -67,6 +68,7 @@ class GgufRunner:
         self.token_bytes = self._tokenizer.token_bytes
         self.bundle = model.bundle
         self.embedder: Embedder | None = None
+        self.reranker: Reranker | None = None
         try:
             self._open(settings)
         except BaseException:

@@ -67,6 +67,13 @@ class EmbedCall(Message, frozen=True):
     request: internal.Embed
 
 
+class RerankCall(Message, frozen=True):
+    """Frontend to engine: score documents. The `PoolResult` has the same call id."""
+
+    call_id: int
+    request: internal.Rerank
+
+
 class ClearCache(Message, frozen=True):
     """Frontend to engine: drop every cached block that no sequence uses."""
 
@@ -90,7 +97,7 @@ class ExitReason(Message, frozen=True):
     text: str
 
 
-Command = Add | Abort | TokenizeCall | EmbedCall | ClearCache
+Command = Add | Abort | TokenizeCall | EmbedCall | RerankCall | ClearCache
 
 
 class Loading(Message, frozen=True):
@@ -192,7 +199,7 @@ class TokenizeResult(Message, frozen=True):
 
 
 class PoolResult(Message, frozen=True):
-    """Engine to frontend: the answer to an `EmbedCall`; empty with an error."""
+    """Engine to frontend: the answer to an `EmbedCall` or `RerankCall`; empty with an error."""
 
     call_id: int
     rows: bytes

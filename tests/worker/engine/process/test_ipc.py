@@ -58,6 +58,7 @@ COMMANDS: list[ipc.Command] = [
     ipc.Abort(2**40),
     ipc.ClearCache(),
     ipc.EmbedCall(3, internal.Embed(inputs=["x", [1, 2]], dimensions=4, remaining_ms=100.0)),
+    ipc.RerankCall(4, internal.Rerank(query="q", documents=["a"], remaining_ms=5.0)),
     ipc.TokenizeCall(1, internal.Tokenize(text="a\0é")),
     ipc.TokenizeCall(
         2,

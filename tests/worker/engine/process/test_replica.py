@@ -23,6 +23,7 @@ class Texts(ArithmeticRunner):
         super().__init__()
         assert self.embedder is not None
         self.embedder.tokenize = self._token_ids  # type: ignore[method-assign]
+        self.reranker = self.embedder  # type: ignore[assignment]
         self.is_asked = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
@@ -104,7 +105,11 @@ def code_of(report: ipc.Report) -> errors.Code | None:
     return None if error is None else error.code
 
 
-ASKS = [embed(7, "a", "b"), ipc.TokenizeCall(7, internal.Tokenize(text="a"))]
+def rerank(call_id: int, *documents: str) -> ipc.RerankCall:
+    return ipc.RerankCall(call_id, internal.Rerank(query="q", documents=list(documents), remaining_ms=9_000))
+
+
+ASKS = [embed(7, "a", "b"), rerank(7, "a", "b"), ipc.TokenizeCall(7, internal.Tokenize(text="a"))]
 
 
 @pytest.mark.parametrize("ask", ASKS)

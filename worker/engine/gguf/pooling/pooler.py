@@ -18,7 +18,8 @@ from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.gguf import backend, context, settings_resolution
 from tokenbus.worker.engine.gguf.batch import Batch, Part
 from tokenbus.worker.engine.gguf.model import GgufModel
-from tokenbus.worker.engine.gguf.pooling_type import PoolingType
+from tokenbus.worker.engine.gguf.pooling.pooling_type import PoolingType
+from tokenbus.worker.engine.gguf.pooling.rerank_prompt import RerankPrompt
 from tokenbus.worker.engine.pooling_runner import PoolingRunner
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import BatchLimits, DeviceError, InsufficientMemoryError, ModelError
@@ -36,8 +37,10 @@ class GgufPooler:
         assert model.pooling is not None
         self.vocab_size = model.tokenizer.size
         self.max_input_tokens = _longest_input(model, settings)
-        capacity = max(self.max_input_tokens, settings.max_num_batched_tokens)
-        self.batch_limits = BatchLimits(settings.max_num_batched_tokens, context.POOLED_INPUTS, is_padded=False)
+        # Attention takes a batch's tokens squared, though an input sees only itself, so larger batches are slower.
+        most = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
+        capacity = max(self.max_input_tokens, most)
+        self.batch_limits = BatchLimits(most, context.POOLED_INPUTS, is_padded=False)
         self._pooling = model.pooling
         self._open(model, settings, capacity, outputs_all=model.pooling in (PoolingType.MEAN, PoolingType.CLS))
         if not self._outputs_all and not self._is_causal:
@@ -114,20 +117,49 @@ class GgufEmbedder(GgufPooler):
         return self._tokenizer.encode_with_special_tokens(text)
 
 
+class GgufReranker(GgufPooler):
+    """Scores documents, as llama.cpp's server does: with the file's template `rerank`, if it has one."""
+
+    def __init__(self, model: GgufModel, settings: EngineSettings) -> None:
+        self._prompt = _rerank_prompt(model)
+        labels = int(llama.llama_model_n_cls_out(model.handle))
+        # A file with two labels has "yes" first, and llama.cpp makes probabilities of them.
+        if labels > 2 or (labels == 2 and not (model.metadata.text("general.architecture") or "").startswith("qwen3")):
+            raise ModelError(f"{model.files.weights}: sorts texts into {labels} classes, of which none is a score")
+        super().__init__(model, settings)
+
+    def pair(self, query: str, documents: Listing[str]) -> list[list[int]]:
+        return self._prompt.make(query, documents)
+
+
+def _rerank_prompt(model: GgufModel) -> RerankPrompt:
+    tokenizer, template = model.tokenizer, model.metadata.text("tokenizer.chat_template.rerank")
+    if template is None:
+        return RerankPrompt.from_tokens(tokenizer.pair_tokens, tokenizer.encode)
+    return RerankPrompt.from_template(template, tokenizer.rules.special_tokens, tokenizer.encode)
+
+
 def make_runner(model: GgufModel, settings: EngineSettings, release: Callable[[], None]) -> PoolingRunner:
     """Returns a replica of a model that generates nothing. `release` is called once the model isn't needed.
 
     Raises ModelError for settings that the model can't meet."""
     resolved = settings_resolution.resolve(settings, model.generation_config)
+    if model.pooling is PoolingType.RANK:
+        reranker = GgufReranker(model, resolved)
+        config = model.describe(resolved, reranker.max_input_tokens, ("rerank",))
+        return PoolingRunner(config, model.tokenizer, _close(reranker, release), reranker=reranker)
     embedder = GgufEmbedder(model, resolved)
     described = model.describe(resolved, embedder.max_input_tokens, ("embed",))
     config = codec.replace(described, embedding_width=embedder.width)
+    return PoolingRunner(config, model.tokenizer, _close(embedder, release), embedder=embedder)
 
+
+def _close(pooler: GgufPooler, release: Callable[[], None]) -> Callable[[], None]:
     def close() -> None:
-        embedder.close()
+        pooler.close()
         release()
 
-    return PoolingRunner(config, model.tokenizer, embedder, close)
+    return close
 
 
 def _longest_input(model: GgufModel, settings: EngineSettings) -> int:
