@@ -2,7 +2,8 @@
 
     python -m bench.models.random_encoder OUT.gguf --preset minilm
 
-`bert` attends to the whole input, and `qwen3` to what comes before a token. The vectors are noise.
+Models of the architecture `qwen3` attend to what comes before a token, the others to the whole input. The vectors are
+noise.
 """
 
 import argparse
@@ -29,7 +30,7 @@ class EncoderShape(NamedTuple):
     """The sizes of a model. Every head is `width // heads` wide."""
 
     arch: str
-    """`bert` or `qwen3`."""
+    """`bert`, `nomic-bert`, `jina-bert-v2`, `qwen3` or `gemma-embedding`."""
     pooling: str | None
     """The pooling that the file names: `mean`, `cls`, `last` or `rank`; None names none."""
     layers: int = 2
@@ -78,19 +79,21 @@ def _add_shape(writer: gguf.GGUFWriter, shape: EncoderShape) -> None:
     writer.add_head_count(shape.heads)
     if shape.pooling is not None:
         writer.add_pooling_type(gguf.PoolingType[shape.pooling.upper()])
-    if shape.arch == "bert":
+    if "bert" in shape.arch:
         writer.add_layer_norm_eps(EPSILON)
         writer.add_causal_attention(False)
     else:
         writer.add_layer_norm_rms_eps(EPSILON)
         writer.add_head_count_kv(shape.heads)
         writer.add_rope_freq_base(ROPE_BASE)
+        if shape.arch == "gemma-embedding":
+            writer.add_sliding_window(shape.context // 4)
         if shape.pooling == "rank":
             writer.add_classifier_output_labels(["yes", "no"])
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, shape: EncoderShape) -> None:
-    if shape.arch == "bert":
+    if "bert" in shape.arch:
         texts, kinds = _words(shape.vocab)
         writer.add_tokenizer_model("bert")
         writer.add_token_type_count(2)
@@ -128,7 +131,7 @@ def _words(size: int) -> tuple[list[str], list[gguf.TokenType]]:
 
 def _weights(shape: EncoderShape, num_labels: int, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
     """Yields every weight under llama.cpp's name for it. A matrix has the shape (outputs, inputs)."""
-    parts = _bert(shape, num_labels) if shape.arch == "bert" else _qwen3(shape)
+    parts = _bert(shape, num_labels) if "bert" in shape.arch else _qwen3(shape)
     for name, size in parts:
         std = 1.0 if name.endswith("_embd.weight") else 1 / math.sqrt(size[-1])
         if len(size) == 1:
@@ -141,16 +144,20 @@ def _bert(shape: EncoderShape, num_labels: int) -> Iterator[tuple[str, tuple[int
     width, inner = (shape.width,), (shape.feed_forward,)
     yield "token_embd.weight", (shape.vocab, *width)
     yield "token_types.weight", (2, *width)
-    yield "position_embd.weight", (shape.context, *width)
-    layer = (
+    if shape.arch == "bert":
+        yield "position_embd.weight", (shape.context, *width)
+    layer: tuple[tuple[str, tuple[int, ...]], ...] = (
         ("attn_q", width * 2), ("attn_k", width * 2), ("attn_v", width * 2), ("attn_output", width * 2),
         ("attn_output_norm", width), ("ffn_up", inner + width), ("ffn_down", width + inner),
         ("layer_output_norm", width),
     )  # fmt: skip
+    if shape.arch != "bert":
+        layer = (*layer, ("ffn_gate", inner + width))
     named = [(f"blk.{number}.{part}", size) for number in range(shape.layers) for part, size in layer]
     for name, size in [("token_embd_norm", width), *named]:
         yield f"{name}.weight", size
-        yield f"{name}.bias", size[:1]
+        if not name.endswith("gate"):
+            yield f"{name}.bias", size[:1]
     if shape.pooling == "rank":
         yield "cls.weight", width * 2
         yield "cls.bias", width
@@ -162,12 +169,15 @@ def _qwen3(shape: EncoderShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     width, inner, head = (shape.width,), (shape.feed_forward,), (shape.width // shape.heads,)
     yield "token_embd.weight", (shape.vocab, *width)
     yield "output_norm.weight", width
+    parts: tuple[tuple[str, tuple[int, ...]], ...] = (
+        ("attn_norm", width), ("attn_q", width * 2), ("attn_k", width * 2), ("attn_v", width * 2),
+        ("attn_output", width * 2), ("attn_q_norm", head), ("attn_k_norm", head), ("ffn_norm", width),
+        ("ffn_gate", inner + width), ("ffn_up", inner + width), ("ffn_down", width + inner),
+    )  # fmt: skip
+    if shape.arch == "gemma-embedding":
+        parts = (*parts, ("post_attention_norm", width), ("post_ffw_norm", width))
     for layer in range(shape.layers):
-        for part, size in (
-            ("attn_norm", width), ("attn_q", width * 2), ("attn_k", width * 2), ("attn_v", width * 2),
-            ("attn_output", width * 2), ("attn_q_norm", head), ("attn_k_norm", head), ("ffn_norm", width),
-            ("ffn_gate", inner + width), ("ffn_up", inner + width), ("ffn_down", width + inner),
-        ):  # fmt: skip
+        for part, size in parts:
             yield f"blk.{layer}.{part}.weight", size
     if shape.pooling == "rank":
         yield "cls.output.weight", (2, *width)
