@@ -1,4 +1,4 @@
-"""The client of a Tokenbus system: completions, embeddings, tokens, models and cancels over one connection."""
+"""The client of a Tokenbus system: completions, embeddings, ranks, tokens, models and cancels over one connection."""
 
 import secrets
 import time
@@ -17,6 +17,7 @@ from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 AnswerT = TypeVar("AnswerT", bound=messages.Message)
+ReplyT = TypeVar("ReplyT", messages.EmbedReply, messages.RerankReply)
 
 _DEFAULT_TIMEOUT_MS = 60_000.0
 _ANSWER_S = 1.0
@@ -24,6 +25,7 @@ _models = codec.Decoder(messages.ModelsReply)
 _embeds = codec.Decoder(messages.EmbedReply)
 _tokenizes = codec.Decoder(messages.TokenizeReply)
 _detokenizes = codec.Decoder(messages.DetokenizeReply)
+_reranks = codec.Decoder(messages.RerankReply)
 _cancels = codec.Decoder(messages.CancelReply)
 
 
@@ -96,7 +98,7 @@ class Client:
         """Makes a client for another tenant that shares this one's connection. Close only the first: that ends both.
 
         Its streams have reply subjects that begin with `inbox_prefix`, if given. Answers to its `models`, `embed`,
-        `tokenize`, `detokenize` and `cancel` come to the connection's own inbox in any case."""
+        `rerank`, `tokenize`, `detokenize` and `cancel` come to the connection's own inbox in any case."""
         other = Client(self._connection, tenant, self._names.prefix, self._encoding, self._tracer, inbox_prefix)
         await other._inbox.open()
         self._inboxes.append(other._inbox)
@@ -152,9 +154,18 @@ class Client:
 
     async def embed(self, model: str, request: messages.EmbedRequest, timeout_s: float = 60.0) -> messages.EmbedReply:
         """Returns the embeddings of a request's inputs. Raises RequestError if there are none."""
-        subject = self._names.embed(model, self._tenant)
-        answer = await self._request(subject, codec.encode(request, self._encoding), timeout_s)
-        reply = self._read(_embeds, answer)
+        return await self._ask_once(self._names.embed(model, self._tenant), request, _embeds, timeout_s)
+
+    async def rerank(
+        self, model: str, request: messages.RerankRequest, timeout_s: float = 60.0
+    ) -> messages.RerankReply:
+        """Returns a request's documents in the order of their relevance. Raises RequestError if there is none."""
+        return await self._ask_once(self._names.rerank(model, self._tenant), request, _reranks, timeout_s)
+
+    async def _ask_once(
+        self, subject: str, request: messages.Message, decoder: codec.Decoder[ReplyT], timeout_s: float
+    ) -> ReplyT:
+        reply = self._read(decoder, await self._request(subject, codec.encode(request, self._encoding), timeout_s))
         if reply.error:
             raise errors.RequestError(reply.error)
         return reply

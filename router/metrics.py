@@ -35,6 +35,7 @@ class RouterMetrics(MetricFamilies):
         self.tokenizations = Counter(
             f"{_P}_tokenizations", "Requests to tokenize or detokenize, by error code or ok.", ("op", "code")
         )
+        self.reranks = Counter(f"{_P}_reranks", "Requests to rank documents, by error code or ok.", ("code",))
         self.prompt_tokens = Counter(f"{_P}_prompt_tokens", "Prompt tokens of placements.", ("model",), models)
         self.overlap_tokens = Counter(
             f"{_P}_predicted_overlap_tokens",
@@ -79,6 +80,7 @@ class RouterMetrics(MetricFamilies):
         self.embeddings.labels("ok")
         for op in ("tokenize", "detokenize"):
             self.tokenizations.labels(op, "ok")
+        self.reranks.labels("ok")
 
     def show_models(self, served: Collection[str], seen: Iterable[str]) -> None:
         """Gives each served model a label, and keeps those of `seen` models while there is room."""

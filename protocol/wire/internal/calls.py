@@ -73,6 +73,28 @@ class EmbedResult(public.Message, frozen=True, kw_only=True, omit_defaults=True)
     """Why there are no embeddings."""
 
 
+class Rerank(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks a worker for the scores of documents. Asking again, or asking another worker, gives the same answer."""
+
+    query: str
+    """The query."""
+    documents: list[str]
+    """The documents."""
+    remaining_ms: Annotated[float, REMAINING_MS]
+    """Time left of the request's `timeout_ms`."""
+
+
+class RerankResult(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """The scores, or the error."""
+
+    scores: bytes = b""
+    """One for each document in their order, as 32-bit little-endian floats."""
+    prompt_tokens: int = 0
+    """Tokens of all documents, each with the query."""
+    error: errors.Error | None = None
+    """Why there are no scores."""
+
+
 class TokenizerPart(public.Message, frozen=True, kw_only=True):
     """One part of a worker's tokenizer bundle."""
 

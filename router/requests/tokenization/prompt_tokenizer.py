@@ -163,7 +163,7 @@ def _read_text(card: messages.Card, reply: internal.DetokenizeResult) -> str:
 
 def _check_features(request: messages.GenerateRequest, worker: Worker) -> None:
     if "generate" not in worker.card.features:
-        raise errors.request_error(errors.Code.UNSUPPORTED, "this model only makes embeddings", param="model")
+        raise errors.request_error(errors.Code.UNSUPPORTED, "this model generates nothing", param="model")
     for need in validation.required_features(request):
         _require(need, worker)
 

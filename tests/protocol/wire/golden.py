@@ -231,6 +231,24 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     ("everything", messages.DetokenizeRequest(id="t-1", token_ids=[1, 2], timeout_ms=60_000.0)),
     ("a text", messages.DetokenizeReply(id="t-1", model="m", text="Grüß")),
     ("an error", messages.DetokenizeReply(id="t-1", error=ERROR)),
+    ("a query", messages.RerankRequest(query="Which?", documents=["this", "that"])),
+    (
+        "all fields",
+        messages.RerankRequest(id="k-1", query="Which?", documents=["this"], top_n=1, timeout_ms=5_000.0),
+    ),
+    (
+        "results",
+        messages.RerankReply(
+            id="k-1",
+            model="m",
+            results=[
+                messages.RankedDocument(index=1, relevance_score=2.5),
+                messages.RankedDocument(index=0, relevance_score=-0.5),
+            ],
+            usage=USAGE,
+        ),
+    ),
+    ("an error", messages.RerankReply(id="k-1", error=ERROR)),
     ("what must be there", CARD),
     ("everything", FULL_CARD),
     (
@@ -372,6 +390,9 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ),
     ("embeddings", internal.EmbedResult(vectors=b"\x00\x00\x80?", prompt_tokens=3)),
     ("no embeddings", internal.EmbedResult(error=ERROR)),
+    ("documents", internal.Rerank(query="Which?", documents=["this", "that"], remaining_ms=5_000.0)),
+    ("scores", internal.RerankResult(scores=b"\x00\x00\x80?\x00\x00\x00?", prompt_tokens=9)),
+    ("no scores", internal.RerankResult(error=ERROR)),
     ("a text", internal.Tokenize(text="Hello")),
     (
         "a conversation",
