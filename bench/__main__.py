@@ -17,6 +17,7 @@ STANDALONE = {
     "decode_8": ("bench.serving.decode", "--streams", "8"),
     "structured_1": ("bench.serving.structured", "--streams", "1"),
     "structured_8": ("bench.serving.structured", "--streams", "8"),
+    "embed": ("bench.serving.embed",),
     "conversation": ("bench.serving.conversation",),
     "idle_cache": ("bench.serving.idle_cache",),
     "choice": ("bench.choice",),

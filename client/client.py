@@ -1,13 +1,14 @@
-"""The client of a Tokenbus system: completions, embeddings, tokens, models and cancels over one connection."""
+"""The client of a Tokenbus system: completions, embeddings, ranks, tokens, models and cancels over one connection."""
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from nats.aio.msg import Msg
 
-from tokenbus.client.choices import Choices
+from tokenbus.client.choices import AnyChoices, Batch, Choices
 from tokenbus.client.inbox import Inbox
 from tokenbus.client.stream import Stream
 from tokenbus.protocol.bus import bus
@@ -16,6 +17,7 @@ from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 AnswerT = TypeVar("AnswerT", bound=messages.Message)
+ReplyT = TypeVar("ReplyT", messages.EmbedReply, messages.RerankReply)
 
 _DEFAULT_TIMEOUT_MS = 60_000.0
 _ANSWER_S = 1.0
@@ -23,6 +25,7 @@ _models = codec.Decoder(messages.ModelsReply)
 _embeds = codec.Decoder(messages.EmbedReply)
 _tokenizes = codec.Decoder(messages.TokenizeReply)
 _detokenizes = codec.Decoder(messages.DetokenizeReply)
+_reranks = codec.Decoder(messages.RerankReply)
 _cancels = codec.Decoder(messages.CancelReply)
 
 
@@ -95,7 +98,7 @@ class Client:
         """Makes a client for another tenant that shares this one's connection. Close only the first: that ends both.
 
         Its streams have reply subjects that begin with `inbox_prefix`, if given. Answers to its `models`, `embed`,
-        `tokenize`, `detokenize` and `cancel` come to the connection's own inbox in any case."""
+        `rerank`, `tokenize`, `detokenize` and `cancel` come to the connection's own inbox in any case."""
         other = Client(self._connection, tenant, self._names.prefix, self._encoding, self._tracer, inbox_prefix)
         await other._inbox.open()
         self._inboxes.append(other._inbox)
@@ -133,13 +136,16 @@ class Client:
         return stream
 
     def generate_choices(
-        self, model: str, request: messages.GenerateRequest, n: int, *, headers: tracing.Headers = None
-    ) -> Choices:
-        """Asks for `n` answers to one request, and returns their streams at once. Raises ValueError for a name that no
-        model can have."""
-        if request.id is None:
-            request = codec.replace(request, id=secrets.token_urlsafe(16))
-        return Choices(request, n, lambda one: self.generate(model, one, headers=headers))
+        self, model: str, requests: Sequence[messages.GenerateRequest], n: int, *, headers: tracing.Headers = None
+    ) -> AnyChoices:
+        """Asks for `n` answers to each of one or several requests, and returns their streams at once. Raises ValueError
+        for a name that no model can have."""
+
+        def submit(request: messages.GenerateRequest) -> Stream:
+            return self.generate(model, request, headers=headers)
+
+        requests = [one if one.id else codec.replace(one, id=secrets.token_urlsafe(16)) for one in requests]
+        return Choices(requests[0], n, submit) if len(requests) == 1 else Batch(requests, n, submit)
 
     async def models(self, timeout_s: float = 5.0) -> messages.ModelsReply:
         """Returns what is being served. Raises RequestError(no_worker) if no router answers."""
@@ -148,9 +154,18 @@ class Client:
 
     async def embed(self, model: str, request: messages.EmbedRequest, timeout_s: float = 60.0) -> messages.EmbedReply:
         """Returns the embeddings of a request's inputs. Raises RequestError if there are none."""
-        subject = self._names.embed(model, self._tenant)
-        answer = await self._request(subject, codec.encode(request, self._encoding), timeout_s)
-        reply = self._read(_embeds, answer)
+        return await self._ask_once(self._names.embed(model, self._tenant), request, _embeds, timeout_s)
+
+    async def rerank(
+        self, model: str, request: messages.RerankRequest, timeout_s: float = 60.0
+    ) -> messages.RerankReply:
+        """Returns a request's documents in the order of their relevance. Raises RequestError if there is none."""
+        return await self._ask_once(self._names.rerank(model, self._tenant), request, _reranks, timeout_s)
+
+    async def _ask_once(
+        self, subject: str, request: messages.Message, decoder: codec.Decoder[ReplyT], timeout_s: float
+    ) -> ReplyT:
+        reply = self._read(decoder, await self._request(subject, codec.encode(request, self._encoding), timeout_s))
         if reply.error:
             raise errors.RequestError(reply.error)
         return reply

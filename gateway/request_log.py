@@ -4,7 +4,7 @@ import time
 
 import structlog
 
-from tokenbus.gateway.generation.usage import usage_of
+from tokenbus.gateway.generation.usage import total_usage
 from tokenbus.gateway.metrics import GatewayMetrics
 from tokenbus.protocol.http.disconnects import Disconnect
 from tokenbus.protocol.wire import messages, subjects
@@ -24,7 +24,9 @@ class RequestLog:
         self._tenant: str | None = None
         self._was_logged = False
         self._first_s: float | None = None
-        self._terminals: list[messages.Chunk] = []
+        self._terminals: dict[int, messages.Chunk] = {}
+        """By choice, in the order in which they came."""
+        self._n = 1
         self._usage: messages.Usage | None = None
         """The tokens of a call; those of completions are in their terminals."""
         self._resubmitted_as: str | None = None
@@ -47,8 +49,11 @@ class RequestLog:
     def set_tenant(self, tenant: str) -> None:
         self._tenant = tenant
 
-    def received(self, model: str | None = None, *, stream: bool | None = None, body_bytes: int = 0) -> None:
-        """Writes the first line; `model` is None if the request could not be parsed."""
+    def received(
+        self, model: str | None = None, *, stream: bool | None = None, body_bytes: int = 0, n: int = 1
+    ) -> None:
+        """Writes the first line; `model` is None if the request could not be parsed. Each prompt gets `n` answers."""
+        self._n = n
         self._was_logged = True
         self._log.info(
             "request_received",
@@ -59,14 +64,14 @@ class RequestLog:
             body_bytes=body_bytes,
         )
 
-    def on_chunk(self, chunk: messages.Chunk) -> None:
+    def on_chunk(self, chunk: messages.Chunk, choice: int = 0) -> None:
         """Notes the time of the first token, the id under which the request was submitted again, and the terminals."""
         if chunk.tokens and self._first_s is None:
             self._first_s = self.age_s
         if not chunk.id.startswith(self.request_id):
             self._resubmitted_as = chunk.id
         if chunk.finish_reason is not None:
-            self._terminals.append(chunk)
+            self._terminals[choice] = chunk
 
     def set_usage(self, usage: messages.Usage | None) -> None:
         """Notes the tokens that were computed for a reply that is no completion."""
@@ -81,8 +86,10 @@ class RequestLog:
         the client was lost, if it was lost before it had its whole answer."""
         if not self._was_logged:
             self.received()
-        terminal = self._terminals[-1] if self._terminals else None
-        usage = usage_of([one.usage for one in self._terminals if one.usage]) or self._usage
+        terminals = self._terminals
+        terminal = terminals[next(reversed(terminals))] if terminals else None
+        usages = {choice: one.usage for choice, one in terminals.items() if one.usage}
+        usage = total_usage(usages, self._n) or self._usage
         error = terminal.error if terminal and terminal.error else None
         reason = terminal.finish_reason if terminal else messages.FinishReason.CANCELLED if disconnect else None
         self._count(status, usage, disconnect)

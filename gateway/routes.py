@@ -26,6 +26,7 @@ from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.endpoint import Endpoint, Services
 from tokenbus.gateway.http.http_errors import ApiError
 from tokenbus.gateway.openai import chat_request, error_bodies, schemas
+from tokenbus.gateway.openai.completions import request as completions_request
 from tokenbus.gateway.openai.responses import request as responses_request
 from tokenbus.gateway.openai.responses.response import STREAMED_ERRORS
 from tokenbus.gateway.vllm import token_calls
@@ -108,6 +109,7 @@ CALLS: dict[str, CallDialect[Any, Any]] = {
 """The endpoints that are answered in one piece and generate nothing, by path."""
 GENERATING: dict[str, Dialect] = {
     "/v1/chat/completions": _CHAT_COMPLETIONS,
+    "/v1/completions": Dialect(completions_request.parse, error_bodies.encode),
     "/v1/responses": Dialect(responses_request.parse, error_bodies.encode, streamed_errors=STREAMED_ERRORS),
     "/v1/messages": _MESSAGES,
 }

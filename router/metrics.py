@@ -39,6 +39,7 @@ class RouterMetrics(MetricFamilies):
         self.tokenizations = Counter(
             f"{_P}_tokenizations", "Requests to tokenize or detokenize, by error code or ok.", ("op", "code")
         )
+        self.reranks = Counter(f"{_P}_reranks", "Requests to rank documents, by error code or ok.", ("code",))
         self.prompt_tokens = Counter(f"{_P}_prompt_tokens", "Prompt tokens of placements.", ("model",), models)
         self.overlap_tokens = Counter(
             f"{_P}_predicted_overlap_tokens",
@@ -85,6 +86,7 @@ class RouterMetrics(MetricFamilies):
             self.tokenizations.labels(op, "ok")
         for outcome in ("complete", "expired", "given_up", "failed"):
             self.uploads.labels(outcome)
+        self.reranks.labels("ok")
 
     def show_models(self, served: Collection[str], seen: Iterable[str]) -> None:
         """Gives each served model a label, and keeps those of `seen` models while there is room."""

@@ -16,19 +16,20 @@ from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.process import reload, shutdown
 from tokenbus.protocol.telemetry import metrics, status, tracing
-from tokenbus.protocol.wire import subjects
+from tokenbus.protocol.wire import codec, internal, subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.models import ModelCatalog
 from tokenbus.router.placement.policies import make_policies
 from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.dispatch import Dispatcher
-from tokenbus.router.requests.embeddings import Embeddings
 from tokenbus.router.requests.flight import Flights
 from tokenbus.router.requests.guardianship import Guardianship
 from tokenbus.router.requests.intake import Intake
 from tokenbus.router.requests.internal_parts import InternalParts
 from tokenbus.router.requests.lifecycle import RequestLifecycle
+from tokenbus.router.requests.pooling.embeddings import Embeddings
+from tokenbus.router.requests.pooling.reranks import Reranks
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue, PolicySettings
 from tokenbus.router.requests.queueing.rate_limiter import RateLimiter
 from tokenbus.router.requests.recovery import Recovery
@@ -82,8 +83,25 @@ class Router:
             self._rate_limiter,
             self._telemetry,
         )
-        self._embeddings = Embeddings(self._replies, workers, self.fleet, rng, self.metrics, tracer)
         self._tokenizations = TokenizeRequests(self._replies, prompts, self.fleet, self.metrics, tracer)
+        self._embeddings = Embeddings(
+            self._replies,
+            workers,
+            self.fleet,
+            rng,
+            codec.Decoder(internal.EmbedResult),
+            self.metrics.embeddings,
+            tracer,
+        )
+        self._reranks = Reranks(
+            self._replies,
+            workers,
+            self.fleet,
+            rng,
+            codec.Decoder(internal.RerankResult),
+            self.metrics.reranks,
+            tracer,
+        )
         self._intake = Intake(
             bus,
             self._replies,
@@ -94,6 +112,7 @@ class Router:
             self._lifecycle,
             self._embeddings,
             self._tokenizations,
+            self._reranks,
             terminals,
             self.metrics,
         )
@@ -171,12 +190,14 @@ class Router:
         await self._lifecycle.drain()
         await self._embeddings.drain()
         await self._tokenizations.drain()
+        await self._reranks.drain()
 
     async def shut_down(self) -> None:
         """Hands over or ends every request that no worker has. The router sends nothing afterwards."""
         await self._lifecycle.shut_down(self._guardianship.offer)
         await self._embeddings.shut_down()
         await self._tokenizations.shut_down()
+        await self._reranks.shut_down()
         self._parts.receiver.stop()
         self._replies.send_pending()
 

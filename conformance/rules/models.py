@@ -1,4 +1,4 @@
-"""Rules of models, embeddings, tokens and the separation of tenants."""
+"""Rules of models, embeddings, ranked documents, tokens and the separation of tenants."""
 
 import asyncio
 
@@ -139,6 +139,25 @@ def check_text(reply: Message, request_id: str, text: str) -> None:
     expect(reply["text"].strip() == text, f"the text is {shorten(reply['text'])}")
 
 
+async def rerank(probe: Probe) -> None:
+    """rerank is answered once, with results or with an error, under the request's id."""
+    request_id = probe.new_id()
+    subject = probe.names.rerank(probe.target.model, probe.tenant)
+    body = {"id": request_id, "query": "one", "documents": ["one", "two"], "top_n": 1}
+    exchange = await probe.send(body, subject=subject)
+    await exchange.first("a reply")
+    await asyncio.sleep(0.2)
+    expect(len(exchange.messages) == 1, f"{len(exchange.messages)} replies")
+    check_ranks(exchange.messages[0], request_id, num_documents=2, count=1)
+
+
+async def rerank_invalid(probe: Probe) -> None:
+    """A malformed rerank is answered with {id, error}."""
+    reply = await probe.call(probe.names.rerank(probe.target.model, probe.tenant), b"not a message")
+    stream_checks.check_error(reply.get("error"))
+    expect(isinstance(reply.get("id"), str), f"the id is {shorten(reply.get('id'))}")
+
+
 def check_models(reply: Message) -> None:
     """Checks the whole reply. Cards may be missing from a truncated one."""
     field_types.check(reply, {"models": field_types.list_of(field_types.MAP)}, "the reply")
@@ -162,4 +181,21 @@ def check_embeddings(reply: Message, request_id: str, count: int) -> None:
     expect(field_types.list_of(field_types.list_of(field_types.NUMBER)).holds(rows), f"embeddings is {shorten(rows)}")
     assert isinstance(rows, list)
     expect(len(rows) == count, f"{len(rows)} embeddings for {count} inputs")
+    field_types.check(reply, {"model": field_types.NAME, "usage": field_types.MAP}, "the reply")
+
+
+def check_ranks(reply: Message, request_id: str, *, num_documents: int, count: int) -> None:
+    expect(reply.get("id") == request_id, f"the id is {shorten(reply.get('id'))}")
+    if reply.get("error") is not None:
+        stream_checks.check_error(reply["error"])
+        return
+    results = reply.get("results")
+    expect(field_types.list_of(field_types.MAP).holds(results), f"results is {shorten(results)}")
+    assert isinstance(results, list)
+    expect(len(results) == count, f"{len(results)} results, {count} were asked for")
+    for result in results:
+        field_types.check(result, {"index": field_types.COUNT, "relevance_score": field_types.NUMBER}, "a result")
+    places, scores = [one["index"] for one in results], [one["relevance_score"] for one in results]
+    expect(len({*places}) == count and max(places) < num_documents, f"the indices are {places}")
+    expect(scores == sorted(scores, reverse=True), f"the scores are {scores}")
     field_types.check(reply, {"model": field_types.NAME, "usage": field_types.MAP}, "the reply")

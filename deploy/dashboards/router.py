@@ -78,6 +78,13 @@ _PLACEMENT = (
         (Query(rate(f"{_P}_tokenizations_total", ROUTER_FILTER, "op, code"), "{{op}}: {{code}}"),),
         "stacked",
     ),
+    Panel(
+        "Requests to rank documents, by result",
+        "If anything but `ok` grows, look for `rerank_finished` in the router's log.",
+        "reqps",
+        (Query(rate(f"{_P}_reranks_total", ROUTER_FILTER, "code"), "{{code}}"),),
+        "stacked",
+    ),
 )
 
 _QUEUE = (

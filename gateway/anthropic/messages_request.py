@@ -95,6 +95,11 @@ class ParsedMessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     names: FieldNames
     n: int = 1
 
+    @property
+    def requests(self) -> tuple[wire.GenerateRequest, ...]:
+        """The one request that it makes."""
+        return (self.request,)
+
     def encoder(self, head: ResponseHead) -> messages_response.MessageEncoder:
         """Returns the encoder of a response that is streamed."""
         return messages_response.MessageEncoder(head)

@@ -23,7 +23,7 @@ class EventEncoder(Protocol):
     """Encodes the answers to one request as server-sent events."""
 
     def encode(self, choice: int, events: Sequence[AnswerEvent]) -> list[bytes]:
-        """Returns the events of one chunk of an answer. Requests for several answers (`n`) have as many choices."""
+        """Returns the events of one chunk of an answer. The answers to the first prompt are the first `n` choices."""
         ...
 
     def end(self) -> list[bytes]:
@@ -40,13 +40,15 @@ class EventEncoder(Protocol):
 
 
 class ParsedRequest(Protocol):
-    """A valid request of an API, as a request of the wire, and the form that its response has."""
+    """A valid request of an API, as requests of the wire, and the form that its response has."""
 
     @property
     def model(self) -> str: ...
 
     @property
-    def request(self) -> messages.GenerateRequest: ...
+    def requests(self) -> Sequence[messages.GenerateRequest]:
+        """One for each prompt, each with an id that begins with that of the HTTP request."""
+        ...
 
     @property
     def stream(self) -> bool:
@@ -55,7 +57,7 @@ class ParsedRequest(Protocol):
 
     @property
     def n(self) -> int:
-        """The number of answers."""
+        """The number of answers to each prompt."""
         ...
 
     def encoder(self, head: ResponseHead) -> EventEncoder:

@@ -4,7 +4,7 @@ import functools
 import time
 from collections.abc import Callable
 
-from tokenbus.client.choices import Choices
+from tokenbus.client.choices import AnyChoices
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import Dialect, EventEncoder, ParsedRequest, ResponseHead
 from tokenbus.gateway.http import body, http_errors
@@ -27,9 +27,9 @@ class GenerationEndpoint(Endpoint):
     async def _serve(self, exchange: Exchange) -> None:
         request, writer, log = exchange.request, exchange.writer, exchange.log
         parsed = await self._read(exchange)
-        served_as = self._services.aliases.resolve(parsed.model, parsed.request.session_id or exchange.request_id)
+        served_as = self._services.aliases.resolve(parsed.model, parsed.requests[0].session_id or exchange.request_id)
         client, headers = exchange.tenant.client, exchange.span.headers()
-        submit = functools.partial(client.generate_choices, served_as, parsed.request, parsed.n, headers=headers)
+        submit = functools.partial(client.generate_choices, served_as, parsed.requests, parsed.n, headers=headers)
         try:
             await body.cancel_on_disconnect(request.receive, self._respond(submit, parsed, writer, log))
         except http_errors.ApiError as error:
@@ -39,20 +39,20 @@ class GenerationEndpoint(Endpoint):
         # In a method of its own, so that nothing holds the body while the request is served.
         payload = await body.read(exchange.request, self._services.bodies.max_body_bytes, exchange.held_body)
         parsed = self._dialect.parse(payload, exchange.request.headers, exchange.request_id)
-        exchange.log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload))
+        exchange.log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload), n=parsed.n)
         return parsed
 
     async def _respond(
-        self, submit: Callable[[], Choices], parsed: ParsedRequest, writer: ResponseWriter, log: RequestLog
+        self, submit: Callable[[], AnyChoices], parsed: ParsedRequest, writer: ResponseWriter, log: RequestLog
     ) -> None:
-        choices = submit()
+        choices, num_choices = submit(), len(parsed.requests) * parsed.n
         head = ResponseHead(choices.request_id, int(time.time()), parsed.model)
         with self._services.limit.track(choices):
             async with choices:  # leaving the block cancels the request
                 if parsed.stream:
                     await stream_response(
                         choices,
-                        parsed.n,
+                        num_choices,
                         parsed.encoder(head),
                         writer,
                         log,
@@ -60,20 +60,20 @@ class GenerationEndpoint(Endpoint):
                     )
                 else:
                     encode = functools.partial(parsed.encode_whole, head)
-                    await respond(choices, parsed.n, encode, writer, log)
+                    await respond(choices, num_choices, encode, writer, log)
 
 
 async def respond(
-    choices: Choices,
-    n: int,
+    choices: AnyChoices,
+    num_choices: int,
     encode: Callable[[list[AnswerReader]], bytes],
     writer: ResponseWriter,
     log: RequestLog,
 ) -> None:
     """Waits for the ends of all answers, and sends one response. Raises ApiError if one of them fails."""
-    answers = [AnswerReader() for _ in range(n)]
+    answers = [AnswerReader() for _ in range(num_choices)]
     async for number, chunk in choices.chunks():
-        log.on_chunk(chunk)
+        log.on_chunk(chunk, number)
         answers[number].read(chunk)
         response = http_errors.from_terminal(chunk)
         if response is not None:
@@ -82,8 +82,8 @@ async def respond(
 
 
 async def stream_response(
-    choices: Choices,
-    n: int,
+    choices: AnyChoices,
+    num_choices: int,
     encoder: EventEncoder,
     writer: ResponseWriter,
     log: RequestLog,
@@ -92,11 +92,11 @@ async def stream_response(
 ) -> None:
     """Sends the answers as events. Raises ApiError if one of them fails before the first event, unless the error is to
     be streamed."""
-    answers = [AnswerReader() for _ in range(n)]
-    num_open = n
+    answers = [AnswerReader() for _ in range(num_choices)]
+    num_open = num_choices
     sent_s = 0.0
     async for number, chunk in choices.chunks():
-        log.on_chunk(chunk)
+        log.on_chunk(chunk, number)
         events = answers[number].read(chunk)
         encoded = encoder.encode(number, events) if events else []
         response = http_errors.from_terminal(chunk)

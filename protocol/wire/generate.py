@@ -75,6 +75,9 @@ class GenerateRequest(Message, GenerationParams, frozen=True, kw_only=True, omit
     """A conversation of at most 4,096 turns, rendered with the model's chat template."""
     prompt: str | None = None
     """A text that is tokenized as it is: names of special tokens in it are plain text."""
+    suffix: str | None = None
+    """A text that follows the completion, which fills the gap between `prompt` and this. Only with `prompt`, and models
+    that have the feature `fim`."""
     token_ids: list[int] | None = None
     """A prompt that is already tokenized."""
     chat_template_kwargs: dict[str, Any] | None = None

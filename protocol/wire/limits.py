@@ -5,6 +5,8 @@ MAX_NAME_BYTES = 128
 """Model, tenant, worker and router names. Together they must stay far below the broker's limit for a subject."""
 MAX_EMBED_INPUTS = 2_048
 """Inputs of one embed request."""
+MAX_RERANK_DOCUMENTS = 1_000
+"""Documents of one rerank request."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1_024
 MAX_STOP_TOKEN_IDS = 128

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire import errors, limits
 from tokenbus.protocol.wire.cards import (
     Card,
     Load,
@@ -39,7 +39,7 @@ from tokenbus.protocol.wire.generate import (
     TokenizeReply,
     TokenizeRequest,
 )
-from tokenbus.protocol.wire.params import TIMEOUT_MS, JsonSchema, ResponseFormat
+from tokenbus.protocol.wire.params import TIMEOUT_MS, JsonSchema, Range, ResponseFormat
 
 __all__ = [
     "CancelReply",
@@ -63,7 +63,10 @@ __all__ = [
     "Pids",
     "PreviousEpoch",
     "Progress",
+    "RankedDocument",
     "RefusedCard",
+    "RerankReply",
+    "RerankRequest",
     "ResponseFormat",
     "ResumeFrom",
     "ResyncReply",
@@ -328,3 +331,42 @@ class EmbedReply(Message, frozen=True, kw_only=True):
     """Tokens of all inputs."""
     error: errors.Error | UnsetType = UNSET
     """Why there are no embeddings."""
+
+
+class RerankRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks how relevant documents are to a query."""
+
+    id: str | None = None
+    """Like the id of a `generate` request."""
+    query: str | None = None
+    """The query."""
+    documents: list[str] | None = None
+    """The documents."""
+    top_n: Annotated[int | None, Range(1, limits.MAX_TOKENS)] = None
+    """The number of results; one for each document if absent."""
+    timeout_ms: Annotated[float | None, TIMEOUT_MS] = None
+    """Time from the router's receipt to its answer. 60,000 if absent."""
+
+
+class RankedDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """A document's place in the order."""
+
+    index: int
+    """The number of the document in the request, from 0."""
+    relevance_score: float
+    """The number that the model computed for it: greater is more relevant."""
+
+
+class RerankReply(Message, frozen=True, kw_only=True):
+    """The documents in the order of their scores, or the error."""
+
+    id: str
+    """The request's id."""
+    model: str | UnsetType = UNSET
+    """The model that scored them."""
+    results: list[RankedDocument] | UnsetType = UNSET
+    """The most relevant document first; of equal scores, the earlier document."""
+    usage: Usage | UnsetType = UNSET
+    """Tokens of all documents, each with the query."""
+    error: errors.Error | UnsetType = UNSET
+    """Why there are no results."""

@@ -17,7 +17,7 @@ TENANT_PLACEHOLDER = "{tenant}"
 PROBE_SUFFIX = ":again"
 """Ends the `gone` subject of a chunk that was sent only to see whether the client is still there."""
 
-_OF_MODELS = ("generate", "embed", "tokenize", "detokenize")
+_OF_MODELS = ("generate", "embed", "rerank", "tokenize", "detokenize")
 """Operations whose subject names a model, and perhaps a tenant."""
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
@@ -155,6 +155,7 @@ class Subjects:
         self.all_embeds = (f"{prefix}.embed.*", f"{prefix}.embed.*.*")
         self.all_tokenizes = (f"{prefix}.tokenize.*", f"{prefix}.tokenize.*.*")
         self.all_detokenizes = (f"{prefix}.detokenize.*", f"{prefix}.detokenize.*.*")
+        self.all_reranks = (f"{prefix}.rerank.*", f"{prefix}.rerank.*.*")
         self.all_resyncs = (f"{prefix}.resync.*", f"{prefix}.resync.*.*")
         self.all_guards = (f"{prefix}.guard.*", f"{prefix}.guard.*.*")
         self.all_cancels = (f"{prefix}.cancel.*", f"{prefix}.cancel.*.*")
@@ -174,6 +175,9 @@ class Subjects:
 
     def detokenize(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
         return self._with_tenant("detokenize", model, tenant)
+
+    def rerank(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
+        return self._with_tenant("rerank", model, tenant)
 
     def models_for(self, tenant: str = DEFAULT_TENANT) -> str:
         return self.models[0] if tenant == DEFAULT_TENANT else f"{self.models[0]}.{encode_name(tenant)}"

@@ -35,6 +35,8 @@ def check_request(request: messages.GenerateRequest) -> None:
     codec.check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
     if request.tools and request.messages is None:
         raise invalid_field("tools", _TOOLS_NEED_MESSAGES)
+    if request.suffix and request.prompt is None:
+        raise invalid_field("suffix", "needs prompt: other prompts have no gap to fill")
     if request.resume_from is not None:
         _check_resume_from(request.resume_from, request)
 
@@ -141,6 +143,8 @@ def check_ranges(struct: msgspec.Struct, path: str = "") -> None:
 def required_features(request: messages.GenerateRequest) -> Iterator[RequiredFeature]:
     """Yields the features that a request needs beyond plain generation. A value that changes nothing needs none."""
     yield from required_run_features(request)
+    if request.suffix:
+        yield RequiredFeature("fim", "suffix")
     if request.lora:
         yield RequiredFeature("lora", "lora")
     if request.resume_from is not None:

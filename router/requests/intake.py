@@ -16,12 +16,15 @@ from tokenbus.protocol.bus.bus import Bus, Subscription
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.receiver import PartsReceiver
-from tokenbus.protocol.wire import codec, embeddings, errors, messages, subjects, validation
+from tokenbus.protocol.wire import codec, errors, messages, subjects, validation
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.models import ModelCatalog
-from tokenbus.router.requests.embeddings import EmbeddingRequest, Embeddings
 from tokenbus.router.requests.flight import Flight
 from tokenbus.router.requests.lifecycle import RequestLifecycle
+from tokenbus.router.requests.pooling.embeddings import Embeddings
+from tokenbus.router.requests.pooling.pooling_request import BodyT, PoolingRequest, WorkT
+from tokenbus.router.requests.pooling.pooling_requests import PoolingRequests, ResultT
+from tokenbus.router.requests.pooling.reranks import Reranks
 from tokenbus.router.requests.terminals import TerminalPublisher
 from tokenbus.router.requests.tokenization.tokenize_requests import TokenizeCall, TokenizeRequests
 
@@ -30,6 +33,7 @@ _resyncs = codec.Decoder(messages.ResyncRequest)
 _embeds = codec.Decoder(messages.EmbedRequest)
 _tokenizes = codec.Decoder(messages.TokenizeRequest)
 _detokenizes = codec.Decoder(messages.DetokenizeRequest)
+_reranks = codec.Decoder(messages.RerankRequest)
 _DUPLICATE_GRACE_S = 0.05
 """A request whose id is in flight is tried again after this long: its client may have seen the end of the earlier one
 before this router has."""
@@ -52,6 +56,7 @@ class Intake:
         lifecycle: RequestLifecycle,
         embeddings: Embeddings,
         tokenizations: TokenizeRequests,
+        reranks: Reranks,
         terminals: TerminalPublisher,
         metrics: RouterMetrics,
     ) -> None:
@@ -73,6 +78,7 @@ class Intake:
         self._lifecycle = lifecycle
         self._embeddings = embeddings
         self._tokenizations = tokenizations
+        self._reranks = reranks
         self._terminals = terminals
         self._metrics = metrics
         self._subscriptions: list[Subscription] = []
@@ -99,6 +105,7 @@ class Intake:
             *((subject, self._on_embed) for subject in self._names.all_embeds),
             *((subject, self._on_tokenize) for subject in self._names.all_tokenizes),
             *((subject, self._on_detokenize) for subject in self._names.all_detokenizes),
+            *((subject, self._on_rerank) for subject in self._names.all_reranks),
             *((subject, self._on_models) for subject in self._names.models),
         ]
         for subject, callback in shared:
@@ -159,28 +166,41 @@ class Intake:
         self._duplicates[timer] = try_again
 
     def _on_embed(self, message: Msg) -> None:
+        self._take(message, self._on_embed, _embeds, self._embeddings)
+
+    def _on_rerank(self, message: Msg) -> None:
+        self._take(message, self._on_rerank, _reranks, self._reranks)
+
+    def _take(
+        self,
+        message: Msg,
+        take_whole: Callable[[Msg], None],
+        decoder: codec.Decoder[BodyT],
+        requests: PoolingRequests[BodyT, WorkT, ResultT],
+    ) -> None:
+        """Takes a request with one answer and no stream."""
         if not self._may_answer(message):
             return
         encoding, request_id = codec.Encoding.JSON, ""
         try:
             encoding = codec.encoding_of(message.headers)
-            if self._parts.announced(message, self._names.tenant_token(message.subject), self._on_embed):
+            if self._parts.announced(message, self._names.tenant_token(message.subject), take_whole):
                 return
             self._check_size(message)
-            body = _embeds.decode(message.data, encoding)
+            body = decoder.decode(message.data, encoding)
             validation.check_id(body.id)
             request_id = body.id or secrets.token_urlsafe(16)
-            address, work = self._parse_address(message), embeddings.check_request(body)
-            request = EmbeddingRequest(request_id, address, body, work, message.reply, encoding, time.monotonic())
-            self._embeddings.start(request, message.headers)
+            address, work = self._parse_address(message), requests.check(body)
+            request = PoolingRequest(request_id, address, body, work, message.reply, encoding, time.monotonic())
+            requests.start(request, message.headers)
             return
         except codec.MediaTypeError as problem:
             error = errors.make_error(errors.Code.INVALID_REQUEST, str(problem))
         except errors.RequestError as problem:
             error = problem.error
             request_id = request_id or _read_id(message, encoding)
-        self._log.info("embed_refused", request_id=request_id, code=error.code, param=error.param)
-        self._embeddings.send_reply(message.reply, encoding, messages.EmbedReply(id=request_id, error=error))
+        requests.log_refused(request_id, error)
+        requests.send_reply(message.reply, encoding, requests.make_refusal(request_id, error))
 
     def _on_tokenize(self, message: Msg) -> None:
         def read(encoding: codec.Encoding) -> messages.TokenizeRequest:

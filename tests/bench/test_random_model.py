@@ -29,7 +29,7 @@ TEXT = "The owl lives in Zürich, 日本 and \x00 10 other places.\n 👍🏽 "
 
 @contextmanager
 def loaded(path: Path) -> Iterator[GgufRunner]:
-    runner = GgufRunner(msgspec.structs.replace(engines.DEMO, model=str(path)), lambda _: None)
+    runner = engines.gguf_runner(msgspec.structs.replace(engines.DEMO, model=str(path)))
     try:
         yield runner
     finally:

@@ -157,6 +157,41 @@ def test_an_embedding_that_can_not_be_read_is_asked_of_another_worker(stage: Sta
     stage.check()
 
 
+@pytest.mark.parametrize(
+    "answer", [says(GARBAGE), says(internal.RerankResult()), says(internal.RerankResult(scores=b"1234"))]
+)
+def test_scores_that_can_not_be_read_are_asked_of_another_worker(stage: Stage, answer: Answer) -> None:
+    ForgedWorker(stage.world, stage.broker, "forged", features=("rerank",), rerank=answer)
+    stage.world.run(0.5)
+    refused = stage.client.rerank()
+    stage.world.run_until(refused.done)
+    error = refused.exception()
+    assert isinstance(error, errors.RequestError)
+    assert (error.error.code, error.error.retryable) == (errors.Code.INTERNAL, True)
+    scored = internal.RerankResult(scores=array("f", [1.0, 2.0]).tobytes(), prompt_tokens=3)
+    ForgedWorker(stage.world, stage.broker, "healthy", features=("rerank",), rerank=says(scored))
+    stage.world.run(0.5)
+    for _ in range(4):
+        asked = stage.client.rerank()
+        stage.world.run_until(asked.done)
+        results = asked.result().results
+        assert results
+        assert [(one.index, one.relevance_score) for one in results] == [(1, 2.0), (0, 1.0)]
+    stage.check()
+
+
+def test_documents_go_to_no_worker_that_only_embeds(stage: Stage) -> None:
+    forged = ForgedWorker(stage.world, stage.broker, "w1", features=("embed",), embed=says(EMBEDDED))
+    stage.world.run(0.5)
+    asked = stage.client.rerank()
+    stage.world.run_until(asked.done, 1.0)
+    error = asked.exception()
+    assert isinstance(error, errors.RequestError)
+    assert error.error.code is errors.Code.UNSUPPORTED
+    assert "rerank" not in forged.heard
+    stage.check()
+
+
 async def _answer_with_garbage(stage: Stage, subject: str) -> None:
     bus = stage.router.bus
     await bus.subscribe(subject, lambda message: bus.publish(message.reply, GARBAGE), queue="router")

@@ -153,7 +153,12 @@ async def test_everyone_can_do_what_is_their_role(guarded: Guarded) -> None:
     payload = json.dumps({"token_ids": found}).encode()
     reply = await acme.request(f"{PREFIX}.detokenize.demo.acme", payload, timeout=60)
     assert json.loads(reply.data)["text"] == "12 + 30 ="
+    asked = b'{"query": "x", "documents": ["y"]}'
+    refused = json.loads((await acme.request(f"{PREFIX}.rerank.other.acme", asked, timeout=60)).data)
+    assert refused["error"]["code"] == "unsupported"
     default = await guarded.connect("default", "_INBOX_default")
+    refused = json.loads((await default.request(f"{PREFIX}.rerank.other", asked, timeout=60)).data)
+    assert refused["error"]["code"] == "unsupported"
     assert (await RawClient(default).ask(ask())).text == " 42"
     long = await RawClient(acme).generate(ask(id="mine", **LONG), subject=f"{PREFIX}.generate.demo.acme")
     await long.until(3)
@@ -325,6 +330,7 @@ async def test_nothing_is_sent_to_an_inbox_that_is_not_the_tenant_s_own(guarded:
         await acme.publish(f"{PREFIX}.embed.other.acme", b'{"input": "x"}', reply=reply)
         await acme.publish(f"{PREFIX}.tokenize.demo.acme", b'{"id": "sly", "prompt": "x"}', reply=reply)
         await acme.publish(f"{PREFIX}.detokenize.demo.acme", b'{"id": "sly", "token_ids": [5]}', reply=reply)
+        await acme.publish(f"{PREFIX}.rerank.other.acme", b'{"query": "x", "documents": ["y"]}', reply=reply)
         await acme.publish(f"{PREFIX}.models.acme", b"", reply=reply)
     own = await RawClient(acme).generate(ask(id="own", **LONG), subject=f"{PREFIX}.generate.demo.acme")
     await own.until(3)

@@ -27,6 +27,7 @@ PURE = (
     "protocol/wire/*.py",
     "protocol/parts/assembly.py",
     "protocol/parts/headers.py",
+    "protocol/wire/internal/*.py",
     "protocol/prompt/token_bound.py",
     "protocol/telemetry/backoff.py",
     "protocol/http/connection_table.py",
@@ -79,6 +80,7 @@ PURE = (
     "gateway/anthropic/*.py",
     "gateway/openai/*.py",
     "gateway/openai/responses/*.py",
+    "gateway/openai/completions/*.py",
     "gateway/vllm/*.py",
     "replay/*.py",
 )

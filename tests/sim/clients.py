@@ -136,6 +136,11 @@ class ClientProcess(Listener):
         request = messages.DetokenizeRequest(token_ids=list(token_ids))
         return self.process.spawn(self.client.detokenize(MODEL, request))
 
+    def rerank(self, model: str = MODEL) -> "asyncio.Task[messages.RerankReply]":
+        """Asks for the order of two documents."""
+        request = messages.RerankRequest(query="q", documents=["a", "b"], timeout_ms=30_000.0)
+        return self.process.spawn(self.client.rerank(model, request))
+
     def cancel(self, number: int) -> None:
         if self.asked:
             self.process.call(self.asked[number % len(self.asked)].stream.cancel)

@@ -25,11 +25,11 @@ from tokenbus.protocol.prompt import prompt
 from tokenbus.protocol.wire import (
     block_hash,
     codec,
-    embeddings,
     errors,
     internal,
     limits,
     messages,
+    pooling,
     subjects,
     validation,
 )
@@ -45,6 +45,7 @@ _takes = codec.Decoder(internal.Take)
 _tokenizes = codec.Decoder(internal.Tokenize)
 _detokenizes = codec.Decoder(internal.Detokenize)
 _embeds = codec.Decoder(internal.Embed)
+_reranks = codec.Decoder(internal.Rerank)
 _snapshot_requests = codec.Decoder(internal.SnapshotRequest)
 _resyncs = codec.Decoder(messages.ResyncRequest)
 _cards = codec.Decoder(messages.Card)
@@ -103,7 +104,7 @@ class Endpoints:
         self._sender: PartsSender | None = None
         self._large_replies: set[asyncio.Task[None]] = set()
         self._tokenizes: set[asyncio.Task[None]] = set()
-        self._embeds: set[asyncio.Task[None]] = set()
+        self._pooling: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -125,6 +126,7 @@ class Endpoints:
             "tokenize": self._start_tokenize,
             "detokenize": self._start_detokenize,
             "embed": self._start_embed,
+            "rerank": self._start_rerank,
             "snapshot": self._send_snapshot,
         }
         for service, callback in services.items():
@@ -326,16 +328,28 @@ class Endpoints:
     def _start_embed(self, message: Msg) -> None:
         """Starts computing embeddings. The engine client limits how many such calls are pending."""
         call = self._answer(message, self._embed(message.data), lambda error: internal.EmbedResult(error=error))
-        self._start(call, self._embeds)
+        self._start(call, self._pooling)
 
     async def _embed(self, data: bytes) -> internal.EmbedResult:
         request = _embeds.decode(data)
-        embeddings.check_embed(request)
+        pooling.check_embed(request)
         result = await self._require_engine().embed(request)
         if len(result.vectors) > self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES:
             problem = f"{len(request.inputs)} embeddings take {len(result.vectors)} bytes: ask for fewer at a time"
             raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, problem, param="input")
         self._metrics.inputs_embedded(len(request.inputs))
+        return result
+
+    def _start_rerank(self, message: Msg) -> None:
+        """Starts scoring documents. The engine client limits how many such calls are pending."""
+        call = self._answer(message, self._rerank(message.data), lambda error: internal.RerankResult(error=error))
+        self._start(call, self._pooling)
+
+    async def _rerank(self, data: bytes) -> internal.RerankResult:
+        request = _reranks.decode(data)
+        pooling.check_rerank(request)
+        result = await self._require_engine().rerank(request)
+        self._metrics.documents_scored(len(request.documents))
         return result
 
     def _start(self, call: Coroutine[Any, Any, None], calls: set[asyncio.Task[None]]) -> None:

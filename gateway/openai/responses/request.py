@@ -59,6 +59,11 @@ class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
 
     @property
+    def requests(self) -> tuple[wire.GenerateRequest, ...]:
+        """The one request that it makes."""
+        return (self.request,)
+
+    @property
     def stream(self) -> bool:
         """Whether the response is a stream of events."""
         return bool(self.body.stream)

@@ -114,8 +114,8 @@ class PromptTokenizer:
             source = codec.replace(prompt.source, max_tokens=max_tokens)
             return await self._rounds.ask(workers, _TOKENIZE, source, _read_token_ids)
         work = functools.partial(tokenizer.builder.build, prompt.source, max_tokens)
-        text = prompt.source.text
-        if text is not None and len(text) <= _INLINE_CHARS:
+        text, suffix = prompt.source.text, prompt.source.suffix or ""
+        if text is not None and len(text) + len(suffix) <= _INLINE_CHARS:
             return work()
         executor = self._executor if text is not None else tokenizer.renderer
         return await executor.run(prompt.key, prompt.tenant, prompt.arrived_at, prompt.num_bytes, work)
@@ -130,6 +130,7 @@ def _prompt_of(flight: Flight) -> Prompt:
     request = flight.request
     source = internal.Tokenize(
         text=request.prompt,
+        suffix=request.suffix,
         messages=request.messages,
         chat_template_kwargs=request.chat_template_kwargs,
         tools=request.tools,
@@ -163,7 +164,7 @@ def _read_text(card: messages.Card, reply: internal.DetokenizeResult) -> str:
 
 def _check_features(request: messages.GenerateRequest, worker: Worker) -> None:
     if "generate" not in worker.card.features:
-        raise errors.request_error(errors.Code.UNSUPPORTED, "this model only makes embeddings", param="model")
+        raise errors.request_error(errors.Code.UNSUPPORTED, "this model generates nothing", param="model")
     for need in validation.required_features(request):
         _require(need, worker)
 

@@ -40,21 +40,25 @@ class WorkerRounds:
     ) -> ResultT:
         """Returns the first result of `attempt`, which gets a few workers at a time, those of `workers` first.
 
-        Passes over workers that can't be reached, which `attempt` reports by RequestError(no_worker). Raises any other
-        RequestError of it, and this one if nothing else is left to try."""
+        Passes over workers that can't be reached, which `attempt` reports by RequestError(no_worker), and waits for
+        them while they may come back. Goes on to other workers after any other error that is retryable. Raises
+        RequestError if nothing is left to try."""
         rounds, asked = 0, set[str]()
         while True:
             asked |= {worker.card.worker_id for worker in workers[:_WORKERS_PER_ROUND]}
             try:
                 return await attempt(workers[:_WORKERS_PER_ROUND])
             except errors.RequestError as error:
-                if error.error.code is not errors.Code.NO_WORKER or is_cancelled():
+                if not error.error.retryable or is_cancelled():
                     raise
+                was_answered = error.error.code is not errors.Code.NO_WORKER
                 able = self._fleet.eligible_workers(model, time.monotonic())
                 others = [worker for worker in able if worker.card.worker_id not in asked]
-                if others and any(worker.has_no_responders for worker in workers):
+                if others and (was_answered or any(worker.has_no_responders for worker in workers)):
                     workers = others
                     continue
+                if was_answered:
+                    raise
                 all_workers = self._fleet.workers_of(model)
                 rounds += any(worker.state is messages.WorkerState.READY for worker in all_workers)
                 if rounds >= _MAX_ROUNDS or self._fleet.capacity(model, time.monotonic()) is Capacity.NO_WORKERS:

@@ -100,8 +100,8 @@ authorization {
   users = [
     {user: system, password: a}
     {user: client, password: b, permissions: {
-      publish: ["tokenbus.v1.generate.demo", "tokenbus.v1.embed.demo", "tokenbus.v1.models", "tokenbus.v1.cancel.*",
-                "tokenbus.v1.resync.*"]
+      publish: ["tokenbus.v1.generate.demo", "tokenbus.v1.embed.demo", "tokenbus.v1.rerank.demo", "tokenbus.v1.models",
+                "tokenbus.v1.cancel.*", "tokenbus.v1.resync.*"]
       subscribe: ["_INBOX.>"]
     }}
   ]

@@ -127,6 +127,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             routing=messages.RoutingOptions(worker_id="w1", policy="cost", explain=True),
         ),
     ),
+    ("a gap", messages.GenerateRequest(prompt="def f(", suffix="return x")),
     ("token ids", messages.GenerateRequest(token_ids=[0, 1, 4_294_967_295], stop="x")),
     (
         "a head",
@@ -233,6 +234,24 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     ("everything", messages.DetokenizeRequest(id="t-1", token_ids=[1, 2], timeout_ms=60_000.0)),
     ("a text", messages.DetokenizeReply(id="t-1", model="m", text="Grüß")),
     ("an error", messages.DetokenizeReply(id="t-1", error=ERROR)),
+    ("a query", messages.RerankRequest(query="Which?", documents=["this", "that"])),
+    (
+        "all fields",
+        messages.RerankRequest(id="k-1", query="Which?", documents=["this"], top_n=1, timeout_ms=5_000.0),
+    ),
+    (
+        "results",
+        messages.RerankReply(
+            id="k-1",
+            model="m",
+            results=[
+                messages.RankedDocument(index=1, relevance_score=2.5),
+                messages.RankedDocument(index=0, relevance_score=-0.5),
+            ],
+            usage=USAGE,
+        ),
+    ),
+    ("an error", messages.RerankReply(id="k-1", error=ERROR)),
     ("what must be there", CARD),
     ("everything", FULL_CARD),
     (
@@ -378,6 +397,9 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ),
     ("embeddings", internal.EmbedResult(vectors=b"\x00\x00\x80?", prompt_tokens=3)),
     ("no embeddings", internal.EmbedResult(error=ERROR)),
+    ("documents", internal.Rerank(query="Which?", documents=["this", "that"], remaining_ms=5_000.0)),
+    ("scores", internal.RerankResult(scores=b"\x00\x00\x80?\x00\x00\x00?", prompt_tokens=9)),
+    ("no scores", internal.RerankResult(error=ERROR)),
     ("a text", internal.Tokenize(text="Hello")),
     (
         "a conversation",
@@ -388,6 +410,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             max_tokens=4_095,
         ),
     ),
+    ("a gap", internal.Tokenize(text="def f(", suffix="return x")),
     ("without BOS", internal.Tokenize(text="Hello", add_special_tokens=False)),
     ("token ids", internal.TokenizeResult(token_ids=block_hash.pack_token_ids([1, 2]))),
     ("an error", internal.TokenizeResult(error=ERROR)),

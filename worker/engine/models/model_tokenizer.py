@@ -27,6 +27,11 @@ class ModelTokenizer:
         """Whether the model has a chat template that works."""
         return self._builder.supports_chat
 
+    @property
+    def supports_fim(self) -> bool:
+        """Whether the vocabulary has the tokens to fill in the middle."""
+        return self.rules.fim is not None
+
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text in which no special token is parsed."""
         return self._encode(text)

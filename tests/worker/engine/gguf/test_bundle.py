@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.engines import DEMO
+from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
 from tokenbus.demo import chats, corpus
 from tokenbus.protocol.prompt import prompt
@@ -25,7 +25,7 @@ Tokenize = Callable[[str], list[int]]
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[GgufRunner]:
-    runner = GgufRunner(DEMO, lambda fraction: None)
+    runner = gguf_runner(DEMO)
     yield runner
     runner.close()
 
@@ -310,7 +310,7 @@ def test_a_model_whose_merges_make_no_sense_is_served_without_a_bundle(
     stored = len(merge).to_bytes(8, "little") + merge
     path = tmp_path / "model.gguf"
     path.write_bytes(demo.MODEL_PATH.read_bytes().replace(stored, stored.replace(b" ", b"_"), 1))
-    runner = GgufRunner(msgspec.structs.replace(DEMO, model=str(path)), lambda fraction: None)
+    runner = gguf_runner(msgspec.structs.replace(DEMO, model=str(path)))
     assert runner.bundle is None
     runner.close()
 

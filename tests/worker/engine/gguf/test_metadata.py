@@ -8,11 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.engines import DEMO
+from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
 from tokenbus.demo import chats
 from tokenbus.worker.engine.gguf import metadata
-from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
@@ -213,7 +212,7 @@ def test_a_model_cut_short_in_its_weights_is_refused_when_it_is_loaded(
     for length in (header_bytes, header_bytes + 100, len(demo_data) // 2, len(demo_data) - 1):
         path.write_bytes(demo_data[:length])
         with pytest.raises(ModelError, match=r"can't load it|fetch the file again") as caught:
-            GgufRunner(EngineSettings(model=str(path), threads=1), lambda fraction: None)
+            gguf_runner(EngineSettings(model=str(path), threads=1))
         assert str(path) in str(caught.value)
 
 
@@ -273,4 +272,4 @@ def test_a_file_with_a_vocabulary_and_no_weights_is_refused(tmp_path: Path, demo
     path = tmp_path / "model.gguf"
     path.write_bytes(demo_data[:8] + struct.pack("<Q", 0) + demo_data[16:])
     with pytest.raises(ModelError, match="holds a vocabulary and no weights"):
-        GgufRunner(EngineSettings(model=str(path)), lambda _: None)
+        gguf_runner(EngineSettings(model=str(path)))

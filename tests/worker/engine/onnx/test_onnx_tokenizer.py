@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from tests.support.engines import DEMO
+from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
 from tokenbus.demo import chats
 from tokenbus.protocol.prompt import prompt
@@ -113,7 +113,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def gguf() -> Iterator[GgufRunner]:
-    runner = GgufRunner(DEMO, lambda share: None)
+    runner = gguf_runner(DEMO)
     yield runner
     runner.close()
 

@@ -1,0 +1,188 @@
+"""The messages by which requests go to workers, and on to other workers and routers."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from tokenbus.protocol.wire import codec, errors
+from tokenbus.protocol.wire import messages as public
+from tokenbus.protocol.wire.internal.event_log import FirstToken
+from tokenbus.protocol.wire.params import COUNT, DURATION_MS, REMAINING_MS, GenerationParams
+
+
+class RunResume(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The part of a completion that was sampled before this run, which continues it."""
+
+    token_ids: bytes
+    """The sampled tokens, as unsigned 32-bit little-endian integers."""
+    logprobs: bytes = b""
+    """Their log probabilities, if the request asks for them, in a form that only workers read. Those of tokens that a
+    client gave are unknown and left out."""
+    cached_tokens: Annotated[int, COUNT] = 0
+    """Prompt tokens that the first worker had cached, for `usage`."""
+    queue_ms: Annotated[float, DURATION_MS] = 0.0
+    """Time from the first accept to the first step, for `timings`."""
+    prefill_ms: Annotated[float, DURATION_MS] = 0.0
+    """Time from the first step to the first token, for `timings`."""
+    elapsed_ms: Annotated[float, DURATION_MS] = 0.0
+    """Time since the first accept, for `timings`."""
+
+
+class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """A request that a router has placed on a worker."""
+
+    request_id: str
+    """`<tenant token>:<id>`."""
+    attempt: Annotated[int, COUNT]
+    """Raised by one at every dispatch of the request."""
+    epoch: str
+    """The epoch of the worker for which the run is meant; in any other epoch the worker refuses it."""
+    router_id: str
+    """The router that sends it."""
+    reply: str
+    """The client's reply subject, to which chunks are published."""
+    encoding: codec.Encoding
+    """Encoding of the chunks: `json` or `msgpack`."""
+    token_ids: bytes
+    """Unsigned 32-bit little-endian integers."""
+    params: GenerationParams
+    """The generation parameters of the request."""
+    is_chat: bool = False
+    """Whether the prompt is a conversation that was rendered with the chat template, so that its answer may have
+    reasoning and tool calls."""
+    remaining_ms: Annotated[float | None, REMAINING_MS] = None
+    """Time left of the request's `timeout_ms`."""
+    age_ms: Annotated[float | None, REMAINING_MS] = None
+    """Time since the router received the request; a cancel that arrived earlier was not meant for it."""
+    crashes: int = 0
+    """Engines that have died in a step with this request in it."""
+    resume_from: RunResume | None = None
+    """The completion so far, if the run continues a stream."""
+    routing: public.RoutingReport | None = None
+    """The routing report for the terminal, if the client asked for it."""
+    routing_options: public.RoutingOptions | None = None
+    """The client's wishes for the choice of a worker, for a router that places the request again."""
+
+
+class RunReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker's answer to a run."""
+
+    accepted: bool
+    """Whether the worker takes the run; if so, it owns the terminal from now on."""
+    error: errors.Error | None = None
+    """Why the run was refused."""
+    same_reply: bool = False
+    """The id is in flight in a stream to the very same reply subject: publish nothing there."""
+    cancelled: bool = False
+    """The run was refused because its cancel arrived first."""
+
+
+class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """A command from a router or an operator to a worker."""
+
+    op: Literal["drop", "drain", "clear_cache", "load", "unload"]
+    """The command."""
+    request_id: str | None = None
+    """The request to `drop`."""
+    attempt: Annotated[int | None, COUNT] = None
+    """The attempt to `drop`, together with all earlier ones."""
+    moved: bool = False
+    """Whether another worker continues the request to `drop`, so that it ends here even if it has sent a token."""
+    model: str | None = None
+    """The model to `load`: a file, a directory or a name on the Hub, as seen from the worker."""
+    served_name: str | None = None
+    """The name under which to serve the model to `load`; the file's name if absent."""
+    replicas: int = 1
+    """Replicas of the model to `load`."""
+    settings: dict[str, Any] = {}
+    """Engine settings of the model to `load`, by name, where they differ from the worker's own."""
+
+
+class ControlReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker's answer to a command."""
+
+    ok: bool
+    """Whether the command was carried out. An attempt that has sent a token or has ended refuses a `drop` that does
+    not say `moved`."""
+    error: errors.Error | None = None
+    """Why the command was not carried out."""
+    progress: float | None = None
+    """The share of a `load` that is done, 0 to 1. More replies follow until it is 1 or `ok` is false."""
+    worker_ids: list[str] = []
+    """The new replicas, once a `load` is done."""
+    epoch: str | None = None
+    """The epoch in which a `drop` was carried out; a later epoch knows nothing of what an earlier one has published."""
+
+
+class Take(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks a leaving worker to give up a stream, so that another worker can continue it."""
+
+    request_id: str
+    """`<tenant token>:<id>`."""
+    attempt: Annotated[int, COUNT]
+    """The attempt that runs there."""
+    known_tokens: Annotated[int, COUNT] = 0
+    """The number of its sampled tokens that the router knows."""
+    router_id: str = ""
+    """The router that asks. If the stream has another guardian, the worker refuses."""
+
+
+class TakeReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker's answer to `take`. It follows the last chunk of the stream, and is the same if that router asks
+    again."""
+
+    ok: bool
+    """Whether the worker has given up the stream. If not, it is not leaving, does not have the stream, has already
+    ended it, has too many tokens for a reply, or knows another router as the guardian."""
+    epoch: str
+    """The worker's epoch."""
+    num_tokens: int = 0
+    """The number of the stream's sampled tokens."""
+    token_ids: bytes = b""
+    """Those of its tokens that the router does not know, as unsigned 32-bit little-endian integers."""
+    logprobs: bytes = b""
+    """The log probabilities of `token_ids`, if the request asks for them, in a form that only workers read."""
+    first_token: FirstToken | None = None
+    """Its first token's cached prompt tokens and times, once it has a token."""
+
+
+class Guard(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks a router to become the guardian of a request. A worker asks this for a stream whose guardian is gone, and a
+    router that stops asks it for a request that no worker has."""
+
+    run: Run
+    """The request, with the completion so far. `router_id` names the previous guardian. If no worker has the request,
+    `epoch` is empty and `attempt` is the last one."""
+    stream_no: int | None = None
+    """Number of the stream, if a worker has it."""
+    hash_scheme: str = ""
+    """The hash scheme of the worker that accepted it first; empty if none has."""
+
+
+class GuardReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """A router's answer to `guard`."""
+
+    request_id: str
+    """`<tenant token>:<id>`."""
+    attempt: Annotated[int, COUNT]
+    """The attempt that it was asked about."""
+    accepted: bool
+    """Whether the router is the request's guardian from now on."""
+    router_id: str
+    """The router that answers."""
+
+
+class GuardCheck(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks a router whether it is still the guardian of a worker's streams. It answers only if it is not."""
+
+    request_ids: list[str]
+    """The keys of the streams whose guardian it is, as far as the worker knows."""
+
+
+class Unguarded(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """A router's answer to a check."""
+
+    router_id: str
+    """The router that answers."""
+    request_ids: list[str]
+    """Those of the requests that it does not know."""
