@@ -7,7 +7,7 @@ import pytest
 from tests.support.tiny_vocabulary import compiler
 from tests.worker.test_parsed_generation import CALL, FORMAT, HELLO, PIECES, RULES, TURN
 from tokenbus.protocol.wire import codec, errors, internal, messages
-from tokenbus.protocol.wire.params import GenerationParams
+from tokenbus.protocol.wire.params import GenerationParams, JsonSchema
 from tokenbus.worker import contract
 from tokenbus.worker.chat_format.chat_format import ChatFormat
 from tokenbus.worker.chat_format.chat_rules import ChatRules
@@ -95,6 +95,15 @@ def test_a_tool_whose_schema_cant_be_compiled_is_named(choice: Any) -> None:
     error = to_problem(caught.value, constraint)
     assert error.param == "tools[2].function.parameters"
     assert error.message == "tools[2].function.parameters: failed to compile JSON schema: Invalid type: poem"
+
+
+def test_a_response_format_beside_tools_that_cant_be_compiled_is_named() -> None:
+    wanted = messages.ResponseFormat(type="json_schema", json_schema=JsonSchema(schema={"type": "poem"}))
+    constraint = rules_for([TURN], tools=TOOLS, response_format=wanted).constraint
+    assert constraint is not None
+    with pytest.raises(ConstraintError) as caught:
+        compiler().compile(constraint)
+    assert to_problem(caught.value, constraint).param == "response_format.json_schema.schema"
 
 
 @pytest.mark.parametrize(

@@ -80,11 +80,11 @@ def _chat_constraint(
                 content=None if wanted is None else json.loads(wanted.source),
                 strict={one["function"]["name"] for one in asked.called_tools if one["function"].get("strict") is True},
             )
+            rule_params = _rule_params(asked, callable_tools)
+            if wanted is not None:  # without calls, the answer is what these match
+                rule_params |= dict.fromkeys(("content", "answer"), wanted.param)
             return contract.Constraint(
-                kind=contract.ConstraintKind.LARK,
-                source=source,
-                param="tools",
-                rule_params=_rule_params(asked, callable_tools),
+                kind=contract.ConstraintKind.LARK, source=source, param="tools", rule_params=rule_params
             )
         if wanted is None:
             return None

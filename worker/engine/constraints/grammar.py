@@ -16,7 +16,7 @@ _JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexib
 could not be forced. A schema may want another style."""
 _MAX_PROBLEM_CHARS = 200
 _PLACE = re.compile(r"at (\d+)\(\d+\): ")
-_RULE = re.compile(r"call_\d+")
+_RULE = re.compile(r"\w+")
 _REGEX_PROBLEM = "regex parse error:"
 _REASON = re.compile(r"^error: (.+)", re.MULTILINE)
 
