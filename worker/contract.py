@@ -132,6 +132,8 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     param: str
     """The field of the request that errors name."""
+    rule_params: dict[str, str] = {}
+    """The fields, where they are others, that single rules of the source are made of."""
     preamble: str = ""
     """A grammar in llguidance's Lark of what comes before, such as the model's reasoning, and of `@body`, which stands
     for the constraint itself; empty if nothing does."""
