@@ -18,6 +18,7 @@ STANDALONE = {
     "structured_1": ("bench.serving.structured", "--streams", "1"),
     "structured_8": ("bench.serving.structured", "--streams", "8"),
     "embed": ("bench.serving.embed",),
+    "gateway_overhead": ("bench.gateway.overhead",),
     "conversation": ("bench.serving.conversation",),
     "idle_cache": ("bench.serving.idle_cache",),
     "choice": ("bench.choice",),
@@ -37,6 +38,8 @@ AGAINST_LLAMA_CPP = {
     "llama_bench_8": ("bench.serving.decode_server", "--streams", "8", "--against", "llama-bench"),
     "llama_server_8": ("bench.serving.decode_server", "--streams", "8", "--against", "llama-server"),
     "structured_server": ("bench.serving.structured_server",),
+    "gateway_server": ("bench.gateway.against_llama_server",),
+    "agent_session": ("bench.gateway.agent_session",),
     "shared_prefix": ("bench.serving.shared_prefix",),
     "long_prompt": ("bench.serving.long_prompt",),
 }
