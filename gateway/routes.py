@@ -1,11 +1,14 @@
 """The HTTP routes of the gateway, and its answers to errors."""
 
 import asyncio
+import functools
+import importlib.metadata
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import structlog
+from msgspec import UNSET
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -15,15 +18,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tokenbus.client import Client
+from tokenbus.gateway import openapi
 from tokenbus.gateway.calls.dialect import CallDialect
+from tokenbus.gateway.calls.embed import embed
 from tokenbus.gateway.calls.endpoint import CallEndpoint
 from tokenbus.gateway.catalog import Catalog, Listing
+from tokenbus.gateway.cohere import rerank
 from tokenbus.gateway.generation.dialect import Dialect
 from tokenbus.gateway.generation.endpoint import GenerationEndpoint
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.endpoint import Endpoint, Services
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
-from tokenbus.gateway.openai import chat_request, error_bodies, schemas
+from tokenbus.gateway.ollama.model_info import OllamaError
+from tokenbus.gateway.ollama.routes import PREFIX as OLLAMA_PREFIX
+from tokenbus.gateway.ollama.routes import OllamaRoutes
+from tokenbus.gateway.openai import chat_request, embeddings, error_bodies, schemas
 from tokenbus.gateway.openai.completions import request as completions_request
 from tokenbus.gateway.vllm import token_calls
 from tokenbus.protocol.wire import errors
@@ -44,12 +53,12 @@ class Routes:
 
     async def models(self, request: Request) -> Response:
         """Serves `GET /v1/models`."""
-        listing = await self._listing(request)
+        listing = await self.listing(request)
         return _json(schemas.ModelList(data=listing.models))
 
     async def model(self, request: Request) -> Response:
         """Serves `GET /v1/models/{id}`."""
-        listing = await self._listing(request)
+        listing = await self.listing(request)
         return _json(listing.find(request.path_params["model"].removesuffix("/")))
 
     async def livez(self, request: Request) -> Response:
@@ -64,8 +73,12 @@ class Routes:
     async def health(self, request: Request) -> Response:
         """Serves `GET /health`, which clients of other servers ask: as `/readyz`, in JSON."""
         reason = await self.unready_reason()
-        told = {"status": "unavailable", "reason": reason} if reason else {"status": "ok"}
+        told = schemas.Health(status="unavailable" if reason else "ok", reason=reason or UNSET)
         return Response(_encoder.encode(told), status_code=503 if reason else 200, media_type="application/json")
+
+    async def openapi(self, request: Request) -> Response:
+        """Serves `GET /openapi.json`, which describes all endpoints."""
+        return Response(_openapi(), media_type="application/json")
 
     async def unready_reason(self) -> str:
         """Returns why requests can't be served, or an empty string if they can."""
@@ -82,13 +95,16 @@ class Routes:
             return "no router answers"
         return ""
 
-    async def _listing(self, request: Request) -> Listing:
+    async def listing(self, request: Request) -> Listing:
+        """Returns the models that a request may see, and their aliases. Raises ApiError and RequestError."""
         self._services.tenants.authenticate(request)
         listing = await self._catalog.listing()
         return listing._replace(models=self._services.aliases.listed(listing.models))
 
 
 CALLS: dict[str, CallDialect[Any, Any]] = {
+    "/v1/embeddings": CallDialect(embeddings.parse, embed, error_bodies.encode, usage_of=embeddings.usage_of),
+    "/v1/rerank": CallDialect(rerank.parse, Client.rerank, error_bodies.encode, usage_of=rerank.usage_of),
     "/tokenize": CallDialect(token_calls.parse_tokenize, Client.tokenize, error_bodies.encode),
     "/detokenize": CallDialect(
         token_calls.parse_detokenize, Client.detokenize, error_bodies.encode, token_calls.DETOKENIZE_NAMES
@@ -116,6 +132,8 @@ def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str])
             Route("/v1/models", routes.models),
             Route("/v1/models/", routes.models),
             Route("/v1/models/{model:path}", routes.model),
+            *OllamaRoutes(routes.listing).routes(),
+            Route("/openapi.json", routes.openapi),
             Route("/livez", routes.livez),
             Route("/readyz", routes.readyz),
             Route("/health", routes.health),
@@ -126,6 +144,11 @@ def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str])
     # A redirect would go to the host that the client names, and leave the TLS of a proxy in front.
     app.router.redirect_slashes = False
     return app
+
+
+@functools.cache
+def _openapi() -> bytes:
+    return _encoder.encode(openapi.document(importlib.metadata.version("tokenbus")))
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -144,6 +167,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 def _error_body(request: Request, response: ErrorResponse) -> bytes:
     path = request.scope["path"].rstrip("/")
+    if path.startswith(OLLAMA_PREFIX):
+        return _encoder.encode(OllamaError(error=response.message))
     encode = GENERATING[path].error_body if path in GENERATING else error_bodies.encode
     return encode(response)
 
