@@ -17,7 +17,7 @@ from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 AnswerT = TypeVar("AnswerT", bound=messages.Message)
-ReplyT = TypeVar("ReplyT", messages.EmbedReply, messages.RerankReply)
+ReplyT = TypeVar("ReplyT", messages.EmbedReply, messages.RerankReply, messages.TokenizeReply, messages.DetokenizeReply)
 
 _DEFAULT_TIMEOUT_MS = 60_000.0
 _ANSWER_S = 1.0
@@ -152,44 +152,41 @@ class Client:
         answer = await self._request(self._names.models_for(self._tenant), b"", timeout_s)
         return self._read(_models, answer)
 
-    async def embed(self, model: str, request: messages.EmbedRequest, timeout_s: float = 60.0) -> messages.EmbedReply:
-        """Returns the embeddings of a request's inputs. Raises RequestError if there are none."""
+    async def embed(
+        self, model: str, request: messages.EmbedRequest, timeout_s: float | None = None
+    ) -> messages.EmbedReply:
+        """Returns the embeddings of a request's inputs. Raises RequestError if there are none.
+
+        Waits a little longer than the request's `timeout_ms` unless told otherwise, as the calls below do. They raise
+        ValueError for a name that no model can have."""
+        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
         return await self._ask_once(self._names.embed(model, self._tenant), request, _embeds, timeout_s)
 
     async def rerank(
-        self, model: str, request: messages.RerankRequest, timeout_s: float = 60.0
+        self, model: str, request: messages.RerankRequest, timeout_s: float | None = None
     ) -> messages.RerankReply:
         """Returns a request's documents in the order of their relevance. Raises RequestError if there is none."""
+        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
         return await self._ask_once(self._names.rerank(model, self._tenant), request, _reranks, timeout_s)
+
+    async def tokenize(
+        self, model: str, request: messages.TokenizeRequest, timeout_s: float | None = None
+    ) -> messages.TokenizeReply:
+        """Returns the tokens of a prompt, or only their number. Raises RequestError if there are none."""
+        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
+        return await self._ask_once(self._names.tokenize(model, self._tenant), request, _tokenizes, timeout_s)
+
+    async def detokenize(
+        self, model: str, request: messages.DetokenizeRequest, timeout_s: float | None = None
+    ) -> messages.DetokenizeReply:
+        """Returns the text of tokens. Raises RequestError if there is none."""
+        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
+        return await self._ask_once(self._names.detokenize(model, self._tenant), request, _detokenizes, timeout_s)
 
     async def _ask_once(
         self, subject: str, request: messages.Message, decoder: codec.Decoder[ReplyT], timeout_s: float
     ) -> ReplyT:
         reply = self._read(decoder, await self._request(subject, codec.encode(request, self._encoding), timeout_s))
-        if reply.error:
-            raise errors.RequestError(reply.error)
-        return reply
-
-    async def tokenize(
-        self, model: str, request: messages.TokenizeRequest, timeout_s: float | None = None
-    ) -> messages.TokenizeReply:
-        """Returns the tokens of a prompt, or only their number. Waits a little longer than the request's `timeout_ms`
-        unless told otherwise. Raises RequestError if there are none, and ValueError for a name that no model can have.
-        """
-        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
-        subject = self._names.tokenize(model, self._tenant)
-        reply = self._read(_tokenizes, await self._request(subject, codec.encode(request, self._encoding), timeout_s))
-        if reply.error:
-            raise errors.RequestError(reply.error)
-        return reply
-
-    async def detokenize(
-        self, model: str, request: messages.DetokenizeRequest, timeout_s: float | None = None
-    ) -> messages.DetokenizeReply:
-        """Returns the text of tokens. Waits and raises as `tokenize` does."""
-        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
-        subject = self._names.detokenize(model, self._tenant)
-        reply = self._read(_detokenizes, await self._request(subject, codec.encode(request, self._encoding), timeout_s))
         if reply.error:
             raise errors.RequestError(reply.error)
         return reply

@@ -10,6 +10,10 @@ from tokenbus.protocol.wire import messages as wire
 _encoder = msgspec.json.Encoder()
 
 
+class CountTokensRequest(messages_request.MessagesRequest, frozen=True, kw_only=True):
+    """The body: that of a message, of which what only an answer needs may be left out."""
+
+
 class ParsedCount(msgspec.Struct, frozen=True, kw_only=True):
     """A valid request for the number of tokens of a conversation."""
 
