@@ -69,7 +69,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     output: list[OutputItem] = []
     parallel_tool_calls: bool
     previous_response_id: None = None
-    prompt_cache_key: str | UnsetType
+    prompt_cache_key: str | UnsetType = UNSET
     reasoning: ReasoningConfig
     service_tier: str
     store: bool = False
