@@ -230,9 +230,11 @@ def test_token_ids_that_can_not_be_read_are_asked_of_another_worker(stage: Stage
     assert stage.until_ended()[1:] == ["length"] * 4
 
 
-def test_tokens_and_their_text_go_past_workers_that_answer_nonsense_or_nothing(stage: Stage) -> None:
-    ForgedWorker(stage.world, stage.broker, "forged", tokenize=says(GARBAGE), detokenize=says(GARBAGE))
-    for number in range(times(4, 30)):
+@pytest.mark.parametrize("num_dead", [0, times(4, 30)])
+def test_tokens_and_their_text_go_past_workers_that_answer_nonsense_or_nothing(stage: Stage, num_dead: int) -> None:
+    for number in range(times(9, 30)):
+        ForgedWorker(stage.world, stage.broker, f"forged{number}", tokenize=says(GARBAGE), detokenize=says(GARBAGE))
+    for number in range(num_dead):
         ForgedWorker(stage.world, stage.broker, f"dead{number}", beats=False)
     two = internal.TokenizeResult(token_ids=array("I", [5, 6]).tobytes())
     text = internal.DetokenizeResult(text="ab")
