@@ -20,14 +20,16 @@ from tokenbus.protocol.wire import internal, limits, messages, params
 Json = dict[str, Any]
 _REFS = "#/components/schemas/{name}"
 _ANY_OF = "anyOf"
-_RANGES: Mapping[str, params.Range] = {
-    **params.ranges_of(messages.GenerateRequest),
-    **params.ranges_of(internal.Embed),
-    **params.ranges_of(messages.RerankRequest),
-    "n": params.Range(1, sampling_fields.MAX_CHOICES),
-    "top_logprobs": params.Range(0, limits.MAX_LOGPROBS),
-    "max_completion_tokens": params.Range(1, limits.MAX_TOKENS),
-}
+_RANGES = (
+    dict(params.ranges_of(messages.GenerateRequest))
+    | dict(params.ranges_of(internal.Embed))
+    | dict(params.ranges_of(messages.RerankRequest))
+    | {
+        "n": params.Range(1, sampling_fields.MAX_CHOICES),
+        "top_logprobs": params.Range(0, limits.MAX_LOGPROBS),
+        "max_completion_tokens": params.Range(1, limits.MAX_TOKENS),
+    }
+)
 """The ranges of numbers, by the names that the wire and the endpoints have in common."""
 
 
