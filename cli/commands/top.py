@@ -208,9 +208,9 @@ async def _models(options: argparse.Namespace, client: Client) -> int:
     if options.json:
         print(codec.encode(reply, codec.Encoding.JSON).decode())
         return 0
-    table = Table("model", "context", "worker", "state", "engine", "running", "waiting", "features")
+    table = Table("model", "context", "worker", "state", "engine", "running", "waiting")
     for served in reply.models:
-        for card in served.workers or []:
+        for card in sorted(served.workers or [], key=lambda card: card.worker_id):
             load = card.load or messages.Load()
             is_silent = card.watched is not None and card.watched.events == "silent"
             table.add_row(
@@ -221,11 +221,12 @@ async def _models(options: argparse.Namespace, client: Client) -> int:
                 card.engine,
                 str(load.running),
                 str(load.waiting),
-                " ".join(card.features),
             )
         if not served.workers:
             table.add_row(served.model, str(served.context_length))
     Console().print(table if reply.models else "no model is being served")
+    for served in reply.models:
+        print(f"features of {served.model}: {' '.join(served.features)}")
     for refused in reply.router.refused_cards if reply.router else []:
         print(f"refused: {refused.worker_id} of {refused.model}: {refused.reason}")
     return 0
