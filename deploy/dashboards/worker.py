@@ -159,8 +159,8 @@ _MEMORY = (
     ),
     Panel(
         "Sequences preempted, by worker",
-        "Sequences that lost their KV blocks to others and continue later. If it happens regularly, lower "
-        "--kv-overcommit.",
+        "Sequences that lost their KV blocks to others, which used more than was expected, and continue later. If it "
+        "happens all the time, raise --kv-tokens or add workers.",
         "short",
         (Query(increase(f"{_P}_preemptions_total", WORKER_FILTER, "worker_id"), _NAME),),
     ),

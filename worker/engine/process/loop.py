@@ -278,7 +278,6 @@ def _make_scheduler(runner: Runner, settings: SchedulerSettings) -> Scheduler:
         fingerprint=config.fingerprint,
         can_share=config.prefix_cache,
         host_blocks=config.host_kv_blocks,
-        overcommit=settings.overcommit,
     )
     return Scheduler(
         pool,
@@ -286,4 +285,5 @@ def _make_scheduler(runner: Runner, settings: SchedulerSettings) -> Scheduler:
         max_step_tokens=config.max_num_batched_tokens,
         priority_s=settings.priority_s,
         max_cached_blocks=max_cached_blocks,
+        expected_tokens=settings.expected_tokens,
     )

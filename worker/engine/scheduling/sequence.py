@@ -21,7 +21,7 @@ class EngineFinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORTED = "aborted"
     INSUFFICIENT_MEMORY = "insufficient_memory"
-    """The device had less KV memory than was reserved."""
+    """The device had less KV memory than it said, too little for the sequence alone."""
     BAD_LOGITS = "bad_logits"
     """The model computed NaN or infinite logits."""
     FAILED = "failed"
@@ -142,7 +142,7 @@ class Sequence:
 
     @property
     def max_num_tokens(self) -> int:
-        """The tokens it may ever have: the size of the reservation it needs."""
+        """The tokens it may ever have."""
         return self.num_prompt + self.sampling.max_tokens
 
     @property
