@@ -22,7 +22,13 @@ from tokenbus.protocol.wire import messages
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import KvEvents
 from tokenbus.worker.engine.scheduling.answer_lengths import AnswerLengths
-from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan, StepResult
+from tokenbus.worker.engine.scheduling.plan import (
+    SampledToken,
+    ScheduledTokens,
+    SchedulerCounts,
+    StepPlan,
+    StepResult,
+)
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 
@@ -58,7 +64,11 @@ class Scheduler:
         self._num_computed = 0
         self._num_prompt = 0
         self._num_cached = 0
-        self.preemptions = 0
+        self._preemptions = 0
+        self._restored_tokens = 0
+        self._recomputed_tokens = 0
+        self._preempted: list[Sequence] = []
+        """Those that were preempted since the last plan."""
         self._under_pressure = False
         """The device had less room than the pool counts: none is started until one has ended."""
 
@@ -70,9 +80,15 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
-    def evicted_blocks(self) -> int:
-        """Cached blocks that had to leave the device, in all."""
-        return self._cache.evicted_blocks
+    def counts(self) -> SchedulerCounts:
+        return SchedulerCounts(
+            self._preemptions,
+            self._restored_tokens,
+            self._recomputed_tokens,
+            self._cache.evicted_blocks,
+            self._cache.host.offloaded_blocks,
+            self._cache.host.onloaded_blocks,
+        )
 
     @property
     def running(self) -> Listing[Sequence]:
@@ -121,7 +137,9 @@ class Scheduler:
         started = self._start_waiting()
         for sequence in self._running:
             if not sequence.is_decoding:
-                sequence.reuse_prefix(sequence.kv.reuse_prefix(sequence.token_ids, sequence.num_computed))
+                before = sequence.num_computed
+                sequence.reuse_prefix(sequence.kv.reuse_prefix(sequence.token_ids, before))
+                self._restored_tokens += sequence.num_regained(before)
         isolated = self.isolated
         # A copy: a sequence that is preempted for another leaves the list of those that run.
         sequences = list(self._running) if isolated is None else [isolated]
@@ -130,7 +148,8 @@ class Scheduler:
         left = self._max_step_tokens - sum(one.num_tokens for one in decodes)
         prompts = self._schedule_prompts(sequences, min(prefill_tokens, left), planned)
         self._cache.trim(self._max_cached_blocks)
-        return StepPlan((*decodes, *prompts), tuple(started), tuple(self._cache.ops.take()))
+        preempted, self._preempted = self._preempted, []
+        return StepPlan((*decodes, *prompts), tuple(started), tuple(self._cache.ops.take()), tuple(preempted))
 
     def update(self, plan: StepPlan, sampled: Listing[SampledToken | EngineFinishReason]) -> list[StepResult]:
         """Notes that a plan was computed.
@@ -142,6 +161,7 @@ class Scheduler:
             sequence, samples = scheduled.sequence, scheduled.samples  # before it has one more token
             sequence.num_computed += scheduled.num_tokens
             self._num_computed += scheduled.num_tokens
+            self._recomputed_tokens += sequence.num_regained(scheduled.start)
             sequence.kv.cache_blocks(sequence.token_ids, sequence.num_computed)
             if samples:
                 results.append(self._append(sequence, next(outcomes)))
@@ -218,7 +238,8 @@ class Scheduler:
         """Takes a sequence's memory; it waits again, and then computes again what is not cached by then."""
         self._free(sequence)
         sequence.preempt()
-        self.preemptions += 1
+        self._preemptions += 1
+        self._preempted.append(sequence)
         bisect.insort(self._waiting, sequence, key=self._priority_key)
 
     def _append(self, sequence: Sequence, outcome: SampledToken | EngineFinishReason) -> StepResult:

@@ -40,7 +40,7 @@ def test_with_an_expectation_above_every_max_tokens_nobody_is_preempted() -> Non
     for number in range(1, 9):
         executed.add(number, chr(96 + number) * 4, max_tokens=12)
     executed.run()
-    assert executed.scheduler.preemptions == 0
+    assert executed.scheduler.counts.preemptions == 0
 
 
 def test_what_answers_have_used_is_expected_of_the_next_ones() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.support.executed_scheduler import ExecutedScheduler, generated, sizes
 from tokenbus.worker.engine.kv.ops import Offload, Onload, Share, Truncate
-from tokenbus.worker.engine.scheduling.plan import ScheduledTokens, StepPlan
+from tokenbus.worker.engine.scheduling.plan import ScheduledTokens, SchedulerCounts, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
 
@@ -96,7 +96,7 @@ def test_exactly_the_tokens_that_were_not_cached_are_computed(
         executed.step(budget, transfer_blocks=2)
     while executed.scheduler.has_work:
         executed.step(budget, transfer_blocks=2)
-    assert executed.scheduler.preemptions == 0
+    assert executed.scheduler.counts.preemptions == 0
     every = executed.sequences.values()
     computed = sum(one.num_prompt - one.num_cached + one.num_sampled - 1 for one in every)
     assert executed.runner.num_evaluated == executed.scheduler.load().computed_tokens == computed
@@ -117,10 +117,11 @@ def test_the_last_sequence_is_preempted_for_one_that_outgrows_what_was_expected_
     executed = outgrowing()
     assert [sizes(executed.step()) for _ in range(2)] == [[(1, 0, 7), (2, 0, 7)], [(1, 7, 1), (2, 7, 1)]]
     sampled = generated(executed.sequences[2])
-    assert sizes(executed.step()) == [(1, 8, 1)]
     two = executed.sequences[2]
+    plan = executed.step()
+    assert (sizes(plan), plan.preempted) == ([(1, 8, 1)], (two,))
     assert (two.lane, two.num_computed, two.preemptions, generated(two)) == (None, 0, 1, sampled)
-    assert executed.scheduler.preemptions == 1
+    assert executed.scheduler.counts.preemptions == 1
     executed.run()
     assert executed.ends == {1: EngineFinishReason.LENGTH, 2: EngineFinishReason.LENGTH}
     assert generated(two) == executed.answer("bbbbbbb", 5)
@@ -150,6 +151,8 @@ def test_a_preempted_sequence_reuses_its_own_cached_blocks() -> None:
     executed.run()
     assert executed.sequences[2].num_cached == 0
     assert executed.runner.num_evaluated == executed.scheduler.load().computed_tokens == 2 * (7 + 4) + 4
+    counts = executed.scheduler.counts
+    assert (counts.preemptions, counts.restored_tokens, counts.recomputed_tokens) == (1, 4, 4)
 
 
 def test_a_preempted_sequence_moves_to_host_memory_and_back_and_computes_nothing_again() -> None:
@@ -160,13 +163,16 @@ def test_a_preempted_sequence_moves_to_host_memory_and_back_and_computes_nothing
     while executed.scheduler.has_work:
         onloads += count(executed.step(transfer_blocks=9), Onload)
     assert (executed.sequences[2].preemptions, onloads) == (1, 2)
+    assert executed.scheduler.counts == SchedulerCounts(
+        preemptions=1, restored_tokens=8, evicted_blocks=6, offloaded_blocks=6, onloaded_blocks=2
+    )
     assert executed.runner.num_evaluated == 2 * (7 + 8)
     assert generated(executed.sequences[2]) == executed.answer("bbbbbbb", 9)
 
 
 def test_the_load_does_not_count_the_tokens_of_preempted_sequences_as_prompts_to_be_computed() -> None:
     executed = outgrowing()
-    while not executed.scheduler.preemptions:
+    while not executed.scheduler.counts.preemptions:
         executed.step()
     assert executed.scheduler.load().queued_prefill_tokens == 0
 
@@ -177,7 +183,7 @@ def test_a_prompt_is_preempted_for_those_before_it_and_never_for_those_behind() 
     executed.add(2, "b" * 11, max_tokens=1)
     assert sizes(executed.step(budget=13)) == [(1, 0, 4), (2, 0, 9)]
     for place in range(4, 9):
-        assert executed.scheduler.preemptions == 0
+        assert executed.scheduler.counts.preemptions == 0
         assert sizes(executed.step(budget=0)) == [(1, place, 1)]
     executed.run()
     assert executed.ends == {1: EngineFinishReason.LENGTH, 2: EngineFinishReason.LENGTH}
@@ -192,7 +198,7 @@ def test_one_that_decodes_in_this_step_already_is_not_preempted_for_a_prompt_bef
     assert sizes(executed.step(budget=7)) == [(1, 0, 4), (2, 0, 3)]
     plans = [sizes(executed.step(budget=4)) for _ in range(4)]
     assert plans == [[(2, 3, 1), (1, 4, 4)], [(2, 4, 1), (1, 8, 4)], [(2, 5, 1), (1, 12, 4)], [(2, 6, 1)]]
-    assert executed.scheduler.preemptions == 0
+    assert executed.scheduler.counts.preemptions == 0
     executed.run()
     assert executed.ends == {1: EngineFinishReason.LENGTH, 2: EngineFinishReason.LENGTH}
 
