@@ -82,13 +82,25 @@ async def of_clients(client: Client, clients: int, requests: int, max_tokens: in
     return tokens / wall_s, statistics.median(answer.first_s for answer in answers)
 
 
-async def in_full(client: Client, clients: int, limit: int) -> tuple[float, float, float]:
-    """Returns tokens per second, the median first token and the longest gap of answers that use their whole limit."""
-    began = time.perf_counter()
+class Full(NamedTuple):
+    """Answers that use their whole limit."""
+
+    tokens_per_s: float
+    first_s: float
+    """The median."""
+    longest_gap_s: float
+    cpu_ms_per_token: float
+    """CPU time of the engine."""
+
+
+async def in_full(client: Client, clients: int, limit: int) -> Full:
+    engine = (await system.card(client)).pids.engine
+    began, cpu_began = time.perf_counter(), system.cpu_seconds(engine)
     answers = await asyncio.gather(*(ask(client, limit, None) for _ in range(clients)))
-    wall_s = time.perf_counter() - began
+    wall_s, cpu_s = time.perf_counter() - began, system.cpu_seconds(engine) - cpu_began
     first_s = statistics.median(answer.first_s for answer in answers)
-    return clients * limit / wall_s, first_s, max(answer.longest_gap_s for answer in answers)
+    tokens, longest_gap_s = clients * limit, max(answer.longest_gap_s for answer in answers)
+    return Full(tokens / wall_s, first_s, longest_gap_s, 1e3 * cpu_s / tokens)
 
 
 async def measure_short(model: Path, flags: tuple[str, ...], options: argparse.Namespace) -> None:
@@ -115,22 +127,26 @@ async def measure_short(model: Path, flags: tuple[str, ...], options: argparse.N
 
 async def measure_full(model: Path, flags: tuple[str, ...], options: argparse.Namespace) -> None:
     """Compares learning with reserving everything, where all answers use the whole limit."""
-    clients, limit, shares = options.clients, options.limit, []
+    clients, limit = options.clients, options.limit
+    shares, cpu_shares = [], []
     async with (
         system.running(model, *flags, "--expected-tokens", str(_WHOLE)) as whole,
         system.running(model, *flags) as learned,
     ):
         for number in range(options.full_pairs):
-            speeds: dict[str, float] = {}
+            found: dict[str, Full] = {}
             sides = {"whole": whole, "learned": learned}
             for name in sorted(sides, reverse=number % 2 == 0):
-                speed, first_s, gap_s = await in_full(sides[name], clients, limit)
-                speeds[name] = speed
-                print(f"  round {number + 1}, {name}: {speed:.0f} tokens/s, ", end="")
-                print(f"median first token {first_s:.2f} s, longest gap {gap_s:.2f} s", flush=True)
-            shares.append(speeds["learned"] / speeds["whole"])
+                one = found[name] = await in_full(sides[name], clients, limit)
+                print(f"  round {number + 1}, {name}: {one.tokens_per_s:.0f} tokens/s, ", end="")
+                print(f"{one.cpu_ms_per_token:.2f} ms of the engine's CPU a token, ", end="")
+                print(f"median first token {one.first_s:.2f} s, longest gap {one.longest_gap_s:.2f} s", flush=True)
+            shares.append(found["learned"].tokens_per_s / found["whole"].tokens_per_s)
+            cpu_shares.append(found["learned"].cpu_ms_per_token / found["whole"].cpu_ms_per_token)
     print(f"{model.name}, {clients} clients that use all of max_tokens {limit}, {options.full_pairs} interleaved pairs")
-    print(f"  tokens/s, learned / whole   {statistics.median(shares):.2f} ({min(shares):.2f} to {max(shares):.2f})")
+    for name, found_shares in (("tokens/s", shares), ("CPU time", cpu_shares)):
+        spread = f"{min(found_shares):.2f} to {max(found_shares):.2f}"
+        print(f"  {name}, learned / whole   {statistics.median(found_shares):.2f} ({spread})")
 
 
 async def measure(model: Path, flags: tuple[str, ...], options: argparse.Namespace) -> None:
