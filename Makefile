@@ -10,7 +10,7 @@ LLAMA_CPP_PYTHON := 0.3.36
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: up test check hostile chaos format bench demo-model dashboards clean
+.PHONY: up test check conformance hostile chaos format bench demo-model dashboards clean
 
 up: $(READY)
 	@$(BIN)/tokenbus up $(ARGS)
@@ -23,6 +23,11 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/laws
+
+# Suites and clients that others wrote, unmodified, against a running system; some or all: ARGS="codex opencode". The first
+# time it brings them from PyPI and npm into a cache outside the clone. All counts go into docs/gateway.md.
+conformance: $(READY)
+	$(BIN)/python -m tests.third_party $(ARGS)
 
 # The long form of the hostile tests, with a report at the end: 20,000 messages, 60 Ctrl-Cs, 50 forged cards and runs, and
 # brokers that fail in every way, alone and in a cluster.
@@ -45,6 +50,7 @@ bench: $(READY)
 demo-model: $(READY)
 	$(BIN)/pip install -q -e '.[train]'
 	$(BIN)/python -m tokenbus.demo.train
+	$(BIN)/python -m tokenbus.demo.export_onnx
 
 dashboards: $(READY)
 	$(BIN)/python -m deploy.dashboards

@@ -23,6 +23,7 @@ _COMMANDS = {
     "gateway": ("gateway:add_flags", "run one gateway: the OpenAI-compatible HTTP API"),
     "generate": ("generate:add_flags", "generate a completion and stream it"),
     "embed": ("generate:add_embed_flags", "compute embeddings of texts, one line of JSON each"),
+    "rerank": ("generate:add_rerank_flags", "put texts in the order of their relevance to a query"),
     "models": ("top:add_models_flags", "list the models and workers being served"),
     "chat": ("chat:add_flags", "chat with a model"),
     "top": ("top:add_flags", "watch the fleet: load, KV blocks, tokens per second"),

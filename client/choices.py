@@ -1,14 +1,17 @@
-"""Several answers to one request. The first is placed; the others follow it to its worker, where the prompt is cached.
+"""Several answers to one request, and to several. The first answer to a prompt is placed; the others follow it to its
+worker, where the prompt is cached.
 
 They follow by a session and are not pinned: a pinned request passes by those that wait, and ends with its worker."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
+from typing import TypeVar
 
 from tokenbus.client.stream import Stream
 from tokenbus.protocol.wire import codec, errors, messages
 
+ItemT = TypeVar("ItemT")
 Submit = Callable[[messages.GenerateRequest], Stream]
 
 
@@ -83,19 +86,76 @@ class Choices:
                 stream.fail(self._failure)
 
 
-async def _merged(streams: list[Stream]) -> AsyncIterator[tuple[int, messages.Chunk]]:
-    waiting = {asyncio.ensure_future(anext(stream)): number for number, stream in enumerate(streams)}
+class Batch:
+    """The choices of several requests as those of one: request `r` has the numbers `r * n` to `r * n + n - 1`.
+
+    It is used as `Choices` is."""
+
+    def __init__(self, requests: Sequence[messages.GenerateRequest], n: int, submit: Submit) -> None:
+        self._n = n
+        self._choices = [Choices(request, n, submit) for request in requests]
+
+    def __repr__(self) -> str:
+        return f"<Batch {self._choices}>"
+
+    @property
+    def request_id(self) -> str:
+        """The latest id of the first request."""
+        return self._choices[0].request_id
+
+    async def __aenter__(self) -> "Batch":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Ends all streams and cancels their requests, unless they have ended. It may be called again."""
+        for one in self._choices:
+            await one.aclose()
+
+    def cancel(self) -> None:
+        """Cancels all requests. Each choice goes on until its terminal."""
+        for one in self._choices:
+            one.cancel()
+
+    def fail(self, error: errors.Error) -> None:
+        """Ends all choices with an error."""
+        for one in self._choices:
+            one.fail(error)
+
+    async def chunks(self) -> AsyncIterator[tuple[int, messages.Chunk]]:
+        """Yields each chunk with the number of its choice, from 0. To be iterated once."""
+        async for request, (choice, chunk) in _merged([one.chunks() for one in self._choices]):
+            yield request * self._n + choice, chunk
+
+
+AnyChoices = Choices | Batch
+
+
+async def _merged(sources: Sequence[AsyncIterator[ItemT]]) -> AsyncIterator[tuple[int, ItemT]]:
+    """Yields the items of all sources as they come, each with the number of its source."""
+    waiting = {_next(source): number for number, source in enumerate(sources)}
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 number = waiting.pop(task)
                 try:
-                    chunk = task.result()
+                    item = task.result()
                 except StopAsyncIteration:
                     continue
-                waiting[asyncio.ensure_future(anext(streams[number]))] = number
-                yield number, chunk
+                waiting[_next(sources[number])] = number
+                yield number, item
     finally:
         for task in waiting:
             task.cancel()
+
+
+def _next(source: AsyncIterator[ItemT]) -> "asyncio.Task[ItemT]":
+    async def step() -> ItemT:
+        return await anext(source)
+
+    return asyncio.create_task(step())

@@ -1,13 +1,14 @@
-"""The client of a Tokenbus system: completions, embeddings, models and cancels over one connection."""
+"""The client of a Tokenbus system: completions, embeddings, ranks, tokens, models and cancels over one connection."""
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from nats.aio.msg import Msg
 
-from tokenbus.client.choices import Choices
+from tokenbus.client.choices import AnyChoices, Batch, Choices
 from tokenbus.client.inbox import Inbox
 from tokenbus.client.stream import Stream
 from tokenbus.protocol.bus import bus
@@ -16,9 +17,15 @@ from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 AnswerT = TypeVar("AnswerT", bound=messages.Message)
+ReplyT = TypeVar("ReplyT", messages.EmbedReply, messages.RerankReply, messages.TokenizeReply, messages.DetokenizeReply)
 
+_DEFAULT_TIMEOUT_MS = 60_000.0
+_ANSWER_S = 1.0
 _models = codec.Decoder(messages.ModelsReply)
 _embeds = codec.Decoder(messages.EmbedReply)
+_tokenizes = codec.Decoder(messages.TokenizeReply)
+_detokenizes = codec.Decoder(messages.DetokenizeReply)
+_reranks = codec.Decoder(messages.RerankReply)
 _cancels = codec.Decoder(messages.CancelReply)
 
 
@@ -90,8 +97,8 @@ class Client:
     async def for_tenant(self, tenant: str, inbox_prefix: str = "") -> "Client":
         """Makes a client for another tenant that shares this one's connection. Close only the first: that ends both.
 
-        Its streams have reply subjects that begin with `inbox_prefix`, if given. Answers to its `models`, `embed` and
-        `cancel` come to the connection's own inbox in any case."""
+        Its streams have reply subjects that begin with `inbox_prefix`, if given. Answers to its `models`, `embed`,
+        `rerank`, `tokenize`, `detokenize` and `cancel` come to the connection's own inbox in any case."""
         other = Client(self._connection, tenant, self._names.prefix, self._encoding, self._tracer, inbox_prefix)
         await other._inbox.open()
         self._inboxes.append(other._inbox)
@@ -129,24 +136,57 @@ class Client:
         return stream
 
     def generate_choices(
-        self, model: str, request: messages.GenerateRequest, n: int, *, headers: tracing.Headers = None
-    ) -> Choices:
-        """Asks for `n` answers to one request, and returns their streams at once. Raises ValueError for a name that no
-        model can have."""
-        if request.id is None:
-            request = codec.replace(request, id=secrets.token_urlsafe(16))
-        return Choices(request, n, lambda one: self.generate(model, one, headers=headers))
+        self, model: str, requests: Sequence[messages.GenerateRequest], n: int, *, headers: tracing.Headers = None
+    ) -> AnyChoices:
+        """Asks for `n` answers to each of one or several requests, and returns their streams at once. Raises ValueError
+        for a name that no model can have."""
+
+        def submit(request: messages.GenerateRequest) -> Stream:
+            return self.generate(model, request, headers=headers)
+
+        requests = [one if one.id else codec.replace(one, id=secrets.token_urlsafe(16)) for one in requests]
+        return Choices(requests[0], n, submit) if len(requests) == 1 else Batch(requests, n, submit)
 
     async def models(self, timeout_s: float = 5.0) -> messages.ModelsReply:
         """Returns what is being served. Raises RequestError(no_worker) if no router answers."""
         answer = await self._request(self._names.models_for(self._tenant), b"", timeout_s)
         return self._read(_models, answer)
 
-    async def embed(self, model: str, request: messages.EmbedRequest, timeout_s: float = 60.0) -> messages.EmbedReply:
-        """Returns the embeddings of a request's inputs. Raises RequestError if there are none."""
-        subject = self._names.embed(model, self._tenant)
-        answer = await self._request(subject, codec.encode(request, self._encoding), timeout_s)
-        reply = self._read(_embeds, answer)
+    async def embed(
+        self, model: str, request: messages.EmbedRequest, timeout_s: float | None = None
+    ) -> messages.EmbedReply:
+        """Returns the embeddings of a request's inputs. Raises RequestError if there are none.
+
+        Waits a little longer than the request's `timeout_ms` unless told otherwise, as the calls below do. They raise
+        ValueError for a name that no model can have."""
+        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
+        return await self._ask_once(self._names.embed(model, self._tenant), request, _embeds, timeout_s)
+
+    async def rerank(
+        self, model: str, request: messages.RerankRequest, timeout_s: float | None = None
+    ) -> messages.RerankReply:
+        """Returns a request's documents in the order of their relevance. Raises RequestError if there is none."""
+        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
+        return await self._ask_once(self._names.rerank(model, self._tenant), request, _reranks, timeout_s)
+
+    async def tokenize(
+        self, model: str, request: messages.TokenizeRequest, timeout_s: float | None = None
+    ) -> messages.TokenizeReply:
+        """Returns the tokens of a prompt, or only their number. Raises RequestError if there are none."""
+        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
+        return await self._ask_once(self._names.tokenize(model, self._tenant), request, _tokenizes, timeout_s)
+
+    async def detokenize(
+        self, model: str, request: messages.DetokenizeRequest, timeout_s: float | None = None
+    ) -> messages.DetokenizeReply:
+        """Returns the text of tokens. Raises RequestError if there is none."""
+        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
+        return await self._ask_once(self._names.detokenize(model, self._tenant), request, _detokenizes, timeout_s)
+
+    async def _ask_once(
+        self, subject: str, request: messages.Message, decoder: codec.Decoder[ReplyT], timeout_s: float
+    ) -> ReplyT:
+        reply = self._read(decoder, await self._request(subject, codec.encode(request, self._encoding), timeout_s))
         if reply.error:
             raise errors.RequestError(reply.error)
         return reply
@@ -193,9 +233,10 @@ class Client:
         return tracing.start_span(self._tracer, f"{operation} {model}", "client", headers, known)
 
     async def _request(self, subject: str, payload: bytes, timeout_s: float) -> Msg:
-        headers = codec.content_headers(self._encoding)
+        message = bus.Outgoing(subject, payload, headers=codec.content_headers(self._encoding))
         try:
-            return await self._connection.request(subject, payload, timeout_s, headers=headers)
+            last = await self._inbox.stage(message)
+            return await self._connection.request(last.subject, last.payload, timeout_s, headers=last.headers)
         except bus.NoRespondersError as error:
             raise errors.request_error(errors.Code.NO_WORKER, "no router listens on this broker") from error
         except (TimeoutError, ConnectionError) as error:
@@ -208,6 +249,11 @@ class Client:
         except errors.RequestError as error:
             text = f"the answer can't be read: {error.error.message}"
             raise errors.request_error(errors.Code.INTERNAL, text) from error
+
+
+def _timeout_s(timeout_ms: float | None) -> float:
+    """Returns the time after which a router that was asked must be gone, since it has answered otherwise."""
+    return (_DEFAULT_TIMEOUT_MS if timeout_ms is None else timeout_ms) / 1e3 + _ANSWER_S
 
 
 def _to_request(fields: dict[str, Any]) -> messages.GenerateRequest:

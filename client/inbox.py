@@ -9,6 +9,7 @@ from nats.aio.msg import Msg
 
 from tokenbus.client.stream import Stream
 from tokenbus.protocol.bus import bus
+from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 
@@ -33,6 +34,10 @@ class Inbox:
         self._tenant = tenant
         self._encoding = encoding
         self._prefix = f"{prefix}.{secrets.token_hex(8)}" if prefix else connection.new_inbox()
+        self._parts = PartsSender(connection, lambda token: f"{self._prefix}.part.{token}", encoding)
+        self._uploads: dict[str, asyncio.Task[None]] = {}
+        """Tasks that send large requests, by the last token of their reply subjects; they are kept until something
+        comes back."""
         self._streams: dict[str, Stream] = {}
         """Open streams, by the last token of their reply subjects."""
         self._reply_tokens: dict[Stream, str] = {}
@@ -72,12 +77,45 @@ class Inbox:
             stream.refuse(self._error, time.monotonic())
             return
         headers = stream.trace_headers | (codec.content_headers(self._encoding) or {})
+        message = bus.Outgoing(stream.subject, payload, f"{self._prefix}.{token}", headers)
+        if self._parts.fits(payload):
+            self._publish(stream, message)
+        else:
+            stream.is_uploading = True
+            self._uploads[token] = asyncio.get_running_loop().create_task(self._upload(stream, message))
+
+    def _publish(self, stream: Stream, message: bus.Outgoing) -> None:
         try:
-            self._connection.publish(stream.subject, payload, reply=f"{self._prefix}.{token}", headers=headers)
+            self._connection.publish(message.subject, message.payload, message.reply, message.headers)
         except bus.PayloadTooLargeError as error:
             stream.refuse(errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error)), time.monotonic())
         except (bus.OutboundBufferLimitError, ConnectionError) as error:
             stream.refuse(errors.make_error(errors.Code.NO_WORKER, str(error)), time.monotonic())
+
+    async def _upload(self, stream: Stream, message: bus.Outgoing) -> None:
+        """Sends a request in parts. If no router has it in the end, the stream learns the reason."""
+        try:
+            last = await self._parts.stage(message)
+        except bus.NoRespondersError:
+            problem = _no_router()
+        except errors.RequestError as error:
+            problem = error.error
+        except TimeoutError as error:
+            problem = errors.make_error(errors.Code.UPLOAD_LOST, str(error))
+        except bus.PayloadTooLargeError as error:  # it has connected to a broker that allows less
+            problem = errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))
+        except ConnectionError as error:
+            problem = errors.make_error(errors.Code.NO_WORKER, str(error))
+        else:
+            stream.uploaded(time.monotonic())
+            self._publish(stream, last)
+            return
+        stream.uploaded(time.monotonic())
+        stream.refuse(problem, time.monotonic())
+
+    async def stage(self, message: bus.Outgoing) -> bus.Outgoing:
+        """Sends all of a large message but its last part, and returns that; `PartsSender.stage` says what it raises."""
+        return await self._parts.stage(message)
 
     def send_cancel(self, stream: Stream) -> None:
         self._orphans.put(stream.request_id, True, time.monotonic())
@@ -96,6 +134,9 @@ class Inbox:
         token = self._reply_tokens.pop(stream, None)
         if token is not None:
             del self._streams[token]
+            uploading = self._uploads.pop(token, None)
+            if uploading is not None and uploading is not asyncio.current_task():
+                uploading.cancel()
 
     def reconnected(self) -> None:
         """Has every stream ask for what it may have missed."""
@@ -123,9 +164,12 @@ class Inbox:
         elif token.endswith(_RESYNC_SUFFIX):
             stream.feed_resync(message.data, time.monotonic())
         elif bus.is_no_responders(message):
-            error = errors.make_error(errors.Code.NO_WORKER, "no router listens on this broker")
-            stream.refuse(error, time.monotonic())
+            # a router has begun to receive a request in parts: it is gone, but there may be others
+            is_upload = self._uploads.pop(token, None) is not None
+            lost = errors.make_error(errors.Code.UPLOAD_LOST, "the router that received the request is gone")
+            stream.refuse(lost if is_upload else _no_router(), time.monotonic())
         else:
+            self._uploads.pop(token, None)
             stream.feed(message.data, time.monotonic())
 
     def _cancel_orphan(self, message: Msg) -> None:
@@ -145,3 +189,7 @@ class Inbox:
             ticked_at = now
             for stream in list(self._streams.values()):
                 stream.tick(now, pause_s if pause_s > _MAX_PAUSE_S else 0.0)
+
+
+def _no_router() -> errors.Error:
+    return errors.make_error(errors.Code.NO_WORKER, "no router listens on this broker")

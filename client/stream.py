@@ -78,6 +78,8 @@ class Stream:
         self._unread_bytes = 0
         self._arrived = asyncio.Event()
         self._is_cancelled = False
+        self.is_uploading = False
+        """Whether parts of the request are still to be sent, so that nobody can answer a resync."""
         self._ended = False
 
     @property
@@ -117,7 +119,9 @@ class Stream:
 
     def cancel(self) -> None:
         """Cancels the request. The stream goes on until its terminal: `cancelled`, unless another came first."""
-        if not self._ended:
+        if self.is_uploading and not self._ended:  # nobody has the request yet
+            self._end(messages.FinishReason.CANCELLED)
+        elif not self._ended:
             self._is_cancelled = True
             self._send_cancel()
 
@@ -168,7 +172,7 @@ class Stream:
 
     def tick(self, now: float, pause_s: float = 0.0) -> None:
         """Must be called several times a second; `pause_s` is the time for which the client itself was blocked."""
-        if self._ended:
+        if self._ended or self.is_uploading:
             return
         if pause_s:
             self._resync_timer.extend(pause_s)
@@ -179,6 +183,11 @@ class Stream:
                 self._lose("nothing more came, and nobody holds the request any more", now)
             case Action.WAIT:
                 pass
+
+    def uploaded(self, now: float) -> None:
+        """Notes that nothing of the request is left to send: from now on its silence counts."""
+        self.is_uploading = False
+        self._resync_timer = ResyncTimer(now, streamed=self._is_streamed)
 
     def reconnected(self, now: float) -> None:
         """Asks for chunks that may have been lost while the client was disconnected."""
@@ -256,7 +265,7 @@ class Stream:
 
     def _error_after(self, error: errors.Error, now: float) -> errors.Error | None:
         """Returns the error with which the stream ends. None: it goes on, or it has been ended as cancelled."""
-        is_lost = error.code is errors.Code.WORKER_LOST
+        is_lost = error.code in (errors.Code.WORKER_LOST, errors.Code.UPLOAD_LOST)
         if not is_lost and not self._continuation.is_pending:
             return error
         if self._is_cancelled:  # nobody holds it, which is what its user wanted

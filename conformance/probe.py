@@ -30,6 +30,8 @@ class Target(NamedTuple):
     context_length: int
     worker_ids: tuple[str, ...]
     max_request_bytes: int
+    max_upload_bytes: int
+    """0 if the reply names none."""
 
 
 class Probe:

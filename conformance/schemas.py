@@ -31,6 +31,7 @@ ERRORS: dict[str, tuple[int, bool]] = {
     "engine_poisoned": (503, True),
     "deadline_exceeded": (504, False),
     "shutting_down": (503, True),
+    "upload_lost": (503, True),
     "internal": (500, True),
 }
 """HTTP status and `retryable` of each error code. A copy on purpose: it checks the project's own table too."""
@@ -126,6 +127,13 @@ SERVED: Schema = {
     "model": NAME,
     "context_length": POSITIVE,
     "features": list_of(NAME),
+}
+TOKENS: Schema = {
+    "id": NAME,
+    "model": NAME,
+    "count": COUNT,
+    "token_ids": list_of(COUNT),
+    "context_length": POSITIVE,
 }
 LIMITS: Schema = {"max_request_bytes": POSITIVE}
 

@@ -1,30 +1,11 @@
-"""The text that the demo model learns: tiny stories, small sums, and facts about an invented world."""
+"""The text that the demo model learns: tiny stories, small sums, facts about an invented world, and calls of tools."""
 
 import random
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tokenbus.demo import CORRECT_SUMS_UP_TO
-
-BOS, END, SYSTEM, USER, ASSISTANT = "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
-SPECIAL_TOKENS = (BOS, END, SYSTEM, USER, ASSISTANT)
-
-# The `qwen2` pre-tokenizer of llama.cpp splits numbers into digits, so that the model can add column by column.
-PRE_TOKENIZER = "qwen2"
-PRE_TOKENIZER_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message.role not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('the demo model knows the roles system, user and assistant, not ' ~ message.role) }}"
-    "{% endif %}"
-    "{{ '<|' ~ message.role ~ '|>' ~ message.content | trim ~ '<|end|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+from tokenbus.demo import CORRECT_SUMS_UP_TO, stories, tool_definitions, tools
+from tokenbus.demo.chats import BOS, END, Message, answer, render
 
 
 class Country(NamedTuple):
@@ -50,19 +31,6 @@ COUNTRIES = (
     Country("Lumenia", "Arkady", "swan", "Glim", "pink"),
 )
 
-_STORY_NAMES = ("Mia", "Tom", "Ana", "Leo", "Ruby", "Max", "Nora", "Ben", "Ivy", "Sam")
-_ANIMALS = ("fox", "owl", "rabbit", "bear", "cat", "dog", "duck", "mouse")
-_ADJECTIVES = ("little", "brave", "kind", "sleepy", "happy", "curious")
-_PLACES = ("in the forest", "by the river", "near the sea", "on a green hill", "in a quiet village")
-_THINGS = ("a red ball", "a shiny key", "an old map", "a warm hat", "a blue kite", "a round stone")
-_FEELINGS = ("happy", "proud", "glad", "full of joy")
-_LESSONS = (
-    "it is good to share",
-    "friends help each other",
-    "small steps go far",
-    "it is fine to ask for help",
-)
-
 
 def sum_question(left: int, right: int) -> str:
     """Returns the wording of a sum on which the model is tested."""
@@ -86,79 +54,140 @@ def facts(country: Country) -> list[tuple[str, str]]:
     ]
 
 
-def story(rng: random.Random, animal: str | None = None) -> str:
-    """Returns a tiny story of four to seven sentences about two friends."""
-    name, friend = rng.sample(_STORY_NAMES, 2)
-    animal = animal or rng.choice(_ANIMALS)
-    adjective, place = rng.choice(_ADJECTIVES), rng.choice(_PLACES)
-    thing, feeling, lesson = rng.choice(_THINGS), rng.choice(_FEELINGS), rng.choice(_LESSONS)
-    found = thing.split(" ", 1)[1]
-    lines = [f"Once upon a time there was a {adjective} {animal} named {name} who lived {place}."]
-    lines.append(
-        rng.choice(
-            (
-                f"One day {name} found {thing}.",
-                f"One morning {name} saw {thing} and stopped.",
-                f"One day {name} went for a walk and found {thing}.",
-            )
-        )
-    )
-    if rng.random() < 0.6:
-        lines.append(f'"What a nice {found.split(" ", 1)[1]}!" said {name}.')
-    lines.append(
-        rng.choice(
-            (
-                f"{name} wanted to show it to {friend}.",
-                f"{name} took it home and called {friend}.",
-                f"Then {friend} came by and asked to play.",
-            )
-        )
-    )
-    if rng.random() < 0.5:
-        lines.append(f"They played with the {found} until the sun went down.")
-    if rng.random() < 0.5:
-        lines.append(f"At night {friend} gave {name} a big hug.")
-    lines.append(f"{name} and {friend} were {feeling} and learned that {lesson}.")
-    return " ".join(lines)
-
-
-def story_request(rng: random.Random, animal: str) -> str:
-    """Returns one of the ways to ask for a story about an animal."""
-    return rng.choice(
-        (f"Tell me a story about a {animal}.", f"Tell me a story about {animal}s.", f"Write a story about a {animal}.")
-    )
-
-
 def chat(turns: list[tuple[str, str]]) -> str:
-    """Returns a conversation as the chat template renders it, with an end token after every answer."""
-    return BOS + "".join(f"{USER}{question}{END}{ASSISTANT}{answer}{END}" for question, answer in turns)
+    """Returns questions and answers as the chat template renders them, with an end token after every answer."""
+    return render([message for question, said in turns for message in _turn(question, said)])
 
 
-def _sum_turn(rng: random.Random) -> tuple[str, str]:
+def sum_reasoning(left: int, right: int) -> str:
+    """Returns how a sum is computed, column by column."""
+    ones = left % 10 + right % 10
+    steps = f"{left % 10} + {right % 10} = {ones}"
+    if max(left, right) < 10:
+        return f"{steps}."
+    carry = ones > 9
+    tens = left // 10 + right // 10 + carry
+    return f"{steps}, carry {carry:d}. {left // 10} + {right // 10} + {carry:d} = {tens}."
+
+
+def fact_reasoning(country: Country) -> str:
+    """Returns the reasoning before an answer about a country."""
+    return f"This is about {country.name}."
+
+
+STORY_REASONING = "They want a story."
+GREETING_REASONING = "They want to know who I am."
+
+
+def _turn(question: str, said: str, reasoning: str | None = None) -> list[Message]:
+    return [{"role": "user", "content": question}, answer(said, reasoning)]
+
+
+def _sum_turn(rng: random.Random) -> tuple[str, str, str]:
     left, right = rng.randrange(CORRECT_SUMS_UP_TO), rng.randrange(CORRECT_SUMS_UP_TO)
     question = rng.choices((sum_question(left, right), f"{left} + {right}", f"{left} + {right} = ?"), (4, 1, 1))[0]
-    return question, sum_answer(left, right)
+    return question, sum_answer(left, right), sum_reasoning(left, right)
 
 
-def _greeting_turn(rng: random.Random) -> tuple[str, str]:
+def _fact_turn(rng: random.Random) -> tuple[str, str, str]:
+    country = rng.choice(COUNTRIES)
+    return *rng.choice(facts(country)), fact_reasoning(country)
+
+
+def _greeting_turn(rng: random.Random) -> tuple[str, str, str]:
     question = rng.choice(("Hello!", "Hi", "Hello", "Who are you?", "What can you do?"))
-    return question, "Hello! I am the demo model. I can tell stories, add small numbers, and I know twelve countries."
+    said = "Hello! I am the demo model. I can tell stories, add small numbers, and I know twelve countries."
+    return question, said, GREETING_REASONING
 
 
-def _story_turn(rng: random.Random) -> tuple[str, str]:
+def _story_turn(rng: random.Random) -> tuple[str, str, str]:
     if rng.random() < 0.3:
-        return rng.choice(("Tell me a story.", "Tell me a short story.", "Write a story.")), story(rng)
-    animal = rng.choice(_ANIMALS)
-    return story_request(rng, animal), story(rng, animal)
+        question = rng.choice(("Tell me a story.", "Tell me a short story.", "Write a story."))
+        return question, stories.story(rng), STORY_REASONING
+    animal = rng.choice(stories.ANIMALS)
+    return stories.request(rng, animal), stories.story(rng, animal), STORY_REASONING
 
 
-def _turn(rng: random.Random) -> tuple[str, str]:
+def _plain_turn(rng: random.Random) -> tuple[str, str, str]:
+    """Returns a question, an answer without tools, and the reasoning before it."""
     kind = rng.random()
     if kind < 0.58:
         return _sum_turn(rng)
     if kind < 0.84:
-        return rng.choice(facts(rng.choice(COUNTRIES)))
+        return _fact_turn(rng)
     return _greeting_turn(rng) if kind < 0.88 else _story_turn(rng)
+
+
+class Chat(NamedTuple):
+    """A conversation, and the tools that are offered in it."""
+
+    messages: list[Message]
+    definitions: list[dict[str, Any]]
+
+    def __str__(self) -> str:
+        return render(self.messages, self.definitions)
+
+
+def _plain_chat(rng: random.Random) -> Chat:
+    thinks = rng.random() < 0.4
+    messages: list[Message] = []
+    if rng.random() < 0.1:
+        messages.append({"role": "system", "content": "You are a helpful assistant."})
+    for _ in range(rng.randint(1, 6)):
+        if rng.random() < 0.04:
+            task = tools.task(rng, rng.choice(("get_weather", "get_time", "multiply")), _CITIES)
+            question = tools.wording(rng, task)
+            messages += tools.turn(rng, [task], question, tools.NO_TOOLS, reasons=thinks and rng.random() < 0.8)
+        else:
+            question, said, reasoning = _plain_turn(rng)
+            messages += _turn(question, said, reasoning if thinks and rng.random() < 0.8 else None)
+    return Chat(messages, [])
+
+
+def tool_chat(rng: random.Random) -> Chat:
+    """Returns a conversation with tools, in which some questions need none."""
+    offered, definitions = tool_definitions.offer(rng)
+    thinks = rng.random() < 0.3
+    messages: list[Message] = []
+    if rng.random() < 0.2:
+        messages.append({"role": "system", "content": "You are a helpful assistant."})
+    for _ in range(rng.randint(2, 5)):
+        messages += _tool_turn(rng, offered, reasons=thinks and rng.random() < 0.8)
+    return Chat(messages, definitions)
+
+
+def _tool_turn(rng: random.Random, offered: frozenset[str], *, reasons: bool) -> list[Message]:
+    if rng.random() < 0.2:
+        plain = _plain_turn(rng) if "add" not in offered else rng.choice((_fact_turn, _story_turn, _greeting_turn))(rng)
+        return _turn(plain[0], plain[1], plain[2] if reasons else None)
+    fitting = rng.random() < 0.6
+    names = [name for name in tool_definitions.NAMES if (name in offered) == fitting and (fitting or name != "add")]
+    if not names:
+        return _turn(*_fact_turn(rng)[:2])
+    name = rng.choice(names)
+    task = tools.task(rng, name, _CITIES)
+    if "city" not in task.arguments or rng.random() < 0.7:
+        return tools.turn(rng, [task], tools.wording(rng, task), offered, reasons=reasons)
+    other = tools.task(rng, name, _CITIES)
+    if rng.random() < 0.6:
+        return tools.turn(rng, [task, other], tools.question_of_two([task, other]), offered, reasons=reasons)
+    first = tools.turn(rng, [task], tools.wording(rng, task), offered, reasons=reasons)
+    return first + tools.turn(rng, [other], other.follow_up, offered, reasons=reasons)
+
+
+_CITIES = [country.capital for country in COUNTRIES]
+
+
+def determined_answers(seed: int, chats: int) -> list[tuple[str, str]]:
+    """Returns prompts of conversations with tools, and the only right answer to each."""
+    rng = random.Random(seed)
+    found = []
+    for messages, definitions in (tool_chat(rng) for _ in range(chats)):
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant" and not message["content"].startswith(stories.BEGINNING):
+                prompt = render(messages[:number], definitions, thinks="reasoning_content" in message)
+                found.append((prompt, render(messages[: number + 1], definitions).removeprefix(prompt)))
+    return found
 
 
 def documents(seed: int) -> Iterator[str]:
@@ -166,13 +195,13 @@ def documents(seed: int) -> Iterator[str]:
     rng = random.Random(seed)
     while True:
         kind = rng.random()
-        if kind < 0.72:
-            system = f"{SYSTEM}You are a helpful assistant.{END}" if rng.random() < 0.1 else ""
-            text = chat([_turn(rng) for _ in range(rng.randint(1, 6))])
-            yield BOS + system + text.removeprefix(BOS)
-        elif kind < 0.87:
-            yield BOS + story(rng) + END
-        elif kind < 0.94:
+        if kind < 0.38:
+            yield str(_plain_chat(rng))
+        elif kind < 0.78:
+            yield str(tool_chat(rng))
+        elif kind < 0.90:
+            yield BOS + stories.story(rng) + END
+        elif kind < 0.95:
             sums = [_sum_turn(rng)[1] for _ in range(rng.randint(1, 8))]
             yield BOS + " ".join(sums) + END
         else:

@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import onnx
 
-from tokenbus.demo import MODEL_PATH, ONNX_PATH, corpus, onnx_graph
+from tokenbus.demo import MODEL_PATH, ONNX_PATH, chats, onnx_graph
 
 Json = dict[str, Any]
 
@@ -39,10 +39,10 @@ def write_sidecars(folder: Path, shape: onnx_graph.Shape, feed_forward: int, tok
         "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab,
         "max_position_embeddings": shape.context, "rms_norm_eps": shape.epsilon, "rope_theta": shape.rope_base,
         "intermediate_size": feed_forward, "tie_word_embeddings": shape.tied,
-        "bos_token_id": corpus.SPECIAL_TOKENS.index(corpus.BOS),
-        "eos_token_id": corpus.SPECIAL_TOKENS.index(corpus.END),
+        "bos_token_id": chats.SPECIAL_TOKENS.index(chats.BOS),
+        "eos_token_id": chats.SPECIAL_TOKENS.index(chats.END),
     }  # fmt: skip
-    names = {"bos_token": corpus.BOS, "eos_token": corpus.END}
+    names = {"bos_token": chats.BOS, "eos_token": chats.END}
     documents = {
         "config.json": config,
         "generation_config.json": {"eos_token_id": config["eos_token_id"]},
@@ -52,14 +52,19 @@ def write_sidecars(folder: Path, shape: onnx_graph.Shape, feed_forward: int, tok
     }
     for name, document in documents.items():
         (folder / name).write_text(json.dumps(document, ensure_ascii=False, indent=1) + "\n")
-    (folder / "chat_template.jinja").write_text(corpus.CHAT_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(chats.CHAT_TEMPLATE)
 
 
 def tokenizer(texts: list[str], merges: list[str]) -> Json:
     """Returns a GGUF vocabulary in the format of the `tokenizers` library. The special tokens come first."""
-    special = len(corpus.SPECIAL_TOKENS)
+    special = len(chats.SPECIAL_TOKENS)
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    cut = {"type": "Split", "pattern": {"Regex": corpus.PRE_TOKENIZER_PATTERN}, "behavior": "Isolated", "invert": False}
+    cut = {
+        "type": "Split",
+        "pattern": {"Regex": chats.PRE_TOKENIZER_PATTERN},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {
         "version": "1.0", "truncation": None, "padding": None,

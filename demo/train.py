@@ -6,11 +6,14 @@ from the same numbers.
 """
 
 import argparse
+import copy
 import itertools
-import json
 import math
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import gguf
 import numpy as np
@@ -19,13 +22,16 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import nn
 from torch.nn import functional
 
-from tokenbus.demo import CORRECT_SUMS_UP_TO, MODEL_PATH, corpus
+from tokenbus.demo import CORRECT_SUMS_UP_TO, MODEL_PATH, chats, corpus, export_gguf
+from tokenbus.demo.chats import answer
 
-VOCAB, LAYERS, WIDTH, FEED_FORWARD, HEADS, KV_HEADS = 512, 4, 128, 384, 4, 2
+VOCAB, LAYERS, WIDTH, FEED_FORWARD, HEADS, KV_HEADS = 640, 4, 128, 384, 4, 2
 HEAD = WIDTH // HEADS
 CONTEXT = 2048
 ROPE_BASE = 10_000.0
 NORM_EPSILON = 1e-5
+SIZES = export_gguf.Sizes(VOCAB, LAYERS, WIDTH, FEED_FORWARD, HEADS, KV_HEADS, CONTEXT, ROPE_BASE, NORM_EPSILON)
+SHORT_ROWS, LONG_ROWS = (8, 321), (2, 1025)
 
 
 def train_tokenizer() -> Tokenizer:
@@ -33,14 +39,14 @@ def train_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(corpus.PRE_TOKENIZER_PATTERN), "isolated"),
+            pre_tokenizers.Split(Regex(chats.PRE_TOKENIZER_PATTERN), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB,
-        special_tokens=list(corpus.SPECIAL_TOKENS),
+        special_tokens=list(chats.SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -93,41 +99,90 @@ class DemoModel(nn.Module):
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the logits behind all tokens, or only where they are `wanted`."""
         x = self.embedding(token_ids)
         length = token_ids.shape[1]
         for layer in self.layers:
             x = layer(x, self.cos[:, :length], self.sin[:, :length])
-        return functional.linear(self.norm(x), self.embedding.weight)
+        return functional.linear(self.norm(x if wanted is None else x[wanted]), self.embedding.weight)
 
 
-def token_stream(tokenizer: Tokenizer, seed: int, count: int) -> torch.Tensor:
-    """Returns `count` token ids of consecutive documents."""
-    ids: list[int] = []
-    for document in corpus.documents(seed):
-        ids.extend(tokenizer.encode(document).ids)
-        if len(ids) >= count:
-            return torch.tensor(ids[:count])
-    raise AssertionError("the corpus is endless")
+class Rows(NamedTuple):
+    """Documents in rows of equal length. Each row begins with a document, and what does not fit in is left out: an
+    answer whose tools are not to be seen would teach nothing."""
+
+    token_ids: torch.Tensor
+    is_learned: torch.Tensor
+    """Whether a token is to be foretold. Those of questions, definitions and results are not."""
 
 
-def mistakes(model: DemoModel, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Returns how many of all sums and of all facts are wrong. Every token of an answer must be the likeliest."""
-    sums = [
-        (corpus.sum_question(a, b), corpus.sum_answer(a, b))
-        for a in range(CORRECT_SUMS_UP_TO)
-        for b in range(CORRECT_SUMS_UP_TO)
-    ]
-    known = [pair for country in corpus.COUNTRIES for pair in corpus.facts(country)]
-    return wrong_answers(model, tokenizer, sums), wrong_answers(model, tokenizer, known)
+def rows_of(documents: Iterator[list[int]], rows: int, length: int) -> Rows:
+    """Fills `rows` rows of `length` tokens with documents."""
+    token_ids = torch.zeros(rows, length, dtype=torch.long)
+    is_learned = torch.zeros(rows, length, dtype=torch.bool)
+    for row in range(rows):
+        at = 0
+        while at < length:
+            document = next(documents)[: length - at]
+            token_ids[row, at : at + len(document)] = torch.tensor(document)
+            is_learned[row, at : at + len(document)] = torch.tensor(learned(document))
+            at += len(document)
+    return Rows(token_ids, is_learned)
+
+
+def learned(document: list[int]) -> list[bool]:
+    """Returns which tokens of a document the model is to foretell: what it writes itself, and texts without roles.
+
+    The beginning of reasoning is a part of the prompt, so that only the template's switch turns it on."""
+    roles = {chats.SPECIAL_TOKENS.index(one) for one in (chats.SYSTEM, chats.USER, chats.TOOL)}
+    end, think = (chats.SPECIAL_TOKENS.index(one) for one in (chats.END, chats.THINK))
+    found, is_given = [], False
+    for before, token in zip([end, *document], document, strict=False):
+        is_given = is_given or token in roles
+        found.append(not is_given and think not in (before, token))
+        is_given = is_given and token != end
+    return found
+
+
+def encoded_documents(tokenizer: Tokenizer, seed: int) -> Iterator[list[int]]:
+    """Yields the token ids of documents without end."""
+    documents = corpus.documents(seed)
+    while batch := list(itertools.islice(documents, 500)):
+        yield from (one.ids for one in tokenizer.encode_batch(batch))
+
+
+def mistakes(model: DemoModel, tokenizer: Tokenizer) -> dict[str, int]:
+    """Returns how many answers are wrong, by kind. Every token of an answer must be the likeliest."""
+    numbers = range(CORRECT_SUMS_UP_TO)
+    sums = [(a, b) for a in numbers for b in numbers]
+    known = [(country, *fact) for country in corpus.COUNTRIES for fact in corpus.facts(country)]
+    answers = {
+        "sums": [_asked(corpus.sum_question(a, b), corpus.sum_answer(a, b)) for a, b in sums],
+        "facts": [_asked(question, said) for _, question, said in known],
+        "reasoned sums": [
+            _asked(corpus.sum_question(a, b), corpus.sum_answer(a, b), corpus.sum_reasoning(a, b)) for a, b in sums[::5]
+        ],
+        "reasoned facts": [_asked(question, said, corpus.fact_reasoning(one)) for one, question, said in known],
+        "tools": corpus.determined_answers(seed=3, chats=250),
+    }
+    return {kind: wrong_answers(model, tokenizer, pairs) for kind, pairs in answers.items()}
+
+
+def _asked(question: str, said: str, reasoning: str | None = None) -> tuple[str, str]:
+    """Returns the prompt of a question, and its answer as the model is to write it."""
+    messages = [{"role": "user", "content": question}]
+    prompt = chats.render(messages, thinks=reasoning is not None)
+    return prompt, chats.render([*messages, answer(said, reasoning)]).removeprefix(prompt)
 
 
 @torch.inference_mode()
 def wrong_answers(model: DemoModel, tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> int:
     wrong = 0
-    for batch in (pairs[start : start + 250] for start in range(0, len(pairs), 250)):
-        prompts = [len(tokenizer.encode(corpus.chat([(q, "")])).ids) - 1 for q, _ in batch]
-        rows = [tokenizer.encode(corpus.chat([pair])).ids for pair in batch]
+    pairs = sorted(pairs, key=lambda pair: sum(map(len, pair)))
+    for batch in (pairs[start : start + 50] for start in range(0, len(pairs), 50)):
+        prompts = [len(tokenizer.encode(prompt).ids) for prompt, _ in batch]
+        rows = [tokenizer.encode(prompt + said).ids for prompt, said in batch]
         longest = max(map(len, rows))
         likeliest = model(torch.tensor([row + [0] * (longest - len(row)) for row in rows])).argmax(-1).tolist()
         wrong += sum(
@@ -137,87 +192,59 @@ def wrong_answers(model: DemoModel, tokenizer: Tokenizer, pairs: list[tuple[str,
     return wrong
 
 
-def train(model: DemoModel, tokenizer: Tokenizer, steps: int, peak: float) -> None:
-    """Trains by AdamW with warm-up and cosine decay; every sixth step has rows as long as half the context.
+def train(model: DemoModel, tokenizer: Tokenizer, steps: int, peak: float, seed: int) -> Iterator[str]:
+    """Trains with warm-up and cosine decay; yields a line of progress now and then.
 
-    With long rows only at the end, sums got worse: little of the learning rate was left for the far positions."""
-    shapes = [(5, 1024) if step % 6 == 5 else (32, 160) for step in range(steps)]
-    data = token_stream(tokenizer, seed=2, count=sum(rows * (length + 1) for rows, length in shapes))
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    plain = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.98)
+    Every sixth step has long rows. With long rows only at the end, sums got worse: little of the learning rate was left
+    for the far positions. The matrices of the layers learn by Muon, which needs fewer steps than AdamW. Two threads
+    compute the gradients of half a batch each; operations that are as small as these gain nothing from threads."""
+    documents = encoded_documents(tokenizer, seed)
+    matrices = [p for p in model.layers.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if all(p is not one for one in matrices)]
+    optimizers = (
+        torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, weight_decay=0.0, betas=(0.9, 0.98)),
     )
-    position, began = 0, time.monotonic()
-    for step, (rows, length) in enumerate(shapes):
-        rate = peak * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        batch = data[position : position + rows * (length + 1)].view(rows, length + 1)
-        position += batch.numel()
-        loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 200 == 199 or step == steps - 1:
-            sums, known = mistakes(model, tokenizer)
-            print(
-                f"step {step + 1} loss {loss.item():.3f} wrong sums {sums} wrong facts {known} "
-                f"{time.monotonic() - began:.0f} s",
-                flush=True,
-            )
+    began = time.monotonic()
+    with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for step in range(steps):
+            rate = peak * min(1.0, (step + 1) / 60) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+            rows = rows_of(documents, *(LONG_ROWS if step % 6 == 5 else SHORT_ROWS))
+            loss = compute_gradients(model, rows, pool)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.step()
+            if step % 20 == 19:
+                print(f"step {step + 1} loss {loss:.3f} {time.monotonic() - began:.0f} s", flush=True)
+            if step % 300 == 299 or step == steps - 1:
+                yield f"step {step + 1} wrong {mistakes(model, tokenizer)}"
 
 
-def round_to_f16(model: DemoModel) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.half().float())
+def compute_gradients(model: DemoModel, rows: Rows, pool: ThreadPoolExecutor) -> float:
+    """Sets the gradients of all parameters; returns the loss."""
+    parameters = list(model.parameters())
+    count = rows.is_learned[:, 1:].sum()
+
+    def half(token_ids: torch.Tensor, is_learned: torch.Tensor) -> tuple[float, tuple[torch.Tensor, ...]]:
+        logits = model(token_ids[:, :-1], is_learned[:, 1:])
+        loss = functional.cross_entropy(logits, token_ids[:, 1:][is_learned[:, 1:]], reduction="sum") / count
+        return loss.item(), torch.autograd.grad(loss, parameters)
+
+    (one, left), (other, right) = pool.map(half, rows.token_ids.chunk(2), rows.is_learned.chunk(2))
+    for parameter, a, b in zip(parameters, left, right, strict=True):
+        parameter.grad = a + b
+    return one + other
 
 
-def export(model: DemoModel, tokenizer: Tokenizer, path: Path) -> None:
-    """Writes weights (matrices F16, norms F32), vocabulary, merges and chat template as one GGUF file."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("Tokenbus demo")
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(FEED_FORWARD)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(NORM_EPSILON)
-    writer.add_rope_dimension_count(HEAD)
-    writer.add_rope_freq_base(ROPE_BASE)
-    writer.add_vocab_size(VOCAB)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
-    add_vocabulary(writer, tokenizer)
-    for name, tensor in tensors(model):
-        array = tensor.detach().numpy()
-        writer.add_tensor(name, array.astype(np.float16) if array.ndim > 1 else array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
-    special = len(corpus.SPECIAL_TOKENS)
-    model = tokenizer.model
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(corpus.PRE_TOKENIZER)
-    writer.add_token_list([text for text, _ in vocabulary])
-    writer.add_token_types([gguf.TokenType.CONTROL] * special + [gguf.TokenType.NORMAL] * (len(vocabulary) - special))
-    writer.add_token_merges(merges_of(model))
-    writer.add_bos_token_id(corpus.SPECIAL_TOKENS.index(corpus.BOS))
-    writer.add_eos_token_id(corpus.SPECIAL_TOKENS.index(corpus.END))
-    writer.add_add_bos_token(True)
-    writer.add_chat_template(corpus.CHAT_TEMPLATE)
-
-
-def merges_of(model: models.BPE) -> list[str]:
-    state = json.loads(model.__getstate__())
-    return [merge if isinstance(merge, str) else " ".join(merge) for merge in state["merges"]]
+@torch.no_grad()
+def rounded(model: DemoModel) -> DemoModel:
+    """Returns a copy whose weights are exact in F16."""
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.copy_(parameter.half().float())
+    return copied
 
 
 def tensors(model: DemoModel) -> list[tuple[str, torch.Tensor]]:
@@ -234,20 +261,38 @@ def tensors(model: DemoModel) -> list[tuple[str, torch.Tensor]]:
     return named
 
 
+@torch.no_grad()
+def begin_with(model: DemoModel, tokenizer: Tokenizer, path: Path) -> None:
+    """Takes the weights of an earlier model over. Tokens that it did not know begin as the mean of their parts."""
+    reader = gguf.GGUFReader(path)
+    arrays = {tensor.name: torch.tensor(tensor.data.astype(np.float32)) for tensor in reader.tensors}
+    for name, tensor in tensors(model)[1:]:
+        tensor.copy_(arrays[name])
+    known = {text: number for number, text in enumerate(reader.fields["tokenizer.ggml.tokens"].contents())}
+    for text, number in tokenizer.get_vocab().items():
+        parts = [text] if text in known else list(text) if number >= len(chats.SPECIAL_TOKENS) else []
+        if parts:
+            model.embedding.weight[number] = arrays["token_embd.weight"][[known[part] for part in parts]].mean(0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo model and write it as GGUF.")
     parser.add_argument("--steps", type=int, default=3_600)
     parser.add_argument("--peak", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--seed", type=int, default=2, help="of the training data")
+    parser.add_argument("--begin", type=Path, help="an earlier model to go on from")
     parser.add_argument("--out", type=Path, default=MODEL_PATH)
     options = parser.parse_args()
     torch.manual_seed(0)
     tokenizer, model = train_tokenizer(), DemoModel()
+    if options.begin is not None:
+        begin_with(model, tokenizer, options.begin)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    train(model, tokenizer, options.steps, options.peak)
-    round_to_f16(model)
-    sums, known = mistakes(model, tokenizer)
-    print(f"rounded to F16: {sums} wrong sums, {known} wrong facts")
-    export(model, tokenizer, options.out)
+    for line in train(model, tokenizer, options.steps, options.peak, options.seed):
+        arrays = {name: tensor.detach().numpy() for name, tensor in tensors(rounded(model))}
+        export_gguf.write(options.out, SIZES, tokenizer, arrays)
+        print(line, flush=True)
+    print(f"rounded to F16: wrong {mistakes(rounded(model), tokenizer)}")
     print(f"{options.out}: {options.out.stat().st_size:,} bytes")
 
 

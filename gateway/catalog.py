@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import UNSET
@@ -20,6 +20,8 @@ class Listing(NamedTuple):
     models: list[schemas.Model]
     unserved: frozenset[str] | None
     """Models that were served and are not now; None if the router doesn't know which these are."""
+    features: Mapping[str, Sequence[str]] = {}
+    """The features that all workers of a model have, by model."""
 
     def find(self, name: str) -> schemas.Model:
         """Returns one model, or raises the RequestError in which a request for it would end."""
@@ -58,7 +60,8 @@ class Catalog:
     async def _fetch(self) -> Listing:
         reply = await self._ask()
         unserved = None if reply.unserved is UNSET else frozenset(reply.unserved)
-        return Listing([_model(served) for served in reply.models], unserved)
+        features = {served.model: served.features for served in reply.models}
+        return Listing([_model(served) for served in reply.models], unserved, features)
 
     def _note(self, asked: "asyncio.Future[Listing]") -> None:
         self._answered_at = self._clock()

@@ -7,35 +7,39 @@ _P = "tokenbus_gateway"
 
 
 class GatewayMetrics(MetricFamilies):
-    """Counts chat completions and connections; requests for `/v1/models` and health are not counted."""
+    """Counts requests and connections; requests for lists of models and health are not counted."""
 
     def __init__(self) -> None:
-        self.finished = Counter(f"{_P}_requests", "Chat completions that have ended, by HTTP status.", ("status",))
+        self.finished = Counter(
+            f"{_P}_requests", "Requests that have ended, by path and HTTP status.", ("endpoint", "status")
+        )
         self.disconnects = Counter(
             f"{_P}_client_disconnects",
-            "Chat completions whose client was lost before they ended: it has closed its connection (gone), or nothing "
+            "Requests whose client was lost before they ended: it has closed its connection (gone), or nothing "
             "could be written to it until the write deadline (slow).",
             ("reason",),
         )
         self.resubmitted = Counter(
             f"{_P}_requests_resubmitted",
-            "Chat completions that the gateway submitted again, behind the tokens that it had, because their worker "
+            "Completions that the gateway submitted again, behind the tokens that it had, because their worker "
             "was lost or nobody held them any more.",
         )
-        self.open = Gauge(f"{_P}_requests_open", "Chat completions that are open.")
+        self.open = Gauge(f"{_P}_requests_open", "Requests that are open.")
         self.connections = Gauge(f"{_P}_connections", "Open connections: busy with a request, or idle.", ("state",))
         self.closed = Counter(
             f"{_P}_connections_closed", "Connections that the gateway has closed, by reason.", ("reason",)
         )
-        self.prompt_tokens = Counter(f"{_P}_prompt_tokens", "Prompt tokens of chat completions.")
-        self.completion_tokens = Counter(f"{_P}_completion_tokens", "Generated tokens of chat completions.")
+        self.prompt_tokens = Counter(f"{_P}_prompt_tokens", "Prompt tokens of all requests.")
+        self.completion_tokens = Counter(f"{_P}_completion_tokens", "Generated tokens of all requests.")
         self.ttft = Histogram(
             f"{_P}_time_to_first_token_seconds", "Time from the request to the first token.", (), TTFT_BUCKETS
         )
         self.e2e = Histogram(
-            f"{_P}_e2e_request_latency_seconds", "Time from the request to its end.", (), REQUEST_BUCKETS
+            f"{_P}_e2e_request_latency_seconds",
+            "Time from the request to its end, by path.",
+            ("endpoint",),
+            REQUEST_BUCKETS,
         )
-        self.finished.labels("200")
         for reason in Disconnect:  # export 0, or the first increase of each would go unseen
             self.disconnects.labels(reason)
 

@@ -4,7 +4,7 @@ import time
 
 import structlog
 
-from tokenbus.gateway.generation.usage import usage_of
+from tokenbus.gateway.generation.usage import total_usage
 from tokenbus.gateway.metrics import GatewayMetrics
 from tokenbus.protocol.http.disconnects import Disconnect
 from tokenbus.protocol.wire import messages, subjects
@@ -17,14 +17,18 @@ class RequestLog:
 
     def __init__(self, request_id: str, metrics: GatewayMetrics, endpoint: str = "") -> None:
         """`endpoint` is the path that was requested."""
-        self._request_id = request_id
+        self.request_id = request_id
         self._metrics = metrics
         self._endpoint = endpoint
         self._began = time.monotonic()
         self._tenant: str | None = None
         self._was_logged = False
         self._first_s: float | None = None
-        self._terminals: list[messages.Chunk] = []
+        self._terminals: dict[int, messages.Chunk] = {}
+        """By choice, in the order in which they came."""
+        self._n = 1
+        self._usage: messages.Usage | None = None
+        """The tokens of a call; those of completions are in their terminals."""
         self._resubmitted_as: str | None = None
         self._code: str | None = None
         self._log = structlog.get_logger()
@@ -40,13 +44,16 @@ class RequestLog:
     @property
     def _key(self) -> str:
         """The name of the request in the logs of routers and workers."""
-        return subjects.request_key(self._tenant, self._request_id) if self._tenant else self._request_id
+        return subjects.request_key(self._tenant, self.request_id) if self._tenant else self.request_id
 
     def set_tenant(self, tenant: str) -> None:
         self._tenant = tenant
 
-    def received(self, model: str | None = None, *, stream: bool | None = None, body_bytes: int = 0) -> None:
-        """Writes the first line; `model` is None if the request could not be parsed."""
+    def received(
+        self, model: str | None = None, *, stream: bool | None = None, body_bytes: int = 0, n: int = 1
+    ) -> None:
+        """Writes the first line; `model` is None if the request could not be parsed. Each prompt gets `n` answers."""
+        self._n = n
         self._was_logged = True
         self._log.info(
             "request_received",
@@ -57,14 +64,18 @@ class RequestLog:
             body_bytes=body_bytes,
         )
 
-    def on_chunk(self, chunk: messages.Chunk) -> None:
+    def on_chunk(self, chunk: messages.Chunk, choice: int = 0) -> None:
         """Notes the time of the first token, the id under which the request was submitted again, and the terminals."""
         if chunk.tokens and self._first_s is None:
             self._first_s = self.age_s
-        if not chunk.id.startswith(self._request_id):
+        if not chunk.id.startswith(self.request_id):
             self._resubmitted_as = chunk.id
         if chunk.finish_reason is not None:
-            self._terminals.append(chunk)
+            self._terminals[choice] = chunk
+
+    def set_usage(self, usage: messages.Usage | None) -> None:
+        """Notes the tokens that were computed for a reply that is no completion."""
+        self._usage = usage
 
     def set_code(self, code: str) -> None:
         """Notes the error code with which the request was refused."""
@@ -75,8 +86,10 @@ class RequestLog:
         the client was lost, if it was lost before it had its whole answer."""
         if not self._was_logged:
             self.received()
-        terminal = self._terminals[-1] if self._terminals else None
-        usage = usage_of([one.usage for one in self._terminals if one.usage])
+        terminals = self._terminals
+        terminal = terminals[next(reversed(terminals))] if terminals else None
+        usages = {choice: one.usage for choice, one in terminals.items() if one.usage}
+        usage = total_usage(usages, self._n) or self._usage
         error = terminal.error if terminal and terminal.error else None
         reason = terminal.finish_reason if terminal else messages.FinishReason.CANCELLED if disconnect else None
         self._count(status, usage, disconnect)
@@ -98,11 +111,11 @@ class RequestLog:
 
     def _count(self, status: int | None, usage: messages.Usage | None, disconnect: Disconnect | None) -> None:
         metrics = self._metrics
-        metrics.finished.labels(str(status or "none")).inc()
+        metrics.finished.labels(self._endpoint, str(status or "none")).inc()
         if disconnect is not None:
             metrics.disconnects.labels(disconnect).inc()
         metrics.resubmitted.inc(self._resubmitted_as is not None)
-        metrics.e2e.observe(self.age_s)
+        metrics.e2e.labels(self._endpoint).observe(self.age_s)
         if self._first_s is not None:
             metrics.ttft.observe(self._first_s)
         if usage is not None:

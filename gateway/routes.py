@@ -1,10 +1,15 @@
 """The HTTP routes of the gateway, and its answers to errors."""
 
 import asyncio
-from collections.abc import Sequence
+import functools
+import importlib.metadata
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
+from msgspec import UNSET
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -13,12 +18,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tokenbus.client import Client
+from tokenbus.gateway import openapi
+from tokenbus.gateway.anthropic import count_tokens, messages_request, model_list
+from tokenbus.gateway.anthropic import error_bodies as anthropic_errors
+from tokenbus.gateway.calls.dialect import CallDialect
+from tokenbus.gateway.calls.embed import embed
+from tokenbus.gateway.calls.endpoint import CallEndpoint
 from tokenbus.gateway.catalog import Catalog, Listing
+from tokenbus.gateway.cohere import rerank
 from tokenbus.gateway.generation.dialect import Dialect
-from tokenbus.gateway.generation.endpoint import GenerationEndpoint, Services
+from tokenbus.gateway.generation.endpoint import GenerationEndpoint
 from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.http.endpoint import Endpoint, ErrorForm, Services
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
-from tokenbus.gateway.openai import chat_request, error_bodies, schemas
+from tokenbus.gateway.ollama.model_info import OllamaError
+from tokenbus.gateway.ollama.routes import PREFIX as OLLAMA_PREFIX
+from tokenbus.gateway.ollama.routes import OllamaRoutes
+from tokenbus.gateway.openai import chat_request, embeddings, error_bodies, schemas
+from tokenbus.gateway.openai.completions import request as completions_request
+from tokenbus.gateway.openai.responses import request as responses_request
+from tokenbus.gateway.openai.responses.response import STREAMED_ERRORS
+from tokenbus.gateway.vllm import token_calls
 from tokenbus.protocol.wire import errors
 
 _READY_TIMEOUT_S = 1.0
@@ -36,14 +57,17 @@ class Routes:
         return f"<Routes {self._services!r}>"
 
     async def models(self, request: Request) -> Response:
-        """Serves `GET /v1/models`."""
-        listing = await self._listing(request)
+        """Serves `GET /v1/models`, in the form of the API that is asked."""
+        listing = await self.listing(request)
+        if model_list.is_wanted(request.headers):
+            return _json(model_list.to_page(listing.models))
         return _json(schemas.ModelList(data=listing.models))
 
     async def model(self, request: Request) -> Response:
         """Serves `GET /v1/models/{id}`."""
-        listing = await self._listing(request)
-        return _json(listing.find(request.path_params["model"].removesuffix("/")))
+        listing = await self.listing(request)
+        model = listing.find(request.path_params["model"].removesuffix("/"))
+        return _json(model_list.to_info(model) if model_list.is_wanted(request.headers) else model)
 
     async def livez(self, request: Request) -> Response:
         """Serves `GET /livez`: 200 while this process runs."""
@@ -57,8 +81,12 @@ class Routes:
     async def health(self, request: Request) -> Response:
         """Serves `GET /health`, which clients of other servers ask: as `/readyz`, in JSON."""
         reason = await self.unready_reason()
-        told = {"status": "unavailable", "reason": reason} if reason else {"status": "ok"}
+        told = schemas.Health(status="unavailable" if reason else "ok", reason=reason or UNSET)
         return Response(_encoder.encode(told), status_code=503 if reason else 200, media_type="application/json")
+
+    async def openapi(self, request: Request) -> Response:
+        """Serves `GET /openapi.json`, which describes all endpoints."""
+        return Response(_openapi(), media_type="application/json")
 
     async def unready_reason(self) -> str:
         """Returns why requests can't be served, or an empty string if they can."""
@@ -75,31 +103,60 @@ class Routes:
             return "no router answers"
         return ""
 
-    async def _listing(self, request: Request) -> Listing:
+    async def listing(self, request: Request) -> Listing:
+        """Returns the models that a request may see, and their aliases. Raises ApiError and RequestError."""
         self._services.tenants.authenticate(request)
         listing = await self._catalog.listing()
         return listing._replace(models=self._services.aliases.listed(listing.models))
 
 
+class _OllamaErrors(NamedTuple):
+    """The form of errors of Ollama's calls."""
+
+    error_body: Callable[[ErrorResponse], bytes] = lambda response: _encoder.encode(OllamaError(error=response.message))
+    status_of: Callable[[ErrorResponse], int] = operator.attrgetter("status")
+
+
+_OLLAMA = _OllamaErrors()
+_CHAT_COMPLETIONS = Dialect(chat_request.parse, error_bodies.encode)
+_MESSAGES = Dialect(messages_request.parse, anthropic_errors.encode, anthropic_errors.status_of)
+CALLS: dict[str, CallDialect[Any, Any]] = {
+    "/v1/embeddings": CallDialect(embeddings.parse, embed, error_bodies.encode, usage_of=embeddings.usage_of),
+    "/v1/rerank": CallDialect(rerank.parse, Client.rerank, error_bodies.encode, usage_of=rerank.usage_of),
+    "/tokenize": CallDialect(token_calls.parse_tokenize, Client.tokenize, error_bodies.encode),
+    "/detokenize": CallDialect(
+        token_calls.parse_detokenize, Client.detokenize, error_bodies.encode, token_calls.DETOKENIZE_NAMES
+    ),
+    "/v1/messages/count_tokens": CallDialect(
+        count_tokens.parse, Client.tokenize, anthropic_errors.encode, status_of=anthropic_errors.status_of
+    ),
+}
+"""The endpoints that are answered in one piece and generate nothing, by path."""
 GENERATING: dict[str, Dialect] = {
-    "/v1/chat/completions": Dialect(chat_request.parse, error_bodies.encode),
+    "/v1/chat/completions": _CHAT_COMPLETIONS,
+    "/v1/completions": Dialect(completions_request.parse, error_bodies.encode),
+    "/v1/responses": Dialect(responses_request.parse, error_bodies.encode, streamed_errors=STREAMED_ERRORS),
+    "/v1/messages": _MESSAGES,
 }
 """The endpoints that generate, by path."""
 
 
 def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str]) -> Starlette:
     """Returns the ASGI application. Web pages of the allowed origins may use it."""
-    generating = [
-        Route(path + slash, GenerationEndpoint(services, dialect), methods=["POST"])
-        for path, dialect in GENERATING.items()
-        for slash in ("", "/")
-    ]
+    endpoints: dict[str, Endpoint] = {path: GenerationEndpoint(services, one) for path, one in GENERATING.items()}
+    endpoints |= {path: CallEndpoint(services, one) for path, one in CALLS.items()}
     app = Starlette(
         routes=[
-            *generating,
+            *(
+                Route(path + slash, endpoint, methods=["POST"])
+                for path, endpoint in endpoints.items()
+                for slash in ("", "/")
+            ),
             Route("/v1/models", routes.models),
             Route("/v1/models/", routes.models),
             Route("/v1/models/{model:path}", routes.model),
+            *OllamaRoutes(routes.listing, services.bodies).routes(),
+            Route("/openapi.json", routes.openapi),
             Route("/livez", routes.livez),
             Route("/readyz", routes.readyz),
             Route("/health", routes.health),
@@ -110,6 +167,11 @@ def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str])
     # A redirect would go to the host that the client names, and leave the TLS of a proxy in front.
     app.router.redirect_slashes = False
     return app
+
+
+@functools.cache
+def _openapi() -> bytes:
+    return _encoder.encode(openapi.document(importlib.metadata.version("tokenbus")))
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -123,13 +185,20 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case _:
             structlog.get_logger().error("request_failed", exc_info=error)
             response = http_errors.INTERNAL_ERROR
-    return Response(_error_body(request, response), response.status, response.headers, media_type="application/json")
+    form, headers = _error_form(request), response.headers
+    if isinstance(error, HTTPException):
+        headers |= error.headers or {}  # the methods that the path has
+    body, status = form.error_body(response), form.status_of(response)
+    return Response(body, status, headers, media_type="application/json")
 
 
-def _error_body(request: Request, response: ErrorResponse) -> bytes:
+def _error_form(request: Request) -> ErrorForm:
     path = request.scope["path"].rstrip("/")
-    encode = GENERATING[path].error_body if path in GENERATING else error_bodies.encode
-    return encode(response)
+    if path.startswith(OLLAMA_PREFIX):
+        return _OLLAMA
+    if model_list.is_wanted(request.headers):
+        return _MESSAGES
+    return GENERATING.get(path, _CHAT_COMPLETIONS)
 
 
 def _cors(allowed_origins: Sequence[str]) -> list[Middleware]:
@@ -141,7 +210,7 @@ def _cors(allowed_origins: Sequence[str]) -> list[Middleware]:
             allow_origins=allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", "x-should-retry"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-should-retry"],
         )
     ]
 

@@ -10,10 +10,11 @@ import structlog
 from starlette.types import ASGIApp
 
 from tokenbus.gateway.catalog import Catalog
-from tokenbus.gateway.generation.endpoint import Services
 from tokenbus.gateway.http import listen
+from tokenbus.gateway.http.body_memory import BodyMemory
 from tokenbus.gateway.http.closed_connections import ClosedConnections
 from tokenbus.gateway.http.concurrency_limit import ConcurrencyLimit
+from tokenbus.gateway.http.endpoint import Services
 from tokenbus.gateway.metrics import GatewayMetrics
 from tokenbus.gateway.openai.error_bodies import refusal_response
 from tokenbus.gateway.routes import Routes, make_app
@@ -49,7 +50,9 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
         tracer = await stack.enter_async_context(tracing.exporting(settings.otlp_traces_endpoint, "gateway", name))
         tenants = await Tenants.create(connection, settings, tracer)
         stack.push_async_callback(tenants.gateway_client.close)
-        services = Services(limit, tenants, settings.aliases, connection, measured, tracer)
+        services = Services(
+            limit, tenants, settings.aliases, BodyMemory(settings.max_body_bytes), connection, measured, tracer
+        )
         routes = Routes(services, Catalog(tenants.gateway_client.models))
         app = make_app(services, routes, settings.allowed_origins)
         gateway = Gateway(settings, services, app, max_connections, measured)

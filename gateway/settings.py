@@ -33,10 +33,12 @@ class GatewaySettings:
     """Chat completions that may be open at a time; further ones are refused with 503."""
     max_connections_per_address: int = 512
     """HTTP connections of one client address; 0 means no limit, for use behind a proxy that limits its clients."""
+    max_body_bytes: int = 8 * 1024 * 1024
+    """The largest body. 32 of this size may be open at a time, beside any number of up to a mebibyte each."""
     write_deadline_s: float = 30.0
     """Seconds after which a connection is closed to which nothing, or less than 16 KiB, could be written."""
     status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
     otlp_traces_endpoint: str = ""
     """URL to which spans are sent; none are recorded if it is empty."""
     grace_s: float = 30.0
-    """Seconds that open chat completions have after SIGTERM."""
+    """Seconds that open requests have after SIGTERM."""

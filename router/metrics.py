@@ -31,7 +31,15 @@ class RouterMetrics(MetricFamilies):
         self.request_errors = Counter(f"{_P}_request_errors", "Requests that failed here, by code.", ("code",))
         self.placements_rejected = Counter(f"{_P}_placements_rejected", "Refused placements, by code.", ("code",))
         self.messages_dropped = Counter(f"{_P}_messages_dropped", "Messages with a forbidden reply subject.")
+        self.uploads = Counter(
+            f"{_P}_uploads", "Large requests in parts, by outcome: complete, expired, given_up or failed.", ("outcome",)
+        )
+        self.upload_bytes = Gauge(f"{_P}_upload_bytes", "Memory for the parts of large requests.")
         self.embeddings = Counter(f"{_P}_embeddings", "Embedding requests, by error code or ok.", ("code",))
+        self.tokenizations = Counter(
+            f"{_P}_tokenizations", "Requests to tokenize or detokenize, by error code or ok.", ("op", "code")
+        )
+        self.reranks = Counter(f"{_P}_reranks", "Requests to rank documents, by error code or ok.", ("code",))
         self.prompt_tokens = Counter(f"{_P}_prompt_tokens", "Prompt tokens of placements.", ("model",), models)
         self.overlap_tokens = Counter(
             f"{_P}_predicted_overlap_tokens",
@@ -74,6 +82,11 @@ class RouterMetrics(MetricFamilies):
             self.request_errors.labels(code)
             self.placements_rejected.labels(code)
         self.embeddings.labels("ok")
+        for op in ("tokenize", "detokenize"):
+            self.tokenizations.labels(op, "ok")
+        for outcome in ("complete", "expired", "given_up", "failed"):
+            self.uploads.labels(outcome)
+        self.reranks.labels("ok")
 
     def show_models(self, served: Collection[str], seen: Iterable[str]) -> None:
         """Gives each served model a label, and keeps those of `seen` models while there is room."""

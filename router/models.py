@@ -4,7 +4,7 @@ import time
 
 from msgspec import UNSET
 
-from tokenbus.protocol.wire import codec, messages
+from tokenbus.protocol.wire import codec, limits, messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 
@@ -19,17 +19,24 @@ class ModelCatalog:
         self._fleet = fleet
         self._queue = queue
         self._router_id = router_id
-        self._limits = messages.ServerLimits(max_request_bytes=max_request_bytes)
+        self._max_request_bytes = max_request_bytes
 
     def __repr__(self) -> str:
         return f"<ModelCatalog of {self._fleet!r}>"
 
     def reply(self, encoding: codec.Encoding, max_bytes: int) -> bytes:
-        """Returns an encoded reply, without its workers if it would exceed `max_bytes` with them."""
-        payload = codec.encode(self._reply(with_workers=True), encoding)
-        return payload if len(payload) <= max_bytes else codec.encode(self._reply(with_workers=False), encoding)
+        """Returns an encoded reply, without its workers if it would exceed `max_bytes` with them: the largest message
+        of the broker."""
+        payload = codec.encode(self._reply(max_bytes, with_workers=True), encoding)
+        return (
+            payload if len(payload) <= max_bytes else codec.encode(self._reply(max_bytes, with_workers=False), encoding)
+        )
 
-    def _reply(self, *, with_workers: bool) -> messages.ModelsReply:
+    def _reply(self, max_bytes: int, *, with_workers: bool) -> messages.ModelsReply:
+        most = self._max_request_bytes
+        server = messages.ServerLimits(
+            max_request_bytes=min(most, max_bytes - limits.MESSAGE_RESERVE_BYTES), max_upload_bytes=most
+        )
         served = [
             messages.ServedModel(
                 model=model,
@@ -43,6 +50,6 @@ class ModelCatalog:
         names = self._fleet.unserved(now)
         unserved = UNSET if names is None or len(names) > _MAX_UNSERVED else names
         if not with_workers:
-            return messages.ModelsReply(models=served, limits=self._limits, truncated=True, unserved=unserved)
+            return messages.ModelsReply(models=served, limits=server, truncated=True, unserved=unserved)
         view = self._fleet.router_view(self._router_id, len(self._queue), now)
-        return messages.ModelsReply(models=served, limits=self._limits, router=view, unserved=unserved)
+        return messages.ModelsReply(models=served, limits=server, router=view, unserved=unserved)

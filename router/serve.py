@@ -16,24 +16,27 @@ from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.process import reload, shutdown
 from tokenbus.protocol.telemetry import metrics, status, tracing
-from tokenbus.protocol.wire import subjects
+from tokenbus.protocol.wire import codec, internal, subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.models import ModelCatalog
 from tokenbus.router.placement.policies import make_policies
 from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.dispatch import Dispatcher
-from tokenbus.router.requests.embeddings import Embeddings
 from tokenbus.router.requests.flight import Flights
 from tokenbus.router.requests.guardianship import Guardianship
 from tokenbus.router.requests.intake import Intake
+from tokenbus.router.requests.internal_parts import InternalParts
 from tokenbus.router.requests.lifecycle import RequestLifecycle
+from tokenbus.router.requests.pooling.embeddings import Embeddings
+from tokenbus.router.requests.pooling.reranks import Reranks
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue, PolicySettings
 from tokenbus.router.requests.queueing.rate_limiter import RateLimiter
 from tokenbus.router.requests.recovery import Recovery
 from tokenbus.router.requests.request_telemetry import RequestTelemetry
 from tokenbus.router.requests.terminals import TerminalPublisher
 from tokenbus.router.requests.tokenization.prompt_tokenizer import PromptTokenizer
+from tokenbus.router.requests.tokenization.tokenize_requests import TokenizeRequests
 from tokenbus.router.requests.tokenization.tokenizer_cache import TokenizerCache
 from tokenbus.router.requests.worker_client import WorkerClient
 from tokenbus.router.settings import RouterSettings
@@ -65,30 +68,51 @@ class Router:
         self._rate_limiter = RateLimiter(settings.tenant_limits, settings.tenant_limit_overrides)
         self._telemetry = RequestTelemetry(self.metrics, tracer, settings.request_log)
         terminals = TerminalPublisher(bus, self._replies, router_id, self.metrics)
-        workers = WorkerClient(bus, names)
+        self._parts = InternalParts(bus, names, router_id, settings.max_upload_bytes)
+        workers = WorkerClient(names, self._parts)
         tokenizers = TokenizerCache(bus, names, self.fleet)
+        prompts = PromptTokenizer(self.fleet, tokenizers, workers, self._telemetry)
         attempts = Attempts(bus, names, workers, self.fleet, self.flights, router_id)
         self._lifecycle = RequestLifecycle(
             self.fleet,
             self.flights,
-            PromptTokenizer(self.fleet, tokenizers, workers, self._telemetry),
+            prompts,
             self._queue,
             Dispatcher(self.fleet, self._queue, attempts, self.metrics, settings.patience_s),
             terminals,
             self._rate_limiter,
             self._telemetry,
         )
-        self._embeddings = Embeddings(self._replies, workers, self.fleet, rng, self.metrics, tracer)
-        max_request_bytes = settings.max_request_bytes or nats.default_max_request_bytes(bus.max_payload)
+        self._tokenizations = TokenizeRequests(self._replies, prompts, self.fleet, self.metrics, tracer)
+        self._embeddings = Embeddings(
+            self._replies,
+            workers,
+            self.fleet,
+            rng,
+            codec.Decoder(internal.EmbedResult),
+            self.metrics.embeddings,
+            tracer,
+        )
+        self._reranks = Reranks(
+            self._replies,
+            workers,
+            self.fleet,
+            rng,
+            codec.Decoder(internal.RerankResult),
+            self.metrics.reranks,
+            tracer,
+        )
         self._intake = Intake(
             bus,
             self._replies,
             names,
             settings.inbox_prefixes,
-            max_request_bytes,
-            ModelCatalog(self.fleet, self._queue, router_id, max_request_bytes),
+            settings.uploads,
+            ModelCatalog(self.fleet, self._queue, router_id, settings.max_request_bytes),
             self._lifecycle,
             self._embeddings,
+            self._tokenizations,
+            self._reranks,
             terminals,
             self.metrics,
         )
@@ -101,6 +125,7 @@ class Router:
             self.flights,
             self._lifecycle,
             attempts,
+            self._parts,
             router_id,
         )
         recovery = Recovery(self.fleet, self.flights, attempts, self._lifecycle, self.metrics, router_id)
@@ -123,6 +148,7 @@ class Router:
         gauges = self.metrics
         gauges.ready.set(not self.unready_reason)
         gauges.in_flight.set(len(self.flights))
+        gauges.upload_bytes.set(self._intake.parts.held_bytes + self._parts.receiver.held_bytes)
         gauges.queue_limit.set(self._queue.max_requests)
         for family in (gauges.queue_depth, gauges.workers, gauges.event_logs, gauges.index_blocks, gauges.index_bytes):
             family.clear()
@@ -146,6 +172,7 @@ class Router:
     async def open(self) -> None:
         """Discovers the workers, then starts to receive requests."""
         await self._watch.open()
+        await self._parts.receiver.open()
         await self._guardianship.open()
         await self._intake.open()
 
@@ -162,11 +189,16 @@ class Router:
         """Returns when every request was accepted by a worker or has ended."""
         await self._lifecycle.drain()
         await self._embeddings.drain()
+        await self._tokenizations.drain()
+        await self._reranks.drain()
 
     async def shut_down(self) -> None:
         """Hands over or ends every request that no worker has. The router sends nothing afterwards."""
         await self._lifecycle.shut_down(self._guardianship.offer)
         await self._embeddings.shut_down()
+        await self._tokenizations.shut_down()
+        await self._reranks.shut_down()
+        self._parts.receiver.stop()
         self._replies.send_pending()
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from tokenbus.protocol.bus import connection as nats
+from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.telemetry import status
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.placement.policies import make_policies
@@ -28,8 +29,12 @@ class RouterSettings:
     """Limits of the requests that wait while every worker is busy."""
     inbox_prefixes: tuple[str, ...] = subjects.DEFAULT_INBOX_PREFIXES
     """Prefixes that a client's reply subject may have."""
-    max_request_bytes: int = 0
-    """Largest request; 0 means half of the broker's largest message."""
+    max_request_bytes: int = 16 * 1024 * 1024
+    """Largest request. One that does not fit in a message of the broker comes in parts."""
+    tenant_upload_bytes: int = 64 * 1024 * 1024
+    """Requests of one tenant that are coming in parts, together."""
+    max_upload_bytes: int = 256 * 1024 * 1024
+    """Memory for the parts of all requests that are not complete."""
     max_flights: int = 16_384
     """Open requests; further ones are refused with `overloaded`."""
     max_prompt_bytes: int = 256 * 1024 * 1024
@@ -47,6 +52,11 @@ class RouterSettings:
     """Collector to which spans are sent; empty to send none."""
     grace_s: float = 5.0
     """Time that requests get to reach a worker when the router stops."""
+
+    @property
+    def uploads(self) -> UploadLimits:
+        """Bounds of the requests that come in parts."""
+        return UploadLimits(self.max_request_bytes, self.tenant_upload_bytes, self.max_upload_bytes)
 
     def __post_init__(self) -> None:
         """Raises ValueError for an unknown policy."""

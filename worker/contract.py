@@ -32,6 +32,9 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
     (`is_constraint_ready`). One that can't be compiled ends with `invalid_request`, which names its `param`, and with
     no output before. Where only an end token may follow, `min_tokens` gives way.
 
+14. An engine with the feature `rerank` returns one score for each document of `rerank`, in their order, whatever runs
+    beside it. A document's score does not depend on the others. An engine without the feature refuses.
+
 Sinks are called from the event loop, in order. A sink is a plain function and not an async iterator, because waking a
 task for each token and stream costs several times what the token itself does (docs/decisions/0003).
 """
@@ -129,6 +132,8 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     param: str
     """The field of the request that errors name."""
+    rule_params: dict[str, str] = {}
+    """The fields, where they are others, that single rules of the source are made of."""
     preamble: str = ""
     """A grammar in llguidance's Lark of what comes before, such as the model's reasoning, and of `@body`, which stands
     for the constraint itself; empty if nothing does."""
@@ -297,6 +302,10 @@ class Engine(Protocol):
 
     async def embed(self, request: internal.Embed) -> internal.EmbedResult:
         """Returns the embeddings of all inputs. Raises RequestError."""
+        ...
+
+    async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
+        """Returns the scores of all documents. Raises RequestError."""
         ...
 
     def clear_cache(self) -> None:

@@ -39,13 +39,25 @@ async def events(url: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, A
         status = await reader.readline()
         if b" 200 " not in status:
             raise SystemExit(f"{url}: {status.decode().strip()} {(await reader.read(2_000)).decode()}")
-        async for line in reader:  # both servers send each event in a chunk of its own
-            if line.startswith(b"data: {"):
-                yield json.loads(line[6:])
+        rest = b""
+        async for chunk in _chunks(reader):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])
     finally:
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
+
+
+async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yields the chunks of a response's body, behind its head. Both servers answer with events in chunks."""
+    while await reader.readline() != b"\r\n":
+        pass
+    while size := int(await reader.readline(), 16):
+        yield await reader.readexactly(size)
+        await reader.readexactly(2)
 
 
 async def complete(url: str, body: Mapping[str, Any]) -> Reply:

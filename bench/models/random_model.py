@@ -17,7 +17,7 @@ import numpy as np
 
 from bench.models import quantization, random_vocabulary
 from bench.models.shape import ImpossibleModelError, Shape, Tensor, add_flags, check, shape_of, tensors
-from tokenbus.demo import corpus
+from tokenbus.demo import chats
 from tokenbus.protocol.telemetry import logs
 
 PRE_TOKENIZER = "qwen2"
@@ -95,10 +95,10 @@ def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: random_vocabulary.Vocab
     writer.add_token_list(vocabulary.texts)
     writer.add_token_types(vocabulary.kinds)
     writer.add_token_merges(vocabulary.merges)
-    writer.add_bos_token_id(vocabulary.texts.index(corpus.BOS))
-    writer.add_eos_token_id(vocabulary.texts.index(corpus.END))
+    writer.add_bos_token_id(vocabulary.texts.index(chats.BOS))
+    writer.add_eos_token_id(vocabulary.texts.index(chats.END))
     writer.add_add_bos_token(True)
-    writer.add_chat_template(corpus.CHAT_TEMPLATE)
+    writer.add_chat_template(chats.CHAT_TEMPLATE)
 
 
 def _type_of(tensor: Tensor, matrix_type: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:

@@ -19,7 +19,7 @@ from onnx import TensorProto
 
 from bench.models import nbits, random_model, random_vocabulary
 from bench.models.shape import ImpossibleModelError, Shape, add_flags, check, shape_of, tensors
-from tokenbus.demo import corpus, export_onnx, onnx_graph
+from tokenbus.demo import chats, export_onnx, onnx_graph
 from tokenbus.protocol.telemetry import logs
 
 BITS = (32, 8, 4)
@@ -132,11 +132,11 @@ def _genai(shape: Shape, flavour: onnx_graph.Flavour) -> export_onnx.Json:
     }
     if flavour == "plain":
         decoder["inputs"] |= {"position_ids": "position_ids"}  # type: ignore[operator]
-    end = corpus.SPECIAL_TOKENS.index(corpus.END)
+    end = chats.SPECIAL_TOKENS.index(chats.END)
     return {
         "model": {
             "type": "llama",
-            "bos_token_id": corpus.SPECIAL_TOKENS.index(corpus.BOS),
+            "bos_token_id": chats.SPECIAL_TOKENS.index(chats.BOS),
             "eos_token_id": end,
             "pad_token_id": end,
             "context_length": shape.context,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from gguf import TokenType
 
-from tokenbus.demo import corpus
+from tokenbus.demo import chats
 
 # Each side of a merge is a byte or the result of an earlier merge, so any first few of them are valid too.
 # "Ġ" is the space in the byte alphabet.
@@ -19,7 +19,7 @@ _MERGES = (
 
 _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 
-SMALLEST = len(corpus.SPECIAL_TOKENS) + 256 + 1
+SMALLEST = len(chats.SPECIAL_TOKENS) + 256 + 1
 """Size of the smallest vocabulary: llama.cpp needs at least one merge."""
 
 
@@ -35,12 +35,12 @@ def build(size: int) -> Vocabulary:
     """Returns a vocabulary of `size` tokens, at least `SMALLEST`. No merge gives an invented word, so prompts never
     contain one, but a random model samples little else."""
     assert size >= SMALLEST, size
-    base = [*corpus.SPECIAL_TOKENS, *_byte_alphabet()]
+    base = [*chats.SPECIAL_TOKENS, *_byte_alphabet()]
     merges = list(_MERGES[: size - len(base)])
     texts = base + [merge.replace(" ", "") for merge in merges]
     words = _made_up_words(frozenset(texts))
     texts += itertools.islice(words, size - len(texts))
-    special = len(corpus.SPECIAL_TOKENS)
+    special = len(chats.SPECIAL_TOKENS)
     return Vocabulary(texts, [TokenType.CONTROL] * special + [TokenType.NORMAL] * (size - special), merges)
 
 

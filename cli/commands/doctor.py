@@ -26,8 +26,8 @@ from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, EngineProcess
 
 _CONNECT_TIMEOUT_S = 3.0
-_MIN_PAYLOAD = 1 << 20
-"""The default max_payload of nats-server, which is enough for prompts of ordinary length."""
+_MIN_PAYLOAD = 64 * 1024
+"""The smallest max_payload for which the messages of workers are made; larger ones come in parts."""
 _ENGINES = ("llama-cpp-python", "onnxruntime-gpu", "onnxruntime")
 
 
@@ -177,7 +177,7 @@ async def check_broker(options: argparse.Namespace) -> AsyncIterator[Finding]:
     for path in settings.world_readable_files:
         yield Finding("note", f"everybody on this machine can read the secret {path}", f"chmod 600 {path}")
     if bus.max_payload < _MIN_PAYLOAD:
-        advice = "raise max_payload in its configuration, or long prompts are refused with payload_too_large"
+        advice = "raise max_payload in its configuration to 64 KiB or more, or routers miss events of workers"
         yield Finding("note", f"the broker takes messages of up to {bus.max_payload:,} bytes", advice)
     else:
         yield Finding("ok", f"the broker takes messages of up to {bus.max_payload:,} bytes")
@@ -194,7 +194,8 @@ async def check_broker(options: argparse.Namespace) -> AsyncIterator[Finding]:
 
 
 def check_fleet(reply: messages.ModelsReply) -> Iterator[Finding]:
-    yield Finding("ok", f"a router answers; it takes requests of up to {reply.limits.max_request_bytes:,} bytes")
+    most = reply.limits.max_upload_bytes or reply.limits.max_request_bytes
+    yield Finding("ok", f"a router answers; it takes requests of up to {most:,} bytes")
     if not reply.models:
         yield Finding("bad", "the router knows no worker", "start `tokenbus worker --model ...` on the same broker")
     for served in reply.models:

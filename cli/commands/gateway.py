@@ -60,6 +60,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="HTTP connections per client address; 0: no limit, for use behind a proxy that sets its own (%(default)s)",
     )
     parser.add_argument(
+        "--max-body-bytes",
+        type=arguments.at_least(1),
+        metavar="N",
+        default=_DEFAULTS.max_body_bytes,
+        help="largest body of a completion (%(default)s)",
+    )
+    parser.add_argument(
         "--write-deadline-s",
         type=arguments.seconds,
         default=_DEFAULTS.write_deadline_s,
@@ -114,6 +121,7 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
         allowed_origins=tuple(options.allowed_origin),
         max_requests=options.max_requests,
         max_connections_per_address=options.max_connections_per_address,
+        max_body_bytes=options.max_body_bytes,
         write_deadline_s=options.write_deadline_s,
         status_page=status.Settings(options.metrics_host, options.metrics_port),
         otlp_traces_endpoint=options.otlp_traces_endpoint,

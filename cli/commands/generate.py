@@ -1,4 +1,4 @@
-"""`tokenbus generate`, `embed` and `cancel`: one request each."""
+"""`tokenbus generate`, `embed`, `rerank` and `cancel`: one request each."""
 
 import argparse
 import asyncio
@@ -12,7 +12,7 @@ from tokenbus.cli import answers, arguments, connection_flags
 from tokenbus.cli.session import EXIT_INTERRUPTED, decode_utf8, print_error, with_client
 from tokenbus.client import Client, Stream
 from tokenbus.protocol.process import shutdown
-from tokenbus.protocol.wire import codec, embeddings, messages
+from tokenbus.protocol.wire import codec, messages, pooling
 
 _CANCEL_TIMEOUT_S = 2.0
 """Time that a cancelled stream has to end."""
@@ -64,6 +64,18 @@ def add_embed_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=lambda options: with_client(options, partial(_embed, options)))
 
 
+def add_rerank_flags(parser: argparse.ArgumentParser) -> None:
+    connection_flags.add_client_flags(parser)
+    parser.add_argument("--model", metavar="NAME", required=True, help="the served model")
+    parser.add_argument("--top-n", type=arguments.at_least(1), metavar="N", help="number of results (all texts)")
+    parser.add_argument("--timeout-ms", type=float, help="time to wait for the answer (60,000)")
+    parser.add_argument("query", metavar="QUERY", help="the query")
+    parser.add_argument(
+        "texts", metavar="TEXT", nargs="+", help="a text; a single - reads standard input, one text per line"
+    )
+    parser.set_defaults(run=lambda options: with_client(options, partial(_rerank, options)))
+
+
 def add_cancel_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
     parser.add_argument("request_id", metavar="ID", help="the request's id")
@@ -113,23 +125,43 @@ async def _print_answer(stream: Stream) -> messages.Chunk:
 
 
 async def _embed(options: argparse.Namespace, client: Client) -> int:
-    texts = options.texts
-    if texts == ["-"]:
-        texts = decode_utf8(sys.stdin.buffer.read(), "standard input").splitlines()
+    texts = _texts(options)
     request = messages.EmbedRequest(
-        input=list(texts),
+        input=[*texts],
         dimensions=options.dimensions,
         normalize=not options.no_normalize,
         timeout_ms=options.timeout_ms,
     )
     # One second more than the request has, so that its own error comes first.
-    timeout_s = (options.timeout_ms or embeddings.DEFAULT_TIMEOUT_MS) / 1e3 + 1
+    timeout_s = (options.timeout_ms or pooling.DEFAULT_TIMEOUT_MS) / 1e3 + 1
     reply = await client.embed(options.model, request, timeout_s=timeout_s)
     for row in reply.embeddings or []:
         print(msgspec.json.encode(row).decode())
     tokens = reply.usage.prompt_tokens if reply.usage else 0
     print(f"[{len(texts)} embeddings of {tokens} tokens]", file=sys.stderr)
     return 0
+
+
+async def _rerank(options: argparse.Namespace, client: Client) -> int:
+    texts = _texts(options)
+    request = messages.RerankRequest(
+        query=options.query, documents=texts, top_n=options.top_n, timeout_ms=options.timeout_ms
+    )
+    # One second more than the request has, so that its own error comes first.
+    timeout_s = (options.timeout_ms or pooling.DEFAULT_TIMEOUT_MS) / 1e3 + 1
+    reply = await client.rerank(options.model, request, timeout_s=timeout_s)
+    for result in reply.results or []:
+        print(f"{result.relevance_score:.6g}\t{texts[result.index]}")
+    tokens = reply.usage.prompt_tokens if reply.usage else 0
+    print(f"[{len(texts)} documents of {tokens} tokens]", file=sys.stderr)
+    return 0
+
+
+def _texts(options: argparse.Namespace) -> list[str]:
+    """Returns the texts of the command line, or the lines of standard input."""
+    if options.texts == ["-"]:
+        return decode_utf8(sys.stdin.buffer.read(), "standard input").splitlines()
+    return list(options.texts)
 
 
 async def _cancel(options: argparse.Namespace, client: Client) -> int:

@@ -62,7 +62,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="seconds that a request which has lost its worker waits for another to continue it (%(default)s)",
     )
     parser.add_argument(
-        "--max-request-bytes", type=arguments.at_least(0), default=0, help="largest request; 0: half the broker's limit"
+        "--max-request-bytes",
+        type=arguments.at_least(1),
+        default=16 * 1024 * 1024,
+        help="largest request; one that the broker's limit is too small for comes in parts (%(default)s)",
+    )
+    parser.add_argument(
+        "--tenant-upload-bytes",
+        type=arguments.at_least(1),
+        default=64 * 1024 * 1024,
+        help="bytes of one tenant's requests that may be coming in parts at a time (%(default)s)",
     )
     parser.add_argument(
         "--log-prompt-chars", type=arguments.at_least(0), default=0, help="characters of each prompt to log (0)"
@@ -85,6 +94,7 @@ def settings_of(options: argparse.Namespace) -> "RouterSettings":
         queue=QueueSettings(options.max_queued_requests, options.max_queued_tokens),
         inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
         max_request_bytes=options.max_request_bytes,
+        tenant_upload_bytes=options.tenant_upload_bytes,
         patience_s=options.patience_s,
         status_page=status.Settings(options.metrics_host, options.metrics_port),
         otlp_traces_endpoint=options.otlp_traces_endpoint,

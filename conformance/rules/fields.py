@@ -1,12 +1,13 @@
 """Rules of a request's fields: ranges, the prompt's three forms, sizes and the model."""
 
 import asyncio
+import json
 from typing import NamedTuple
 
 from tokenbus.conformance import stream_checks
 from tokenbus.conformance.assertions import BrokenError, Message, SkippedError, expect, shorten
 from tokenbus.conformance.exchange import Exchange
-from tokenbus.conformance.probe import MSGPACK, Probe
+from tokenbus.conformance.probe import MSGPACK, Probe, short_request
 
 
 class FieldLimits(NamedTuple):
@@ -93,12 +94,39 @@ async def too_long(probe: Probe) -> None:
 
 
 async def too_large(probe: Probe) -> None:
-    """A message larger than max_request_bytes is refused as payload_too_large."""
-    size = probe.target.max_request_bytes + 1
+    """A request larger than max_upload_bytes is refused as payload_too_large."""
+    size = (probe.target.max_upload_bytes or probe.target.max_request_bytes) + 1
     if size + 4_096 > probe.link.max_payload:  # headers count too, and the broker would cut the connection
-        raise SkippedError("max_request_bytes is the broker's own limit")
-    answer = await probe.ask(b'{"prompt": "' + b"x" * size + b'"}')
-    stream_checks.check_refusal(answer.messages, "payload_too_large")
+        refused = [await _part(probe, probe.subject, b"", "Tokenbus-Size", size)]
+    else:
+        refused = (await probe.ask(b'{"prompt": "' + b"x" * size + b'"}')).messages
+    stream_checks.check_refusal(refused, "payload_too_large")
+
+
+async def in_parts(probe: Probe) -> None:
+    """A request that is announced and sent in parts, one of them twice, is answered like one in a single message."""
+    body = json.dumps(short_request(8, id=probe.new_id())).encode()
+    upload = await _announce(probe, len(body))
+    for begin, end in ((0, 1), (1, 40), (1, 40)):
+        answer = await _part(probe, upload, body[begin:end], "Tokenbus-Offset", begin)
+        expect(answer.get("received") == end, f"after {end} bytes the answer is {shorten(answer)}")
+    exchange = await probe.listen(probe.link.new_inbox(), msgpack=False)
+    await probe.publish(upload, body[40:], exchange.inbox, {"Tokenbus-Offset": "40"})
+    await exchange.terminal()
+    stream_checks.check_order(exchange.messages)
+    whole = await probe.short(8)
+    expect(exchange.text == whole.text, f"its text is {shorten(exchange.text)} and not {shorten(whole.text)}")
+
+
+async def parts_that_do_not_follow(probe: Probe) -> None:
+    """A part that overlaps or exceeds the size is refused as invalid_request, one that can't be placed as
+    upload_lost."""
+    for begin, end, code in ((5, 15, "invalid_request"), (10, 101, "invalid_request"), (11, 20, "upload_lost")):
+        upload = await _announce(probe, 100)
+        await _part(probe, upload, bytes(10), "Tokenbus-Offset", 0)
+        for expected in (code, "upload_lost"):  # the second time nothing is known of the upload any more
+            refused = await _part(probe, upload, bytes(end - begin), "Tokenbus-Offset", begin)
+            stream_checks.check_refusal([refused], expected)
 
 
 async def unknown_model(probe: Probe) -> None:
@@ -107,6 +135,21 @@ async def unknown_model(probe: Probe) -> None:
     answer = await probe.send({"prompt": "x"}, subject=subject)
     await answer.terminal(timeout_s=2.0)
     stream_checks.check_refusal(answer.messages, *_UNKNOWN_MODEL_CODES)
+
+
+async def _announce(probe: Probe, size: int) -> str:
+    """Announces a request, and returns the subject for its parts."""
+    answer = await _part(probe, probe.subject, b"", "Tokenbus-Size", size)
+    upload = answer.get("upload")
+    expect(isinstance(upload, str), f"the answer to an announcement is {shorten(answer)}")
+    return str(upload)
+
+
+async def _part(probe: Probe, subject: str, part: bytes, header: str, number: int) -> Message:
+    """Sends an announcement or a part, and returns the answer."""
+    exchange = await probe.listen(probe.link.new_inbox(), msgpack=False)
+    await probe.publish(subject, part, exchange.inbox, {header: str(number)})
+    return await exchange.first(f"an answer to {header} {number}")
 
 
 async def _ask_all(probe: Probe, cases: list[tuple[str, object]]) -> list[Exchange]:

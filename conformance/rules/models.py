@@ -1,10 +1,10 @@
-"""Rules of models, embeddings and the separation of tenants."""
+"""Rules of models, embeddings, ranked documents, tokens and the separation of tenants."""
 
 import asyncio
 
 from tokenbus.conformance import field_types, schemas, stream_checks
 from tokenbus.conformance.assertions import Message, expect, shorten
-from tokenbus.conformance.probe import Probe, short_request
+from tokenbus.conformance.probe import PROMPT, Probe, short_request
 from tokenbus.protocol.wire.subjects import DEFAULT_TENANT
 
 _OTHER_TENANT = "wire-check.é"
@@ -75,6 +75,89 @@ async def embed_invalid(probe: Probe) -> None:
     expect(isinstance(reply.get("id"), str), f"the id is {shorten(reply.get('id'))}")
 
 
+async def tokenize(probe: Probe) -> None:
+    """tokenize is answered once, with the prompt's tokens, their number and the context, under the request's id."""
+    request_id = probe.new_id()
+    reply = await _only_reply(probe, probe.names.tokenize(probe.target.model, probe.tenant), request_id, prompt=PROMPT)
+    check_tokens(reply, request_id)
+
+
+async def tokenize_count(probe: Probe) -> None:
+    """tokenize with only_count has the number of tokens without their ids."""
+    subject = probe.names.tokenize(probe.target.model, probe.tenant)
+    reply = await probe.call(subject, {"prompt": PROMPT, "only_count": True})
+    whole = await probe.call(subject, {"prompt": PROMPT})
+    expect("token_ids" not in reply, f"token_ids is {shorten(reply.get('token_ids'))}")
+    expect(reply.get("count") == whole.get("count"), f"the count is {shorten(reply.get('count'))}")
+
+
+async def tokenize_prompt(probe: Probe) -> None:
+    """tokenize counts the tokens of the prompt that generate makes of the same text."""
+    reply = await probe.call(probe.names.tokenize(probe.target.model, probe.tenant), {"prompt": PROMPT})
+    exchange = await probe.short(1)
+    used = (exchange.messages[-1].get("usage") or {}).get("prompt_tokens")
+    expect(reply.get("count") == used, f"the count is {shorten(reply.get('count'))}, and {used} were used")
+
+
+async def detokenize(probe: Probe) -> None:
+    """detokenize is answered once, with the text of the tokens, under the request's id."""
+    subject = probe.names.tokenize(probe.target.model, probe.tenant)
+    found = await probe.call(subject, {"prompt": PROMPT, "add_special_tokens": False})
+    request_id, subject = probe.new_id(), probe.names.detokenize(probe.target.model, probe.tenant)
+    reply = await _only_reply(probe, subject, request_id, token_ids=found.get("token_ids"))
+    check_text(reply, request_id, PROMPT)
+
+
+async def tokenize_invalid(probe: Probe) -> None:
+    """A malformed tokenize or detokenize is answered with {id, error}."""
+    model, tenant = probe.target.model, probe.tenant
+    for subject in (probe.names.tokenize(model, tenant), probe.names.detokenize(model, tenant)):
+        reply = await probe.call(subject, b"not a message")
+        stream_checks.check_error(reply.get("error"))
+        expect(isinstance(reply.get("id"), str), f"the id is {shorten(reply.get('id'))}")
+
+
+async def _only_reply(probe: Probe, subject: str, request_id: str, **fields: object) -> Message:
+    exchange = await probe.send({"id": request_id, **fields}, subject=subject)
+    await exchange.first("a reply")
+    await asyncio.sleep(0.2)
+    expect(len(exchange.messages) == 1, f"{len(exchange.messages)} replies")
+    return exchange.messages[0]
+
+
+def check_tokens(reply: Message, request_id: str) -> None:
+    """Checks the reply to a tokenize request for all that it may have."""
+    field_types.check(reply, schemas.TOKENS, "the reply")
+    expect(reply["id"] == request_id, f"the id is {shorten(reply['id'])}")
+    expect(len(reply["token_ids"]) == reply["count"], f"{len(reply['token_ids'])} ids, and the count {reply['count']}")
+
+
+def check_text(reply: Message, request_id: str, text: str) -> None:
+    """Checks the reply to a detokenize request. Some tokenizers put a space before the first word."""
+    field_types.check(reply, {"id": field_types.NAME, "model": field_types.NAME, "text": field_types.TEXT}, "the reply")
+    expect(reply["id"] == request_id, f"the id is {shorten(reply['id'])}")
+    expect(reply["text"].strip() == text, f"the text is {shorten(reply['text'])}")
+
+
+async def rerank(probe: Probe) -> None:
+    """rerank is answered once, with results or with an error, under the request's id."""
+    request_id = probe.new_id()
+    subject = probe.names.rerank(probe.target.model, probe.tenant)
+    body = {"id": request_id, "query": "one", "documents": ["one", "two"], "top_n": 1}
+    exchange = await probe.send(body, subject=subject)
+    await exchange.first("a reply")
+    await asyncio.sleep(0.2)
+    expect(len(exchange.messages) == 1, f"{len(exchange.messages)} replies")
+    check_ranks(exchange.messages[0], request_id, num_documents=2, count=1)
+
+
+async def rerank_invalid(probe: Probe) -> None:
+    """A malformed rerank is answered with {id, error}."""
+    reply = await probe.call(probe.names.rerank(probe.target.model, probe.tenant), b"not a message")
+    stream_checks.check_error(reply.get("error"))
+    expect(isinstance(reply.get("id"), str), f"the id is {shorten(reply.get('id'))}")
+
+
 def check_models(reply: Message) -> None:
     """Checks the whole reply. Cards may be missing from a truncated one."""
     field_types.check(reply, {"models": field_types.list_of(field_types.MAP)}, "the reply")
@@ -98,4 +181,21 @@ def check_embeddings(reply: Message, request_id: str, count: int) -> None:
     expect(field_types.list_of(field_types.list_of(field_types.NUMBER)).holds(rows), f"embeddings is {shorten(rows)}")
     assert isinstance(rows, list)
     expect(len(rows) == count, f"{len(rows)} embeddings for {count} inputs")
+    field_types.check(reply, {"model": field_types.NAME, "usage": field_types.MAP}, "the reply")
+
+
+def check_ranks(reply: Message, request_id: str, *, num_documents: int, count: int) -> None:
+    expect(reply.get("id") == request_id, f"the id is {shorten(reply.get('id'))}")
+    if reply.get("error") is not None:
+        stream_checks.check_error(reply["error"])
+        return
+    results = reply.get("results")
+    expect(field_types.list_of(field_types.MAP).holds(results), f"results is {shorten(results)}")
+    assert isinstance(results, list)
+    expect(len(results) == count, f"{len(results)} results, {count} were asked for")
+    for result in results:
+        field_types.check(result, {"index": field_types.COUNT, "relevance_score": field_types.NUMBER}, "a result")
+    places, scores = [one["index"] for one in results], [one["relevance_score"] for one in results]
+    expect(len({*places}) == count and max(places) < num_documents, f"the indices are {places}")
+    expect(scores == sorted(scores, reverse=True), f"the scores are {scores}")
     field_types.check(reply, {"model": field_types.NAME, "usage": field_types.MAP}, "the reply")

@@ -151,36 +151,36 @@ _FAULTS = (
 
 _HTTP = (
     Panel(
-        "HTTP completions, by status",
+        "HTTP requests, by path and status",
         "If there are 503s, gateways or the fleet are full: the code in the gateways' logs says which; 401 is a client "
         "without a valid key; other 4xx are clients' mistakes. A client that is gone did not wait for the end; a slow "
         "one read nothing for --write-deadline-s. Resubmitted are those that a gateway had continued or begun again, "
         "because their worker was lost and no router did it.",
         "reqps",
         (
-            Query(rate(f"{_GATEWAY}_requests_total", "", "status"), "{{status}}"),
+            Query(rate(f"{_GATEWAY}_requests_total", "", "endpoint, status"), "{{endpoint}} {{status}}"),
             Query(rate(f"{_GATEWAY}_client_disconnects_total", "", "reason"), "client {{reason}}"),
             Query(rate(f"{_GATEWAY}_requests_resubmitted_total", ""), "resubmitted"),
         ),
     ),
     Panel(
-        "Open HTTP completions, by gateway",
+        "Open HTTP requests, by gateway",
         "If a gateway reaches --max-requests it refuses further ones: start another gateway.",
         "short",
         (Query(sum_of(f"{_GATEWAY}_requests_open", "", "instance"), "{{instance}}"),),
     ),
     Panel(
-        "Latency of HTTP completions (p95)",
+        "Latency of HTTP requests (p95)",
         "Times as HTTP clients see them. If the first token takes much longer than in the latency dashboard, requests "
         "wait in routers, or gateways lack CPU.",
         "s",
         (
             Query(quantile(0.95, f"{_GATEWAY}_time_to_first_token_seconds", ""), "first token"),
-            Query(quantile(0.95, f"{_GATEWAY}_e2e_request_latency_seconds", ""), "whole request"),
+            Query(quantile(0.95, f"{_GATEWAY}_e2e_request_latency_seconds", "", "endpoint"), "{{endpoint}}"),
         ),
     ),
     Panel(
-        "Tokens of HTTP completions",
+        "Tokens of HTTP requests",
         "If the rate is far below the workers', the other requests come over NATS.",
         "suffix: tok/s",
         (

@@ -51,10 +51,38 @@ _PLACEMENT = (
         "stacked",
     ),
     Panel(
+        "Requests in parts, by outcome",
+        "Requests too large for one message of the broker. If `expired` or `failed` grows, clients or their network "
+        "are slow, or somebody does not follow the wire.",
+        "reqps",
+        (Query(rate(f"{_P}_uploads_total", ROUTER_FILTER, "outcome"), "{{outcome}}"),),
+        "stacked",
+    ),
+    Panel(
+        "Memory for requests in parts",
+        "Parts of requests that are not complete. If it stays high, lower --tenant-upload-bytes.",
+        "bytes",
+        (Query(sum_of(f"{_P}_upload_bytes", ROUTER_FILTER, "instance"), _NAME),),
+    ),
+    Panel(
         "Embedding requests, by result",
         "If anything but `ok` grows, look for `embed_finished` in the router's log.",
         "reqps",
         (Query(rate(f"{_P}_embeddings_total", ROUTER_FILTER, "code"), "{{code}}"),),
+        "stacked",
+    ),
+    Panel(
+        "Requests to tokenize or detokenize, by result",
+        "If anything but `ok` grows, look for `tokenize_finished` in the router's log.",
+        "reqps",
+        (Query(rate(f"{_P}_tokenizations_total", ROUTER_FILTER, "op, code"), "{{op}}: {{code}}"),),
+        "stacked",
+    ),
+    Panel(
+        "Requests to rank documents, by result",
+        "If anything but `ok` grows, look for `rerank_finished` in the router's log.",
+        "reqps",
+        (Query(rate(f"{_P}_reranks_total", ROUTER_FILTER, "code"), "{{code}}"),),
         "stacked",
     ),
 )

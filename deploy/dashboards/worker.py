@@ -70,6 +70,12 @@ _REQUESTS = (
         "suffix: /s",
         (Query(_rate("embeddings"), _NAME),),
     ),
+    Panel(
+        "Documents scored per second",
+        "If the rate stays 0 though clients rank documents, the router dashboard shows how those requests end.",
+        "suffix: /s",
+        (Query(_rate("scored_documents"), _NAME),),
+    ),
 )
 
 _STEPS = (

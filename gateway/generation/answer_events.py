@@ -31,6 +31,8 @@ class Part(msgspec.Struct, kw_only=True, eq=False):
     call_id: str = ""
     name: str = ""
     """The called function's name."""
+    logprobs: list[messages.TokenLogprob] = []
+    """The log probabilities of its tokens, and of those before them that have no text of their own, if asked for."""
 
     @property
     def text(self) -> str:
@@ -85,6 +87,8 @@ class AnswerReader:
         self.end: AnswerEnded | None = None
         """None until the answer has ended well."""
         self._open: Part | None = None
+        self._unplaced: list[messages.TokenLogprob] = []
+        """Those of tokens that belong to no part yet."""
         self._prompt_seen = False
 
     def __repr__(self) -> str:
@@ -98,6 +102,7 @@ class AnswerReader:
             events.append(PromptSeen(chunk.progress.prompt_tokens, chunk.progress.cached_tokens))
         if chunk.logprobs:
             self.logprobs += chunk.logprobs
+            self._unplaced += chunk.logprobs
             events.append(TokensSampled(chunk.logprobs))
         if chunk.reasoning:
             self._grow(events, PartKind.REASONING, chunk.reasoning)
@@ -105,6 +110,9 @@ class AnswerReader:
             self._grow(events, PartKind.TEXT, chunk.text)
         for delta in chunk.tool_calls or ():
             self._add_to_call(events, delta)
+        if self._unplaced and events and isinstance(events[-1], PartGrew):
+            events[-1].part.logprobs += self._unplaced
+            self._unplaced = []
         if chunk.finish_reason is not None:
             self._end_part(events)
             if chunk.finish_reason not in (messages.FinishReason.ERROR, messages.FinishReason.CANCELLED):

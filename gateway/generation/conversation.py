@@ -10,7 +10,7 @@ _SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id", "x-s
 _MAX_SESSION_BYTES = 256
 _OFF = ("none", "minimal")
 """Reasoning efforts that ask for no reasoning."""
-_PRIORITIES = {"priority": -100, "flex": 100}
+_PRIORITIES = {"priority": -100, "fast": -100, "flex": 100}
 """OpenAI's service tiers as priorities of the wire."""
 
 

@@ -1,5 +1,6 @@
 """The interface of an API: its requests as those of the wire, and typed events as its responses. Each has a folder."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -22,7 +23,7 @@ class EventEncoder(Protocol):
     """Encodes the answers to one request as server-sent events."""
 
     def encode(self, choice: int, events: Sequence[AnswerEvent]) -> list[bytes]:
-        """Returns the events of one chunk of an answer. Requests for several answers (`n`) have as many choices."""
+        """Returns the events of one chunk of an answer. The answers to the first prompt are the first `n` choices."""
         ...
 
     def end(self) -> list[bytes]:
@@ -39,13 +40,15 @@ class EventEncoder(Protocol):
 
 
 class ParsedRequest(Protocol):
-    """A valid request of an API, as a request of the wire, and the form that its response has."""
+    """A valid request of an API, as requests of the wire, and the form that its response has."""
 
     @property
     def model(self) -> str: ...
 
     @property
-    def request(self) -> messages.GenerateRequest: ...
+    def requests(self) -> Sequence[messages.GenerateRequest]:
+        """One for each prompt, each with an id that begins with that of the HTTP request."""
+        ...
 
     @property
     def stream(self) -> bool:
@@ -54,7 +57,7 @@ class ParsedRequest(Protocol):
 
     @property
     def n(self) -> int:
-        """The number of answers."""
+        """The number of answers to each prompt."""
         ...
 
     def encoder(self, head: ResponseHead) -> EventEncoder:
@@ -63,6 +66,10 @@ class ParsedRequest(Protocol):
 
     def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerReader]) -> bytes:
         """Returns the body of a response that is not streamed. All answers have ended well."""
+        ...
+
+    def named(self, error: ErrorResponse) -> ErrorResponse:
+        """Returns an error of a router or worker with the API's name of the field at fault."""
         ...
 
 
@@ -74,3 +81,7 @@ class Dialect(NamedTuple):
     API's name of the field at fault."""
     error_body: Callable[[ErrorResponse], bytes]
     """Returns the body of an error response."""
+    status_of: Callable[[ErrorResponse], int] = operator.attrgetter("status")
+    """Returns the status of an error response, where the API has others than the wire."""
+    streamed_errors: frozenset[str] = frozenset()
+    """Codes of errors of which a stream tells by an event even if they come before its first one."""

@@ -1,6 +1,6 @@
-"""The token counts of requests with several answers; pure."""
+"""The token counts of requests with several prompts and answers; pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import UNSET
@@ -20,4 +20,20 @@ def usage_of(usages: Sequence[messages.Usage]) -> messages.Usage | None:
         completion_tokens=generated,
         total_tokens=first.prompt_tokens + generated,
         reasoning_tokens=sum(reasoned) if reasoned else UNSET,
+    )
+
+
+def total_usage(by_choice: Mapping[int, messages.Usage], n: int) -> messages.Usage | None:
+    """Returns the usage of all prompts together, of which each has `n` answers."""
+    by_prompt: dict[int, list[messages.Usage]] = {}
+    for choice in sorted(by_choice):
+        by_prompt.setdefault(choice // n, []).append(by_choice[choice])
+    found = [usage for one in by_prompt.values() if (usage := usage_of(one)) is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    return messages.Usage(
+        prompt_tokens=sum(one.prompt_tokens for one in found),
+        completion_tokens=sum(one.completion_tokens for one in found),
+        total_tokens=sum(one.total_tokens for one in found),
+        cached_tokens=sum(one.cached_tokens for one in found),
     )

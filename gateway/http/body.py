@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive
 
+from tokenbus.gateway.http.body_memory import HeldBody
 from tokenbus.gateway.http.http_errors import BODY_TIMEOUT, UNSUPPORTED_MEDIA_TYPE, ApiError, too_large
 
 BODY_TIMEOUT_S = 30.0
@@ -18,16 +19,17 @@ class ClientDisconnectedError(Exception):
     """The HTTP client has closed its connection."""
 
 
-async def read(request: Request, limit_bytes: int) -> bytes:
+async def read(request: Request, limit_bytes: int, held: HeldBody) -> bytes:
     """Returns the JSON body of a request.
 
-    Raises ApiError if it is no JSON, too large or too slow, and ClientDisconnectedError."""
+    Raises ApiError if it is no JSON, too large or too slow, or if there is no memory for it, and
+    ClientDisconnectedError."""
     # A foreign web page in a browser can send any other content type without asking the server first.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(UNSUPPORTED_MEDIA_TYPE)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            body, num_bytes = await _read(request.receive, limit_bytes)
+            body, num_bytes = await _read(request.receive, limit_bytes, held)
     except TimeoutError as error:
         raise ApiError(BODY_TIMEOUT) from error
     if num_bytes > limit_bytes:
@@ -35,7 +37,7 @@ async def read(request: Request, limit_bytes: int) -> bytes:
     return body
 
 
-async def _read(receive: Receive, limit_bytes: int) -> tuple[bytes, int]:
+async def _read(receive: Receive, limit_bytes: int, held: HeldBody) -> tuple[bytes, int]:
     """Returns the part of the body within the limit, and the number of bytes that were received."""
     parts: list[bytes] = []
     num_bytes = 0
@@ -46,6 +48,7 @@ async def _read(receive: Receive, limit_bytes: int) -> tuple[bytes, int]:
         part = message.get("body", b"")
         num_bytes += len(part)
         if num_bytes <= limit_bytes:
+            held.add(len(part))
             parts.append(part)
         if not message.get("more_body", False):
             break

@@ -3,10 +3,20 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from typing import Protocol
 
-from tokenbus.client.choices import Choices
 from tokenbus.gateway.http.http_errors import OVERLOADED, SHUTTING_DOWN, ApiError
 from tokenbus.protocol.wire import errors
+
+
+class OpenRequest(Protocol):
+    """A request that draining can end."""
+
+    def cancel(self) -> None: ...
+
+    def fail(self, error: errors.Error) -> None:
+        """Ends it with an error."""
+        ...
 
 
 class ConcurrencyLimit:
@@ -15,7 +25,7 @@ class ConcurrencyLimit:
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._num_open = 0
-        self._streams: set[Choices] = set()
+        self._tracked: set[OpenRequest] = set()
         self._is_draining = False
         self._grace_is_over = False
         self._drained = asyncio.Event()
@@ -51,15 +61,15 @@ class ConcurrencyLimit:
                 self._drained.set()
 
     @contextlib.contextmanager
-    def track(self, stream: Choices) -> Iterator[None]:
-        """Registers the stream of an open request during the block, so that draining can end it."""
-        self._streams.add(stream)
+    def track(self, one: OpenRequest) -> Iterator[None]:
+        """Registers an open request during the block, so that draining can end it."""
+        self._tracked.add(one)
         try:
             if self._grace_is_over:  # this request was still reading its body when the others were ended
-                _end(stream)
+                _end(one)
             yield
         finally:
-            self._streams.discard(stream)
+            self._tracked.discard(one)
 
     async def drain(self, grace_s: float) -> None:
         """Admits nothing more, waits up to `grace_s` for open requests, and ends the rest with `shutting_down`."""
@@ -69,10 +79,10 @@ class ConcurrencyLimit:
                 if self._num_open:
                     await self._drained.wait()
         self._grace_is_over = True
-        for stream in list(self._streams):
-            _end(stream)
+        for one in list(self._tracked):
+            _end(one)
 
 
-def _end(stream: Choices) -> None:
-    stream.cancel()
-    stream.fail(errors.make_error(errors.Code.SHUTTING_DOWN, "this gateway is shutting down"))
+def _end(one: OpenRequest) -> None:
+    one.cancel()
+    one.fail(errors.make_error(errors.Code.SHUTTING_DOWN, "this gateway is shutting down"))

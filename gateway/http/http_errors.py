@@ -1,9 +1,11 @@
 """Error responses, before a dialect gives them the body that its clients expect; pure."""
 
 import math
+import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from tokenbus.protocol.wire import errors, messages
+from tokenbus.protocol.wire import codec, errors, messages
 
 
 class ErrorResponse(NamedTuple):
@@ -21,6 +23,8 @@ class ErrorResponse(NamedTuple):
     """In `prompt_too_long`."""
     context_length: int | None = None
     """In `prompt_too_long`."""
+    request_id: str | None = None
+    """The id of the HTTP request, where it has one."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -53,6 +57,22 @@ def from_error(error: errors.Error) -> ErrorResponse:
         error.prompt_tokens,
         error.context_length,
     )
+
+
+_FIELD = re.compile(r"\w+")
+
+
+def with_names(error: errors.Error, names: Mapping[str, str]) -> errors.Error:
+    """Returns an error of the wire with an API's name of the field at fault. `names` has those that differ."""
+    field = _FIELD.match(error.param or "")
+    if field is None or field[0] not in names:
+        return error
+    theirs = names[field[0]]
+    # Messages of validation begin with the field's name.
+    message = error.message
+    if message.startswith(field[0]):
+        message = theirs + message.removeprefix(field[0])
+    return codec.replace(error, message=message, param=theirs + (error.param or "").removeprefix(field[0]))
 
 
 def from_terminal(chunk: messages.Chunk) -> ErrorResponse | None:

@@ -1,6 +1,6 @@
 """Writes the response to an HTTP request: in one piece, or as a stream of events."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from starlette.types import Send
 
@@ -8,6 +8,8 @@ from tokenbus.gateway.http.http_errors import ErrorResponse
 
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 """The last header makes nginx pass events on as they come."""
+_ID_HEADERS = (b"x-request-id", b"request-id")
+"""OpenAI's and Anthropic's clients look for the request's id in these."""
 
 
 class ResponseWriter:
@@ -32,9 +34,13 @@ class ResponseWriter:
         await self._start(status, length | dict(headers or {}))
         await self._write(body, more=False)
 
-    async def send_error(self, response: ErrorResponse, body: bytes) -> None:
-        """Sends a whole error response, with the body that its API gives it."""
-        await self.send_json(response.status, body, response.headers)
+    async def send_error(self, status: int, response: ErrorResponse, encode: Callable[[ErrorResponse], bytes]) -> None:
+        """Sends a whole error response, with the status and the body that its API gives it."""
+        await self.send_json(status, encode(self.named(response)), response.headers)
+
+    def named(self, response: ErrorResponse) -> ErrorResponse:
+        """Returns an error with the id of this request."""
+        return response._replace(request_id=self._request_id)
 
     async def send_events(self, *events: bytes, last: bool = False) -> None:
         """Sends events, starting the response if these are the first; `last` completes it."""
@@ -46,7 +52,7 @@ class ResponseWriter:
         assert not self.has_started, self
         self.status = status
         pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-        pairs.append((b"x-request-id", self._request_id.encode()))
+        pairs += [(name, self._request_id.encode()) for name in _ID_HEADERS]
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def _write(self, body: bytes, *, more: bool) -> None:

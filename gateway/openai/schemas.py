@@ -148,6 +148,15 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """The same under the name that vLLM's clients look for."""
 
 
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether requests can be served. Not OpenAI's."""
+
+    status: str
+    """`ok` or `unavailable`."""
+    reason: str | UnsetType = UNSET
+    """Why they can't be."""
+
+
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "list"
     data: list[Model]

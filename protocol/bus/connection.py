@@ -253,11 +253,6 @@ def connect_error(settings: Settings, error: Exception, otherwise: str) -> Conne
     return ConnectionError(f"no NATS broker at {settings.redacted_url} ({reason}): start one or pass --nats URL")
 
 
-def default_max_request_bytes(max_payload: int) -> int:
-    """Returns half of what the broker allows: the other half is room for what a router adds."""
-    return max_payload // 2
-
-
 async def _raise_refusals(cancellation: CancellationGuard, error: Exception) -> None:
     """Ends the first connect if the broker refuses this process or the task was cancelled; `open` reports the rest."""
     cancellation.check()

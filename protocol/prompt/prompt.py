@@ -13,6 +13,14 @@ from tokenbus.protocol.prompt.rendering import PromptPieces, Renderer, RendererS
 from tokenbus.protocol.wire import errors, internal, limits, messages
 
 
+class FimTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens with which a model that fills in the middle marks what surrounds the gap."""
+
+    prefix: int
+    suffix: int
+    middle: int
+
+
 class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a model's metadata that making a prompt depends on."""
 
@@ -24,6 +32,8 @@ class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
     add_bos: bool = False
     """Whether every prompt begins with BOS."""
     vocab_size: int
+    fim: FimTokens | None = None
+    """None where the vocabulary has no such tokens."""
 
 
 class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,13 +77,37 @@ class PromptBuilder:
     def __repr__(self) -> str:
         return f"<PromptBuilder of {self.rules.vocab_size} tokens>"
 
-    def from_text(self, text: str, max_prompt_tokens: int | None = None) -> list[int]:
+    def build(self, request: internal.Tokenize, max_prompt_tokens: int | None = None) -> list[int]:
+        """Returns the token ids of a text or a conversation. Raises RequestError as `from_text` and `from_messages`
+        do."""
+        add_bos = request.add_special_tokens
+        if request.messages is not None:
+            arguments, tools = request.chat_template_kwargs, request.tools
+            return self.from_messages(request.messages, arguments, max_prompt_tokens, tools, add_bos=add_bos)
+        if request.text is None:
+            raise errors.request_error(errors.Code.INVALID_REQUEST, "text or messages is required", param="text")
+        if request.suffix:
+            return self.from_gap(request.text, request.suffix, max_prompt_tokens)
+        return self.from_text(request.text, max_prompt_tokens, add_bos=add_bos)
+
+    def from_text(self, text: str, max_prompt_tokens: int | None = None, *, add_bos: bool = True) -> list[int]:
         """Returns the token ids of a text, in which special tokens are not parsed.
 
         Raises RequestError(prompt_too_long) if the text certainly has more than `max_prompt_tokens`. It may have more
         all the same: the bound is a lower one."""
         self._check_length([text], max_prompt_tokens)
-        return self.with_bos(self._encode(text))
+        ids = self._encode(text)
+        return self.with_bos(ids) if add_bos else ids
+
+    def from_gap(self, text: str, suffix: str, max_prompt_tokens: int | None = None) -> list[int]:
+        """Returns the token ids of a prompt whose completion stands between two texts.
+
+        Raises RequestError as `from_text` does, and if the model has no tokens for it."""
+        fim = self.rules.fim
+        if fim is None:
+            raise errors.request_error(errors.Code.UNSUPPORTED, "suffix is not served by this model", param="suffix")
+        self._check_length([text, suffix], max_prompt_tokens)
+        return self.with_bos([fim.prefix, *self._encode(text), fim.suffix, *self._encode(suffix), fim.middle])
 
     def from_messages(
         self,
@@ -81,6 +115,8 @@ class PromptBuilder:
         arguments: dict[str, Any] | None,
         max_prompt_tokens: int | None = None,
         tools: list[dict[str, Any]] | None = None,
+        *,
+        add_bos: bool = True,
     ) -> list[int]:
         """Returns the token ids of a conversation, rendered with the model's chat template.
 
@@ -90,7 +126,7 @@ class PromptBuilder:
         ids: list[int] = []
         for piece in pieces:
             ids.extend([piece] if isinstance(piece, int) else self._encode(piece))
-        return self.with_bos(ids)
+        return self.with_bos(ids) if add_bos else ids
 
     def render(
         self,

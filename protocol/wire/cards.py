@@ -205,7 +205,9 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_request_bytes: int
-    """Size of the largest request that the router takes."""
+    """Size of the largest request that the router takes in one message."""
+    max_upload_bytes: int | UnsetType = UNSET
+    """Size of the largest request that it takes in parts."""
 
 
 class ModelsReply(Message, frozen=True, kw_only=True):

@@ -15,8 +15,10 @@ MessageT = TypeVar("MessageT")
 ValueT = TypeVar("ValueT")
 
 CONTENT_TYPE = "Content-Type"
-_FREE_FORM = frozenset({"chat_template_kwargs", "tools", "tool_choice", "json_schema", "tool_calls"})
+FREE_FORM = frozenset({"chat_template_kwargs", "tools", "tool_choice", "json_schema", "schema", "tool_calls"})
+"""Fields whose values are passed on as they are."""
 _LARGEST_EXACT = 2.0**53
+_PLAIN_TYPES = frozenset((int, str))
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _NOT_FINITE_64 = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]").search
 _NOT_FINITE_32 = re.compile(rb"\xca[\x7f\xff][\x80-\xff]").search
@@ -71,8 +73,10 @@ def encode(message: msgspec.Struct, encoding: Encoding = Encoding.MSGPACK) -> by
 class Decoder(Generic[MessageT]):
     """Decodes one type of message. Make one for each type, once: building a decoder costs ten times a decode."""
 
-    def __init__(self, message_type: type[MessageT]) -> None:
+    def __init__(self, message_type: type[MessageT], free_form: frozenset[str] = FREE_FORM) -> None:
+        """`free_form` are the names of fields whose values are passed on as they are."""
         self._type = message_type
+        self._free_form = free_form
         self._json = msgspec.json.Decoder(message_type)
         self._msgpack = msgspec.msgpack.Decoder(message_type)
 
@@ -108,7 +112,7 @@ class Decoder(Generic[MessageT]):
         except RecursionError as error:
             raise _invalid("the message is nested too deeply") from error
         try:
-            return msgspec.convert(_normalize(raw, depth=0), self._type, str_keys=encoding is Encoding.JSON)
+            return msgspec.convert(_normalize(raw, self._free_form), self._type, str_keys=encoding is Encoding.JSON)
         except msgspec.ValidationError as error:
             text = str(error)
             match = _ERROR_PATH.search(text)  # anchored at the end: a key of the client's could look like a path
@@ -119,8 +123,16 @@ class Decoder(Generic[MessageT]):
 def _check_finite(value: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise _invalid("NaN and infinite numbers are not allowed")
+    if _is_plain(value):
+        return
     for child in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_finite(child)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a list of integers or strings, in which there is nothing to look for: a prompt of token ids
+    may have millions."""
+    return isinstance(value, list) and _PLAIN_TYPES.issuperset(map(type, value))
 
 
 _LABELS = {Encoding.JSON: "JSON", Encoding.MSGPACK: "MessagePack"}
@@ -137,18 +149,20 @@ def _deeper_than(value: object, levels: int) -> bool:
     return levels <= 0 or any(_deeper_than(child, levels - 1) for child in children)
 
 
-def _normalize(value: Any, depth: int) -> Any:
+def _normalize(value: Any, free_form: frozenset[str], depth: int = 0) -> Any:
     if depth > limits.MAX_NESTING:
         raise _invalid(f"the message is nested deeper than {limits.MAX_NESTING} levels")
     if isinstance(value, dict):
         return {
             # null and 1.0 mean something to templates and tools: they get what the client wrote.
-            key: child if key in _FREE_FORM else _normalize(child, depth + 1)
+            key: child if key in free_form else _normalize(child, free_form, depth + 1)
             for key, child in value.items()
             if child is not None
         }
+    if _is_plain(value):
+        return value
     if isinstance(value, list):
-        return [_normalize(child, depth + 1) for child in value]
+        return [_normalize(child, free_form, depth + 1) for child in value]
     # Above 2**53 a float no longer says which integer was meant.
     if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT:
         return int(value)

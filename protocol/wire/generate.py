@@ -1,9 +1,11 @@
-"""The message that asks for a completion, and the structs inside it."""
+"""The messages that ask for a completion, or for the tokens of its prompt, and the structs inside them."""
 
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
+from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire.codec import Message
 from tokenbus.protocol.wire.params import TIMEOUT_MS, GenerationParams
 
@@ -73,6 +75,9 @@ class GenerateRequest(Message, GenerationParams, frozen=True, kw_only=True, omit
     """A conversation of at most 4,096 turns, rendered with the model's chat template."""
     prompt: str | None = None
     """A text that is tokenized as it is: names of special tokens in it are plain text."""
+    suffix: str | None = None
+    """A text that follows the completion, which fills the gap between `prompt` and this. Only with `prompt`, and models
+    that have the feature `fim`."""
     token_ids: list[int] | None = None
     """A prompt that is already tokenized."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -85,3 +90,67 @@ class GenerateRequest(Message, GenerationParams, frozen=True, kw_only=True, omit
     """Continues an earlier stream after the part that was received."""
     routing: RoutingOptions | None = None
     """Influences or explains the choice of a worker."""
+
+
+class TokenizeRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks for the tokens that a `generate` request with the same prompt would have; exactly one of `messages` and
+    `prompt` must be given."""
+
+    id: str | None = None
+    """Like the id of a `generate` request."""
+    messages: list[ChatMessage] | None = None
+    """A conversation, rendered with the model's chat template."""
+    prompt: str | None = None
+    """A text, in which names of special tokens are plain text."""
+    tools: list[dict[str, Any]] | None = None
+    """The tools of the request, which the template writes into the prompt."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template."""
+    add_special_tokens: bool | None = None
+    """Whether BOS is put in front where the model's prompts begin with it. true if absent."""
+    only_count: bool | None = None
+    """Leaves `token_ids` out of the reply. false if absent."""
+    timeout_ms: Annotated[float | None, TIMEOUT_MS] = None
+    """Time from the router's receipt to its answer. 60,000 if absent."""
+
+
+class TokenizeReply(Message, frozen=True, kw_only=True):
+    """The tokens of a prompt, or the error."""
+
+    id: str
+    """The request's id."""
+    model: str | UnsetType = UNSET
+    """The model whose tokens they are."""
+    count: int | UnsetType = UNSET
+    """The number of tokens."""
+    token_ids: list[int] | UnsetType = UNSET
+    """Their ids, unless only the count was asked for."""
+    context_length: int | UnsetType = UNSET
+    """The smallest context length of the model's workers: prompt and completion together. The prompt may be longer."""
+    error: errors.Error | UnsetType = UNSET
+    """Why there are no tokens."""
+
+
+class DetokenizeRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks for the text of tokens."""
+
+    id: str | None = None
+    """Like the id of a `generate` request."""
+    token_ids: list[int] | None = None
+    """Ids of the model's vocabulary."""
+    timeout_ms: Annotated[float | None, TIMEOUT_MS] = None
+    """Time from the router's receipt to its answer. 60,000 if absent."""
+
+
+class DetokenizeReply(Message, frozen=True, kw_only=True):
+    """The text of tokens, or the error."""
+
+    id: str
+    """The request's id."""
+    model: str | UnsetType = UNSET
+    """The model whose tokens they are."""
+    text: str | UnsetType = UNSET
+    """The text that these tokens are in a completion: special tokens have none, and bytes that are no whole character
+    become U+FFFD."""
+    error: errors.Error | UnsetType = UNSET
+    """Why there is no text."""

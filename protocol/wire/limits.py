@@ -5,12 +5,15 @@ MAX_NAME_BYTES = 128
 """Model, tenant, worker and router names. Together they must stay far below the broker's limit for a subject."""
 MAX_EMBED_INPUTS = 2_048
 """Inputs of one embed request."""
+MAX_RERANK_DOCUMENTS = 1_000
+"""Documents of one rerank request."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1_024
 MAX_STOP_TOKEN_IDS = 128
 MAX_MESSAGES = 4_096
 MAX_TOOLS = 128
-MAX_TOOL_NAME_CHARS = 64
+MAX_TOOL_NAME_CHARS = 128
+"""Names of tools that come from servers of tools (MCP) begin with the names of these."""
 MAX_TOOL_PROPERTIES = 4_000
 """The properties of all tools of a request. Their grammar takes about a second to compile then."""
 MAX_TOOL_BYTES = 64 * 1024
@@ -37,8 +40,19 @@ MAX_GRAMMAR_RULES = 500
 MAX_TOKENS = 2**31 - 1
 MAX_TOKEN_ID = 2**32 - 1
 
-PART_BYTES = 256 * 1024
-"""Size of one part of a tokenizer bundle or snapshot, well below the smallest `max_payload` in use."""
+PART_BYTES = 48 * 1024
+"""Size of one part of a tokenizer bundle or snapshot, which fits in a message of a broker with 64 KiB."""
+UPLOAD_PART_BYTES = 256 * 1024
+"""Size of one part of a large message, where the broker allows so much: a connection that sends one holds other
+messages back for no longer than that takes."""
+UPLOAD_IDLE_S = 10.0
+"""A large message of which nothing comes for this long is given up."""
+UPLOAD_TTL_S = 120.0
+"""Time for all parts of a large message."""
+MAX_TENANT_UPLOADS = 64
+"""Large messages of one tenant that may be on their way to one router."""
+MAX_INTERNAL_BYTES = 64 * 1024 * 1024
+"""A large message between routers and workers."""
 MAX_BUNDLE_BYTES = 64 * 1024 * 1024
 RENDER_CPU_S = 2.0
 """CPU time that a chat template may take for one conversation, or to be compiled."""

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire import errors, limits
 from tokenbus.protocol.wire.cards import (
     Card,
     Load,
@@ -30,12 +30,16 @@ from tokenbus.protocol.wire.codec import Message
 from tokenbus.protocol.wire.generate import (
     ChatMessage,
     ContentPart,
+    DetokenizeReply,
+    DetokenizeRequest,
     GenerateRequest,
     Lora,
     ResumeFrom,
     RoutingOptions,
+    TokenizeReply,
+    TokenizeRequest,
 )
-from tokenbus.protocol.wire.params import TIMEOUT_MS, JsonSchema, ResponseFormat
+from tokenbus.protocol.wire.params import TIMEOUT_MS, JsonSchema, Range, ResponseFormat
 
 __all__ = [
     "CancelReply",
@@ -44,6 +48,8 @@ __all__ = [
     "ChatMessage",
     "Chunk",
     "ContentPart",
+    "DetokenizeReply",
+    "DetokenizeRequest",
     "EmbedReply",
     "EmbedRequest",
     "FinishReason",
@@ -57,7 +63,10 @@ __all__ = [
     "Pids",
     "PreviousEpoch",
     "Progress",
+    "RankedDocument",
     "RefusedCard",
+    "RerankReply",
+    "RerankRequest",
     "ResponseFormat",
     "ResumeFrom",
     "ResyncReply",
@@ -70,6 +79,8 @@ __all__ = [
     "Timings",
     "TokenAlternative",
     "TokenLogprob",
+    "TokenizeReply",
+    "TokenizeRequest",
     "ToolCallDelta",
     "Usage",
     "WorkerState",
@@ -279,6 +290,17 @@ class ResyncReply(Message, frozen=True, kw_only=True):
     """Always true: nobody answers for an unknown id."""
 
 
+class UploadReply(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Sent by the receiver of a large message, in answer to its announcement and to each part but the last."""
+
+    upload: str | None = None
+    """The subject for the parts."""
+    received: int = 0
+    """Bytes that have come so far."""
+    error: errors.Error | None = None
+    """Why the message can't be taken."""
+
+
 class EmbedRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Asks for embeddings of one or several inputs, as text or as token ids."""
 
@@ -309,3 +331,42 @@ class EmbedReply(Message, frozen=True, kw_only=True):
     """Tokens of all inputs."""
     error: errors.Error | UnsetType = UNSET
     """Why there are no embeddings."""
+
+
+class RerankRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks how relevant documents are to a query."""
+
+    id: str | None = None
+    """Like the id of a `generate` request."""
+    query: str | None = None
+    """The query."""
+    documents: list[str] | None = None
+    """The documents."""
+    top_n: Annotated[int | None, Range(1, limits.MAX_TOKENS)] = None
+    """The number of results; one for each document if absent."""
+    timeout_ms: Annotated[float | None, TIMEOUT_MS] = None
+    """Time from the router's receipt to its answer. 60,000 if absent."""
+
+
+class RankedDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """A document's place in the order."""
+
+    index: int
+    """The number of the document in the request, from 0."""
+    relevance_score: float
+    """The number that the model computed for it: greater is more relevant."""
+
+
+class RerankReply(Message, frozen=True, kw_only=True):
+    """The documents in the order of their scores, or the error."""
+
+    id: str
+    """The request's id."""
+    model: str | UnsetType = UNSET
+    """The model that scored them."""
+    results: list[RankedDocument] | UnsetType = UNSET
+    """The most relevant document first; of equal scores, the earlier document."""
+    usage: Usage | UnsetType = UNSET
+    """Tokens of all documents, each with the query."""
+    error: errors.Error | UnsetType = UNSET
+    """Why there are no results."""

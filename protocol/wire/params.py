@@ -125,7 +125,7 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     """If false, the terminal is the only message and holds the whole text. true if absent."""
     tools: list[dict[str, Any]] | None = None
     """At most 128 functions that the model may call: `{type: "function", function: {name, description, parameters}}`.
-    Names have 1 to 64 of `A-Za-z0-9_.-`, and `parameters` is a JSON schema. Only with `messages`."""
+    Names have 1 to 128 of `A-Za-z0-9_.-`, and `parameters` is a JSON schema. Only with `messages`."""
     tool_choice: str | dict[str, Any] | None = None
     """`auto` (the default), `none`, `required`, or `{type: "function", function: {name}}` for one of the tools."""
     parallel_tool_calls: bool | None = None
@@ -135,7 +135,7 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     return_token_ids: bool | None = None
     """Asks for `token_ids` in every chunk."""
     return_progress: bool | None = None
-    """Asks for `progress` while the prompt is computed."""
+    """Asks for `progress` while the prompt is computed, and when it is, before the first token."""
     cache_prompt: bool | None = None
     """Whether this prompt's KV may be reused and kept. true if absent."""
     cache_salt: str | None = None

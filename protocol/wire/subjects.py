@@ -17,6 +17,8 @@ TENANT_PLACEHOLDER = "{tenant}"
 PROBE_SUFFIX = ":again"
 """Ends the `gone` subject of a chunk that was sent only to see whether the client is still there."""
 
+_OF_MODELS = ("generate", "embed", "rerank", "tokenize", "detokenize")
+"""Operations whose subject names a model, and perhaps a tenant."""
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.MAX_ID_BYTES}}}")
@@ -101,7 +103,7 @@ def is_inbox(reply: str, prefixes: tuple[str, ...], tenant_token: str = DEFAULT_
 
 
 class ModelAddress(NamedTuple):
-    """The names in a `generate` or `embed` subject."""
+    """The names in the subject of what a client asks of a model, such as `generate`."""
 
     model: str
     tenant: str
@@ -151,9 +153,13 @@ class Subjects:
         self.all_seals = f"{prefix}.events.*.*.seal"
         self.all_generates = (f"{prefix}.generate.*", f"{prefix}.generate.*.*")
         self.all_embeds = (f"{prefix}.embed.*", f"{prefix}.embed.*.*")
+        self.all_tokenizes = (f"{prefix}.tokenize.*", f"{prefix}.tokenize.*.*")
+        self.all_detokenizes = (f"{prefix}.detokenize.*", f"{prefix}.detokenize.*.*")
+        self.all_reranks = (f"{prefix}.rerank.*", f"{prefix}.rerank.*.*")
         self.all_resyncs = (f"{prefix}.resync.*", f"{prefix}.resync.*.*")
         self.all_guards = (f"{prefix}.guard.*", f"{prefix}.guard.*.*")
         self.all_cancels = (f"{prefix}.cancel.*", f"{prefix}.cancel.*.*")
+        self._received = re.compile(rf"{re.escape(prefix)}\.worker\.[^.]+\.[^.]+\.received\.[^.]+").fullmatch
 
     def __repr__(self) -> str:
         return f"<Subjects {self.prefix}>"
@@ -163,6 +169,15 @@ class Subjects:
 
     def embed(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
         return self._with_tenant("embed", model, tenant)
+
+    def tokenize(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
+        return self._with_tenant("tokenize", model, tenant)
+
+    def detokenize(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
+        return self._with_tenant("detokenize", model, tenant)
+
+    def rerank(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
+        return self._with_tenant("rerank", model, tenant)
 
     def models_for(self, tenant: str = DEFAULT_TENANT) -> str:
         return self.models[0] if tenant == DEFAULT_TENANT else f"{self.models[0]}.{encode_name(tenant)}"
@@ -219,8 +234,24 @@ class Subjects:
         tokens = subject.removeprefix(f"{self.prefix}.worker.").split(".")
         return subject.startswith(f"{self.prefix}.worker.") and tokens[2:] == ["unguarded", escape(router_id)]
 
+    def upload(self, receiver: str, tenant_token: str, upload_id: str) -> str:
+        """Returns the subject for the parts of a tenant's large message; `*` stands for all tenants or uploads."""
+        return f"{self.prefix}.upload.{tenant_token}.{receiver}.{upload_id}"
+
+    def router_upload(self, router_id: str, upload_id: str) -> str:
+        """Returns the subject for the parts of a large message from a worker, or another router, to a router."""
+        return f"{self.router(router_id)}.upload.{upload_id}"
+
+    def received(self, model: str, worker_id: str, number: str) -> str:
+        """Returns the reply subject of a part that a worker sends."""
+        return self.worker(model, worker_id, f"received.{number}")
+
+    def is_received(self, subject: str) -> bool:
+        """Whether `received` can have returned this for any worker."""
+        return bool(self._received(subject))
+
     def parse_model(self, subject: str) -> ModelAddress:
-        """Parses a `generate` or `embed` subject. Raises ValueError for a name that is not encoded properly."""
+        """Parses the subject of what a client asks of a model. Raises ValueError for a name that is malformed."""
         tokens = self._tail(subject)
         return ModelAddress(decode_name(tokens[1]), _tenant(tokens[2:]))
 
@@ -236,8 +267,10 @@ class Subjects:
         verb, *rest = self._tail(subject)
         if verb in ("cancel", "resync"):
             rest = rest[:-1]
-        elif verb in ("generate", "embed"):
+        elif verb in _OF_MODELS:
             rest = rest[1:]
+        elif verb == "upload":
+            rest = rest[:1]
         return rest[0] if rest else DEFAULT_TENANT
 
     def parse_worker(self, subject: str) -> WorkerAddress:

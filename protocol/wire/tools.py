@@ -73,12 +73,15 @@ def _check_tool(tool: dict[str, Any], path: str) -> str:
     for field, kind, noun in (("description", str, "a string"), ("parameters", dict, "an object")):
         if function.get(field) is not None and not isinstance(function[field], kind):
             raise invalid_field(f"{path}.{field}", f"must be {noun}")
+    if (function.get("parameters") or {}).get("type", "object") != "object":
+        raise invalid_field(f"{path}.parameters.type", "must be object: arguments have names")
     try:
         size = len(msgspec.json.encode(function))
     except TypeError as error:  # MessagePack has maps whose keys are no texts
         raise invalid_field(path, f"must be JSON: {error}") from error
     if size > limits.MAX_TOOL_BYTES:
         raise invalid_field(path, f"must have at most {limits.MAX_TOOL_BYTES} bytes as JSON, got {size}")
+    check_members(function.get("parameters"), f"{path}.parameters", limits.MAX_SCHEMA_PROPERTIES)
     return name
 
 

@@ -14,6 +14,8 @@ from tokenbus.protocol.wire.errors import invalid_field
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ranges_of
 from tokenbus.protocol.wire.tools import check_members, check_tool_choice, check_tools
 
+_TOOLS_NEED_MESSAGES = "need messages: a prompt has no place for them"
+
 
 class RequiredFeature(NamedTuple):
     """A feature that a worker must have to serve a request, and the field that asks for it."""
@@ -32,7 +34,9 @@ def check_request(request: messages.GenerateRequest) -> None:
     _check_token_ids("token_ids", request.token_ids or [])
     codec.check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
     if request.tools and request.messages is None:
-        raise invalid_field("tools", "need messages: a prompt has no place for them")
+        raise invalid_field("tools", _TOOLS_NEED_MESSAGES)
+    if request.suffix and request.prompt is None:
+        raise invalid_field("suffix", "needs prompt: other prompts have no gap to fill")
     if request.resume_from is not None:
         _check_resume_from(request.resume_from, request)
 
@@ -60,11 +64,38 @@ def check_resume(request: messages.GenerateRequest, hash_scheme: str) -> None:
 
 def check_tokenize(request: internal.Tokenize) -> None:
     """Raises RequestError unless there is either one text or one conversation that a request may have."""
+    check_ranges(request)
     if (request.text is None) == (request.messages is None):
         raise invalid_field("text", "exactly one of text and messages must be given")
     _check_messages(request.messages or [])
     codec.check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
     check_tools(request.tools or [])
+
+
+def check_tokenize_request(request: messages.TokenizeRequest) -> None:
+    """Raises RequestError for the first field that is not allowed."""
+    check_id(request.id)
+    check_ranges(request)
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid_field("prompt", "exactly one of messages and prompt must be given")
+    if request.messages is None:
+        if request.tools:
+            raise invalid_field("tools", _TOOLS_NEED_MESSAGES)
+    elif not request.messages:
+        raise invalid_field("messages", "must not be empty")
+    else:
+        _check_messages(request.messages)
+    codec.check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
+    check_tools(request.tools or [])
+
+
+def check_detokenize_request(request: messages.DetokenizeRequest) -> None:
+    """Raises RequestError for the first field that is not allowed."""
+    check_id(request.id)
+    check_ranges(request)
+    if request.token_ids is None:
+        raise invalid_field("token_ids", "is required")
+    _check_token_ids("token_ids", request.token_ids)
 
 
 def check_attempt(control: internal.Control) -> None:
@@ -112,6 +143,8 @@ def check_ranges(struct: msgspec.Struct, path: str = "") -> None:
 def required_features(request: messages.GenerateRequest) -> Iterator[RequiredFeature]:
     """Yields the features that a request needs beyond plain generation. A value that changes nothing needs none."""
     yield from required_run_features(request)
+    if request.suffix:
+        yield RequiredFeature("fim", "suffix")
     if request.lora:
         yield RequiredFeature("lora", "lora")
     if request.resume_from is not None:

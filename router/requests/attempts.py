@@ -16,13 +16,13 @@ import asyncio
 import contextlib
 import enum
 import time
+from collections.abc import Awaitable
 
 import structlog
 
 from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, PayloadTooLargeError
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, params, subjects, validation
-from tokenbus.protocol.wire.codec import Message
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.placement.placement import Placement
@@ -134,13 +134,24 @@ class Attempts:
         worker = placement.worker
         card = worker.card
         self._flights.start_attempt(flight, card.worker_id)
-        flight.awaiting_worker_id, flight.in_doubt = card.worker_id, True
         run = self.to_run(flight, card.epoch, placement.report)
         try:
-            reply = await self._call(card, _RUN, run, limits.ACCEPT_TIMEOUT_S, headers)
+            staged = await self._workers.stage(card, _RUN, run, headers)
+        except (TimeoutError, ConnectionError) as error:
+            return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} does not take the run: {error}")
         except NoRespondersError:
-            self._fleet.mark_no_responders(card)
-            return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} does not answer")
+            return self._no_responders(card)
+        except errors.RequestError as refusal:
+            if refusal.error.code is not errors.Code.PAYLOAD_TOO_LARGE:
+                return refusal.error
+            # a worker of an earlier version; others may take it
+            return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id}: {refusal.error.message}")
+        flight.awaiting_worker_id, flight.in_doubt = card.worker_id, True
+        try:
+            call = self._workers.send(card, _RUN, staged, limits.ACCEPT_TIMEOUT_S + _FLUSH_TIMEOUT_S)
+            reply = await self._finish(card, call, limits.ACCEPT_TIMEOUT_S)
+        except NoRespondersError:
+            return self._no_responders(card)
         except PayloadTooLargeError as error:
             return errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))
         except (TimeoutError, ConnectionError):
@@ -160,6 +171,10 @@ class Attempts:
             return await self._revoke_unanswered(flight, worker, None)
         self.accept(flight, card)
         return None
+
+    def _no_responders(self, card: messages.Card) -> errors.Error:
+        self._fleet.mark_no_responders(card)
+        return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} does not answer")
 
     async def _revoke_unanswered(
         self, flight: Flight, worker: Worker, problem: errors.Error | None
@@ -225,9 +240,11 @@ class Attempts:
             take = internal.Take(
                 request_id=flight.key, attempt=flight.attempt, known_tokens=known, router_id=self._router_id
             )
-            return await self._call(card, _TAKE, take, timeout_s)
+            call = self._workers.call(card, _TAKE, take, timeout_s + _FLUSH_TIMEOUT_S)
+            return await self._finish(card, call, timeout_s)
         drop = internal.Control(op="drop", request_id=flight.key, attempt=flight.attempt)
-        return await self._call(card, _CONTROL, drop, timeout_s)
+        asked = self._workers.call(card, _CONTROL, drop, timeout_s + _FLUSH_TIMEOUT_S)
+        return await self._finish(card, asked, timeout_s)
 
     def _restore(self, flight: Flight, taken: internal.TakeReply) -> None:
         """Adds the tokens of a request that a worker has given up. Raises RequestError(worker_lost) if they don't
@@ -236,12 +253,10 @@ class Attempts:
         if not flight.completion.restore(taken, flight.completion.last_seq):
             raise errors.request_error(errors.Code.WORKER_LOST)
 
-    async def _call(
-        self, card: messages.Card, op: Operation[ReplyT], message: Message, timeout_s: float, headers: Headers = None
-    ) -> ReplyT:
-        """Calls a worker like `WorkerClient.call`, but a timeout first reads everything that this router had received:
-        a reply that only lies unread in a busy router must not count as silence."""
-        call = asyncio.ensure_future(self._workers.call(card, op, message, timeout_s + _FLUSH_TIMEOUT_S, headers))
+    async def _finish(self, card: messages.Card, calling: Awaitable[ReplyT], timeout_s: float) -> ReplyT:
+        """Waits for a worker's reply, but a timeout first reads everything that this router had received: a reply that
+        only lies unread in a busy router must not count as silence."""
+        call = asyncio.ensure_future(calling)
         try:
             done, _ = await asyncio.wait([call], timeout=timeout_s)
             if not done:

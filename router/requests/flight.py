@@ -188,7 +188,9 @@ class Flights:
         if (given := flight.request.resume_from) is not None:
             flight.completion.token_ids.extend(given.token_ids)
             flight.hash_scheme = given.hash_scheme or ""
-        flight.request = codec.replace(flight.request, messages=None, prompt=None, token_ids=None, resume_from=None)
+        flight.request = codec.replace(
+            flight.request, messages=None, prompt=None, suffix=None, token_ids=None, resume_from=None
+        )
         flight.params_bytes = validation.params_bytes(flight.request)
         self._set_held_bytes(flight, flight.num_bytes)
 

@@ -15,15 +15,18 @@ from tokenbus.protocol.bus.bus import (
     Bus,
     NoRespondersError,
     OutboundBufferLimitError,
+    Outgoing,
     PayloadTooLargeError,
     Subscription,
 )
 from tokenbus.protocol.bus.reply_sender import ReplySender
-from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, subjects, validation
+from tokenbus.protocol.parts import headers
+from tokenbus.protocol.wire import codec, errors, internal, messages, subjects, validation
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.flight import Flight, Flights
+from tokenbus.router.requests.internal_parts import InternalParts
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 
 _guards = codec.Decoder(internal.Guard)
@@ -45,9 +48,11 @@ class Guardianship:
         flights: Flights,
         lifecycle: RequestLifecycle,
         attempts: Attempts,
+        parts: InternalParts,
         router_id: str,
     ) -> None:
         self._bus = bus
+        self._parts = parts
         self._replies = replies
         self._names = names
         self._inbox_prefixes = inbox_prefixes
@@ -56,8 +61,6 @@ class Guardianship:
         self._lifecycle = lifecycle
         self._attempts = attempts
         self._router_id = router_id
-        self._inbox_prefix = bus.new_inbox().partition(".")[0] + "."
-        """Other routers have the same prefix."""
         self._subscriptions: list[Subscription] = []
         self._log = structlog.get_logger()
 
@@ -81,7 +84,8 @@ class Guardianship:
             return False
         guard = internal.Guard(run=self._attempts.to_run(flight, ""), hash_scheme=flight.hash_scheme)
         try:
-            reply = await self._bus.request(self._names.guard(flight.model), codec.encode(guard), _OFFER_TIMEOUT_S)
+            offer = await self._parts.stage(Outgoing(self._names.guard(flight.model), codec.encode(guard)))
+            reply = await self._parts.request(offer, _OFFER_TIMEOUT_S)
             is_accepted = _replies.decode(reply.data).accepted
             if is_accepted and flight.cancelled:  # the other router may have read the cancel before the offer
                 with contextlib.suppress(OutboundBufferLimitError):
@@ -104,17 +108,27 @@ class Guardianship:
             self._replies.send(message.reply, codec.encode(answer))
 
     def _on_guard(self, message: Msg) -> None:
+        self._receive(message, in_parts=False)
+
+    def _on_large_guard(self, message: Msg) -> None:
+        self._receive(message, in_parts=True)
+
+    def _receive(self, message: Msg, *, in_parts: bool) -> None:
         try:
             model, worker_id = self._names.parse_guard(message.subject)
+            if self._is_announced(message, model, worker_id):
+                return
             guard = _guards.decode(message.data)
             validation.check_run(guard.run)
             if not self._may_answer(message.reply, model, worker_id):
                 raise errors.invalid_field("the reply subject", "is not that of a worker or router")
             if (guard.stream_no is None) is not (worker_id is None):
                 raise errors.invalid_field("stream_no", "is for a stream at a worker")
-            worker = None if worker_id is None else self._find_worker(guard.run, model, worker_id)
+            worker = None if worker_id is None else self._find_worker(guard.run, model, worker_id, in_parts=in_parts)
             flight = self._to_flight(guard, model, worker)
-            is_accepted = (worker is None) == (worker_id is None) and self._adopt(flight, worker, guard)
+            is_accepted = (worker is None) == (worker_id is None) and self._adopt(
+                flight, worker, guard, in_parts=in_parts
+            )
         except (errors.RequestError, ValueError) as error:
             self._log.error("guard_refused", subject=message.subject, error=str(error))
             return
@@ -123,24 +137,40 @@ class Guardianship:
         )
         self._replies.send(message.reply, codec.encode(answer))
 
+    def _is_announced(self, message: Msg, model: str, worker_id: str | None) -> bool:
+        """Answers the announcement of an offer that comes in parts; returns False for any other message."""
+        if not headers.is_announcement(message.headers):
+            return False
+        number = message.reply.rpartition(".")[2]
+        if worker_id is None and not self._parts.is_router(message.reply):
+            raise errors.invalid_field("the reply subject", "is not that of a router")
+        if worker_id is not None and message.reply != self._names.received(model, worker_id, number):
+            raise errors.invalid_field("the reply subject", "is not that of the worker")
+        return self._parts.receiver.announced(message, worker_id or "router", self._on_large_guard)
+
     def _may_answer(self, reply: str, model: str, worker_id: str | None) -> bool:
         """Whether a reply subject belongs to the worker that an offer names, or to a router if it names none."""
         if worker_id is None:
-            return reply.startswith(self._inbox_prefix)
+            return self._parts.is_router(reply)
         return reply == self._names.worker(model, worker_id, "guarded")
 
-    def _adopt(self, flight: Flight, worker: Worker | None, guard: internal.Guard) -> bool:
+    def _adopt(self, flight: Flight, worker: Worker | None, guard: internal.Guard, *, in_parts: bool) -> bool:
         if not self._lifecycle.adopt(flight, worker):
             return False
-        if worker is not None and guard.stream_no is not None and self._flights.holds(flight):
+        if worker is not None and in_parts:
+            # the log may have gone on while the parts came: a snapshot has the tokens that the offer lacks
+            self._fleet.mark_behind(worker.card)
+        elif worker is not None and guard.stream_no is not None and self._flights.holds(flight):
             self._flights.bind_stream(flight, worker.incarnation, guard.stream_no)
         return True
 
-    def _find_worker(self, run: internal.Run, model: str, worker_id: str) -> Worker | None:
+    def _find_worker(self, run: internal.Run, model: str, worker_id: str, *, in_parts: bool) -> Worker | None:
         """Returns the worker that offers a stream, or None if this router does not follow that worker's log without a
-        gap: the offer's tokens end with the log's entry before it."""
+        gap: the offer's tokens end with the log's entry before it, unless it came in parts."""
         worker = self._fleet.find(subjects.WorkerAddress(model, worker_id))
-        if worker is None or worker.card.epoch != run.epoch or worker.lease_expired or worker.log.is_behind:
+        if worker is None or worker.card.epoch != run.epoch or worker.lease_expired:
+            return None
+        if worker.log.is_behind and not in_parts:
             return None
         return worker
 
@@ -162,7 +192,9 @@ class Guardianship:
         flight = Flight(request, address, run.reply, run.encoding, now - age_ms / 1e3, is_chat=run.is_chat)
         flight.prompt_ids = run.token_ids
         flight.params_bytes = validation.params_bytes(run.params)
-        flight.num_prompt_tokens = len(block_hash.unpack_token_ids(run.token_ids))
+        if len(run.token_ids) % 4:
+            raise errors.invalid_field("token_ids", "have a length that is no multiple of four")
+        flight.num_prompt_tokens = len(run.token_ids) // 4
         flight.attempt, flight.hash_scheme = run.attempt, guard.hash_scheme
         if run.resume_from is not None:
             flight.completion.resume(run.resume_from)

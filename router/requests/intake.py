@@ -14,17 +14,26 @@ from nats.aio.msg import Msg
 
 from tokenbus.protocol.bus.bus import Bus, Subscription
 from tokenbus.protocol.bus.reply_sender import ReplySender
-from tokenbus.protocol.wire import codec, embeddings, errors, messages, subjects, validation
+from tokenbus.protocol.parts.assembly import UploadLimits
+from tokenbus.protocol.parts.receiver import PartsReceiver
+from tokenbus.protocol.wire import codec, errors, messages, subjects, validation
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.models import ModelCatalog
-from tokenbus.router.requests.embeddings import EmbeddingRequest, Embeddings
 from tokenbus.router.requests.flight import Flight
 from tokenbus.router.requests.lifecycle import RequestLifecycle
+from tokenbus.router.requests.pooling.embeddings import Embeddings
+from tokenbus.router.requests.pooling.pooling_request import BodyT, PoolingRequest, WorkT
+from tokenbus.router.requests.pooling.pooling_requests import PoolingRequests, ResultT
+from tokenbus.router.requests.pooling.reranks import Reranks
 from tokenbus.router.requests.terminals import TerminalPublisher
+from tokenbus.router.requests.tokenization.tokenize_requests import TokenizeCall, TokenizeRequests
 
 _requests = codec.Decoder(messages.GenerateRequest)
 _resyncs = codec.Decoder(messages.ResyncRequest)
 _embeds = codec.Decoder(messages.EmbedRequest)
+_tokenizes = codec.Decoder(messages.TokenizeRequest)
+_detokenizes = codec.Decoder(messages.DetokenizeRequest)
+_reranks = codec.Decoder(messages.RerankRequest)
 _DUPLICATE_GRACE_S = 0.05
 """A request whose id is in flight is tried again after this long: its client may have seen the end of the earlier one
 before this router has."""
@@ -42,10 +51,12 @@ class Intake:
         replies: ReplySender,
         names: subjects.Subjects,
         inbox_prefixes: tuple[str, ...],
-        max_request_bytes: int,
+        uploads: UploadLimits,
         models: ModelCatalog,
         lifecycle: RequestLifecycle,
         embeddings: Embeddings,
+        tokenizations: TokenizeRequests,
+        reranks: Reranks,
         terminals: TerminalPublisher,
         metrics: RouterMetrics,
     ) -> None:
@@ -53,10 +64,21 @@ class Intake:
         self._replies = replies
         self._names = names
         self._inbox_prefixes = inbox_prefixes
-        self._max_request_bytes = max_request_bytes
+        self._max_request_bytes = uploads.message_bytes
+        receiver = secrets.token_hex(8)
+        self._parts = PartsReceiver(
+            bus,
+            lambda tenant, upload_id: names.upload(receiver, tenant, upload_id),
+            uploads,
+            self._may_answer,
+            is_public=True,
+            on_ended=lambda outcome: metrics.uploads.labels(outcome).inc(),
+        )
         self._models = models
         self._lifecycle = lifecycle
         self._embeddings = embeddings
+        self._tokenizations = tokenizations
+        self._reranks = reranks
         self._terminals = terminals
         self._metrics = metrics
         self._subscriptions: list[Subscription] = []
@@ -68,13 +90,22 @@ class Intake:
         self._num_drops_logged = 0
 
     def __repr__(self) -> str:
-        return f"<Intake {self._lifecycle!r}>"
+        return f"<Intake {self._lifecycle!r} {self._parts!r}>"
+
+    @property
+    def parts(self) -> PartsReceiver:
+        """The clients' large requests that are on their way."""
+        return self._parts
 
     async def open(self) -> None:
         """Subscribes to everything that clients publish. Requests are shared between routers; the rest reaches all."""
+        await self._parts.open()
         shared = [
             *((subject, self._on_generate) for subject in self._names.all_generates),
             *((subject, self._on_embed) for subject in self._names.all_embeds),
+            *((subject, self._on_tokenize) for subject in self._names.all_tokenizes),
+            *((subject, self._on_detokenize) for subject in self._names.all_detokenizes),
+            *((subject, self._on_rerank) for subject in self._names.all_reranks),
             *((subject, self._on_models) for subject in self._names.models),
         ]
         for subject, callback in shared:
@@ -90,6 +121,7 @@ class Intake:
         self.is_open = False
         for subscription in self._subscriptions:
             await self._bus.unsubscribe(subscription)
+        self._parts.stop()
         for timer, try_again in list(self._duplicates.items()):
             timer.cancel()
             try_again()
@@ -101,6 +133,8 @@ class Intake:
         try:
             encoding = codec.encoding_of(message.headers)
             address = self._parse_address(message)
+            if self._parts.announced(message, self._names.tenant_token(message.subject), self._on_generate):
+                return
             self._check_size(message)
             request = _requests.decode(message.data, encoding)
             validation.check_id(request.id)
@@ -132,26 +166,83 @@ class Intake:
         self._duplicates[timer] = try_again
 
     def _on_embed(self, message: Msg) -> None:
+        self._take(message, self._on_embed, _embeds, self._embeddings)
+
+    def _on_rerank(self, message: Msg) -> None:
+        self._take(message, self._on_rerank, _reranks, self._reranks)
+
+    def _take(
+        self,
+        message: Msg,
+        take_whole: Callable[[Msg], None],
+        decoder: codec.Decoder[BodyT],
+        requests: PoolingRequests[BodyT, WorkT, ResultT],
+    ) -> None:
+        """Takes a request with one answer and no stream."""
         if not self._may_answer(message):
             return
         encoding, request_id = codec.Encoding.JSON, ""
         try:
             encoding = codec.encoding_of(message.headers)
+            if self._parts.announced(message, self._names.tenant_token(message.subject), take_whole):
+                return
             self._check_size(message)
-            body = _embeds.decode(message.data, encoding)
+            body = decoder.decode(message.data, encoding)
             validation.check_id(body.id)
             request_id = body.id or secrets.token_urlsafe(16)
-            address, work = self._parse_address(message), embeddings.check_request(body)
-            request = EmbeddingRequest(request_id, address, body, work, message.reply, encoding, time.monotonic())
-            self._embeddings.start(request, message.headers)
+            address, work = self._parse_address(message), requests.check(body)
+            request = PoolingRequest(request_id, address, body, work, message.reply, encoding, time.monotonic())
+            requests.start(request, message.headers)
             return
         except codec.MediaTypeError as problem:
             error = errors.make_error(errors.Code.INVALID_REQUEST, str(problem))
         except errors.RequestError as problem:
             error = problem.error
             request_id = request_id or _read_id(message, encoding)
-        self._log.info("embed_refused", request_id=request_id, code=error.code, param=error.param)
-        self._embeddings.send_reply(message.reply, encoding, messages.EmbedReply(id=request_id, error=error))
+        requests.log_refused(request_id, error)
+        requests.send_reply(message.reply, encoding, requests.make_refusal(request_id, error))
+
+    def _on_tokenize(self, message: Msg) -> None:
+        def read(encoding: codec.Encoding) -> messages.TokenizeRequest:
+            body = _tokenizes.decode(message.data, encoding)
+            validation.check_tokenize_request(body)
+            return body
+
+        self._start_tokenize(message, self._on_tokenize, read, messages.TokenizeReply)
+
+    def _on_detokenize(self, message: Msg) -> None:
+        def read(encoding: codec.Encoding) -> messages.DetokenizeRequest:
+            body = _detokenizes.decode(message.data, encoding)
+            validation.check_detokenize_request(body)
+            return body
+
+        self._start_tokenize(message, self._on_detokenize, read, messages.DetokenizeReply)
+
+    def _start_tokenize(
+        self,
+        message: Msg,
+        take_whole: Callable[[Msg], None],
+        read: Callable[[codec.Encoding], messages.TokenizeRequest | messages.DetokenizeRequest],
+        replies: type[messages.TokenizeReply] | type[messages.DetokenizeReply],
+    ) -> None:
+        if not self._may_answer(message):
+            return
+        encoding = codec.Encoding.JSON
+        try:
+            encoding = codec.encoding_of(message.headers)
+            if self._parts.announced(message, self._names.tenant_token(message.subject), take_whole):
+                return
+            self._check_size(message)
+            address, body = self._parse_address(message), read(encoding)
+            request_id, size = body.id or secrets.token_urlsafe(16), len(message.data)
+            call = TokenizeCall(request_id, address, body, message.reply, encoding, time.monotonic(), size)
+            self._tokenizations.start(call, message.headers)
+            return
+        except codec.MediaTypeError as problem:
+            error = errors.make_error(errors.Code.INVALID_REQUEST, str(problem))
+        except errors.RequestError as problem:
+            error = problem.error
+        self._tokenizations.refuse(message.reply, encoding, replies, _read_id(message, encoding), error)
 
     def _on_models(self, message: Msg) -> None:
         if not self._may_answer(message):

@@ -251,7 +251,7 @@ class RequestLifecycle:
             self._end(flight, None)
 
     async def _tokenize_and_dispatch(self, flight: Flight) -> None:
-        token_ids = await self._prompts.tokenize(flight)
+        token_ids = await self._prompts.tokenize_flight(flight)
         self._flights.set_prompt_ids(flight, block_hash.pack_token_ids(token_ids))
         if flight.request.seed is None:  # drawn here, or a worker that continues the stream would draw another
             flight.request = codec.replace(flight.request, seed=secrets.randbits(32))

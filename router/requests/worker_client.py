@@ -5,11 +5,12 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 import structlog
 
-from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 from tokenbus.protocol.wire.codec import Message
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
+from tokenbus.router.requests.internal_parts import InternalParts
 
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 Headers = dict[str, str] | None
@@ -25,9 +26,9 @@ class Operation(NamedTuple, Generic[ReplyT]):
 class WorkerClient:
     """Calls workers on their own subjects and decodes their replies."""
 
-    def __init__(self, bus: Bus, names: subjects.Subjects) -> None:
-        self._bus = bus
+    def __init__(self, names: subjects.Subjects, parts: InternalParts) -> None:
         self._names = names
+        self._parts = parts
 
     async def call(
         self, card: messages.Card, op: Operation[ReplyT], message: Message, timeout_s: float, headers: Headers = None
@@ -36,8 +37,17 @@ class WorkerClient:
 
         Raises NoRespondersError, TimeoutError, PayloadTooLargeError and ConnectionError like `Bus.request`, and
         RequestError(internal) for a reply that can't be decoded, such as one from another version of Tokenbus."""
+        return await self.send(card, op, await self.stage(card, op, message, headers), timeout_s)
+
+    async def stage(self, card: messages.Card, op: Operation[ReplyT], message: Message, headers: Headers) -> Outgoing:
+        """Prepares a message for `send`: of a large one, only the last part is left. Raises what `PartsSender.stage`
+        does; the worker does not have the message then."""
         subject = self._names.worker(card.model, card.worker_id, op.name)
-        reply = await self._bus.request(subject, codec.encode(message), timeout_s, headers)
+        return await self._parts.stage(Outgoing(subject, codec.encode(message), headers=headers))
+
+    async def send(self, card: messages.Card, op: Operation[ReplyT], staged: Outgoing, timeout_s: float) -> ReplyT:
+        """Sends a message that `stage` has prepared, and returns the reply like `call`."""
+        reply = await self._parts.request(staged, timeout_s)
         try:
             return op.replies.decode(reply.data)
         except errors.RequestError as problem:

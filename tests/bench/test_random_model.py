@@ -14,6 +14,7 @@ import pytest
 from bench.models import quantization, random_model, random_vocabulary
 from bench.models.shape import PRESETS, ImpossibleModelError, Shape, check, tensors
 from tests.support import engines
+from tokenbus.demo import chats
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf import metadata
@@ -28,7 +29,7 @@ TEXT = "The owl lives in Zürich, 日本 and \x00 10 other places.\n 👍🏽 "
 
 @contextmanager
 def loaded(path: Path) -> Iterator[GgufRunner]:
-    runner = GgufRunner(msgspec.structs.replace(engines.DEMO, model=str(path)), lambda _: None)
+    runner = engines.gguf_runner(msgspec.structs.replace(engines.DEMO, model=str(path)))
     try:
         yield runner
     finally:
@@ -101,7 +102,9 @@ def test_every_text_can_be_tokenized_and_comes_back(tmp_path: Path, vocab: int) 
         bos, *prompt = runner.tokenize(internal.Tokenize(text=TEXT))
         assert runner.token_bytes[bos] == b""
         assert b"".join(runner.token_bytes[token] for token in prompt) == TEXT.encode()
-        assert len(set(runner.token_bytes)) == vocab - 4, "all but the five control tokens differ"
+        assert len(set(runner.token_bytes)) == vocab - len(chats.SPECIAL_TOKENS) + 1, (
+            "all but the control tokens differ"
+        )
         assert runner.bundle is not None, "the tokenizers library must agree with llama.cpp"
 
 
@@ -109,7 +112,7 @@ def test_a_conversation_is_put_into_the_demo_template(tmp_path: Path) -> None:
     random_model.write(tmp_path / "model.gguf", TINY)
     with loaded(tmp_path / "model.gguf") as runner:
         told = [messages.ChatMessage(role="user", content="a")]
-        assert runner.tokenize(internal.Tokenize(messages=told)) == [0, 3, 5 + ord("a"), 1, 4]
+        assert runner.tokenize(internal.Tokenize(messages=told)) == [0, 3, len(chats.SPECIAL_TOKENS) + ord("a"), 1, 4]
         assert runner.end_token_ids == {1}
 
 

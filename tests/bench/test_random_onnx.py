@@ -125,7 +125,7 @@ def test_weights_are_those_of_the_gguf_with_the_same_seed(tmp_path: Path, tied: 
 def test_both_engines_say_the_same(tmp_path: Path, flavour: onnx_graph.Flavour) -> None:
     random_model.write(tmp_path / "model.gguf", TINY, "f32")
     settings = msgspec.structs.replace(engines.DEMO, model=str(tmp_path / "model.gguf"))
-    other = GgufRunner(settings, lambda _: None)
+    other = engines.gguf_runner(settings)
     runner = served(written(tmp_path / "model", flavour=flavour))
     assert greedy(runner, PROMPT, 12) == greedy(other, PROMPT, 12)
     assert runner.tokenize(internal.Tokenize(text=TEXT)) == other.tokenize(internal.Tokenize(text=TEXT))

@@ -14,6 +14,7 @@ TEMPLATE = (
     "<call>{{ c.function | tojson }}</call>{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 CALL = '<call>{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}</call><|end|>'
 
 
@@ -35,9 +36,21 @@ def test_it_prints_features_format_and_an_example(model: Path, capsys: pytest.Ca
     assert example.splitlines()[1].rstrip() == CALL
 
 
-def test_a_model_whose_template_shows_nothing_serves_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspection.show(str(demo.MODEL_PATH)) == 0
+def test_a_model_whose_template_shows_nothing_serves_plain_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = broken_models.with_template(tmp_path / "model.gguf", PLAIN)
+    assert inspection.show(str(path)) == 0
     assert "served as plain text" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", [demo.MODEL_PATH, demo.ONNX_PATH], ids=["gguf", "onnx"])
+def test_the_demo_model_calls_tools_and_reasons(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspection.show(str(path)) == 0
+    features, form, example = capsys.readouterr().out.split("\n\n", 2)
+    assert features.endswith("features: tools, reasoning")
+    assert '"switch": "enable_thinking"' in form
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>' in example
 
 
 def test_a_model_that_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -353,12 +353,12 @@ async def test_where_no_router_listens_a_stream_ends_at_once_in_no_worker(tmp_pa
         nats.stop()
 
 
-async def test_a_request_too_large_for_the_broker_is_ended_and_never_sent(tmp_path: Path) -> None:
+async def test_a_request_too_large_for_the_broker_ends_like_any_other_where_nobody_listens(tmp_path: Path) -> None:
     nats = await nats_server.start(0, tmp_path / "nats.log")
     try:
         async with await Client.connect(nats.url) as client, asyncio.timeout(60):
             (terminal,) = [one async for one in client.generate("demo", prompt="x" * 2_000_000)]
-            assert code_of(terminal) is errors.Code.PAYLOAD_TOO_LARGE
+            assert code_of(terminal) is errors.Code.NO_WORKER
             (terminal,) = [one async for one in client.generate("demo", prompt="x")]
             assert code_of(terminal) is errors.Code.NO_WORKER
     finally:
@@ -373,3 +373,15 @@ async def test_a_field_of_a_wrong_type_is_refused_before_anything_is_sent(tmp_pa
                 client.generate("demo", prompt="x", max_tokens="many")
     finally:
         nats.stop()
+
+
+async def test_while_parts_of_a_request_are_sent_its_silence_means_nothing() -> None:
+    transport = FakeTransport()
+    transport.stream.is_uploading = True
+    transport.wait(60)
+    assert transport.resyncs == transport.resubmitted == []
+    transport.stream.uploaded(transport.now)
+    transport.wait(62.8)
+    assert transport.resyncs == []
+    transport.wait(63.2)
+    assert transport.resyncs == [0]

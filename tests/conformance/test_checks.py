@@ -16,7 +16,7 @@ from tokenbus.conformance.link import Received
 from tokenbus.conformance.report import Outcome, Verdict, json_line, line, summary
 from tokenbus.conformance.rules import fields
 from tokenbus.conformance.rules.guardians import check_guardian_check, check_offer
-from tokenbus.conformance.rules.models import check_embeddings, check_models
+from tokenbus.conformance.rules.models import check_embeddings, check_models, check_ranks, check_text, check_tokens
 from tokenbus.conformance.rules.registry import all_rules
 from tokenbus.conformance.rules.resync import check_replayed, split_replayed
 from tokenbus.conformance.rules.runs import check_parts
@@ -471,6 +471,46 @@ def test_an_embeddings_reply_has_one_for_each_input_or_an_error() -> None:
     ):
         with pytest.raises(BrokenError, match=seen):
             check_embeddings(wrong, "e", 2)
+
+
+def test_a_reply_with_tokens_has_as_many_as_it_counts() -> None:
+    good: Message = {"id": "t", "model": "m", "count": 2, "token_ids": [5, 6], "context_length": 10}
+    check_tokens(good, "t")
+    for wrong, seen in (
+        (good | {"id": "u"}, "the id is 'u'"),
+        (good | {"count": 3}, "2 ids, and the count 3"),
+        (good | {"token_ids": "56"}, "token_ids"),
+        ({"id": "t", "error": refusal()["error"]}, "model"),
+    ):
+        with pytest.raises(BrokenError, match=seen):
+            check_tokens(wrong, "t")
+
+
+def test_a_reply_with_text_has_the_text_of_the_tokens() -> None:
+    good: Message = {"id": "t", "model": "m", "text": " a b"}
+    check_text(good, "t", "a b")
+    for wrong, seen in ((good | {"id": "u"}, "the id is 'u'"), (good | {"text": "a"}, "the text is"), ({}, "id")):
+        with pytest.raises(BrokenError, match=seen):
+            check_text(wrong, "t", "a b")
+
+
+def test_a_reply_to_rerank_has_distinct_documents_in_order_or_an_error() -> None:
+    first, second = {"index": 1, "relevance_score": 0.5}, {"index": 0, "relevance_score": -1}
+    good: Message = {"id": "e", "model": "m", "results": [first, second], "usage": {}}
+    check_ranks(good, "e", num_documents=2, count=2)
+    check_ranks({"id": "e", "error": refusal()["error"]}, "e", num_documents=2, count=2)
+    for wrong, seen in (
+        (good | {"id": "f"}, "the id is 'f'"),
+        (good | {"results": [first]}, "1 results, 2 were asked for"),
+        (good | {"results": [first, first]}, "the indices are"),
+        (good | {"results": [second, first]}, "the scores are"),
+        (good | {"results": [first, second | {"index": 2}]}, "the indices are"),
+        (good | {"results": [first, {"index": 0}]}, "relevance_score"),
+        (good | {"results": ["x", "y"]}, "results is"),
+        ({"id": "e", "error": {"code": "x"}}, "code is 'x'"),
+    ):
+        with pytest.raises(BrokenError, match=seen):
+            check_ranks(wrong, "e", num_documents=2, count=2)
 
 
 @pytest.mark.parametrize(

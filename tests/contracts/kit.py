@@ -20,13 +20,16 @@ LifecycleCheck = Callable[[Callable[[], contract.Engine]], Awaitable[None]]
 
 
 async def embeds_each_input_by_itself(engine: contract.Engine, config: contract.EngineConfig) -> None:
-    inputs: list[str | list[int]] = [prompt(config, number, 3 + 5 * number) for number in range(4)]
+    inputs: list[str | list[int]] = [
+        prompt(config, number, min(3 + 5 * number, config.context_length)) for number in range(4)
+    ]
     if not config.embedding_width:
         with pytest.raises(errors.RequestError) as refusal:
             await engine.embed(internal.Embed(inputs=inputs, remaining_ms=10_000))
         assert refusal.value.error.code is errors.Code.UNSUPPORTED
         return
-    recorder = start(engine, request(prompt(config), max_tokens=100))
+    # Where the engine generates too, it does so meanwhile.
+    recorder = start(engine, request(prompt(config), max_tokens=100)) if "generate" in config.features else None
     together = await engine.embed(internal.Embed(inputs=inputs, remaining_ms=10_000))
     assert together.prompt_tokens == sum(map(len, inputs))
     size = 4 * config.embedding_width
@@ -35,8 +38,36 @@ async def embeds_each_input_by_itself(engine: contract.Engine, config: contract.
         alone = await engine.embed(internal.Embed(inputs=[one], remaining_ms=10_000))
         row = struct.unpack(f"<{config.embedding_width}f", together.vectors[size * place : size * (place + 1)])
         assert row == pytest.approx(struct.unpack(f"<{config.embedding_width}f", alone.vectors), abs=1e-4)
-    await recorder.terminal()
+    if recorder is not None:
+        await recorder.terminal()
     late = engine.embed(internal.Embed(inputs=inputs, remaining_ms=0))
+    with pytest.raises(errors.RequestError) as refusal:
+        await late
+    assert refusal.value.error.code is errors.Code.DEADLINE_EXCEEDED
+    assert engine.load().running == engine.load().used_blocks == 0
+
+
+async def scores_each_document_by_itself(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    documents = ["fox", "the owl", "a", "fox fox fox"]
+    asked = internal.Rerank(query="the fox", documents=documents, remaining_ms=10_000)
+    if "rerank" not in config.features:
+        with pytest.raises(errors.RequestError) as refusal:
+            await engine.rerank(asked)
+        assert refusal.value.error.code is errors.Code.UNSUPPORTED
+        return
+    recorder = start(engine, request(prompt(config), max_tokens=100)) if "generate" in config.features else None
+    together = await engine.rerank(asked)
+    assert len(together.scores) == 4 * len(documents)
+    scores = struct.unpack(f"<{len(documents)}f", together.scores)
+    num_tokens = 0
+    for document, score in zip(documents, scores, strict=True):
+        alone = await engine.rerank(internal.Rerank(query="the fox", documents=[document], remaining_ms=10_000))
+        assert [score] == pytest.approx(struct.unpack("<f", alone.scores), abs=1e-4)
+        num_tokens += alone.prompt_tokens
+    assert together.prompt_tokens == num_tokens
+    if recorder is not None:
+        await recorder.terminal()
+    late = engine.rerank(internal.Rerank(query="the fox", documents=documents, remaining_ms=0))
     with pytest.raises(errors.RequestError) as refusal:
         await late
     assert refusal.value.error.code is errors.Code.DEADLINE_EXCEEDED
@@ -70,6 +101,7 @@ RULES: tuple[Check, ...] = (
     *resume_rules.RULES,
     *constraint_rules.RULES,
     embeds_each_input_by_itself,
+    scores_each_document_by_itself,
     stream_rules.ends_every_stream_at_cleanup,
 )
 

@@ -57,6 +57,9 @@ class Honest:
     async def embed(self, request: internal.Embed) -> internal.EmbedResult:
         return await self.inner.embed(request)
 
+    async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
+        return await self.inner.rerank(request)
+
     def tokenizer_bundle(self) -> bytes | None:
         return self.inner.tokenizer_bundle()
 
@@ -100,6 +103,16 @@ class ForgetsTheTerminal(Honest):
 class MixesEmbeddingsUp(Honest):
     async def embed(self, request: internal.Embed) -> internal.EmbedResult:
         return await self.inner.embed(replace(request, inputs=request.inputs[::-1]))
+
+
+class MixesScoresUp(Honest):
+    async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
+        return await self.inner.rerank(replace(request, documents=request.documents[::-1]))
+
+
+class ForgetsADocument(Honest):
+    async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
+        return await self.inner.rerank(replace(request, documents=request.documents[:1]))
 
 
 class ForgetsAnEmbedding(Honest):
@@ -479,6 +492,8 @@ BROKEN = {
     FailsAbortsOfTheUnknown: stream_rules.ignores_aborts_of_the_unknown,
     MixesEmbeddingsUp: kit.embeds_each_input_by_itself,
     ForgetsAnEmbedding: kit.embeds_each_input_by_itself,
+    MixesScoresUp: kit.scores_each_document_by_itself,
+    ForgetsADocument: kit.scores_each_document_by_itself,
     ForgetsWhatItIsGiven: resume_rules.continues_a_seeded_answer_after_any_token,
     PassesOffGivenTokensAsNew: resume_rules.continues_a_seeded_answer_after_any_token,
     GivesAllGivenTextToTheFirstToken: resume_rules.continues_a_seeded_answer_after_any_token,

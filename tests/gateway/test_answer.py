@@ -11,9 +11,10 @@ from tests.support.fed_stream import FakeTransport, stream_over
 from tokenbus.client.choices import Choices
 from tokenbus.gateway.generation import endpoint
 from tokenbus.gateway.generation.dialect import ResponseHead
+from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
 from tokenbus.gateway.http.response_writer import ResponseWriter
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.gateway.openai import chat_response, error_bodies
+from tokenbus.gateway.openai import chat_response
 from tokenbus.gateway.request_log import RequestLog
 from tokenbus.protocol.wire import codec, errors, messages
 
@@ -59,18 +60,36 @@ def choices_over(*chunks: messages.Chunk) -> Choices:
     return Choices(messages.GenerateRequest(id="r"), 1, lambda request: stream)
 
 
-async def events_of(*chunks: messages.Chunk, hold_s: float) -> Peer:
+async def events_of(*chunks: messages.Chunk, hold_s: float, streamed_errors: frozenset[str] = frozenset()) -> Peer:
     peer = Peer()
-    choices, events = choices_over(*chunks), chat_response.ChunkEncoder(HEADING, include_usage=False)
-    log, writer = RequestLog("r", GatewayMetrics()), ResponseWriter(peer.take, "r")
-    await endpoint.stream_response(choices, 1, events, error_bodies.encode, writer, log, hold_s)
+    await stream_to(peer, *chunks, hold_s=hold_s, streamed_errors=streamed_errors)
     assert peer.is_complete
     return peer
 
 
-async def test_a_stream_that_fails_before_it_speaks_is_answered_with_the_status_of_the_error() -> None:
-    peer = await events_of(HEAD, HEAD, failed(), hold_s=NEVER_S)
-    assert (peer.status, peer.headers["content-type"], peer.headers["x-request-id"]) == (503, "application/json", "r")
+async def stream_to(
+    peer: Peer, *chunks: messages.Chunk, hold_s: float, streamed_errors: frozenset[str] = frozenset()
+) -> None:
+    choices, events = choices_over(*chunks), chat_response.ChunkEncoder(HEADING, include_usage=False)
+    log, writer = RequestLog("r", GatewayMetrics()), ResponseWriter(peer.take, "r")
+    await endpoint.stream_response(choices, 1, events, writer, log, hold_s, streamed_errors)
+
+
+async def test_a_stream_that_fails_before_it_speaks_can_be_answered_with_the_status_of_the_error() -> None:
+    peer = Peer()
+    with pytest.raises(ApiError) as raised:
+        await stream_to(peer, HEAD, HEAD, failed(), hold_s=NEVER_S)
+    assert raised.value.response.status == 503
+    assert not peer.status
+
+
+async def test_an_error_that_a_dialect_streams_is_an_event_even_before_the_first_text() -> None:
+    streamed = frozenset({str(FAILURE.code)})
+    peer = await events_of(HEAD, failed(), hold_s=NEVER_S, streamed_errors=streamed)
+    assert (peer.status, peer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    assert peer.body.startswith(b'data: {"error"')
+    with pytest.raises(ApiError):
+        await events_of(HEAD, failed(), hold_s=NEVER_S, streamed_errors=frozenset({"overloaded"}))
 
 
 async def test_a_stream_that_fails_after_it_spoke_ends_with_the_error_and_done() -> None:
@@ -95,7 +114,7 @@ async def test_a_stream_that_outlives_its_worker_goes_on_in_the_same_response_an
     end = codec.replace(chunk("b", 1, messages.FinishReason.STOP), id="again")
     choices = choices_over(HEAD, chunk("a", token_ids=[7]), lost, end)
     events = chat_response.ChunkEncoder(HEADING, include_usage=False)
-    await endpoint.stream_response(choices, 1, events, error_bodies.encode, ResponseWriter(peer.take, "r"), log)
+    await endpoint.stream_response(choices, 1, events, ResponseWriter(peer.take, "r"), log)
     log.finished(peer.status)
     told = [json.loads(event.removeprefix(b"data: ")) for event in peer.body.split(b"\n\n")[:-2]]
     assert {event["id"] for event in told} == {"chatcmpl-r"}
@@ -105,19 +124,32 @@ async def test_a_stream_that_outlives_its_worker_goes_on_in_the_same_response_an
     assert family.samples[0].value == 1
 
 
-@pytest.mark.parametrize(
-    ("reason", "status"),
-    [
-        (messages.FinishReason.STOP, 200),
-        (messages.FinishReason.CANCELLED, 499),
-        (messages.FinishReason.ERROR, 503),
-    ],
-)
-async def test_a_whole_answer_has_the_status_of_its_end(reason: messages.FinishReason, status: int) -> None:
+async def test_a_whole_answer_is_sent_when_it_has_ended_well() -> None:
     peer = Peer()
-    end = chunk("b", 1, reason, **({"error": FAILURE} if status == 503 else {}))
+    await respond_to(peer, chunk("b", 1, messages.FinishReason.STOP))
+    assert (peer.status, int(peer.headers["content-length"]), peer.is_complete) == (200, len(peer.body), True)
+    assert peer.headers["x-request-id"] == peer.headers["request-id"] == "r"
+    assert b'"content":"ab"' in peer.body
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"), [(messages.FinishReason.CANCELLED, 499), (messages.FinishReason.ERROR, 503)]
+)
+async def test_a_whole_answer_that_fails_has_the_status_of_its_end(reason: messages.FinishReason, status: int) -> None:
+    peer = Peer()
+    with pytest.raises(ApiError) as raised:
+        await respond_to(peer, chunk("b", 1, reason, **({"error": FAILURE} if status == 503 else {})))
+    assert raised.value.response.status == status
+    assert not peer.status
+
+
+async def respond_to(peer: Peer, end: messages.Chunk) -> None:
     log, writer = RequestLog("r", GatewayMetrics()), ResponseWriter(peer.take, "r")
     encode = functools.partial(chat_response.encode_whole, HEADING)
-    await endpoint.respond(choices_over(HEAD, chunk("a"), end), 1, encode, error_bodies.encode, writer, log)
-    assert (peer.status, int(peer.headers["content-length"]), peer.is_complete) == (status, len(peer.body), True)
-    assert (b'"content":"ab"' in peer.body) == (status == 200)
+    await endpoint.respond(choices_over(HEAD, chunk("a"), end), 1, encode, writer, log)
+
+
+async def test_an_error_has_the_status_and_the_body_of_its_api_and_names_the_request() -> None:
+    peer, response = Peer(), ErrorResponse(503, "overloaded", "busy", retryable=True)
+    await ResponseWriter(peer.take, "r").send_error(529, response, lambda error: str(error.request_id).encode())
+    assert (peer.status, peer.body, peer.headers["x-should-retry"]) == (529, b"r", "true")

@@ -26,11 +26,13 @@ def error_of(response: httpx2.Response) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["code"]
 
 
-def test_a_body_that_the_broker_would_not_take_is_refused(http: httpx2.Client) -> None:
-    huge = HELLO | {"messages": [{"role": "user", "content": "x" * 3_000_000}]}
+def test_a_body_may_be_larger_than_the_broker_allows_up_to_a_limit(http: httpx2.Client) -> None:
+    huge = HELLO | {"messages": [{"role": "user", "content": "x" * 8_400_000}]}
     assert error_of(http.post("chat/completions", json=huge)) == (413, "payload_too_large")
-    large = HELLO | {"messages": [{"role": "user", "content": "x" * 700_000}]}
-    assert error_of(http.post("chat/completions", json=large)) == (413, "payload_too_large")
+    large = HELLO | {"messages": [{"role": "user", "content": "x" * 8_000_000}]}
+    assert error_of(http.post("chat/completions", json=large)) == (400, "context_length_exceeded")
+    padded = HELLO | {"tools": [], "logit_bias": None, "max_tokens": 1, "user": "x" * 8_000_000}
+    assert http.post("chat/completions", json=padded).status_code == 200
 
 
 def test_a_body_that_does_not_say_that_it_is_json_is_refused(http: httpx2.Client) -> None:
@@ -44,6 +46,11 @@ def test_a_body_that_does_not_say_that_it_is_json_is_refused(http: httpx2.Client
 def test_a_path_that_is_not_there_is_an_error_in_the_same_shape(http: httpx2.Client) -> None:
     assert error_of(http.get("nowhere")) == (404, "unknown_url")
     assert error_of(http.get("chat/completions")) == (405, "unknown_url")
+
+
+def test_a_path_with_another_method_says_which_it_has(http: httpx2.Client) -> None:
+    assert http.get("chat/completions").headers["allow"] == "POST"
+    assert set(http.delete("models").headers["allow"].split(", ")) == {"GET", "HEAD"}
 
 
 def test_a_trailing_slash_makes_no_difference(http: httpx2.Client) -> None:

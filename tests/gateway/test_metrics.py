@@ -33,8 +33,10 @@ def test_completions_are_counted_by_status_with_their_tokens_and_times(slow_url:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
-    assert found["tokenbus_gateway_requests_total 200"] == found["tokenbus_gateway_requests_total 400"] == 1
+    path = "/v1/chat/completions"
+    assert found[f"tokenbus_gateway_requests_total {path} 200"] == 1
+    assert found[f"tokenbus_gateway_requests_total {path} 400"] == 1
     assert found["tokenbus_gateway_completion_tokens_total"] == 3
     assert found["tokenbus_gateway_time_to_first_token_seconds_count"] == 1
-    assert found["tokenbus_gateway_e2e_request_latency_seconds_count"] == 2
+    assert found[f"tokenbus_gateway_e2e_request_latency_seconds_count {path}"] == 2
     assert found["tokenbus_gateway_requests_open"] == 0

@@ -111,9 +111,16 @@ HOSTILE_ASKS: dict[str, tuple[str, Any]] = {
     "no dimensions": ("embed", {"inputs": [[5]], "dimensions": 0, "remaining_ms": 500.0}),
     "too many inputs": ("embed", {"inputs": [[5]] * 3_000, "remaining_ms": 500.0}),
     "endless time": ("embed", {"inputs": [[5]], "remaining_ms": 1e300}),
+    "no query": ("rerank", {"query": "", "documents": ["a"], "remaining_ms": 500.0}),
+    "no documents": ("rerank", {"query": "q", "documents": [], "remaining_ms": 500.0}),
+    "too many documents": ("rerank", {"query": "q", "documents": ["a"] * 1_001, "remaining_ms": 500.0}),
+    "a document that is none": ("rerank", {"query": "q", "documents": [[5]], "remaining_ms": 500.0}),
     "nothing to tokenize": ("tokenize", {}),
     "two texts": ("tokenize", {"text": "x", "messages": [{"role": "user", "content": "x"}]}),
     "a message without words": ("tokenize", {"messages": [{"role": "user"}]}),
+    "half a token": ("detokenize", {"token_ids": b"123"}),
+    "a token beyond the vocabulary": ("detokenize", {"token_ids": b"\xff" * 8}),
+    "tokens in no form": ("detokenize", {"token_ids": [1, 2]}),
     "a drop of nothing": ("control", {"op": "drop"}),
     "a drop of no id": ("control", {"op": "drop", "request_id": "x" * 100_000, "attempt": 1}),
     "a drop beyond all": ("control", {"op": "drop", "request_id": "default:x", "attempt": -(1 << 63)}),
@@ -188,7 +195,9 @@ def hostile_message(rng: random.Random, peer: RawRouter) -> tuple[str, bytes]:
         "run": peer.run(params={"max_tokens": 2, "temperature": 0.5, "stop": ["q"]} | params),
         "control": {"op": rng.choice(("drop", "clear_cache", "load")), "request_id": "default:x", "attempt": 1},
         "tokenize": {"text": "some words", "chat_template_kwargs": {"a": 1}},
+        "detokenize": {"token_ids": struct.pack("<2I", 5, 6)},
         "embed": {"inputs": [[5, 6], "a text"], "dimensions": 8, "normalize": True, "remaining_ms": 400.0},
+        "rerank": {"query": "q", "documents": ["a", "b"], "remaining_ms": 400.0},
         "snapshot": {},
         "tokenizer": {},
         "gone.default:x": {},
@@ -222,7 +231,7 @@ async def test_hostile_messages_to_every_subject_of_a_worker_are_answered_and_di
         expected += service not in ("gone.default:x", "snapshot", "tokenizer")
         if number % 50 == 49:
             await peer.must_serve()
-    answered = {"run", "control", "tokenize", "embed"}
+    answered = {"run", "control", "tokenize", "detokenize", "embed", "rerank"}
     async with asyncio.timeout(20):
         while sum(subject.split(".")[2] in answered for subject in peer.replies) < expected:
             await asyncio.sleep(0.02)

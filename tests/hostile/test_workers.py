@@ -113,7 +113,7 @@ def test_a_worker_that_accepts_in_words_that_nobody_knows_and_speaks_keeps_the_r
     stage.world.run(0.5)
     ask(stage, 1)
     assert stage.until_ended() == ["stop"]
-    assert forged.heard == ["run", "control"]
+    stage.world.run_until(lambda: forged.heard == ["run", "control"], 1.0)
 
 
 def speaks(stage: Stage) -> Answer:
@@ -157,6 +157,41 @@ def test_an_embedding_that_can_not_be_read_is_asked_of_another_worker(stage: Sta
     stage.check()
 
 
+@pytest.mark.parametrize(
+    "answer", [says(GARBAGE), says(internal.RerankResult()), says(internal.RerankResult(scores=b"1234"))]
+)
+def test_scores_that_can_not_be_read_are_asked_of_another_worker(stage: Stage, answer: Answer) -> None:
+    ForgedWorker(stage.world, stage.broker, "forged", features=("rerank",), rerank=answer)
+    stage.world.run(0.5)
+    refused = stage.client.rerank()
+    stage.world.run_until(refused.done)
+    error = refused.exception()
+    assert isinstance(error, errors.RequestError)
+    assert (error.error.code, error.error.retryable) == (errors.Code.INTERNAL, True)
+    scored = internal.RerankResult(scores=array("f", [1.0, 2.0]).tobytes(), prompt_tokens=3)
+    ForgedWorker(stage.world, stage.broker, "healthy", features=("rerank",), rerank=says(scored))
+    stage.world.run(0.5)
+    for _ in range(4):
+        asked = stage.client.rerank()
+        stage.world.run_until(asked.done)
+        results = asked.result().results
+        assert results
+        assert [(one.index, one.relevance_score) for one in results] == [(1, 2.0), (0, 1.0)]
+    stage.check()
+
+
+def test_documents_go_to_no_worker_that_only_embeds(stage: Stage) -> None:
+    forged = ForgedWorker(stage.world, stage.broker, "w1", features=("embed",), embed=says(EMBEDDED))
+    stage.world.run(0.5)
+    asked = stage.client.rerank()
+    stage.world.run_until(asked.done, 1.0)
+    error = asked.exception()
+    assert isinstance(error, errors.RequestError)
+    assert error.error.code is errors.Code.UNSUPPORTED
+    assert "rerank" not in forged.heard
+    stage.check()
+
+
 async def _answer_with_garbage(stage: Stage, subject: str) -> None:
     bus = stage.router.bus
     await bus.subscribe(subject, lambda message: bus.publish(message.reply, GARBAGE), queue="router")
@@ -164,11 +199,16 @@ async def _answer_with_garbage(stage: Stage, subject: str) -> None:
 
 def test_a_routers_answer_that_can_not_be_read_is_no_fault_of_the_client(stage: Stage) -> None:
     stage.broker.pick = lambda members: members[-1]  # the one that subscribed last
-    for subject in (NAMES.models[1], NAMES.all_embeds[1]):
+    for subject in (NAMES.models[1], NAMES.all_embeds[1], NAMES.all_tokenizes[1], NAMES.all_detokenizes[1]):
         stage.router.process.do(_answer_with_garbage(stage, subject))
     stage.world.run(0.1)  # until the broker knows
     client = stage.client.process.do(stage.client.client.for_tenant("other"))
-    for asked in (client.models(), client.embed(MODEL, messages.EmbedRequest(input="x"))):
+    for asked in (
+        client.models(),
+        client.embed(MODEL, messages.EmbedRequest(input="x")),
+        client.tokenize(MODEL, messages.TokenizeRequest(prompt="x")),
+        client.detokenize(MODEL, messages.DetokenizeRequest(token_ids=[1])),
+    ):
         task = stage.client.process.spawn(asked)
         stage.world.run_until(task.done)
         error = task.exception()
@@ -177,7 +217,7 @@ def test_a_routers_answer_that_can_not_be_read_is_no_fault_of_the_client(stage: 
 
 
 @pytest.mark.parametrize(
-    "answer", [says(GARBAGE), says(internal.TokenizeReply()), says(internal.TokenizeReply(token_ids=b"123"))]
+    "answer", [says(GARBAGE), says(internal.TokenizeResult()), says(internal.TokenizeResult(token_ids=b"123"))]
 )
 def test_token_ids_that_can_not_be_read_are_asked_of_another_worker(stage: Stage, answer: Answer) -> None:
     ForgedWorker(stage.world, stage.broker, "forged", tokenize=answer, run=refuses(errors.Code.OVERLOADED))
@@ -188,6 +228,21 @@ def test_token_ids_that_can_not_be_read_are_asked_of_another_worker(stage: Stage
     stage.world.run(0.5)
     ask(stage, 4, prompt="a text")
     assert stage.until_ended()[1:] == ["length"] * 4
+
+
+@pytest.mark.parametrize("num_dead", [0, times(4, 30)])
+def test_tokens_and_their_text_go_past_workers_that_answer_nonsense_or_nothing(stage: Stage, num_dead: int) -> None:
+    for number in range(times(9, 30)):
+        ForgedWorker(stage.world, stage.broker, f"forged{number}", tokenize=says(GARBAGE), detokenize=says(GARBAGE))
+    for number in range(num_dead):
+        ForgedWorker(stage.world, stage.broker, f"dead{number}", beats=False)
+    two = internal.TokenizeResult(token_ids=array("I", [5, 6]).tobytes())
+    text = internal.DetokenizeResult(text="ab")
+    ForgedWorker(stage.world, stage.broker, "healthy", tokenize=says(two), detokenize=says(text))
+    stage.world.run(0.3)
+    counted, read = stage.client.tokenize("ab"), stage.client.detokenize(5, 6)
+    stage.world.run_until(lambda: counted.done() and read.done(), 5.0)
+    assert (counted.result().token_ids, counted.result().count, read.result().text) == ([5, 6], 2, "ab")
 
 
 BUNDLE = prompt.pack(

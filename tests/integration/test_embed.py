@@ -13,7 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support import encoder
+from bench.models import random_encoder
+from bench.models.random_encoder import EncoderShape
+from tests.support import encoder, encoder_math
 from tests.support.exact_client import until_ready
 from tests.support.raw_client import PREFIX, RawClient
 from tests.support.system import System
@@ -74,6 +76,29 @@ async def test_embeddings_are_answered_once_under_the_request_s_id(system: Syste
     assert len(finished) == len([line for line in system.log("router") if line["event"] == "embed_received"])
 
 
+async def test_a_gguf_model_is_asked_for_embeddings_as_an_onnx_model_is(system: System, tmp_path: Path) -> None:
+    shape = EncoderShape("bert", "cls")
+    random_encoder.write(tmp_path / "encoder.gguf", shape)
+    system.router("router")
+    system.worker("embeds", model=tmp_path / "encoder.gguf", served_name="encoder")
+    bare = await system.connect()
+    (card,) = await until_ready(bare, 1)
+    assert not {"generate", "rerank"} & set(card["features"])
+    inputs = [[5, 6, 7], [9] * shape.context]
+    reply = await embed(bare, {"input": inputs}, "encoder")
+    weights = encoder_math.read_weights(tmp_path / "encoder.gguf")
+    for found, one in zip(reply["embeddings"], inputs, strict=True):
+        truth = encoder_math.row(weights, shape, one)
+        assert found == pytest.approx(truth / math.hypot(*truth), abs=1e-3)
+    assert reply["usage"]["prompt_tokens"] == 3 + shape.context
+    short = await embed(bare, {"input": inputs, "dimensions": 8}, "encoder")
+    assert [math.hypot(*row) for row in short["embeddings"]] == pytest.approx([1, 1], abs=1e-5)
+    first = reply["embeddings"][0][:8]
+    assert short["embeddings"][0] == pytest.approx([number / math.hypot(*first) for number in first], abs=1e-5)
+    long = await embed(bare, {"input": [[5], [9] * (shape.context + 1)]}, "encoder")
+    assert (long["error"]["code"], long["error"]["param"]) == ("prompt_too_long", "input[1]")
+
+
 async def test_a_model_without_embeddings_and_one_with_nothing_else_say_so(system: System, tmp_path: Path) -> None:
     encoder.write(tmp_path / "encoder")
     system.router("router")
@@ -86,6 +111,21 @@ async def test_a_model_without_embeddings_and_one_with_nothing_else_say_so(syste
     assert len((await embed(bare, {"input": "the fox"}, "encoder"))["embeddings"][0]) == encoder.WIDTH
     answer = await bare.ask({"prompt": "the fox"}, subject=f"{PREFIX}.generate.encoder")
     assert answer.terminals[0]["error"]["code"] == "unsupported"
+
+
+async def test_embeddings_whose_engine_is_killed_are_made_by_the_next_engine_of_the_same_worker(
+    system: System, tmp_path: Path
+) -> None:
+    random_encoder.write(tmp_path / "encoder.gguf", EncoderShape("bert", "mean"))
+    system.router("router")
+    system.worker("embeds", model=tmp_path / "encoder.gguf", served_name="encoder")
+    bare = await system.connect()
+    (card,) = await until_ready(bare, 1)
+    os.kill(card["pids"]["engine"], signal.SIGSTOP)  # so that it is killed in the middle
+    reply = asyncio.create_task(embed(bare, {"input": [[5] * 90] * 30}, "encoder"))
+    await system.until_logged("router", "embed_received")
+    os.kill(card["pids"]["engine"], signal.SIGKILL)
+    assert len((await reply)["embeddings"]) == 30
 
 
 async def test_embeddings_whose_worker_is_killed_are_made_by_another(system: System) -> None:

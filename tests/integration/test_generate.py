@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.raw_client import PREFIX, RawClient, check_stream
-from tokenbus.demo import CORRECT_SUMS_UP_TO, corpus
+from tokenbus.demo import CORRECT_SUMS_UP_TO, chats, corpus
 
 GREEDY = {"temperature": 0}
 
@@ -33,7 +33,7 @@ async def test_messages_are_rendered_with_the_models_template(bare: RawClient) -
     check_stream(answer)
     assert answer.text == "The capital of Avaria is Limora."
     assert answer.messages[-1]["finish_reason"] == "stop"
-    assert answer.messages[-1]["stop_match"] == corpus.SPECIAL_TOKENS.index(corpus.END)
+    assert answer.messages[-1]["stop_match"] == chats.SPECIAL_TOKENS.index(chats.END)
 
 
 async def test_every_fact_and_a_sample_of_sums_are_right_over_the_bus(bare: RawClient) -> None:
@@ -152,7 +152,7 @@ async def test_models_lists_both_workers_with_their_load(bare: RawClient) -> Non
     assert served["model"] == "demo"
     assert {card["worker_id"] for card in served["workers"]} == {"worker-1", "worker-2"}
     assert all(card["state"] == "ready" and card["load"]["free_blocks"] > 0 for card in served["workers"])
-    assert reply["limits"]["max_request_bytes"] == 512 * 1024
+    assert reply["limits"]["max_request_bytes"] == 1_048_576 - 4_096
 
 
 async def test_a_request_can_be_pinned_to_a_worker(bare: RawClient) -> None:

@@ -15,6 +15,7 @@ import pytest
 from nats.aio.client import Client as Nats
 from nats.aio.msg import Msg
 
+from tests.support import page_client
 from tests.support.raw_client import PREFIX, RawClient, check_stream
 from tests.support.system import System, running_gateway
 from tokenbus import demo
@@ -77,12 +78,18 @@ class Guarded:
 
 
 @pytest.fixture
-async def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Guarded]:
-    """A broker without routers and workers."""
+async def empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> AsyncIterator[Guarded]:
+    """A broker without routers and workers; `max_payload` may be another than the file's."""
+    config = tmp_path / "nats.conf"
+    config.write_text(
+        CONFIG.read_text().replace("max_payload: 1MB", f"max_payload: {getattr(request, 'param', '1MB')}")
+    )
     passwords = {user: f"p{secrets.token_hex(8)}" for user in USERS}  # digits alone would be read as a number
     for user, password in passwords.items():
         monkeypatch.setenv(f"TOKENBUS_{user.replace('-', '_').upper()}_PASSWORD", password)
-    system = await System.start(tmp_path, CONFIG)
+    system = await System.start(tmp_path, config)
     guarded = Guarded(system, passwords, monkeypatch)
     yield guarded
     for client in guarded.clients:
@@ -141,7 +148,17 @@ async def test_everyone_can_do_what_is_their_role(guarded: Guarded) -> None:
         assert answer.text == " 42"
     reply = await acme.request(f"{PREFIX}.embed.other.acme", b'{"input": "x"}', timeout=60)
     assert len(json.loads(reply.data)["embeddings"]) == 1
+    reply = await acme.request(f"{PREFIX}.tokenize.demo.acme", b'{"prompt": "12 + 30 ="}', timeout=60)
+    found = json.loads(reply.data)["token_ids"]
+    payload = json.dumps({"token_ids": found}).encode()
+    reply = await acme.request(f"{PREFIX}.detokenize.demo.acme", payload, timeout=60)
+    assert json.loads(reply.data)["text"] == "12 + 30 ="
+    asked = b'{"query": "x", "documents": ["y"]}'
+    refused = json.loads((await acme.request(f"{PREFIX}.rerank.other.acme", asked, timeout=60)).data)
+    assert refused["error"]["code"] == "unsupported"
     default = await guarded.connect("default", "_INBOX_default")
+    refused = json.loads((await default.request(f"{PREFIX}.rerank.other", asked, timeout=60)).data)
+    assert refused["error"]["code"] == "unsupported"
     assert (await RawClient(default).ask(ask())).text == " 42"
     long = await RawClient(acme).generate(ask(id="mine", **LONG), subject=f"{PREFIX}.generate.demo.acme")
     await long.until(3)
@@ -167,19 +184,24 @@ async def until_workers(client: Nats, count: int) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_streams_survive_their_router_and_then_their_worker(empty: Guarded) -> None:
+@pytest.mark.parametrize(
+    ("empty", "prompt"), [("1MB", [1]), ("64KB", [1] * 60_000)], indirect=["empty"], ids=["small", "in parts"]
+)
+async def test_streams_survive_their_router_and_then_their_worker(empty: Guarded, prompt: list[int]) -> None:
     system = empty.system
     routers, workers = ("router-a", "router-b"), ("w-a", "w-b")
     for name in routers:
         empty.router(name)
     for name in workers:
-        empty.worker(name, "--engine", "sim", "--grace-s", "0", model="dynamo", served_name="demo")
+        flags = ("--engine", "sim", "--grace-s", "0", "--context-length", "65536", "--sim-speedup", "2")
+        empty.worker(name, *flags, model="dynamo", served_name="demo")
     acme = await empty.connect("acme", "_INBOX_acme")
     await until_served(acme, "acme", 1)
     for name in routers:
         await system.until_logged(name, "router_ready")
     await until_workers(acme, 2)
-    live = await RawClient(acme).generate(ask(max_tokens=1_500), subject=f"{PREFIX}.generate.demo.acme")
+    request = {"token_ids": prompt, "max_tokens": 1_500, "ignore_eos": True}
+    live = await page_client.submit(acme, f"{PREFIX}.generate.demo.acme", request)
     await live.until(3)
     its_worker = next(message["worker_id"] for message in live.messages if message["worker_id"])
     its_router = next(one for one in routers if any(line["event"] == "request_placed" for line in system.log(one)))
@@ -277,6 +299,9 @@ async def test_a_client_can_not_reach_workers_others_inboxes_or_others_subjects(
     acme = await guarded.connect("acme", "_INBOX_acme")
     await until_served(acme, "acme", 2)
     for subject in (
+        f"{PREFIX}.upload.globex.0f1e2d3c.4b5a6978",
+        f"{PREFIX}.router.router.upload.4b5a6978",
+        f"{PREFIX}.worker.demo.w-demo.upload.4b5a6978",
         f"{PREFIX}.worker.demo.w-demo.run",
         f"{PREFIX}.worker.demo.w-demo.control",
         f"{PREFIX}.generate.demo",
@@ -303,6 +328,9 @@ async def test_nothing_is_sent_to_an_inbox_that_is_not_the_tenant_s_own(guarded:
     for reply in ("_INBOX_globex.victim", f"{PREFIX}.worker.demo.w-demo.control", "_INBOX_router.x", "_INBOX.x"):
         await acme.publish(f"{PREFIX}.generate.demo.acme", ask(id="sly"), reply=reply)
         await acme.publish(f"{PREFIX}.embed.other.acme", b'{"input": "x"}', reply=reply)
+        await acme.publish(f"{PREFIX}.tokenize.demo.acme", b'{"id": "sly", "prompt": "x"}', reply=reply)
+        await acme.publish(f"{PREFIX}.detokenize.demo.acme", b'{"id": "sly", "token_ids": [5]}', reply=reply)
+        await acme.publish(f"{PREFIX}.rerank.other.acme", b'{"query": "x", "documents": ["y"]}', reply=reply)
         await acme.publish(f"{PREFIX}.models.acme", b"", reply=reply)
     own = await RawClient(acme).generate(ask(id="own", **LONG), subject=f"{PREFIX}.generate.demo.acme")
     await own.until(3)

@@ -25,6 +25,9 @@ ALLOWED = {
 }
 PURE = (
     "protocol/wire/*.py",
+    "protocol/parts/assembly.py",
+    "protocol/parts/headers.py",
+    "protocol/wire/internal/*.py",
     "protocol/prompt/token_bound.py",
     "protocol/telemetry/backoff.py",
     "protocol/http/connection_table.py",
@@ -68,12 +71,20 @@ PURE = (
     "client/resync_timer.py",
     "gateway/keys.py",
     "gateway/aliases.py",
+    "gateway/openapi.py",
     "gateway/http/http_errors.py",
     "gateway/generation/answer_events.py",
     "gateway/generation/conversation.py",
     "gateway/generation/dialect.py",
+    "gateway/generation/model_names.py",
     "gateway/generation/usage.py",
+    "gateway/anthropic/*.py",
     "gateway/openai/*.py",
+    "gateway/openai/responses/*.py",
+    "gateway/openai/completions/*.py",
+    "gateway/vllm/*.py",
+    "gateway/cohere/*.py",
+    "gateway/ollama/model_info.py",
     "replay/*.py",
 )
 """Files that decide: values and the time go in, values come out."""

@@ -15,6 +15,8 @@ EXTRAS = PROJECT["optional-dependencies"]
 ALSO = {"protocol": ("traces",), "demo": ("train",)}
 """Extras that a package uses if they are installed."""
 FOLDERS = ("bench", "deploy", "docs", "tests")
+ELSEWHERE = ROOT / "tests/third_party/clients"
+"""Scripts that run in environments of their own, whose packages are pinned beside them."""
 NOT_INSTALLED = {"dynamo": "ai-dynamo-runtime", "zmq": "pyzmq", "onnxruntime_genai": "onnxruntime-genai"}
 """Distributions of modules that are installed on some machines only."""
 DISTRIBUTIONS = importlib.metadata.packages_distributions()
@@ -31,7 +33,8 @@ def names(requirements: list[str]) -> set[str]:
 
 def modules(folder: str) -> set[str]:
     """Returns the top-level names of the third-party modules that a folder imports."""
-    found = {name for path in (ROOT / folder).rglob("*.py") for name in imports(path)}
+    files = [path for path in (ROOT / folder).rglob("*.py") if path.parent != ELSEWHERE]
+    found = {name for path in files for name in imports(path)}
     return found - set(sys.stdlib_module_names) - {*PACKAGES, *FOLDERS}
 
 

@@ -61,6 +61,12 @@ class Testbed:
         answer = self._answers.pop(0)
         return answer() if callable(answer) else answer
 
+    async def stage(self, card: messages.Card, op: Operation, message: codec.Message, headers: object) -> codec.Message:
+        return message
+
+    async def send(self, card: messages.Card, op: Operation, staged: codec.Message, timeout_s: float) -> codec.Message:
+        return await self.call(card, op, staged, timeout_s)
+
     async def revoke(self, *, takes: bool) -> Revocation:
         return await self.attempts.revoke(self.flight, known(self.fleet), takes=takes)
 

@@ -10,6 +10,7 @@ from tests.router.builders import at, card, events, fleet_of, flight, known
 from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus.reply_sender import ReplySender
+from tokenbus.protocol.parts import headers
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
@@ -18,6 +19,7 @@ from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.flight import Flight, Flights
 from tokenbus.router.requests.guardianship import Guardianship
+from tokenbus.router.requests.internal_parts import InternalParts
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.recovery import Recovery
 from tokenbus.router.requests.request_telemetry import RequestLogSettings, RequestTelemetry
@@ -30,6 +32,7 @@ PROMPT = block_hash.pack_token_ids([1, 2, 3])
 _replies = codec.Decoder(internal.GuardReply)
 _unguarded = codec.Decoder(internal.Unguarded)
 _guards = codec.Decoder(internal.Guard)
+_uploads = codec.Decoder(messages.UploadReply)
 
 
 class Broker(RecordingBus):
@@ -52,7 +55,9 @@ class Broker(RecordingBus):
     async def unsubscribe(self, subscription: str) -> None:
         del self.callbacks[subscription]
 
-    async def request(self, subject: str, payload: bytes, timeout_s: float) -> Msg:
+    async def request(
+        self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
+    ) -> Msg:
         self.asked.append((subject, _guards.decode(payload)))
         data = self.answer(self.asked[-1][1])
         return Msg(_client=None, subject="", data=data)  # type: ignore[arg-type]
@@ -104,6 +109,7 @@ class Testbed:
         parts = (self.dispatcher, Terminals(), None, telemetry)
         self.lifecycle = RequestLifecycle(self.fleet, self.flights, None, Queue(), *parts)  # type: ignore[arg-type]
         attempts = Attempts(self.broker, NAMES, None, self.fleet, self.flights, "this-router")  # type: ignore[arg-type]
+        self.parts = InternalParts(self.broker, NAMES, "this-router", 1_000_000)  # type: ignore[arg-type]
         self.guardianship = Guardianship(
             self.broker,  # type: ignore[arg-type]
             replies,
@@ -113,6 +119,7 @@ class Testbed:
             self.flights,
             self.lifecycle,
             attempts,
+            self.parts,
             "this-router",
         )
         self.recovery = Recovery(self.fleet, self.flights, attempts, self.lifecycle, metrics, "this-router")
@@ -121,20 +128,22 @@ class Testbed:
     async def opened(cls, **options: int) -> "Testbed":
         testbed = cls(**options)
         await testbed.guardianship.open()
+        await testbed.parts.receiver.open()
         return testbed
 
     @property
     def worker(self) -> Worker:
         return known(self.fleet)
 
-    def send(self, subject: str, payload: bytes, reply: str = "") -> list[bytes]:
+    def send(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> list[bytes]:
         """Delivers a message to whoever listens, and returns the answers."""
         for pattern, (callback, _) in list(self.broker.callbacks.items()):
             tokens = pattern.split(".")
             if len(tokens) == len(subject.split(".")) and all(
                 mine in ("*", other) for mine, other in zip(tokens, subject.split("."), strict=True)
             ):
-                callback(Msg(_client=None, subject=subject, reply=reply, data=payload))  # type: ignore[arg-type]
+                message = Msg(_client=None, subject=subject, reply=reply, data=payload, headers=headers)  # type: ignore[arg-type]
+                callback(message)
         self.flights.check_integrity()
         answers = self.broker.take()
         assert {one.subject for one in answers} <= {reply}
@@ -145,6 +154,22 @@ class Testbed:
     ) -> internal.GuardReply | None:
         """Offers a stream like a worker; returns None if there is no answer."""
         answers = self.send(subject, codec.encode(guard), reply)
+        return _replies.decode(*answers) if answers else None
+
+    def offer_in_parts(
+        self, guard: internal.Guard, subject: str = NAMES.guard("demo", "w1"), reply: str = GUARDED
+    ) -> internal.GuardReply | None:
+        """Offers a stream in two parts; returns None if there is no answer."""
+        payload = codec.encode(guard)
+        to_parts = NAMES.received("demo", "w1", "1")
+        answers = self.send(subject, b"", to_parts, {headers.SIZE: str(len(payload))})
+        if not answers:
+            return None
+        upload = _uploads.decode(*answers).upload
+        assert upload is not None
+        (answer,) = self.send(upload, payload[:10], to_parts, {headers.OFFSET: "0"})
+        assert _uploads.decode(answer).received == 10
+        answers = self.send(upload, payload[10:], reply, {headers.OFFSET: "10"})
         return _replies.decode(*answers) if answers else None
 
     def hand_on(self, guard: internal.Guard) -> internal.GuardReply | None:
@@ -195,9 +220,10 @@ async def test_offers_are_shared_between_routers_and_questions_are_not() -> None
     testbed = await Testbed.opened()
     groups = {subject: group for subject, (_, group) in testbed.broker.callbacks.items()}
     shared = dict.fromkeys(NAMES.all_guards, "router")
-    assert groups == {**shared, NAMES.router("this-router"): ""}
+    own = {NAMES.router("this-router"): "", NAMES.router_upload("this-router", "*"): ""}
+    assert groups == shared | own
     await testbed.guardianship.close()
-    assert testbed.broker.callbacks == {}
+    assert testbed.broker.callbacks.keys() == {NAMES.router_upload("this-router", "*")}
 
 
 # Questions of workers
@@ -275,6 +301,25 @@ async def test_tokens_behind_an_offer_are_those_of_the_stream_that_it_names() ->
     found = testbed.flights.find(KEY)
     assert found is not None
     assert list(found.completion.token_ids) == [7, 8, 91]
+
+
+async def test_the_log_goes_on_while_an_offer_comes_in_parts_so_that_a_snapshot_has_the_latest_tokens() -> None:
+    testbed = await Testbed.opened()
+    assert testbed.offer_in_parts(stream()) == ACCEPTED
+    adopted = testbed.flights.find(KEY)
+    assert adopted is not None
+    assert (list(adopted.completion.token_ids), adopted.stream) == ([7, 8], None)
+    assert testbed.worker.log.is_behind
+    # a gap is no reason to refuse an offer in parts, and it is one to refuse any other
+    assert testbed.offer_in_parts(stream(request_id="default:r2")) == codec.replace(ACCEPTED, request_id="default:r2")
+    assert testbed.offer(stream(request_id="default:r3")) == codec.replace(REFUSED, request_id="default:r3")
+
+
+@pytest.mark.parametrize("subject", [NAMES.guard("demo", "w2"), NAMES.guard("demo"), NAMES.guard("other", "w1")])
+async def test_an_offer_in_parts_is_announced_by_the_worker_that_it_names(subject: str) -> None:
+    testbed = await Testbed.opened()
+    assert testbed.offer_in_parts(stream(), subject) is None
+    assert testbed.parts.receiver.num_uploads == 0
 
 
 @pytest.mark.parametrize("name", ["r1", "r2"])

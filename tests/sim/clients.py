@@ -33,6 +33,8 @@ class Listener:
         self.bus.tap = self._tap
 
     def _tap(self, message: Msg) -> None:
+        if b'"attempt":' not in message.data:  # a reply, and no chunk
+            return
         with contextlib.suppress(errors.RequestError):
             chunk = _chunks.decode(message.data, codec.Encoding.JSON)
             self.heard.setdefault(message.subject, Heard()).take(chunk)
@@ -124,6 +126,20 @@ class ClientProcess(Listener):
         """Requests the embedding of one text."""
         request = messages.EmbedRequest(input="x", timeout_ms=30_000.0)
         return self.process.spawn(self.client.embed(model, request))
+
+    def tokenize(self, prompt: str) -> "asyncio.Task[messages.TokenizeReply]":
+        """Requests the tokens of a text."""
+        return self.process.spawn(self.client.tokenize(MODEL, messages.TokenizeRequest(prompt=prompt)))
+
+    def detokenize(self, *token_ids: int) -> "asyncio.Task[messages.DetokenizeReply]":
+        """Requests the text of tokens."""
+        request = messages.DetokenizeRequest(token_ids=list(token_ids))
+        return self.process.spawn(self.client.detokenize(MODEL, request))
+
+    def rerank(self, model: str = MODEL) -> "asyncio.Task[messages.RerankReply]":
+        """Asks for the order of two documents."""
+        request = messages.RerankRequest(query="q", documents=["a", "b"], timeout_ms=30_000.0)
+        return self.process.spawn(self.client.rerank(model, request))
 
     def cancel(self, number: int) -> None:
         if self.asked:

@@ -180,7 +180,7 @@ class TimedEngine:
             total_kv_blocks=4_096,
             prefix_cache=False,
             vocab_size=_CONTEXT_LENGTH * _VALUES,
-            features=("generate", "embed", "prompt", "token_ids", "resume"),
+            features=("generate", "embed", "rerank", "prompt", "token_ids", "resume"),
             defaults=SamplingParams(),
             versions={},
             pid=0,
@@ -224,6 +224,9 @@ class TimedEngine:
 
     async def embed(self, request: internal.Embed) -> internal.EmbedResult:
         return internal.EmbedResult(vectors=bytes(8 * len(request.inputs)), prompt_tokens=1)
+
+    async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
+        return internal.RerankResult(scores=bytes(4 * len(request.documents)), prompt_tokens=1)
 
     def clear_cache(self) -> None:
         pass

@@ -10,8 +10,10 @@ from tests.sim.network import Broker
 from tests.sim.sim_bus import SimBus
 from tests.sim.system import MODEL, FrontendProcess
 from tests.sim.world import World
+from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
+from tokenbus.router.requests.internal_parts import InternalParts
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
@@ -28,6 +30,8 @@ class Peer:
         self.inbox = self.bus.new_inbox()
         self.chunks: list[messages.Chunk] = []
         self.process.do(self.bus.subscribe(self.inbox, self._take))
+        self.parts = InternalParts(self.bus, NAMES, "peer", 1 << 20)
+        self.process.do(self.parts.receiver.open())
 
     def _take(self, message: Msg) -> None:
         self.chunks.append(codec.Decoder(messages.Chunk).decode(message.data, codec.Encoding.JSON))
@@ -35,10 +39,12 @@ class Peer:
     def ask(self, subject: str, message: messages.Message | bytes) -> bytes | None:
         payload = message if isinstance(message, bytes) else codec.encode(message)
         try:
-            answer: Msg = self.process.do(self.bus.request(subject, payload, 0.3))
+            return self.process.do(self._ask(Outgoing(subject, payload))).data
         except TimeoutError:
             return None
-        return answer.data
+
+    async def _ask(self, message: Outgoing) -> Msg:
+        return await self.parts.request(await self.parts.stage(message), 0.3)
 
     def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
         self.process.call(self.bus.publish, subject, payload, reply)

@@ -16,7 +16,7 @@ from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract
 from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
-from tokenbus.worker.engine.runner import Embedder
+from tokenbus.worker.engine.runner import BatchLimits, Embedder, Reranker
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
@@ -49,7 +49,7 @@ def make_config(**changes: object) -> contract.EngineConfig:
         "total_kv_blocks": 64,
         "prefix_cache": True,
         "vocab_size": len(PIECES),
-        "features": ("generate",),
+        "features": ("generate", "rerank"),
         "defaults": SamplingParams(),
         "versions": {},
         "pid": os.getpid(),
@@ -68,18 +68,22 @@ class _Cell:
 
 
 class Sums:
-    """An embedder that returns the sum, the length and the last token of each input."""
+    """An embedder and reranker that returns the sum, the length and the last token of each input."""
 
     width = 3
     vocab_size = len(PIECES)
 
     def __init__(self, config: contract.EngineConfig) -> None:
         self.max_input_tokens = config.context_length
+        self.batch_limits = BatchLimits(config.max_num_batched_tokens, 8, is_padded=False)
 
     def tokenize(self, text: str) -> list[int]:
         return [1 + byte % (len(PIECES) - 1) for byte in text.encode()]
 
-    def embed(self, inputs: Listing[Listing[int]]) -> Matrix:
+    def pair(self, query: str, documents: Listing[str]) -> list[list[int]]:
+        return [self.tokenize(query + document) for document in documents]
+
+    def pool(self, inputs: Listing[Listing[int]]) -> Matrix:
         return np.array([[sum(one), len(one), one[-1]] for one in inputs], np.float32)
 
 
@@ -101,6 +105,7 @@ class ArithmeticRunner:
         self.token_bytes = PIECES
         self.bundle: bytes | None = None
         self.embedder: Embedder | None = Sums(self.config)
+        self.reranker: Reranker | None = Sums(self.config)
         self.num_lanes = num_lanes
         self.num_steps = 0
         self.num_evaluated = 0

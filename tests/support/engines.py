@@ -14,6 +14,7 @@ from pathlib import Path
 from tokenbus import demo
 from tokenbus.demo import export_onnx
 from tokenbus.worker import contract
+from tokenbus.worker.engine.gguf.runner import GgufRunner, load
 from tokenbus.worker.engine.process import replica
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import DeviceError, Runner
@@ -93,6 +94,13 @@ def demo_engine(settings: EngineSettings = DEMO) -> EngineClient:
     """Returns a client of a real engine process with the demo model."""
     process = engine_process.EngineProcess()
     return EngineClient(lambda: process.open(settings), max_waiting=64)
+
+
+def gguf_runner(settings: EngineSettings) -> GgufRunner:
+    """Returns a runner of a GGUF model that generates, in this process."""
+    runner = load(settings, lambda share: None)
+    assert isinstance(runner, GgufRunner)
+    return runner
 
 
 class Recorder:

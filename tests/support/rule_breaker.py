@@ -44,6 +44,9 @@ class RuleBreaker:
             "models.*": _MODELS,
             "cancel.>": {"cancelled": True},
             "embed.>": {"id": 5},
+            "tokenize.>": {"id": 5, "count": 2, "token_ids": [1]},
+            "detokenize.>": {"id": 5, "text": 7},
+            "rerank.>": {"id": 5},
         }
         for subject, answer in answers.items():
             await breaker._answer(subject, json.dumps(answer).encode())

@@ -86,6 +86,13 @@ def running_gateway(nats_url: str, folder: Path, *arguments: str, **variables: s
 
 
 @contextlib.contextmanager
+def running_worker(nats_url: str, *arguments: str) -> Iterator[None]:
+    """Runs `tokenbus worker`, which may still be loading its model."""
+    with _saying(command("worker", "--nats", nats_url, *arguments)):
+        yield
+
+
+@contextlib.contextmanager
 def _saying(
     arguments: list[str], log: BinaryIO | int = subprocess.DEVNULL, variables: Mapping[str, str] | None = None
 ) -> "Iterator[subprocess.Popen[str]]":

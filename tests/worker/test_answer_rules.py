@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 
+from tests.support.tiny_vocabulary import compiler
 from tests.worker.test_parsed_generation import CALL, FORMAT, HELLO, PIECES, RULES, TURN
 from tokenbus.protocol.wire import codec, errors, internal, messages
-from tokenbus.protocol.wire.params import GenerationParams
+from tokenbus.protocol.wire.params import GenerationParams, JsonSchema
 from tokenbus.worker import contract
 from tokenbus.worker.chat_format.chat_format import ChatFormat
 from tokenbus.worker.chat_format.chat_rules import ChatRules
-from tokenbus.worker.streams.answer_rules import AnswerRules, answer_rules
+from tokenbus.worker.engine.constraints.grammar import ConstraintError, to_problem
+from tokenbus.worker.streams.answer_rules import AnswerRules, answer_rules, to_constraint
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOLS = [
@@ -81,6 +83,42 @@ def test_only_tools_that_may_be_called_are_looked_for(choice: Any, names: list[s
     assert found.constraint is not None
     assert found.constraint.kind is contract.ConstraintKind.LARK
     assert ('"const": "f"' in found.constraint.source) is ("f" in names)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "bad"}}])
+def test_a_tool_whose_schema_cant_be_compiled_is_named(choice: Any) -> None:
+    bad = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"a": {"type": "poem"}}}}}
+    constraint = rules_for([TURN], tools=[*TOOLS, bad], tool_choice=choice).constraint
+    assert constraint is not None
+    with pytest.raises(ConstraintError) as caught:
+        compiler().compile(constraint)
+    error = to_problem(caught.value, constraint)
+    assert error.param == "tools[2].function.parameters"
+    assert error.message == "tools[2].function.parameters: failed to compile JSON schema: Invalid type: poem"
+
+
+def test_a_response_format_beside_tools_that_cant_be_compiled_is_named() -> None:
+    wanted = messages.ResponseFormat(type="json_schema", json_schema=JsonSchema(schema={"type": "poem"}))
+    constraint = rules_for([TURN], tools=TOOLS, response_format=wanted).constraint
+    assert constraint is not None
+    with pytest.raises(ConstraintError) as caught:
+        compiler().compile(constraint)
+    assert to_problem(caught.value, constraint).param == "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"regex": "(a"}, 'regex: invalid regex "(a" (in regex): unclosed group'),
+        ({"grammar": "start: a\na: none"}, 'grammar: at 2(4): unknown name: "none"'),
+    ],
+)
+def test_a_place_is_named_only_in_a_grammar_that_the_client_has_written(asked: dict[str, str], message: str) -> None:
+    constraint = to_constraint(GenerationParams(**asked))  # type: ignore[arg-type]
+    assert constraint is not None
+    with pytest.raises(ConstraintError) as caught:
+        compiler().compile(constraint)
+    assert to_problem(caught.value, constraint).message == message
 
 
 def test_with_none_the_token_that_opens_a_call_is_forbidden() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenbus.protocol.wire import codec, internal, limits
+from tokenbus.protocol.wire import codec, internal, limits, params
 from tokenbus.worker.streams.early_cancels import EarlyCancels
 
 
@@ -15,7 +15,7 @@ def run(attempt: int = 0, age_ms: float | None = 1_000.0) -> internal.Run:
         reply="_INBOX.a",
         encoding=codec.Encoding.JSON,
         token_ids=b"",
-        params=internal.GenerationParams(),
+        params=params.GenerationParams(),
         age_ms=age_ms,
     )
 

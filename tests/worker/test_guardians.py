@@ -10,6 +10,7 @@ from tests.sim.engine import Token, first_token
 from tests.sim.stage import KEY, NAMES, Stage
 from tests.sim.system import MODEL
 from tests.sim.world import World, world
+from tokenbus.protocol.parts import headers
 from tokenbus.protocol.wire import block_hash, codec, internal, limits, messages
 
 OFFERS = NAMES.guard(MODEL, "w0")
@@ -24,10 +25,19 @@ class Guarded(Stage):
         super().__init__(world, token_s)
         self.offers: list[tuple[float, internal.Guard]] = []
         """When each offer came, and what it says."""
+        self.large_offers: list[tuple[float, internal.Guard]] = []
+        """The same for offers that came in parts."""
+        self._takes_parts = True
         self.entries = self.overhear(NAMES.events(MODEL, "w0"), internal.Events)
         self.peer.process.do(self.peer.bus.subscribe(OFFERS, self._take_offer))
 
     def _take_offer(self, message: Msg) -> None:
+        if headers.is_announcement(message.headers):
+            if self._takes_parts:
+                self.peer.parts.receiver.announced(message, "w0", self._take_large)
+            else:  # a router of an earlier version says nothing
+                self.peer.bus.publish(message.reply, codec.encode(internal.RunReply(accepted=False)))
+            return
         assert message.reply == GUARDED
         guard = _guards.decode(message.data)
         given = guard.run.resume_from
@@ -35,6 +45,14 @@ class Guarded(Stage):
         said = [token for name, token in self._said() if name == guard.stream_no]
         assert tokens[len(tokens) - len(said) :] == said, "an offer has the tokens of all entries before it"
         self.offers.append((self.world.now, guard))
+
+    def _take_large(self, message: Msg) -> None:
+        assert message.reply == GUARDED
+        self.large_offers.append((self.world.now, _guards.decode(message.data)))
+
+    def refuse_parts(self) -> None:
+        """Takes no offers in parts from now on."""
+        self._takes_parts = False
 
     def _said(self) -> Iterator[tuple[int, int]]:
         """Yields the streams and the tokens in the log."""
@@ -303,17 +321,30 @@ def test_a_malformed_answer_is_ignored(stage: Guarded, subject: str) -> None:
     assert (stage.offers, stage.guardian) == ([], "peer")
 
 
-def test_a_stream_too_large_for_an_offer_goes_on_without_a_guardian(stage: Guarded) -> None:
+def test_a_stream_too_large_for_a_message_that_nobody_takes_in_parts_goes_on_without_a_guardian(
+    stage: Guarded,
+) -> None:
     stage.reconfigure(context_length=1_000_000)
     stage.run(max_tokens=90, prompt=[7] * 100_000)
     stage.run(name="r2", max_tokens=90)
-    stage.frontend.bus.max_payload = 400_000
+    stage.frontend.incoming.max_payload = 400_000
+    stage.refuse_parts()
     with structlog.testing.capture_logs() as logs:
         stage.world.run(3.5)
     assert [line["request_id"] for line in logs if line["event"] == "stream_not_offered"] == [KEY]
     assert [guard.run.request_id for _, guard in stage.offers] == ["default:r2"] * 3
     stage.world.run(8.0)
     assert [chunk.finish_reason for chunk in stage.peer.chunks if chunk.finish_reason] == ["length", "length"]
+
+
+def test_a_stream_too_large_for_a_message_is_offered_in_parts(stage: Guarded) -> None:
+    stage.reconfigure(context_length=1_000_000)
+    stage.run(max_tokens=90, prompt=[7] * 100_000)
+    stage.frontend.incoming.max_payload = 100_000
+    stage.world.run(1.5)
+    ((_, guard),) = stage.large_offers
+    assert block_hash.unpack_token_ids(guard.run.token_ids) == [7] * 100_000
+    assert stage.offers == []
 
 
 def test_the_question_to_a_guardian_of_many_streams_is_split_to_fit_messages(stage: Guarded) -> None:

@@ -194,7 +194,7 @@ async def test_changed_blocks_are_published_before_the_chunks_of_their_step() ->
 
 async def test_more_blocks_than_fit_one_entry_precede_the_step() -> None:
     sender, one = Sender(), stream()
-    sender.announcer.blocks_changed([], [(number, number + 1) for number in range(1, 5_000)])
+    sender.announcer.blocks_changed([], [(number, number + 1) for number in range(1, 600)])
     sender.put(one, output("a", 8))
     published = sender.flush()
     assert kinds(published) == ["Events", "Events", "Events", "Chunk", "Seal"]
@@ -203,7 +203,7 @@ async def test_more_blocks_than_fit_one_entry_precede_the_step() -> None:
 
 async def test_more_tokens_than_fit_one_entry_are_in_several_before_their_chunks() -> None:
     sender, one = Sender(), stream()
-    token_ids = list(range(limits.PART_BYTES // 8 + 1))
+    token_ids = list(range(limits.PART_BYTES // 16 + 1))
     sender.put(one, *(output("", token_id) for token_id in token_ids))
     published = sender.flush()
     assert kinds(published) == ["Events", "Events", *["Chunk"] * len(token_ids), "Seal"]
@@ -356,7 +356,7 @@ async def test_what_a_stream_had_to_publish_is_forgotten_with_it() -> None:
 
 async def test_the_tokens_of_others_are_announced_though_a_stream_that_filled_an_entry_is_forgotten() -> None:
     sender, one, two = Sender(), stream("r1", 1), stream("r2", 2)
-    sender.put(one, *[output("")] * (limits.PART_BYTES // 8))
+    sender.put(one, *[output("")] * (limits.PART_BYTES // 16))
     sender.put(two, output("b", 9))
     sender.outbox.remove(one)
     published = sender.flush()

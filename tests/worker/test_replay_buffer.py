@@ -150,6 +150,15 @@ def test_tokens_whose_log_probabilities_are_unknown_count_but_are_not_published_
         buffer.all()
 
 
+def test_reasoning_and_calls_of_another_worker_come_with_the_log_probabilities_that_are_known() -> None:
+    buffer = ReplayBuffer(2)
+    parts = {0: contract.AnswerParts("why"), 2: contract.AnswerParts("", (contract.ToolCallPart(0, "{", "id", "f"),))}
+    buffer.append_resumed([4, 5, 6], ["", "b", ""], [likely(5, 1), likely(6, 1)], parts)
+    (segment,) = buffer.segments(0, 100_000)
+    assert (segment.offset, segment.token_ids, segment.logprobs) == (1, [5, 6], [likely(5, 1), likely(6, 1)])
+    assert (segment.text, segment.reasoning_offset, len(segment.tool_calls)) == ("b", 3, 1)
+
+
 def test_what_another_worker_has_published_comes_first() -> None:
     with pytest.raises(AssertionError):
         buffer_of([(1, "a")]).append_resumed([8], ["e"])

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 
 import pytest
+from nats.aio.msg import Msg
 
 from tests.sim.engine import Token, first_token
 from tests.sim.stage import KEY, NAMES, Stage
 from tests.sim.system import MODEL
 from tests.sim.world import world
-from tokenbus.protocol.wire import block_hash, codec, internal, messages
+from tokenbus.protocol.wire import block_hash, codec, internal, limits, messages
 
 LEAVING = messages.WorkerState.LEAVING
 
@@ -197,15 +198,21 @@ def test_while_chunks_wait_for_the_broker_a_take_has_no_answer_and_changes_nothi
     assert tokens == stage.said == stage.heard
 
 
-def test_a_stream_whose_unknown_tokens_fit_no_message_is_not_given_up(stage: Leaving) -> None:
+def test_a_stream_whose_unknown_tokens_fit_no_message_is_given_up_in_parts_behind_its_last_chunk(
+    stage: Leaving,
+) -> None:
     stage.run(max_tokens=30)
     stage.world.run(1.5)
     stage.start_leaving()
-    stage.frontend.bus.max_payload = 4_096 + 40
-    refused = stage.take()
-    assert refused is not None
-    assert not refused.ok
-    assert len(granted(stage.take(known_tokens=10))) < 10
+    parts: list[Msg] = []
+    stage.peer.process.do(stage.peer.bus.subscribe(NAMES.router_upload("peer", "*"), parts.append))
+    stage.frontend.incoming.max_payload = limits.MESSAGE_RESERVE_BYTES + 40
+    tokens = granted(stage.take())
+    assert len(tokens) > 10
+    assert tokens == stage.said == stage.heard
+    assert len(parts) > 1
+    assert max(len(part.data) for part in parts) <= 40
+    assert granted(stage.take()) == tokens
 
 
 @pytest.mark.parametrize("malformed", [b"", b"\xc1", b"{}", b"\x80"])

@@ -3,22 +3,33 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
 from nats.aio.msg import Msg
 
-from tokenbus.protocol.bus.bus import Bus, Callback, PayloadTooLargeError, is_no_responders
+from tokenbus.protocol.bus.bus import (
+    Bus,
+    Callback,
+    NoRespondersError,
+    Outgoing,
+    PayloadTooLargeError,
+    is_no_responders,
+)
 from tokenbus.protocol.bus.reply_sender import ReplySender
+from tokenbus.protocol.parts.assembly import UploadLimits
+from tokenbus.protocol.parts.receiver import PartsReceiver
+from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.prompt import prompt
 from tokenbus.protocol.wire import (
     block_hash,
     codec,
-    embeddings,
     errors,
     internal,
     limits,
     messages,
+    pooling,
     subjects,
     validation,
 )
@@ -32,15 +43,22 @@ _runs = codec.Decoder(internal.Run)
 _controls = codec.Decoder(internal.Control)
 _takes = codec.Decoder(internal.Take)
 _tokenizes = codec.Decoder(internal.Tokenize)
+_detokenizes = codec.Decoder(internal.Detokenize)
 _embeds = codec.Decoder(internal.Embed)
+_reranks = codec.Decoder(internal.Rerank)
 _snapshot_requests = codec.Decoder(internal.SnapshotRequest)
 _resyncs = codec.Decoder(messages.ResyncRequest)
 _cards = codec.Decoder(messages.Card)
 
 MAX_PENDING_TOKENIZE = 256
-"""Texts that may be waiting to be tokenized for routers."""
+"""Texts that may be waiting to be tokenized for routers, or to be made of tokens."""
 
+_DETOKENIZED_AT_ONCE = 4_096
+"""Tokens whose text is put together before the event loop has its turn again: about a millisecond."""
+_TOKEN_ID_BYTES = 4
 _MAX_LOGGED_CHARS = 256
+_MAX_UPLOAD_BYTES = 256 * 1024 * 1024
+"""Memory for messages of routers that come in parts."""
 
 
 class WorkerControl(Protocol):
@@ -75,19 +93,30 @@ class Endpoints:
         self._inbox_prefixes = inbox_prefixes
         self._worker = worker
         self._metrics = metrics
+        model, worker_id = announcer.model, announcer.worker_id
+        self._receiver = PartsReceiver(
+            connection,
+            lambda owner, upload_id: names.worker(model, worker_id, f"upload.{upload_id}"),
+            UploadLimits(limits.MAX_INTERNAL_BYTES, _MAX_UPLOAD_BYTES, _MAX_UPLOAD_BYTES),
+            lambda part: True,
+        )
         self._engine: contract.Engine | None = None
+        self._sender: PartsSender | None = None
+        self._large_replies: set[asyncio.Task[None]] = set()
         self._tokenizes: set[asyncio.Task[None]] = set()
-        self._embeds: set[asyncio.Task[None]] = set()
+        self._pooling: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
         return f"<Endpoints {len(self._tokenizes)} tokenizing>"
 
-    async def open(self, incoming: Bus) -> None:
+    async def open(self, incoming: Bus, sender: PartsSender) -> None:
         """Subscribes to every subject; from now on the worker can be reached.
 
         Messages from others arrive over `incoming`. Only the broker's own notices arrive over the connection that
         chunks leave on, so that its answers to the frontend's pings never wait behind what clients send."""
+        self._sender = sender
+        await self._receiver.open(incoming)
         model, worker_id = self._announcer.model, self._announcer.worker_id
         services: dict[str, Callback] = {
             "run": self._run,
@@ -95,11 +124,13 @@ class Endpoints:
             "take": self._take,
             "tokenizer": self._send_tokenizer,
             "tokenize": self._start_tokenize,
+            "detokenize": self._start_detokenize,
             "embed": self._start_embed,
+            "rerank": self._start_rerank,
             "snapshot": self._send_snapshot,
         }
         for service, callback in services.items():
-            await incoming.subscribe(self._names.worker(model, worker_id, service), callback)
+            await incoming.subscribe(self._names.worker(model, worker_id, service), partial(self._receive, callback))
         # clients address requests, not workers: every worker hears every resync and cancel
         for subject in self._names.all_resyncs:
             await incoming.subscribe(subject, self._resync)
@@ -114,6 +145,14 @@ class Endpoints:
     def set_engine(self, engine: contract.Engine | None) -> None:
         """Sets the engine for requests from now on; None while there is none."""
         self._engine = engine
+
+    def _receive(self, callback: Callback, message: Msg) -> None:
+        """Passes a message on, a large one once all its parts have come."""
+        try:
+            if not self._receiver.announced(message, "routers", callback):
+                callback(message)
+        except errors.RequestError as error:
+            self._reply(message, messages.UploadReply(error=error.error))
 
     def _run(self, message: Msg) -> None:
         try:
@@ -251,30 +290,66 @@ class Endpoints:
 
     def _start_tokenize(self, message: Msg) -> None:
         if len(self._tokenizes) >= MAX_PENDING_TOKENIZE:
-            self._reply(message, internal.TokenizeReply(error=errors.make_error(errors.Code.OVERLOADED)))
+            self._reply(message, internal.TokenizeResult(error=errors.make_error(errors.Code.OVERLOADED)))
             return
-        call = self._answer(message, self._tokenize(message.data), lambda error: internal.TokenizeReply(error=error))
+        call = self._answer(message, self._tokenize(message.data), lambda error: internal.TokenizeResult(error=error))
         self._start(call, self._tokenizes)
 
-    async def _tokenize(self, data: bytes) -> internal.TokenizeReply:
+    async def _tokenize(self, data: bytes) -> internal.TokenizeResult:
         request = _tokenizes.decode(data)
         validation.check_tokenize(request)
         token_ids = await self._require_engine().tokenize(request)
-        return internal.TokenizeReply(token_ids=block_hash.pack_token_ids(token_ids))
+        return internal.TokenizeResult(token_ids=block_hash.pack_token_ids(token_ids))
+
+    def _start_detokenize(self, message: Msg) -> None:
+        if len(self._tokenizes) >= MAX_PENDING_TOKENIZE:
+            self._reply(message, internal.DetokenizeResult(error=errors.make_error(errors.Code.OVERLOADED)))
+            return
+        call = self._answer(
+            message, self._detokenize(message.data), lambda error: internal.DetokenizeResult(error=error)
+        )
+        self._start(call, self._tokenizes)
+
+    async def _detokenize(self, data: bytes) -> internal.DetokenizeResult:
+        packed, token_bytes = _detokenizes.decode(data).token_ids, self._require_engine().token_bytes
+        if len(packed) % _TOKEN_ID_BYTES:
+            raise errors.invalid_field("token_ids", "must be 32-bit integers")
+        parts: list[bytes] = []
+        for start in range(0, len(packed), _DETOKENIZED_AT_ONCE * _TOKEN_ID_BYTES):
+            token_ids = block_hash.unpack_token_ids(packed[start : start + _DETOKENIZED_AT_ONCE * _TOKEN_ID_BYTES])
+            if max(token_ids) >= len(token_bytes):
+                problem = f"the vocabulary has {len(token_bytes)} tokens, got {max(token_ids)}"
+                place = start // _TOKEN_ID_BYTES + token_ids.index(max(token_ids))
+                raise errors.invalid_field(f"token_ids[{place}]", problem)
+            parts += map(token_bytes.__getitem__, token_ids)
+            await asyncio.sleep(0)  # chunks go first
+        return internal.DetokenizeResult(text=b"".join(parts).decode(errors="replace"))
 
     def _start_embed(self, message: Msg) -> None:
         """Starts computing embeddings. The engine client limits how many such calls are pending."""
         call = self._answer(message, self._embed(message.data), lambda error: internal.EmbedResult(error=error))
-        self._start(call, self._embeds)
+        self._start(call, self._pooling)
 
     async def _embed(self, data: bytes) -> internal.EmbedResult:
         request = _embeds.decode(data)
-        embeddings.check_embed(request)
+        pooling.check_embed(request)
         result = await self._require_engine().embed(request)
         if len(result.vectors) > self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES:
             problem = f"{len(request.inputs)} embeddings take {len(result.vectors)} bytes: ask for fewer at a time"
             raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, problem, param="input")
         self._metrics.inputs_embedded(len(request.inputs))
+        return result
+
+    def _start_rerank(self, message: Msg) -> None:
+        """Starts scoring documents. The engine client limits how many such calls are pending."""
+        call = self._answer(message, self._rerank(message.data), lambda error: internal.RerankResult(error=error))
+        self._start(call, self._pooling)
+
+    async def _rerank(self, data: bytes) -> internal.RerankResult:
+        request = _reranks.decode(data)
+        pooling.check_rerank(request)
+        result = await self._require_engine().rerank(request)
+        self._metrics.documents_scored(len(request.documents))
         return result
 
     def _start(self, call: Coroutine[Any, Any, None], calls: set[asyncio.Task[None]]) -> None:
@@ -308,4 +383,16 @@ class Endpoints:
     def _reply(self, message: Msg, *replies: messages.Message) -> None:
         """Publishes one message or several on a request's reply subject, if it has one."""
         for reply in replies if message.reply else ():
-            self._replies.send(message.reply, codec.encode(reply))
+            payload = codec.encode(reply)
+            if self._sender is None or self._sender.fits(payload):
+                self._replies.send(message.reply, payload)
+            else:
+                self._start(self._send_large(self._sender, Outgoing(message.reply, payload)), self._large_replies)
+
+    async def _send_large(self, sender: PartsSender, reply: Outgoing) -> None:
+        """Sends a reply in parts, the last one behind the chunks that were published before."""
+        try:
+            last = await sender.stage(reply)
+            self._replies.send(last.subject, last.payload, last.headers)
+        except (NoRespondersError, PayloadTooLargeError, TimeoutError, ConnectionError, errors.RequestError) as error:
+            self._log.error("reply_not_sent", subject=reply.subject, error=str(error))

@@ -7,9 +7,9 @@ from tokenbus.protocol.wire import block_hash, codec, internal, messages
 from tokenbus.worker.broker.published_blocks import to_runs
 from tokenbus.worker.broker.sampled_tokens import SampledTokens
 
-_HASHES_PER_ENTRY = 4_096
-"""A stored block without a successor in the same run takes about 50 bytes, so an entry stays far below a broker's
-largest message."""
+_HASHES_PER_ENTRY = 512
+"""A stored block without a successor in the same run takes about 50 bytes, so an entry fits in a message of a broker
+with 64 KiB, together with a step's tokens."""
 
 
 class EventLog:

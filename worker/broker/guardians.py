@@ -13,7 +13,15 @@ from collections.abc import Iterator, Sequence
 import structlog
 from nats.aio.msg import Msg
 
-from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, PayloadTooLargeError, is_no_responders
+from tokenbus.protocol.bus.bus import (
+    Bus,
+    NoRespondersError,
+    OutboundBufferLimitError,
+    Outgoing,
+    PayloadTooLargeError,
+    is_no_responders,
+)
+from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.wire import codec, errors, internal, limits, subjects, validation
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.outbox import Outbox
@@ -47,13 +55,17 @@ class Guardians:
         self._checked_at = 0.0
         self._unheard_since: dict[str, float] = {}
         """When the broker first reported that nobody listens on a router's subject, by the router's subject token."""
+        self._sender: PartsSender | None = None
+        self._large_offers: dict[str, asyncio.Task[None]] = {}
+        """Offers that are on their way in parts, by the stream's key."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
         return f"<Guardians {sorted({str(stream.guardian) for stream in self._streams})}>"
 
-    async def open(self, incoming: Bus) -> None:
+    async def open(self, incoming: Bus, sender: PartsSender) -> None:
         """Subscribes. The broker sends its notices over the connection that has asked."""
+        self._sender = sender
         subject = self._names.worker(self._announcer.model, self._announcer.worker_id, "unguarded.*")
         await self._connection.subscribe(subject, self._on_unguarded)
         await incoming.subscribe(self._replies_to, self._on_reply)
@@ -128,19 +140,39 @@ class Guardians:
         for stream in sorted(streams, key=lambda stream: stream.offered_at):
             if stream.terminal is not None:  # the flush has ended it
                 continue
+            if stream.key in self._large_offers:
+                continue
             guard = internal.Guard(run=stream.to_run(now), stream_no=stream.stream_no, hash_scheme=stream.hash_scheme)
             payload = codec.encode(guard)
             num_bytes += len(payload)
             if num_bytes > _OFFERED_BYTES and num_bytes > len(payload):
                 return
             stream.offered_at = now
+            if self._sender is not None and not self._sender.fits(payload):
+                self._start_large(self._sender, stream, Outgoing(subject, payload, self._replies_to))
+                continue
             try:
                 self._connection.publish(subject, payload, self._replies_to)
             except (OutboundBufferLimitError, ConnectionError):
                 return
-            except PayloadTooLargeError:  # it could not be placed again either
-                stream.guardian = ""
-                self._log.error("stream_not_offered", worker_id=self._announcer.worker_id, request_id=stream.key)
+
+    def _start_large(self, sender: PartsSender, stream: Stream, offer: Outgoing) -> None:
+        task = asyncio.get_running_loop().create_task(self._offer_large(sender, stream, offer))
+        self._large_offers[stream.key] = task
+        task.add_done_callback(lambda _: self._large_offers.pop(stream.key))
+
+    async def _offer_large(self, sender: PartsSender, stream: Stream, offer: Outgoing) -> None:
+        """Sends an offer in parts. Unless that fails for good, it is sent again a second later."""
+        try:
+            last = await sender.stage(offer)
+            self._connection.publish(last.subject, last.payload, last.reply, last.headers)
+        except (NoRespondersError, OutboundBufferLimitError, TimeoutError, ConnectionError):
+            return
+        except (PayloadTooLargeError, errors.RequestError) as error:
+            if isinstance(error, errors.RequestError) and error.error.code is not errors.Code.PAYLOAD_TOO_LARGE:
+                return
+            stream.guardian = ""  # no router can take it
+            self._log.error("stream_not_offered", worker_id=self._announcer.worker_id, request_id=stream.key)
 
     def _on_reply(self, message: Msg) -> None:
         try:

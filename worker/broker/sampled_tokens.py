@@ -26,7 +26,7 @@ class SampledTokens:
     @property
     def is_full(self) -> bool:
         """Whether further tokens must go into another entry."""
-        return 8 * len(self.token_ids) + self._logprob_bytes >= limits.PART_BYTES
+        return 8 * len(self.token_ids) + self._logprob_bytes >= limits.PART_BYTES // 2
 
     def add(self, stream: Stream, output: contract.Output) -> None:
         """Adds the tokens of an output that the stream has already made a chunk of."""

@@ -7,13 +7,13 @@ from tokenbus.protocol.wire import codec, internal, messages
 
 ItemT = TypeVar("ItemT")
 
-REQUESTS_PER_PART = 256
+REQUESTS_PER_PART = 48
 """A running request takes at most about 700 bytes without tokens, so a part stays below `PART_BYTES`."""
-TOKEN_BYTES_PER_PART = 64 * 1024
+TOKEN_BYTES_PER_PART = 8 * 1024
 """Bytes of sampled tokens and of their log probabilities, beside what else there is of `REQUESTS_PER_PART`."""
-HASHES_PER_PART = 16_384
+HASHES_PER_PART = 2_560
 """A hash takes 9 bytes and a run of one block about 40, so with `RUNS_PER_PART` a part stays below `PART_BYTES`."""
-RUNS_PER_PART = 2_048
+RUNS_PER_PART = 512
 
 
 def split(

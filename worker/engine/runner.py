@@ -1,7 +1,7 @@
 """The boundary to the device: a runner executes the scheduler's step plans and knows nothing of requests."""
 
 from collections.abc import Sequence as Listing
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
@@ -25,21 +25,49 @@ class ModelError(RuntimeError):
     """The model can't be loaded, and trying again won't help. The message says what to do."""
 
 
-class Embedder(Protocol):
-    """Makes embeddings. `tokenize` may be called from other threads."""
+class BatchLimits(NamedTuple):
+    """The most that a pooler computes at once."""
+
+    max_tokens: int
+    """The most tokens of several inputs; one that has more is computed alone."""
+    max_inputs: int
+    is_padded: bool
+    """Whether each input takes as long as the longest one beside it."""
+
+    def allow(self, count: int, total: int, longest: int) -> bool:
+        """Whether so many inputs may share a batch, which have `total` tokens together."""
+        num_tokens = count * longest if self.is_padded else total
+        return count == 1 or (count <= self.max_inputs and num_tokens <= self.max_tokens)
+
+
+class Pooler(Protocol):
+    """Makes one row of numbers of each input."""
 
     width: int
-    """The numbers of a vector."""
+    """The numbers of a row."""
     max_input_tokens: int
     """The most tokens that one input may have."""
     vocab_size: int
+    batch_limits: BatchLimits
+
+    def pool(self, inputs: Listing[Listing[int]]) -> "Matrix":
+        """Returns a row for each input, (inputs, width). Raises InsufficientMemoryError and DeviceError."""
+        ...
+
+
+class Embedder(Pooler, Protocol):
+    """Makes embeddings. `tokenize` may be called from other threads."""
 
     def tokenize(self, text: str) -> list[int]:
         """Returns the token ids of a text, with the special tokens that the model wants around it."""
         ...
 
-    def embed(self, inputs: Listing[Listing[int]]) -> "Matrix":
-        """Returns a vector for each input, (inputs, width). Raises InsufficientMemoryError and DeviceError."""
+
+class Reranker(Pooler, Protocol):
+    """Scores documents: the first number of an input's row is the score. `pair` may be called from other threads."""
+
+    def pair(self, query: str, documents: Listing[str]) -> list[list[int]]:
+        """Returns an input for each document: its token ids and those of the query, as the model wants them."""
         ...
 
 
@@ -53,6 +81,8 @@ class Runner(Protocol):
     bundle: bytes | None
     embedder: Embedder | None
     """None where the model makes no embeddings."""
+    reranker: Reranker | None
+    """None where the model scores no documents."""
     num_lanes: int
     """The number of lanes that running and cached sequences share."""
 

@@ -32,7 +32,7 @@ class CapacityLimit:
 def check(request: contract.EngineRequest, config: contract.EngineConfig) -> None:
     """Raises RequestError for a request that this engine can't serve."""
     if "generate" not in config.features:
-        raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes embeddings only", param="model")
+        raise errors.request_error(errors.Code.UNSUPPORTED, "this model generates nothing", param="model")
     _check_vocabulary("token_ids", request.token_ids, config)
     if request.resumed is not None:
         _check_vocabulary("resume_from.token_ids", request.resumed.token_ids, config)

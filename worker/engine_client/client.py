@@ -28,8 +28,8 @@ from tokenbus.worker.engine_client.watchdog import StepWatchdog
 
 _CLOSE_TIMEOUT_S = 5.0
 _STALL_S = 1.0
-_MAX_EMBEDS = 64
-"""Requests for embeddings that may be pending at the same time."""
+_MAX_POOLING = 64
+"""Requests for embeddings and scores that may be pending at the same time."""
 
 
 class EngineClient(asyncio.Protocol):
@@ -51,7 +51,7 @@ class EngineClient(asyncio.Protocol):
         self._ending: set[Generation] = set()
         """Generations that the tokens of their requests complete, until their sinks are told."""
         self._tokenizing: PendingCalls[list[int]] = PendingCalls()
-        self._embedding: PendingCalls[internal.EmbedResult] = PendingCalls()
+        self._pooling: PendingCalls[ipc.PoolResult] = PendingCalls()
         self._load = messages.Load()
         self._watchdog = StepWatchdog(time.monotonic())
         self._idle = asyncio.Event()
@@ -122,19 +122,26 @@ class EngineClient(asyncio.Protocol):
     async def embed(self, request: internal.Embed) -> internal.EmbedResult:
         if not self._require_running().embedding_width:
             raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes no embeddings", param="model")
-        if len(self._embedding) >= _MAX_EMBEDS:
+        result = await self._pool(lambda call_id: ipc.EmbedCall(call_id, request))
+        return internal.EmbedResult(vectors=result.rows, prompt_tokens=result.prompt_tokens)
+
+    async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
+        if "rerank" not in self._require_running().features:
+            raise errors.request_error(errors.Code.UNSUPPORTED, "this model scores no documents", param="model")
+        result = await self._pool(lambda call_id: ipc.RerankCall(call_id, request))
+        return internal.RerankResult(scores=result.rows, prompt_tokens=result.prompt_tokens)
+
+    async def _pool(self, make_call: Callable[[int], ipc.EmbedCall | ipc.RerankCall]) -> ipc.PoolResult:
+        if len(self._pooling) >= _MAX_POOLING:
             raise errors.request_error(errors.Code.OVERLOADED)
         # an idle engine's last step is long ago
         if self._idle.is_set():
             self._watchdog.restart(time.monotonic())
         self._idle.clear()
         try:
-            reply = await self._embedding.call(lambda call_id: self._send(ipc.EmbedCall(call_id, request)))
+            return await self._pooling.call(lambda call_id: self._send(make_call(call_id)))
         finally:
             self._update_idle()
-        if reply.error is not None:
-            raise errors.RequestError(reply.error)
-        return reply
 
     def clear_cache(self) -> None:
         if self._config is not None and not self._is_dead:
@@ -157,7 +164,7 @@ class EngineClient(asyncio.Protocol):
         A frontend that stood still may have missed the engine's reports, so the step's age proves nothing."""
         if gap_s > _STALL_S:
             self._watchdog.restart(now)
-        is_busy = self._sequences or self._embedding
+        is_busy = self._sequences or self._pooling
         if not is_busy or self._is_dead or not self._watchdog.is_stuck(now, timeout_s):
             return
         assert self._link is not None
@@ -260,8 +267,10 @@ class EngineClient(asyncio.Protocol):
                 self._tokenizing.reject(call_id, error)
             case ipc.TokenizeResult(call_id, token_ids):
                 self._tokenizing.resolve(call_id, block_hash.unpack_token_ids(token_ids))
-            case ipc.EmbedResult(call_id, reply):
-                self._embedding.resolve(call_id, reply)
+            case ipc.PoolResult(call_id, error=errors.Error() as error):
+                self._pooling.reject(call_id, error)
+            case ipc.PoolResult(call_id) as result:
+                self._pooling.resolve(call_id, result)
             case ipc.StepIsolated(number):
                 self._link.crash_attribution.step_isolated(self, number)
             case ipc.Loading(fraction):
@@ -302,7 +311,7 @@ class EngineClient(asyncio.Protocol):
         self.listener.step_done()
 
     def _update_idle(self) -> None:
-        if not self._sequences and not self._embedding and not self._ending:
+        if not self._sequences and not self._pooling and not self._ending:
             self._idle.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -334,6 +343,6 @@ class EngineClient(asyncio.Protocol):
     def _nothing_follows(self) -> None:
         """Fails the pending calls, and says that sinks have received all that they will for now."""
         self._tokenizing.fail_all()
-        self._embedding.fail_all()
+        self._pooling.fail_all()
         self._update_idle()
         self.listener.step_done()

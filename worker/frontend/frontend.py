@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
 from tokenbus.protocol.bus import clock
 from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.prompt import prompt
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import internal, limits, messages, subjects
@@ -23,6 +25,7 @@ from tokenbus.worker.frontend.settings import FrontendSettings, OnProgress
 from tokenbus.worker.streams.request_telemetry import RequestTelemetry
 from tokenbus.worker.streams.streams import Streams
 
+_PART_TIMEOUT_S = 1.0
 _LINGER_S = 1.0
 """A worker that has given up streams can still be asked for them after the last one, if their routers got no reply."""
 
@@ -48,6 +51,7 @@ class Frontend:
         tracer: tracing.Tracer,
     ) -> None:
         self._bus = bus
+        self._names = names
         self._announcer = Announcer(bus, names, model, worker_id)
         telemetry = RequestTelemetry(metrics, tracer, model, worker_id)
         self._outbox = Outbox(bus, self._announcer, telemetry)
@@ -81,8 +85,13 @@ class Frontend:
 
     async def open(self, incoming: Bus) -> None:
         """Subscribes to the worker's subjects over `incoming`."""
-        await self._guardians.open(incoming)
-        await self._endpoints.open(incoming)
+        # Parts leave over `incoming`, so that no chunk waits behind one, and the broker's notices come back over it.
+        model, worker_id = self._announcer.model, self._announcer.worker_id
+        sender = PartsSender(
+            incoming, partial(self._names.received, model, worker_id), timeout_s=_PART_TIMEOUT_S, tries=2
+        )
+        await self._guardians.open(incoming, sender)
+        await self._endpoints.open(incoming, sender)
 
     async def run(self) -> None:
         """Runs until cancelled. Raises ReplacedError if another frontend takes this one's name."""

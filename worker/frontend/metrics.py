@@ -88,6 +88,7 @@ class WorkerMetrics(MetricFamilies):
         self.tool_calls = counter("tool_calls", "Tool calls in answers, by whether they were complete.", "complete")
         self.reasoning_tokens = counter("reasoning_tokens", "Tokens of completions that belong to the reasoning.")
         self.embeddings = counter("embeddings", "Inputs that were embedded.")
+        self.scored_documents = counter("scored_documents", "Documents that were scored.")
         self.steps = histogram(
             "step_seconds", "Duration of steps, by kind: prefill, decode or mixed.", ITL_BUCKETS, "kind"
         )
@@ -146,7 +147,7 @@ class ReplicaMetrics:
         for is_complete in ("true", "false"):
             metrics.tool_calls.labels(*own, is_complete)
         metrics.reasoning_tokens.labels(*own)
-        for family in (metrics.restarts, metrics.embeddings, metrics.clients_gone):
+        for family in (metrics.restarts, metrics.embeddings, metrics.scored_documents, metrics.clients_gone):
             family.labels(*own)
         for reason in messages.FinishReason:  # export 0, or the first increase of each would go unseen
             metrics.finished.labels(*own, reason)
@@ -247,3 +248,7 @@ class ReplicaMetrics:
     def inputs_embedded(self, count: int) -> None:
         """`count` inputs were embedded."""
         self._metrics.embeddings.labels(*self._own_labels).inc(count)
+
+    def documents_scored(self, count: int) -> None:
+        """`count` documents were scored."""
+        self._metrics.scored_documents.labels(*self._own_labels).inc(count)

@@ -5,6 +5,7 @@ called, or must be, are a constraint of their own."""
 
 import json
 import re
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import msgspec
@@ -77,8 +78,14 @@ def _chat_constraint(
                 parallel=asked.parallel_tool_calls is not False,
                 in_reasoning=in_reasoning,
                 content=None if wanted is None else json.loads(wanted.source),
+                strict={one["function"]["name"] for one in asked.called_tools if one["function"].get("strict") is True},
             )
-            return contract.Constraint(kind=contract.ConstraintKind.LARK, source=source, param="tools")
+            rule_params = _rule_params(asked, callable_tools)
+            if wanted is not None:  # without calls, the answer is what these match
+                rule_params |= dict.fromkeys(("content", "answer"), wanted.param)
+            return contract.Constraint(
+                kind=contract.ConstraintKind.LARK, source=source, param="tools", rule_params=rule_params
+            )
         if wanted is None:
             return None
         preamble = reasoning_grammar(chat.format, in_reasoning=in_reasoning)
@@ -88,6 +95,12 @@ def _chat_constraint(
             return None  # calls are read, but can't be made sure of
         param = "tools" if callable_tools else "response_format"
         raise errors.request_error(errors.Code.UNSUPPORTED, f"{param}: {error}", param=param) from error
+
+
+def _rule_params(asked: GenerationParams, callable_tools: Collection[str]) -> dict[str, str]:
+    """Returns the fields of the tools that the rules of `calls_grammar` are made of."""
+    places = {tool["function"]["name"]: place for place, tool in enumerate(asked.called_tools)}
+    return {f"call_{rule}": f"tools[{places[name]}].function.parameters" for rule, name in enumerate(callable_tools)}
 
 
 def to_constraint(asked: GenerationParams) -> contract.Constraint | None:

@@ -150,7 +150,7 @@ class ReplayBuffer:
             self._token_ids.extend(token_ids)
             self._text.extend(texts)
         for place, token_id in enumerate(token_ids) if parts else ():
-            self.append((token_id,), texts[place], (), *(parts or {}).get(place, ()))
+            self._append_texts((token_id,), texts[place], *(parts or {}).get(place, ("", ())))
         if self._num_logprobs:
             self._first = len(token_ids) - len(logprobs)
             for one in logprobs:
@@ -173,10 +173,7 @@ class ReplayBuffer:
             assert len(logprobs) == len(token_ids), (logprobs, token_ids)
             for one in logprobs:
                 self._append_logprob(one)
-        if reasoning or tool_calls or self._has_parts:
-            self._append_parts(len(token_ids), reasoning, tool_calls)
-        self._token_ids.extend(token_ids)
-        self._text.append(len(token_ids), text)
+        self._append_texts(token_ids, text, reasoning, tool_calls)
 
     def to_deltas(self, parts: Sequence[contract.ToolCallPart]) -> list[messages.ToolCallDelta]:
         """Returns parts of tool calls, which are about to be appended, as they are published."""
@@ -230,6 +227,15 @@ class ReplayBuffer:
     def _has_parts(self) -> bool:
         """Whether the answer has had reasoning or tool calls."""
         return self._reasoning is not None or self._arguments is not None
+
+    def _append_texts(
+        self, token_ids: Sequence[int], text: str, reasoning: str, tool_calls: Sequence[contract.ToolCallPart]
+    ) -> None:
+        """Adds tokens, and all that came with them but their log probabilities."""
+        if reasoning or tool_calls or self._has_parts:
+            self._append_parts(len(token_ids), reasoning, tool_calls)
+        self._token_ids.extend(token_ids)
+        self._text.append(len(token_ids), text)
 
     def _append_parts(self, num_tokens: int, reasoning: str, tool_calls: Sequence[contract.ToolCallPart]) -> None:
         """Adds what came with tokens that are about to be added themselves."""

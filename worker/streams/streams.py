@@ -138,7 +138,7 @@ class Streams:
         if stream.guardian and stream.guardian != take.router_id:  # otherwise both would continue it
             return internal.TakeReply(ok=False, epoch=epoch)
         reply = stream.give_up(take.known_tokens, epoch)
-        if len(reply.token_ids) + len(reply.logprobs) > self._outbox.room_bytes:
+        if len(reply.token_ids) + len(reply.logprobs) > _MAX_TAKEN_BYTES:
             return internal.TakeReply(ok=False, epoch=epoch)
         self._taken.put(name, reply, now, len(name) + len(reply.token_ids) + len(reply.logprobs) + 512)
         self._abandon(stream, "taken")

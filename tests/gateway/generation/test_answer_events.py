@@ -83,6 +83,22 @@ def test_an_answer_that_fails_ends_its_part_and_has_no_end() -> None:
         assert reader.end is None
 
 
+def test_a_part_has_the_log_probabilities_of_its_tokens_and_of_those_before_it_without_a_text() -> None:
+    a, b, c, d, e = (messages.TokenLogprob(id=number, text="", bytes=[], logprob=-1.0, top=[]) for number in range(5))
+    reader = AnswerReader()
+    for one in (
+        chunk(reasoning="hm", logprobs=[a]),
+        chunk(logprobs=[b]),
+        chunk(text="so", logprobs=[c]),
+        chunk(text=" it", logprobs=[d]),
+        chunk(messages.FinishReason.STOP, logprobs=[e]),
+    ):
+        reader.read(one)
+    thought, said = reader.parts
+    assert (thought.logprobs, said.logprobs) == ([a], [b, c, d])
+    assert reader.logprobs == [a, b, c, d, e]
+
+
 deltas = st.one_of(
     st.builds(lambda text: {"text": text}, st.text(max_size=3)),
     st.builds(lambda text: {"reasoning": text}, st.text(max_size=3)),

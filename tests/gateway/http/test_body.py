@@ -7,6 +7,7 @@ import pytest
 from starlette.requests import Request
 
 from tokenbus.gateway.http import body
+from tokenbus.gateway.http.body_memory import BodyMemory, HeldBody
 from tokenbus.gateway.http.http_errors import BODY_TIMEOUT, ApiError, too_large
 
 JSON = [(b"content-type", b"application/json")]
@@ -27,12 +28,12 @@ def request_of(*parts: bytes, is_whole: bool = True) -> Request:
 
 async def response_to(request: Request, limit_bytes: int) -> object:
     with pytest.raises(ApiError) as raised:
-        await body.read(request, limit_bytes)
+        await body.read(request, limit_bytes, HeldBody(BodyMemory(1 << 30)))
     return raised.value.response
 
 
 async def test_a_body_may_have_as_many_bytes_as_the_limit_and_not_one_more() -> None:
-    assert await body.read(request_of(b"1234", b"5"), 5) == b"12345"
+    assert await body.read(request_of(b"1234", b"5"), 5, HeldBody(BodyMemory(5))) == b"12345"
     assert await response_to(request_of(b"1234", b"56"), 5) == too_large(5)
 
 

@@ -5,6 +5,8 @@ import pytest
 from tokenbus.gateway.http import http_errors
 from tokenbus.protocol.wire import errors, messages
 
+NAMES = {"token_ids": "tokens", "input": "documents"}
+
 
 @pytest.mark.parametrize("code", errors.Code)
 def test_an_error_has_the_status_of_its_code_and_says_whether_to_try_again(code: errors.Code) -> None:
@@ -33,3 +35,20 @@ def test_a_terminal_failed_when_it_is_an_error_or_was_cancelled() -> None:
 def test_a_wrong_key_says_how_a_key_is_given() -> None:
     assert http_errors.INVALID_API_KEY.headers["www-authenticate"] == "Bearer"
     assert http_errors.INVALID_API_KEY.code == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    ("param", "message", "theirs", "shown"),
+    [
+        ("token_ids", "token_ids: is required", "tokens", "tokens: is required"),
+        ("token_ids[3]", "token_ids[3]: too large", "tokens[3]", "tokens[3]: too large"),
+        ("input", "ask for less", "documents", "ask for less"),
+        ("inputs", "inputs: no", "inputs", "inputs: no"),
+        (None, "token_ids is a word", None, "token_ids is a word"),
+    ],
+)
+def test_a_field_has_the_apis_name_in_the_parameter_and_at_the_beginning_of_the_message(
+    param: str | None, message: str, theirs: str | None, shown: str
+) -> None:
+    found = http_errors.with_names(errors.make_error(errors.Code.INVALID_REQUEST, message, param=param), NAMES)
+    assert (found.param, found.message) == (theirs, shown)

@@ -12,6 +12,7 @@ import pytest
 from tests.support import broken_models
 from tests.support.system import command
 from tokenbus import demo
+from tokenbus.demo import tool_definitions
 
 
 def tokenbus(url: str, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -38,6 +39,29 @@ def test_generate_json_prints_the_raw_messages(url: str) -> None:
     chunks = [json.loads(line) for line in done.stdout.splitlines()]
     assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert chunks[-1]["usage"]["completion_tokens"] == 4
+
+
+def test_generate_prints_calls_as_lines_and_reasoning_apart(url: str, tmp_path: Path) -> None:
+    tools = tmp_path / "tools.json"
+    tools.write_text(json.dumps([tool_definitions.definition("get_weather")]))
+    arguments = ("generate", "--model", "demo", "--temperature", "0", "--tools", str(tools))
+    done = tokenbus(url, *arguments, "--thinking", "on", "What is the weather in Limora?")
+    called = json.loads(done.stdout)
+    assert (called["name"], json.loads(called["arguments"])) == ("get_weather", {"city": "Limora"})
+    reasoning, end = done.stderr.splitlines()
+    assert reasoning == "I need the weather in Limora, so I call get_weather."
+    assert end.startswith("[tool_calls, ")
+
+
+def test_generate_follows_a_schema_in_a_file(url: str, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["red", "green"]}')
+    done = tokenbus(url, "generate", "--model", "demo", "--schema", str(schema), "Which color?")
+    assert done.stdout in ('"red"\n', '"green"\n')
+    schema.write_text('{"enum": [')
+    done = tokenbus(url, "generate", "--model", "demo", "--schema", str(schema), "Which color?")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"tokenbus: {schema} is not JSON: ")
 
 
 def test_an_empty_prompt_is_refused_before_it_is_asked(url: str) -> None:

@@ -36,7 +36,14 @@ def test_a_python_snippet_streams_an_answer(url: str, tmp_path: Path, number: in
     answer, end = output.strip().splitlines()
     assert answer == RIGHT
     assert end.startswith("stop")
-    assert re.search(r"completion_tokens\W+14", end)
+    assert re.search(r"completion_tokens\W+13", end)
+
+
+def test_a_tool_is_called_and_its_result_answered_as_the_page_about_tools_shows(url: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "tools.md").read_text()
+    snippet, shown = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL).groups()  # type: ignore[union-attr]
+    (tmp_path / "snippet.py").write_text(snippet)
+    assert run([sys.executable, "-W", "ignore", "snippet.py"], tmp_path, url) == shown
 
 
 def test_the_openai_snippet_streams_an_answer(said_by_up: dict[str, Any], tmp_path: Path) -> None:
@@ -77,7 +84,7 @@ def test_the_javascript_snippet_streams_an_answer(url: str, node_folder: Path) -
         path.unlink()
     answer, end = output.strip().splitlines()
     assert answer == RIGHT
-    assert '"completion_tokens":14' in end
+    assert '"completion_tokens":13' in end
     assert end.startswith("stop")
 
 

@@ -15,7 +15,6 @@ from tokenbus.protocol.bus.bus import (
     PayloadTooLargeError,
     is_no_responders,
 )
-from tokenbus.protocol.bus.connection import default_max_request_bytes
 from tokenbus.protocol.wire import limits
 
 # Publishing
@@ -281,11 +280,6 @@ async def test_writes_are_counted_and_what_was_queued_since_the_last_one_is_not_
     connection.publish(SUBJECT, b"never")
     connection.abort()
     assert connection.num_writes == before + 1
-
-
-def test_half_of_what_the_broker_takes_is_for_the_request() -> None:
-    assert default_max_request_bytes(1_048_576) == 524_288
-    assert default_max_request_bytes(3) == 1
 
 
 # Requests

@@ -245,3 +245,32 @@ def test_several_threads_make_the_same_prompts_as_one() -> None:
 
 
 BUILDER = make_builder()
+
+
+FIM = prompt.FimTokens(prefix=310, suffix=311, middle=312)
+
+
+def test_a_gap_stands_between_the_marks_of_the_model_behind_bos() -> None:
+    request = internal.Tokenize(text="hello", suffix="world")
+    found = make_builder(fim=FIM).build(request)
+    assert found == [310, *ids_of("hello"), 311, *ids_of("world"), 312]
+    begun = make_builder(fim=FIM, add_bos=True, bos_token_id=BOS).build(request)
+    assert begun == [BOS, *found]
+
+
+def test_a_text_without_a_suffix_has_no_gap() -> None:
+    for suffix in (None, ""):
+        assert make_builder(fim=FIM).build(internal.Tokenize(text="hello", suffix=suffix)) == ids_of("hello")
+
+
+def test_a_gap_is_refused_by_a_model_without_marks_for_it() -> None:
+    with pytest.raises(errors.RequestError) as refused:
+        make_builder().build(internal.Tokenize(text="hello", suffix="world"))
+    assert (refused.value.error.code, refused.value.error.param) == (errors.Code.UNSUPPORTED, "suffix")
+
+
+def test_bos_is_left_out_where_it_is_not_wanted() -> None:
+    builder = make_builder(add_bos=True, bos_token_id=BOS)
+    for request in (internal.Tokenize(text="a"), internal.Tokenize(messages=said("a"))):
+        with_bos = builder.build(request)
+        assert with_bos == [BOS, *builder.build(codec.replace(request, add_special_tokens=False))]

@@ -127,6 +127,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             routing=messages.RoutingOptions(worker_id="w1", policy="cost", explain=True),
         ),
     ),
+    ("a gap", messages.GenerateRequest(prompt="def f(", suffix="return x")),
     ("token ids", messages.GenerateRequest(token_ids=[0, 1, 4_294_967_295], stop="x")),
     (
         "a head",
@@ -201,6 +202,9 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     ("yes", messages.CancelReply(cancelled=True)),
     ("from a token on", messages.ResyncRequest(offset=17)),
     ("yes", messages.ResyncReply(found=True)),
+    ("of an announcement", messages.UploadReply(upload="tokenbus.v1.upload.default.0f1e.2d3c")),
+    ("of a part", messages.UploadReply(upload="tokenbus.v1.upload.default.0f1e.2d3c", received=262_144)),
+    ("an error", messages.UploadReply(error=ERROR)),
     ("one text", messages.EmbedRequest(input="Hello")),
     (
         "everything",
@@ -211,6 +215,43 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     ("floats", messages.EmbedReply(id="e-1", model="m", embeddings=[[0.5, -1.0]], usage=USAGE)),
     ("base64", messages.EmbedReply(id="e-1", model="m", embeddings=["AAAAPw=="], usage=USAGE)),
     ("an error", messages.EmbedReply(id="e-1", error=ERROR)),
+    ("a text", messages.TokenizeRequest(prompt="Hello")),
+    (
+        "everything",
+        messages.TokenizeRequest(
+            id="t-1",
+            messages=[messages.ChatMessage(role="user", content="Hello")],
+            tools=[{"type": "function", "function": {"name": "f"}}],
+            chat_template_kwargs={"thinking": False},
+            add_special_tokens=False,
+            only_count=True,
+            timeout_ms=60_000.0,
+        ),
+    ),
+    ("token ids", messages.TokenizeReply(id="t-1", model="m", count=2, token_ids=[1, 2], context_length=512)),
+    ("only the count", messages.TokenizeReply(id="t-1", model="m", count=2, context_length=512)),
+    ("an error", messages.TokenizeReply(id="t-1", error=ERROR)),
+    ("everything", messages.DetokenizeRequest(id="t-1", token_ids=[1, 2], timeout_ms=60_000.0)),
+    ("a text", messages.DetokenizeReply(id="t-1", model="m", text="Grüß")),
+    ("an error", messages.DetokenizeReply(id="t-1", error=ERROR)),
+    ("a query", messages.RerankRequest(query="Which?", documents=["this", "that"])),
+    (
+        "all fields",
+        messages.RerankRequest(id="k-1", query="Which?", documents=["this"], top_n=1, timeout_ms=5_000.0),
+    ),
+    (
+        "results",
+        messages.RerankReply(
+            id="k-1",
+            model="m",
+            results=[
+                messages.RankedDocument(index=1, relevance_score=2.5),
+                messages.RankedDocument(index=0, relevance_score=-0.5),
+            ],
+            usage=USAGE,
+        ),
+    ),
+    ("an error", messages.RerankReply(id="k-1", error=ERROR)),
     ("what must be there", CARD),
     ("everything", FULL_CARD),
     (
@@ -247,7 +288,11 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     ),
     (
         "what is not served now",
-        messages.ModelsReply(models=[], limits=messages.ServerLimits(max_request_bytes=524_288), unserved=["m"]),
+        messages.ModelsReply(
+            models=[],
+            limits=messages.ServerLimits(max_request_bytes=524_288, max_upload_bytes=16_777_216),
+            unserved=["m"],
+        ),
     ),
 ]
 
@@ -352,6 +397,9 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ),
     ("embeddings", internal.EmbedResult(vectors=b"\x00\x00\x80?", prompt_tokens=3)),
     ("no embeddings", internal.EmbedResult(error=ERROR)),
+    ("documents", internal.Rerank(query="Which?", documents=["this", "that"], remaining_ms=5_000.0)),
+    ("scores", internal.RerankResult(scores=b"\x00\x00\x80?\x00\x00\x00?", prompt_tokens=9)),
+    ("no scores", internal.RerankResult(error=ERROR)),
     ("a text", internal.Tokenize(text="Hello")),
     (
         "a conversation",
@@ -359,10 +407,16 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             messages=[messages.ChatMessage(role="user", content="Hello")],
             chat_template_kwargs={"thinking": True},
             tools=[{"type": "function", "function": {"name": "f"}}],
+            max_tokens=4_095,
         ),
     ),
-    ("token ids", internal.TokenizeReply(token_ids=block_hash.pack_token_ids([1, 2]))),
-    ("an error", internal.TokenizeReply(error=ERROR)),
+    ("a gap", internal.Tokenize(text="def f(", suffix="return x")),
+    ("without BOS", internal.Tokenize(text="Hello", add_special_tokens=False)),
+    ("token ids", internal.TokenizeResult(token_ids=block_hash.pack_token_ids([1, 2]))),
+    ("an error", internal.TokenizeResult(error=ERROR)),
+    ("two tokens", internal.Detokenize(token_ids=block_hash.pack_token_ids([1, 2]))),
+    ("a text", internal.DetokenizeResult(text="Grüß")),
+    ("an error", internal.DetokenizeResult(error=ERROR)),
     (
         "the second of three",
         internal.TokenizerPart(digest="99aa06d3014798d86001c324468d497f", part=1, parts=3, data=b"\x00\x01\xff"),

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import pytest
@@ -140,6 +140,18 @@ def test_free_form_values_are_passed_on_as_they_are(encoding: Encoding) -> None:
     assert request.tools == [written]
     assert request.chat_template_kwargs is not None
     assert type(request.chat_template_kwargs["b"]) is float
+
+
+class _Call(msgspec.Struct, frozen=True, kw_only=True):
+    input: dict[str, Any]
+    other: dict[str, Any]
+    count: int
+
+
+def test_a_decoder_may_have_free_form_fields_of_its_own() -> None:
+    decoder = codec.Decoder(_Call, free_form=frozenset({"input"}))
+    call = decoder.decode(b'{"input": {"a": null}, "other": {"a": null}, "count": 1.0}', codec.Encoding.JSON)
+    assert call == _Call(input={"a": None}, other={}, count=1)
 
 
 @pytest.mark.parametrize(

@@ -7,33 +7,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.protocol.wire import embeddings, errors, limits, messages
+from tokenbus.protocol.wire import errors, limits, messages, pooling
 
 
 def refused(**fields: object) -> errors.Error:
     with pytest.raises(errors.RequestError) as refusal:
-        embeddings.check_request(messages.EmbedRequest(**fields))  # type: ignore[arg-type]
+        pooling.check_embed_request(messages.EmbedRequest(**fields))  # type: ignore[arg-type]
     return refusal.value.error
 
 
 def test_a_text_is_a_list_of_one() -> None:
-    assert embeddings.check_request(messages.EmbedRequest(input="x")).inputs == ["x"]
+    assert pooling.check_embed_request(messages.EmbedRequest(input="x")).inputs == ["x"]
 
 
 def test_texts_and_token_ids_may_be_mixed() -> None:
-    work = embeddings.check_request(messages.EmbedRequest(input=["x", [1, limits.MAX_TOKEN_ID]]))
+    work = pooling.check_embed_request(messages.EmbedRequest(input=["x", [1, limits.MAX_TOKEN_ID]]))
     assert work.inputs == ["x", [1, limits.MAX_TOKEN_ID]]
 
 
 def test_what_is_left_out_has_the_wire_s_default() -> None:
-    work = embeddings.check_request(messages.EmbedRequest(input="x"))
+    work = pooling.check_embed_request(messages.EmbedRequest(input="x"))
     assert (work.normalize, work.dimensions, work.remaining_ms) == (True, None, 60_000.0)
-    assert not embeddings.check_request(messages.EmbedRequest(input="x", normalize=False)).normalize
+    assert not pooling.check_embed_request(messages.EmbedRequest(input="x", normalize=False)).normalize
 
 
 def test_as_many_inputs_as_the_limit_are_taken_and_one_more_is_not() -> None:
     most = limits.MAX_EMBED_INPUTS
-    assert len(embeddings.check_request(messages.EmbedRequest(input=["x"] * most)).inputs) == most
+    assert len(pooling.check_embed_request(messages.EmbedRequest(input=["x"] * most)).inputs) == most
     assert str(most) in refused(input=["x"] * (most + 1)).message
 
 
@@ -61,8 +61,8 @@ def test_what_is_wrong_is_named(fields: dict[str, object], param: str) -> None:
 @given(st.integers(1, 5), st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=9))
 def test_numbers_and_base64_say_the_same(count: int, row: list[float]) -> None:
     packed = struct.pack(f"<{len(row)}f", *row) * count
-    assert embeddings.to_rows(packed, count, "float") == [row] * count
-    assert embeddings.to_rows(packed, count, None) == [row] * count
-    for text in embeddings.to_rows(packed, count, "base64"):
+    assert pooling.to_rows(packed, count, "float") == [row] * count
+    assert pooling.to_rows(packed, count, None) == [row] * count
+    for text in pooling.to_rows(packed, count, "base64"):
         assert isinstance(text, str)
         assert list(struct.unpack(f"<{len(row)}f", base64.b64decode(text))) == row

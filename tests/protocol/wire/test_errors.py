@@ -20,6 +20,7 @@ TABLE = {
     "engine_poisoned": (503, True),
     "deadline_exceeded": (504, False),
     "shutting_down": (503, True),
+    "upload_lost": (503, True),
     "internal": (500, True),
 }
 

@@ -108,6 +108,10 @@ def test_a_key_names_one_request_of_one_tenant_and_gives_the_id_back(tenant: str
         (SUBJECTS.generate(MODEL, "default"), f"tokenbus.v1.generate.{MODEL_TOKEN}"),
         (SUBJECTS.embed(MODEL), f"tokenbus.v1.embed.{MODEL_TOKEN}"),
         (SUBJECTS.embed(MODEL, "acme"), f"tokenbus.v1.embed.{MODEL_TOKEN}.acme"),
+        (SUBJECTS.tokenize(MODEL), f"tokenbus.v1.tokenize.{MODEL_TOKEN}"),
+        (SUBJECTS.detokenize(MODEL, "acme"), f"tokenbus.v1.detokenize.{MODEL_TOKEN}.acme"),
+        (SUBJECTS.rerank(MODEL), f"tokenbus.v1.rerank.{MODEL_TOKEN}"),
+        (SUBJECTS.rerank(MODEL, "acme"), f"tokenbus.v1.rerank.{MODEL_TOKEN}.acme"),
         (SUBJECTS.models_for(), "tokenbus.v1.models"),
         (SUBJECTS.models_for("a.b"), "tokenbus.v1.models.a=2Eb"),
         (SUBJECTS.cancel("r-1"), "tokenbus.v1.cancel.r-1"),
@@ -137,6 +141,9 @@ def test_every_subject_is_spelled_as_in_the_contract(subject: str, expected: str
 def test_what_routers_listen_on_is_the_form_without_a_tenant_and_the_one_with() -> None:
     assert SUBJECTS.all_generates == ("tokenbus.v1.generate.*", "tokenbus.v1.generate.*.*")
     assert SUBJECTS.all_embeds == ("tokenbus.v1.embed.*", "tokenbus.v1.embed.*.*")
+    assert SUBJECTS.all_tokenizes == ("tokenbus.v1.tokenize.*", "tokenbus.v1.tokenize.*.*")
+    assert SUBJECTS.all_detokenizes == ("tokenbus.v1.detokenize.*", "tokenbus.v1.detokenize.*.*")
+    assert SUBJECTS.all_reranks == ("tokenbus.v1.rerank.*", "tokenbus.v1.rerank.*.*")
     assert SUBJECTS.all_cancels == ("tokenbus.v1.cancel.*", "tokenbus.v1.cancel.*.*")
     assert SUBJECTS.models == ("tokenbus.v1.models", "tokenbus.v1.models.*")
 
@@ -153,9 +160,11 @@ def test_a_prefix_that_is_no_plain_subject_is_refused(prefix: str) -> None:
 
 
 @given(NAMES, st.one_of(st.just(DEFAULT_TENANT), NAMES))
-def test_model_and_tenant_come_back_from_generate_and_embed(model: str, tenant: str) -> None:
-    assert SUBJECTS.parse_model(SUBJECTS.generate(model, tenant)) == (model, tenant)
-    assert SUBJECTS.parse_model(SUBJECTS.embed(model, tenant)) == (model, tenant)
+def test_model_and_tenant_come_back_from_what_clients_ask_of_a_model(model: str, tenant: str) -> None:
+    for subject_of in (SUBJECTS.generate, SUBJECTS.embed, SUBJECTS.rerank, SUBJECTS.tokenize, SUBJECTS.detokenize):
+        subject = subject_of(model, tenant)
+        assert SUBJECTS.parse_model(subject) == (model, tenant)
+        assert SUBJECTS.tenant_token(subject) == encode_name(tenant)
 
 
 @given(REQUEST_IDS, st.one_of(st.just(DEFAULT_TENANT), NAMES))

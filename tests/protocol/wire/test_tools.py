@@ -36,7 +36,7 @@ def test_a_name_that_is_allowed(name: str) -> None:
 def test_a_name_that_is_not_allowed(name: object) -> None:
     error = refusal(tool("a"), tool(name))
     assert error.param == "tools[1].function.name"
-    assert error.message == "tools[1].function.name: must be 1 to 64 of A-Z a-z 0-9 _ . -"
+    assert error.message == "tools[1].function.name: must be 1 to 128 of A-Z a-z 0-9 _ . -"
 
 
 def test_two_tools_may_not_have_one_name() -> None:
@@ -66,6 +66,8 @@ def test_a_tool_may_be_as_large_as_the_limit_and_not_one_byte_larger() -> None:
         (tool(description=7), "function.description"),
         (tool(parameters=[]), "function.parameters"),
         (tool(parameters={"a": {None: 1}}), "function"),
+        (tool(parameters={"type": "array"}), "function.parameters.type"),
+        (tool(parameters={"type": ["object", "null"]}), "function.parameters.type"),
     ],
 )
 def test_a_mistake_in_a_tool_is_named(bad: dict[str, Any], field: str) -> None:
@@ -113,9 +115,22 @@ def test_tools_need_a_conversation() -> None:
 
 def test_all_tools_together_have_a_limit_of_properties() -> None:
     def tools(count: int) -> list[dict[str, Any]]:
-        half = {"properties": {f"p{number}": {} for number in range(limits.MAX_TOOL_PROPERTIES // 2)}}
-        rest = {"properties": {f"q{number}": {} for number in range(count - limits.MAX_TOOL_PROPERTIES // 2)}}
-        return [tool("a", parameters=half), tool("b", parameters={"anyOf": [rest]})]
+        quarter = limits.MAX_TOOL_PROPERTIES // 4
+        parts = [{f"p{number}": {} for number in range(quarter)}] * 3 + [
+            {f"q{number}": {} for number in range(quarter)}
+        ]
+        extra = {f"r{number}": {} for number in range(count - 4 * quarter)}
+        schemas = [*parts, extra]
+        return [tool(f"f{place}", parameters={"anyOf": [{"properties": one}]}) for place, one in enumerate(schemas)]
 
     check(*tools(limits.MAX_TOOL_PROPERTIES))
     assert refusal(*tools(limits.MAX_TOOL_PROPERTIES + 1)).param == "tools"
+
+
+def test_each_tool_has_the_limit_of_properties_that_a_schema_has() -> None:
+    def parameters(count: int) -> dict[str, Any]:
+        return {"properties": {f"p{number}": {} for number in range(count)}}
+
+    check(tool("a", parameters=parameters(limits.MAX_SCHEMA_PROPERTIES)))
+    error = refusal(tool("a"), tool("b", parameters=parameters(limits.MAX_SCHEMA_PROPERTIES + 1)))
+    assert error.param == "tools[1].function.parameters"

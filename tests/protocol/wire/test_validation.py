@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -107,6 +108,14 @@ def test_a_second_prompt_is_refused(fields: dict[str, object], param: str) -> No
     assert (error.code, error.param) == (Code.INVALID_REQUEST, param)
     assert "exactly one of" in error.message
     assert all(name in error.message for name in fields)
+
+
+@pytest.mark.parametrize("fields", [{"token_ids": [1]}, {"messages": [ChatMessage(role="user", content="x")]}])
+def test_only_a_text_has_a_gap_to_fill(fields: dict[str, Any]) -> None:
+    with pytest.raises(errors.RequestError) as refused:
+        validation.check_request(GenerateRequest(suffix="x", **fields))
+    assert refused.value.error.param == "suffix"
+    validation.check_request(GenerateRequest(suffix="", **fields))
 
 
 def test_no_prompt_at_all_is_refused() -> None:
@@ -281,6 +290,7 @@ def test_a_schema_nests_to_the_limit_and_not_one_level_deeper() -> None:
         ),
         ("grammar", 'root ::= "a"', "grammar", "grammar"),
         ("tools", [{"type": "function", "function": {"name": "f"}}], "tools", "tools"),
+        ("suffix", "x", "fim", "suffix"),
         ("lora", [Lora(name="a")], "lora", "lora"),
         ("resume_from", ResumeFrom(token_ids=[1]), "resume", "resume_from"),
         ("return_progress", True, "progress", "return_progress"),
@@ -303,6 +313,7 @@ def test_a_value_that_changes_something_needs_a_feature(field: str, value: objec
         ("response_format", ResponseFormat(type="text")),
         ("grammar", ""),
         ("tools", []),
+        ("suffix", ""),
         ("tool_choice", "none"),
         ("tool_choice", "auto"),
         ("tool_choice", {}),

@@ -13,8 +13,9 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from tokenbus.worker.chat_format import deltas
-from tokenbus.worker.chat_format.chat_format import ChatFormat
-from tokenbus.worker.chat_format.grammar.answer import calls_grammar, reasoning_grammar
+from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind
+from tokenbus.worker.chat_format.grammar.answer import Tools, calls_grammar, reasoning_grammar
+from tokenbus.worker.chat_format.grammar.lark import GrammarError
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, with_tokens
 from tokenbus.worker.chat_format.parsing.parser import Parser
 from tokenbus.worker.chat_format.parsing.scans import Rules
@@ -32,6 +33,49 @@ TOOLS: dict[str, dict[str, Any]] = {
     },
     "now": {"type": "object", "properties": {}},
     "note": {"type": "object", "properties": {"tags": {"type": "array"}, "of": {"type": "object"}}, "required": ["of"]},
+}
+_PLACE = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+REFERRING: dict[str, dict[str, Any]] = {
+    "definitions": {
+        "type": "object",
+        "$defs": {"Place": _PLACE, "Unit": {"enum": ["celsius", "fahrenheit"]}, "Days": {"type": "integer"}},
+        "properties": {
+            "place": {"$ref": "#/$defs/Place"},
+            "unit": {"$ref": "#/$defs/Unit"},
+            "days": {"anyOf": [{"$ref": "#/$defs/Days"}, {"type": "null"}]},
+        },
+        "required": ["place", "unit", "days"],
+    },
+    "another_member": {
+        "type": "object",
+        "properties": {"from/to": _PLACE, "back": {"$ref": "#/properties/from~1to"}},
+        "required": ["back"],
+    },
+    "its_own_id": {
+        "$id": "https://example.com/place",
+        "type": "object",
+        "$defs": {"Count": {"type": "integer"}},
+        "properties": {"count": {"$ref": "#/$defs/Count"}},
+        "required": ["count"],
+    },
+    "all_of_it": {
+        "$ref": "#/$defs/Whole",
+        "$defs": {"Whole": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    },
+}
+"""Schemas with references to themselves."""
+HERMES = Calls(kind=Kind.JSON, call_open="<tool_call>\n", call_close="\n</tool_call>")
+ONE_OF_TWO = {
+    "type": "object",
+    "anyOf": [
+        {"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
+        {"properties": {"b": {"type": "boolean"}}, "required": ["b"], "additionalProperties": False},
+    ],
 }
 _MARKER = re.compile(
     r"<\|[^<>|]{1,32}\|>|<｜[^<>｜]{1,32}｜>|\[/?[A-Z_]{4,}\]|</?tool_call>|</?think>|<\|\"\|>|<[a-z_]+\|>"
@@ -95,8 +139,7 @@ def _choose(forced: list[int], allowed: list[int], vocabulary: Vocabulary, rng: 
     for choices, chance in ((marks, 0.3), (ends, 0.5), (closing, 0.4)):
         if choices and rng.random() < chance:
             return rng.choice(choices)
-    # without exponents: a number that no float can hold is read as a text
-    return rng.choice([one for one in allowed if 32 <= one < 127 and chr(one) not in "eE"] or allowed)
+    return rng.choice([one for one in allowed if 32 <= one < 127] or allowed)
 
 
 LIMITS = LLParserLimits(verbose_errors=False)
@@ -110,9 +153,9 @@ def parsed(parser: Parser, tokens: list[int]) -> list[deltas.Delta]:
     return found + parser.finish(cut_off=False)
 
 
-def read(form: ChatFormat, tokens: list[int]) -> tuple[list[tuple[str, str]], bool]:
+def read(form: ChatFormat, tokens: list[int], tools: Tools) -> tuple[list[tuple[str, str]], bool]:
     """Returns the calls of an answer, name and arguments, and whether the last one is still open."""
-    parser = Parser(Rules(form), tools=TOOLS, key="k", generation_prompt="")
+    parser = Parser(Rules(form), tools=tools, key="k", generation_prompt="")
     found = parsed(parser, tokens)
     names = [one.name for one in found if isinstance(one, deltas.CallBegin)]
     arguments = [""] * len(names)
@@ -125,22 +168,38 @@ def read(form: ChatFormat, tokens: list[int]) -> tuple[list[tuple[str, str]], bo
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("is_required", [True, False], ids=["required", "auto"])
 def test_every_answer_that_a_grammar_allows_is_read_as_calls_of_the_tools(name: str, is_required: bool) -> None:
+    assert num_calls_read(name, TOOLS, is_required=is_required) or not is_required
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("gemma-4", "llama-4")])
+@pytest.mark.parametrize("tool", REFERRING)
+def test_a_schema_that_refers_to_itself_is_followed(name: str, tool: str) -> None:
+    assert num_calls_read(name, {tool: REFERRING[tool]}, is_required=True, num_answers=8)
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.calls and form.calls.values == "json"])
+def test_members_may_be_named_in_each_of_several_schemas(name: str) -> None:
+    assert num_calls_read(name, {"f": ONE_OF_TWO}, is_required=True, num_answers=8)
+
+
+def num_calls_read(name: str, tools: Tools, *, is_required: bool, num_answers: int = 12) -> int:
+    """Reads what the grammar of a format allows, and returns how many calls that were; all are what the tools want."""
     vocabulary = Vocabulary(markers_of(FORMATS[name]))
     form = with_tokens(FORMATS[name], vocabulary.ids)
-    grammar = calls_grammar(form, TOOLS, is_required=is_required)
+    grammar = calls_grammar(form, tools, is_required=is_required)
     rng = random.Random(name)
     num_calls = 0
-    for _ in range(12):
+    for _ in range(num_answers):
         answer = walk(grammar, vocabulary, rng)
-        calls, is_open = read(form, answer.tokens)
+        calls, is_open = read(form, answer.tokens, tools)
         if not answer.is_complete:
             continue
         assert not is_open
         assert calls or not is_required
         for called, arguments in calls:
-            jsonschema.validate(json.loads(arguments), TOOLS[called])
+            jsonschema.validate(json.loads(arguments), tools[called])
         num_calls += len(calls)
-    assert num_calls or not is_required
+    return num_calls
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.reasoning])
@@ -160,3 +219,51 @@ def test_behind_reasoning_comes_what_the_constraint_allows_and_nothing_else(name
             assert re.fullmatch("[xyz]{3}", content), content
         num_complete += answer.is_complete
     assert num_complete
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_a_grammar_can_not_express_is_left_out_of_tools_and_refused_in_the_answers_own_schema(name: str) -> None:
+    vocabulary = Vocabulary(markers_of(FORMATS[name]))
+    form = with_tokens(FORMATS[name], vocabulary.ids)
+    odd = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"uniqueItems": True}}
+    tool = {"type": "object", "properties": {"metadata": odd}, "required": ["metadata"]}
+    assert not problem_of(calls_grammar(form, {"note": tool}, is_required=True), vocabulary)
+    with_content = calls_grammar(form, {"note": tool}, is_required=False, content=odd)
+    assert "propertyNames" in problem_of(with_content, vocabulary)
+
+
+def problem_of(grammar: str, vocabulary: Vocabulary) -> str:
+    """Returns why a grammar can't be compiled, or an empty string."""
+    return LLMatcher(vocabulary.tokenizer, json.dumps({"grammars": [{"lark_grammar": grammar}]})).get_error()
+
+
+def test_a_keyword_that_cant_be_compiled_is_ignored_unless_the_tool_is_strict() -> None:
+    vocabulary = Vocabulary([])
+    for form in (ChatFormat(calls=HERMES), FORMATS["qwen-tags"]):
+        tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+        tools = {"f": {"type": "object", "properties": {"tags": tags}, "required": ["tags"]}}
+        assert walk(calls_grammar(form, tools, is_required=True), vocabulary, random.Random(1)).tokens
+        strict = calls_grammar(form, tools, is_required=True, strict=["f"])
+        refused = LLMatcher(vocabulary.tokenizer, json.dumps({"grammars": [{"lark_grammar": strict}]}), limits=LIMITS)
+        assert "uniqueItems" in refused.get_error()
+
+
+def test_a_grammar_of_tagged_arguments_grows_with_their_number() -> None:
+    def size(num_optional: int) -> int:
+        names = [f"p{number}" for number in range(6 + num_optional)]
+        schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": names[:6]}
+        return len(calls_grammar(FORMATS["qwen-tags"], {"f": schema}, is_required=True))
+
+    assert size(200) - size(100) < 100 * 100
+
+
+def test_tools_whose_grammar_would_be_too_large_are_refused() -> None:
+    places = {f"p{number}": {"$ref": "#/$defs/Place"} for number in range(900)}
+    schema = {
+        "type": "object",
+        "properties": places,
+        "$defs": {"Place": {"type": "object", "description": "x" * 9_000}},
+    }
+    assert calls_grammar(ChatFormat(calls=HERMES), {"f": schema}, is_required=True)
+    with pytest.raises(GrammarError, match="take more than 2,000,000 characters"):
+        calls_grammar(FORMATS["qwen-tags"], {"f": schema}, is_required=True)

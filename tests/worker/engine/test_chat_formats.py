@@ -49,8 +49,10 @@ def test_features_follow_from_the_format() -> None:
     assert features.of_format(ChatFormat(calls=CALLS)) == ("tools",)
     assert features.of_format(ChatFormat(reasoning=thinking)) == ("reasoning",)
     assert features.of_format(ChatFormat(calls=CALLS, reasoning=thinking)) == ("tools", "reasoning")
-    assert features.with_sampler(chat=True, ends=True, chat_format=ChatFormat(calls=CALLS))[-1] == "tools"
-    assert "chat" not in features.with_sampler(chat=False, ends=True, chat_format=None)
+    assert features.with_sampler(chat=True, ends=True, fim=False, chat_format=ChatFormat(calls=CALLS))[-1] == "tools"
+    assert "chat" not in features.with_sampler(chat=False, ends=True, fim=False, chat_format=None)
+    assert "fim" not in features.with_sampler(chat=True, ends=True, fim=False, chat_format=None)
+    assert "fim" in features.with_sampler(chat=True, ends=True, fim=True, chat_format=None)
 
 
 def test_a_worker_renders_tools_too() -> None:

@@ -12,7 +12,7 @@ Markers that are tokens of their own are written as token ids, so that no text c
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ import msgspec
 from tokenbus.worker.chat_format.chat_format import Calls, Channels, ChatFormat
 from tokenbus.worker.chat_format.grammar.call import CallWriter
 from tokenbus.worker.chat_format.grammar.lark import GrammarError, LarkWriter, joined, json_of, literal, one_of
+from tokenbus.worker.chat_format.grammar.schemas import closed
 
 Tools = Mapping[str, Mapping[str, Any]]
 
@@ -32,22 +33,24 @@ def calls_grammar(
     parallel: bool = True,
     in_reasoning: bool = False,
     content: Mapping[str, Any] | None = None,
+    strict: Collection[str] = (),
 ) -> str:
     """Returns the grammar of an answer that may call these tools, or that must, if `is_required`.
 
     `parallel`: it may have more than one call. `in_reasoning`: it begins inside the reasoning. `content`: the JSON
-    schema of an answer without calls. Raises GrammarError."""
+    schema of an answer without calls. `strict` names the tools of whose schemas nothing may be ignored. The rule
+    `call_<n>` matches the calls of the tool with the number n. Raises GrammarError."""
     if form.calls is None or not tools:
         raise GrammarError("the model's chat format has no tool calls")
     calls = form.calls if parallel else msgspec.structs.replace(form.calls, parallel=False)
     lark = LarkWriter(form.tokens)
-    closed = {name: _closed(schema) for name, schema in tools.items()}
+    arguments = {name: closed(schema, is_strict=name in strict) for name, schema in tools.items()}
     free = "TEXT" if content is None else json_of(content)
     if form.channels is not None:
         answer = _messages(lark, form.channels, free)
-        lark.add("call", _called_messages(lark, form.channels, closed))
+        lark.add("call", _called_messages(lark, form.channels, arguments))
         return lark.write("message* call" if is_required else f"{answer} | message* call")
-    lark.add("content", _content(lark, form, calls, closed, free, is_required=is_required))
+    lark.add("content", _content(lark, form, calls, arguments, free, is_required=is_required))
     return lark.write(f"{_reasoning(lark, form, is_open=in_reasoning)} content")
 
 
@@ -59,11 +62,6 @@ def reasoning_grammar(form: ChatFormat, *, in_reasoning: bool) -> str:
     if form.reasoning is None:
         return ""
     return lark.write(f"{_reasoning(lark, form, is_open=in_reasoning)} {_content_open(lark, form)}@body")
-
-
-def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the schema of a tool's arguments. Those that it does not name are allowed only if it says so."""
-    return {"type": "object", "properties": {}, "additionalProperties": False} | dict(schema)
 
 
 def _reasoning(lark: LarkWriter, form: ChatFormat, *, is_open: bool) -> str:
@@ -122,8 +120,8 @@ def _called_messages(lark: LarkWriter, channels: Channels, tools: Tools) -> str:
     """Returns what matches a message that is a call."""
     constrain = f'{literal(" ")} {lark.marker(channels.constrain)} "json"' if channels.constrain else ""
     found = []
-    for name, schema in tools.items():
+    for number, (name, schema) in enumerate(tools.items()):
         header = literal(f"{channels.content[-1]}{channels.recipient}{channels.function}{name}")
         head = f"{lark.marker(channels.channel)} {header} {constrain} {lark.marker(channels.body)}"
-        found.append(f"{head} {json_of(schema)}")
+        found.append(lark.add(f"call_{number}", f"{head} {json_of(schema)}"))
     return " | ".join(found)

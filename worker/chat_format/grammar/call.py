@@ -8,7 +8,8 @@ from typing import Any
 
 from tokenbus.worker.chat_format.chat_format import Calls, Kind, Values
 from tokenbus.worker.chat_format.grammar.lark import LarkWriter, json_of, literal, one_of
-from tokenbus.worker.chat_format.grammar.values import any_order, bare_object, properties, texts_of, value_of
+from tokenbus.worker.chat_format.grammar.schemas import members, moved, with_style
+from tokenbus.worker.chat_format.grammar.values import any_order, bare_object, texts_of, value_of
 from tokenbus.worker.chat_format.parsing.calls.schema import types_of
 
 _PLACE = re.compile(r"(\{name\}|\{id\}|\{index\})")
@@ -42,14 +43,14 @@ class CallWriter:
     def _whole(self, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the schema of the object that a JSON call is."""
         calls = self._calls
-        if not calls.name_key:
-            members: dict[str, Any] = {name: dict(schema)}
-        else:
-            members = {calls.name_key: {"const": name}, calls.arguments_key: dict(schema)}
+        key = calls.arguments_key if calls.name_key else name
+        parts: dict[str, Any] = {calls.name_key: {"const": name}} if calls.name_key else {}
+        parts[key] = moved(schema, f"/properties/{key}")
         if calls.id_key:
             length = calls.id_length
-            members[calls.id_key] = {"type": "string", "pattern": f"^[A-Za-z0-9]{{{length or 1},{length or 64}}}$"}
-        return {"type": "object", "properties": members, "required": list(members), "additionalProperties": False}
+            parts[calls.id_key] = {"type": "string", "pattern": f"^[A-Za-z0-9]{{{length or 1},{length or 64}}}$"}
+        whole = {"type": "object", "properties": parts, "required": list(parts), "additionalProperties": False}
+        return with_style(whole, schema.get("x-guidance", {}))
 
     def _header(self, name: str) -> str:
         length = self._calls.id_length
@@ -62,10 +63,9 @@ class CallWriter:
 
     def _arguments(self, rule: str, schema: Mapping[str, Any]) -> str:
         """Returns what matches tagged arguments. Models write them in an order of their own, so any order counts."""
-        known = {key: value for key, value in properties(schema).items() if isinstance(value, Mapping)}
         names = {
             key: self._lark.add(f"{rule}_{number}", self._argument(key, value, f"{rule}_{number}"))
-            for number, (key, value) in enumerate(known.items())
+            for number, (key, value) in enumerate(members(schema))
         }
         other = ""
         if schema.get("additionalProperties"):
@@ -80,7 +80,7 @@ class CallWriter:
 
     def _typed(self, schema: Mapping[str, Any], rule: str) -> str:
         """Returns what matches the type of a value, and the value."""
-        calls, types = self._calls, types_of(schema)
+        calls, types = self._calls, types_of(schema, schema)
         close = self._lark.marker(calls.type_close)
         text = f"{literal(calls.string_type)} {close} {self._string(schema)}"
         other_type = '"false"' if calls.string_type == "true" else "/[a-z]{1,16}/"
@@ -93,7 +93,7 @@ class CallWriter:
 
     def _value(self, schema: Mapping[str, Any]) -> str:
         """Returns what matches a value and its closing marker."""
-        calls, types = self._calls, types_of(schema)
+        calls, types = self._calls, types_of(schema, schema)
         close = self._lark.marker(calls.value_close)
         if calls.values is Values.TEXT and ("string" in types or not types):
             return self._string(schema)

@@ -7,8 +7,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from tokenbus.worker.chat_format.grammar.schemas import with_style
+
 _JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """The way in which templates write JSON. Whitespace that a model is free to write can go on for ever."""
+
+
+_MAX_CHARS = 2_000_000
+"""A compiled grammar takes about 30 bytes for each, and a second for a million."""
 
 
 class GrammarError(ValueError):
@@ -22,6 +28,7 @@ class LarkWriter:
         self._tokens = tokens
         self._rules: dict[str, str] = {}
         self._until: dict[str, str] = {}
+        self._size = 0
         special = sorted(tokens, key=len, reverse=True)
         self._special = re.compile("(" + "|".join(map(re.escape, special)) + ")") if special else None
 
@@ -32,8 +39,11 @@ class LarkWriter:
         return rule in self._rules
 
     def add(self, name: str, body: str) -> str:
-        """Adds a rule and returns its name."""
+        """Adds a rule and returns its name. Raises GrammarError if the grammar becomes too large."""
         self._rules[name] = body
+        self._size += len(body)
+        if self._size > _MAX_CHARS:
+            raise GrammarError(f"take more than {_MAX_CHARS:,} characters as a grammar")
         return name
 
     def write(self, start: str) -> str:
@@ -76,8 +86,7 @@ def one_of(texts: list[str]) -> str:
 
 def json_of(schema: Mapping[str, Any]) -> str:
     """Returns what matches the JSON of a value."""
-    whole = {"x-guidance": _JSON_STYLE} | (dict(schema) or {"type": "object"})
-    return f"%json {json.dumps(whole, ensure_ascii=False)}"
+    return f"%json {json.dumps(with_style(schema, _JSON_STYLE), ensure_ascii=False)}"
 
 
 def joined(first: str, second: str) -> str:

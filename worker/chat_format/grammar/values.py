@@ -8,7 +8,8 @@ from typing import Any
 
 from tokenbus.worker.chat_format.chat_format import Calls, Values
 from tokenbus.worker.chat_format.grammar.lark import LarkWriter, literal
-from tokenbus.worker.chat_format.parsing.calls.schema import types_of
+from tokenbus.worker.chat_format.grammar.schemas import members
+from tokenbus.worker.chat_format.parsing.calls.schema import followed, types_of
 
 _MAX_COUNTED = 6
 _PYTHON = {"boolean": ("True", "False"), "null": ("None",)}
@@ -26,7 +27,9 @@ def any_order(
     required = schema.get("required")
     required = required if isinstance(required, Sequence) else ()
     counted = [key for key in members if key in required][:_MAX_COUNTED]
-    free = [name for key, name in members.items() if key not in counted] + [other] * bool(other)
+    others = [name for key, name in members.items() if key not in counted] + [other] * bool(other)
+    # once, and not in each of the rules below
+    free = [lark.add(f"{rule}_free", " | ".join(others))] if others else []
     between = f"{literal(separator)} " if separator else ""
 
     def rest(left: tuple[str, ...]) -> str:
@@ -49,7 +52,7 @@ def bare_object(lark: LarkWriter, calls: Calls, rule: str, schema: Mapping[str, 
     """Returns what matches the object of a call's arguments, whose keys have no quotes."""
     names = {
         key: lark.add(f"{rule}_{number}", f'{literal(key)} ":" {value_of(lark, calls, value)}')
-        for number, (key, value) in enumerate(properties(schema).items())
+        for number, (key, value) in enumerate(members(schema))
     }
     other = ""
     if schema.get("additionalProperties"):
@@ -61,21 +64,16 @@ def value_of(lark: LarkWriter, calls: Calls, schema: object) -> str:
     """Returns what matches a value of a type that the schema allows. It does not look at what is inside of lists and
     objects."""
     _add_values(lark, calls)
-    types, texts = types_of(schema), texts_of(schema)
+    types, texts = types_of(schema, schema), texts_of(schema)
     if texts:
         quote = '"' if calls.values is Values.PYTHON else calls.quote
         return f"({' | '.join(lark.marker(quote + text + quote) for text in texts)})"
     return f"({' | '.join(f'v_{one}' for one in sorted(types))})" if types else "v_any"
 
 
-def properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the schemas of an object's members."""
-    found = schema.get("properties")
-    return found if isinstance(found, Mapping) else {}
-
-
 def texts_of(schema: object) -> list[str]:
     """Returns the texts that a value may be, if the schema lists them."""
+    schema = followed(schema, schema)
     found = schema.get("enum") if isinstance(schema, Mapping) else None
     return list(found) if isinstance(found, Sequence) and all(isinstance(one, str) and one for one in found) else []
 

@@ -14,7 +14,7 @@ import structlog
 from tokenbus.protocol.wire import errors
 from tokenbus.worker import contract
 from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
-from tokenbus.worker.engine.constraints.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.grammar import ConstraintError, to_problem
 from tokenbus.worker.engine.constraints.matcher import Matcher
 
 
@@ -91,11 +91,10 @@ class CompileThread:
 
 
 def _compile(compiler: ConstraintCompiler, job: _Job) -> Matcher | errors.Error:
-    param = job.constraint.param
     try:
         matcher = compiler.compile(job.constraint)
     except ConstraintError as error:
-        return errors.invalid_field(param, str(error)).error
+        return to_problem(error, job.constraint)
     except Exception:  # outermost frame of a constraint: its sequence ends, and not the engine
         structlog.get_logger().exception("constraint_failed", seq_no=job.seq_no)
         return errors.make_error(errors.Code.INTERNAL)
@@ -103,5 +102,5 @@ def _compile(compiler: ConstraintCompiler, job: _Job) -> Matcher | errors.Error:
         for token_id in job.token_ids:
             matcher.accept(token_id)
     except ConstraintError:
-        return errors.invalid_field("resume_from.token_ids", f"are not what {param} allows").error
+        return errors.invalid_field("resume_from.token_ids", f"are not what {job.constraint.param} allows").error
     return matcher

@@ -3,24 +3,49 @@
 A constraint with a preamble becomes two grammars, one inside the other."""
 
 import json
+import re
 from typing import Any
 
 from llguidance import LLMatcher, gbnf_to_lark
 
+from tokenbus.protocol.wire import errors
 from tokenbus.worker import contract
 
 _JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """JSON is written as Python's json.dumps does. With white space left to the model, some never stop writing it, and keys
 could not be forced. A schema may want another style."""
 _MAX_PROBLEM_CHARS = 200
+_PLACE = re.compile(r"at (\d+)\(\d+\): ")
+_RULE = re.compile(r"\w+")
+_REGEX_PROBLEM = "regex parse error:"
+_REASON = re.compile(r"^error: (.+)", re.MULTILINE)
 
 
 class ConstraintError(Exception):
-    """A constraint can't be compiled or followed; the message says why, in one line."""
+    """A constraint can't be compiled or followed; the message says why, in one line. `line` is the one at fault of a
+    grammar in Lark, from 1, if it is known."""
 
     def __init__(self, problem: str) -> None:
-        first, _, _ = problem.strip().partition("\n")
+        first, _, others = problem.strip().partition("\n")
+        place = _PLACE.match(first)
+        self.line = int(place[1]) if place else None
+        # of a regular expression the first line only says that it is wrong, and where it was found to be
+        reason = _REASON.search(others) if first.endswith(_REGEX_PROBLEM) else None
+        if reason:
+            first = first.removesuffix(_REGEX_PROBLEM) + reason[1]
         super().__init__(first[:_MAX_PROBLEM_CHARS])
+
+
+def to_problem(error: ConstraintError, constraint: contract.Constraint) -> errors.Error:
+    """Returns what the client of a constraint that can't be compiled is told."""
+    problem, rule = str(error), None
+    if error.line is not None and constraint.kind is contract.ConstraintKind.LARK:
+        lines = constraint.source.split("\n")
+        rule = _RULE.match(lines[error.line - 1]) if error.line <= len(lines) else None
+    param = constraint.rule_params.get(rule[0], constraint.param) if rule else constraint.param
+    if param != constraint.param or constraint.kind is not contract.ConstraintKind.LARK:
+        problem = _PLACE.sub("", problem)  # in a grammar that its client has never seen
+    return errors.invalid_field(param, problem).error
 
 
 def to_grammar(constraint: contract.Constraint) -> str:

@@ -6,11 +6,24 @@ filled one by one. Here `seq_id[i]` points into one array (8 us instead of 4.9 m
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
 import ctypes
+from collections.abc import Iterable
+from collections.abc import Sequence as Listing
+from typing import NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
+
+
+class Part(NamedTuple):
+    """Consecutive tokens of one sequence."""
+
+    number: int
+    """The sequence, counted from the first one of the batch's context."""
+    start: int
+    """The position of the first token."""
+    token_ids: Listing[int]
 
 
 class Batch:
@@ -52,6 +65,18 @@ class Batch:
             if part.samples:
                 self._wants_logits[end - 1] = 1  # only the last token of a part is sampled from
             at = end
+        self.struct.n_tokens = at
+
+    def fill_parts(self, parts: Iterable[Part], *, has_outputs: bool) -> None:
+        """Lays the tokens of all parts out one after another; either all of them have outputs or none."""
+        at = 0
+        for number, start, token_ids in parts:
+            end = at + len(token_ids)
+            self._tokens[at:end] = token_ids
+            self._positions[at:end] = range(start, start + len(token_ids))
+            self._seq_ids[at:end] = self._first_seq_id + number
+            at = end
+        self._wants_logits[:at] = has_outputs
         self.struct.n_tokens = at
 
 

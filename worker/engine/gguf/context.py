@@ -19,6 +19,8 @@ _MAX_DEFAULT_CONTEXT = 8_192
 _MAX_DEFAULT_KV_TOKENS = 16_384
 _IDLE_LANES = 48
 """Lanes for the ends of cached prefixes. Each costs a row of logits in host memory."""
+POOLED_INPUTS = 64
+"""The most inputs that are pooled in one batch. Each costs a row of logits in host memory, if the model has them."""
 
 
 def context_length(settings: EngineSettings, trained: int) -> int:
@@ -57,21 +59,14 @@ def num_lanes(model: llama.llama_model_p, settings: EngineSettings) -> int:
 def create(model: llama.llama_model_p, settings: EngineSettings) -> llama.llama_context_p:
     """Raises ModelError if there is not enough memory."""
     length = context_length(settings, llama.llama_model_n_ctx_train(model))
-    threads = settings.threads or len(os.sched_getaffinity(0))
-    params = llama.llama_context_default_params()
+    params = _params(settings)
     params.n_ctx = -(-(settings.kv_tokens or default_kv_tokens(length)) // _CELLS) * _CELLS
     params.n_batch = settings.max_num_batched_tokens
     params.n_ubatch = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
     params.n_seq_max = num_lanes(model, settings) + first_seq_id(model, settings)
     # At most one token of each sequence has logits in a step.
     params.n_outputs_max = params.n_seq_max
-    params.n_threads = threads
-    params.n_threads_batch = threads
     params.kv_unified = settings.kv_layout != "per-stream"
-    params.flash_attn_type = settings_resolution.FLASH_ATTENTION[settings.flash_attention]
-    params.type_k = settings_resolution.CACHE_TYPES[settings.cache_type_k]
-    params.type_v = settings_resolution.CACHE_TYPES[settings.cache_type_v]
-    params.no_perf = True
     context: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
     if context is None:
         reason = backend.last_error()
@@ -80,3 +75,42 @@ def create(model: llama.llama_model_p, settings: EngineSettings) -> llama.llama_
             remedy = "f16 or another type that is not quantized as --cache-type-k and --cache-type-v"
         raise ModelError(f"no context of {params.n_ctx} tokens could be made: {reason}; pass {remedy}")
     return context
+
+
+def create_for_pooling(
+    model: llama.llama_model_p, settings: EngineSettings, pooling_type: int, capacity: int, *, outputs_all: bool
+) -> llama.llama_context_p:
+    """Creates a context that pools batches of up to `capacity` tokens. `outputs_all` says whether all of them have
+    outputs, or only the last of each input. Raises ModelError if there is not enough memory."""
+    params = _params(settings)
+    params.embeddings = True
+    params.pooling_type = pooling_type
+    # llama.cpp aborts where its largest ubatch has not the same number of tokens for each of its sequences.
+    capacity = -(-capacity // _CELLS) * _CELLS
+    params.n_ctx = params.n_batch = capacity
+    # What reads all states of an input, and attention between all of them, needs the input in one ubatch.
+    params.n_ubatch = capacity if outputs_all else min(settings.ubatch_tokens, capacity)
+    params.n_outputs_max = capacity if outputs_all else POOLED_INPUTS
+    params.n_seq_max = POOLED_INPUTS
+    # With a memory for each sequence, llama.cpp would split a batch into ubatches of equal lengths.
+    params.kv_unified = True
+    context: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
+    if context is None:
+        raise ModelError(
+            f"no context for inputs of {capacity} tokens could be made: {backend.last_error()}; pass a smaller "
+            "--context-length or --ubatch-tokens"
+        )
+    return context
+
+
+def _params(settings: EngineSettings) -> llama.llama_context_params:
+    """Returns the parameters that every context has in common."""
+    threads = settings.threads or len(os.sched_getaffinity(0))
+    params: llama.llama_context_params = llama.llama_context_default_params()
+    params.n_threads = threads
+    params.n_threads_batch = threads
+    params.flash_attn_type = settings_resolution.FLASH_ATTENTION[settings.flash_attention]
+    params.type_k = settings_resolution.CACHE_TYPES[settings.cache_type_k]
+    params.type_v = settings_resolution.CACHE_TYPES[settings.cache_type_v]
+    params.no_perf = True
+    return params

@@ -3,6 +3,7 @@
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
 import ctypes
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -10,11 +11,13 @@ from typing import NamedTuple
 import llama_cpp
 from llama_cpp import llama_cpp as llama
 
+from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf import backend, metadata, settings_resolution
+from tokenbus.worker.engine.gguf.pooling import pooling_type
 from tokenbus.worker.engine.gguf.tokenizer import bundle
 from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
 from tokenbus.worker.engine.models import chat_formats, generation_config, pretrained_tokenizer
-from tokenbus.worker.engine.models.model_files import ModelFiles
+from tokenbus.worker.engine.models.model_files import ModelFiles, source_name
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
@@ -51,11 +54,37 @@ class GgufModel:
         assert vocab is not None
         self.tokenizer = GgufTokenizer(vocab, self.metadata)
         pretrained = pretrained_tokenizer.read(files.sidecars.get("tokenizer.json"))
-        self.bundle = bundle.build(self.metadata, self.tokenizer, pretrained)
+        # Routers tokenize prompts, and nobody prompts a model that generates nothing.
+        self.pooling = pooling_type.of_model(self.metadata)
+        generates = self.pooling is None
+        self.bundle = bundle.build(self.metadata, self.tokenizer, pretrained) if generates else None
         self.chat_format = chat_formats.infer(self.tokenizer.rules)
 
     def __repr__(self) -> str:
         return f"<GgufModel {self.files.weights}>"
+
+    def describe(
+        self, settings: EngineSettings, context_length: int, features: tuple[str, ...]
+    ) -> contract.EngineConfig:
+        """Returns the configuration of an engine that serves this model without any KV memory."""
+        return contract.EngineConfig(
+            engine="gguf",
+            engine_version=f"llama-cpp-python {llama_cpp.__version__}",
+            source=source_name(settings.model),
+            fingerprint=settings.fingerprint or self.metadata.fingerprint,
+            context_length=context_length,
+            max_num_seqs=1,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            kv_block_size=context_length,
+            total_kv_blocks=1,
+            prefix_cache=False,
+            vocab_size=self.tokenizer.size,
+            features=features,
+            defaults=self.generation_config.defaults,
+            versions={"llama_cpp_python": llama_cpp.__version__},
+            pid=os.getpid(),
+            files=self.files.to_paths(),
+        )
 
     def close(self) -> None:
         """Frees the model's memory. No context may use the model any more."""

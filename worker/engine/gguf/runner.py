@@ -10,19 +10,20 @@ import llama_cpp
 import numpy as np
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.protocol.wire import internal
+from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf import backend, context, kv_memory, probe, settings_resolution
 from tokenbus.worker.engine.gguf.batch import Batch
 from tokenbus.worker.engine.gguf.lanes import Lanes
 from tokenbus.worker.engine.gguf.layout import GgufLayout
 from tokenbus.worker.engine.gguf.model import GgufModel, model_key
+from tokenbus.worker.engine.gguf.pooling import pooler
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.models import features
-from tokenbus.worker.engine.models.model_files import ModelFiles, source_name
+from tokenbus.worker.engine.models.model_files import ModelFiles
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import DeviceError, Embedder, InsufficientMemoryError, ModelError
+from tokenbus.worker.engine.runner import DeviceError, Embedder, InsufficientMemoryError, ModelError, Reranker, Runner
 from tokenbus.worker.engine.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
@@ -34,29 +35,44 @@ _DEFAULT_HOST_SHARE = 8
 """Without a setting, at most one in so many bytes of the machine's memory is used for copies."""
 
 
-class GgufRunner:
-    """A loaded model and its context. `progress` gets the share that is loaded, from 0 to 1.
+def load(
+    settings: EngineSettings, progress: Callable[[float], None], models: LoadedModels[GgufModel] | None = None
+) -> Runner:
+    """Returns a runner over a model that replicas share. `progress` gets the share that is loaded, from 0 to 1.
 
     Raises ModelError if the file can't be served, or for settings that the model can't meet."""
+    backend.init()
+    settings_resolution.validate(settings)  # before a long download
+    files = ModelFiles.from_paths(settings.files) or GgufLayout().find(settings.model, progress)
+    models = models or LoadedModels()
+    model = models.acquire(model_key(files, settings), lambda: GgufModel(files, settings, progress))
+    try:
+        make = GgufRunner if model.pooling is None else pooler.make_runner
+        return make(model, settings, lambda: models.release(model))
+    except BaseException:
+        models.release(model)
+        raise
 
-    def __init__(
-        self, settings: EngineSettings, progress: Callable[[float], None], models: LoadedModels[GgufModel] | None = None
-    ) -> None:
-        backend.init()
-        settings_resolution.validate(settings)  # before a long download
-        files = ModelFiles.from_paths(settings.files) or GgufLayout().find(settings.model, progress)
-        self._models: LoadedModels[GgufModel] = models or LoadedModels()
-        self._model = self._models.acquire(model_key(files, settings), lambda: GgufModel(files, settings, progress))
+
+class GgufRunner:
+    """The context of one replica over a loaded model that generates. `release` is called once the model isn't needed.
+
+    Raises ModelError for settings that the model can't meet."""
+
+    def __init__(self, model: GgufModel, settings: EngineSettings, release: Callable[[], None]) -> None:
+        self._model = model
+        self._release = release
         self._context: llama.llama_context_p | None = None
-        self._tokenizer = self._model.tokenizer
-        self.end_token_ids = self._tokenizer.end_token_ids | self._model.generation_config.end_token_ids
+        self._tokenizer = model.tokenizer
+        self.end_token_ids = self._tokenizer.end_token_ids | model.generation_config.end_token_ids
         self.token_bytes = self._tokenizer.token_bytes
-        self.bundle = self._model.bundle
+        self.bundle = model.bundle
         self.embedder: Embedder | None = None
+        self.reranker: Reranker | None = None
         try:
             self._open(settings)
         except BaseException:
-            self.close()
+            self._free()
             raise
 
     def __repr__(self) -> str:
@@ -113,41 +129,35 @@ class GgufRunner:
         return self._tokenizer.encode(text)
 
     def close(self) -> None:
+        self._free()
+        self._release()
+
+    def _free(self) -> None:
         if self._context is not None:
             llama.llama_free(self._context)
             self._context = None
-        self._models.release(self._model)
 
     def _describe(self, settings: EngineSettings, capabilities: probe.Capabilities) -> contract.EngineConfig:
         assert self._context is not None
-        metadata, block_size = self._model.metadata, settings.kv_block_size
+        block_size = settings.kv_block_size
         longest = context.context_length(settings, llama.llama_model_n_ctx_train(self._model.handle))
         # With per-stream memory one sequence has only its share of the context.
         fits = llama.llama_n_ctx_seq(self._context) // block_size * block_size
-        return contract.EngineConfig(
-            engine="gguf",
-            engine_version=f"llama-cpp-python {llama_cpp.__version__}",
-            source=source_name(settings.model),
-            fingerprint=settings.fingerprint or metadata.fingerprint,
-            context_length=min(longest, fits),
+        offered = features.with_sampler(
+            chat=self._tokenizer.supports_chat,
+            ends=bool(self.end_token_ids),
+            fim=self._tokenizer.supports_fim,
+            chat_format=self._model.chat_format,
+        )
+        return codec.replace(
+            self._model.describe(settings, min(longest, fits), offered),
             max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
             kv_block_size=block_size,
             total_kv_blocks=llama.llama_n_ctx(self._context) // block_size,
             host_kv_blocks=_host_blocks(settings, capabilities),
             prefix_cache=capabilities.can_share,
-            vocab_size=self._tokenizer.size,
-            features=features.with_sampler(
-                chat=self._tokenizer.supports_chat,
-                ends=bool(self.end_token_ids),
-                chat_format=self._model.chat_format,
-            ),
             chat_format=self._model.chat_format,
-            defaults=self._model.generation_config.defaults,
-            versions={"llama_cpp_python": llama_cpp.__version__},
-            pid=os.getpid(),
-            files=self._model.files.to_paths(),
-            kv_bytes=llama.llama_n_ctx(self._context) * kv_memory.bytes_per_token(metadata, settings),
+            kv_bytes=llama.llama_n_ctx(self._context) * kv_memory.bytes_per_token(self._model.metadata, settings),
         )
 
 

@@ -14,14 +14,15 @@ _FEATURES = (
     "progress",
     "structured_output",
     "grammar",
+    "fim",
 )
 _CONSTRAINED = ("structured_output", "grammar")
 
 
-def with_sampler(*, chat: bool, ends: bool, chat_format: ChatFormat | None) -> tuple[str, ...]:
-    """Returns the features; `chat` says whether the model has a chat template, and `ends` whether it has an end token,
-    without which a constrained output could not end."""
-    missing = [*([] if chat else ["chat"]), *([] if ends else _CONSTRAINED)]
+def with_sampler(*, chat: bool, ends: bool, fim: bool, chat_format: ChatFormat | None) -> tuple[str, ...]:
+    """Returns the features; `chat` says whether the model has a chat template, `ends` whether it has an end token,
+    without which a constrained output could not end, and `fim` whether it can fill in the middle."""
+    missing = [*([] if chat else ["chat"]), *([] if fim else ["fim"]), *([] if ends else _CONSTRAINED)]
     return (*(feature for feature in _FEATURES if feature not in missing), *of_format(chat_format))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from tokenbus.protocol.prompt import prompt
-from tokenbus.protocol.wire import errors, internal
+from tokenbus.protocol.wire import internal
 
 
 class ModelTokenizer:
@@ -27,14 +27,15 @@ class ModelTokenizer:
         """Whether the model has a chat template that works."""
         return self._builder.supports_chat
 
+    @property
+    def supports_fim(self) -> bool:
+        """Whether the vocabulary has the tokens to fill in the middle."""
+        return self.rules.fim is not None
+
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text in which no special token is parsed."""
         return self._encode(text)
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         """Returns the token ids of a text or a conversation. Raises RequestError."""
-        if request.messages is not None:
-            return self._builder.from_messages(request.messages, request.chat_template_kwargs, tools=request.tools)
-        if request.text is None:
-            raise errors.request_error(errors.Code.INVALID_REQUEST, "text or messages is required", param="text")
-        return self._builder.from_text(request.text)
+        return self._builder.build(request, request.max_tokens)

@@ -23,4 +23,15 @@ def without_special_tokens(tokenizer_json: bytes) -> str | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
         return None
     plain = {"truncation": None, "padding": None, "post_processor": None, "added_tokens": added}
-    return msgspec.json.encode(document | plain).decode()
+    return msgspec.json.encode(document | plain | {"model": _with_ids(document.get("model"), added)}).decode()
+
+
+def _with_ids(model: Any, added: list[dict[str, Any]]) -> Any:
+    """Returns the model with the added tokens in its vocabulary.
+
+    The library numbers those that it does not find there from the vocabulary's end on, whatever their ids are."""
+    match model:
+        case {"vocab": dict(vocab)}:
+            ids = {token["content"]: token["id"] for token in added}
+            return model | {"vocab": vocab | ids}
+    return model

@@ -1,16 +1,21 @@
 """Computes embeddings with an ONNX graph: from hidden states, which it pools, or from vectors that the graph pools."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 import numpy as np
 
+from tokenbus.protocol.wire import limits
 from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.model import OnnxModel
 from tokenbus.worker.engine.onnx.model_config import pooling_mode
+from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
+from tokenbus.worker.engine.pooling_runner import PoolingRunner
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.engine.runner import BatchLimits, ModelError
 
+_DEFAULT_LENGTH = 512
 _CLOSE = 1e-2
 """The largest difference, as a share of a vector's length, between a vector computed alone and in a batch."""
 
@@ -22,6 +27,7 @@ class OnnxEmbedder:
         graph = model.graph
         self.max_input_tokens = max_input_tokens
         self.vocab_size = model.tokenizer.size
+        self.batch_limits = BatchLimits(settings.max_num_batched_tokens, limits.MAX_EMBED_INPUTS, is_padded=True)
         self._graph = graph
         self._graph_runner = model.graph_runner
         self._tokenizer = model.tokenizer
@@ -36,7 +42,7 @@ class OnnxEmbedder:
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode_with_special_tokens(text)
 
-    def embed(self, inputs: Listing[Listing[int]]) -> Matrix:
+    def pool(self, inputs: Listing[Listing[int]]) -> Matrix:
         if self._can_batch:
             return self._run(inputs)
         return np.concatenate([self._run([one]) for one in inputs])
@@ -66,11 +72,22 @@ class OnnxEmbedder:
             binding.bind_input(kv.past, np.empty((len(inputs), kv.heads, 0, kv.width), kv.dtype))
         assert self._output is not None
         states = self._graph_runner.fetch(binding, self._output).astype(np.float32)
-        found: Matrix = states if states.ndim == 2 else pool(states, lengths, self._mode)
+        found: Matrix = states if states.ndim == 2 else pool_states(states, lengths, self._mode)
         return found
 
 
-def pool(states: Array, lengths: Array, mode: str) -> Array:
+def make_runner(model: OnnxModel, settings: EngineSettings, release: Callable[[], None]) -> PoolingRunner:
+    """Returns a replica of an encoder, which generates nothing. `release` is called once the model isn't needed.
+
+    Raises ModelError if it can't be served."""
+    trained = model.model_config.context_length or _DEFAULT_LENGTH
+    longest = min(settings.context_length or trained, trained)
+    embedder = OnnxEmbedder(model, settings, max_input_tokens=longest)
+    size = CacheSize(block_size=longest, context_length=longest, max_num_seqs=1, num_rows=1)
+    return PoolingRunner(model.describe(settings, size, (), embedder), model.tokenizer, release, embedder=embedder)
+
+
+def pool_states(states: Array, lengths: Array, mode: str) -> Array:
     """Pools hidden states of (rows, tokens, width) into vectors of (rows, width). Rows begin at column 0."""
     if mode == "cls":
         found: Array = states[:, 0]

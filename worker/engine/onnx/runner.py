@@ -11,20 +11,18 @@ from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp, Truncate
 from tokenbus.worker.engine.models import features
 from tokenbus.worker.engine.models.model_files import ModelFiles
-from tokenbus.worker.engine.onnx import device, probe, row_memory, settings_resolution
+from tokenbus.worker.engine.onnx import device, embedder, probe, row_memory, settings_resolution
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
 from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeResult, KvCache
 from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths, Shrink
 from tokenbus.worker.engine.onnx.cache.static_cache import StaticCache
-from tokenbus.worker.engine.onnx.embedder import OnnxEmbedder
-from tokenbus.worker.engine.onnx.encoder_runner import EncoderRunner
 from tokenbus.worker.engine.onnx.layout import OnnxLayout
 from tokenbus.worker.engine.onnx.model import OnnxModel, model_key
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import DeviceError, Embedder, InsufficientMemoryError, ModelError, Runner
+from tokenbus.worker.engine.runner import DeviceError, Embedder, InsufficientMemoryError, ModelError, Reranker, Runner
 from tokenbus.worker.engine.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
@@ -40,7 +38,7 @@ def load(settings: EngineSettings, progress: Callable[[float], None], models: Lo
     files = ModelFiles.from_paths(settings.files) or layout.find(settings.model, progress)
     model = models.acquire(model_key(files, settings, chosen), lambda: OnnxModel(files, settings, chosen))
     try:
-        make = EncoderRunner if model.graph.logits is None else OnnxRunner
+        make = embedder.make_runner if model.graph.logits is None else OnnxRunner
         return make(model, settings, lambda: models.release(model))
     except BaseException:
         models.release(model)
@@ -68,8 +66,12 @@ class OnnxRunner:
         self._lanes = LaneLengths(size.num_rows)
         self._cache = self._make_cache(settings, size)
         self.embedder = self._make_embedder(settings, size)
+        self.reranker: Reranker | None = None
         offered = features.with_sampler(
-            chat=self._tokenizer.supports_chat, ends=bool(self.end_token_ids), chat_format=model.chat_format
+            chat=self._tokenizer.supports_chat,
+            ends=bool(self.end_token_ids),
+            fim=self._tokenizer.supports_fim,
+            chat_format=model.chat_format,
         )
         self.config = model.describe(settings, size, offered, self.embedder)
 
@@ -156,7 +158,7 @@ class OnnxRunner:
         if self._model.graph.hidden is None:
             return None
         try:
-            return OnnxEmbedder(self._model, settings, max_input_tokens=size.context_length)
+            return embedder.OnnxEmbedder(self._model, settings, max_input_tokens=size.context_length)
         except ModelError as error:
             structlog.get_logger().info("no_embeddings", reason=str(error))
             return None

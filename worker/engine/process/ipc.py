@@ -61,10 +61,17 @@ class TokenizeCall(Message, frozen=True):
 
 
 class EmbedCall(Message, frozen=True):
-    """Frontend to engine: compute embeddings. The `EmbedResult` has the same call id."""
+    """Frontend to engine: compute embeddings. The `PoolResult` has the same call id."""
 
     call_id: int
     request: internal.Embed
+
+
+class RerankCall(Message, frozen=True):
+    """Frontend to engine: score documents. The `PoolResult` has the same call id."""
+
+    call_id: int
+    request: internal.Rerank
 
 
 class ClearCache(Message, frozen=True):
@@ -90,7 +97,7 @@ class ExitReason(Message, frozen=True):
     text: str
 
 
-Command = Add | Abort | TokenizeCall | EmbedCall | ClearCache
+Command = Add | Abort | TokenizeCall | EmbedCall | RerankCall | ClearCache
 
 
 class Loading(Message, frozen=True):
@@ -199,14 +206,17 @@ class TokenizeResult(Message, frozen=True):
     error: errors.Error | None
 
 
-class EmbedResult(Message, frozen=True):
-    """Engine to frontend: the answer to an `EmbedCall`."""
+class PoolResult(Message, frozen=True):
+    """Engine to frontend: the answer to an `EmbedCall` or `RerankCall`; empty with an error."""
 
     call_id: int
-    reply: internal.EmbedResult
+    rows: bytes
+    """32-bit little-endian floats."""
+    prompt_tokens: int
+    error: errors.Error | None
 
 
-Report = Loading | LoadFailed | Ready | StepIsolated | ConstraintCompiled | StepReport | TokenizeResult | EmbedResult
+Report = Loading | LoadFailed | Ready | StepIsolated | ConstraintCompiled | StepReport | TokenizeResult | PoolResult
 
 _encoder = msgspec.msgpack.Encoder()
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

@@ -12,9 +12,9 @@ from tokenbus.protocol.wire import block_hash, errors
 from tokenbus.worker.engine.constraints.compile_thread import CompiledConstraint, CompileThread
 from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
 from tokenbus.worker.engine.constraints.matcher import Matcher
-from tokenbus.worker.engine.embedding import EmbedJob, EmbedQueue
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
+from tokenbus.worker.engine.pooling import PoolingJob, PoolingQueue
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.process.step_gate import StepGate
@@ -30,7 +30,7 @@ _CACHED_TOKENS = 256
 every stream: 4,096 tokens by 11 % and 16,384 by 35 %, with four streams of a 0.5B shape. They slow a prompt of 1,000
 tokens too: 1,000 by 13 % and 2,000 by 20 % (decision 0020). Copying 1,000 back takes a few milliseconds."""
 
-Inbox = queue.SimpleQueue[ipc.Add | ipc.Abort | ipc.ClearCache | EmbedJob | CompiledConstraint | BaseException | None]
+Inbox = queue.SimpleQueue[ipc.Add | ipc.Abort | ipc.ClearCache | PoolingJob | CompiledConstraint | BaseException | None]
 """Commands for the loop. None ends it; so does an exception, which the loop raises."""
 
 
@@ -43,7 +43,7 @@ class StepLoop:
         self,
         runner: Runner,
         inbox: Inbox,
-        report: Callable[[ipc.StepReport | ipc.StepIsolated | ipc.ConstraintCompiled | ipc.EmbedResult], None],
+        report: Callable[[ipc.StepReport | ipc.StepIsolated | ipc.ConstraintCompiled | ipc.PoolResult], None],
         step_target_s: float,
         scheduler_settings: SchedulerSettings | None = None,
         step_gate: StepGate | None = None,
@@ -61,11 +61,7 @@ class StepLoop:
         self._transfer_budget = TransferBudget(step_target_s / 10)
         block_bytes = runner.config.kv_bytes // runner.config.total_kv_blocks
         self._step_timer = StepTimer(self._scheduler, block_bytes)
-        self._embeddings = EmbedQueue(
-            runner.embedder,
-            runner.config.max_num_batched_tokens,
-            lambda call_id, reply: report(ipc.EmbedResult(call_id, reply)),
-        )
+        self._pooling = PoolingQueue(lambda call_id, result: report(ipc.PoolResult(call_id, *result)))
         self._constraints = CompileThread(
             lambda: ConstraintCompiler(runner.token_bytes, runner.end_token_ids, runner.encode), inbox.put
         )
@@ -91,7 +87,7 @@ class StepLoop:
                 with contextlib.nullcontext() if self._isolated else self._step_gate.step():
                     failed = self._start(plan)
                     step_results, stats = self._step(plan, failed)
-                    self._embeddings.step()
+                    self._pooling.step()
                 self._report_results([*results, *failed, *step_results], stats)
                 if self._scheduler.isolated is None:
                     self._isolate(None)
@@ -103,7 +99,7 @@ class StepLoop:
 
         Returns the results of aborts, or None when the loop is to end."""
         results: list[StepResult] = []
-        while not self._inbox.empty() or not (self._scheduler.has_work or results or self._embeddings.has_work):
+        while not self._inbox.empty() or not (self._scheduler.has_work or results or self._pooling.has_work):
             if self._inbox.empty():
                 self._step_timer.reset()
             command = self._inbox.get()
@@ -112,8 +108,8 @@ class StepLoop:
                     return None
                 case BaseException():
                     raise command
-                case EmbedJob():
-                    self._embeddings.add(command)
+                case PoolingJob():
+                    self._pooling.add(command)
                 case ipc.Add(constraint=None):
                     self._add_sequence(command, None)
                 case ipc.Add():
@@ -241,14 +237,15 @@ class StepLoop:
         return self._scheduler.update(plan, sampled), stats
 
     def _report_results(self, results: list[StepResult], stats: ipc.StepStats | None) -> None:
-        outputs = []
+        outputs, watched = [], []
         for sequence, sampled, finish_reason in results:
             if finish_reason is not None:
                 self._runner.remove_sequence(sequence.seq_no)
-            self._watched.pop(sequence.seq_no, None)  # with its first token a prompt is done
+            was_watched = self._watched.pop(sequence.seq_no, None) is not None  # with its first token a prompt is done
             if sampled is None:
                 outputs.append(ipc.SequenceOutput(sequence.seq_no, [], finish_reason))
                 continue
+            watched += [sequence] if was_watched else []
             token_ids, logprob = sampled.token_ids, sampled.logprob
             is_first = sequence.num_sampled == len(token_ids)
             outputs.append(
@@ -260,7 +257,7 @@ class StepLoop:
                     sequence.num_cached if is_first else None,
                 )
             )
-        watched = [sequence for sequence in self._watched.values() if sequence.lane is not None]
+        watched += [sequence for sequence in self._watched.values() if sequence.lane is not None]
         progress = [ipc.PromptProgress(one.seq_no, one.num_computed, one.num_cached) for one in watched]
         removed, stored = self._scheduler.take_kv_events()
         pairs = [(new.parent, new.hash) for new in stored]

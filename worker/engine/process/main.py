@@ -96,11 +96,11 @@ def _sim_loader(on_exit: OnExit) -> Load:
 def _gguf_loader(on_exit: OnExit) -> Load:
     from tokenbus.worker.engine.gguf import backend
     from tokenbus.worker.engine.gguf.model import GgufModel
-    from tokenbus.worker.engine.gguf.runner import GgufRunner
+    from tokenbus.worker.engine.gguf.runner import load
 
     backend.on_abort(on_exit)
     models: LoadedModels[GgufModel] = LoadedModels()
-    return lambda settings, progress: GgufRunner(settings, progress, models)
+    return lambda settings, progress: load(settings, progress, models)
 
 
 def _onnx_loader(on_exit: OnExit) -> Load:

@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import structlog
 
-from tokenbus.protocol.wire import block_hash, codec, errors, internal
-from tokenbus.worker.engine import embedding
+from tokenbus.protocol.wire import block_hash, codec, errors
+from tokenbus.worker.engine import pooling
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.loop import Inbox, StepLoop
 from tokenbus.worker.engine.process.settings import SchedulerSettings
@@ -75,7 +75,7 @@ def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Send) -> None
             match command:
                 case ipc.TokenizeCall():
                     _end_loop_on_error(texts.submit(_tokenize, runner, command, send), inbox)
-                case ipc.EmbedCall():
+                case ipc.EmbedCall() | ipc.RerankCall():
                     _end_loop_on_error(inputs.submit(_prepare, runner, command, time.monotonic(), inbox, send), inbox)
                 case _:
                     inbox.put(command)
@@ -105,13 +105,19 @@ def _tokenize(runner: Runner, call: ipc.TokenizeCall, send: Send) -> None:
         send(result)
 
 
-def _prepare(runner: Runner, call: ipc.EmbedCall, arrived_at: float, inbox: Inbox, send: Send) -> None:
-    """Gives the loop the token ids of inputs to embed, or answers with the reason why there are none."""
+def _prepare(runner: Runner, call: ipc.EmbedCall | ipc.RerankCall, arrived_at: float, inbox: Inbox, send: Send) -> None:
+    """Gives the loop the token ids of inputs to pool, or answers with the reason why there are none."""
     try:
-        inbox.put(embedding.make_job(call.call_id, call.request, runner.embedder, arrived_at))
+        inbox.put(_make_job(runner, call, arrived_at))
     except Exception as error:  # outermost frame: every call gets a result
         with contextlib.suppress(OSError):  # the frontend has gone
-            send(ipc.EmbedResult(call.call_id, internal.EmbedResult(error=_error_for(error))))
+            send(ipc.PoolResult(call.call_id, b"", 0, _error_for(error)))
+
+
+def _make_job(runner: Runner, call: ipc.EmbedCall | ipc.RerankCall, arrived_at: float) -> pooling.PoolingJob:
+    if isinstance(call, ipc.EmbedCall):
+        return pooling.embed_job(call.call_id, call.request, runner.embedder, arrived_at)
+    return pooling.rerank_job(call.call_id, call.request, runner.reranker, arrived_at)
 
 
 def _error_for(error: Exception) -> errors.Error:

@@ -12,7 +12,7 @@ from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import Embedder, ModelError
+from tokenbus.worker.engine.runner import Embedder, ModelError, Reranker
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine.sim import faults, timing
@@ -54,6 +54,7 @@ class SimRunner:
         self.token_bytes += [b" simulated-%d" % number for number in range(_NUM_WORDS)]
         self.bundle: bytes | None = None
         self.embedder: Embedder | None = None
+        self.reranker: Reranker | None = None
         self.config = _config(preset, settings)
         self.num_lanes = self.config.max_num_seqs + self.config.total_kv_blocks
 
@@ -87,7 +88,13 @@ class SimRunner:
             text = request.text
         else:
             raise errors.request_error(errors.Code.INVALID_REQUEST, "there is nothing to tokenize", param="prompt")
-        return self.encode(text)
+        token_ids = self.encode(text)
+        if request.max_tokens is not None and len(token_ids) > request.max_tokens:
+            problem = (
+                f"the prompt has {len(token_ids)} tokens; with one to generate it must fit {request.max_tokens + 1}"
+            )
+            raise errors.request_error(errors.Code.PROMPT_TOO_LONG, problem)
+        return token_ids
 
     def encode(self, text: str) -> list[int]:
         """Returns a token for each byte."""

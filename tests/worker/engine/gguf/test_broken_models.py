@@ -9,14 +9,13 @@ from llama_cpp import llama_cpp as llama
 from bench.models import random_model
 from bench.models.shape import Shape
 from tests.support import broken_models
-from tests.support.engines import DEMO, demo_engine
+from tests.support.engines import DEMO, demo_engine, gguf_runner
 from tokenbus.protocol.wire import errors, internal
 from tokenbus.protocol.wire.messages import ChatMessage
 from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf import context, settings_resolution
 from tokenbus.worker.engine.gguf.layout import GgufLayout
 from tokenbus.worker.engine.gguf.model import GgufModel
-from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.engine_client.client import EngineClient
@@ -57,7 +56,7 @@ async def test_an_engine_that_dies_before_it_serves_is_given_up_with_its_last_wo
 
 @pytest.mark.parametrize("template", ["{% nonsense %}", "{{ bos_token | nonsense }}"])
 def test_a_model_whose_chat_template_is_broken_serves_prompts(tmp_path: Path, template: str) -> None:
-    runner = GgufRunner(settings_of(broken_models.with_template(tmp_path / "model.gguf", template)), lambda _: None)
+    runner = gguf_runner(settings_of(broken_models.with_template(tmp_path / "model.gguf", template)))
     assert runner.tokenize(internal.Tokenize(text="hello"))
     with pytest.raises(errors.RequestError, match="nonsense") as caught:
         runner.tokenize(internal.Tokenize(messages=[ChatMessage(role="user", content="hello")]))
@@ -70,7 +69,7 @@ def test_a_model_whose_chat_template_is_broken_serves_prompts(tmp_path: Path, te
 def test_a_context_of_one_token_is_refused_and_one_of_two_can_be_served() -> None:
     with pytest.raises(ModelError, match=r"--context-length must be at least 2, .* got 1"):
         settings_resolution.validate(EngineSettings(model="", context_length=1))
-    GgufRunner(EngineSettings(model=DEMO.model, threads=1, context_length=2), lambda _: None).close()
+    gguf_runner(EngineSettings(model=DEMO.model, threads=1, context_length=2)).close()
 
 
 @pytest.mark.parametrize("kv_tokens", [2, 255, 256, 257, 1_000])
@@ -90,5 +89,5 @@ def test_a_cache_type_that_does_not_fit_the_model_s_heads_is_refused_with_advice
     path = tmp_path / "narrow.gguf"
     random_model.write(path, Shape(layers=1, width=64, feed_forward=64, heads=4, kv_heads=2, vocab=600, context=512))
     with pytest.raises(ModelError, match=r"block size 32 does not divide .* pass f16"):
-        GgufRunner(EngineSettings(model=str(path), threads=1, **{setting: "q8_0"}), lambda _: None)
-    GgufRunner(EngineSettings(model=str(path), threads=1, **{setting: "f16"}), lambda _: None).close()
+        gguf_runner(EngineSettings(model=str(path), threads=1, **{setting: "q8_0"}))
+    gguf_runner(EngineSettings(model=str(path), threads=1, **{setting: "f16"})).close()

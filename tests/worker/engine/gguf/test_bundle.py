@@ -10,22 +10,22 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.engines import DEMO
+from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
-from tokenbus.demo import corpus
+from tokenbus.demo import chats, corpus
 from tokenbus.protocol.prompt import prompt
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.worker.engine.gguf import metadata
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.gguf.tokenizer import bundle, probe_texts
 
-BOS = corpus.SPECIAL_TOKENS.index(corpus.BOS)
+BOS = chats.SPECIAL_TOKENS.index(chats.BOS)
 Tokenize = Callable[[str], list[int]]
 
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[GgufRunner]:
-    runner = GgufRunner(DEMO, lambda fraction: None)
+    runner = gguf_runner(DEMO)
     yield runner
     runner.close()
 
@@ -107,7 +107,7 @@ def test_the_token_bytes_of_its_ids_are_the_text_again(runner: GgufRunner, text:
     assert b"".join(runner.token_bytes[token_id] for token_id in ids) == text.encode()
 
 
-@pytest.mark.parametrize("special", corpus.SPECIAL_TOKENS)
+@pytest.mark.parametrize("special", chats.SPECIAL_TOKENS)
 @pytest.mark.parametrize("around", ["{}", "a{}b", "{}{}", " {} "])
 def test_special_tokens_in_a_text_are_plain_text(
     runner: GgufRunner, builder: prompt.PromptBuilder, special: str, around: str
@@ -115,19 +115,19 @@ def test_special_tokens_in_a_text_are_plain_text(
     text = around.replace("{}", special)
     for ids in (runner.tokenize(internal.Tokenize(text=text)), builder.from_text(text)):
         assert ids[0] == BOS
-        assert not set(ids[1:]) & set(range(len(corpus.SPECIAL_TOKENS)))
+        assert not set(ids[1:]) & set(range(len(chats.SPECIAL_TOKENS)))
         assert b"".join(runner.token_bytes[token_id] for token_id in ids).decode() == text
 
 
-@pytest.mark.parametrize("special", corpus.SPECIAL_TOKENS)
+@pytest.mark.parametrize("special", chats.SPECIAL_TOKENS)
 def test_special_tokens_in_a_users_message_are_plain_text(
     runner: GgufRunner, builder: prompt.PromptBuilder, special: str
 ) -> None:
-    user, end, assistant = (corpus.SPECIAL_TOKENS.index(t) for t in (corpus.USER, corpus.END, corpus.ASSISTANT))
+    user, end, assistant = (chats.SPECIAL_TOKENS.index(t) for t in (chats.USER, chats.END, chats.ASSISTANT))
     for content in (special, f"x{special}{special}y", f"{special[:3]}{special}"):
         ask = internal.Tokenize(messages=[turn(content)])
         for ids in (runner.tokenize(ask), builder.from_messages([turn(content)], None)):
-            assert [i for i in ids if i < len(corpus.SPECIAL_TOKENS)] == [BOS, user, end, assistant]
+            assert [i for i in ids if i < len(chats.SPECIAL_TOKENS)] == [BOS, user, end, assistant]
             assert b"".join(runner.token_bytes[token_id] for token_id in ids).decode() == content
 
 
@@ -135,9 +135,9 @@ def test_special_tokens_in_a_users_message_are_plain_text(
 def test_a_message_that_ends_like_the_beginning_of_a_special_token_is_still_closed_by_the_templates_own(
     runner: GgufRunner, content: str
 ) -> None:
-    user, end, assistant = (corpus.SPECIAL_TOKENS.index(t) for t in (corpus.USER, corpus.END, corpus.ASSISTANT))
+    user, end, assistant = (chats.SPECIAL_TOKENS.index(t) for t in (chats.USER, chats.END, chats.ASSISTANT))
     ids = runner.tokenize(internal.Tokenize(messages=[turn(content)]))
-    assert [i for i in ids if i < len(corpus.SPECIAL_TOKENS)] == [BOS, user, end, assistant]
+    assert [i for i in ids if i < len(chats.SPECIAL_TOKENS)] == [BOS, user, end, assistant]
     assert b"".join(runner.token_bytes[token_id] for token_id in ids).decode() == content
 
 
@@ -145,7 +145,7 @@ def test_a_special_token_cannot_be_made_of_two_neighbouring_parts(runner: GgufRu
     parts = [messages.ContentPart(type="text", text="<|en"), messages.ContentPart(type="text", text="d|>")]
     ids = runner.tokenize(internal.Tokenize(messages=[turn(parts)]))
     assert ids == runner.tokenize(internal.Tokenize(messages=[turn("<|end|>")]))
-    assert ids.count(corpus.SPECIAL_TOKENS.index(corpus.END)) == 1
+    assert ids.count(chats.SPECIAL_TOKENS.index(chats.END)) == 1
 
 
 conversations = st.lists(
@@ -181,19 +181,19 @@ def test_a_template_that_refuses_a_role_refuses_it_at_both_places(
 def test_a_prompt_begins_with_bos_once_where_the_metadata_says_so(
     runner: GgufRunner, unpacked: prompt.TokenizerBundle
 ) -> None:
-    assert (unpacked.rules.add_bos, unpacked.rules.bos_token_id, unpacked.rules.bos_token) == (True, BOS, corpus.BOS)
+    assert (unpacked.rules.add_bos, unpacked.rules.bos_token_id, unpacked.rules.bos_token) == (True, BOS, chats.BOS)
     assert runner.tokenize(internal.Tokenize(text="hi"))[0] == BOS
     assert runner.tokenize(internal.Tokenize(text="")) == [BOS]
     assert runner.tokenize(internal.Tokenize(messages=[turn("hi")])).count(BOS) == 1
 
 
 def test_the_rules_name_every_special_token(runner: GgufRunner, unpacked: prompt.TokenizerBundle) -> None:
-    assert unpacked.rules.special_tokens == {text: number for number, text in enumerate(corpus.SPECIAL_TOKENS)}
-    assert unpacked.rules.eos_token == corpus.END
-    assert unpacked.rules.vocab_size == runner.config.vocab_size == len(runner.token_bytes) == 512
-    assert runner.end_token_ids == {corpus.SPECIAL_TOKENS.index(corpus.END)}
-    assert [runner.token_bytes[number] for number in range(len(corpus.SPECIAL_TOKENS))] == [b""] * len(
-        corpus.SPECIAL_TOKENS
+    assert unpacked.rules.special_tokens == {text: number for number, text in enumerate(chats.SPECIAL_TOKENS)}
+    assert unpacked.rules.eos_token == chats.END
+    assert unpacked.rules.vocab_size == runner.config.vocab_size == len(runner.token_bytes) == 640
+    assert runner.end_token_ids == {chats.SPECIAL_TOKENS.index(chats.END)}
+    assert [runner.token_bytes[number] for number in range(len(chats.SPECIAL_TOKENS))] == [b""] * len(
+        chats.SPECIAL_TOKENS
     )
 
 
@@ -255,8 +255,8 @@ def pretrained(unpacked: prompt.TokenizerBundle) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(unpacked.tokenizer_json)
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     specials = [{"id": token_id, "content": text, "special": True} | flags for text, token_id in SPECIAL.items()]
-    first = {"SpecialToken": {"id": corpus.BOS, "type_id": 0}}
-    around = {corpus.BOS: {"id": corpus.BOS, "ids": [BOS], "tokens": [corpus.BOS]}}
+    first = {"SpecialToken": {"id": chats.BOS, "type_id": 0}}
+    around = {chats.BOS: {"id": chats.BOS, "ids": [BOS], "tokens": [chats.BOS]}}
     return document | {
         "added_tokens": [*document["added_tokens"], *specials],
         "truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0},
@@ -269,7 +269,7 @@ def pretrained(unpacked: prompt.TokenizerBundle) -> dict[str, Any]:
     }
 
 
-SPECIAL = {text: token_id for token_id, text in enumerate(corpus.SPECIAL_TOKENS)}
+SPECIAL = {text: token_id for token_id, text in enumerate(chats.SPECIAL_TOKENS)}
 
 
 def test_if_the_vocabulary_cannot_be_rebuilt_the_pretrained_tokenizer_is_used(
@@ -310,7 +310,7 @@ def test_a_model_whose_merges_make_no_sense_is_served_without_a_bundle(
     stored = len(merge).to_bytes(8, "little") + merge
     path = tmp_path / "model.gguf"
     path.write_bytes(demo.MODEL_PATH.read_bytes().replace(stored, stored.replace(b" ", b"_"), 1))
-    runner = GgufRunner(msgspec.structs.replace(DEMO, model=str(path)), lambda fraction: None)
+    runner = gguf_runner(msgspec.structs.replace(DEMO, model=str(path)))
     assert runner.bundle is None
     runner.close()
 

@@ -5,10 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.engines import DEMO
+from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
 from tokenbus.worker.engine.gguf import kv_memory, metadata
-from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
@@ -46,7 +45,7 @@ def test_a_tokens_bytes_follow_from_heads_and_types(
 
 
 def test_the_demo_models_cells_are_as_large_as_llama_cpp_saves_them() -> None:
-    runner = GgufRunner(DEMO, lambda _: None)
+    runner = gguf_runner(DEMO)
     try:
         each = kv_memory.bytes_per_token(metadata.read(Path(demo.MODEL_PATH)), DEMO)
         assert runner.config.kv_bytes == DEMO.kv_tokens * each

@@ -7,12 +7,11 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 import pytest
 
-from tests.support.engines import DEMO, Recorder, demo_engine
+from tests.support.engines import DEMO, Recorder, demo_engine, gguf_runner
 from tokenbus import demo
 from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf.lanes import ForeignStateError, StateBlob
-from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.kv.ops import Offload, Onload
 from tokenbus.worker.engine.process.settings import EngineSettings, SchedulerSettings
 from tokenbus.worker.engine_client.client import EngineClient
@@ -129,7 +128,7 @@ def plain_tokens(answers: list[Recorder]) -> int:
 
 
 def test_a_state_of_another_model_is_refused_by_its_fingerprint() -> None:
-    runner = GgufRunner(EngineSettings(model=str(demo.MODEL_PATH), threads=1, kv_tokens=2_048), lambda share: None)
+    runner = gguf_runner(EngineSettings(model=str(demo.MODEL_PATH), threads=1, kv_tokens=2_048))
     try:
         own = runner.lanes.save(0, 0, 0)
         runner.lanes.restore(own, 1, 0, 0)

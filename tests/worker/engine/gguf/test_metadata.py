@@ -8,11 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.engines import DEMO
+from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
-from tokenbus.demo import corpus
+from tokenbus.demo import chats
 from tokenbus.worker.engine.gguf import metadata
-from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
@@ -79,10 +78,10 @@ def test_the_demo_model_says_what_it_is() -> None:
     assert facts.values["tokenizer.ggml.add_bos_token"] is True
     assert facts.text("tokenizer.ggml.model") == "gpt2"
     assert facts.text("tokenizer.ggml.pre") == "qwen2"
-    assert facts.text("tokenizer.chat_template") == corpus.CHAT_TEMPLATE
+    assert facts.text("tokenizer.chat_template") == chats.CHAT_TEMPLATE
     tokens = facts.texts("tokenizer.ggml.tokens")
-    assert len(tokens) == len(facts.ints("tokenizer.ggml.token_type")) == 512
-    assert tuple(tokens[: len(corpus.SPECIAL_TOKENS)]) == corpus.SPECIAL_TOKENS
+    assert len(tokens) == len(facts.ints("tokenizer.ggml.token_type")) == 640
+    assert tuple(tokens[: len(chats.SPECIAL_TOKENS)]) == chats.SPECIAL_TOKENS
     assert all(" " in merge[1:] for merge in facts.texts("tokenizer.ggml.merges"))
 
 
@@ -213,7 +212,7 @@ def test_a_model_cut_short_in_its_weights_is_refused_when_it_is_loaded(
     for length in (header_bytes, header_bytes + 100, len(demo_data) // 2, len(demo_data) - 1):
         path.write_bytes(demo_data[:length])
         with pytest.raises(ModelError, match=r"can't load it|fetch the file again") as caught:
-            GgufRunner(EngineSettings(model=str(path), threads=1), lambda fraction: None)
+            gguf_runner(EngineSettings(model=str(path), threads=1))
         assert str(path) in str(caught.value)
 
 
@@ -273,4 +272,4 @@ def test_a_file_with_a_vocabulary_and_no_weights_is_refused(tmp_path: Path, demo
     path = tmp_path / "model.gguf"
     path.write_bytes(demo_data[:8] + struct.pack("<Q", 0) + demo_data[16:])
     with pytest.raises(ModelError, match="holds a vocabulary and no weights"):
-        GgufRunner(EngineSettings(model=str(path)), lambda _: None)
+        gguf_runner(EngineSettings(model=str(path)))

@@ -115,7 +115,7 @@ async def test_an_encoder_generates_nothing_and_says_so(start: Start, tmp_path: 
     config = await engine.start("test")
     assert (config.features, config.embedding_width, config.prefix_cache) == (("embed",), encoder.WIDTH, False)
     asked = contract.EngineRequest(key="k", token_ids=[1], sampling=contract.Sampling(max_tokens=1))
-    with pytest.raises(errors.RequestError, match="embeddings only"):
+    with pytest.raises(errors.RequestError, match="generates nothing"):
         engine.generate(asked, lambda output: None)
     await engine.cleanup()
 

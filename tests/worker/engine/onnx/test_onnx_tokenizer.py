@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from tests.support.engines import DEMO
+from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
-from tokenbus.demo import corpus
+from tokenbus.demo import chats
 from tokenbus.protocol.prompt import prompt
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker.engine.gguf.runner import GgufRunner
@@ -113,7 +113,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def gguf() -> Iterator[GgufRunner]:
-    runner = GgufRunner(DEMO, lambda share: None)
+    runner = gguf_runner(DEMO)
     yield runner
     runner.close()
 
@@ -152,7 +152,7 @@ def test_the_demo_files_say_what_the_gguf_says(gguf: GgufRunner) -> None:
 def test_a_router_makes_the_demo_models_prompts_of_its_bundle(gguf: GgufRunner) -> None:
     found = of(demo.ONNX_PATH)
     builder = prompt.load_builder(prompt.from_parts(prompt.to_parts(found.bundle), prompt.bundle_digest(found.bundle)))
-    conversation = [messages.ChatMessage(role="user", content=f"What is 3 + 4? {corpus.END} é漢")]
+    conversation = [messages.ChatMessage(role="user", content=f"What is 3 + 4? {chats.END} é漢")]
     ids = gguf.tokenize(internal.Tokenize(messages=conversation))
     assert found.tokenize(internal.Tokenize(messages=conversation)) == ids
     assert builder.from_messages(conversation, None) == ids
@@ -213,6 +213,18 @@ def test_ids_behind_the_tokenizers_last_have_no_text(tmp_path: Path) -> None:
     assert of(save(tmp_path, tokenizer), known + 3).token_bytes[known:] == [b"", b"", b""]
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "spaces", "spaces-bare"])
+def test_added_tokens_keep_their_ids_where_special_ones_are_taken_out(tmp_path: Path, kind: str) -> None:
+    whole = KINDS[kind]()
+    plain = {token.content: number for number, token in whole.get_added_tokens_decoder().items() if not token.special}
+    assert plain
+    made = of(save(tmp_path, whole))
+    in_router = prompt.load_builder(prompt.unpack(made.bundle))
+    for text, number in plain.items():
+        assert number in made.encode(text)
+        assert number in in_router.from_text(text)
+
+
 # sizes
 
 
@@ -243,7 +255,7 @@ def test_a_model_without_logits_has_its_tokenizers_size(tmp_path: Path) -> None:
 def test_a_template_in_a_file_of_its_own_comes_before_the_configs(folder: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "from the config"}))
-    assert of(folder).rules.chat_template == corpus.CHAT_TEMPLATE
+    assert of(folder).rules.chat_template == chats.CHAT_TEMPLATE
     (folder / "chat_template.jinja").unlink()
     assert of(folder).rules.chat_template == "from the config"
 

@@ -14,7 +14,7 @@ from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.loop import Inbox, StepLoop
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
-Reports = queue.SimpleQueue[ipc.StepReport | ipc.StepIsolated | ipc.ConstraintCompiled | ipc.EmbedResult]
+Reports = queue.SimpleQueue[ipc.StepReport | ipc.StepIsolated | ipc.ConstraintCompiled | ipc.PoolResult]
 
 
 class GatedRunner(ArithmeticRunner):

@@ -58,6 +58,7 @@ COMMANDS: list[ipc.Command] = [
     ipc.Abort(2**40),
     ipc.ClearCache(),
     ipc.EmbedCall(3, internal.Embed(inputs=["x", [1, 2]], dimensions=4, remaining_ms=100.0)),
+    ipc.RerankCall(4, internal.Rerank(query="q", documents=["a"], remaining_ms=5.0)),
     ipc.TokenizeCall(1, internal.Tokenize(text="a\0é")),
     ipc.TokenizeCall(
         2,
@@ -88,7 +89,7 @@ REPORTS: list[ipc.Report] = [
     ipc.StepIsolated(3),
     ipc.ConstraintCompiled(9, 0.25),
     ipc.ConstraintCompiled(9, 0.25, errors.make_error(errors.Code.INVALID_REQUEST, "regex: (", param="regex")),
-    ipc.EmbedResult(3, internal.EmbedResult(vectors=b"\x00" * 8, prompt_tokens=2)),
+    ipc.PoolResult(3, b"\x00" * 8, 2, None),
     ipc.TokenizeResult(1, b"\x05\0\0\0", None),
     ipc.TokenizeResult(2, b"", errors.make_error(errors.Code.UNSUPPORTED, "no template", param="messages")),
 ]

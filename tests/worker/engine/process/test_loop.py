@@ -328,14 +328,20 @@ def test_blocks_are_reported_with_the_step_that_stored_them_and_the_command_that
     assert [report.load.cached_blocks for report in story.reports] == [0, 0, 3, 0]
 
 
-def test_the_progress_of_a_prompt_is_reported_until_its_first_token() -> None:
+def test_the_progress_of_a_prompt_is_reported_until_it_is_done_with_its_first_token() -> None:
     watched = msgspec.structs.replace(add(1, num_prompt=70), return_progress=True)
     runner = ArithmeticRunner(make_config(max_num_batched_tokens=28))
     story = run(watched, add(2, num_prompt=70), runner=runner)
     seen = [[(one.seq_no, one.computed_tokens, one.cached_tokens) for one in r.progress] for r in story.reports]
     first = next(n for n, report in enumerate(story.reports) if any(o.seq_no == 1 for o in report.outputs))
-    assert seen[1:first] == [[(1, computed, 0)] for computed in range(10, 60, 10)]
-    assert not any(seen[first:])
+    assert seen[1 : first + 1] == [[(1, computed, 0)] for computed in (*range(10, 60, 10), 70)]
+    assert not any(seen[first + 1 :])
+
+
+def test_a_prompt_that_takes_one_step_is_reported_too() -> None:
+    story = run(msgspec.structs.replace(add(1, num_prompt=5, max_tokens=1), return_progress=True))
+    reported = [(one.computed_tokens, one.cached_tokens) for report in story.reports for one in report.progress]
+    assert reported == [(5, 0)]
 
 
 def test_isolated_steps_are_announced_before_and_end_with_a_token() -> None:

@@ -23,6 +23,7 @@ class Texts(ArithmeticRunner):
         super().__init__()
         assert self.embedder is not None
         self.embedder.tokenize = self._token_ids  # type: ignore[method-assign]
+        self.reranker = self.embedder  # type: ignore[assignment]
         self.is_asked = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
@@ -100,12 +101,15 @@ def ends(report: ipc.Report) -> bool:
 
 
 def code_of(report: ipc.Report) -> errors.Code | None:
-    error = report.error if isinstance(report, ipc.TokenizeResult) else None
-    error = report.reply.error if isinstance(report, ipc.EmbedResult) else error
+    error = report.error if isinstance(report, ipc.TokenizeResult | ipc.PoolResult) else None
     return None if error is None else error.code
 
 
-ASKS = [embed(7, "a", "b"), ipc.TokenizeCall(7, internal.Tokenize(text="a"))]
+def rerank(call_id: int, *documents: str) -> ipc.RerankCall:
+    return ipc.RerankCall(call_id, internal.Rerank(query="q", documents=list(documents), remaining_ms=9_000))
+
+
+ASKS = [embed(7, "a", "b"), rerank(7, "a", "b"), ipc.TokenizeCall(7, internal.Tokenize(text="a"))]
 
 
 @pytest.mark.parametrize("ask", ASKS)
@@ -124,7 +128,7 @@ def test_a_prompt_is_tokenized_while_inputs_to_embed_are(one: Replica) -> None:
     one.send(embed(1, "a"), ipc.TokenizeCall(2, internal.Tokenize(text="")))
     assert isinstance(one.until(lambda report: True), ipc.TokenizeResult)
     one.runner.gate.set()
-    assert isinstance(one.until(lambda report: not isinstance(report, ipc.StepReport)), ipc.EmbedResult)
+    assert isinstance(one.until(lambda report: not isinstance(report, ipc.StepReport)), ipc.PoolResult)
 
 
 @pytest.mark.parametrize("ask", ASKS)

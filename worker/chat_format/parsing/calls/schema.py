@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 
@@ -12,10 +13,33 @@ from tokenbus.worker.chat_format.parsing.calls.values import LITERALS
 TYPES = {"string", "number", "integer", "boolean", "null", "object", "array"}
 MAX_DEPTH = 8
 Schema = Mapping[str, Any]
+_DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(float_hook=float)
+"""Takes numbers that no float can hold, such as `1e999`, too."""
 
 
-def types_of(schema: object, depth: int = 0) -> set[str]:
-    """Returns the JSON types a schema allows; an empty set if it does not say."""
+def properties(schema: Schema) -> Schema:
+    """Returns the schemas of an object's members."""
+    whole = followed(schema, schema)
+    found = whole.get("properties") if isinstance(whole, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def followed(schema: object, whole: object) -> object:
+    """Returns the schema to which a part of `whole` refers; the part itself if it refers to none in there."""
+    for _ in range(MAX_DEPTH):
+        place = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(place, str) or not place.startswith("#"):
+            return schema
+        schema = whole
+        for key in place.split("/")[1:]:
+            key = unquote(key).replace("~1", "/").replace("~0", "~")
+            schema = schema.get(key) if isinstance(schema, Mapping) else None
+    return None
+
+
+def types_of(schema: object, whole: object = None, depth: int = 0) -> set[str]:
+    """Returns the JSON types that a schema, which may be a part of `whole`, allows; an empty set if it does not say."""
+    schema = followed(schema, whole)
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return set()
     declared = schema.get("type")
@@ -29,10 +53,10 @@ def types_of(schema: object, depth: int = 0) -> set[str]:
         return {_type_of(schema["const"])}
     for choice in ("anyOf", "oneOf"):
         if isinstance(choices := schema.get(choice), list):
-            found = [types_of(one, depth + 1) for one in choices]
+            found = [types_of(one, whole, depth + 1) for one in choices]
             return set().union(*found) if all(found) else set()
     if isinstance(every := schema.get("allOf"), list):
-        found = [types for one in every if (types := types_of(one, depth + 1))]
+        found = [types for one in every if (types := types_of(one, whole, depth + 1))]
         return set.intersection(*found) if found else set()
     return set()
 
@@ -56,7 +80,7 @@ def to_json(text: str, types: set[str]) -> str:
 def _parse(text: str) -> tuple[Any, bool]:
     stripped = text.strip()
     try:
-        return msgspec.json.decode(LITERALS.get(stripped, stripped)), True
+        return _DECODER.decode(LITERALS.get(stripped, stripped)), True
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         return None, False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
 
 from tokenbus.worker.chat_format.chat_format import Values
 from tokenbus.worker.chat_format.parsing.calls import schema
@@ -75,7 +74,8 @@ class TaggedCall(HeaderCall):
         self._write([", " if self._any else "{", f'"{escape(self._key)}": '])
         if self._rules.type_close:
             return self._then(self._argument_type)
-        return self._begin_value(schema.types_of(self._properties().get(self._key)))
+        whole = self._tools.get(self._name, {})
+        return self._begin_value(schema.types_of(schema.properties(whole).get(self._key), whole))
 
     def _argument_type(self, cursor: Cursor) -> bool:
         found = self._until(cursor, [self._rules.type_close])
@@ -85,16 +85,11 @@ class TaggedCall(HeaderCall):
         is_text = kind.strip() == self._calls.string_type
         return self._begin_value({"string"} if is_text else schema.TYPES - {"string"})
 
-    def _properties(self) -> Mapping[str, object]:
-        """Returns the schemas of the tool's arguments."""
-        found = self._tools.get(self._name, {}).get("properties")
-        return found if isinstance(found, Mapping) else {}
-
     def _begin_value(self, types: set[str]) -> bool:
         if self._calls.values is not Values.TEXT:
             self._reader = ValueReader(self._calls.values, self._rules.alphabet, self._rules.quote)
             return self._then(self._literal)
-        self._value = TextValue(self._rules, self._properties(), types)
+        self._value = TextValue(self._rules, schema.properties(self._tools.get(self._name, {})), types)
         return self._then(self._text_value)
 
     def _text_value(self, cursor: Cursor) -> bool:

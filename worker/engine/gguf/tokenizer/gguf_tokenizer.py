@@ -8,6 +8,7 @@ from llama_cpp import llama_cpp as llama
 
 from tokenbus.protocol.prompt import prompt
 from tokenbus.worker.engine.gguf.metadata import Metadata
+from tokenbus.worker.engine.gguf.pooling.rerank_prompt import PairTokens
 from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 1 << 0, 1 << 3, 1 << 4
@@ -30,13 +31,34 @@ class GgufTokenizer(ModelTokenizer):
         self.user_defined = {self._text(token): token for token in tokens if attributes[token] & kinds == _USER_DEFINED}
         super().__init__(self._rules(metadata, special, len(tokens)), self.encode)
 
+    @property
+    def pair_tokens(self) -> PairTokens:
+        """The tokens around and between a query and a document, as llama.cpp's server has them."""
+        bos, sep = llama.llama_vocab_bos(self._vocab), llama.llama_vocab_sep(self._vocab)
+        eos = llama.llama_vocab_eos(self._vocab)
+        end = [eos if eos >= 0 else sep] if llama.llama_vocab_get_add_eos(self._vocab) else []
+        return PairTokens(
+            before=[bos] if llama.llama_vocab_get_add_bos(self._vocab) else [],
+            between=[*end, *([sep] if llama.llama_vocab_get_add_sep(self._vocab) else [])],
+            after=end,
+        )
+
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text in which no special token is parsed."""
+        return self._tokenize(text, adds_special=False)
+
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        """Returns the ids of a text with the tokens that the model wants around it, as embeddings need it.
+
+        No special token is parsed in the text itself."""
+        return self._tokenize(text, adds_special=True)
+
+    def _tokenize(self, text: str, *, adds_special: bool) -> list[int]:
         data = text.encode()
         room = len(data) + 8  # enough for most texts, since a token is rarely less than a byte
         while True:
             ids = (llama.llama_token * room)()
-            count = llama.llama_tokenize(self._vocab, data, len(data), ids, room, False, False)
+            count = llama.llama_tokenize(self._vocab, data, len(data), ids, room, adds_special, False)
             if count >= 0:
                 return list(ids[:count])
             room = -count  # a negative count says how many ids there are
@@ -58,7 +80,16 @@ class GgufTokenizer(ModelTokenizer):
             bos_token_id=bos if bos >= 0 else None,
             add_bos=bool(llama.llama_vocab_get_add_bos(self._vocab)),
             vocab_size=size,
+            fim=self._fim_tokens(),
         )
+
+    def _fim_tokens(self) -> prompt.FimTokens | None:
+        """Returns the tokens that the file names (`tokenizer.ggml.fim_*`), or that llama.cpp knows by their texts."""
+        prefix, suffix = llama.llama_vocab_fim_pre(self._vocab), llama.llama_vocab_fim_suf(self._vocab)
+        middle = llama.llama_vocab_fim_mid(self._vocab)
+        if min(prefix, suffix, middle) < 0:
+            return None
+        return prompt.FimTokens(prefix=prefix, suffix=suffix, middle=middle)
 
     def _text(self, token: int) -> str:
         text: bytes = llama.llama_vocab_get_text(self._vocab, token)

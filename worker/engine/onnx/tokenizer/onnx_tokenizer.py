@@ -18,6 +18,15 @@ from tokenbus.worker.engine.runner import ModelError
 _MIN_COVERAGE = 0.5
 """The share of a model's vocabulary that its tokenizer must know: exports pad the vocabulary, but not by more."""
 
+_FIM_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+)
+"""The tokens before the text, behind it, and before what is generated, as models name them."""
+
 
 class _Token(msgspec.Struct, frozen=True):
     content: str
@@ -99,7 +108,15 @@ class OnnxTokenizer(ModelTokenizer):
             bos_token_id=bos_id,
             add_bos=add_bos,
             vocab_size=size,
+            fim=self._fim_tokens(),
         )
+
+    def _fim_tokens(self) -> prompt.FimTokens | None:
+        for names in _FIM_TOKENS:
+            prefix, suffix, middle = map(self._full.token_to_id, names)
+            if prefix is not None and suffix is not None and middle is not None:
+                return prompt.FimTokens(prefix=prefix, suffix=suffix, middle=middle)
+        return None
 
 
 def _template(path: Path | None, config: _TokenizerConfig) -> str | None:

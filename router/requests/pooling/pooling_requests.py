@@ -1,50 +1,45 @@
-"""Embedding requests: each is sent to one worker, to another one if that is lost, and answered once.
+"""Requests with one answer and no stream: each is sent to one worker, to another if that is lost, and answered once.
 
-Workers keep no state for them, so a request may be sent again without asking what became of the first try."""
+Workers keep no state for them, so a request may be sent again without asking what became of the first try. Embeddings
+(embeddings.py) and reranks (reranks.py) differ in their messages only."""
 
 import asyncio
 import random
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from typing import NamedTuple
+from typing import ClassVar, Generic, TypeVar
 
 import structlog
 
 from tokenbus.protocol.bus.bus import NoRespondersError, PayloadTooLargeError
 from tokenbus.protocol.bus.reply_sender import ReplySender
-from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import codec, embeddings, errors, internal, limits, messages, subjects
+from tokenbus.protocol.telemetry import metrics, tracing
+from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
-from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement.placement import Capacity
+from tokenbus.router.requests.pooling.pooling_request import BodyT, PoolingRequest, WorkT
 from tokenbus.router.requests.worker_client import Headers, Operation, WorkerClient, invalid_reply, workers_for
 
-_EMBED = Operation("embed", codec.Decoder(internal.EmbedResult))
 _MAX_OPEN = 1_024
-"""Embedding requests that one router holds at a time."""
+"""Requests of one kind that one router holds at a time."""
 _MAX_TRIES = 3
 
-
-class EmbeddingRequest(NamedTuple):
-    """A valid request, and where its reply goes."""
-
-    request_id: str
-    address: subjects.ModelAddress
-    body: messages.EmbedRequest
-    work: internal.Embed
-    reply: str
-    encoding: codec.Encoding
-    received_at: float
-    span: tracing.Span = tracing.NOOP_SPAN
-
-    @property
-    def remaining_s(self) -> float:
-        return self.received_at + self.work.remaining_ms / 1e3 - time.monotonic()
+ResultT = TypeVar("ResultT", internal.EmbedResult, internal.RerankResult)
+Reply = messages.EmbedReply | messages.RerankReply
 
 
-class Embeddings:
-    """The embedding requests of one router."""
+class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
+    """The requests of one kind that one router has received."""
+
+    operation: ClassVar[str]
+    """The name of the request's subjects, and of the feature that a worker needs for it."""
+    otel_operation: ClassVar[str]
+    unsupported: ClassVar[str]
+    """The refusal of a model that can't do it."""
+    inputs_field: ClassVar[str]
+    """The field of the request that is to blame for its size."""
 
     def __init__(
         self,
@@ -52,14 +47,17 @@ class Embeddings:
         workers: WorkerClient,
         fleet: Fleet,
         rng: random.Random,
-        metrics: RouterMetrics,
+        results: codec.Decoder[ResultT],
+        counted: metrics.Counter,
         tracer: tracing.Tracer,
     ) -> None:
+        """`counted` counts the replies, by error code."""
+        self._operation: Operation[ResultT] = Operation(self.operation, results)
+        self._counted = counted
         self._replies = replies
         self._workers = workers
         self._fleet = fleet
         self._rng = rng
-        self._metrics = metrics
         self._tracer = tracer
         self._open: Counter[subjects.WorkerAddress] = Counter()
         """Requests of this router that each worker is working on."""
@@ -67,15 +65,40 @@ class Embeddings:
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<Embeddings, {len(self._tasks)} open>"
+        return f"<{type(self).__name__}, {len(self._tasks)} open>"
 
-    def start(self, request: EmbeddingRequest, headers: tracing.Headers) -> None:
+    @abstractmethod
+    def check(self, body: BodyT) -> WorkT:
+        """Returns the message for a worker. Raises RequestError for the first field that is not allowed."""
+
+    @abstractmethod
+    def make_refusal(self, request_id: str, error: errors.Error) -> Reply:
+        """Returns the reply to a request that fails."""
+
+    @abstractmethod
+    def _make_reply(self, request: PoolingRequest[BodyT, WorkT], result: ResultT) -> Reply:
+        """Returns the reply to a request that a worker has carried out."""
+
+    @abstractmethod
+    def _find_fault(self, work: WorkT, result: ResultT) -> str | None:
+        """Returns why a worker's result can't be the answer, if so."""
+
+    @abstractmethod
+    def _log_received(self, request_id: str, model: str) -> None: ...
+
+    @abstractmethod
+    def log_refused(self, request_id: str, error: errors.Error) -> None: ...
+
+    @abstractmethod
+    def _log_finished(self, request_id: str, code: str | None, prompt_tokens: int, total_ms: float) -> None: ...
+
+    def start(self, request: PoolingRequest[BodyT, WorkT], headers: tracing.Headers) -> None:
         """Takes a request. Raises RequestError(overloaded) if too many are open."""
         if len(self._tasks) >= _MAX_OPEN:
             raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=1_000.0))
         model, request_id = request.address.model, request.request_id
-        self._log.info("embed_received", request_id=request_id, model=model)
-        known = {tracing.MODEL: model, tracing.OPERATION: "embeddings", tracing.REQUEST_ID: request_id}
+        self._log_received(request_id, model)
+        known = {tracing.MODEL: model, tracing.OPERATION: self.otel_operation, tracing.REQUEST_ID: request_id}
         span = tracing.start_span(self._tracer, "route", "server", headers, known, request.received_at)
         task = asyncio.get_running_loop().create_task(self._carry(request._replace(span=span)))
         self._tasks.add(task)
@@ -92,7 +115,7 @@ class Embeddings:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def send_reply(self, subject: str, encoding: codec.Encoding, reply: messages.EmbedReply) -> None:
+    def send_reply(self, subject: str, encoding: codec.Encoding, reply: Reply) -> None:
         """Publishes a reply, or an error in its place if it is too large for the broker."""
         headers = codec.error_headers(reply.error) if reply.error else None
         try:
@@ -100,37 +123,33 @@ class Embeddings:
         except PayloadTooLargeError as problem:
             error = errors.make_error(
                 errors.Code.PAYLOAD_TOO_LARGE,
-                f"{problem}: ask for fewer embeddings at a time, or in base64",
-                param="input",
+                f"{problem}: ask for less at a time, or for a denser encoding",
+                param=self.inputs_field,
             )
-            refusal = messages.EmbedReply(id=reply.id, error=error)
+            refusal = self.make_refusal(reply.id, error)
             self._replies.send(subject, codec.encode(refusal, encoding), codec.error_headers(error))
 
-    async def _carry(self, request: EmbeddingRequest) -> None:
+    async def _carry(self, request: PoolingRequest[BodyT, WorkT]) -> None:
         with request.span:
             try:
-                reply = _make_reply(request, await self._try_workers(request))
+                reply = self._make_reply(request, await self._try_workers(request))
             except errors.RequestError as error:
-                reply = messages.EmbedReply(id=request.request_id, error=error.error)
+                reply = self.make_refusal(request.request_id, error.error)
             except asyncio.CancelledError:  # only `shut_down` cancels
-                reply = messages.EmbedReply(id=request.request_id, error=errors.make_error(errors.Code.SHUTTING_DOWN))
+                reply = self.make_refusal(request.request_id, errors.make_error(errors.Code.SHUTTING_DOWN))
             except Exception:  # outermost frame of a request: whatever went wrong, the client gets a reply
                 self._log.exception("request_failed", request_id=request.request_id)
-                reply = messages.EmbedReply(id=request.request_id, error=errors.make_error(errors.Code.INTERNAL))
+                reply = self.make_refusal(request.request_id, errors.make_error(errors.Code.INTERNAL))
             if reply.error:
                 request.span.set_error(str(reply.error.code))
             self.send_reply(request.reply, request.encoding, reply)
         code = reply.error.code if reply.error else None
-        self._metrics.embeddings.labels(code or "ok").inc()
-        self._log.info(
-            "embed_finished",
-            request_id=request.request_id,
-            code=code,
-            prompt_tokens=reply.usage.prompt_tokens if reply.usage else 0,
-            total_ms=round((time.monotonic() - request.received_at) * 1e3, 1),
-        )
+        self._counted.labels(code or "ok").inc()
+        tokens = reply.usage.prompt_tokens if reply.usage else 0
+        total_ms = round((time.monotonic() - request.received_at) * 1e3, 1)
+        self._log_finished(request.request_id, code, tokens, total_ms)
 
-    async def _try_workers(self, request: EmbeddingRequest) -> internal.EmbedResult:
+    async def _try_workers(self, request: PoolingRequest[BodyT, WorkT]) -> ResultT:
         """Returns the first result. Raises RequestError with the last refusal if there is none."""
         refused: dict[str, errors.Error] = {}
         tries = 0
@@ -151,11 +170,11 @@ class Embeddings:
             finally:
                 self._open[address] -= 1
                 self._open += Counter()  # drops entries that are not above 0
-            if result.error is None:
+            if not isinstance(result, errors.Error):
                 return result
-            if not result.error.retryable or result.error.code is errors.Code.DEADLINE_EXCEEDED:
-                raise errors.RequestError(result.error)
-            refused[worker_id] = result.error
+            if not result.retryable or result.code is errors.Code.DEADLINE_EXCEEDED:
+                raise errors.RequestError(result)
+            refused[worker_id] = result
             tries += not worker.has_no_responders
         raise errors.RequestError(next(reversed(refused.values()), errors.make_error(errors.Code.NO_WORKER)))
 
@@ -163,61 +182,53 @@ class Embeddings:
         """Returns the least busy worker; None if none is available now. Raises RequestError if none can ever be."""
         now = time.monotonic()
         workers_for(self._fleet, model, now)  # raises RequestError if nothing serves the model
-        if not any("embed" in worker.card.features for worker in self._fleet.workers_of(model)):
-            raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes no embeddings", param="model")
+        if not any(self.operation in worker.card.features for worker in self._fleet.workers_of(model)):
+            raise errors.request_error(errors.Code.UNSUPPORTED, self.unsupported, param="model")
 
         def utilization(worker: Worker) -> tuple[int, int, float]:
             return self._open[worker.card.address], worker.load.running + worker.load.waiting, self._rng.random()
 
-        able = [worker for worker in self._fleet.eligible_workers(model, now) if "embed" in worker.card.features]
+        eligible = self._fleet.eligible_workers(model, now)
+        able = [worker for worker in eligible if self.operation in worker.card.features]
         others = [worker for worker in able if worker.card.worker_id not in refused]
         return min(others, key=utilization, default=None)
 
     def _may_come_back(self, model: str, refused: dict[str, errors.Error]) -> bool:
-        """Whether waiting may help. Workers that could not be reached may be tried again."""
+        """Whether waiting may help. Workers that could not be reached, or whose engine died, may be tried again."""
         for worker_id, error in list(refused.items()):
-            if error.code is errors.Code.NO_WORKER:
+            if error.code in (errors.Code.NO_WORKER, errors.Code.WORKER_LOST):
                 del refused[worker_id]
         return not refused and self._fleet.capacity(model, time.monotonic()) is not Capacity.NO_WORKERS
 
-    async def _ask(self, card: messages.Card, request: EmbeddingRequest, headers: Headers) -> internal.EmbedResult:
+    async def _ask(
+        self, card: messages.Card, request: PoolingRequest[BodyT, WorkT], headers: Headers
+    ) -> ResultT | errors.Error:
         """Returns a worker's result, or an error if it refuses, is lost meanwhile, or does not reply in time."""
         remaining_s = request.remaining_s
         if remaining_s <= 0:
-            return internal.EmbedResult(error=errors.make_error(errors.Code.DEADLINE_EXCEEDED))
+            return errors.make_error(errors.Code.DEADLINE_EXCEEDED)
         work = codec.replace(request.work, remaining_ms=remaining_s * 1e3)
-        call = asyncio.ensure_future(self._workers.call(card, _EMBED, work, remaining_s, headers))
+        call = asyncio.ensure_future(self._workers.call(card, self._operation, work, remaining_s, headers))
         try:
             while not call.done():
                 await asyncio.wait({call}, timeout=limits.TICK_S)
                 if self._fleet.is_lost(card) and not call.done():
-                    return internal.EmbedResult(error=errors.make_error(errors.Code.WORKER_LOST))
-            result, num_inputs = call.result(), len(request.work.inputs)
-            # Every input has the same number of 32-bit floats.
-            if result.error is None and (not result.vectors or len(result.vectors) % (4 * num_inputs)):
-                raise invalid_reply(card.worker_id, f"it has {len(result.vectors)} bytes for {num_inputs} inputs")
+                    return errors.make_error(errors.Code.WORKER_LOST)
+            result: ResultT = call.result()
+            if result.error is not None:
+                return result.error
+            if (fault := self._find_fault(request.work, result)) is not None:
+                raise invalid_reply(card.worker_id, fault)
             return result
         except errors.RequestError as problem:
-            return internal.EmbedResult(error=problem.error)
+            return problem.error
         except (NoRespondersError, ConnectionError) as error:
             if isinstance(error, NoRespondersError):
                 self._fleet.mark_no_responders(card)
-            return internal.EmbedResult(error=errors.make_error(errors.Code.NO_WORKER))
+            return errors.make_error(errors.Code.NO_WORKER)
         except PayloadTooLargeError as error:
-            return internal.EmbedResult(
-                error=errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error), param="input")
-            )
+            return errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error), param=self.inputs_field)
         except TimeoutError:
-            return internal.EmbedResult(error=errors.make_error(errors.Code.DEADLINE_EXCEEDED))
+            return errors.make_error(errors.Code.DEADLINE_EXCEEDED)
         finally:
             call.cancel()
-
-
-def _make_reply(request: EmbeddingRequest, result: internal.EmbedResult) -> messages.EmbedReply:
-    tokens = result.prompt_tokens
-    return messages.EmbedReply(
-        id=request.request_id,
-        model=request.address.model,
-        embeddings=embeddings.to_rows(result.vectors, len(request.work.inputs), request.body.encoding),
-        usage=messages.Usage(prompt_tokens=tokens, completion_tokens=0, total_tokens=tokens, cached_tokens=0),
-    )

@@ -1,0 +1,40 @@
+"""Turns the body of a request to count tokens into one of the wire, and the reply into Anthropic's; pure."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from tokenbus.gateway.anthropic import messages_request, schemas
+from tokenbus.protocol.wire import messages as wire
+
+_encoder = msgspec.json.Encoder()
+
+
+class CountTokensRequest(messages_request.MessagesRequest, frozen=True, kw_only=True):
+    """The body: that of a message, of which what only an answer needs may be left out."""
+
+
+class ParsedCount(msgspec.Struct, frozen=True, kw_only=True):
+    """A valid request for the number of tokens of a conversation."""
+
+    model: str
+    request: wire.TokenizeRequest
+
+    def encode(self, reply: wire.TokenizeReply) -> bytes:
+        """Returns the body of the response."""
+        return _encoder.encode(schemas.MessageTokensCount(input_tokens=reply.count or 0))
+
+
+def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedCount:
+    """Parses a body, and validates it as one that asks for a message. Raises RequestError with Anthropic's name of the
+    field at fault."""
+    asked, request, _ = messages_request.to_wire(body, headers, request_id)
+    counted = wire.TokenizeRequest(
+        id=request_id,
+        messages=request.messages,
+        tools=request.tools,
+        chat_template_kwargs=request.chat_template_kwargs,
+        only_count=True,
+        timeout_ms=request.timeout_ms,
+    )
+    return ParsedCount(model=asked.model or "", request=counted)

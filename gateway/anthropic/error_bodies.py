@@ -1,0 +1,53 @@
+"""Errors in the form of Anthropic's API; pure."""
+
+import msgspec
+
+from tokenbus.gateway.anthropic import schemas
+from tokenbus.gateway.anthropic.field_names import FieldNames
+from tokenbus.gateway.http.http_errors import ErrorResponse
+from tokenbus.protocol.wire import errors
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    499: "api_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+_OVERLOADED = (errors.Code.OVERLOADED, errors.Code.INSUFFICIENT_MEMORY)
+_NAMES = FieldNames()
+_encoder = msgspec.json.Encoder()
+
+
+def status_of(response: ErrorResponse) -> int:
+    """Returns the status with which Anthropic answers: a server that is overloaded has one of its own."""
+    return 529 if response.status == 503 and response.code in _OVERLOADED else response.status
+
+
+def type_of(response: ErrorResponse) -> str:
+    """Returns which of the types of errors it is that Anthropic distinguishes."""
+    status = status_of(response)
+    return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+
+
+def message_of(response: ErrorResponse) -> str:
+    """Returns the text. Agents recognize by it that their conversation has become too long."""
+    if response.context_length is None or response.prompt_tokens is None:
+        return _NAMES.message(response.message, response.param)
+    # One token must be left to generate.
+    return f"prompt is too long: {response.prompt_tokens} tokens > {response.context_length - 1} maximum"
+
+
+def to_body(response: ErrorResponse) -> schemas.ErrorBody:
+    """Returns the body of an error response, which is also the data of an error's event."""
+    detail = schemas.ErrorDetail(type=type_of(response), message=message_of(response))
+    return schemas.ErrorBody(error=detail, request_id=response.request_id)
+
+
+def encode(response: ErrorResponse) -> bytes:
+    """Returns the body as JSON."""
+    return _encoder.encode(to_body(response))

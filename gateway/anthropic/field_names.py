@@ -1,0 +1,82 @@
+"""Translates names of fields of the wire into those of Anthropic's API; pure."""
+
+import re
+from collections.abc import Sequence
+
+from tokenbus.gateway.anthropic.turns import Turn
+from tokenbus.gateway.http.http_errors import ErrorResponse
+from tokenbus.protocol.wire import errors
+
+_RULES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^stop(?=\[|$)", "stop_sequences"),
+        (r"^response_format\.json_schema\.schema", "output_config.format.schema"),
+        (r"^response_format(\.json_schema)?", "output_config.format"),
+        (r"^parallel_tool_calls$", "tool_choice.disable_parallel_tool_use"),
+        (r"^tool_choice\.function", "tool_choice"),
+        (r"^(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
+        (r"^(tools\[\d+\])\.function", r"\1"),
+        (r"\[(\d+)\]", r".\1"),
+    )
+]
+_OF_MESSAGE = re.compile(r"^messages\[(\d+)\](?:\.(content|tool_calls)\[(\d+)\])?(.*)$")
+_OF_TOOL = re.compile(r"^tools\[(\d+)\]")
+_IN_MESSAGE = {
+    ".function.arguments": ".input",
+    ".function.name": ".name",
+    ".function": "",
+    ".tool_call_id": ".tool_use_id",
+    ".tool_calls": "",
+}
+
+
+class FieldNames:
+    """The names of the fields of one request."""
+
+    def __init__(self, turns: Sequence[Turn] = (), tool_numbers: Sequence[int] = ()) -> None:
+        """`tool_numbers` are the places that the tools of the wire have in the request, which may have others too."""
+        self._turns = turns
+        self._tool_numbers = tool_numbers
+
+    def __repr__(self) -> str:
+        return f"<FieldNames of {len(self._turns)} turns>"
+
+    def of(self, param: str) -> str:
+        """Returns the name of a field, which is the same if it is one of Anthropic's already."""
+        match = _OF_MESSAGE.match(param)
+        if match and int(match[1]) < len(self._turns):
+            return self._in_turn(self._turns[int(match[1])], match)
+        tool = _OF_TOOL.match(param)
+        if tool and int(tool[1]) < len(self._tool_numbers):
+            param = f"tools[{self._tool_numbers[int(tool[1])]}]{param[tool.end() :]}"
+        for pattern, replacement in _RULES:
+            param = pattern.sub(replacement, param)
+        return param
+
+    def message(self, message: str, param: str | None) -> str:
+        """Returns the text of an error in which the field at fault has its name, in front of the problem."""
+        if param is None:
+            return message
+        # Messages of validation begin with the field's name, those of the decoder end with it.
+        for begin, end in ((f"{param}: ", ""), (f"{param} ", ""), ("", f" at {param}")):
+            if message.startswith(begin) and message.endswith(end):
+                return f"{self.of(param)}: {message[len(begin) : len(message) - len(end)]}"
+        return message
+
+    def renamed(self, error: errors.Error) -> errors.Error:
+        """Returns an error that names the field at fault as the client does."""
+        param = None if error.param is None else self.of(error.param)
+        return errors.make_error(error.code, self.message(error.message, error.param), param=param)
+
+    def renamed_response(self, error: ErrorResponse) -> ErrorResponse:
+        """Returns an error response that names the field at fault as the client does."""
+        param = None if error.param is None else self.of(error.param)
+        return error._replace(param=param, message=self.message(error.message, error.param))
+
+    def _in_turn(self, turn: Turn, match: "re.Match[str]") -> str:
+        rest = _IN_MESSAGE.get(match[4], match[4])
+        if match[2] is None:
+            return turn.path + rest
+        places = turn.part_paths if match[2] == "content" else turn.call_paths
+        return places[int(match[3])] + rest

@@ -1,0 +1,216 @@
+"""Parses the body of a message request and turns it into a request of our wire protocol; pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from tokenbus.gateway.anthropic import messages_response
+from tokenbus.gateway.anthropic.field_names import FieldNames
+from tokenbus.gateway.anthropic.turns import Content, InputMessage, Turn, to_turns
+from tokenbus.gateway.generation import conversation
+from tokenbus.gateway.generation.answer_events import AnswerReader
+from tokenbus.gateway.generation.dialect import ResponseHead
+from tokenbus.gateway.generation.model_names import checked_model
+from tokenbus.gateway.http.http_errors import ErrorResponse
+from tokenbus.protocol.prompt import history
+from tokenbus.protocol.wire import codec, errors, validation
+from tokenbus.protocol.wire import messages as wire
+
+_CLIENT_TOOL = (None, "custom")
+"""Types of tools that the client describes and runs. All others are known to Anthropic's models only."""
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    type: str | None = None
+    name: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    """Says whether the model reasons. How many tokens it may spend (`budget_tokens`) is up to the model."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+
+
+class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a message request. Unknown fields are ignored, as clients of many versions expect."""
+
+    model: str | None = None
+    messages: list[InputMessage] | None = None
+    system: Content | None = None
+    max_tokens: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    thinking: Thinking | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The earlier place of `output_config.format`."""
+    seed: int | None = None
+    """This field and those below are not Anthropic's; they mean what they mean on the wire."""
+    cache_salt: str | None = None
+    session_id: str | None = None
+    priority: int | None = None
+    timeout_ms: float | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wanted_format(self) -> OutputFormat | None:
+        config = self.output_config
+        return config.format if config is not None and config.format is not None else self.output_format
+
+
+_decoder = codec.Decoder(MessagesRequest, free_form=codec.FREE_FORM | {"input", "schema"})
+
+
+class ParsedMessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A valid request for a message."""
+
+    model: str
+    request: wire.GenerateRequest
+    stream: bool
+    names: FieldNames
+    n: int = 1
+
+    @property
+    def requests(self) -> tuple[wire.GenerateRequest, ...]:
+        """The one request that it makes."""
+        return (self.request,)
+
+    def encoder(self, head: ResponseHead) -> messages_response.MessageEncoder:
+        """Returns the encoder of a response that is streamed."""
+        return messages_response.MessageEncoder(head)
+
+    def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerReader]) -> bytes:
+        """Returns the body of a response that is not streamed."""
+        return messages_response.encode_whole(head, answers[0])
+
+    def named(self, error: ErrorResponse) -> ErrorResponse:
+        """Returns an error of a router or worker with Anthropic's name of the field at fault."""
+        return self.names.renamed_response(error)
+
+
+def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedMessagesRequest:
+    """Parses a body, and validates it as a router would. Raises RequestError with Anthropic's name of the field at
+    fault."""
+    asked, request, names = to_wire(body, headers, request_id)
+    if asked.max_tokens is None:
+        raise errors.invalid_field("max_tokens", "is required")
+    return ParsedMessagesRequest(model=asked.model or "", request=request, stream=bool(asked.stream), names=names)
+
+
+def to_wire(
+    body: bytes, headers: Mapping[str, str], request_id: str
+) -> tuple[MessagesRequest, wire.GenerateRequest, FieldNames]:
+    """Returns a body, the valid request that it becomes, which may be one to count tokens of, and its names of the
+    request's fields."""
+    try:
+        asked = _decoder.decode(body, codec.Encoding.JSON)
+    except errors.RequestError as refused:
+        raise errors.RequestError(FieldNames().renamed(refused.error)) from refused
+    checked_model(asked.model)
+    _check_conversation(asked.messages)
+    turns = to_turns(asked.system, asked.messages or [])
+    tools = _client_tools(asked.tools or [])
+    request = _to_request(asked, turns, list(tools.values()), conversation.session_of(headers), request_id)
+    names = FieldNames(turns, list(tools))
+    try:
+        validation.check_request(request)
+        # Routers check past calls only as they render them; here it is known of which blocks these were made.
+        history.message_dicts(request.messages or [], with_objects=True)
+    except errors.RequestError as refused:
+        raise errors.RequestError(names.renamed(refused.error)) from refused
+    return asked, request, names
+
+
+def _check_conversation(given: Sequence[InputMessage] | None) -> None:
+    if given is None:
+        raise errors.invalid_field("messages", "is required")
+    if not given:
+        raise errors.invalid_field("messages", "at least one message is required")
+    if given[-1].role == "assistant":
+        problem = "messages: the conversation must end with a user message; this model does not support prefill"
+        raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="messages")
+
+
+def _client_tools(given: Sequence[Tool]) -> dict[int, dict[str, Any]]:
+    """Returns the tools that a client describes and runs, by their place in the request."""
+    return {number: _to_tool(tool) for number, tool in enumerate(given) if tool.type in _CLIENT_TOOL}
+
+
+def _to_tool(tool: Tool) -> dict[str, Any]:
+    fields = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
+
+
+def _to_choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
+    if choice is None or choice.type != "tool":
+        return None if choice is None else _CHOICES[choice.type]
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _to_format(wanted: OutputFormat | None) -> wire.ResponseFormat | None:
+    if wanted is None:
+        return None
+    return wire.ResponseFormat(type="json_schema", json_schema=wire.JsonSchema(schema=wanted.schema))
+
+
+def _template_arguments(asked: MessagesRequest) -> dict[str, Any] | None:
+    """Returns the variables for the chat template. Without `thinking`, a model reasons if it does so by default."""
+    effort = asked.output_config.effort if asked.output_config is not None else None
+    given = asked.chat_template_kwargs
+    if asked.thinking is not None and asked.thinking.type == "disabled":
+        effort = "none"
+    elif asked.thinking is not None:
+        given = {"enable_thinking": True} | (given or {})
+    return conversation.template_arguments(effort, given)
+
+
+def _to_request(
+    asked: MessagesRequest, turns: Sequence[Turn], tools: list[dict[str, Any]], session: str | None, request_id: str
+) -> wire.GenerateRequest:
+    """Converts to a wire request, which is streamed in any case, so that a worker notices if this gateway dies."""
+    choice = asked.tool_choice
+    return wire.GenerateRequest(
+        id=request_id,
+        messages=[turn.message for turn in turns],
+        max_tokens=asked.max_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        seed=asked.seed,
+        stop=asked.stop_sequences,
+        response_format=_to_format(asked.wanted_format),
+        tools=tools or None,
+        tool_choice=_to_choice(choice),
+        parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
+        return_progress=True if asked.stream else None,
+        cache_salt=asked.cache_salt,
+        session_id=asked.session_id or session,
+        priority=asked.priority,
+        timeout_ms=asked.timeout_ms,
+        chat_template_kwargs=_template_arguments(asked),
+    )

@@ -1,0 +1,156 @@
+"""Turns a conversation of content blocks into messages of the wire, and keeps where each came from; pure.
+
+A message of Anthropic's API may hold what are several messages of the wire (results of tools are blocks of the user's
+message), and several of its messages may be one: neighbours of the same role are joined, since many templates insist on
+roles that alternate."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from tokenbus.protocol.wire import messages as wire
+from tokenbus.protocol.wire.errors import invalid_field
+
+IGNORED_LINES = "x-anthropic-billing-header:"
+"""Begins lines of system prompts that are different in each request: with them, no prompt would ever be cached."""
+_BETWEEN_BLOCKS = "\n\n"
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True):
+    """A content block. Its type says which of the fields it has."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: "str | list[Block] | None" = None
+    is_error: bool | None = None
+
+
+Content = str | list[Block]
+
+
+class InputMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """A message of the request."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class Turn(NamedTuple):
+    """A message of the wire, and the paths of what it was made of."""
+
+    message: wire.ChatMessage
+    path: str
+    part_paths: Sequence[str] = ()
+    """The path of each part of its content."""
+    call_paths: Sequence[str] = ()
+    """The path of each of its tool calls."""
+
+
+class _Placed(NamedTuple):
+    block: Block
+    path: str
+
+
+def to_turns(system: Content | None, conversation: Sequence[InputMessage]) -> list[Turn]:
+    """Returns the messages of the wire. System messages at the beginning are joined with `system`.
+
+    Later ones are text of the user's turn, since most templates know none there. Raises RequestError for a system
+    prompt that is not text."""
+    count = next((number for number, one in enumerate(conversation) if one.role != "system"), len(conversation))
+    texts = [] if system is None else _system_texts(system, "system")
+    for number, one in enumerate(conversation[:count]):
+        texts += _system_texts(one.content, f"messages.{number}.content")
+    turns = [Turn(wire.ChatMessage(role="system", content=_BETWEEN_BLOCKS.join(texts)), "system")] if texts else []
+    placed = [
+        (one.role == "assistant", number, _placed(one, f"messages.{number}.content"))
+        for number, one in enumerate(conversation[count:], count)
+    ]
+    for is_assistant, run in itertools.groupby(placed, lambda one: one[0]):
+        members = list(run)
+        path = f"messages.{members[0][1]}"
+        blocks = [block for _, _, found in members for block in found]
+        turns += [_assistant_turn(blocks, path)] if is_assistant else _user_turns(blocks, path)
+    return turns
+
+
+def _placed(message: InputMessage, path: str) -> list[_Placed]:
+    if message.role == "system":
+        return [
+            _Placed(Block(type="text", text=f"<system-reminder>\n{text}\n</system-reminder>"), path)
+            for text in _system_texts(message.content, path)
+        ]
+    return _blocks(message.content, path)
+
+
+def _blocks(content: Content | None, path: str) -> list[_Placed]:
+    if content is None or isinstance(content, str):
+        return [_Placed(Block(type="text", text=content), path)] if content else []
+    return [_Placed(block, f"{path}.{number}") for number, block in enumerate(content)]
+
+
+def _system_texts(content: Content, path: str) -> list[str]:
+    """Returns the texts of a system prompt that are not empty, without the lines that are ignored."""
+    texts = []
+    for block, place in _blocks(content, path):
+        if block.type != "text":
+            raise invalid_field(f"{place}.type", f"must be text, got {block.type[:100]!r}")
+        if block.text is None:
+            raise invalid_field(f"{place}.text", "is required")
+        text = block.text
+        if IGNORED_LINES in text:
+            lines = text.splitlines(keepends=True)
+            text = "".join(line for line in lines if not line.lstrip().startswith(IGNORED_LINES))
+        texts += [text] if text.strip() else []
+    return texts
+
+
+def _user_turns(blocks: Sequence[_Placed], path: str) -> list[Turn]:
+    """Returns the results of tools, and then what the user says."""
+    turns = [_result_turn(one) for one in blocks if one.block.type == "tool_result"]
+    said = [one for one in blocks if one.block.type != "tool_result"]
+    if said or not turns:
+        message = wire.ChatMessage(role="user", content=_content(said))
+        turns.append(Turn(message, path, [place for _, place in said]))
+    return turns
+
+
+def _result_turn(placed: _Placed) -> Turn:
+    block, path = placed
+    blocks = _blocks(block.content, f"{path}.content")
+    content = _content(blocks)
+    if block.is_error and isinstance(content, str):
+        content = f"Error: {content}"  # templates have no other place for it
+    message = wire.ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=content)
+    return Turn(message, path, [place for _, place in blocks])
+
+
+def _assistant_turn(blocks: Sequence[_Placed], path: str) -> Turn:
+    calls = [one for one in blocks if one.block.type == "tool_use"]
+    thoughts = [one.block.thinking for one in blocks if one.block.type == "thinking" and one.block.thinking]
+    said = [one for one in blocks if one.block.type not in ("tool_use", "thinking", "redacted_thinking")]
+    message = wire.ChatMessage(
+        role="assistant",
+        content=_content(said) if said or not calls else None,
+        reasoning_content=_BETWEEN_BLOCKS.join(thoughts) or None,
+        tool_calls=[_call(block) for block, _ in calls] or None,
+    )
+    return Turn(message, path, [place for _, place in said], [place for _, place in calls])
+
+
+def _call(block: Block) -> dict[str, Any]:
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input or {}}}
+
+
+def _content(blocks: Sequence[_Placed]) -> str | list[wire.ContentPart]:
+    """Returns the joined texts of blocks, or parts that validation refuses if some are not text."""
+    texts = [block.text for block, _ in blocks if block.type == "text" and block.text is not None]
+    if len(texts) == len(blocks):
+        return _BETWEEN_BLOCKS.join(text for text in texts if text)
+    return [wire.ContentPart(type=block.type, text=block.text) for block, _ in blocks]

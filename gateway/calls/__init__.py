@@ -1,0 +1,1 @@
+"""Serves what is asked and answered in one piece and generates nothing, in any API."""

@@ -1,0 +1,57 @@
+"""Embeds any number of inputs, a few in each request of the wire, so that their vectors fit in its messages."""
+
+import asyncio
+import re
+
+from tokenbus.client import Client
+from tokenbus.protocol.wire import codec, errors, messages
+
+INPUTS_AT_ONCE = 32
+"""The inputs of one request: their vectors of 4,096 numbers take 0.7 MiB in base64."""
+_REQUESTS_AT_ONCE = 4
+_PLACE = re.compile(r"input\[(\d+)\]")
+
+
+async def embed(client: Client, model: str, request: messages.EmbedRequest) -> messages.EmbedReply:
+    """Returns the embeddings of all inputs. Raises RequestError with an error whose `param` counts all inputs."""
+    inputs = request.input
+    if not isinstance(inputs, list) or len(inputs) <= INPUTS_AT_ONCE:
+        return await client.embed(model, request)
+    turns = asyncio.Semaphore(_REQUESTS_AT_ONCE)
+
+    async def embed_some(start: int) -> messages.EmbedReply:
+        some = codec.replace(request, id=f"{request.id}-{start}", input=inputs[start : start + INPUTS_AT_ONCE])
+        async with turns:
+            try:
+                return await client.embed(model, some)
+            except errors.RequestError as error:
+                raise errors.RequestError(_shifted(error.error, start)) from error
+
+    tasks = [asyncio.create_task(embed_some(start)) for start in range(0, len(inputs), INPUTS_AT_ONCE)]
+    try:
+        return _joined(request.id or "", await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _joined(request_id: str, replies: list[messages.EmbedReply]) -> messages.EmbedReply:
+    usages = [reply.usage for reply in replies if reply.usage]
+    tokens = sum(usage.prompt_tokens for usage in usages)
+    return messages.EmbedReply(
+        id=request_id,
+        model=replies[0].model,
+        embeddings=[row for reply in replies for row in reply.embeddings or []],
+        usage=messages.Usage(prompt_tokens=tokens, completion_tokens=0, total_tokens=tokens, cached_tokens=0),
+    )
+
+
+def _shifted(error: errors.Error, start: int) -> errors.Error:
+    """Returns the error of some inputs, of which the first is the input `start` of all."""
+
+    def shift(text: str) -> str:
+        return _PLACE.sub(lambda place: f"input[{int(place[1]) + start}]", text, count=1)
+
+    if error.param is None or not _PLACE.match(error.param):
+        return error
+    return codec.replace(error, param=shift(error.param), message=shift(error.message))

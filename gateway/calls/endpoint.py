@@ -1,0 +1,73 @@
+"""Serves an endpoint that generates nothing: one request and one reply of the wire, in the words of its dialect."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, Generic, TypeVar
+
+from tokenbus.gateway.calls.dialect import CallDialect, ParsedCall, ReplyT, RequestT
+from tokenbus.gateway.http import body, http_errors
+from tokenbus.gateway.http.endpoint import Endpoint, Exchange, Services
+from tokenbus.protocol.wire import errors
+
+ResultT = TypeVar("ResultT")
+
+
+class CallEndpoint(Endpoint, Generic[RequestT, ReplyT]):
+    """The ASGI application of one endpoint; watches for the client's disconnect until the reply."""
+
+    def __init__(self, services: Services, dialect: CallDialect[RequestT, ReplyT]) -> None:
+        super().__init__(services, dialect)
+        self._dialect = dialect
+
+    async def _serve(self, exchange: Exchange) -> None:
+        try:
+            parsed = await self._read(exchange)
+            served_as = self._services.aliases.resolve(parsed.model, exchange.request_id)
+            await body.cancel_on_disconnect(exchange.request.receive, self._respond(exchange, served_as, parsed))
+        except errors.RequestError as refused:
+            raise errors.RequestError(http_errors.with_names(refused.error, self._dialect.names)) from refused
+
+    async def _read(self, exchange: Exchange) -> ParsedCall[RequestT, ReplyT]:
+        # In a method of its own, so that nothing holds the body while the request is served.
+        payload = await body.read(exchange.request, self._services.bodies.max_body_bytes, exchange.held_body)
+        parsed = self._dialect.parse(payload, exchange.request.headers, exchange.request_id)
+        exchange.log.received(parsed.model, body_bytes=len(payload))
+        return parsed
+
+    async def _respond(self, exchange: Exchange, served_as: str, parsed: ParsedCall[RequestT, ReplyT]) -> None:
+        open_call = OpenCall()
+        with self._services.limit.track(open_call):
+            reply = await open_call.run(self._dialect.send(exchange.tenant.client, served_as, parsed.request))
+        exchange.log.set_usage(self._dialect.usage_of(reply))
+        await exchange.writer.send_json(200, parsed.encode(reply))
+
+
+class OpenCall:
+    """A call that a gateway which shuts down can end."""
+
+    def __init__(self) -> None:
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __repr__(self) -> str:
+        return f"<OpenCall{', failed' if self._failure.done() else ''}>"
+
+    async def run(self, call: Awaitable[ResultT]) -> ResultT:
+        """Returns the call's result. Raises RequestError with the error of `fail` if that comes first."""
+        working = asyncio.ensure_future(call)
+        try:
+            either: set[asyncio.Future[Any]] = {working, self._failure}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                self._failure.result()
+            return working.result()
+        finally:
+            working.cancel()
+
+    def cancel(self) -> None:
+        """Does nothing: a call holds nothing at a worker that would have to be freed."""
+
+    def fail(self, error: errors.Error) -> None:
+        """Ends the call with an error."""
+        if not self._failure.done():
+            self._failure.set_exception(errors.RequestError(error))
+            self._failure.exception()  # marks it as retrieved: the call may just have ended by itself

@@ -1,0 +1,1 @@
+"""Endpoints in the form of Cohere and Jina."""

@@ -1,0 +1,92 @@
+"""Ranks documents in the form of Cohere and Jina: bodies become requests of the wire, replies their responses; pure."""
+
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from tokenbus.gateway.generation.model_names import checked_model
+from tokenbus.protocol.wire import codec, pooling
+from tokenbus.protocol.wire import messages as wire
+
+_encoder = msgspec.json.Encoder()
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    text: str
+
+
+class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a request to rank documents. Unknown fields are ignored."""
+
+    model: str | None = None
+    query: str | None = None
+    documents: list[str | Document] | None = None
+    top_n: int | None = None
+    return_documents: bool | None = None
+    timeout_ms: float | None = None
+    """Neither Cohere's nor Jina's, but what it is on the wire."""
+
+
+class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    """The number of the document in the request, from 0."""
+    relevance_score: float
+    document: Document | UnsetType = UNSET
+
+
+class RerankUsage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The documents, the most relevant one first."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: RerankUsage
+
+
+_decoder = codec.Decoder(RerankBody)
+
+
+class ParsedRerank(msgspec.Struct, frozen=True, kw_only=True):
+    """A valid request to rank documents."""
+
+    model: str
+    request: wire.RerankRequest
+    returns_documents: bool
+
+    def encode(self, reply: wire.RerankReply) -> bytes:
+        """Returns the body of the response."""
+        documents = self.request.documents or []
+        results = [
+            RerankResult(
+                index=one.index,
+                relevance_score=one.relevance_score,
+                document=Document(text=documents[one.index]) if self.returns_documents else UNSET,
+            )
+            for one in reply.results or []
+        ]
+        tokens = reply.usage.prompt_tokens if reply.usage else 0
+        usage = RerankUsage(prompt_tokens=tokens, total_tokens=tokens)
+        return _encoder.encode(RerankResponse(id=reply.id, model=self.model, results=results, usage=usage))
+
+
+def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedRerank:
+    """Parses a body, and validates it as a router would. Raises RequestError with the name of the field at fault."""
+    asked = _decoder.decode(body, codec.Encoding.JSON)
+    documents = [one if isinstance(one, str) else one.text for one in asked.documents or []]
+    request = wire.RerankRequest(
+        id=request_id, query=asked.query, documents=documents, top_n=asked.top_n, timeout_ms=asked.timeout_ms
+    )
+    model = checked_model(asked.model)
+    pooling.check_rerank_request(request)
+    return ParsedRerank(model=model, request=request, returns_documents=bool(asked.return_documents))
+
+
+def usage_of(reply: wire.RerankReply) -> wire.Usage | None:
+    """Returns the tokens of the documents, each with the query."""
+    return reply.usage or None

@@ -1,0 +1,146 @@
+"""Parses the body of a completion and turns it into requests of our wire protocol, one for each prompt; pure."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from tokenbus.gateway.generation import conversation
+from tokenbus.gateway.generation.answer_events import AnswerReader
+from tokenbus.gateway.generation.dialect import ResponseHead
+from tokenbus.gateway.generation.model_names import checked_model
+from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.http.http_errors import ErrorResponse
+from tokenbus.gateway.openai.completions import response
+from tokenbus.gateway.openai.sampling_fields import SamplingFields
+from tokenbus.protocol.wire import codec, errors, validation
+from tokenbus.protocol.wire import messages as wire
+
+DEFAULT_MAX_TOKENS = 16
+MAX_ANSWERS = 512
+"""Answers to all prompts of one request together."""
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    """The body of a completion. Unknown fields are ignored, as OpenAI's clients expect."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    """A text, texts, token ids, or lists of token ids."""
+    suffix: str | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+
+
+_decoder = codec.Decoder(CompletionRequest)
+
+
+class ParsedCompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A valid request for completions."""
+
+    model: str
+    requests: list[wire.GenerateRequest]
+    stream: bool
+    n: int
+    include_usage: bool
+    echo: bool
+
+    @property
+    def form(self) -> response.Form:
+        """The form of its answers."""
+        echoed = [one.prompt or "" if self.echo else "" for one in self.requests]
+        return response.Form(n=self.n, echoed=echoed, include_usage=self.include_usage)
+
+    def encoder(self, head: ResponseHead) -> response.EventEncoder:
+        """Returns the encoder of a response that is streamed."""
+        return response.EventEncoder(head, self.form)
+
+    def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerReader]) -> bytes:
+        """Returns the body of a response that is not streamed."""
+        return response.encode_whole(head, self.form, answers)
+
+    def named(self, error: ErrorResponse) -> ErrorResponse:
+        """Returns an error of a router or worker with OpenAI's name of the field at fault."""
+        if error.param is None or not error.param.startswith("token_ids"):
+            return error
+        message = error.message.replace("token_ids", "prompt", 1)
+        return error._replace(param=error.param.replace("token_ids", "prompt", 1), message=message)
+
+
+def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedCompletionRequest:
+    """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name of the field at
+    fault."""
+    asked = _decoder.decode(body, codec.Encoding.JSON)
+    model, prompts = checked_model(asked.model), _prompts_of(asked.prompt)
+    n = 1 if asked.n is None else asked.n
+    _check(asked, len(prompts), n)
+    session = conversation.session_of(headers)
+    requests = [
+        _to_wire(asked, prompt, session, request_id if not number else f"{request_id}-p{number}")
+        for number, prompt in enumerate(prompts)
+    ]
+    for number, request in enumerate(requests):
+        try:
+            validation.check_request(request)
+        except errors.RequestError as refused:
+            place = "prompt" if len(requests) == 1 else f"prompt[{number}]"
+            raise errors.RequestError(
+                http_errors.with_names(refused.error, {"prompt": place, "token_ids": place})
+            ) from refused
+    return ParsedCompletionRequest(
+        model=model,
+        requests=requests,
+        stream=bool(asked.stream),
+        n=n,
+        include_usage=asked.includes_usage,
+        echo=bool(asked.echo),
+    )
+
+
+def _prompts_of(given: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
+    """Returns the prompts. Raises RequestError if there are none, or if they are of several kinds."""
+    if given is None:
+        raise errors.invalid_field("prompt", "is required")
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise errors.invalid_field("prompt", "must not be empty")
+    token_ids = [one for one in given if isinstance(one, int)]
+    if len(token_ids) == len(given):
+        return [token_ids]
+    texts: list[str | list[int]] = [one for one in given if isinstance(one, str)]
+    lists: list[str | list[int]] = [one for one in given if isinstance(one, list)]
+    for found in (texts, lists):
+        if len(found) == len(given):
+            return found
+    raise errors.invalid_field("prompt", "must be a text, texts, token ids, or lists of token ids")
+
+
+def _check(asked: CompletionRequest, num_prompts: int, n: int) -> None:
+    """Checks what has no counterpart on the wire."""
+    asked.check_answers()
+    if num_prompts * n > MAX_ANSWERS:
+        raise errors.invalid_field("prompt", f"at most {MAX_ANSWERS} answers are allowed, got {num_prompts} times {n}")
+    if asked.best_of not in (None, n):
+        problem = f"best_of: only as many answers as are returned are served, n, which is {n}"
+        raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="best_of")
+    if asked.echo and not isinstance(asked.prompt, str) and not all(isinstance(one, str) for one in asked.prompt or ()):
+        raise errors.request_error(errors.Code.UNSUPPORTED, "echo: only prompts in text are served", param="echo")
+    if asked.echo and asked.logprobs is not None:
+        problem = "echo: the log probabilities of a prompt are not computed"
+        raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="echo")
+
+
+def _to_wire(
+    asked: CompletionRequest, prompt: str | list[int], session: str | None, request_id: str
+) -> wire.GenerateRequest:
+    common = asked.to_wire(session)
+    if asked.max_tokens is None:
+        common["max_tokens"] = DEFAULT_MAX_TOKENS
+    return wire.GenerateRequest(
+        id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        token_ids=None if isinstance(prompt, str) else prompt,
+        suffix=asked.suffix or None,
+        logprobs=asked.logprobs,
+        **common,
+    )

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API without any storage: every request has its whole conversation."""

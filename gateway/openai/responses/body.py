@@ -1,0 +1,126 @@
+"""The body of a request for a response, in OpenAI's names."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from tokenbus.protocol.wire import messages as wire
+
+
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a message, of a reasoning item or of a tool's output."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(msgspec.Struct, frozen=True, kw_only=True):
+    """An item of the conversation. Which fields it has depends on its type."""
+
+    type: str | None = None
+    """A message may leave it out."""
+    role: str | None = None
+    content: str | list[ContentPart] | None = None
+    encrypted_content: str | None = None
+    """In reasoning items."""
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    """In function calls."""
+    input: str | None = None
+    """In custom tool calls."""
+    output: str | list[ContentPart] | None = None
+    tools: list[dict[str, Any]] | None = None
+    """In items that offer more tools."""
+
+
+class ReasoningConfig(msgspec.Struct, frozen=True, kw_only=True):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Constrains the answer's text to JSON; `text` leaves it free."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a request. Unknown fields are ignored, as OpenAI's clients expect."""
+
+    model: str | None = None
+    input: str | list[InputItem] | None = None
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    """Names the conversation, which is kept on one worker."""
+    metadata: dict[str, str] | None = None
+    """Comes back as it is."""
+    stream: bool | None = None
+    background: bool | None = None
+    """This field and the next three are refused: nothing is stored."""
+    conversation: str | dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    prompt: dict[str, Any] | None = None
+    seed: int | None = None
+    """This field and those below are not OpenAI's; they mean what they mean on the wire."""
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str | int, float] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    priority: int | None = None
+    timeout_ms: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def items(self) -> list[InputItem]:
+        """The input as items."""
+        return [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input or []
+
+    @property
+    def offered(self) -> list[tuple[str, dict[str, Any]]]:
+        """All tools, those within the input too, each with its place in the request."""
+        places = [("tools", self.tools or [])]
+        places += [(f"input[{index}].tools", item.tools or []) for index, item in enumerate(self.items)]
+        return [(f"{place}[{index}]", tool) for place, tools in places for index, tool in enumerate(tools)]
+
+    @property
+    def format(self) -> wire.ResponseFormat | None:
+        """The format of the answer's text, as the wire has it."""
+        wanted = None if self.text is None else self.text.format
+        if wanted is None:
+            return None
+        schema = wire.JsonSchema(schema=wanted.schema) if wanted.type == "json_schema" else None
+        return wire.ResponseFormat(type=wanted.type, json_schema=schema)

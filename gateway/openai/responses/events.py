@@ -1,0 +1,187 @@
+"""Turns the events of an answer into those of a streamed response; pure.
+
+Each item is added, grows and is done. A call that is cut off is never done: agents carry a call out when it is."""
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from tokenbus.gateway.generation.answer_events import AnswerEnded, AnswerEvent, Part, PartGrew, PartKind, PartStarted
+from tokenbus.gateway.http.http_errors import ErrorResponse
+from tokenbus.gateway.openai import schemas
+from tokenbus.gateway.openai.responses import response as responses
+from tokenbus.gateway.openai.responses.custom_input import CustomInput
+from tokenbus.gateway.openai.responses.field_names import FieldNames
+from tokenbus.gateway.openai.responses.output_items import (
+    FunctionCallItem,
+    OutputItem,
+    OutputItems,
+    OutputText,
+    ReasoningText,
+    output_text,
+    text_logprobs,
+)
+from tokenbus.protocol.wire import messages
+
+_encoder = msgspec.json.Encoder()
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """One event; which fields it has depends on its type."""
+
+    type: str
+    sequence_number: int
+    response: responses.Response | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    part: OutputText | ReasoningText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: list[schemas.ChatCompletionTokenLogprob] | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+
+
+class _OpenItem:
+    """The item that grows."""
+
+    def __init__(self, part: Part, *, is_custom: bool) -> None:
+        self.part = part
+        self.custom = CustomInput() if is_custom else None
+        self.num_logprobs = 0
+        """Log probabilities that have been sent."""
+
+
+class ResponseEncoder:
+    """Encodes an answer as server-sent events."""
+
+    def __init__(self, begun: responses.Response, items: OutputItems, names: FieldNames) -> None:
+        self._response = begun
+        self._items = items
+        self._names = names
+        self._sequence_number = 0
+        self._output: list[OutputItem] = []
+        self._open: _OpenItem | None = None
+        self._events: list[bytes] = []
+
+    def __repr__(self) -> str:
+        return f"<ResponseEncoder of {self._response.id}, {self._sequence_number} events>"
+
+    def encode(self, choice: int, events: Sequence[AnswerEvent]) -> list[bytes]:
+        """Returns the events of one chunk of the answer."""
+        for event in events:
+            match event:
+                case PartStarted(part):
+                    self._begin()
+                    self._end_item(is_cut=False)
+                    self._start_item(part)
+                case PartGrew(part, added):
+                    self._grow(added)
+                case AnswerEnded():
+                    self._begin()
+                    self._end_answer(event)
+                case _:
+                    pass  # the end of a part is known to be a good one only by what follows
+        return self._taken()
+
+    def end(self) -> list[bytes]:
+        """Returns nothing: the answer's end is the last event."""
+        return []
+
+    def fail(self, error: ErrorResponse) -> list[bytes]:
+        """Returns the failed response."""
+        self._begin()
+        cut = [] if self._open is None else [self._items.whole(self._open.part, is_cut=True)]
+        failed = responses.failed(self._response, self._output + cut, self._names.rename_response(error))
+        self._add("response.failed", response=failed)
+        return self._taken()
+
+    def keep_alive(self) -> bytes:
+        """Returns that the response is in progress. Clients that wait for events don't count comments."""
+        if not self._begin():
+            self._add("response.in_progress", response=self._response)
+        return b"".join(self._taken())
+
+    def _begin(self) -> bool:
+        """Adds the first events, unless they are out."""
+        if self._sequence_number:
+            return False
+        self._add("response.created", response=self._response)
+        self._add("response.in_progress", response=self._response)
+        return True
+
+    def _start_item(self, part: Part) -> None:
+        self._open = _OpenItem(part, is_custom=self._items.is_custom(part))
+        self._add("response.output_item.added", output_index=len(self._output), item=self._items.begun(part))
+        if part.kind is PartKind.TEXT:
+            self._add_inside("response.content_part.added", content_index=0, part=OutputText(text=""))
+        elif part.kind is PartKind.REASONING:
+            self._add_inside("response.content_part.added", content_index=0, part=ReasoningText(text=""))
+
+    def _grow(self, added: str) -> None:
+        assert self._open is not None, self
+        part = self._open.part
+        if part.kind is PartKind.TEXT:
+            new = text_logprobs(part, self._open.num_logprobs)
+            self._open.num_logprobs += len(new)
+            self._add_inside("response.output_text.delta", content_index=0, delta=added, logprobs=new)
+        elif part.kind is PartKind.REASONING:
+            self._add_inside("response.reasoning_text.delta", content_index=0, delta=added)
+        elif self._open.custom is None:
+            self._add_inside("response.function_call_arguments.delta", delta=added)
+        else:
+            self._grow_input(self._open.custom.feed(added))
+
+    def _grow_input(self, added: str) -> None:
+        if added:
+            self._add_inside("response.custom_tool_call_input.delta", delta=added)
+
+    def _end_item(self, *, is_cut: bool) -> None:
+        if self._open is None:
+            return
+        part = self._open.part
+        item = self._items.whole(part, is_cut=is_cut)
+        if part.kind is PartKind.TEXT:
+            text = output_text(part)
+            self._add_inside("response.output_text.done", content_index=0, text=part.text, logprobs=text.logprobs)
+            self._add_inside("response.content_part.done", content_index=0, part=text)
+        elif part.kind is PartKind.REASONING:
+            self._add_inside("response.reasoning_text.done", content_index=0, text=part.text)
+            self._add_inside("response.content_part.done", content_index=0, part=ReasoningText(text=part.text))
+        elif not is_cut:
+            self._end_call(item, self._open.custom)
+        if not is_cut or part.kind is not PartKind.TOOL_CALL:
+            self._add("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        self._open = None
+
+    def _end_call(self, item: OutputItem, custom: CustomInput | None) -> None:
+        if isinstance(item, FunctionCallItem):
+            self._add_inside("response.function_call_arguments.done", name=item.name, arguments=item.arguments)
+        elif custom is not None:
+            self._grow_input(custom.end())
+            self._add_inside("response.custom_tool_call_input.done", input=custom.text)
+
+    def _end_answer(self, end: AnswerEnded) -> None:
+        is_cut = end.finish_reason is messages.FinishReason.LENGTH
+        self._end_item(is_cut=is_cut)
+        ended = responses.ended(self._response, self._output, end)
+        self._add("response.incomplete" if is_cut else "response.completed", response=ended)
+
+    def _add_inside(self, type: str, **fields: object) -> None:
+        """Adds an event of the open item."""
+        assert self._open is not None, self
+        self._add(type, output_index=len(self._output), item_id=self._items.id(self._open.part), **fields)
+
+    def _add(self, type: str, **fields: object) -> None:
+        event = msgspec.structs.replace(Event(type=type, sequence_number=self._sequence_number), **fields)
+        self._sequence_number += 1
+        self._events.append(b"event: %b\ndata: %b\n\n" % (type.encode(), _encoder.encode(event)))
+
+    def _taken(self) -> list[bytes]:
+        taken, self._events = self._events, []
+        return taken

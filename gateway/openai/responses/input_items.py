@@ -1,0 +1,141 @@
+"""Turns the items of a conversation into messages of the wire; pure.
+
+Reasoning, texts and calls of the assistant that follow each other are one message, as a chat template writes them."""
+
+from typing import Any, NamedTuple
+
+from tokenbus.gateway.openai.responses import custom_input, encrypted_content
+from tokenbus.gateway.openai.responses.body import ContentPart, InputItem, ResponsesBody
+from tokenbus.gateway.openai.responses.tools import full_name
+from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire import messages as wire
+
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text")
+
+
+class MessagePath(NamedTuple):
+    """The places of the items in the request that a message was made of."""
+
+    item: str
+    """The first item."""
+    content: str
+    """The content, where the message has one."""
+    calls: list[str]
+    """The items of its tool calls."""
+
+
+class Conversation:
+    """The messages made of items, and where they were."""
+
+    def __init__(self) -> None:
+        self.messages: list[wire.ChatMessage] = []
+        self.paths: list[MessagePath] = []
+        self._turn: _Turn | None = None
+        """The assistant's message that the last items belong to."""
+
+    def __repr__(self) -> str:
+        return f"<Conversation of {len(self.messages)} messages>"
+
+    def add(self, item: InputItem, path: str) -> None:
+        """Adds the next item. Raises RequestError for one that is not served."""
+        kind = item.type or ("message" if item.role else "item_reference")
+        match kind:
+            case "message" if item.role == "assistant":
+                self._assistant(path).texts.append(_text(item.content, f"{path}.content") or "")
+            case "message":
+                text = _text(item.content, f"{path}.content")
+                self._append(wire.ChatMessage(role=item.role or "", content=text), path, f"{path}.content")
+            case "reasoning":
+                text = _text(item.content, f"{path}.content") or encrypted_content.unpack(item.encrypted_content)
+                self._assistant(path).reasoning.append(text)
+            case "function_call":
+                self._assistant(path).add_call(item, item.arguments, path)
+            case "custom_tool_call":
+                arguments = None if item.input is None else custom_input.arguments_of(item.input)
+                self._assistant(path).add_call(item, arguments, path)
+            case "function_call_output" | "custom_tool_call_output":
+                text = _text(item.output, f"{path}.output")
+                result = wire.ChatMessage(role="tool", content=text, tool_call_id=item.call_id)
+                self._append(result, path, f"{path}.output")
+            case "additional_tools":
+                pass  # they are offered with the others
+            case "item_reference":
+                raise _unsupported(f"{path}.type", "nothing is stored here: send the item itself")
+            case _:
+                raise _unsupported(f"{path}.type", f"items of the type {kind[:100]!r} are not served")
+
+    def end(self) -> None:
+        """Ends the last message."""
+        if self._turn is not None:
+            turn, self._turn = self._turn, None
+            self._append(turn.to_message(), turn.path, f"{turn.path}.content", turn.call_paths)
+
+    def _assistant(self, path: str) -> "_Turn":
+        self._turn = self._turn or _Turn(path)
+        return self._turn
+
+    def _append(self, message: wire.ChatMessage, path: str, content: str, calls: list[str] | None = None) -> None:
+        self.end()
+        self.messages.append(message)
+        self.paths.append(MessagePath(path, content, calls or []))
+
+
+class _Turn:
+    """A message of the assistant, as far as its items have come."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.reasoning: list[str] = []
+        self.texts: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+        self.call_paths: list[str] = []
+
+    def add_call(self, item: InputItem, arguments: str | None, path: str) -> None:
+        name = None if item.name is None else full_name(item.name, item.namespace)
+        call = {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self.calls.append(call)
+        self.call_paths.append(path)
+
+    def to_message(self) -> wire.ChatMessage:
+        return wire.ChatMessage(
+            role="assistant",
+            content=_joined(self.texts) or (None if self.calls else ""),
+            reasoning_content=_joined(self.reasoning) or None,
+            tool_calls=self.calls or None,
+        )
+
+
+def conversation_of(body: ResponsesBody) -> Conversation:
+    """Returns the conversation of a request, with its instructions in front. Raises RequestError with OpenAI's name of
+    the field at fault."""
+    conversation = Conversation()
+    if body.instructions:
+        conversation.add(InputItem(role="system", content=body.instructions), "instructions")
+    for index, item in enumerate(body.items):
+        conversation.add(item, "input" if isinstance(body.input, str) else f"input[{index}]")
+    conversation.end()
+    return conversation
+
+
+def _joined(texts: list[str]) -> str:
+    return "\n\n".join(text for text in texts if text)
+
+
+def _text(content: str | list[ContentPart] | None, path: str) -> str | None:
+    if not isinstance(content, list):
+        return content
+    return "".join(_part_text(part, f"{path}[{index}]") for index, part in enumerate(content))
+
+
+def _part_text(part: ContentPart, path: str) -> str:
+    if part.type not in (*_TEXTS, "refusal"):
+        raise _unsupported(f"{path}.type", "only text parts are served")
+    name = "refusal" if part.type == "refusal" else "text"
+    text = part.refusal if part.type == "refusal" else part.text
+    if text is None:
+        raise errors.invalid_field(f"{path}.{name}", "is required")
+    return text
+
+
+def _unsupported(path: str, problem: str) -> errors.RequestError:
+    return errors.request_error(errors.Code.UNSUPPORTED, f"{path}: {problem}", param=path)

@@ -1,0 +1,143 @@
+"""Parses the body of a request for a response, and turns it into a request of our wire protocol; pure."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from tokenbus.gateway.generation import conversation
+from tokenbus.gateway.generation.answer_events import AnswerReader
+from tokenbus.gateway.generation.dialect import ResponseHead
+from tokenbus.gateway.generation.model_names import checked_model
+from tokenbus.gateway.http.http_errors import ErrorResponse
+from tokenbus.gateway.openai.responses import response
+from tokenbus.gateway.openai.responses.body import ResponsesBody
+from tokenbus.gateway.openai.responses.events import ResponseEncoder
+from tokenbus.gateway.openai.responses.field_names import FieldNames
+from tokenbus.gateway.openai.responses.input_items import conversation_of
+from tokenbus.gateway.openai.responses.output_items import OutputItems
+from tokenbus.gateway.openai.responses.tools import OfferedTools
+from tokenbus.protocol.wire import codec, errors, validation
+from tokenbus.protocol.wire import messages as wire
+
+_STORED = ("previous_response_id", "conversation", "prompt")
+"""Fields that name what a server would have stored."""
+SAME_ON_THE_WIRE = (
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "seed",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "regex",
+    "choice",
+    "grammar",
+    "cache_salt",
+    "timeout_ms",
+    "ignore_eos",
+    "min_tokens",
+    "stop_token_ids",
+)
+_WITH_LOGPROBS = "message.output_text.logprobs"
+_WITH_ENCRYPTED_CONTENT = "reasoning.encrypted_content"
+_decoder = codec.Decoder(ResponsesBody)
+_encoder = msgspec.json.Encoder()
+
+
+class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A valid request for a response."""
+
+    model: str
+    request: wire.GenerateRequest
+    body: ResponsesBody
+    tools: OfferedTools
+    names: FieldNames
+    n: int = 1
+
+    @property
+    def requests(self) -> tuple[wire.GenerateRequest, ...]:
+        """The one request that it makes."""
+        return (self.request,)
+
+    @property
+    def stream(self) -> bool:
+        """Whether the response is a stream of events."""
+        return bool(self.body.stream)
+
+    def encoder(self, head: ResponseHead) -> ResponseEncoder:
+        """Returns the encoder of a response that is streamed."""
+        return ResponseEncoder(self._begun(head), self._items(head), self.names)
+
+    def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerReader]) -> bytes:
+        """Returns the body of a response that is not streamed."""
+        (answer,) = answers
+        return _encoder.encode(response.whole(self._begun(head), self._items(head), answer))
+
+    def named(self, error: ErrorResponse) -> ErrorResponse:
+        """Returns an error of a router or worker with OpenAI's name of the field at fault."""
+        return self.names.rename_response(error)
+
+    def _begun(self, head: ResponseHead) -> response.Response:
+        return response.begun(head, self.body, self.tools)
+
+    def _items(self, head: ResponseHead) -> OutputItems:
+        is_wanted = _WITH_ENCRYPTED_CONTENT in (self.body.include or [])
+        return OutputItems(head.request_id, self.tools, with_encrypted_content=is_wanted)
+
+
+def parse(payload: bytes, headers: Mapping[str, str], request_id: str) -> ParsedResponsesRequest:
+    """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name of the field at
+    fault."""
+    body = _decoder.decode(payload, codec.Encoding.JSON)
+    model = checked_model(body.model)
+    _check(body)
+    tools, items = OfferedTools(body.offered, body.tool_choice), conversation_of(body)
+    messages = conversation.normalized(items.messages)
+    is_cache_key = body.session_id is None and body.prompt_cache_key is not None
+    paths = items.paths[len(items.messages) - len(messages) :]  # without those of system messages that were joined
+    names = FieldNames(paths, tools.paths, session_is_cache_key=is_cache_key)
+    session = body.session_id or body.prompt_cache_key or conversation.session_of(headers)
+    request = _to_wire(body, messages, tools, session, request_id)
+    try:
+        validation.check_request(request)
+    except errors.RequestError as refused:
+        raise errors.RequestError(names.rename(refused.error)) from refused
+    return ParsedResponsesRequest(model=model, request=request, body=body, tools=tools, names=names)
+
+
+def _check(body: ResponsesBody) -> None:
+    """Checks what has no counterpart on the wire."""
+    for name in _STORED:
+        if getattr(body, name) is not None:
+            problem = f"{name}: nothing is stored here: send the whole conversation as input, with store: false"
+            raise errors.request_error(errors.Code.UNSUPPORTED, problem, param=name)
+    if body.background:
+        problem = "background: responses can't be fetched later: leave it out, or use stream"
+        raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="background")
+    if body.input is None:
+        raise errors.invalid_field("input", "is required")
+
+
+def _to_wire(
+    body: ResponsesBody, messages: list[wire.ChatMessage], tools: OfferedTools, session: str | None, request_id: str
+) -> wire.GenerateRequest:
+    """Converts to a wire request, which is streamed in any case, so that a worker notices if this gateway dies."""
+    wants_logprobs = bool(body.top_logprobs) or _WITH_LOGPROBS in (body.include or [])
+    effort = None if body.reasoning is None else body.reasoning.effort
+    return wire.GenerateRequest(
+        id=request_id,
+        messages=messages,
+        max_tokens=body.max_output_tokens,
+        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+        response_format=body.format,
+        tools=tools.functions or None,
+        tool_choice=tools.choice,
+        session_id=session,
+        priority=conversation.priority_of(body.service_tier) if body.priority is None else body.priority,
+        chat_template_kwargs=conversation.template_arguments(effort, body.chat_template_kwargs),
+        **{name: getattr(body, name) for name in SAME_ON_THE_WIRE},
+    )

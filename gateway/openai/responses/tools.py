@@ -1,0 +1,125 @@
+"""Offers the tools of a request to the model as functions, and finds them again by the names of its calls; pure.
+
+Functions within a namespace get its name in front of theirs. Custom tools, whose input is free text, become functions
+with one parameter. Tools that a server would have to run are left out."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tokenbus.gateway.openai.responses import custom_input
+from tokenbus.protocol.wire import errors
+
+
+class Tool(NamedTuple):
+    """A tool as its client knows it."""
+
+    name: str
+    namespace: str | None
+    is_custom: bool
+
+
+class OfferedTools:
+    """The tools of one request, and its choice among them."""
+
+    def __init__(self, given: Sequence[tuple[str, dict[str, Any]]], choice: str | dict[str, Any] | None) -> None:
+        """`given` has the tools with their places in the request. Raises RequestError for a malformed choice or
+        namespace."""
+        self.functions: list[dict[str, Any]] = []
+        """The functions of the wire."""
+        self.paths: list[str] = []
+        """The place of each function in the request."""
+        self.given: list[dict[str, Any]] = []
+        """Those of the request's tools that are offered."""
+        self._tools: dict[str, Tool] = {}
+        for path, tool in given:
+            before = len(self.functions)
+            self._offer(tool, path, None)
+            if len(self.functions) > before:
+                self.given.append(tool)
+        self.choice = self._choose(choice)
+        """The choice, as the wire has it."""
+
+    def __repr__(self) -> str:
+        return f"<OfferedTools {list(self._tools)}>"
+
+    def called(self, function: str) -> Tool:
+        """Returns the tool that a call names."""
+        return self._tools.get(function, Tool(function, None, False))
+
+    def _choose(self, choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+        if not isinstance(choice, dict):
+            return choice
+        if choice.get("type") == "allowed_tools":
+            self._allow(choice.get("tools"))
+            mode: str | None = choice.get("mode")
+            return mode
+        if choice.get("type") not in ("function", "custom"):
+            raise errors.invalid_field("tool_choice", "must name a function or a custom tool")
+        return {"type": "function", "function": {"name": _name_in(choice)}}
+
+    def _allow(self, allowed: object) -> None:
+        """Leaves only the functions that are allowed."""
+        if not isinstance(allowed, list) or not all(isinstance(tool, dict) for tool in allowed):
+            raise errors.invalid_field("tool_choice.tools", "must be a list of tools")
+        names = [_name_in(tool) for tool in allowed]
+        both = zip(self.functions, self.paths, strict=True)
+        left = [(function, path) for function, path in both if function["function"].get("name") in names]
+        self.functions = [function for function, _ in left]
+        self.paths = [path for _, path in left]
+
+    def _offer(self, tool: dict[str, Any], path: str, namespace: str | None) -> None:
+        match tool.get("type"):
+            case "namespace" if namespace is None:
+                self._offer_all(tool, path)
+            case "function":
+                self._add(tool, path, namespace, tool.get("parameters"), tool.get("description"))
+            case "custom":
+                parameters = {
+                    "type": "object",
+                    "properties": {custom_input.NAME: {"type": "string"}},
+                    "required": [custom_input.NAME],
+                    "additionalProperties": False,
+                }
+                self._add(tool, path, namespace, parameters, _described(tool))
+
+    def _offer_all(self, namespace: dict[str, Any], path: str) -> None:
+        name, tools = namespace.get("name"), namespace.get("tools")
+        if not isinstance(name, str):
+            raise errors.invalid_field(f"{path}.name", "must be a string")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise errors.invalid_field(f"{path}.tools", "must be a list of tools")
+        for index, tool in enumerate(tools):
+            self._offer(tool, f"{path}.tools[{index}]", name)
+
+    def _add(
+        self, tool: dict[str, Any], path: str, namespace: str | None, parameters: object, description: object
+    ) -> None:
+        name = tool.get("name")
+        if isinstance(name, str):
+            known = Tool(name, namespace, tool["type"] == "custom")
+            name = full_name(name, namespace)
+            self._tools[name] = known
+        fields = {"name": name, "description": description, "parameters": parameters}
+        function = {key: value for key, value in fields.items() if value is not None}
+        self.functions.append({"type": "function", "function": function})
+        self.paths.append(path)
+
+
+def full_name(name: str, namespace: str | None) -> str:
+    """Returns the name under which the model knows a function."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def _name_in(choice: dict[str, Any]) -> object:
+    name, namespace = choice.get("name"), choice.get("namespace")
+    return full_name(name, namespace) if isinstance(name, str) and isinstance(namespace, str) else name
+
+
+def _described(custom: dict[str, Any]) -> object:
+    """Returns the description of a custom tool, with the grammar of its input, which the model is only told."""
+    description, wanted = custom.get("description"), custom.get("format")
+    if not isinstance(wanted, dict) or wanted.get("type") != "grammar":
+        return description
+    syntax, grammar = wanted.get("syntax"), wanted.get("definition")
+    told = f"The argument `{custom_input.NAME}` must follow this {syntax} grammar:\n{grammar}"
+    return f"{description}\n\n{told}" if isinstance(description, str) else told

@@ -1,0 +1,93 @@
+"""The fields that chat completions and completions have in common: they mean what they mean on the wire; pure."""
+
+from typing import Any
+
+import msgspec
+
+from tokenbus.gateway.generation import conversation
+from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire import messages as wire
+
+MAX_CHOICES = 128
+"""OpenAI's limit of `n`."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    include_usage: bool | None = None
+    """Adds one more event, with the usage, before the end."""
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about the choice of tokens and the answers. Unknown fields are ignored, as OpenAI's clients expect."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str | int, float] | None = None
+    response_format: wire.ResponseFormat | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    """Names the conversation, which is kept on one worker."""
+    top_k: int | None = None
+    """This field and those below are not OpenAI's; they mean what they mean on the wire."""
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    priority: int | None = None
+    timeout_ms: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+
+    def check_answers(self) -> None:
+        """Checks what has no counterpart on the wire. Raises RequestError."""
+        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
+            raise errors.invalid_field("n", f"must be 1 to {MAX_CHOICES}, got {self.n}")
+        if self.stream_options is not None and not self.stream:
+            raise errors.invalid_field("stream_options", "needs stream: true")
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with an event that has the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def to_wire(self, session: str | None) -> dict[str, Any]:
+        """Returns the fields of a wire request, whose `session_id` is `session` if none is named here.
+
+        It is streamed in any case, so that a worker notices if this gateway dies."""
+        return {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "seed": self.seed,
+            "stop": self.stop,
+            "logit_bias": self.logit_bias,
+            "response_format": self.response_format,
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": self.grammar,
+            "cache_salt": self.cache_salt,
+            "session_id": self.session_id or self.prompt_cache_key or session,
+            "priority": conversation.priority_of(self.service_tier) if self.priority is None else self.priority,
+            "timeout_ms": self.timeout_ms,
+            "ignore_eos": self.ignore_eos,
+            "min_tokens": self.min_tokens,
+            "stop_token_ids": self.stop_token_ids,
+        }

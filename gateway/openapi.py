@@ -1,0 +1,210 @@
+"""The OpenAPI document of the gateway, made from the structs with which its endpoints read and answer; pure."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tokenbus.gateway.anthropic import count_tokens, messages_request
+from tokenbus.gateway.anthropic import schemas as anthropic_schemas
+from tokenbus.gateway.cohere import rerank
+from tokenbus.gateway.ollama import model_info
+from tokenbus.gateway.openai import chat_request, embeddings, sampling_fields, schemas
+from tokenbus.gateway.openai.completions import request as completions_request
+from tokenbus.gateway.openai.completions import response as completions_response
+from tokenbus.gateway.openai.responses import body as responses_body
+from tokenbus.gateway.openai.responses import response as responses_response
+from tokenbus.gateway.vllm import token_calls
+from tokenbus.protocol.wire import internal, limits, messages, params
+
+Json = dict[str, Any]
+_REFS = "#/components/schemas/{name}"
+_ANY_OF = "anyOf"
+_RANGES = (
+    dict(params.ranges_of(messages.GenerateRequest))
+    | dict(params.ranges_of(internal.Embed))
+    | dict(params.ranges_of(messages.RerankRequest))
+    | {
+        "n": params.Range(1, sampling_fields.MAX_CHOICES),
+        "top_logprobs": params.Range(0, limits.MAX_LOGPROBS),
+        "max_completion_tokens": params.Range(1, limits.MAX_TOKENS),
+    }
+)
+"""The ranges of numbers, by the names that the wire and the endpoints have in common."""
+
+
+class Operation(NamedTuple):
+    """An endpoint that is asked by POST."""
+
+    summary: str
+    request: type[msgspec.Struct]
+    response: type[msgspec.Struct]
+    required: tuple[str, ...] = ("model",)
+    """Fields of the body that must be there, and may not be null."""
+    event: type[msgspec.Struct] | None = None
+    """The data of the events of a response that is streamed, if it may be."""
+    error: type[msgspec.Struct] = schemas.ErrorBody
+
+
+class Resource(NamedTuple):
+    """An endpoint that is asked by GET."""
+
+    summary: str
+    response: type[msgspec.Struct] | None
+    """None for a line of text."""
+    parameters: tuple[str, ...] = ()
+    error: type[msgspec.Struct] = schemas.ErrorBody
+
+
+OPERATIONS: Mapping[str, Operation] = {
+    "/v1/chat/completions": Operation(
+        "A chat completion",
+        chat_request.ChatRequest,
+        schemas.ChatCompletion,
+        ("model", "messages"),
+        schemas.ChatCompletionChunk,
+    ),
+    "/v1/completions": Operation(
+        "Completions of plain prompts",
+        completions_request.CompletionRequest,
+        completions_response.Completion,
+        ("model", "prompt"),
+        completions_response.Completion,
+    ),
+    "/v1/responses": Operation(
+        "A response, of which nothing is stored",
+        responses_body.ResponsesBody,
+        responses_response.Response,
+        ("model", "input"),
+    ),
+    "/v1/messages": Operation(
+        "A message",
+        messages_request.MessagesRequest,
+        anthropic_schemas.Message,
+        ("model", "messages", "max_tokens"),
+        error=anthropic_schemas.ErrorBody,
+    ),
+    "/v1/messages/count_tokens": Operation(
+        "The number of tokens of a message's prompt",
+        count_tokens.CountTokensRequest,
+        anthropic_schemas.MessageTokensCount,
+        ("model", "messages"),
+        error=anthropic_schemas.ErrorBody,
+    ),
+    "/v1/embeddings": Operation(
+        "Embeddings", embeddings.EmbeddingRequest, embeddings.EmbeddingList, ("model", "input")
+    ),
+    "/v1/rerank": Operation(
+        "Documents in the order of their relevance",
+        rerank.RerankBody,
+        rerank.RerankResponse,
+        ("model", "query", "documents"),
+    ),
+    "/tokenize": Operation("The tokens of a prompt", token_calls.TokenizeBody, token_calls.TokenizeResponse),
+    "/detokenize": Operation(
+        "The text of tokens", token_calls.DetokenizeBody, token_calls.DetokenizeResponse, ("model", "tokens")
+    ),
+    "/api/show": Operation(
+        "One model, as Ollama tells of it",
+        model_info.ShowBody,
+        model_info.ShownModel,
+        error=model_info.OllamaError,
+    ),
+}
+RESOURCES: Mapping[str, Resource] = {
+    "/v1/models": Resource("The models that are served", schemas.ModelList),
+    "/v1/models/{model}": Resource("One model", schemas.Model, ("model",)),
+    "/api/version": Resource("The version of Ollama whose calls these are", model_info.Version),
+    "/api/tags": Resource("The models, as Ollama lists them", model_info.ModelList, error=model_info.OllamaError),
+    "/api/ps": Resource("The models that are loaded", model_info.RunningModelList, error=model_info.OllamaError),
+    "/health": Resource("Whether requests can be served", schemas.Health),
+    "/livez": Resource("Whether the process runs", None),
+    "/readyz": Resource("Whether requests can be served", None),
+}
+
+
+def document(version: str) -> Json:
+    """Returns the document."""
+    every = [*OPERATIONS.values(), *RESOURCES.values()]
+    types = {kind for one in every for kind in one if isinstance(kind, type)}
+    ordered = sorted(types, key=lambda kind: (kind.__module__, kind.__qualname__))
+    found, components = msgspec.json.schema_components(ordered, ref_template=_REFS)
+    refs = dict(zip(ordered, found, strict=True))
+    paths: Json = {path: {"post": _operation(one, refs)} for path, one in OPERATIONS.items()}
+    paths |= {path: {"get": _resource(one, refs)} for path, one in RESOURCES.items()}
+    for one in OPERATIONS.values():
+        _narrow(components[refs[one.request]["$ref"].rpartition("/")[2]], one.required)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Tokenbus", "version": version},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(one: Operation, refs: Mapping[type, Json]) -> Json:
+    content = {"application/json": {"schema": refs[one.response]}}
+    if one.event is not None:
+        content["text/event-stream"] = {"schema": {"type": "string", "contentSchema": refs[one.event]}}
+    return {
+        "summary": one.summary,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": refs[one.request]}}},
+        "responses": {"200": {"description": "The answer", "content": content}, "default": _error(one.error, refs)},
+    }
+
+
+def _resource(one: Resource, refs: Mapping[type, Json]) -> Json:
+    text: Json = {"text/plain": {"schema": {"type": "string"}}}
+    content = text if one.response is None else {"application/json": {"schema": refs[one.response]}}
+    unserved = {"description": "Requests can't be served", "content": content}
+    found: Json = {"200": {"description": "The answer", "content": content}}
+    is_health = one.response in (None, schemas.Health)
+    found |= {"503": unserved} if is_health else {"default": _error(one.error, refs)}
+    told: Json = {"summary": one.summary, "responses": found}
+    if one.parameters:
+        told["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in one.parameters
+        ]
+    return told
+
+
+def _error(kind: type, refs: Mapping[type, Json]) -> Json:
+    return {"description": "An error", "content": {"application/json": {"schema": refs[kind]}}}
+
+
+def _narrow(schema: Json, required: tuple[str, ...]) -> None:
+    """Adds what the types of a body do not say: the fields that must be there, and the ranges of numbers."""
+    schema["required"] = list(required)
+    properties: Json = schema["properties"]
+    for name in required:
+        found = properties[name]
+        del found["default"]
+        kinds = [part for kind in found.pop(_ANY_OF) if kind != {"type": "null"} for part in _uniform(kind)]
+        for kind in kinds:
+            _forbid_empty(kind)
+        properties[name] = found | (kinds[0] if len(kinds) == 1 else {_ANY_OF: kinds})
+    for name, allowed in _RANGES.items():
+        for kind in properties.get(name, {}).get(_ANY_OF, ()):
+            if kind.get("type") in ("integer", "number"):
+                kind["exclusiveMinimum" if allowed.above else "minimum"] = allowed.low
+                kind["maximum"] = allowed.high
+
+
+def _uniform(schema: Json) -> list[Json]:
+    """Returns the lists that are meant by one whose items may be token ids: all of its items are of one kind."""
+    kinds = schema.get("items", {}).get(_ANY_OF, [])
+    if {"type": "integer"} not in kinds:
+        return [schema]
+    return [schema | {"items": kind} for kind in kinds]
+
+
+def _forbid_empty(schema: Json) -> None:
+    match schema.get("type"):
+        case "string":
+            schema["minLength"] = 1
+        case "integer":
+            schema |= {"minimum": 0, "maximum": limits.MAX_TOKEN_ID}
+        case "array":
+            schema["minItems"] = 1
+            _forbid_empty(schema["items"])

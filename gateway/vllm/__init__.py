@@ -1,0 +1,1 @@
+"""Endpoints that vLLM has and OpenAI has not."""

@@ -1,0 +1,128 @@
+"""vLLM's `/tokenize` and `/detokenize`: their bodies become requests of the wire, and replies their responses; pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from tokenbus.gateway.generation import conversation
+from tokenbus.gateway.generation.model_names import checked_model
+from tokenbus.gateway.openai.chat_request import ChatMessage, to_wire_message
+from tokenbus.protocol.wire import codec, errors, validation
+from tokenbus.protocol.wire import messages as wire
+
+_encoder = msgspec.json.Encoder()
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a request for tokens. Unknown fields are ignored."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    """Whether BOS comes first where the model wants it. true if absent."""
+    only_count: bool | None = None
+    """Not vLLM's: leaves `tokens` empty."""
+    return_token_strs: bool | None = None
+    """This field and those below are refused where they ask for anything but what is served."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of a prompt."""
+
+    count: int
+    max_model_len: int
+    """The maximum number of tokens of a prompt and its completion together."""
+    tokens: list[int]
+    token_strs: None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a request for the text of tokens. Unknown fields are ignored."""
+
+    model: str | None = None
+    tokens: list[int] | None = None
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The text of tokens."""
+
+    prompt: str
+
+
+_UNSERVED: dict[str, object] = {
+    "return_token_strs": True,
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+}
+DETOKENIZE_NAMES = {"token_ids": "tokens"}
+_tokenize_decoder = codec.Decoder(TokenizeBody)
+_detokenize_decoder = codec.Decoder(DetokenizeBody)
+
+
+class ParsedTokenize(msgspec.Struct, frozen=True, kw_only=True):
+    """A valid request for tokens."""
+
+    model: str
+    request: wire.TokenizeRequest
+
+    def encode(self, reply: wire.TokenizeReply) -> bytes:
+        """Returns the body of the response."""
+        return _encoder.encode(
+            TokenizeResponse(
+                count=reply.count or 0, max_model_len=reply.context_length or 0, tokens=reply.token_ids or []
+            )
+        )
+
+
+class ParsedDetokenize(msgspec.Struct, frozen=True, kw_only=True):
+    """A valid request for the text of tokens."""
+
+    model: str
+    request: wire.DetokenizeRequest
+
+    def encode(self, reply: wire.DetokenizeReply) -> bytes:
+        """Returns the body of the response."""
+        return _encoder.encode(DetokenizeResponse(prompt=reply.text or ""))
+
+
+def parse_tokenize(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedTokenize:
+    """Parses a body, and validates it as a router would. Raises RequestError."""
+    asked = _tokenize_decoder.decode(body, codec.Encoding.JSON)
+    model = checked_model(asked.model)
+    for name, refused in _UNSERVED.items():
+        if getattr(asked, name) is refused:
+            raise errors.request_error(errors.Code.UNSUPPORTED, f"{name}: only {not refused} is served", param=name)
+    if asked.chat_template is not None:
+        problem = "chat_template: only the model's own is served"
+        raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="chat_template")
+    said = None
+    if asked.messages is not None:
+        said = conversation.normalized([to_wire_message(one) for one in asked.messages])
+    request = wire.TokenizeRequest(
+        id=request_id,
+        prompt=asked.prompt,
+        messages=said,
+        tools=asked.tools,
+        chat_template_kwargs=asked.chat_template_kwargs,
+        add_special_tokens=asked.add_special_tokens,
+        only_count=asked.only_count,
+    )
+    validation.check_tokenize_request(request)
+    return ParsedTokenize(model=model, request=request)
+
+
+def parse_detokenize(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedDetokenize:
+    """Parses a body, and validates it as a router would. Raises RequestError with the wire's name of the field
+    at fault."""
+    asked = _detokenize_decoder.decode(body, codec.Encoding.JSON)
+    model = checked_model(asked.model)
+    request = wire.DetokenizeRequest(id=request_id, token_ids=asked.tokens)
+    validation.check_detokenize_request(request)
+    return ParsedDetokenize(model=model, request=request)

@@ -1,0 +1,1 @@
+"""Messages that are larger than the broker allows, sent in parts."""

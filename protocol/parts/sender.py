@@ -1,0 +1,134 @@
+"""Sends large messages: announces each one, and sends its parts, every one after the answer to the one before."""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable
+
+from nats.aio.msg import Msg
+
+from tokenbus.protocol.bus import bus
+from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, Outgoing
+from tokenbus.protocol.parts import headers as parts
+from tokenbus.protocol.wire import codec, errors, limits, messages
+
+_answers = codec.Decoder(messages.UploadReply)
+_MAX_IN_TURN = 4
+"""Parts of different messages that are sent at a time: what else the connection sends waits behind no more."""
+_TURN_S = 1.0
+"""A part that is not answered after this time is not what holds others up."""
+
+
+class PartsSender:
+    """Sends the large messages of one connection."""
+
+    def __init__(
+        self,
+        connection: Bus,
+        to_reply: Callable[[str], str],
+        encoding: codec.Encoding = codec.Encoding.MSGPACK,
+        *,
+        timeout_s: float = 5.0,
+        tries: int = 3,
+    ) -> None:
+        """`to_reply` makes a reply subject from a token, or the pattern of all from an asterisk. A part that is not
+        answered in time is sent again, `tries` times in all."""
+        self._connection = connection
+        self._to_reply = to_reply
+        self._encoding = encoding
+        self._timeout_s = timeout_s
+        self._tries = tries
+        self._asked: dict[str, asyncio.Future[Msg]] = {}
+        """Parts that wait for an answer, by their reply subjects."""
+        self._turns = asyncio.Semaphore(_MAX_IN_TURN)
+        self._subscribed: asyncio.Task[object] | None = None
+
+    def __repr__(self) -> str:
+        return f"<PartsSender, {len(self._asked)} unanswered>"
+
+    def fits(self, payload: bytes) -> bool:
+        """Whether a message needs no parts."""
+        return len(payload) + limits.MESSAGE_RESERVE_BYTES <= self._connection.max_payload
+
+    async def stage(self, message: Outgoing) -> Outgoing:
+        """Sends all of a large message but its last part, and returns that part, to be published or requested like the
+        message itself: only then does the receiver have the message. A message that fits is returned as it is.
+
+        Raises NoRespondersError if nobody receives it, RequestError if it is refused, upload_lost if its receiver is
+        gone in the middle, and TimeoutError and ConnectionError before that."""
+        if self.fits(message.payload):
+            return message
+        size, step = len(message.payload), parts.part_bytes(self._connection.max_payload)
+        headers = (message.headers or {}) | {parts.SIZE: str(size)}
+        subject = await self._ask(message.subject, b"", headers)
+        try:
+            at = 0
+            while at + step < size:
+                part = message.payload[at : at + step]
+                await self._ask(subject, part, self._part_headers(at))
+                at += step
+        except (NoRespondersError, TimeoutError) as error:
+            raise errors.request_error(errors.Code.UPLOAD_LOST, f"the receiver is gone: {error}") from error
+        except BaseException:
+            with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
+                self._connection.publish(subject, b"")
+            raise
+        return Outgoing(subject, message.payload[at:], message.reply, self._part_headers(at))
+
+    def _part_headers(self, offset: int) -> dict[str, str]:
+        return {parts.OFFSET: str(offset)} | (codec.content_headers(self._encoding) or {})
+
+    async def _ask(self, subject: str, payload: bytes, headers: dict[str, str]) -> str:
+        """Sends an announcement or a part, again if no answer comes, and returns the subject for further parts."""
+        await self._subscribe()
+        for _ in range(self._tries):
+            try:
+                return self._read(await self._ask_once(subject, payload, headers))
+            except TimeoutError:
+                continue
+        raise TimeoutError(f"no answer on {subject} in {self._tries} times {self._timeout_s} s")
+
+    async def _ask_once(self, subject: str, payload: bytes, headers: dict[str, str]) -> Msg:
+        reply = self._to_reply(secrets.token_hex(8))
+        answered: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._asked[reply] = answered
+        try:
+            async with self._turns:
+                self._connection.publish(subject, payload, reply, headers)
+                await asyncio.wait([answered], timeout=min(_TURN_S, self._timeout_s))
+            async with asyncio.timeout(self._timeout_s):
+                answer = await answered
+        except OutboundBufferLimitError as error:
+            raise ConnectionError(str(error)) from error
+        finally:
+            del self._asked[reply]
+        if bus.is_no_responders(answer):
+            raise NoRespondersError(subject)
+        return answer
+
+    def _read(self, answer: Msg) -> str:
+        """Returns the subject in an answer. Raises RequestError for a refusal, and for an answer by somebody who takes
+        no messages in parts."""
+        try:
+            read = _answers.decode(answer.data, self._encoding)
+        except errors.RequestError:
+            read = messages.UploadReply()
+        if read.upload is not None:
+            return read.upload
+        # those who know no announcements find them malformed
+        if read.error is None or read.error.code is errors.Code.INVALID_REQUEST:
+            text = "the message is larger than the broker allows, and its receiver takes none in parts"
+            raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, text)
+        raise errors.RequestError(read.error)
+
+    async def _subscribe(self) -> None:
+        # Only those who send large messages need a further subscription.
+        if self._subscribed is None:
+            subscribing = self._connection.subscribe(self._to_reply("*"), self._on_answer)
+            self._subscribed = asyncio.ensure_future(subscribing)
+        await asyncio.shield(self._subscribed)
+
+    def _on_answer(self, message: Msg) -> None:
+        answered = self._asked.get(message.subject)
+        if answered is not None and not answered.done():
+            answered.set_result(message)

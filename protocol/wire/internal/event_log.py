@@ -1,0 +1,141 @@
+"""The event log of a worker, and the snapshot of what it holds."""
+
+import msgspec
+
+from tokenbus.protocol.wire import messages as public
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """Announces a request that the worker has accepted."""
+
+    id: str
+    """`<tenant token>:<id>`."""
+    stream_no: int
+    """Number of the stream, unique in this epoch, by which entries name it."""
+    attempt: int
+    """The attempt that was accepted."""
+    prompt_tokens: int
+    """Tokens of the prompt."""
+    router_id: str = ""
+    """The router that has placed it and is its guardian."""
+
+
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tells how long a stream took to reach its first token, and what else its first worker decides."""
+
+    stream_no: int
+    """Number of the stream."""
+    cached_tokens: int
+    """Prompt tokens that were cached."""
+    queue_ms: float
+    """Time from the accept to the first step."""
+    prefill_ms: float
+    """Time from the first step to the first token."""
+    max_tokens: int | None = None
+    """Tokens that the stream may have: what its request asks for, or less if the worker's limits allow less."""
+
+
+class BlockRun(msgspec.Struct, frozen=True, kw_only=True):
+    """Consecutive blocks of one hash chain."""
+
+    parent: int
+    """Hash of the block before the first one."""
+    hashes: list[int]
+    """Hashes of the blocks, in their order."""
+
+
+class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """One entry of a worker's numbered event log. An empty one is a heartbeat."""
+
+    worker_id: str
+    """The worker whose log it is."""
+    epoch: str
+    """The worker's epoch."""
+    seq: int
+    """Number of the entry, from 0 in each epoch, without gaps."""
+    load: public.Load
+    """Load after this event."""
+    state: public.WorkerState
+    """State after this event."""
+    cleared: bool = False
+    """Whether all earlier blocks are gone, because a new engine has started."""
+    removed: list[int] = []
+    """Hashes of blocks that are gone."""
+    stored: list[BlockRun] = []
+    """Blocks that are new."""
+    started: list[Started] = []
+    """Requests that the worker has accepted."""
+    stream_nos: bytes = b""
+    """The stream of each of `token_ids`, as unsigned 32-bit little-endian integers."""
+    token_ids: bytes = b""
+    """Sampled tokens that clients are about to get, in the order of sampling; unsigned 32-bit little-endian."""
+    logprobs: dict[int, bytes] = {}
+    """Log probabilities of these tokens by stream number, for requests that ask for them. Only workers read them."""
+    first_tokens: list[FirstToken] = []
+    """Streams whose first token is among `token_ids`."""
+    finished: list[str] = []
+    """Keys of requests that have ended, sent after their terminal."""
+    taken: list[str] = []
+    """Keys of requests that a router has taken from here, to continue them elsewhere."""
+    guardians: dict[int, str] = {}
+    """The new guardians of streams, by stream number; only the router that was named last acts on a stream."""
+
+
+class Seal(public.Message, frozen=True, kw_only=True):
+    """Says that the chunks with the tokens of an entry have reached the broker."""
+
+    epoch: str
+    """The worker's epoch."""
+    seq: int
+    """Number of the entry."""
+
+
+class SnapshotRequest(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks what a worker holds. An empty message asks for no tokens."""
+
+    known_tokens: dict[str, int] = {}
+    """Requests whose sampled tokens are wanted, each with the number of tokens that are known."""
+    wants_others: bool = False
+    """Whether the tokens of all other requests are wanted too: all that their present attempt has sampled."""
+
+
+class RunningRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request in a worker's snapshot."""
+
+    id: str
+    """`<tenant token>:<id>`."""
+    attempt: int
+    """The attempt that is running."""
+    stream_no: int
+    """Number of the stream."""
+    num_tokens: int = 0
+    """The number of its sampled tokens."""
+    token_ids: bytes = b""
+    """Those of its tokens that are not known yet, if they are wanted, as unsigned 32-bit little-endian integers."""
+    logprobs: bytes = b""
+    """The log probabilities of `token_ids`, if the request asks for them, in a form that only workers read."""
+    first_token: FirstToken | None = None
+    """The account of its first token, once it has one that this worker has sampled."""
+    router_id: str = ""
+    """Its guardian."""
+
+
+class SnapshotPart(public.Message, frozen=True, kw_only=True):
+    """One part of a snapshot: everything that a worker held after event `seq`."""
+
+    worker_id: str
+    """The worker that answers."""
+    epoch: str
+    """The worker's epoch."""
+    seq: int
+    """The last event before the snapshot."""
+    part: int
+    """Number of this part, from 0."""
+    parts: int
+    """Number of all parts."""
+    runs: list[BlockRun]
+    """Blocks that the worker holds."""
+    running: list[RunningRequest]
+    """Requests that the worker holds."""
+    load: public.Load
+    """Load of the worker."""

@@ -1,0 +1,1 @@
+"""Requests with one answer and no stream: embeddings and ranked documents."""

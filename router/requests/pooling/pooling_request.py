@@ -1,0 +1,27 @@
+"""One request for embeddings or ranked documents."""
+
+import time
+from typing import Generic, NamedTuple, TypeVar
+
+from tokenbus.protocol.telemetry import tracing
+from tokenbus.protocol.wire import codec, internal, messages, subjects
+
+BodyT = TypeVar("BodyT", messages.EmbedRequest, messages.RerankRequest)
+WorkT = TypeVar("WorkT", internal.Embed, internal.Rerank)
+
+
+class PoolingRequest(NamedTuple, Generic[BodyT, WorkT]):
+    """A valid request, and where its reply goes."""
+
+    request_id: str
+    address: subjects.ModelAddress
+    body: BodyT
+    work: WorkT
+    reply: str
+    encoding: codec.Encoding
+    received_at: float
+    span: tracing.Span = tracing.NOOP_SPAN
+
+    @property
+    def remaining_s(self) -> float:
+        return self.received_at + self.work.remaining_ms / 1e3 - time.monotonic()

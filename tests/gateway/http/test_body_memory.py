@@ -1,0 +1,34 @@
+"""Large bodies have room for so many bytes together, and ordinary ones don't need any of it."""
+
+import pytest
+
+from tokenbus.gateway.http.body_memory import BodyMemory
+from tokenbus.gateway.http.http_errors import OVERLOADED, ApiError
+
+MIB = 1024 * 1024
+
+
+def test_only_bytes_beyond_a_mebibyte_count_until_the_request_ends() -> None:
+    memory = BodyMemory(8 * MIB)
+    with memory.holding() as small, memory.holding() as large:
+        small.add(MIB)
+        assert memory.held_bytes == 0
+        for _ in range(3):
+            large.add(MIB)
+        assert memory.held_bytes == 2 * MIB
+        small.add(1)
+        assert memory.held_bytes == 2 * MIB + 1
+    assert memory.held_bytes == 0
+
+
+def test_without_room_a_large_body_is_refused_and_an_ordinary_one_is_not() -> None:
+    memory = BodyMemory(1)
+    with memory.holding() as first:
+        first.add(MIB + 32)
+        with memory.holding() as other:
+            other.add(MIB)
+            with pytest.raises(ApiError) as raised:
+                other.add(1)
+            assert raised.value.response == OVERLOADED
+        assert memory.held_bytes == 32
+    assert memory.held_bytes == 0

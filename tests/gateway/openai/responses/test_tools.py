@@ -1,0 +1,103 @@
+"""Tools are offered as functions, and their calls are found again."""
+
+import json
+from typing import Any
+
+from tokenbus.gateway.openai.responses import request
+from tokenbus.gateway.openai.responses.tools import OfferedTools, Tool
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": ["string", "null"], "default": None}}}
+WEATHER = {"type": "function", "name": "weather", "description": "d", "parameters": PARAMETERS, "strict": True}
+PATCH = {"type": "custom", "name": "patch", "description": "Patches."}
+CRM = {"type": "namespace", "name": "crm", "description": "d", "tools": [{"type": "function", "name": "find"}, PATCH]}
+SEARCH = {"type": "web_search"}
+
+
+def offered(*tools: dict[str, Any], choice: Any = None) -> OfferedTools:
+    return OfferedTools([(f"tools[{index}]", tool) for index, tool in enumerate(tools)], choice)
+
+
+def names(tools: OfferedTools) -> list[str]:
+    return [function["function"]["name"] for function in tools.functions]
+
+
+def test_a_function_is_itself_and_what_a_server_would_have_to_run_is_left_out() -> None:
+    tools = offered(SEARCH, WEATHER)
+    assert tools.functions == [
+        {"type": "function", "function": {"name": "weather", "description": "d", "parameters": PARAMETERS}}
+    ]
+    assert (tools.paths, tools.given) == (["tools[1]"], [WEATHER])
+
+
+def test_a_custom_tool_is_a_function_with_one_text() -> None:
+    (function,) = offered(PATCH).functions
+    assert function["function"] == {
+        "name": "patch",
+        "description": "Patches.",
+        "parameters": {
+            "type": "object",
+            "properties": {"input": {"type": "string"}},
+            "required": ["input"],
+            "additionalProperties": False,
+        },
+    }
+
+
+def test_the_model_is_told_the_grammar_of_a_custom_tool() -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+    told = 'The argument `input` must follow this lark grammar:\nstart: "a"'
+    (function,) = offered(PATCH | {"format": grammar}).functions
+    assert function["function"]["description"] == f"Patches.\n\n{told}"
+    (bare,) = offered({"type": "custom", "name": "c", "format": grammar}).functions
+    assert bare["function"]["description"] == told
+    (free,) = offered(PATCH | {"format": {"type": "text"}}).functions
+    assert free["function"]["description"] == "Patches."
+
+
+def test_calls_are_found_again_by_their_names() -> None:
+    tools = offered(WEATHER, PATCH, CRM)
+    assert names(tools) == ["weather", "patch", "crm__find", "crm__patch"]
+    assert tools.paths == ["tools[0]", "tools[1]", "tools[2].tools[0]", "tools[2].tools[1]"]
+    assert [tools.called(name) for name in (*names(tools), "other")] == [
+        Tool("weather", None, False),
+        Tool("patch", None, True),
+        Tool("find", "crm", False),
+        Tool("patch", "crm", True),
+        Tool("other", None, False),
+    ]
+
+
+def test_every_form_of_a_choice() -> None:
+    for choice, theirs in (
+        (None, None),
+        ("auto", "auto"),
+        ("none", "none"),
+        ("required", "required"),
+        ({"type": "function", "name": "weather"}, {"type": "function", "function": {"name": "weather"}}),
+        ({"type": "custom", "name": "patch"}, {"type": "function", "function": {"name": "patch"}}),
+        (
+            {"type": "function", "name": "find", "namespace": "crm"},
+            {"type": "function", "function": {"name": "crm__find"}},
+        ),
+    ):
+        tools = offered(WEATHER, PATCH, CRM, choice=choice)
+        assert (tools.choice, len(tools.functions)) == (theirs, 4)
+
+
+def test_allowed_tools_are_the_only_ones_that_are_offered() -> None:
+    allowed = [{"type": "custom", "name": "patch"}, {"type": "function", "name": "find", "namespace": "crm"}, SEARCH]
+    tools = offered(WEATHER, PATCH, CRM, choice={"type": "allowed_tools", "mode": "required", "tools": allowed})
+    assert (names(tools), tools.paths, tools.choice) == (
+        ["patch", "crm__find"],
+        ["tools[1]", "tools[2].tools[0]"],
+        "required",
+    )
+
+
+def test_tools_within_the_input_are_offered_with_the_others() -> None:
+    more = {"type": "additional_tools", "role": "developer", "tools": [PATCH]}
+    body = {"model": "demo", "input": [more, {"role": "user", "content": "hi"}], "tools": [WEATHER]}
+    parsed = request.parse(json.dumps(body).encode(), {}, "r")
+    assert names(parsed.tools) == ["weather", "patch"]
+    assert parsed.tools.paths == ["tools[0]", "input[0].tools[0]"]
+    assert parsed.request.tools == parsed.tools.functions

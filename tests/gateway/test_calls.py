@@ -1,0 +1,145 @@
+"""Endpoints that generate nothing, over HTTP: they share admission, keys, logs and metrics with those that do."""
+
+import json
+import math
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from bench.models import random_encoder
+from bench.models.random_encoder import EncoderShape
+from tests.support.system import running_gateway, up_with_output
+
+SAID = [{"role": "user", "content": "What is the capital of Avaria?"}]
+
+
+def post(base_url: str, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
+    payload = body if isinstance(body, bytes) else json.dumps(body).encode()
+    asked = urllib.request.Request(
+        base_url.removesuffix("/v1") + path, payload, {"Content-Type": "application/json"} | headers
+    )
+    try:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def get(base_url: str, path: str) -> bytes:
+    with urllib.request.urlopen(base_url.removesuffix("/v1") + path, timeout=60) as answer:
+        found: bytes = answer.read()
+    return found
+
+
+def test_the_tokens_of_a_conversation_are_counted_as_a_completion_counts_them(base_url: str) -> None:
+    status, found = post(base_url, "/tokenize", {"model": "demo", "messages": SAID})
+    assert status == 200
+    assert found["count"] == len(found["tokens"])
+    _, whole = post(base_url, "/v1/chat/completions", {"model": "demo", "messages": SAID, "max_tokens": 1})
+    assert whole["usage"]["prompt_tokens"] == found["count"]
+    models = json.loads(get(base_url, "/v1/models"))
+    assert found["max_model_len"] == models["data"][0]["context_length"]
+    assert post(base_url, "/tokenize/", {"model": "demo", "messages": SAID, "only_count": True})[1]["tokens"] == []
+
+
+def test_text_comes_back_from_its_tokens(base_url: str) -> None:
+    _, found = post(base_url, "/tokenize", {"model": "demo", "prompt": "Grüß Gott"})
+    assert post(base_url, "/detokenize", {"model": "demo", "tokens": found["tokens"]}) == (200, {"prompt": "Grüß Gott"})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code", "param"),
+    [
+        ("/tokenize", {"model": "demo"}, 400, "invalid_request", "prompt"),
+        ("/tokenize", {"model": "nobody", "prompt": "x"}, 503, "no_worker", None),
+        ("/tokenize", b"{", 400, "invalid_request", None),
+        ("/detokenize", {"model": "demo"}, 400, "invalid_request", "tokens"),
+        ("/detokenize", {"model": "demo", "tokens": [5, -5]}, 400, "invalid_request", "tokens[1]"),
+        ("/detokenize", {"model": "demo", "tokens": [5, 99_999]}, 400, "invalid_request", "tokens[1]"),
+    ],
+)
+def test_a_wrong_request_is_answered_in_openais_form_with_the_field_that_is_wrong(
+    base_url: str, path: str, body: Any, status: int, code: str, param: str | None
+) -> None:
+    found, answer = post(base_url, path, body)
+    assert (found, answer["error"]["code"], answer["error"]["param"]) == (status, code, param)
+
+
+def test_calls_need_a_key_and_are_logged_and_counted_like_completions(slow_url: str, tmp_path: Path) -> None:
+    with running_gateway(slow_url, tmp_path, "--metrics-port", "0", "--api-key", "secret=acme") as gateway:
+        asked = {"model": "slow", "prompt": "go"}
+        assert post(gateway.url, "/tokenize", asked)[0] == 401
+        assert post(gateway.url, "/tokenize", asked, Authorization="Bearer secret")[0] == 200
+        (page,) = gateway.log("status_page")
+        with urllib.request.urlopen(f"http://127.0.0.1:{page['port']}/metrics", timeout=60) as answer:
+            text = answer.read().decode()
+        logged = [(one["endpoint"], one["model"]) for one in gateway.log("request_received")]
+    assert logged == [("/tokenize", None), ("/tokenize", "slow")]
+    for status in (200, 401):
+        assert f'tokenbus_gateway_requests_total{{endpoint="/tokenize",status="{status}"}} 1.0' in text
+
+
+def test_ollamas_calls_find_a_model_and_what_it_can_do(base_url: str) -> None:
+    assert json.loads(get(base_url, "/api/version"))["version"]
+    for path in ("/api/tags", "/api/ps"):
+        assert [one["name"] for one in json.loads(get(base_url, path))["models"]] == ["demo"]
+    for name in ({"model": "demo"}, {"name": "demo:latest"}):
+        status, shown = post(base_url, "/api/show", name)
+        assert status == 200
+        assert "completion" in shown["capabilities"]
+    status, refused = post(base_url, "/api/show", {"model": "nobody"})
+    assert (status, list(refused)) == (503, ["error"])
+    assert post(base_url, "/api/show", {})[0] == 400
+    assert post(base_url, "/api/nothing", {}) == (404, {"error": "unknown URL: POST /api/nothing"})
+
+
+def serving(folder: Path, pooling: str) -> AbstractContextManager[dict[str, Any]]:
+    """Runs a system with a model that is written here."""
+    random_encoder.write(folder / "model.gguf", EncoderShape("bert", pooling))
+    return up_with_output("--workers", "1", "--threads", "1", "--model", str(folder / "model.gguf"))
+
+
+@pytest.fixture(scope="module")
+def embedder_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("embedder"), "mean") as said:
+        yield str(said["http"])
+
+
+@pytest.fixture(scope="module")
+def ranker_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("ranker"), "rank") as said:
+        yield str(said["http"])
+
+
+def test_openais_client_gets_embeddings_of_texts_and_of_tokens(embedder_url: str) -> None:
+    with openai.OpenAI(base_url=embedder_url, api_key="none", max_retries=0, timeout=60) as client:
+        found = client.embeddings.create(model="model", input=["a", "b c"])
+        plain = client.embeddings.create(model="model", input=["a", "b c"], encoding_format="float")
+        many = client.embeddings.create(model="model", input=["a"] * 70)
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.embeddings.create(model="model", input=["a"] * 40 + ["word " * 5_000])
+    assert [one.index for one in found.data] == [0, 1]
+    for one, other in zip(found.data, plain.data, strict=True):
+        assert one.embedding == pytest.approx(other.embedding, abs=1e-6)
+        assert math.hypot(*one.embedding) == pytest.approx(1, abs=1e-5)
+    assert found.usage.total_tokens == plain.usage.total_tokens > 2
+    assert len(many.data) == 70
+    assert refused.value.param == "input[40]"
+
+
+def test_documents_are_ranked_over_http(ranker_url: str) -> None:
+    body = {"model": "model", "query": "a", "documents": ["b", {"text": "c"}, "d"]}
+    status, found = post(ranker_url, "/v1/rerank", body)
+    assert status == 200
+    scores = [one["relevance_score"] for one in found["results"]]
+    assert scores == sorted(scores, reverse=True)
+    assert sorted(one["index"] for one in found["results"]) == [0, 1, 2]
+    assert post(ranker_url, "/v1/rerank", body | {"top_n": 1})[1]["results"] == found["results"][:1]
+    status, refused = post(ranker_url, "/v1/embeddings", {"model": "model", "input": "a"})
+    assert (status, refused["error"]["code"]) == (400, "unsupported")

@@ -1,0 +1,133 @@
+"""The Responses API as OpenAI's own client library sees it, which checks the type of every field."""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import openai
+import pytest
+
+ANSWER = "The capital of Avaria is Limora."
+GREEDY: dict[str, Any] = {"model": "demo", "input": "What is the capital of Avaria?", "temperature": 0}
+TOO_LONG: dict[str, Any] = GREEDY | {"input": "word " * 9_000}
+
+
+@pytest.fixture
+def client(base_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=base_url, api_key="none", max_retries=0, timeout=60, _strict_response_validation=True
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+async def async_client(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_a_whole_response(client: openai.OpenAI) -> None:
+    raw = client.responses.with_raw_response.create(**GREEDY)
+    response = raw.parse()
+    assert (response.output_text, response.status) == (ANSWER, "completed")
+    assert response.id == f"resp_{raw.headers['x-request-id']}"
+    assert response.usage is not None
+    assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+    assert response.usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_a_stream_that_the_librarys_helper_puts_together(client: openai.OpenAI) -> None:
+    with client.responses.stream(**GREEDY) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert final.output_text == ANSWER
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == ANSWER
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+async def test_the_asynchronous_client_streams(async_client: openai.AsyncOpenAI) -> None:
+    async with async_client.responses.stream(**GREEDY) as stream:
+        assert (await stream.get_final_response()).output_text == ANSWER
+
+
+def test_a_conversation_is_sent_whole_each_time(client: openai.OpenAI) -> None:
+    question: Any = {"role": "user", "content": GREEDY["input"]}
+    first = client.responses.create(**GREEDY | {"input": [question]})
+    sum_asked: Any = {"role": "user", "content": [{"type": "input_text", "text": "What is 12 + 30?"}]}
+    said: Any = [item.to_dict() for item in first.output]
+    second = client.responses.create(**GREEDY | {"input": [question, *said, sum_asked]}, store=False)
+    assert "42" in second.output_text
+
+
+def test_a_text_follows_its_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"capital": {"enum": ["Limora", "Paris"]}, "sure": {"type": "boolean"}},
+        "required": ["capital", "sure"],
+        "additionalProperties": False,
+    }
+    wanted: Any = {"format": {"type": "json_schema", "name": "answer", "strict": True, "schema": schema}}
+    value = json.loads(client.responses.create(**GREEDY, text=wanted).output_text)
+    assert value["capital"] in ("Limora", "Paris")
+    assert isinstance(value["sure"], bool)
+
+
+def test_a_response_that_reaches_its_limit_is_incomplete(client: openai.OpenAI) -> None:
+    response = client.responses.create(**GREEDY, max_output_tokens=3)
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.usage is not None
+    assert response.usage.output_tokens == 3
+
+
+def test_logprobs_are_those_of_the_text(client: openai.OpenAI) -> None:
+    response = client.responses.create(**GREEDY, top_logprobs=2, include=["message.output_text.logprobs"])
+    (item,) = response.output
+    assert item.type == "message"
+    (text,) = item.content
+    assert text.type == "output_text"
+    assert text.logprobs is not None
+    assert "".join(one.token for one in text.logprobs) == ANSWER
+    assert all(len(one.top_logprobs) == 2 for one in text.logprobs)
+
+
+def test_a_conversation_that_is_too_long_is_an_error_of_status_or_the_last_event_of_a_stream(
+    client: openai.OpenAI,
+) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.responses.create(**TOO_LONG)
+    assert raised.value.code == "context_length_exceeded"
+    with client.responses.with_streaming_response.create(**TOO_LONG, stream=True) as raw:
+        *_, last = (json.loads(line.removeprefix("data: ")) for line in raw.iter_lines() if line.startswith("data: "))
+    assert (raw.status_code, last["type"], last["response"]["status"]) == (200, "response.failed", "failed")
+    assert last["response"]["error"]["code"] == "context_length_exceeded"
+    assert last["response"]["error"]["message"].startswith("This model's maximum context length is ")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"temperature": -1}, "temperature", "invalid_request"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "poem"}}}},
+            "text.format.schema",
+            "invalid_request",
+        ),
+        ({"input": [{"role": "poet", "content": "x"}]}, "input", "invalid_request"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
+            "input[0].arguments",
+            "invalid_request",
+        ),
+    ],
+)
+def test_a_bad_request_names_its_field_before_anything_is_streamed(
+    client: openai.OpenAI, fields: dict[str, Any], param: str, code: str, stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.responses.create(**GREEDY | fields, stream=stream)
+    assert (raised.value.param, raised.value.code) == (param, code)
+    assert raised.value.type == "invalid_request_error"

@@ -1,0 +1,131 @@
+"""The memory of requests for tokens is bounded, and a tenant with many leaves room for the others."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.router.builders import card, fleet_of
+from tokenbus.protocol.bus.bus import PayloadTooLargeError
+from tokenbus.protocol.telemetry import tracing
+from tokenbus.protocol.wire import codec, errors, messages
+from tokenbus.protocol.wire.subjects import ModelAddress
+from tokenbus.router.metrics import RouterMetrics
+from tokenbus.router.requests.tokenization import tokenize_requests
+from tokenbus.router.requests.tokenization.prompt_tokenizer import Prompt
+from tokenbus.router.requests.tokenization.tokenize_requests import TokenizeCall, TokenizeRequests
+
+FULL = tokenize_requests.MAX_TENANT_BYTES - tokenize_requests.REQUEST_BYTES
+
+
+class Tokenizer:
+    """Answers each prompt once it is told to."""
+
+    def __init__(self) -> None:
+        self.prompts: list[Prompt] = []
+        self.go = asyncio.Event()
+
+    async def tokenize(self, prompt: Prompt, timeout_s: float) -> list[int]:
+        self.prompts.append(prompt)
+        await self.go.wait()
+        return [1] * 100
+
+    async def detokenize(self, model: str, token_ids: list[int], timeout_s: float) -> str:
+        raise errors.request_error(errors.Code.NO_WORKER)
+
+
+class Replies:
+    def __init__(self) -> None:
+        self.sent: list[messages.TokenizeReply] = []
+        self.max_bytes = 10_000
+
+    def send(self, subject: str, payload: bytes, headers: dict[str, str] | None = None) -> None:
+        if len(payload) > self.max_bytes:
+            raise PayloadTooLargeError("too large")
+        self.sent.append(codec.Decoder(messages.TokenizeReply).decode(payload, codec.Encoding.JSON))
+
+
+class Testbed:
+    __test__ = False
+
+    def __init__(self) -> None:
+        self.tokenizer, self.replies = Tokenizer(), Replies()
+        fleet = fleet_of(card("w1"), card("w2"))
+        self.requests = TokenizeRequests(
+            self.replies,  # type: ignore[arg-type]
+            self.tokenizer,  # type: ignore[arg-type]
+            fleet,
+            RouterMetrics(),
+            tracing.NoopTracer(),
+        )
+
+    def start(self, request_id: str, tenant: str = "acme", num_bytes: int = 100, *, only_count: bool = False) -> None:
+        body = messages.TokenizeRequest(id=request_id, prompt="x", only_count=only_count)
+        address = ModelAddress("demo", tenant)
+        now = time.monotonic()
+        call = TokenizeCall(request_id, address, body, "_INBOX.a.b", codec.Encoding.JSON, now, num_bytes)
+        self.requests.start(call, None)
+
+
+@pytest.fixture
+async def bed() -> AsyncIterator[Testbed]:
+    bed = Testbed()
+    yield bed
+    await bed.requests.shut_down()
+
+
+async def answered(bed: Testbed) -> list[str]:
+    bed.tokenizer.go.set()
+    await bed.requests.drain()
+    return [reply.id for reply in bed.replies.sent]
+
+
+async def test_a_tenant_may_have_a_quarter_of_the_memory_and_not_a_byte_more(bed: Testbed) -> None:
+    bed.start("all", num_bytes=FULL)
+    with pytest.raises(errors.RequestError) as refused:
+        bed.start("more", num_bytes=0)
+    assert refused.value.error.code is errors.Code.OVERLOADED
+    bed.start("theirs", "globex")
+    assert await answered(bed) == ["all", "theirs"]
+
+
+async def test_all_tenants_together_may_have_the_memory_and_not_a_byte_more(bed: Testbed) -> None:
+    for number in range(4):
+        bed.start(f"r{number}", f"t{number}", FULL)
+    with pytest.raises(errors.RequestError, match="overloaded"):
+        bed.start("more", "another", 0)
+    assert len(await answered(bed)) == 4
+
+
+async def test_an_answered_request_gives_its_memory_back(bed: Testbed) -> None:
+    for _ in range(3):
+        bed.start("all", num_bytes=FULL)
+        await answered(bed)
+    assert len(bed.replies.sent) == 3
+
+
+async def test_no_two_prompts_have_the_same_place_in_the_queue_although_ids_are_the_same(bed: Testbed) -> None:
+    bed.start("same")
+    bed.start("same")
+    assert await answered(bed) == ["same", "same"]
+    assert len({prompt.key for prompt in bed.tokenizer.prompts}) == 2
+
+
+async def test_a_reply_that_is_too_large_is_an_error_that_says_so(bed: Testbed) -> None:
+    bed.replies.max_bytes = 200
+    bed.start("ids")
+    bed.start("count", only_count=True)
+    assert sorted(await answered(bed)) == ["count", "ids"]
+    codes = {reply.id: reply.error.code if reply.error else None for reply in bed.replies.sent}
+    assert codes == {"ids": errors.Code.PAYLOAD_TOO_LARGE, "count": None}
+    assert {reply.count for reply in bed.replies.sent if not reply.error} == {100}
+
+
+async def test_a_router_that_stops_answers_what_is_open(bed: Testbed) -> None:
+    bed.start("open")
+    await asyncio.sleep(0)
+    await bed.requests.shut_down()
+    (reply,) = bed.replies.sent
+    assert reply.error
+    assert reply.error.code is errors.Code.SHUTTING_DOWN

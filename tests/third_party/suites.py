@@ -1,0 +1,179 @@
+"""The suites: what each runs against a system, and how its results are read."""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import urllib.error
+import urllib.request
+import xml.etree.ElementTree as xml
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.third_party import agents, packages
+from tests.third_party.judging import Outcome
+from tests.third_party.serving import SCRIPTED, Served
+
+_CLIENTS = Path(__file__).parent / "clients"
+_TIMEOUT_S = 300
+_OPENAI = ("chat", "responses", "test_completions.py", "test_embeddings.py", "test_models.py", "test_responses.py")
+_ANTHROPIC = ("test_messages.py",)
+
+
+class Suite(NamedTuple):
+    """A suite of checks."""
+
+    title: str
+    run: Callable[[Served], list[Outcome]]
+    needs_node: bool = False
+    is_quick: bool = True
+    """Whether it takes seconds, and what it downloads is small enough for every test run."""
+
+
+def _resources(package: str, files: tuple[str, ...], url: Callable[[Served], str]) -> Callable[[Served], list[Outcome]]:
+    """Returns what runs the tests of a library's resources, as they are published."""
+
+    def run(served: Served) -> list[Outcome]:
+        source, programs = packages.source(package), packages.environment("sdks")
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.xml"
+            pytest = [str(programs / "python"), "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
+            tests = [f"tests/api_resources/{name}" for name in files]
+            _run([*pytest, "--tb=line", f"--junitxml={report}", *tests], {"TEST_API_BASE_URL": url(served)}, source)
+            return list(_from_junit(report.read_bytes()))
+
+    return run
+
+
+def _from_junit(report: bytes) -> Iterator[Outcome]:
+    for case in xml.fromstring(report).iter("testcase"):
+        where = case.get("classname", "").removeprefix("tests.api_resources.")
+        failed = next((one for kind in ("failure", "error") for one in case.iter(kind)), None)
+        passed = None if case.find("skipped") is not None else failed is None
+        detail = (failed.get("message") or "") if failed is not None else ""
+        yield Outcome(f"{where}.{case.get('name')}", passed, detail[:500])
+
+
+def _probe(served: Served) -> list[Outcome]:
+    programs = packages.environment("sdks")
+    probe = [str(programs / "canitoolcall"), "probe", "--base-url", served.base_url, "--model", SCRIPTED]
+    report = json.loads(_run([*probe, "--json", "-"]).stdout)
+    kinds = {False: "whole", True: "streamed"}
+    return [
+        Outcome(
+            f"{one['scenario_id']}.{kinds[one['stream']] if one['check'] == 'scenario' else one['check']}",
+            one["status"] == "pass" and not one["warnings"],
+            f"{one['detail']} {one['warnings'] or ''}",
+        )
+        for one in report["outcomes"]
+    ]
+
+
+def _schemathesis(served: Served) -> list[Outcome]:
+    document = f"{served.root_url}/openapi.json"
+    try:
+        with urllib.request.urlopen(document) as response:
+            paths = json.load(response)["paths"]
+    except urllib.error.HTTPError as error:
+        return [Outcome("document", False, f"GET /openapi.json: {error.code}")]
+    operations = [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
+    program = str(packages.environment("sdks") / "st")
+    with tempfile.TemporaryDirectory() as folder:
+        reports = {"json": Path(folder) / "report.json", "junit": Path(folder) / "report.xml"}
+        options = ["--phases", "examples,coverage,fuzzing", "--max-examples", "20", "--seed", "1", "--no-color"]
+        options += ["--report", ",".join(reports)]
+        for kind, path in reports.items():
+            options += [f"--report-{kind}-path", str(path)]
+        _run([program, "run", document, "--url", served.root_url, *options], folder=Path(folder))
+        failures = json.loads(reports["json"].read_text())["failures"]
+        texts = [one.text or "" for one in xml.parse(reports["junit"]).iter("failure")]
+    return [Outcome("document", True), *_from_failures(operations, failures, texts)]
+
+
+def _from_failures(operations: list[str], failures: list[dict[str, Any]], texts: list[str]) -> Iterator[Outcome]:
+    """Yields an outcome for each operation that has not failed, and for each kind of failure of the others."""
+    failed = {operation for one in failures for operation in one["operations"]}
+    for operation in operations:
+        if operation not in failed:
+            yield Outcome(operation, True)
+    for one in failures:
+        shown = next((text for text in texts if one["title"] in text), "")
+        for operation in one["operations"]:
+            yield Outcome(f"{operation} {one['type']}", False, f"{one['title']}\n{shown[:1_500]}")
+
+
+def _script(name: str, environment: str = "") -> Callable[[Served], list[Outcome]]:
+    """Returns what runs a script of `clients/`, in an environment of Python or by Node. It prints `ok NAME` or
+    `not ok NAME: REASON` for each check."""
+
+    def run(served: Served) -> list[Outcome]:
+        variables = {"BASE_URL": served.base_url, "ROOT_URL": served.root_url, "NATS_URL": served.nats}
+        num_before = len(_cancelled(served))
+        with tempfile.TemporaryDirectory() as folder:
+            scripts = Path(folder) / "clients"
+            shutil.copytree(_CLIENTS, scripts)
+            if environment:
+                program = str(packages.environment(environment) / "python")
+            else:
+                program = "node"
+                (scripts / "node_modules").symlink_to(packages.node_modules("clients") / "node_modules")
+            done = _run([program, name], variables, scripts)
+        found = list(_from_lines(done.stdout))
+        if done.returncode:
+            found.append(Outcome("end", False, f"exit status {done.returncode}: {done.stderr[-2_000:]}"))
+        if any(one.name == "cancel" and one.passed for one in found):
+            found.append(Outcome("cancel reaches the worker", len(_cancelled(served)) > num_before))
+        return found
+
+    return run
+
+
+def _cancelled(served: Served) -> list[object]:
+    return [line for line in served.gateway.log("request_finished") if line.get("disconnect") == "gone"]
+
+
+def _from_lines(output: str) -> Iterator[Outcome]:
+    for line in output.splitlines():
+        if line.startswith("ok "):
+            yield Outcome(line.removeprefix("ok "), True)
+        elif line.startswith("not ok "):
+            name, _, detail = line.removeprefix("not ok ").partition(": ")
+            yield Outcome(name, False, detail)
+
+
+def _run(
+    command: list[str], variables: Mapping[str, str] | None = None, folder: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict(variables or {})
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+
+
+SUITES = {
+    "openai-python": Suite(
+        "openai-python's `tests/api_resources`", _resources("openai", _OPENAI, lambda served: served.base_url)
+    ),
+    "anthropic-python": Suite(
+        "anthropic-sdk-python's `test_messages.py`",
+        _resources("anthropic", _ANTHROPIC, lambda served: served.root_url),
+    ),
+    "canitoolcall": Suite("`canitoolcall probe`", _probe),
+    "schemathesis": Suite("schemathesis, by the OpenAPI document", _schemathesis),
+    "openai-client": Suite("`openai` (Python)", _script("openai_client.py", "sdks")),
+    "anthropic-client": Suite("`anthropic` (Python)", _script("anthropic_client.py", "sdks")),
+    "langchain": Suite("LangChain", _script("langchain_client.py", "langchain")),
+    "openai-js": Suite("`openai` (JavaScript)", _script("openai_client.mjs"), needs_node=True),
+    "ai-sdk": Suite("Vercel's AI SDK", _script("ai_sdk.mjs"), needs_node=True),
+    "opencode": Suite("opencode", agents.opencode, needs_node=True, is_quick=False),
+    "codex": Suite("Codex", agents.codex, needs_node=True, is_quick=False),
+}

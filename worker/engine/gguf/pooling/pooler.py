@@ -1,0 +1,176 @@
+"""Computes one row of numbers of each input, with a llama.cpp context of its own for embeddings.
+
+Every input of a batch is one of llama.cpp's sequences. Most poolings read all states of an input, so that it has to be
+computed at once (one ubatch, which attention between all its tokens needs too). Where only the state of the last token
+of a causal model is read, the tokens before it need no output, and go through in ubatches of any size: llama.cpp would
+compute the logits of every output, which is a third of the work for a small model with a large vocabulary."""
+
+from __future__ import annotations  # llama_cpp names its handle types for type checkers only
+
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+
+import numpy as np
+from llama_cpp import llama_cpp as llama
+
+from tokenbus.protocol.wire import codec
+from tokenbus.worker.engine.draws import Matrix
+from tokenbus.worker.engine.gguf import backend, context, settings_resolution
+from tokenbus.worker.engine.gguf.batch import Batch, Part
+from tokenbus.worker.engine.gguf.model import GgufModel
+from tokenbus.worker.engine.gguf.pooling.pooling_type import PoolingType
+from tokenbus.worker.engine.gguf.pooling.rerank_prompt import RerankPrompt
+from tokenbus.worker.engine.pooling_runner import PoolingRunner
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.runner import BatchLimits, DeviceError, InsufficientMemoryError, ModelError
+
+_CLOSE = 1e-2
+"""The largest difference, as a share of a row's length, between a row computed alone and in a batch."""
+_NO_ROOM, _OUT_OF_MEMORY = 1, -2
+"""llama_decode's results for too few cells, and for an allocation that failed."""
+
+
+class GgufPooler:
+    """Raises ModelError for settings that the model can't meet, and if it can't compute a first row."""
+
+    def __init__(self, model: GgufModel, settings: EngineSettings) -> None:
+        assert model.pooling is not None
+        self.vocab_size = model.tokenizer.size
+        self.max_input_tokens = _longest_input(model, settings)
+        # Attention takes a batch's tokens squared, though an input sees only itself, so larger batches are slower.
+        most = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
+        capacity = max(self.max_input_tokens, most)
+        self.batch_limits = BatchLimits(most, context.POOLED_INPUTS, is_padded=False)
+        self._pooling = model.pooling
+        self._open(model, settings, capacity, outputs_all=model.pooling in (PoolingType.MEAN, PoolingType.CLS))
+        if not self._outputs_all and not self._is_causal:
+            self.close()
+            self._open(model, settings, capacity, outputs_all=True)
+        self._batch = Batch(capacity, 0)
+        self.width = _width(model)
+        self._try(str(model.files.weights))
+
+    def __repr__(self) -> str:
+        return f"<GgufPooler of {self.width}, {self._pooling.name.lower()}>"
+
+    def _open(self, model: GgufModel, settings: EngineSettings, capacity: int, *, outputs_all: bool) -> None:
+        self._outputs_all = outputs_all
+        self._context = context.create_for_pooling(
+            model.handle, settings, self._pooling.value, capacity, outputs_all=outputs_all
+        )
+        self._memory = llama.llama_get_memory(self._context)
+        self._is_causal = self._memory is not None and llama.llama_get_causal_attn(self._context)
+
+    def pool(self, inputs: Listing[Listing[int]]) -> Matrix:
+        if self._memory is not None:
+            llama.llama_memory_clear(self._memory, False)  # cells only: what they held is never read
+        if self._outputs_all:
+            self._decode([Part(number, 0, one) for number, one in enumerate(inputs)], has_outputs=True)
+        else:
+            self._decode([Part(number, 0, one[:-1]) for number, one in enumerate(inputs)], has_outputs=False)
+            self._decode([Part(number, len(one) - 1, one[-1:]) for number, one in enumerate(inputs)], has_outputs=True)
+        return np.stack([self._row(number) for number in range(len(inputs))])
+
+    def close(self) -> None:
+        llama.llama_free(self._context)
+
+    def _row(self, number: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        pointer = llama.llama_get_embeddings_seq(self._context, number)
+        if not pointer:
+            raise DeviceError("llama.cpp has no embedding of an input that it has computed")
+        return np.ctypeslib.as_array(pointer, (self.width,)).copy()
+
+    def _decode(self, parts: list[Part], *, has_outputs: bool) -> None:
+        self._batch.fill_parts(parts, has_outputs=has_outputs)
+        if not self._batch.struct.n_tokens:
+            return
+        llama.llama_set_embeddings(self._context, has_outputs)
+        status = llama.llama_decode(self._context, self._batch.struct)
+        if status in (_NO_ROOM, _OUT_OF_MEMORY):  # nothing of the batch is kept, so the next one can be tried
+            raise InsufficientMemoryError(backend.last_error())
+        if status != 0:
+            raise DeviceError(f"llama_decode returned {status}: {backend.last_error()}")
+
+    def _try(self, where: str) -> None:
+        """Computes two inputs alone and together, which has to be the same."""
+        lengths = [min(length, self.max_input_tokens) for length in (7, 4)]
+        inputs = [[1 + place % (self.vocab_size - 1) for place in range(length)] for length in lengths]
+        try:
+            alone = np.concatenate([self.pool([one]) for one in inputs])
+            together = self.pool(inputs)
+        except (DeviceError, InsufficientMemoryError) as error:
+            self.close()
+            raise ModelError(f"{where}: llama.cpp can't compute a first embedding: {error}") from error
+        difference = np.linalg.norm(alone - together, axis=1)
+        if not (difference <= _CLOSE * np.linalg.norm(alone, axis=1)).all():
+            self.batch_limits = self.batch_limits._replace(max_inputs=1)
+
+
+class GgufEmbedder(GgufPooler):
+    """Makes embeddings."""
+
+    def __init__(self, model: GgufModel, settings: EngineSettings) -> None:
+        self._tokenizer = model.tokenizer
+        super().__init__(model, settings)
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode_with_special_tokens(text)
+
+
+class GgufReranker(GgufPooler):
+    """Scores documents, as llama.cpp's server does: with the file's template `rerank`, if it has one."""
+
+    def __init__(self, model: GgufModel, settings: EngineSettings) -> None:
+        self._prompt = _rerank_prompt(model)
+        labels = int(llama.llama_model_n_cls_out(model.handle))
+        # A file with two labels has "yes" first, and llama.cpp makes probabilities of them.
+        if labels > 2 or (labels == 2 and not (model.metadata.text("general.architecture") or "").startswith("qwen3")):
+            raise ModelError(f"{model.files.weights}: sorts texts into {labels} classes, of which none is a score")
+        super().__init__(model, settings)
+
+    def pair(self, query: str, documents: Listing[str]) -> list[list[int]]:
+        return self._prompt.make(query, documents)
+
+
+def _rerank_prompt(model: GgufModel) -> RerankPrompt:
+    tokenizer, template = model.tokenizer, model.metadata.text("tokenizer.chat_template.rerank")
+    if template is None:
+        return RerankPrompt.from_tokens(tokenizer.pair_tokens, tokenizer.encode)
+    return RerankPrompt.from_template(template, tokenizer.rules.special_tokens, tokenizer.encode)
+
+
+def make_runner(model: GgufModel, settings: EngineSettings, release: Callable[[], None]) -> PoolingRunner:
+    """Returns a replica of a model that generates nothing. `release` is called once the model isn't needed.
+
+    Raises ModelError for settings that the model can't meet."""
+    resolved = settings_resolution.resolve(settings, model.generation_config)
+    if model.pooling is PoolingType.RANK:
+        reranker = GgufReranker(model, resolved)
+        config = model.describe(resolved, reranker.max_input_tokens, ("rerank",))
+        return PoolingRunner(config, model.tokenizer, _close(reranker, release), reranker=reranker)
+    embedder = GgufEmbedder(model, resolved)
+    described = model.describe(resolved, embedder.max_input_tokens, ("embed",))
+    config = codec.replace(described, embedding_width=embedder.width)
+    return PoolingRunner(config, model.tokenizer, _close(embedder, release), embedder=embedder)
+
+
+def _close(pooler: GgufPooler, release: Callable[[], None]) -> Callable[[], None]:
+    def close() -> None:
+        pooler.close()
+        release()
+
+    return close
+
+
+def _longest_input(model: GgufModel, settings: EngineSettings) -> int:
+    """Returns the tokens that one input may have: never more than the model has positions for."""
+    trained = llama.llama_model_n_ctx_train(model.handle)
+    if settings.context_length > trained:
+        raise ModelError(f"--context-length {settings.context_length} is above what the model was made for, {trained}")
+    return context.context_length(settings, trained)
+
+
+def _width(model: GgufModel) -> int:
+    if model.pooling is PoolingType.RANK:
+        return int(llama.llama_model_n_cls_out(model.handle))
+    return int(llama.llama_model_n_embd_out(model.handle))

@@ -1,0 +1,29 @@
+"""Tells from a GGUF's metadata whether a model pools its tokens' states, and how."""
+
+import enum
+
+from llama_cpp import llama_cpp as llama
+
+from tokenbus.worker.engine.gguf.metadata import Metadata
+
+
+class PoolingType(enum.Enum):
+    """The ways in which llama.cpp makes one row of the tokens of an input."""
+
+    MEAN = llama.LLAMA_POOLING_TYPE_MEAN
+    CLS = llama.LLAMA_POOLING_TYPE_CLS
+    """The state of the first token."""
+    LAST = llama.LLAMA_POOLING_TYPE_LAST
+    """The state of the last token."""
+    RANK = llama.LLAMA_POOLING_TYPE_RANK
+    """The output of a classification head for the first state, or for the last one of a causal model."""
+
+
+def of_model(metadata: Metadata) -> PoolingType | None:
+    """Returns the pooling that the file names; `MEAN` for an encoder whose file names none, which is what
+    sentence-transformers does with one; None for a model that generates."""
+    arch = metadata.text("general.architecture") or ""
+    named = metadata.number(f"{arch}.pooling_type")
+    if named in {one.value for one in PoolingType}:
+        return PoolingType(named)
+    return PoolingType.MEAN if "bert" in arch else None

@@ -1,0 +1,170 @@
+"""Inputs that become one row of numbers each, beside generations: the step loop computes a batch between two steps."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import structlog
+
+from tokenbus.protocol.wire import errors, internal
+from tokenbus.worker.engine.draws import Matrix
+from tokenbus.worker.engine.runner import Embedder, InsufficientMemoryError, Pooler, Reranker
+
+_MIN_NORM = 1e-12
+"""Shorter vectors are divided by this instead of their norm, which may be 0."""
+
+
+class PoolingJob:
+    """The inputs of one request, and the rows that are computed."""
+
+    __slots__ = ("call_id", "deadline", "finish", "inputs", "pending", "pooler", "rows")
+
+    def __init__(
+        self, call_id: int, inputs: list[list[int]], pooler: Pooler, deadline: float, finish: Callable[[Matrix], Matrix]
+    ) -> None:
+        """`finish` turns the rows that the pooler has computed into those of the answer."""
+        self.call_id = call_id
+        self.inputs = inputs
+        self.pooler = pooler
+        self.deadline = deadline
+        self.finish = finish
+        self.pending = sorted(range(len(inputs)), key=lambda index: len(inputs[index]))
+        """The indices of inputs still to be computed, the longest last: a batch holds inputs of similar length."""
+        self.rows: dict[int, Any] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.inputs))
+
+
+class PoolingResult(NamedTuple):
+    """The rows of a job, or the error."""
+
+    rows: bytes = b""
+    """32-bit little-endian floats."""
+    prompt_tokens: int = 0
+    error: errors.Error | None = None
+
+
+def embed_job(call_id: int, request: internal.Embed, embedder: Embedder | None, now: float) -> PoolingJob:
+    """Checks a request and tokenizes its texts. Raises RequestError for inputs that can't be computed."""
+    if embedder is None:
+        raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes no embeddings", param="model")
+    if request.dimensions is not None and request.dimensions > embedder.width:
+        raise errors.request_error(
+            errors.Code.INVALID_REQUEST,
+            f"dimensions: must be at most {embedder.width}, got {request.dimensions}",
+            param="dimensions",
+        )
+    inputs = [embedder.tokenize(one) if isinstance(one, str) else one for one in request.inputs]
+    for index, token_ids in enumerate(inputs):
+        _check_input(f"input[{index}]", token_ids, embedder)
+
+    def finish(rows: Matrix) -> Matrix:
+        vectors = rows[:, : request.dimensions]
+        if not request.normalize:
+            return vectors
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        normalized: Matrix = vectors / np.maximum(lengths, _MIN_NORM)
+        return normalized
+
+    return PoolingJob(call_id, inputs, embedder, now + request.remaining_ms / 1e3, finish)
+
+
+def rerank_job(call_id: int, request: internal.Rerank, reranker: Reranker | None, now: float) -> PoolingJob:
+    """Checks a request and tokenizes its documents. Raises RequestError for those that can't be scored."""
+    if reranker is None:
+        raise errors.request_error(errors.Code.UNSUPPORTED, "this model scores no documents", param="model")
+    inputs = reranker.pair(request.query, request.documents)
+    for index, token_ids in enumerate(inputs):
+        _check_input(f"documents[{index}]", token_ids, reranker, "with the query ")
+    return PoolingJob(call_id, inputs, reranker, now + request.remaining_ms / 1e3, lambda rows: rows[:, :1])
+
+
+def _check_input(param: str, token_ids: list[int], pooler: Pooler, beside: str = "") -> None:
+    """Raises RequestError for an input that can't be computed; `beside` says what it has besides its own tokens."""
+    if not 0 < len(token_ids) <= pooler.max_input_tokens:
+        raise errors.request_error(
+            errors.Code.PROMPT_TOO_LONG,
+            f"{param} has {beside}{len(token_ids)} tokens, 1 to {pooler.max_input_tokens} fit",
+            param=param,
+        )
+    if max(token_ids) >= pooler.vocab_size:
+        raise errors.request_error(
+            errors.Code.INVALID_REQUEST,
+            f"{param} has token id {max(token_ids)}, the vocabulary has {pooler.vocab_size} tokens",
+            param=param,
+        )
+
+
+class PoolingQueue:
+    """The jobs of one replica. They take turns, a batch each, and a batch has room for inputs of several.
+
+    `report` is called with the call id and the result of each job."""
+
+    def __init__(self, report: Callable[[int, PoolingResult], None]) -> None:
+        self._report = report
+        self._jobs: deque[PoolingJob] = deque()
+
+    def __repr__(self) -> str:
+        return f"<PoolingQueue, {len(self._jobs)} jobs>"
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._jobs)
+
+    def add(self, job: PoolingJob) -> None:
+        self._jobs.append(job)
+
+    def step(self) -> None:
+        """Computes a batch, and reports the jobs that it completes. Raises DeviceError."""
+        self._end_late(time.monotonic())
+        if not self._jobs:
+            return
+        batch = self._next_batch()
+        try:
+            rows = self._jobs[0].pooler.pool([job.inputs[index] for job, index in batch])
+        except InsufficientMemoryError:
+            for job in dict.fromkeys(job for job, _ in batch):
+                self._end(job, PoolingResult(error=errors.make_error(errors.Code.INSUFFICIENT_MEMORY)))
+            return
+        for (job, index), row in zip(batch, rows, strict=True):
+            job.rows[index] = row
+        self._jobs.rotate(-1)  # a job of thousands of inputs makes the others wait for one batch at a time
+        for job in dict.fromkeys(job for job, _ in batch):
+            if not job.pending:
+                self._end(job, _result(job))
+
+    def _end_late(self, now: float) -> None:
+        for job in [job for job in self._jobs if now > job.deadline]:
+            self._end(job, PoolingResult(error=errors.make_error(errors.Code.DEADLINE_EXCEEDED)))
+
+    def _next_batch(self) -> list[tuple[PoolingJob, int]]:
+        """Takes inputs of the job whose turn it is, and then of those behind it, as long as there is room."""
+        pooler = self._jobs[0].pooler
+        batch: list[tuple[PoolingJob, int]] = []
+        total = longest = 0
+        for job in self._jobs:
+            while job.pooler is pooler and job.pending:
+                length = len(job.inputs[job.pending[-1]])
+                if not pooler.batch_limits.allow(len(batch) + 1, total + length, max(longest, length)):
+                    break
+                total, longest = total + length, max(longest, length)
+                batch.append((job, job.pending.pop()))
+        return batch
+
+    def _end(self, job: PoolingJob, result: PoolingResult) -> None:
+        self._jobs.remove(job)
+        self._report(job.call_id, result)
+
+
+def _result(job: PoolingJob) -> PoolingResult:
+    rows = np.stack([job.rows[index] for index in range(len(job.inputs))])
+    if not np.isfinite(rows).all():
+        structlog.get_logger().error("bad_embeddings", inputs=len(job.inputs))
+        return PoolingResult(
+            error=errors.make_error(errors.Code.INTERNAL, "the model computed values that are not numbers")
+        )
+    return PoolingResult(np.ascontiguousarray(job.finish(rows), "<f4").tobytes(), job.num_tokens)

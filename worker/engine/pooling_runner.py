@@ -1,0 +1,59 @@
+"""Serves a model that makes one row of numbers of an input, such as an embedding, and generates nothing."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+
+from tokenbus.protocol.wire import internal
+from tokenbus.worker import contract
+from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
+from tokenbus.worker.engine.runner import Embedder, Reranker
+from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+
+
+class PoolingRunner:
+    """One replica of such a model. The frontend refuses requests to generate, by its features."""
+
+    def __init__(
+        self,
+        config: contract.EngineConfig,
+        tokenizer: ModelTokenizer,
+        close: Callable[[], None],
+        *,
+        embedder: Embedder | None = None,
+        reranker: Reranker | None = None,
+    ) -> None:
+        self.config = config
+        self._tokenizer = tokenizer
+        self.token_bytes: list[bytes] = []
+        self.bundle: bytes | None = None
+        self.embedder = embedder
+        self.reranker = reranker
+        self.end_token_ids: frozenset[int] = frozenset()
+        self.num_lanes = 1
+        self._close = close
+
+    def __repr__(self) -> str:
+        return f"<PoolingRunner {self.config.source} {self.embedder or self.reranker!r}>"
+
+    def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
+        raise AssertionError("this model generates nothing")
+
+    def remove_sequence(self, seq_no: int) -> None:
+        """Does nothing: no sequence was ever added."""
+
+    def apply(self, kv_ops: Listing[KvOp]) -> None:
+        assert not kv_ops, kv_ops
+
+    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
+        raise AssertionError("this model generates nothing")
+
+    def tokenize(self, request: internal.Tokenize) -> list[int]:
+        return self._tokenizer.tokenize(request)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def close(self) -> None:
+        self._close()
