@@ -51,10 +51,10 @@ class CacheHistory(RuleBasedStateMachine):
         lanes=st.integers(0, 5),
         host=st.sampled_from([0, 1, 3, 40]),
         kind=st.sampled_from(KINDS),
-        overcommit=st.sampled_from([1.0, 1.5, 4.0]),
+        expected=st.sampled_from([0, 1, 3]),
         max_cached=st.sampled_from([None, 0, 2]),
     )
-    def begin(self, total: int, lanes: int, host: int, kind: str, overcommit: float, max_cached: int | None) -> None:
+    def begin(self, total: int, lanes: int, host: int, kind: str, expected: int, max_cached: int | None) -> None:
         host = host if kind == "shared" else 0
         self.config = make_config(
             max_num_seqs=3, kv_block_size=BLOCK, total_kv_blocks=total, host_kv_blocks=host, max_num_batched_tokens=99
@@ -62,8 +62,8 @@ class CacheHistory(RuleBasedStateMachine):
         self.runner: ArithmeticRunner = ArithmeticRunner(self.config, num_lanes=3 + lanes)
         if kind != "shared":
             self.runner = EchoRunner(self.config, 3 + lanes, kind=kind)
-        self.pool = BlockPool(total, BLOCK, 3 + lanes, host_blocks=host, overcommit=overcommit)
-        self.scheduler = Scheduler(self.pool, 3, priority_s=1.0, max_cached_blocks=max_cached)
+        self.pool = BlockPool(total, BLOCK, 3 + lanes, host_blocks=host)
+        self.scheduler = Scheduler(self.pool, 3, priority_s=1.0, max_cached_blocks=max_cached, expected_tokens=expected)
         self.mirror = Mirror()
         self.roots = {self.root(domain) for domain in DOMAINS if domain is not None}
         self.open: dict[int, Sequence] = {}
