@@ -21,27 +21,6 @@ from tokenbus.protocol.wire import messages as wire
 
 _STORED = ("previous_response_id", "conversation", "prompt")
 """Fields that name what a server would have stored."""
-SAME_ON_THE_WIRE = (
-    "temperature",
-    "top_p",
-    "parallel_tool_calls",
-    "seed",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "regex",
-    "choice",
-    "grammar",
-    "cache_salt",
-    "timeout_ms",
-    "ignore_eos",
-    "min_tokens",
-    "stop_token_ids",
-)
 _WITH_LOGPROBS = "message.output_text.logprobs"
 _WITH_ENCRYPTED_CONTENT = "reasoning.encrypted_content"
 _decoder = codec.Decoder(ResponsesBody)
@@ -100,8 +79,7 @@ def parse(payload: bytes, headers: Mapping[str, str], request_id: str) -> Parsed
     is_cache_key = body.session_id is None and body.prompt_cache_key is not None
     paths = items.paths[len(items.messages) - len(messages) :]  # without those of system messages that were joined
     names = FieldNames(paths, tools.paths, session_is_cache_key=is_cache_key)
-    session = body.session_id or body.prompt_cache_key or conversation.session_of(headers)
-    request = _to_wire(body, messages, tools, session, request_id)
+    request = _to_wire(body, messages, tools, conversation.session_of(headers), request_id)
     try:
         validation.check_request(request)
     except errors.RequestError as refused:
@@ -125,7 +103,6 @@ def _check(body: ResponsesBody) -> None:
 def _to_wire(
     body: ResponsesBody, messages: list[wire.ChatMessage], tools: OfferedTools, session: str | None, request_id: str
 ) -> wire.GenerateRequest:
-    """Converts to a wire request, which is streamed in any case, so that a worker notices if this gateway dies."""
     wants_logprobs = bool(body.top_logprobs) or _WITH_LOGPROBS in (body.include or [])
     effort = None if body.reasoning is None else body.reasoning.effort
     return wire.GenerateRequest(
@@ -136,8 +113,7 @@ def _to_wire(
         response_format=body.format,
         tools=tools.functions or None,
         tool_choice=tools.choice,
-        session_id=session,
-        priority=conversation.priority_of(body.service_tier) if body.priority is None else body.priority,
+        parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=conversation.template_arguments(effort, body.chat_template_kwargs),
-        **{name: getattr(body, name) for name in SAME_ON_THE_WIRE},
+        **body.to_wire(session),
     )
