@@ -9,6 +9,7 @@ from tokenbus.gateway.generation import conversation
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.generation.model_names import checked_model
+from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai import chat_response
 from tokenbus.gateway.openai.sampling_fields import SamplingFields
@@ -50,6 +51,8 @@ class ParsedChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     n: int
     include_usage: bool
+    names: dict[str, str]
+    """OpenAI's names of fields where they differ from the wire's."""
 
     @property
     def requests(self) -> tuple[wire.GenerateRequest, ...]:
@@ -64,8 +67,8 @@ class ParsedChatRequest(msgspec.Struct, frozen=True, kw_only=True):
         return chat_response.encode_whole(head, answers)
 
     def named(self, error: ErrorResponse) -> ErrorResponse:
-        """Returns the error: the names of fields that workers check are OpenAI's."""
-        return error
+        """Returns an error of a router or worker with OpenAI's name of the field at fault."""
+        return http_errors.renamed(error, http_errors.by_field(self.names))
 
 
 def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedChatRequest:
@@ -75,36 +78,27 @@ def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedCha
     model = checked_model(chat.model)
     _check(chat)
     request = _to_wire(chat, conversation.session_of(headers), request_id)
-    try:
+    names = _names_of(chat)
+    with http_errors.renaming(http_errors.by_field(names)):
         validation.check_request(request)
-    except errors.RequestError as refused:
-        raise errors.RequestError(with_openai_names(refused.error, chat)) from refused
     return ParsedChatRequest(
         model=model,
         request=request,
         stream=bool(chat.stream),
         n=1 if chat.n is None else chat.n,
         include_usage=chat.includes_usage,
+        names=names,
     )
 
 
-def with_openai_names(error: errors.Error, chat: ChatRequest) -> errors.Error:
-    """Returns the error with OpenAI's name of its field."""
-    theirs = _openai_name(error.param, chat)
-    if error.param is None or theirs == error.param:
-        return error
-    # Messages of validation begin with the field's name.
-    problem = error.message.removeprefix(error.param)
-    message = error.message if problem == error.message else f"{theirs}{problem}"
-    return errors.make_error(error.code, message, param=theirs, retry_after_ms=error.retry_after_ms)
-
-
-def _openai_name(param: str | None, chat: ChatRequest) -> str | None:
-    if param == "max_tokens" and chat.max_completion_tokens is not None:
-        return "max_completion_tokens"
-    if param == "logprobs" and chat.top_logprobs is not None:
-        return "top_logprobs"
-    return param
+def _names_of(chat: ChatRequest) -> dict[str, str]:
+    """Returns OpenAI's names of fields where they differ from the wire's."""
+    names = {}
+    if chat.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    if chat.top_logprobs is not None:
+        names["logprobs"] = "top_logprobs"
+    return names
 
 
 def _check(chat: ChatRequest) -> None:

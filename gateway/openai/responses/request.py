@@ -8,6 +8,7 @@ from tokenbus.gateway.generation import conversation
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.generation.model_names import checked_model
+from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai.responses import response
 from tokenbus.gateway.openai.responses.body import ResponsesBody
@@ -58,7 +59,7 @@ class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def named(self, error: ErrorResponse) -> ErrorResponse:
         """Returns an error of a router or worker with OpenAI's name of the field at fault."""
-        return self.names.rename_response(error)
+        return http_errors.renamed(error, self.names.of)
 
     def _begun(self, head: ResponseHead) -> response.Response:
         return response.begun(head, self.body, self.tools)
@@ -80,10 +81,8 @@ def parse(payload: bytes, headers: Mapping[str, str], request_id: str) -> Parsed
     paths = items.paths[len(items.messages) - len(messages) :]  # without those of system messages that were joined
     names = FieldNames(paths, tools.paths, session_is_cache_key=is_cache_key)
     request = _to_wire(body, messages, tools, conversation.session_of(headers), request_id)
-    try:
+    with http_errors.renaming(names.of):
         validation.check_request(request)
-    except errors.RequestError as refused:
-        raise errors.RequestError(names.rename(refused.error)) from refused
     return ParsedResponsesRequest(model=model, request=request, body=body, tools=tools, names=names)
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.openai import chat_request
 from tokenbus.protocol.wire import errors, messages
 
@@ -137,6 +138,13 @@ def test_what_is_wrong_names_the_field_as_the_client_called_it(
 def test_what_is_not_served_is_unsupported(fields: dict[str, object], param: str) -> None:
     error = refusal(**fields)
     assert (error.code, error.param) == (errors.Code.UNSUPPORTED, param)
+
+
+def test_an_error_of_a_worker_names_the_field_as_the_client_called_it() -> None:
+    refused = errors.invalid_field("max_tokens", "at most 5")
+    shown = read(max_completion_tokens=6).named(http_errors.from_error(refused.error))
+    assert (shown.param, shown.message) == ("max_completion_tokens", "max_completion_tokens: at most 5")
+    assert read(max_tokens=6).named(http_errors.from_error(refused.error)).param == "max_tokens"
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b'{"model": "demo"', b"\xff\xfe", b"[" * 100_000])
