@@ -20,10 +20,12 @@ class CallEndpoint(Endpoint, Generic[RequestT, ReplyT]):
         self._dialect = dialect
 
     async def _serve(self, exchange: Exchange) -> None:
-        with http_errors.renaming(http_errors.by_field(self._dialect.names)):
-            parsed = await self._read(exchange)
-            served_as = self._services.aliases.resolve(parsed.model, exchange.request_id)
+        parsed = await self._read(exchange)
+        served_as = self._services.aliases.resolve(parsed.model, exchange.request_id)
+        try:
             await body.cancel_on_disconnect(exchange.request.receive, self._respond(exchange, served_as, parsed))
+        except errors.RequestError as refused:
+            raise http_errors.ApiError(parsed.named(http_errors.from_error(refused.error))) from refused
 
     async def _read(self, exchange: Exchange) -> ParsedCall[RequestT, ReplyT]:
         # In a method of its own, so that nothing holds the body while the request is served.

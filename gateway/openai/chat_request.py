@@ -1,7 +1,7 @@
 """Parses the body of a chat completion and turns it into a request of our wire protocol; pure."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -43,6 +43,19 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 _decoder = codec.Decoder(ChatRequest)
 
 
+class FieldNames(NamedTuple):
+    """OpenAI's names of the fields of one request."""
+
+    renamed: Mapping[str, str]
+    """Those that differ from the wire's."""
+    num_joined: int
+    """Messages that the request has more than that of the wire."""
+
+    def of(self, param: str) -> str:
+        """Returns the name of a field."""
+        return conversation.name_in_given(self.renamed.get(param, param), self.num_joined)
+
+
 class ParsedChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A valid request for a chat completion."""
 
@@ -51,8 +64,7 @@ class ParsedChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     n: int
     include_usage: bool
-    names: dict[str, str]
-    """OpenAI's names of fields where they differ from the wire's."""
+    names: FieldNames
 
     @property
     def requests(self) -> tuple[wire.GenerateRequest, ...]:
@@ -68,7 +80,7 @@ class ParsedChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def named(self, error: ErrorResponse) -> ErrorResponse:
         """Returns an error of a router or worker with OpenAI's name of the field at fault."""
-        return http_errors.renamed(error, http_errors.by_field(self.names))
+        return http_errors.renamed(error, self.names.of)
 
 
 def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedChatRequest:
@@ -78,8 +90,8 @@ def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedCha
     model = checked_model(chat.model)
     _check(chat)
     request = _to_wire(chat, conversation.session_of(headers), request_id)
-    names = _names_of(chat)
-    with http_errors.renaming(http_errors.by_field(names)):
+    names = _names_of(chat, request)
+    with http_errors.renaming(names.of):
         validation.check_request(request)
     return ParsedChatRequest(
         model=model,
@@ -91,14 +103,13 @@ def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedCha
     )
 
 
-def _names_of(chat: ChatRequest) -> dict[str, str]:
-    """Returns OpenAI's names of fields where they differ from the wire's."""
-    names = {}
+def _names_of(chat: ChatRequest, request: wire.GenerateRequest) -> FieldNames:
+    renamed = {}
     if chat.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
+        renamed["max_tokens"] = "max_completion_tokens"
     if chat.top_logprobs is not None:
-        names["logprobs"] = "top_logprobs"
-    return names
+        renamed["logprobs"] = "top_logprobs"
+    return FieldNames(renamed, len(chat.messages or []) - len(request.messages or []))
 
 
 def _check(chat: ChatRequest) -> None:

@@ -140,6 +140,23 @@ def test_what_is_not_served_is_unsupported(fields: dict[str, object], param: str
     assert (error.code, error.param) == (errors.Code.UNSUPPORTED, param)
 
 
+@pytest.mark.parametrize("num_leading", range(4))
+def test_a_message_at_fault_has_its_place_in_the_clients_list(num_leading: int) -> None:
+    system = [{"role": "system", "content": "be brief"}] * num_leading
+    theirs = f"messages[{num_leading + 1}].content"
+    error = refusal(messages=[*system, *HELLO, {"role": "user"}])
+    assert (error.param, error.message) == (theirs, f"{theirs}: is required")
+    of_wire = f"messages[{min(num_leading, 1) + 1}].content"
+    parsed = read(messages=[*system, *HELLO, *HELLO])
+    shown = parsed.named(http_errors.from_error(errors.invalid_field(of_wire, "too strange").error))
+    assert (shown.param, shown.message) == (theirs, f"{theirs}: too strange")
+
+
+def test_system_messages_that_were_joined_have_the_place_of_the_first() -> None:
+    parsed = read(messages=[{"role": "system", "content": "be brief"}] * 2 + HELLO)
+    assert parsed.named(http_errors.from_error(errors.invalid_field("messages[0]", "no").error)).param == "messages[0]"
+
+
 def test_an_error_of_a_worker_names_the_field_as_the_client_called_it() -> None:
     refused = errors.invalid_field("max_tokens", "at most 5")
     shown = read(max_completion_tokens=6).named(http_errors.from_error(refused.error))
