@@ -104,7 +104,7 @@ def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedCha
 
 
 def _names_of(chat: ChatRequest, request: wire.GenerateRequest) -> FieldNames:
-    renamed = {}
+    renamed = chat.renamed
     if chat.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
     if chat.top_logprobs is not None:

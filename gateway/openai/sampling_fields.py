@@ -49,6 +49,11 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
 
+    @property
+    def renamed(self) -> dict[str, str]:
+        """The fields of the wire that this request sets under other names, with these names."""
+        return {"session_id": "prompt_cache_key"} if self.prompt_cache_key and not self.session_id else {}
+
     def to_wire(self, session: str | None) -> dict[str, Any]:
         """Returns the fields of a wire request, whose `session_id` is `session` if none is named here.
 

@@ -77,7 +77,7 @@ def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedCom
     ]
     for number, request in enumerate(requests):
         place = "prompt" if len(requests) == 1 else f"prompt[{number}]"
-        with http_errors.renaming(http_errors.by_field({"prompt": place, "token_ids": place})):
+        with http_errors.renaming(http_errors.by_field(asked.renamed | {"prompt": place, "token_ids": place})):
             validation.check_request(request)
     return ParsedCompletionRequest(
         model=model,

@@ -1,7 +1,7 @@
 """Translates names of fields of the wire into those of the Responses API; pure."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tokenbus.gateway.openai.responses.input_items import MessagePath
 
@@ -22,12 +22,10 @@ _TOOL = re.compile(r"tools\[(\d+)\](?:\.function)?(.*)")
 class FieldNames:
     """The names of the fields of one request."""
 
-    def __init__(
-        self, messages: Sequence[MessagePath], tools: Sequence[str], *, session_is_cache_key: bool = False
-    ) -> None:
+    def __init__(self, messages: Sequence[MessagePath], tools: Sequence[str], renamed: Mapping[str, str]) -> None:
         self._messages = messages
         self._tools = tools
-        self._renamed = _RENAMED | ({"session_id": "prompt_cache_key"} if session_is_cache_key else {})
+        self._renamed = {**_RENAMED, **renamed}
 
     def __repr__(self) -> str:
         return f"<FieldNames of {len(self._messages)} messages, {len(self._tools)} tools>"

@@ -77,9 +77,8 @@ def parse(payload: bytes, headers: Mapping[str, str], request_id: str) -> Parsed
     _check(body)
     tools, items = OfferedTools(body.offered, body.tool_choice), conversation_of(body)
     messages = conversation.normalized(items.messages)
-    is_cache_key = body.session_id is None and body.prompt_cache_key is not None
     paths = items.paths[len(items.messages) - len(messages) :]  # without those of system messages that were joined
-    names = FieldNames(paths, tools.paths, session_is_cache_key=is_cache_key)
+    names = FieldNames(paths, tools.paths, body.renamed)
     request = _to_wire(body, messages, tools, conversation.session_of(headers), request_id)
     with http_errors.renaming(names.of):
         validation.check_request(request)

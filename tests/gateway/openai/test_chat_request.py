@@ -110,6 +110,8 @@ def test_logprobs_are_a_switch_and_their_number_a_field_of_its_own(
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs: must be at least 0 and at most 20"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"n": 0}, "n", "must be 1 to 128"),
+        ({"prompt_cache_key": "x" * 257}, "prompt_cache_key", "prompt_cache_key: must have at most 256 bytes"),
+        ({"prompt_cache_key": "x", "session_id": "x" * 257}, "session_id", "session_id: must have at most 256 bytes"),
         ({"n": 129}, "n", "must be 1 to 128"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
