@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from bench import ingest
+from bench import flags, ingest
 from bench.baselines import dynamo_wheel
 
 _FRAME = struct.Struct("<II")
@@ -62,9 +62,8 @@ def growth(name: str, num_blocks: int, payloads: Sequence[ingest.Payload]) -> in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, times=3)
     parser.add_argument("--blocks", type=int, nargs="+", default=[260_000, 360_000])
-    parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--fill", choices=["ours", "dynamo"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.fill:

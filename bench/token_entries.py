@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nats.aio.msg import Msg
 
-from bench import paired
+from bench import flags, paired
 from bench.system import cpu_seconds, start
 from tokenbus.cli import nats_server
 from tokenbus.protocol.bus import connection as nats
@@ -144,11 +144,10 @@ async def _share(publish: Callable[[], None], options: argparse.Namespace, pid: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, pairs=7)
     parser.add_argument("--rate", type=int, default=2_000, help="entries a second")
     parser.add_argument("--streams", type=int, default=8, help="streams, each with a token in every entry")
     parser.add_argument("--seconds", type=float, default=4.0, help="length of each measurement")
-    parser.add_argument("--pairs", type=int, default=7)
     asyncio.run(measure(parser.parse_args()))
 
 

@@ -5,7 +5,6 @@ Run: .venv/bin/python -m bench.serving.decode [--model FILE.gguf] [--streams 1] 
 Both decode the same number of tokens on the same model with the same threads, in interleaved pairs. The time runs from
 the first token of all streams to the last. Without --model, a 0.5B model in Q8_0 with random weights is made."""
 
-import argparse
 import asyncio
 import statistics
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench import system
+from bench import flags, system
 from bench.baselines import bare_llama
 from bench.baselines.child import Child
 from bench.models import benchmark_model
@@ -84,12 +83,8 @@ async def measure(model: Path, streams: int, tokens: int, threads: int, pairs: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, streams=1, tokens=48, threads=1, pairs=7)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--streams", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--pairs", type=int, default=7)
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.streams, options.tokens, options.threads, options.pairs))

@@ -5,7 +5,6 @@ Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.serving.long_prompt [--model FI
 Four streams run, and when each has some tokens a prompt of 1,200 tokens arrives. Compared with llama-server, in
 interleaved pairs."""
 
-import argparse
 import asyncio
 import itertools
 import random
@@ -15,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import streams, system
+from bench import flags, streams, system
 from bench.baselines import llama_server
 from bench.models import benchmark_model
 from bench.serving.decode import ratio_of
@@ -67,15 +66,11 @@ async def measure(model: Path, length: int, tokens: int, pairs: int, threads: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, length=1_200, tokens=160, pairs=7, threads=2)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--length", type=int, default=1_200)
-    parser.add_argument("--tokens", type=int, default=160)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
-    options, flags = parser.parse_known_args()
+    options, worker_flags = parser.parse_known_args()
     with benchmark_model.model(options.model) as model:
-        asyncio.run(measure(model, options.length, options.tokens, options.pairs, options.threads, flags))
+        asyncio.run(measure(model, options.length, options.tokens, options.pairs, options.threads, worker_flags))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import streams, system
+from bench import flags, streams, system
 from bench.baselines.child import Ask, Child, Timing
 from bench.models import benchmark_model
 from bench.serving.decode import ratio_of
@@ -202,16 +202,11 @@ async def measure(options: argparse.Namespace, model: Path, gguf: Path | None) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, prompt=64, tokens=64, pairs=9, threads=1, seed=0)
     parser.add_argument("question", choices=_AIMS)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--gguf", type=Path)
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--starts", type=int, default=3, help="of both ways, which share the pairs")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(benchmark_model.onnx_model(options.model))

@@ -5,7 +5,6 @@ Run: .venv/bin/python -m bench.serving.python_server [--model FILE.gguf] [--clie
 The other side is `python -m llama_cpp.server` on the same build of llama.cpp (pip install 'tokenbus[bench]'), in
 interleaved pairs. Throughput is all tokens over the time from the first request to the last answer."""
 
-import argparse
 import asyncio
 import contextlib
 import importlib.util
@@ -20,7 +19,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from bench import system
+from bench import flags, system
 from bench.models import benchmark_model
 from bench.serving.decode import ratio_of
 from tokenbus.cli.supervisor import end_with_parent
@@ -113,12 +112,8 @@ async def measure(model: Path, clients: int, tokens: int, pairs: int, threads: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, clients=8, tokens=64, pairs=7, threads=1)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.clients, options.tokens, options.pairs, options.threads))

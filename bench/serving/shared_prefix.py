@@ -5,7 +5,6 @@ Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.serving.shared_prefix [--model 
 Compared with llama-server with eight slots, in interleaved pairs. Each round has its own prefix, so that neither side
 has it cached from the round before."""
 
-import argparse
 import asyncio
 import random
 import statistics
@@ -14,7 +13,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from bench import streams, system
+from bench import flags, streams, system
 from bench.baselines import llama_server
 from bench.models import benchmark_model
 from bench.serving.decode import ratio_of
@@ -56,11 +55,8 @@ async def _first_tokens(answers: list[Coroutine[Any, Any, list[float]]]) -> floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, prefix=1_000, pairs=7, threads=2)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--prefix", type=int, default=1_000)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.prefix, options.pairs, options.threads))

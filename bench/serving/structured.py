@@ -7,13 +7,12 @@ Three kinds of requests take turns: free ones, one long string of a schema, wher
 mask, and a schema whose keys are most of the text, which are forced. The time runs from the second step of all streams,
 when the keys before the first value are computed, to the last. Without --model, a random 0.5B model in Q8_0 is made."""
 
-import argparse
 import asyncio
 import statistics
 import time
 from pathlib import Path
 
-from bench import system
+from bench import flags, system
 from bench.baselines import bare_llama
 from bench.models import benchmark_model
 from bench.paired import Ratio
@@ -91,12 +90,9 @@ async def measure(model: Path, streams: int, tokens: int, threads: int, pairs: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, streams=1, threads=1, pairs=9)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=128, help="above 70: each of the first steps may bring 33")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--pairs", type=int, default=9)
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.streams, options.tokens, options.threads, options.pairs))
