@@ -12,8 +12,8 @@ from pathlib import Path
 
 from bench import flags, streams, system
 from bench.models import benchmark_model
+from bench.servers.decode_server import of_streams
 from bench.serving.decode import ratio_of
-from bench.serving.decode_server import of_streams
 from tokenbus.client import Client
 
 _PROMPT_TOKENS = 500

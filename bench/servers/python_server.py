@@ -1,6 +1,6 @@
 """Compares the throughput of eight clients with that of llama-cpp-python's own server.
 
-Run: .venv/bin/python -m bench.serving.python_server [--model FILE.gguf] [--clients 8] [--tokens 64] [--pairs 7]
+Run: .venv/bin/python -m bench.servers.python_server [--model FILE.gguf] [--clients 8] [--tokens 64] [--pairs 7]
 
 The other side is `python -m llama_cpp.server` on the same build of llama.cpp (pip install 'tokenbus[bench]'), in
 interleaved pairs. Throughput is all tokens over the time from the first request to the last answer."""

@@ -1,6 +1,6 @@
 """Compares the decoding speed of outputs that follow a JSON schema with that of llama-server, same file and schema.
 
-Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.serving.structured_server [--model FILE.gguf] [--streams 8]
+Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.servers.structured_server [--model FILE.gguf] [--streams 8]
 [--tokens 48] [--threads 1] [--pairs 7]
 
 llama-server samples a token first, and applies the grammar to the whole vocabulary only if it does not allow that

@@ -1,6 +1,6 @@
 """Compares the decoding speed of the whole system with llama.cpp's own programs.
 
-Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.serving.decode_server [--streams 8] [--against llama-server]
+Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.servers.decode_server [--streams 8] [--against llama-server]
 
 It compares with `llama-bench` (one stream) or `llama-batched-bench` (several), which only decode, or with
 `llama-server` with as many slots, in interleaved pairs: tokens per second once every stream has its first token."""

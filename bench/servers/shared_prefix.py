@@ -1,6 +1,6 @@
 """Measures the first-token latency of eight concurrent requests that share a long prefix.
 
-Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.serving.shared_prefix [--model FILE.gguf] [--pairs 7] [--threads 2]
+Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.servers.shared_prefix [--model FILE.gguf] [--pairs 7] [--threads 2]
 
 Compared with llama-server with eight slots, in interleaved pairs. Each round has its own prefix, so that neither side
 has it cached from the round before."""

@@ -1,6 +1,6 @@
 """Measures how long running streams stall while a long prompt is prefilled, and that prompt's own first token.
 
-Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.serving.long_prompt [--model FILE.gguf] [--pairs 7] [--threads 2]
+Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.servers.long_prompt [--model FILE.gguf] [--pairs 7] [--threads 2]
 
 Four streams run, and when each has some tokens a prompt of 1,200 tokens arrives. Compared with llama-server, in
 interleaved pairs."""

@@ -1,6 +1,6 @@
 """Compares how long a router takes to choose a worker with NVIDIA Dynamo's `SelectionService` in the same process.
 
-Run: .venv/bin/python -m bench.choice_dynamo [--pairs 9] [--tokens 1024 8192] [--blocks 260000]
+Run: .venv/bin/python -m bench.router.choice_dynamo [--pairs 9] [--tokens 1024 8192] [--blocks 260000]
 
 A choice starts with a list of token ids and ends with a worker on which the prompt is booked: hash, match, cost, book.
 In Dynamo that is `await select_and_reserve(...)`, which has received the same blocks over ZMQ. Both sides get the same
@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import uvloop
 
-from bench import cached_blocks, flags, paired
+from bench import flags, paired
 from bench.baselines import dynamo_wheel
+from bench.router import cached_blocks
 from tokenbus.protocol.wire import block_hash
 from tokenbus.router.placement.placement import Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import KvAware

@@ -1,6 +1,6 @@
 """Measures how long a router takes to choose a worker, from token ids to the booking: hash, match, cost, book.
 
-Run: .venv/bin/python -m bench.choice [--workers 64 1000] [--blocks 260000] [--tokens 1024 8192]
+Run: .venv/bin/python -m bench.router.choice [--workers 64 1000] [--blocks 260000] [--tokens 1024 8192]
 
 The workers hold conversations of 64 to 512 blocks, `--blocks` of them in all. Each prompt continues one of these
 conversations. Times are CPU time of this process, in microseconds."""
@@ -12,7 +12,8 @@ import time
 
 import numpy as np
 
-from bench import cached_blocks, flags
+from bench import flags
+from bench.router import cached_blocks
 from tokenbus.router.placement.placement import Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import KvAware
 

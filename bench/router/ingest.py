@@ -1,6 +1,6 @@
 """Compares how fast a router applies KV events with the `RadixTree` of NVIDIA Dynamo's wheel.
 
-Run: .venv/bin/python -m bench.ingest [--pairs 9] [--blocks 131072] [--run 16]
+Run: .venv/bin/python -m bench.router.ingest [--pairs 9] [--blocks 131072] [--run 16]
 
 Each side gets its own wire format, encoded in advance. Ours is MessagePack, decoded and applied to the fleet: one
 message for each run of 16 blocks, with load, state and sequence number. Dynamo's is the JSON that its binding takes:
@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from bench import cached_blocks, flags, paired
+from bench import flags, paired
 from bench.baselines import dynamo_wheel
+from bench.router import cached_blocks
 from tokenbus.protocol.wire import block_hash, codec, internal, messages
 from tokenbus.router.placement.placement import Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import KvAware

@@ -1,6 +1,6 @@
 """Measures what a router pays to be the guardian of streams: the CPU time of workers' entries that carry tokens.
 
-Run: .venv/bin/python -m bench.token_entries [--rate 2000] [--streams 8] [--seconds 4] [--pairs 7]
+Run: .venv/bin/python -m bench.router.token_entries [--rate 2000] [--streams 8] [--seconds 4] [--pairs 7]
 
 A forged worker accepts one request for each stream. Then it publishes at the given rate, in alternating runs (A B A B),
 heartbeats without tokens, and entries that hold one token of each stream and are followed by their seal. The result is
