@@ -18,7 +18,7 @@ from typing import Any
 from bench import flags, streams, system
 from bench.baselines import llama_server
 from bench.models import benchmark_model
-from bench.serving.decode import ratio_of
+from bench.paired import quartiles
 
 _PROMPT = list(range(10, 26))
 _CONTEXT = 8_192
@@ -77,7 +77,7 @@ async def measure(model: Path, against: str, count: int, tokens: int, pairs: int
     print(f"{model.name}, {count} streams of {tokens} tokens, {threads} threads, {pairs} interleaved pairs")
     print(f"  {against:<20} {statistics.median(theirs for theirs, _ in seen):8.1f} tokens/s")
     print(f"  {'tokenbus':<20} {statistics.median(mine for _, mine in seen):8.1f} tokens/s")
-    print(f"  speed, tokenbus / {against}   {ratio_of([mine / theirs for theirs, mine in seen])}")
+    print(f"  speed, tokenbus / {against}   {quartiles([mine / theirs for theirs, mine in seen])}")
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from bench import flags, streams, system
 from bench.baselines import llama_server
 from bench.models import benchmark_model
-from bench.serving.decode import ratio_of
+from bench.paired import quartiles
 
 Complete = Callable[[list[int], int], Coroutine[Any, Any, list[float]]]
 _STREAMS, _BEFORE_S = 4, 2.0
@@ -61,7 +61,7 @@ async def measure(model: Path, length: int, tokens: int, pairs: int, threads: in
     print(f"{model.name}, {_STREAMS} streams and a {length}-token prompt, {threads} threads, {pairs} pairs")
     for name, column in (("longest gap", 0), ("the prompt's first token", 1)):
         theirs_s, ours_s = (statistics.median(pair[side][column] for pair in seen) for side in (0, 1))
-        ratio = ratio_of([mine[column] / theirs[column] for theirs, mine in seen])
+        ratio = quartiles([mine[column] / theirs[column] for theirs, mine in seen])
         print(f"  {name:<25} llama-server {theirs_s:6.2f} s, tokenbus {ours_s:6.2f} s; ratio {ratio}")
 
 

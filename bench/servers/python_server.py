@@ -21,7 +21,7 @@ from typing import Any
 
 from bench import flags, system
 from bench.models import benchmark_model
-from bench.serving.decode import ratio_of
+from bench.paired import quartiles
 from tokenbus.cli.supervisor import end_with_parent
 from tokenbus.client import Client
 from tokenbus.protocol.wire import messages
@@ -108,7 +108,7 @@ async def measure(model: Path, clients: int, tokens: int, pairs: int, threads: i
     print(f"{model.name}, {clients} clients, {tokens} tokens each, {threads} threads, {pairs} pairs after one")
     print(f"  llama_cpp.server   {statistics.median(theirs for theirs, _ in seen):6.1f} tokens/s")
     print(f"  tokenbus           {statistics.median(mine for _, mine in seen):6.1f} tokens/s")
-    print(f"  tokenbus / llama_cpp.server   {ratio_of([mine / theirs for theirs, mine in seen])}")
+    print(f"  tokenbus / llama_cpp.server   {quartiles([mine / theirs for theirs, mine in seen])}")
 
 
 def main() -> None:

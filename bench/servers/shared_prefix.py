@@ -16,7 +16,7 @@ from typing import Any
 from bench import flags, streams, system
 from bench.baselines import llama_server
 from bench.models import benchmark_model
-from bench.serving.decode import ratio_of
+from bench.paired import quartiles
 
 _REQUESTS, _TAIL, _TOKENS = 8, 16, 2
 
@@ -39,7 +39,7 @@ async def measure(model: Path, prefix: int, pairs: int, threads: int) -> None:
         f"  llama-server   {statistics.median(theirs for theirs, _ in seen):6.2f} s to the first token, in the median"
     )
     print(f"  tokenbus       {statistics.median(ours_s for _, ours_s in seen):6.2f} s")
-    print(f"  tokenbus / llama-server   {ratio_of([ours_s / theirs for theirs, ours_s in seen])}")
+    print(f"  tokenbus / llama-server   {quartiles([ours_s / theirs for theirs, ours_s in seen])}")
 
 
 def _prompts(number: int, prefix: int) -> list[list[int]]:

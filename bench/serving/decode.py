@@ -16,7 +16,7 @@ from bench import flags, system
 from bench.baselines import bare_llama
 from bench.baselines.child import Child
 from bench.models import benchmark_model
-from bench.paired import Ratio
+from bench.paired import quartiles
 from tokenbus.client import Client
 from tokenbus.protocol.wire import messages
 
@@ -53,10 +53,6 @@ async def through_the_system(client: Client, engine_pid: int, streams: int, toke
     return Timing(time.perf_counter() - max(times), system.cpu_seconds(engine_pid) - max(cpu))
 
 
-def ratio_of(shares: list[float]) -> Ratio:
-    return Ratio(*statistics.quantiles(shares, n=4))
-
-
 async def measure(model: Path, streams: int, tokens: int, threads: int, pairs: int) -> None:
     bare = Child("bench.baselines.bare_llama", model, threads, CONTEXT)
     settings = ("--threads", str(threads), "--kv-tokens", str(CONTEXT), "--max-num-seqs", "64")
@@ -78,8 +74,8 @@ async def measure(model: Path, streams: int, tokens: int, threads: int, pairs: i
     print(f"{model.name}, {streams} streams of {tokens} tokens, {threads} threads, {pairs} interleaved pairs")
     print(f"  llama_cpp alone     {decoded / alone_s:8.1f} tokens/s")
     print(f"  the whole system    {decoded / system_s:8.1f} tokens/s")
-    print(f"  speed, system / alone        {ratio_of([a.wall_s / w.wall_s for a, w in seen])}")
-    print(f"  engine CPU, alone / system   {ratio_of([a.cpu_s / w.cpu_s for a, w in seen])}")
+    print(f"  speed, system / alone        {quartiles([a.wall_s / w.wall_s for a, w in seen])}")
+    print(f"  engine CPU, alone / system   {quartiles([a.cpu_s / w.cpu_s for a, w in seen])}")
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from bench import flags, streams, system
 from bench.models import benchmark_model
+from bench.paired import quartiles
 from bench.servers.decode_server import of_streams
-from bench.serving.decode import ratio_of
 from tokenbus.client import Client
 
 _PROMPT_TOKENS = 500
@@ -48,7 +48,7 @@ async def measure(model: Path, count: int, tokens: int, pairs: int, kv_tokens: i
     print(f"{model.name}, {count} streams of {tokens} tokens, {kv_tokens} tokens of KV memory, {pairs} pairs")
     print(f"  empty cache   {statistics.median(empty for empty, _ in seen):6.1f} tokens/s")
     print(f"  full cache    {statistics.median(full for _, full in seen):6.1f} tokens/s")
-    print(f"  speed, full / empty   {ratio_of([full / empty for empty, full in seen])}")
+    print(f"  speed, full / empty   {quartiles([full / empty for empty, full in seen])}")
 
 
 def main() -> None:

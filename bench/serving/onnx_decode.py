@@ -27,7 +27,7 @@ from typing import NamedTuple
 from bench import flags, streams, system
 from bench.baselines.child import Ask, Child, Timing
 from bench.models import benchmark_model
-from bench.serving.decode import ratio_of
+from bench.paired import quartiles
 from tokenbus.client import Client
 
 CONTEXT = 1_024
@@ -165,10 +165,10 @@ def show(theirs: str, ours: str, seen: list[Pair], sizes: Sizes, aim: str) -> No
     for name, column in ((theirs, [pair.theirs for pair in seen]), (ours, [pair.ours for pair in seen])):
         prompt, decode, whole, cpu_ms = (statistics.median(values) for values in zip(*column, strict=True))
         print(f"  {name:<36} {prompt:8.1f} {decode:8.1f} {whole:8.1f} {cpu_ms:14.1f}")
-    print(f"  decode, ours / theirs       {ratio_of([pair.ours.decode / pair.theirs.decode for pair in seen])}{aim}")
-    print(f"  prompt, ours / theirs       {ratio_of([pair.ours.prompt / pair.theirs.prompt for pair in seen])}")
-    print(f"  whole, ours / theirs        {ratio_of([pair.ours.whole / pair.theirs.whole for pair in seen])}")
-    print(f"  CPU, theirs / ours          {ratio_of([pair.theirs.cpu_ms / pair.ours.cpu_ms for pair in seen])}")
+    print(f"  decode, ours / theirs       {quartiles([pair.ours.decode / pair.theirs.decode for pair in seen])}{aim}")
+    print(f"  prompt, ours / theirs       {quartiles([pair.ours.prompt / pair.theirs.prompt for pair in seen])}")
+    print(f"  whole, ours / theirs        {quartiles([pair.ours.whole / pair.theirs.whole for pair in seen])}")
+    print(f"  CPU, theirs / ours          {quartiles([pair.theirs.cpu_ms / pair.ours.cpu_ms for pair in seen])}")
 
 
 @contextlib.asynccontextmanager

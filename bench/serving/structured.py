@@ -15,7 +15,7 @@ from pathlib import Path
 from bench import flags, system
 from bench.baselines import bare_llama
 from bench.models import benchmark_model
-from bench.paired import Ratio
+from bench.paired import quartiles
 from tokenbus.client import Client
 from tokenbus.protocol.wire import messages
 
@@ -70,10 +70,6 @@ async def tokens_per_s(client: Client, schema: dict[str, object] | None, streams
     return sum(decoded) / (time.perf_counter() - max(starts))
 
 
-def ratio_of(shares: list[float]) -> Ratio:
-    return Ratio(*statistics.quantiles(shares, n=4))
-
-
 async def measure(model: Path, streams: int, tokens: int, threads: int, pairs: int) -> None:
     settings = ("--threads", str(threads), "--kv-tokens", str(CONTEXT), "--max-num-seqs", "64")
     seen: dict[str, list[float]] = {name: [] for name in KINDS}
@@ -86,7 +82,7 @@ async def measure(model: Path, streams: int, tokens: int, threads: int, pairs: i
     print(f"{model.name}, {streams} streams of {tokens} tokens, {threads} threads, {pairs} interleaved rounds")
     for name, speeds in seen.items():
         shares = [speed / free for speed, free in zip(speeds, seen["free"], strict=True)]
-        print(f"  {name:14s} {statistics.median(speeds):8.1f} tokens/s, compared with free: {ratio_of(shares)}")
+        print(f"  {name:14s} {statistics.median(speeds):8.1f} tokens/s, compared with free: {quartiles(shares)}")
 
 
 def main() -> None:
