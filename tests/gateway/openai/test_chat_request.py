@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.support.refusals import refusal_of
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.openai import chat_request
 from tokenbus.protocol.wire import errors, messages
@@ -16,9 +17,7 @@ def read(**fields: object) -> chat_request.ParsedChatRequest:
 
 
 def refusal(**fields: object) -> errors.Error:
-    with pytest.raises(errors.RequestError) as raised:
-        read(**fields)
-    return raised.value.error
+    return refusal_of(lambda: read(**fields))
 
 
 def test_every_field_becomes_that_of_the_wire() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.refusals import refusal_of
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.openai import error_bodies
 from tokenbus.gateway.openai.responses import request
@@ -23,9 +24,7 @@ def read(headers: dict[str, str] | None = None, **fields: object) -> request.Par
 
 
 def refusal(**fields: object) -> errors.Error:
-    with pytest.raises(errors.RequestError) as raised:
-        read(**fields)
-    return raised.value.error
+    return refusal_of(lambda: read(**fields))
 
 
 def test_every_field_becomes_that_of_the_wire() -> None:
