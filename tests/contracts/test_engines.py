@@ -211,7 +211,7 @@ class _CountsPreemptions(EngineListener):
 
 
 async def _constrained_answers(settings: EngineSettings, *, together: bool) -> tuple[list[list[int]], int]:
-    """The answers to six constrained requests, and how many preemptions it took."""
+    """Returns the answers to six constrained requests, and the number of preemptions."""
     engine = demo_engine(msgspec.structs.replace(settings, cache_type_k="f32", cache_type_v="f32", kv_block_size=16))
     engine.listener = listener = _CountsPreemptions()
     config = await engine.start("kit")
@@ -227,7 +227,7 @@ async def _constrained_answers(settings: EngineSettings, *, together: bool) -> t
 
 
 async def test_constrained_streams_are_the_same_when_they_are_preempted() -> None:
-    """What a constraint allows may be most unlikely, and then all but tie with something else: which of them is taken
+    """Tokens that a constraint allows may all be most unlikely, and two of them then all but tie: which one is taken
     may depend on how the tokens before it were batched. So only those answers are compared that are the same alone and
     beside others, and half of them must be the same when they are preempted."""
     alone, _ = await _constrained_answers(DEMO, together=False)
